@@ -1,0 +1,58 @@
+# Everything runs from .venv; `make` alone explains the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Kernels and integrations import optional packages, so their examples run in their own tests.
+DOCTEST_SKIP := --ignore=src/lln/kernels --ignore=src/lln/integrations
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu bench fit check clean
+
+help:  ## show this list
+	@echo "lln: Linear Log-Normal attention. First time here? Try 'make demo'."
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "Nothing to prepare: each target installs what it needs into $(VENV) on first use."
+	@echo "Another interpreter: make PYTHON=python3.12 setup (Python 3.10 or newer)."
+
+setup: $(VENV)/.stamp-dev  ## install the package and the developer tools into .venv
+demo: $(VENV)/.stamp-run  ## see the library at work, on CPU
+	$(BIN)/lln demo
+
+test: setup  ## run the CPU tests and the examples in the docstrings
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow"
+	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln
+
+test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+bench: setup  ## run the benchmarks
+	$(BIN)/python -m benchmarks.run
+
+fit: setup  ## refit the constants that ship with the package
+	$(BIN)/lln fit
+
+check: setup  ## lint, formatting, types and import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+clean:  ## remove .venv, caches and build output
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage htmlcov
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("lln needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps depend on what they install from, so a second run does nothing.
+$(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev,instruments,triton]'
+	@touch $(VENV)/.stamp-run $@

@@ -1,0 +1,317 @@
+"""The entry points for dense tensors: check → match → summarise → read.
+
+Layout, argument names and order follow ``torch.nn.functional.scaled_dot_product_attention``.
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
+E value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln import checks, reference
+from lln.causal import causal_attention
+from lln.diagonal import block_diagonal
+from lln.dispatch import choose_implementation
+from lln.dropout import drop_keys
+from lln.matching import match_moments
+from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
+from lln.summary import KeySummary
+
+
+def lln_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "variance",
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """LLN attention in linear time and memory, Eq. (8).
+
+        out_i = Σ_j ⟨e^{αq_i}, e^{βk_j}⟩ v_j / Σ_l ⟨e^{αq_i}, e^{βk_l}⟩
+
+    Args:
+        query: ``[B, H, T, D]``, any strides.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
+        alpha: A positive number, or a tensor that broadcasts to ``[B, H, 1, 1]``; may carry
+            gradients. None = from ``matching``.
+        beta: Likewise; also ``[B, Hk, 1, 1]``, and then query heads of a group share one summary.
+        matching: How α and β follow from the inputs when they are not given: ``"variance"`` or
+            ``"entropy"``, per sample and head (see `match_moments`), or ``"paper"``, the authors'
+            constants over the whole tensor (samples then depend on their batch-mates).
+        key_mask: bool ``[B, S]``, True = attend. A masked key has no effect, whatever it holds. If
+            T = S the mask also says which queries count in the statistics.
+        dropout_p: Probability to drop a whole key, a column of P (see `lln.dropout`); applied
+            whenever it is positive, as in ``scaled_dot_product_attention``.
+        is_causal: Whether row i sees keys 0 … i only. Needs T = S and α, β given.
+        enable_gqa: Whether H may be a multiple of Hk; the result is that of repeating every key
+            head H/Hk times.
+        impl: ``"auto"``, ``"eager"`` (plain PyTorch), ``"triton"`` or ``"reference"`` (N×N in
+            float64).
+
+    Returns:
+        ``[B, H, T, E]`` in the dtype of query (the autocast dtype under autocast). A sequence
+        without any valid key gives zeros.
+
+    Raises:
+        InvalidInputError: One sentence on what does not fit.
+        BackendUnavailableError: If the implementation asked for cannot run.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 4, 10, 8)
+        >>> lln_attention(query, key, value).shape
+        torch.Size([2, 4, 10, 8])
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+    checks.check_key_mask(key_mask, key)
+    _check_options(query, key, alpha, beta, matching, dropout_p, is_causal)
+    impl = choose_implementation(impl, query)
+    with without_autocast(query):
+        if alpha is None or beta is None:
+            alpha, beta = match_inputs(query, key, matching, key_mask)
+        widened = _widen(query, key, value, key_mask, dropout_p)
+        out = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
+        return out.to(query.dtype)
+
+
+def block_diagonal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_size: int,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Softmax attention inside consecutive blocks of the sequence (section 4.2).
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        block_size: Tokens in a block; the last block may be short, and a block of at least T
+            tokens is softmax attention, Eq. (1).
+        key_mask: bool ``[B, T]``, True = attend.
+        dropout_p: Probability to drop a whole key (see `lln.dropout`).
+        is_causal: Whether a token sees only itself and earlier tokens of its block.
+        scale: Factor of the scores; None = 1/√D.
+        enable_gqa: Whether H may be a multiple of Hk.
+
+    Returns:
+        ``[B, H, T, E]`` in the dtype of query. A block without any valid key gives zeros.
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+    checks.check_self_attention(query, key, "block_diagonal_attention")
+    checks.check_key_mask(key_mask, key)
+    checks.check_block_size(block_size)
+    checks.check_scale(scale)
+    checks.check_dropout(dropout_p)
+    with without_autocast(query):
+        widened = _widen(query, key, value, key_mask, dropout_p)
+        out = _short_range(*widened, block_size, scale, key_mask, is_causal, "eager")
+        return out.to(query.dtype)
+
+
+def lln_diag_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "variance",
+    block_size: int | None = None,
+    mix: float | Tensor = 0.5,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """LLN attention joined with block-diagonal softmax attention, the layer of Figure 3.
+
+        out = mix · LLN + (1 − mix) · Diag
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        alpha: As in `lln_attention`.
+        beta: As in `lln_attention`.
+        matching: As in `lln_attention`.
+        block_size: Tokens in a diagonal block; None = D, as in the paper.
+        mix: Weight of the LLN part: a number in [0, 1], or a tensor with gradients that broadcasts
+            to ``[B, H, T, E]`` (a value per head and channel, or a gate per token
+            ``[B, H, T, 1]``).
+        key_mask: As in `lln_attention`.
+        dropout_p: As in `lln_attention`; a dropped key is dropped from both parts.
+        is_causal: As in `lln_attention`, for both parts.
+        scale: Factor of the diagonal part's scores; None = 1/√D.
+        enable_gqa: As in `lln_attention`.
+        impl: As in `lln_attention`.
+
+    Returns:
+        ``[B, H, T, E]`` in the dtype of query.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 4, 10, 8)
+        >>> gate = torch.sigmoid(torch.randn(2, 4, 10, 1))
+        >>> lln_diag_attention(query, key, value, mix=gate).shape
+        torch.Size([2, 4, 10, 8])
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+    checks.check_self_attention(query, key, "lln_diag_attention")
+    checks.check_key_mask(key_mask, key)
+    _check_options(query, key, alpha, beta, matching, dropout_p, is_causal)
+    block_size = query.shape[-1] if block_size is None else block_size
+    checks.check_block_size(block_size)
+    checks.check_scale(scale)
+    checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
+    impl = choose_implementation(impl, query)
+    with without_autocast(query):
+        if alpha is None or beta is None:
+            alpha, beta = match_inputs(query, key, matching, key_mask)
+        widened = _widen(query, key, value, key_mask, dropout_p)
+        long_range = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
+        short_range = _short_range(*widened, block_size, scale, key_mask, is_causal, impl)
+        return join(long_range, short_range, mix).to(query.dtype)
+
+
+def match_inputs(
+    query: Tensor, key: Tensor, matching: str, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """α and β for an entry point's ``matching``."""
+    scope = "tensor" if matching == "paper" else "head"
+    return match_moments(query, key, criterion=matching, scope=scope, key_mask=key_mask)
+
+
+def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
+    """Figure 3's sum, with an open weight: ``mix · long + (1 − mix) · short``."""
+    if isinstance(mix, Tensor):
+        mix = mix.to(long_range.dtype)
+    return mix * long_range + (1 - mix) * short_range
+
+
+def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:
+    """Give every query head a copy of its group's key head."""
+    if tensor.shape[dim] == heads:
+        return tensor
+    return tensor.repeat_interleave(heads // tensor.shape[dim], dim)
+
+
+def _check_options(
+    query: Tensor,
+    key: Tensor,
+    alpha: float | Tensor | None,
+    beta: float | Tensor | None,
+    matching: str,
+    dropout_p: float,
+    is_causal: bool,
+) -> None:
+    checks.check_matching(matching)
+    checks.check_dropout(dropout_p)
+    if is_causal:
+        checks.check_causal(query.shape[2], key.shape[2])
+    checks.check_temperatures(alpha, beta, is_causal=is_causal)
+    if alpha is not None and beta is not None:
+        batch, heads = query.shape[:2]
+        checks.check_temperature("alpha", alpha, batch, (heads,), query.device)
+        checks.check_temperature("beta", beta, batch, (heads, key.shape[1]), query.device)
+
+
+def _widen(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The accumulation dtype for all three, dropped keys out, padding's queries quiet."""
+    dtype = accumulation_dtype(query.dtype)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if key_mask is not None and query.shape[2] == key.shape[2]:
+        # A NaN in a padded query may show in its own row, but 0 · NaN in the backward would reach
+        # the gradient of every key.
+        padding = ~key_mask[:, None, :, None]
+        query = torch.where(padding & ~query.isfinite(), 0.0, query)
+    return query, key, drop_keys(value, dropout_p)
+
+
+def _long_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    impl: str,
+) -> Tensor:
+    """LLN attention in the accumulation dtype."""
+    heads = query.shape[1]
+    if impl == "eager" and not is_causal:
+        return KeySummary.of(key, value, beta, key_mask).read(query, alpha)
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    alpha, beta = (_repeat_temperature(scale, heads, query.dtype) for scale in (alpha, beta))
+    if impl == "eager":
+        if query.shape[2] == 0:
+            return query @ key.mT @ value
+        return causal_attention(query, key, value, alpha, beta, key_mask)
+    keep = _kept_pairs(query, key, key_mask, is_causal)
+    return reference.lln_attention(query, key, value, alpha, beta, keep=keep)
+
+
+def _short_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_size: int,
+    scale: float | None,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    impl: str,
+) -> Tensor:
+    """Block-diagonal attention in the accumulation dtype."""
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    if impl == "reference":
+        keep = _kept_pairs(query, key, key_mask, is_causal)
+        return reference.block_diagonal_attention(
+            query, key, value, block_size, keep=keep, scale=scale
+        )
+    return block_diagonal(
+        query, key, value, block_size, scale=scale, key_mask=key_mask, is_causal=is_causal
+    )
+
+
+def _repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:
+    if not isinstance(scale, Tensor):
+        return scale
+    scale = scale.to(dtype)
+    scale = scale.reshape((1,) * (4 - scale.dim()) + tuple(scale.shape))
+    return scale if scale.shape[1] == 1 else repeat_heads(scale, heads)
+
+
+def _kept_pairs(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool
+) -> Tensor | None:
+    """The bool mask ``[B, 1, T, S]`` of the reference."""
+    keep = (
+        None if key_mask is None else key_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+    )
+    if not is_causal:
+        return keep
+    earlier = reference.causal_keep(query.shape[2], query.device)
+    return earlier if keep is None else keep & earlier

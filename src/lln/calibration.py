@@ -1,0 +1,170 @@
+"""α and β for real activations, found by measuring instead of by formula.
+
+The curves behind `lln.match_moments` assume Gaussian entries. Heavy tails or token norms that vary
+break that (errors of several bits of entropy), so `calibrate` measures: the entropy of softmax
+attention on a sample of query rows, then bisection of s = α·σq = β·σk until LLN attention has the
+same entropy on the same rows.
+
+Dimension legend: B batch, H heads, T queries, S keys, D head width, R sampled rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lln import checks
+from lln.errors import InvalidInputError
+from lln.matching import Moments, head_moments
+from lln.precision import accumulation_dtype, without_autocast
+from lln.summary import LOG_ZERO
+
+# ln s is searched here: e^-5 is uniform attention to rounding, e^5 is one-hot.
+LOG_SPREAD_RANGE = (-5.0, 5.0)
+
+# Rows × keys formed at a time, over all heads in work: 16M floats.
+PAIR_BUDGET = 1 << 24
+
+
+def calibrate(
+    query: Tensor,
+    key: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    scope: str = "head",
+    rows: int = 256,
+    steps: int = 14,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """α and β at which LLN attention has the row entropy that softmax attention has here, Eq. (7).
+
+    Args:
+        query: ``[B, H, T, D]``, activations of a real model.
+        key: ``[B, Hk, S, D]``; H a multiple of Hk.
+        key_mask: bool ``[B, S]``, True = attend; if T = S it also says which queries count.
+        scope: ``"head"``: for every sample and head; ``"batch"``: one value a head for the whole
+            batch, to freeze into a model.
+        rows: Query rows to measure on, evenly spaced over the valid ones.
+        steps: Halvings of the search interval of ln s; 14 leave it 0.0006 wide.
+        scale: Factor of the softmax scores; None = 1/√D.
+
+    Returns:
+        ``(alpha, beta)``, each ``[B, H, 1, 1]`` (``[1, H, 1, 1]`` for scope ``"batch"``), detached;
+        1 where queries or keys are constant.
+    """
+    checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
+    checks.check_key_mask(key_mask, key)
+    checks.check_scale(scale)
+    if scope not in ("head", "batch"):
+        raise InvalidInputError(f"scope must be 'head' or 'batch', got {scope!r}.")
+    for name, number in (("rows", rows), ("steps", steps)):
+        if number < 1:
+            raise InvalidInputError(f"{name} must be at least 1, got {number}.")
+    with without_autocast(query), torch.no_grad():
+        return _calibrate(query, key, key_mask, scope == "batch", rows, steps, scale)
+
+
+def _calibrate(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    pooled: bool,
+    rows: int,
+    steps: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    moments = head_moments(query, key, key_mask)
+    if pooled:
+        moments = pool_moments(moments)
+    dtype = accumulation_dtype(query.dtype)
+    query_std = torch.where(moments.degenerate, 1.0, moments.query_variance).sqrt()
+    key_std = torch.where(moments.degenerate, 1.0, moments.key_variance).sqrt()
+    query = _sample_rows(query, key_mask if query.shape[2] == key.shape[2] else None, rows).to(
+        dtype
+    )
+    key = key.to(dtype)
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    if key_mask is not None:
+        keep = key_mask[:, None, :, None]
+        key = torch.where(keep, key, 0.0)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+    target = _mean_entropy(query, key, key_mask, _softmax_entropy, scale, scale, pooled)
+    low = torch.full_like(target, LOG_SPREAD_RANGE[0])
+    high = torch.full_like(target, LOG_SPREAD_RANGE[1])
+    for _ in range(steps):
+        middle = (low + high) / 2
+        alpha, beta = (middle.exp() / std for std in (query_std, key_std))
+        found = _mean_entropy(query, key, key_mask, _lln_entropy, alpha, beta, pooled)
+        too_flat = found > target
+        low, high = torch.where(too_flat, middle, low), torch.where(too_flat, high, middle)
+    spread = ((low + high) / 2).exp()
+    alpha = torch.where(moments.degenerate, 1.0, spread / query_std)
+    beta = torch.where(moments.degenerate, 1.0, spread / key_std)
+    return alpha[..., None, None], beta[..., None, None]
+
+
+def pool_moments(moments: Moments) -> Moments:
+    """One value a head for the whole batch, every sample weighted by its valid tokens: ``[1, H]``."""
+    weight = moments.keys / moments.keys.sum(0, keepdim=True).clamp_min(1)
+    return Moments(
+        (moments.query_variance * weight).sum(0, keepdim=True),
+        (moments.key_variance * weight).sum(0, keepdim=True),
+        moments.keys.mean(0, keepdim=True),
+        moments.degenerate.all(0, keepdim=True),
+    )
+
+
+def _sample_rows(query: Tensor, query_mask: Tensor | None, rows: int) -> Tensor:
+    """``[B, H, R, D]``: evenly spaced valid rows of every sample, repeated where there are few."""
+    batch, _, tokens, width = query.shape
+    rows = min(rows, tokens)
+    if query_mask is None:
+        place = torch.linspace(0, max(tokens - 1, 0), rows, device=query.device).round().long()
+        return query[:, :, place]
+    # Stable, so that the valid tokens come first in their own order.
+    order = query_mask.logical_not().to(torch.int8).argsort(dim=-1, stable=True)
+    count = query_mask.sum(-1, keepdim=True).clamp_min(1)
+    step = torch.arange(rows, device=query.device) * count // rows
+    place = order.gather(-1, step)[:, None, :, None].expand(batch, query.shape[1], rows, width)
+    return query.gather(2, place)
+
+
+def _mean_entropy(query, key, key_mask, row_entropy, alpha, beta, pooled: bool) -> Tensor:
+    """Mean entropy of the sampled rows in nats, ``[B, H]`` or ``[1, H]``, a slice at a time."""
+    batch, heads, rows, _ = query.shape
+    valid = None if key_mask is None else key_mask[:, None, :].expand(batch, heads, -1)
+    alpha, beta = (
+        side.expand(batch, heads).reshape(-1, 1, 1) if isinstance(side, Tensor) else side
+        for side in (alpha, beta)
+    )
+    pairs = max(rows * key.shape[2], 1)
+    size = max(PAIR_BUDGET // pairs, 1)
+    found = []
+    for start in range(0, batch * heads, size):
+        part = slice(start, start + size)
+        own = [side[part] if isinstance(side, Tensor) else side for side in (alpha, beta)]
+        mask = None if valid is None else valid.flatten(0, 1)[part]
+        entropy = row_entropy(query.flatten(0, 1)[part], key.flatten(0, 1)[part], mask, *own)
+        found.append(entropy.mean(-1))
+    entropies = torch.cat(found).view(batch, heads) if found else query.new_zeros(batch, heads)
+    return entropies.mean(0, keepdim=True) if pooled else entropies
+
+
+def _softmax_entropy(query: Tensor, key: Tensor, mask: Tensor | None, scale, _) -> Tensor:
+    scores = scale * query @ key.mT
+    if mask is not None:
+        scores = torch.where(mask.unsqueeze(-2), scores, LOG_ZERO)
+    return torch.special.entr(scores.softmax(-1)).sum(-1)
+
+
+def _lln_entropy(query: Tensor, key: Tensor, mask: Tensor | None, alpha, beta) -> Tensor:
+    """P = A·B, softmax over the slots times softmax over the tokens (see `lln.summary`)."""
+    exponent = key * beta
+    if mask is not None:
+        exponent = torch.where(mask.unsqueeze(-1), exponent, LOG_ZERO)
+    slots = (query * alpha + exponent.logsumexp(-2, keepdim=True)).softmax(-1)
+    return torch.special.entr(slots @ exponent.softmax(-2).mT).sum(-1)

@@ -1,0 +1,124 @@
+"""The command line: ``lln demo | fit | doctor``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lln.errors import LLNError
+
+app = typer.Typer(
+    name="lln",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help=(
+        "Linear Log-Normal attention: softmax's concentration at linear cost.\n\n"
+        "Start with `lln demo` (a page with plots, two minutes); `lln doctor` says what this "
+        "machine can run."
+    ),
+)
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        from lln import __version__
+
+        typer.echo(f"lln {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path, typer.Option(help="Where to write the page; its numbers go beside it as JSON.")
+    ] = Path("lln-demo.html"),
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text file, or a folder of them, to train on. "
+            "Default: the source of Python's own standard library."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Rough time for the whole demo. Default: about two minutes."),
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="A short look, under half a minute.")] = False,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page when done.")] = False,
+) -> None:
+    """Show what LLN attention is: one self-contained HTML page with measured plots.
+
+    Three parts: how concentrated softmax, LLN and plain kernels are; how long LLN and softmax take
+    over the length of the sequence, with the crossover marked; a small encoder trained on real
+    text with softmax, LLN, block-diagonal and LLN + block-diagonal attention.
+
+    Ctrl-C leaves a valid page with what has been measured so far.
+    """
+    from lln.demo import run_demo
+
+    run_demo(
+        out=out, data=data, seconds=seconds, quick=quick, open_browser=open_browser, echo=typer.echo
+    )
+
+
+@app.command()
+def fit(
+    out: Annotated[
+        Path, typer.Option(help="Where to write the constants the library loads.")
+    ] = Path("constants.json"),
+    figures: Annotated[
+        Path | None, typer.Option(help="Folder for the paper's Figures 5b and 7 (PNG and SVG).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seeds: Annotated[int, typer.Option(help="Independent draws at every point of the grid.")] = 3,
+    quick: Annotated[bool, typer.Option(help="A coarse grid, about a minute on a laptop.")] = False,
+    work: Annotated[
+        Path, typer.Option(help="Measurements so far; an interrupted fit goes on from here.")
+    ] = Path("lln-fit.jsonl"),
+) -> None:
+    """Fit the constants of moment matching again from scratch (appendix A.7).
+
+    Draws Gaussian queries and keys, measures softmax and LLN attention on them, solves for the
+    spread s at which both agree, and fits the curves s(p, D, N). Prints our values beside the
+    published ones and checks the fit on fresh draws.
+    """
+    from lln.fitting.command import run
+
+    run(
+        out=out,
+        figures=figures,
+        device=device,
+        seeds=seeds,
+        quick=quick,
+        work=work,
+        echo=typer.echo,
+    )
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can run, and prove it on a small example.
+
+    Exits with 1 if attention gives a wrong number here.
+    """
+    from lln.doctor import examine
+
+    if not examine(typer.echo):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line; errors of ours are one sentence, not a traceback."""
+    try:
+        app()
+    except LLNError as error:
+        typer.secho(f"lln: {error}", fg=typer.colors.RED, err=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,97 @@
+"""Block-diagonal softmax attention: the short-range half of Figure 3's layer.
+
+Dimension legend: B batch, H heads, T tokens, D head width, E value width, n blocks, b block size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lln.summary import LOG_ZERO
+
+
+def attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    token_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Softmax attention, Eq. (1), inside every block: ``[..., n, b, E]``.
+
+    Args:
+        query: ``[..., n, b, D]`` in the accumulation dtype.
+        key: Like query.
+        value: ``[..., n, b, E]``.
+        scale: Factor of the scores; None = 1/√D.
+        token_mask: bool, broadcasts to ``[..., n, b]``; a block without a valid key gives zeros.
+        is_causal: Whether a token sees only itself and earlier tokens of its block.
+    """
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if token_mask is not None:
+        keep = token_mask.unsqueeze(-1)
+        key, value = torch.where(keep, key, 0.0), torch.where(keep, value, 0.0)
+    scores = (query * scale) @ key.mT
+    if token_mask is not None:
+        scores = torch.where(token_mask.unsqueeze(-2), scores, LOG_ZERO)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        # Below LOG_ZERO, so that a row whose visible keys are all masked stays on those zeros.
+        scores = scores.masked_fill(later, 10 * LOG_ZERO)
+    return scores.softmax(-1) @ value
+
+
+def block_diagonal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_size: int,
+    *,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Softmax attention within consecutive blocks of a sequence; the last one may be short.
+
+    Args:
+        query: ``[B, H, T, D]`` in the accumulation dtype.
+        key: Like query.
+        value: ``[B, H, T, E]``.
+        block_size: Tokens in a block.
+        scale: Factor of the scores; None = 1/√D.
+        key_mask: bool ``[B, T]``, True = attend.
+        is_causal: Whether a token sees only itself and earlier tokens of its block.
+    """
+    tokens = query.shape[-2]
+    token_mask = None if key_mask is None else key_mask[:, None, :]
+    whole = tokens - tokens % block_size
+    parts = []
+    if whole:
+        blocks = attend_blocks(
+            *(
+                tensor[..., :whole, :].unflatten(-2, (-1, block_size))
+                for tensor in (query, key, value)
+            ),
+            scale=scale,
+            token_mask=None
+            if token_mask is None
+            else token_mask[..., :whole].unflatten(-1, (-1, block_size)),
+            is_causal=is_causal,
+        )
+        parts.append(blocks.flatten(-3, -2))
+    if whole < tokens or not parts:
+        parts.append(
+            attend_blocks(
+                *(tensor[..., whole:, :] for tensor in (query, key, value)),
+                scale=scale,
+                token_mask=None if token_mask is None else token_mask[..., whole:],
+                is_causal=is_causal,
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)

@@ -1,0 +1,61 @@
+"""What this machine can run, checked by running it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib import metadata
+
+import torch
+
+from lln.attention import lln_diag_attention
+from lln.testing.tolerances import budget, largest_error
+
+OPTIONAL = {
+    "triton": "fused GPU kernels",
+    "transformers": "Hugging Face models",
+    "matplotlib": "plots",
+    "scipy": "spectral gaps of softmax attention",
+}
+
+
+def examine(echo: Callable[[str], object]) -> bool:
+    """Report versions, devices and optional packages, and test attention on every device.
+
+    Args:
+        echo: Takes one line at a time.
+
+    Returns:
+        Whether every device gave the right numbers.
+    """
+    echo(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
+    echo(f"lln          {_version('lln')}")
+    echo(f"torch        {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    for package, use in OPTIONAL.items():
+        found = _version(package)
+        extra = "" if found else f'pip install "lln[all]" adds {use}'
+        echo(f"{package:<12} {found or 'not installed: ' + extra}")
+    devices = ["cpu"]
+    devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    return all([_check(device, echo) for device in devices])
+
+
+def _check(device: str, echo: Callable[[str], object]) -> bool:
+    """Compare eager attention in float32 with the float64 reference."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 200, 16, generator=generator)
+    expected = lln_diag_attention(*(t.double() for t in (query, key, value)), impl="reference")
+    found = lln_diag_attention(*(t.to(device) for t in (query, key, value)), impl="eager").cpu()
+    error, allowed = largest_error(found, expected), budget(found, expected)
+    verdict = "right" if error <= allowed else "WRONG"
+    echo(f"{device:<12} {verdict}: error {error:.1e} (allowed {allowed:.1e}), impl 'eager'")
+    return error <= allowed
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,17 @@
+"""The exceptions this package raises on purpose."""
+
+
+class LLNError(Exception):
+    """Base class of every error raised on purpose by ``lln``."""
+
+
+class InvalidInputError(LLNError, ValueError):
+    """An argument cannot be used; the message names it, what was seen and what is expected."""
+
+
+class CausalStatisticsError(InvalidInputError):
+    """Causal attention was asked to take α, β from the very sequence it processes."""
+
+
+class BackendUnavailableError(LLNError, RuntimeError):
+    """The requested ``impl`` cannot run here; the message names the fix."""

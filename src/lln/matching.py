@@ -1,0 +1,252 @@
+"""Moment matching: which α, β make LLN attention as concentrated as softmax attention.
+
+Eq. (10): α = s/σq and β = s/σk, with one number s = σ̃/√2 that depends on the variance of the
+softmax scores p = σq²σk², on the head width and, for one criterion, on the number of keys.
+The curves s(p, D, S) live in ``constants.json``; ``lln fit`` makes that file again from scratch.
+
+Dimension legend: B batch, H heads, T queries, S keys, D head width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln import checks
+from lln.errors import InvalidInputError
+from lln.precision import accumulation_dtype, without_autocast
+
+# A spread below this, absolutely or relative to the size of the entries, is rounding noise.
+SPREAD_FLOOR = 1e-6
+
+SCOPES = ("head", "tensor")
+
+_CRITERIA: dict[str, Any] = json.loads(
+    resources.files("lln").joinpath("constants.json").read_text("utf-8")
+)["criteria"]
+
+
+class Moments(NamedTuple):
+    """The statistics that matching needs, in float32 or wider, without gradient.
+
+    Attributes:
+        query_variance: ``[B, H]``, σq² = mean of q² (uncentred: SA is not blind to the mean of q).
+        key_variance: ``[B, H]``, σk² = mean over features of the variance over tokens (centred:
+            SA does not see the mean of k).
+        keys: ``[B, 1]``, number of valid keys.
+        degenerate: bool ``[B, H]``, True where a spread is zero to rounding; matching then falls
+            back to α = β = 1.
+    """
+
+    query_variance: Tensor
+    key_variance: Tensor
+    keys: Tensor
+    degenerate: Tensor
+
+
+def match_moments(
+    query: Tensor,
+    key: Tensor,
+    *,
+    criterion: str = "variance",
+    scope: str = "head",
+    key_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """α and β that give LLN attention the concentration softmax attention has on these inputs.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, S, D]``; H a multiple of Hk (GQA).
+        criterion: ``"variance"``: the variance of log P inside a row equals that of softmax
+            attention, for every D; ``"entropy"``: the mean row entropy does; ``"paper"``: the
+            authors' constants in Eq. (10), fitted at D = 64.
+        scope: ``"head"``: statistics of every sample and head by themselves, so that a sample
+            never depends on its batch-mates; ``"tensor"``: one standard deviation of the whole
+            tensor, as the authors' code does, kept for parity.
+        key_mask: bool ``[B, S]``, True = attend. Only valid tokens count; if T = S (self
+            attention) the mask says so for the queries too.
+
+    Returns:
+        ``(alpha, beta)``, each ``[B, H, 1, 1]`` (``[1, 1, 1, 1]`` for scope ``"tensor"``),
+        detached. Where the queries or keys are constant, both are 1.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> q, k = torch.randn(2, 1, 1, 512, 64, generator=generator)
+        >>> alpha, beta = match_moments(q, k)
+        >>> f"{alpha.item():.1f} {beta.item():.1f}"
+        '2.3 2.3'
+    """
+    checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
+    checks.check_key_mask(key_mask, key)
+    checks.check_matching(criterion)
+    if scope not in SCOPES:
+        raise InvalidInputError(f"scope must be 'head' or 'tensor', got {scope!r}.")
+    measure = head_moments if scope == "head" else tensor_moments
+    with without_autocast(query):
+        return temperatures(measure(query, key, key_mask), query.shape[-1], criterion)
+
+
+def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:
+    """Statistics of every sample and head: ``[B, H]`` each."""
+    dtype = accumulation_dtype(query.dtype)
+    query, key = query.detach().to(dtype), key.detach().to(dtype)
+    query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
+    query_variance = _mean_square(query, query_mask)
+    mean = _token_mean(key, key_mask)
+    key_variance = _mean_square(key - mean, key_mask)
+    key_size = key_variance + mean.square().mean((-1, -2))
+    groups = query.shape[1] // max(key.shape[1], 1)
+    if groups > 1:
+        key_variance = key_variance.repeat_interleave(groups, 1)
+        key_size = key_size.repeat_interleave(groups, 1)
+    return Moments(
+        query_variance,
+        key_variance,
+        _count(key, key_mask),
+        _is_degenerate(query_variance, key_variance, key_size),
+    )
+
+
+def tensor_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:
+    """The authors' statistic: one unbiased standard deviation of the whole tensor; ``[1, 1]``."""
+    dtype = accumulation_dtype(query.dtype)
+    query, key = query.detach().to(dtype), key.detach().to(dtype)
+    keys = _count(key, key_mask).mean(0, keepdim=True)
+    query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
+    query_variance = _tensor_variance(query, query_mask)
+    key_variance = _tensor_variance(key, key_mask)
+    key_size = key.nan_to_num().square().mean().reshape(1, 1)
+    return Moments(
+        query_variance,
+        key_variance,
+        keys,
+        _is_degenerate(query_variance, key_variance, key_size),
+    )
+
+
+def packed_moments(
+    query: Tensor, key: Tensor, cu_seqlens: Tensor, *, centred: bool = False
+) -> Moments:
+    """Statistics of every packed sequence and head: ``[n, H]`` each.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[T, Hk, D]``.
+        cu_seqlens: int64 ``[n + 1]``.
+        centred: The authors' statistic instead: one unbiased standard deviation over everything.
+    """
+    if centred:
+        return tensor_moments(query.transpose(0, 1)[None], key.transpose(0, 1)[None])
+    dtype = accumulation_dtype(query.dtype)
+    query, key = query.detach().to(dtype), key.detach().to(dtype)
+    key = key.repeat_interleave(query.shape[1] // max(key.shape[1], 1), 1)
+    sequences = cu_seqlens.shape[0] - 1
+    token = torch.arange(query.shape[0], device=query.device)
+    home = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    keys = cu_seqlens.diff().to(dtype).unsqueeze(-1)
+    count = keys.clamp_min(1)
+
+    def per_sequence(rows: Tensor) -> Tensor:
+        return rows.new_zeros(sequences, *rows.shape[1:]).index_add(0, home, rows)
+
+    mean = per_sequence(key) / count.unsqueeze(-1)
+    query_variance = per_sequence(query.square().mean(-1)) / count
+    key_variance = per_sequence((key - mean[home]).square().mean(-1)) / count
+    key_size = key_variance + mean.square().mean(-1)
+    return Moments(
+        query_variance,
+        key_variance,
+        keys,
+        _is_degenerate(query_variance, key_variance, key_size),
+    )
+
+
+def temperatures(moments: Moments, head_width: int, criterion: str) -> tuple[Tensor, Tensor]:
+    """Eq. (10): α = s/σq, β = s/σk, shaped ``[B, H, 1, 1]``; 1 where the moments are degenerate."""
+    query_variance = torch.where(moments.degenerate, 1.0, moments.query_variance)
+    key_variance = torch.where(moments.degenerate, 1.0, moments.key_variance)
+    spread = matched_spread(query_variance * key_variance, head_width, moments.keys, criterion)
+    alpha = torch.where(moments.degenerate, 1.0, spread / query_variance.sqrt())
+    beta = torch.where(moments.degenerate, 1.0, spread / key_variance.sqrt())
+    return alpha[..., None, None], beta[..., None, None]
+
+
+def matched_spread(
+    score_variance: Tensor, head_width: int, keys: Tensor | float, criterion: str
+) -> Tensor:
+    """The matched s = α·σq = β·σk for scores of variance p.
+
+    Args:
+        score_variance: p = σq²σk², any shape.
+        head_width: D.
+        keys: S, broadcasts to p.
+        criterion: ``"variance"``, ``"entropy"`` or ``"paper"``.
+
+    Example:
+        >>> round(matched_spread(torch.tensor(1.0), 64, 1024.0, "entropy").item(), 1)
+        1.9
+    """
+    constants = _CRITERIA[criterion]
+    if criterion == "paper":
+        return ((score_variance - constants["b"]) / (2 * constants["a"])).sqrt()
+    clamped = score_variance.clamp(*constants["p_range"])
+    smallest, largest = constants["d_range"]
+    w = math.log(min(max(head_width, smallest), largest) / 64)
+    coefficients: list[Tensor | float] = [m0 + m1 * w + m2 * w * w for m0, m1, m2 in constants["M"]]
+    if constants["X"]:
+        keys = torch.as_tensor(keys, dtype=clamped.dtype, device=clamped.device)
+        x = (keys.clamp(*constants["n_range"]) / 1024).log()
+        for power, slope in enumerate(constants["X"]):
+            coefficients[power] = coefficients[power] + x * slope
+    u = clamped.log()
+    log_spread: Tensor | float = 0.0
+    for coefficient in reversed(coefficients):
+        log_spread = log_spread * u + coefficient
+    # Beyond the fitted range both attentions follow their power laws: s grows like √p.
+    return torch.as_tensor(log_spread).exp() * (score_variance / clamped).sqrt()
+
+
+def _count(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Number of valid tokens of every sample, ``[B, 1]``."""
+    if mask is None:
+        return tensor.new_full((tensor.shape[0], 1), tensor.shape[2])
+    return mask.sum(-1, keepdim=True, dtype=tensor.dtype)
+
+
+def _mean_square(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of the squares of the valid tokens, ``[B, H]``."""
+    if mask is not None:
+        tensor = torch.where(mask[:, None, :, None], tensor, 0.0)
+    total = tensor.square().sum((-1, -2))
+    return total / (_count(tensor, mask) * tensor.shape[-1]).clamp_min(1)
+
+
+def _token_mean(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the valid tokens, ``[B, H, 1, D]``."""
+    if mask is not None:
+        tensor = torch.where(mask[:, None, :, None], tensor, 0.0)
+    count = _count(tensor, mask).clamp_min(1)[..., None, None]
+    return tensor.sum(-2, keepdim=True) / count
+
+
+def _tensor_variance(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Unbiased variance of all valid entries, ``[1, 1]``; NaN for fewer than two."""
+    if mask is None:
+        keep = torch.ones((), dtype=torch.bool, device=tensor.device).expand(tensor.shape)
+    else:
+        keep = mask[:, None, :, None].expand(tensor.shape)
+    count = keep.sum(dtype=tensor.dtype)
+    mean = torch.where(keep, tensor, 0.0).sum() / count
+    return (torch.where(keep, tensor - mean, 0.0).square().sum() / (count - 1)).reshape(1, 1)
+
+
+def _is_degenerate(query_variance: Tensor, key_variance: Tensor, key_size: Tensor) -> Tensor:
+    """Where a spread is no more than rounding. A NaN counts as healthy, so that it shows."""
+    floor = SPREAD_FLOOR**2
+    return (query_variance <= floor) | (key_variance <= floor * key_size.clamp_min(1.0))

@@ -1,0 +1,49 @@
+"""Which precision the arithmetic runs in, whatever precision the tensors come in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything narrower.
+
+    >>> accumulation_dtype(torch.bfloat16)
+    torch.float32
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as ``scaled_dot_product_attention`` does under autocast: to the autocast dtype.
+
+    float64 stays as it is, and outside autocast nothing happens. Doing it before the checks makes
+    a float32 query next to a bfloat16 key legal there, as users of autocast expect.
+    """
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        return tensors
+    device_type = tensors[0].device.type
+    if not _autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        tensor.to(dtype)
+        if tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
+    )
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context in which our float32 arithmetic stays float32."""
+    device_type = tensor.device.type
+    if _autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _autocast_enabled(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -1,0 +1,219 @@
+"""Every equation of the paper as written: N×N, float64, short, slow and obvious.
+
+This module defines what is right. It uses neither the two-softmax identity nor any other part of
+this package, so that agreement with it means something. Kernels are kept as logarithms, since
+e^{αq}·e^{βk} leaves even float64 for ordinary outliers.
+
+Dimension legend: ``...`` leading dimensions (batch, heads), T queries, S keys, D head width,
+E value width. ``keep`` arguments are bool, broadcast to ``[..., T, S]``, True = attend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Appendix A.7 as released by the authors: σ²_lln = a·σ̃² + b, Eq. (34).
+PAPER_A = 0.14855178144710912
+PAPER_B = -0.35487039130661086
+
+_ROWS = 64
+
+
+def log_softmax_kernel(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
+    """Eq. (2): log κ_exp(q_i, k_j) = q_i·k_j / √d, ``[..., T, S]``."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return scale * (query.double() @ key.double().mT)
+
+
+def feature_kernel(
+    query: Tensor,
+    key: Tensor,
+    query_map: Callable[[Tensor], Tensor],
+    key_map: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Eq. (3): κ(q_i, k_j) = ⟨Φ_Q(q_i), Φ_K(k_j)⟩, ``[..., T, S]``."""
+    return query_map(query.double()) @ key_map(key.double()).mT
+
+
+def log_lln_kernel(
+    query: Tensor, key: Tensor, alpha: float | Tensor, beta: float | Tensor
+) -> Tensor:
+    """Numerator of Eq. (9): log⟨e^{αq_i}, e^{βk_j}⟩ = log Σ_f e^{αq_if + βk_jf}, ``[..., T, S]``."""
+    exponent_q, exponent_k = alpha * query.double(), beta * key.double()
+    if query.shape[-2] == 0:
+        return exponent_q @ exponent_k.mT
+    blocks = [
+        (rows.unsqueeze(-2) + exponent_k.unsqueeze(-3)).logsumexp(-1)
+        for rows in exponent_q.split(_ROWS, dim=-2)
+    ]
+    return torch.cat(blocks, dim=-2)
+
+
+def normalise(log_kernel: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Divide every row of a kernel by its sum over the kept keys; rows without any become zero."""
+    if keep is None:
+        return log_kernel.softmax(-1)
+    weights = torch.where(keep, log_kernel, -1e300).softmax(-1)
+    return torch.where(keep, weights, 0.0)
+
+
+def kernel_attention(log_kernel: Tensor, value: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Eq. (1): out_i = Σ_j κ(q_i, k_j) v_j / Σ_l κ(q_i, k_l), ``[..., T, E]``."""
+    return normalise(log_kernel, keep) @ _hide(value, keep)
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    keep: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Eq. (1) with the kernel of Eq. (2)."""
+    return kernel_attention(log_softmax_kernel(query, _hide(key, keep), scale), value, keep)
+
+
+def linearised_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_map: Callable[[Tensor], Tensor],
+    key_map: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Eq. (4), left-hand form: the kernel of Eq. (3) normalised over the keys."""
+    kernel = feature_kernel(query, key, query_map, key_map)
+    return (kernel / kernel.sum(-1, keepdim=True)) @ value.double()
+
+
+def softmax_temperature(query: Tensor, key: Tensor) -> Tensor:
+    """Eq. (5): τ_sm = 1 / √(σq²σk² + C_cross), the inverse spread of the scores, ``[...]``.
+
+    σq²σk² + C_cross *is* the variance of q_i·k_j/√d over all pairs, which is what is computed.
+    """
+    scores = log_softmax_kernel(query, key)
+    return 1 / scores.flatten(-2).std(-1, unbiased=False)
+
+
+def softmax_matrix(
+    query: Tensor, key: Tensor, *, keep: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Eq. (6): P^(SM), ``[..., T, S]``."""
+    return normalise(log_softmax_kernel(query, _hide(key, keep), scale), keep)
+
+
+def entropy(matrix: Tensor) -> Tensor:
+    """Eq. (7): H(P) = −(1/N) Σ_ij P_ij log₂ P_ij, ``[...]``."""
+    return torch.special.entr(matrix.double()).sum(-1).mean(-1) / math.log(2)
+
+
+def lln_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    *,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """Eq. (8): LLN attention, ``[..., T, E]``."""
+    return lln_matrix(query, key, alpha, beta, keep=keep) @ _hide(value, keep)
+
+
+def lln_matrix(
+    query: Tensor,
+    key: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    *,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """Eq. (9): P^(LLN), ``[..., T, S]``."""
+    return normalise(log_lln_kernel(query, _hide(key, keep), alpha, beta), keep)
+
+
+def matched_temperatures(
+    query_std: float, key_std: float, *, a: float = PAPER_A, b: float = PAPER_B
+) -> tuple[float, float]:
+    """Eq. (10): α = σ̃/(√2 σq), β = σ̃/(√2 σk), σ̃² = (σq²σk² − b)/a."""
+    spread = math.sqrt((query_std**2 * key_std**2 - b) / a)
+    return spread / (math.sqrt(2) * query_std), spread / (math.sqrt(2) * key_std)
+
+
+def lln_temperature(
+    query_std: float,
+    key_std: float,
+    alpha: float,
+    beta: float,
+    *,
+    a: float = PAPER_A,
+    b: float = PAPER_B,
+) -> float:
+    """Eq. (11): τ_lln = 1 / √(a(α²σq² + β²σk²) + b)."""
+    return 1 / math.sqrt(a * (alpha**2 * query_std**2 + beta**2 * key_std**2) + b)
+
+
+def spectral_gap(matrix: Tensor) -> Tensor:
+    """Section 3.2.2: γ = 1 − |λ₂| of a square row-stochastic matrix, ``[...]``."""
+    magnitudes = torch.linalg.eigvals(matrix.double()).abs().sort(-1, descending=True).values
+    if magnitudes.shape[-1] < 2:
+        return torch.ones_like(magnitudes[..., 0])
+    return 1 - magnitudes[..., 1]
+
+
+def block_keep(tokens: int, block_size: int, device: torch.device | None = None) -> Tensor:
+    """Which pairs lie in one diagonal block (section 4.2): bool ``[T, T]``."""
+    block = torch.arange(tokens, device=device) // block_size
+    return block.unsqueeze(-1) == block
+
+
+def causal_keep(tokens: int, device: torch.device | None = None) -> Tensor:
+    """Which pairs look back: bool ``[T, T]``."""
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+
+
+def block_diagonal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_size: int,
+    *,
+    keep: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention whose matrix is zero outside the diagonal blocks (section 4.2)."""
+    blocks = block_keep(query.shape[-2], block_size, query.device)
+    seen = blocks if keep is None else keep & blocks
+    # Only the caller's mask hides contents: a NaN in another block must stay where it is.
+    key, value = _hide(key, keep), _hide(value, keep)
+    return normalise(log_softmax_kernel(query, key, scale), seen) @ value
+
+
+def lln_diag_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    block_size: int,
+    *,
+    mix: float | Tensor = 0.5,
+    keep: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Figure 3: mix · LLN + (1 − mix) · block-diagonal."""
+    long_range = lln_attention(query, key, value, alpha, beta, keep=keep)
+    short_range = block_diagonal_attention(query, key, value, block_size, keep=keep, scale=scale)
+    return mix * long_range + (1 - mix) * short_range
+
+
+def _hide(tensor: Tensor, keep: Tensor | None) -> Tensor:
+    """Zero tokens that no query keeps, so that what they hold cannot leak as 0 · NaN."""
+    if keep is None:
+        return tensor.double()
+    seen = keep.any(-2).unsqueeze(-1)
+    return torch.where(seen, tensor.double(), 0.0)

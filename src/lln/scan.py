@@ -1,0 +1,68 @@
+"""The running merge of a row of summaries: what every chunk may read of the chunks before it.
+
+Summaries merge associatively, so the running merge is a scan. It is done in blocks: inside a block
+one small lower-triangular product a slot, then the same over the blocks' totals, and so on up. All
+weights are exp(L_j − L_merged) ≤ 1, so no step can overflow, and the cost is linear in the number
+of summaries.
+
+Dimension legend: n summaries in a row, D slots, E value width, ``...`` leading dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lln.summary import LOG_ZERO, merge
+
+BLOCK = 32
+
+
+def running_merge(
+    log_mass: Tensor, centroid: Tensor, segment: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Summary i of the result holds summaries 0 … i (of the same segment) merged.
+
+    Args:
+        log_mass: ``[..., n, D]``.
+        centroid: ``[..., n, D, E]``.
+        segment: int ``[n]``, never decreasing; summaries merge within a segment only.
+            None = all one segment.
+    """
+    count = log_mass.shape[-2]
+    if segment is None:
+        segment = torch.zeros(count, dtype=torch.int64, device=log_mass.device)
+    if count <= BLOCK:
+        return _merge_triangle(log_mass, centroid, segment)
+    padding = -count % BLOCK
+    log_mass = F.pad(log_mass, (0, 0, 0, padding), value=LOG_ZERO).unflatten(-2, (-1, BLOCK))
+    centroid = F.pad(centroid, (0, 0, 0, 0, 0, padding)).unflatten(-3, (-1, BLOCK))
+    segment = torch.cat([segment, segment[-1:].expand(padding)]).unflatten(0, (-1, BLOCK))
+    log_mass, centroid = _merge_triangle(log_mass, centroid, segment)
+
+    carry = running_merge(log_mass[..., -1, :], centroid[..., -1, :, :], segment[:, -1])
+    carry_log_mass, carry_centroid = shift(*carry)
+    carry_segment = F.pad(segment[:-1, -1], (1, 0), value=-1)
+    continues = (segment == carry_segment.unsqueeze(-1)).unsqueeze(-1)
+    carry_log_mass = torch.where(continues, carry_log_mass.unsqueeze(-2), LOG_ZERO)
+    log_mass, centroid = merge(log_mass, centroid, carry_log_mass, carry_centroid.unsqueeze(-3))
+    return log_mass.flatten(-3, -2)[..., :count, :], centroid.flatten(-4, -3)[..., :count, :, :]
+
+
+def shift(log_mass: Tensor, centroid: Tensor) -> tuple[Tensor, Tensor]:
+    """Move every summary one place on; the first becomes empty."""
+    log_mass = F.pad(log_mass[..., :-1, :], (0, 0, 1, 0), value=LOG_ZERO)
+    return log_mass, F.pad(centroid[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
+
+
+def _merge_triangle(log_mass: Tensor, centroid: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
+    """The running merge of one short row, as a lower-triangular product a slot."""
+    place = torch.arange(log_mass.shape[-2], device=log_mass.device)
+    visible = (place.unsqueeze(-1) >= place) & (segment.unsqueeze(-1) == segment.unsqueeze(-2))
+    # [..., D, i, j]: what summary j weighs in the merge of all up to i.
+    weight = torch.where(visible.unsqueeze(-3), log_mass.mT.unsqueeze(-2), LOG_ZERO)
+    merged = weight.logsumexp(-1)
+    weight = (weight - merged.unsqueeze(-1)).exp()
+    # A row without any key: every weight is exp(0), the centroids they meet are zero.
+    return merged.mT, (weight @ centroid.transpose(-3, -2)).transpose(-3, -2)

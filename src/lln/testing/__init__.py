@@ -1,0 +1,7 @@
+"""Tools to test attention with: tolerances, inputs, poison. Shipped for users' own tests."""
+
+from lln.testing.inputs import LAYOUTS, make_qkv
+from lln.testing.poison import poison_empty
+from lln.testing.tolerances import assert_close, budget, largest_error
+
+__all__ = ["LAYOUTS", "assert_close", "budget", "largest_error", "make_qkv", "poison_empty"]

@@ -1,0 +1,98 @@
+"""How far a result may be from the float64 reference.
+
+The rule of FlashAttention and PyTorch, calibrated by the data: an implementation may err by a small
+multiple of what plain PyTorch errs in the same dtype, plus the rounding of the result itself,
+
+    error ≤ c · (error of eager at that dtype + ε(dtype) · max|reference|),
+
+c = 2 forward, 3 backward, 1 in float64. Eager itself is judged without the first term, against the
+rounding of its own arithmetic. These numbers change only with a *Numerics* entry in the changelog.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln.precision import accumulation_dtype
+
+FORWARD_FACTOR = 2.0
+BACKWARD_FACTOR = 3.0
+
+# Roundings on the way of one output through eager attention: exponents, sums and products of the
+# two softmaxes, counted generously in units of the accumulation dtype's ε.
+EAGER_ROUNDINGS = 64.0
+
+
+def largest_error(found: Tensor, expected: Tensor) -> float:
+    """max |found − expected|; infinite where one is finite and the other is not."""
+    if found.shape != expected.shape:
+        raise AssertionError(f"shape {tuple(found.shape)} is not {tuple(expected.shape)}")
+    if found.numel() == 0:
+        return 0.0
+    difference = (found.double().cpu() - expected.double().cpu()).abs()
+    same = (found.double().cpu() == expected.double().cpu()) | (
+        found.cpu().isnan() & expected.cpu().isnan()
+    )
+    return torch.where(same, 0.0, difference).nan_to_num(torch.inf).max().item()
+
+
+def budget(
+    found: Tensor,
+    expected: Tensor,
+    eager: Tensor | None = None,
+    *,
+    backward: bool = False,
+    magnitude: float | None = None,
+) -> float:
+    """The error allowed to ``found``.
+
+    Args:
+        found: The result; its dtype says how precise it can be.
+        expected: The float64 reference.
+        eager: The same from eager attention in the same dtype; None if ``found`` is eager itself.
+        backward: Whether these are gradients.
+        magnitude: Size of the numbers that were summed; None = max|expected|. Give it where terms
+            cancel, e.g. for gradients, so that rounding is measured against what was rounded.
+    """
+    if expected.numel() == 0:
+        return 0.0
+    size = expected.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    size = max(size, magnitude or 0.0)
+    epsilon = torch.finfo(found.dtype).eps
+    if eager is None:
+        # One rounding of the result, and the arithmetic behind it.
+        arithmetic = EAGER_ROUNDINGS * torch.finfo(accumulation_dtype(found.dtype)).eps
+        return (epsilon + arithmetic) * size * (BACKWARD_FACTOR if backward else 1.0)
+    factor = BACKWARD_FACTOR if backward else FORWARD_FACTOR
+    if found.dtype == torch.float64:
+        factor = 1.0
+    return factor * (largest_error(eager, expected) + epsilon * size)
+
+
+def assert_close(
+    found: Tensor,
+    expected: Tensor,
+    eager: Tensor | None = None,
+    *,
+    backward: bool = False,
+    magnitude: float | None = None,
+    what: str = "output",
+) -> None:
+    """Fail if ``found`` is not finite where it should be, or errs beyond its budget."""
+    if expected.isfinite().all() and not found.isfinite().all():
+        raise AssertionError(f"{what} has {int((~found.isfinite()).sum())} non-finite entries")
+    error = largest_error(found, expected)
+    allowed = budget(found, expected, eager, backward=backward, magnitude=magnitude)
+    if error > allowed:
+        ratio = _root_mean_square(found.double().cpu() - expected.double().cpu()) / max(
+            _root_mean_square(expected.double().cpu()), 1e-300
+        )
+        raise AssertionError(
+            f"{what} errs by {error:.3e}, allowed {allowed:.3e} (RMS ratio {ratio:.2e}, "
+            f"{found.dtype}, shape {tuple(found.shape)})"
+        )
+
+
+def _root_mean_square(tensor: Tensor) -> float:
+    return tensor.square().mean().sqrt().item()

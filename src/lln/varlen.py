@@ -1,0 +1,282 @@
+"""The entry points for packed sequences: ``[T, H, D]`` with ``cu_seqlens``, no padding anywhere.
+
+Sequence s holds the tokens ``cu_seqlens[s] … cu_seqlens[s + 1] − 1`` and attends to itself only.
+Time and memory are linear in T whatever the mix of lengths (`lln.tiles`).
+
+Dimension legend: T packed tokens, H query heads, Hk key heads, D head width, E value width,
+n sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln import checks
+from lln.attention import join, lln_attention, lln_diag_attention, repeat_heads
+from lln.causal import CHUNK, attend_chunks
+from lln.diagonal import attend_blocks
+from lln.dispatch import choose_implementation
+from lln.dropout import drop_keys
+from lln.errors import InvalidInputError
+from lln.matching import packed_moments, temperatures
+from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
+from lln.scan import running_merge
+from lln.summary import mask_tokens, read, summarise
+from lln.tiles import Tiling, cut_tiles
+
+
+def lln_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "variance",
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    key_mask: None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """LLN attention, Eq. (8), inside each of several packed sequences.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[T, Hk, D]``.
+        value: ``[T, Hk, E]``.
+        cu_seqlens: int32 or int64 ``[n + 1]``: 0, then the end of every sequence.
+        alpha: A positive number, or a tensor that broadcasts to ``[n, H, 1, 1]``; None = from
+            ``matching``, per sequence and head.
+        beta: Likewise.
+        matching: As in `lln_attention`; ``"paper"`` takes one statistic over all tokens.
+        dropout_p: As in `lln_attention`.
+        is_causal: As in `lln_attention`; needs α and β.
+        enable_gqa: As in `lln_attention`.
+        key_mask: Refused: packed sequences have no padding to mask.
+        impl: As in `lln_attention`.
+
+    Returns:
+        ``[T, H, E]`` in the dtype of query, equal to one call per sequence.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 10, 2, 8)
+        >>> lln_attention_varlen(query, key, value, torch.tensor([0, 3, 10])).shape
+        torch.Size([10, 2, 8])
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    _check_packed(query, key, value, cu_seqlens, key_mask, enable_gqa)
+    _check_packed_options(query, key, cu_seqlens, alpha, beta, matching, dropout_p, is_causal)
+    impl = choose_implementation(impl, query)
+    with without_autocast(query):
+        if alpha is None or beta is None:
+            alpha, beta = _match_packed(query, key, cu_seqlens, matching)
+        if query.shape[0] == 0:
+            return query.new_zeros(0, query.shape[1], value.shape[-1])
+        if impl == "reference":
+            options = {"is_causal": is_causal, "dropout_p": dropout_p, "impl": impl}
+            return _one_by_one(
+                lln_attention, query, key, value, cu_seqlens, alpha, beta, enable_gqa, **options
+            )
+        packed = _widen(query, key, value, dropout_p)
+        out = _long_range(*packed, cu_seqlens.long(), alpha, beta, is_causal)
+        return out.to(query.dtype)
+
+
+def lln_diag_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "variance",
+    block_size: int | None = None,
+    mix: float | Tensor = 0.5,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_mask: None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """LLN + block-diagonal attention, Figure 3, inside each of several packed sequences.
+
+    Blocks start anew with every sequence.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[T, Hk, D]``.
+        value: ``[T, Hk, E]``.
+        cu_seqlens: int32 or int64 ``[n + 1]``: 0, then the end of every sequence.
+        alpha: As in `lln_attention_varlen`.
+        beta: As in `lln_attention_varlen`.
+        matching: As in `lln_attention_varlen`.
+        block_size: Tokens in a diagonal block; None = D.
+        mix: Weight of the LLN part: a number in [0, 1], or a tensor with gradients that broadcasts
+            to ``[T, H, E]``.
+        dropout_p: As in `lln_diag_attention`.
+        is_causal: As in `lln_diag_attention`.
+        scale: As in `lln_diag_attention`.
+        enable_gqa: As in `lln_diag_attention`.
+        key_mask: Refused: packed sequences have no padding to mask.
+        impl: As in `lln_attention`.
+
+    Returns:
+        ``[T, H, E]`` in the dtype of query, equal to one call per sequence.
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    _check_packed(query, key, value, cu_seqlens, key_mask, enable_gqa)
+    _check_packed_options(query, key, cu_seqlens, alpha, beta, matching, dropout_p, is_causal)
+    block_size = query.shape[-1] if block_size is None else block_size
+    checks.check_block_size(block_size)
+    checks.check_scale(scale)
+    checks.check_mix(mix, (*query.shape[:2], value.shape[-1]), query.device)
+    impl = choose_implementation(impl, query)
+    with without_autocast(query):
+        if alpha is None or beta is None:
+            alpha, beta = _match_packed(query, key, cu_seqlens, matching)
+        if query.shape[0] == 0:
+            return query.new_zeros(0, query.shape[1], value.shape[-1])
+        if impl == "reference":
+            options = {"is_causal": is_causal, "dropout_p": dropout_p, "impl": impl}
+            options |= {"block_size": block_size, "scale": scale, "mix": mix}
+            return _one_by_one(
+                lln_diag_attention,
+                query,
+                key,
+                value,
+                cu_seqlens,
+                alpha,
+                beta,
+                enable_gqa,
+                **options,
+            )
+        packed = _widen(query, key, value, dropout_p)
+        bounds = cu_seqlens.long()
+        long_range = _long_range(*packed, bounds, alpha, beta, is_causal)
+        # A block longer than everything is no longer than the longest sequence can be.
+        tiling = cut_tiles(bounds, query.shape[0], min(block_size, query.shape[0]))
+        blocks = attend_blocks(
+            *(tiling.gather(tensor) for tensor in packed),
+            scale=scale,
+            token_mask=tiling.valid,
+            is_causal=is_causal,
+        )
+        return join(long_range, tiling.scatter(blocks), mix).to(query.dtype)
+
+
+def _long_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    is_causal: bool,
+) -> Tensor:
+    tiling = cut_tiles(bounds, query.shape[0], CHUNK)
+    exponent_q = tiling.gather(query) * _per_tile(alpha, tiling, query)
+    exponent_k, values = mask_tokens(
+        tiling.gather(key) * _per_tile(beta, tiling, query), tiling.gather(value), tiling.valid
+    )
+    if is_causal:
+        return tiling.scatter(attend_chunks(exponent_q, exponent_k, values, tiling.sequence))
+    log_mass, centroid = running_merge(*summarise(exponent_k, values), tiling.sequence)
+    return tiling.scatter(
+        read(exponent_q, log_mass[..., tiling.last, :], centroid[..., tiling.last, :, :])
+    )
+
+
+def _per_tile(scale: float | Tensor, tiling: Tiling, query: Tensor) -> float | Tensor:
+    """A temperature ``[n, H, 1, 1]`` for every tile: ``[H, tiles, 1, 1]``."""
+    if not isinstance(scale, Tensor):
+        return scale
+    scale = scale.to(query.dtype).reshape((1,) * (4 - scale.dim()) + tuple(scale.shape))
+    if scale.shape[0] > 1:
+        scale = scale[tiling.sequence.clamp_max(scale.shape[0] - 1)]
+    scale = scale.transpose(0, 1)
+    return scale if scale.shape[0] == 1 else repeat_heads(scale, query.shape[1], dim=0)
+
+
+def _match_packed(
+    query: Tensor, key: Tensor, cu_seqlens: Tensor, matching: str
+) -> tuple[Tensor, Tensor]:
+    whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
+    moments = packed_moments(query, key, whole.long(), centred=matching == "paper")
+    return temperatures(moments, query.shape[-1], matching)
+
+
+def _widen(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(query.dtype)
+    value = drop_keys(value.to(dtype).transpose(0, 1), dropout_p).transpose(0, 1)
+    heads = query.shape[1]
+    return query.to(dtype), repeat_heads(key.to(dtype), heads), repeat_heads(value, heads)
+
+
+def _one_by_one(
+    attend, query, key, value, cu_seqlens, alpha, beta, enable_gqa, *, mix=None, **options
+) -> Tensor:
+    """The reference: one dense call per sequence."""
+    outs = []
+    bounds = cu_seqlens.tolist()
+    for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        dense = (tensor[start:end].transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+        own = {
+            name: _of_sequence(scale, index) for name, scale in (("alpha", alpha), ("beta", beta))
+        }
+        if isinstance(mix, Tensor) and mix.dim() == 3:
+            part = mix[start:end] if mix.shape[0] > 1 else mix
+            own["mix"] = part.transpose(0, 1).unsqueeze(0)
+        elif mix is not None:
+            own["mix"] = mix if not isinstance(mix, Tensor) else mix.unsqueeze(-2)
+        out = attend(*dense, **own, enable_gqa=enable_gqa, **options)
+        outs.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def _of_sequence(scale: float | Tensor, index: int) -> float | Tensor:
+    if not isinstance(scale, Tensor) or scale.dim() < 4 or scale.shape[0] == 1:
+        return scale
+    return scale[index : index + 1]
+
+
+def _check_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    key_mask: None,
+    enable_gqa: bool,
+) -> None:
+    checks.check_qkv(query, key, value, layout="packed", enable_gqa=enable_gqa)
+    checks.check_cu_seqlens(cu_seqlens, query.shape[0], query.device)
+    if key_mask is not None:
+        raise InvalidInputError(
+            "key_mask and cu_seqlens cannot be combined: packed sequences carry no padding; drop "
+            "the masked tokens before packing, or use the dense function with key_mask."
+        )
+
+
+def _check_packed_options(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens: Tensor,
+    alpha: float | Tensor | None,
+    beta: float | Tensor | None,
+    matching: str,
+    dropout_p: float,
+    is_causal: bool,
+) -> None:
+    checks.check_matching(matching)
+    checks.check_dropout(dropout_p)
+    checks.check_temperatures(alpha, beta, is_causal=is_causal)
+    if alpha is not None and beta is not None:
+        sequences, heads = cu_seqlens.shape[0] - 1, query.shape[1]
+        checks.check_temperature("alpha", alpha, sequences, (heads,), query.device)
+        checks.check_temperature("beta", beta, sequences, (heads, key.shape[1]), query.device)
