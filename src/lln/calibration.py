@@ -108,7 +108,7 @@ def _calibrate(
 
 
 def pool_moments(moments: Moments) -> Moments:
-    """One value a head for the whole batch, every sample weighted by its valid tokens: ``[1, H]``."""
+    """One value a head for the whole batch, samples weighted by their valid tokens: ``[1, H]``."""
     weight = moments.keys / moments.keys.sum(0, keepdim=True).clamp_min(1)
     return Moments(
         (moments.query_variance * weight).sum(0, keepdim=True),

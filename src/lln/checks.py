@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import pairwise
 from numbers import Real
 
 import torch
@@ -313,7 +314,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> N
         raise InvalidInputError(
             f"cu_seqlens must end at the number of tokens {tokens}, got {bounds[-1]}."
         )
-    if any(later < earlier for earlier, later in zip(bounds, bounds[1:], strict=False)):
+    if any(later < earlier for earlier, later in pairwise(bounds)):
         raise InvalidInputError("cu_seqlens must never decrease.")
 
 

@@ -9,7 +9,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lln.summary import LOG_ZERO
 
@@ -71,27 +70,18 @@ def block_diagonal(
     tokens = query.shape[-2]
     token_mask = None if key_mask is None else key_mask[:, None, :]
     whole = tokens - tokens % block_size
-    parts = []
-    if whole:
-        blocks = attend_blocks(
-            *(
-                tensor[..., :whole, :].unflatten(-2, (-1, block_size))
-                for tensor in (query, key, value)
-            ),
-            scale=scale,
-            token_mask=None
-            if token_mask is None
-            else token_mask[..., :whole].unflatten(-1, (-1, block_size)),
-            is_causal=is_causal,
+
+    def attend(start: int, end: int, size: int) -> Tensor:
+        blocks = (
+            tensor[..., start:end, :].unflatten(-2, (-1, size)) for tensor in (query, key, value)
         )
-        parts.append(blocks.flatten(-3, -2))
-    if whole < tokens or not parts:
-        parts.append(
-            attend_blocks(
-                *(tensor[..., whole:, :] for tensor in (query, key, value)),
-                scale=scale,
-                token_mask=None if token_mask is None else token_mask[..., whole:],
-                is_causal=is_causal,
-            )
-        )
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+        mask = None
+        if token_mask is not None:
+            mask = token_mask[..., start:end].unflatten(-1, (-1, size))
+        out = attend_blocks(*blocks, scale=scale, token_mask=mask, is_causal=is_causal)
+        return out.flatten(-3, -2)
+
+    if whole == tokens:
+        return attend(0, tokens, block_size)
+    rest = attend(whole, tokens, tokens - whole)
+    return rest if whole == 0 else torch.cat([attend(0, whole, block_size), rest], dim=-2)

@@ -42,7 +42,7 @@ def feature_kernel(
 def log_lln_kernel(
     query: Tensor, key: Tensor, alpha: float | Tensor, beta: float | Tensor
 ) -> Tensor:
-    """Numerator of Eq. (9): log⟨e^{αq_i}, e^{βk_j}⟩ = log Σ_f e^{αq_if + βk_jf}, ``[..., T, S]``."""
+    """Numerator of Eq. (9), log⟨e^{αq_i}, e^{βk_j}⟩ = log Σ_f e^{αq_if + βk_jf}: ``[T, S]``."""
     exponent_q, exponent_k = alpha * query.double(), beta * key.double()
     if query.shape[-2] == 0:
         return exponent_q @ exponent_k.mT

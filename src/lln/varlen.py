@@ -9,6 +9,10 @@ n sequences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -76,10 +80,10 @@ def lln_attention_varlen(
         if query.shape[0] == 0:
             return query.new_zeros(0, query.shape[1], value.shape[-1])
         if impl == "reference":
-            options = {"is_causal": is_causal, "dropout_p": dropout_p, "impl": impl}
-            return _one_by_one(
-                lln_attention, query, key, value, cu_seqlens, alpha, beta, enable_gqa, **options
-            )
+            own = {"alpha": alpha, "beta": beta}
+            shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
+            shared |= {"impl": impl}
+            return _one_by_one(lln_attention, query, key, value, cu_seqlens, own, **shared)
         packed = _widen(query, key, value, dropout_p)
         out = _long_range(*packed, cu_seqlens.long(), alpha, beta, is_causal)
         return out.to(query.dtype)
@@ -142,19 +146,10 @@ def lln_diag_attention_varlen(
         if query.shape[0] == 0:
             return query.new_zeros(0, query.shape[1], value.shape[-1])
         if impl == "reference":
-            options = {"is_causal": is_causal, "dropout_p": dropout_p, "impl": impl}
-            options |= {"block_size": block_size, "scale": scale, "mix": mix}
-            return _one_by_one(
-                lln_diag_attention,
-                query,
-                key,
-                value,
-                cu_seqlens,
-                alpha,
-                beta,
-                enable_gqa,
-                **options,
-            )
+            own = {"alpha": alpha, "beta": beta, "mix": mix}
+            shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
+            shared |= {"block_size": block_size, "scale": scale, "impl": impl}
+            return _one_by_one(lln_diag_attention, query, key, value, cu_seqlens, own, **shared)
         packed = _widen(query, key, value, dropout_p)
         bounds = cu_seqlens.long()
         long_range = _long_range(*packed, bounds, alpha, beta, is_causal)
@@ -220,30 +215,35 @@ def _widen(
 
 
 def _one_by_one(
-    attend, query, key, value, cu_seqlens, alpha, beta, enable_gqa, *, mix=None, **options
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    own: dict[str, float | Tensor],
+    **shared: Any,
 ) -> Tensor:
-    """The reference: one dense call per sequence."""
+    """The reference: one dense call per sequence.
+
+    ``own`` holds what differs between sequences: α, β ``[n, H, 1, 1]`` and a mix ``[T, H, E]``.
+    """
     outs = []
-    bounds = cu_seqlens.tolist()
-    for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        dense = (tensor[start:end].transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-        own = {
-            name: _of_sequence(scale, index) for name, scale in (("alpha", alpha), ("beta", beta))
-        }
-        if isinstance(mix, Tensor) and mix.dim() == 3:
-            part = mix[start:end] if mix.shape[0] > 1 else mix
-            own["mix"] = part.transpose(0, 1).unsqueeze(0)
-        elif mix is not None:
-            own["mix"] = mix if not isinstance(mix, Tensor) else mix.unsqueeze(-2)
-        out = attend(*dense, **own, enable_gqa=enable_gqa, **options)
-        outs.append(out.squeeze(0).transpose(0, 1))
+    for index, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        dense = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        part = {name: _of_sequence(name, side, index, start, end) for name, side in own.items()}
+        outs.append(attend(*dense, **part, **shared)[0].transpose(0, 1))
     return torch.cat(outs)
 
 
-def _of_sequence(scale: float | Tensor, index: int) -> float | Tensor:
-    if not isinstance(scale, Tensor) or scale.dim() < 4 or scale.shape[0] == 1:
-        return scale
-    return scale[index : index + 1]
+def _of_sequence(
+    name: str, side: float | Tensor, index: int, start: int, end: int
+) -> float | Tensor:
+    if not isinstance(side, Tensor):
+        return side
+    if name == "mix":
+        side = side.reshape((1,) * (3 - side.dim()) + tuple(side.shape))
+        return (side if side.shape[0] == 1 else side[start:end]).transpose(0, 1)[None]
+    return side if side.dim() < 4 or side.shape[0] == 1 else side[index : index + 1]
 
 
 def _check_packed(

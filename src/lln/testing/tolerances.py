@@ -25,7 +25,7 @@ EAGER_ROUNDINGS = 64.0
 
 
 def largest_error(found: Tensor, expected: Tensor) -> float:
-    """max |found − expected|; infinite where one is finite and the other is not."""
+    """Largest |found − expected|; infinite where one is finite and the other is not."""
     if found.shape != expected.shape:
         raise AssertionError(f"shape {tuple(found.shape)} is not {tuple(expected.shape)}")
     if found.numel() == 0:
