@@ -50,7 +50,7 @@ $(BIN)/python:
 
 # The stamps depend on what they install from, so a second run does nothing.
 $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e .
+	$(PIP) -e '.[instruments]'
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python

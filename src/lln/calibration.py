@@ -11,6 +11,7 @@ Dimension legend: B batch, H heads, T queries, S keys, D head width, R sampled r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -133,7 +134,15 @@ def _sample_rows(query: Tensor, query_mask: Tensor | None, rows: int) -> Tensor:
     return query.gather(2, place)
 
 
-def _mean_entropy(query, key, key_mask, row_entropy, alpha, beta, pooled: bool) -> Tensor:
+def _mean_entropy(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    row_entropy: Callable[..., Tensor],
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    pooled: bool,
+) -> Tensor:
     """Mean entropy of the sampled rows in nats, ``[B, H]`` or ``[1, H]``, a slice at a time."""
     batch, heads, rows, _ = query.shape
     valid = None if key_mask is None else key_mask[:, None, :].expand(batch, heads, -1)
@@ -154,14 +163,18 @@ def _mean_entropy(query, key, key_mask, row_entropy, alpha, beta, pooled: bool) 
     return entropies.mean(0, keepdim=True) if pooled else entropies
 
 
-def _softmax_entropy(query: Tensor, key: Tensor, mask: Tensor | None, scale, _) -> Tensor:
+def _softmax_entropy(
+    query: Tensor, key: Tensor, mask: Tensor | None, scale: float, _: float
+) -> Tensor:
     scores = scale * query @ key.mT
     if mask is not None:
         scores = torch.where(mask.unsqueeze(-2), scores, LOG_ZERO)
     return torch.special.entr(scores.softmax(-1)).sum(-1)
 
 
-def _lln_entropy(query: Tensor, key: Tensor, mask: Tensor | None, alpha, beta) -> Tensor:
+def _lln_entropy(
+    query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor, beta: Tensor
+) -> Tensor:
     """P = A·B, softmax over the slots times softmax over the tokens (see `lln.summary`)."""
     exponent = key * beta
     if mask is not None:

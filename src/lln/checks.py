@@ -16,6 +16,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from lln.errors import CausalStatisticsError, InvalidInputError
 
@@ -38,7 +39,7 @@ def values_are_readable(tensor: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether a ``torch.func`` transform (vmap, grad, jvp) is active: values are then hidden."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 def check_qkv(

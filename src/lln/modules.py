@@ -5,6 +5,8 @@ Dimension legend: B batch, H heads, T queries, S keys, D head width, E value wid
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -145,7 +147,7 @@ class LLNDiagCore(LLNCore):
         value_dim: int | None = None,
         lln_heads: int | None = None,
         device: torch.device | str | None = None,
-        **options,
+        **options: Any,
     ) -> None:
         """Build the source of α, β and the parameters of the join."""
         super().__init__(num_heads, head_dim, device=device, **options)
@@ -184,7 +186,7 @@ class LLNDiagCore(LLNCore):
     ) -> Tensor:
         """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
         alpha, beta = self._temperatures(query, key, value, key_mask, is_causal)
-        shared = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": True}
+        shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": True}
         long = {"alpha": alpha, "beta": beta, "impl": self.impl, **shared}
         short = {"block_size": self.block_size, **shared}
         if self.join == "heads":
@@ -216,7 +218,7 @@ class LLNDiagCore(LLNCore):
         return drop_keys(value, self._dropout_p())
 
     def _by_head(
-        self, query: Tensor, key: Tensor, value: Tensor, long: dict, short: dict
+        self, query: Tensor, key: Tensor, value: Tensor, long: dict[str, Any], short: dict[str, Any]
     ) -> Tensor:
         key, value = repeat_heads(key, self.num_heads), repeat_heads(value, self.num_heads)
         split = [self.lln_heads, self.num_heads - self.lln_heads]
@@ -225,11 +227,12 @@ class LLNDiagCore(LLNCore):
             name: scale if scale.shape[1] == 1 else scale[:, : self.lln_heads]
             for name, scale in (("alpha", long["alpha"]), ("beta", long["beta"]))
         }
-        dropped = {"dropout_p": self._dropout_p()}
+        long |= own | {"dropout_p": self._dropout_p()}
+        short |= {"dropout_p": self._dropout_p()}
         return torch.cat(
             [
-                lln_attention(queries[0], keys[0], values[0], **(long | own), **dropped),
-                block_diagonal_attention(queries[1], keys[1], values[1], **short, **dropped),
+                lln_attention(queries[0], keys[0], values[0], **long),
+                block_diagonal_attention(queries[1], keys[1], values[1], **short),
             ],
             dim=1,
         )
@@ -282,7 +285,7 @@ class LLNAttention(nn.Module):
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options,
+        **options: Any,
     ) -> None:
         """Create the projections and the core."""
         super().__init__()
@@ -364,8 +367,8 @@ class LLNAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         unbatched = query.dim() == 2
+        batch_axis = 0 if self.batch_first else 1
         if unbatched:
-            batch_axis = 0 if self.batch_first else 1
             query, key, value = (part.unsqueeze(batch_axis) for part in (query, key, value))
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.unsqueeze(0)

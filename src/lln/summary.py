@@ -143,7 +143,7 @@ class KeySummary:
         key, value = key.to(dtype), value.to(dtype)
         scale = beta.to(dtype) if isinstance(beta, Tensor) else beta
         token_mask = None if key_mask is None else key_mask[:, None, :]
-        if grouped:
+        if grouped and isinstance(scale, Tensor):
             scale = group_heads(scale.reshape(-1, beta_heads, 1, 1), heads)
             key, value = key.unsqueeze(2), value.unsqueeze(2)
             token_mask = None if token_mask is None else token_mask.unsqueeze(1)

@@ -46,7 +46,7 @@ def run(
         figures: Folder for Figures 5b and 7, or None for no figures.
         device: ``"cpu"`` or ``"cuda"``.
         seeds: Independent repetitions of the full grid.
-        quick: A coarse grid and one seed, under a minute on two cores: to see that the program works.
+        quick: A coarse grid and one seed, under a minute on two cores: a trial of the program.
         work: File of measurements, reused if it exists.
         echo: Receives the report, line by line.
     """

@@ -92,8 +92,8 @@ def figure_5b(figure: Figure, constants: Constants, device: str = "cpu") -> None
     The paper shows the left half, with the variance of the whole matrix. The right half is what the
     matching is for, and shows that equal variance is not equal entropy.
     """
-    p = torch.logspace(math.log10(0.05), math.log10(16), 17, dtype=torch.float64)
-    q, k = gaussians(_WIDTH, _LENGTH, seed=7, rows=_LENGTH, draws=4, device=device)
+    p = torch.logspace(math.log10(0.05), math.log10(16), 13, dtype=torch.float64)
+    q, k = gaussians(_WIDTH, _LENGTH, seed=7, rows=_LENGTH, draws=2, device=device)
     curves = {"softmax": softmax_curves(q, k, tuple(p.tolist()))}
     for name, s in _scales(constants, p).items():
         curves[name] = lln_curves(q, k, tuple(s.tolist()))
@@ -112,7 +112,7 @@ def figure_5b(figure: Figure, constants: Constants, device: str = "cpu") -> None
 
 def figure_7(figure: Figure, constants: Constants, device: str = "cpu") -> None:
     """Histograms of log P before and after matching, for two variances of the scores."""
-    q, k = gaussians(_WIDTH, _LENGTH, seed=7, rows=_LENGTH, draws=4, device=device)
+    q, k = gaussians(_WIDTH, _LENGTH, seed=7, rows=_LENGTH, draws=2, device=device)
     panels = figure.subplots(1, 2)
     for axes, variance, letter in zip(panels, (1.0, 4.0), ("(a)", "(b)"), strict=True):
         p = torch.tensor([variance], dtype=torch.float64)

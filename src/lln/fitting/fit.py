@@ -71,7 +71,7 @@ class FitConfig:
     p_points: int = 24
     s_points: int = 40
     rows: int = 128
-    keys: int = 16384
+    keys: int = 8192
     check_widths: tuple[int, ...] = (8, 12, 24, 64, 96, 192, 512)
     check_lengths: tuple[int, ...] = (128, 768, 3072, 16384)
     check_p: tuple[float, ...] = (0.05, 0.12, 0.25, 0.6, 1.0, 2.0, 4.0, 8.0, 16.0)

@@ -50,7 +50,7 @@ class Request:
     p: tuple[float, ...]
     s: tuple[float, ...]
     rows: int = 128
-    keys: int = 16384
+    keys: int = 8192
 
     @property
     def draws(self) -> int:

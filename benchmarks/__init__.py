@@ -1,0 +1,1 @@
+"""Speed, measured: a registry of cases, a runner that gates on correctness, a report."""
