@@ -1,0 +1,419 @@
+"""Forward kernels: keys and values into the summary, queries against it.
+
+*Short*: one program a (sample, head) does both, and the summary never leaves the chip unless the
+backward pass will need it. *Long*: the sequence is split over programs, their partial summaries
+are merged once, and a second pass reads them.
+
+With ``HAS_DIAG`` the pass over the queries adds the block-diagonal softmax of the same tokens.
+
+Dimension legend: see `lln.kernels.steps`; SH summary heads, R query heads a summary.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lln.kernels.steps import (
+    LN2,
+    LOG2E,
+    NEVER,
+    add_tile,
+    block_softmax,
+    drop_factor,
+    hide_rows,
+    load_rows,
+    load_scale,
+    slot_softmax,
+    store_rows,
+    token_ok,
+)
+
+
+@triton.jit
+def summarise_range(
+    p_k,
+    p_v,
+    p_mask,
+    start,
+    end,
+    beta,
+    stride_kt,
+    stride_kd,
+    stride_vt,
+    stride_vd,
+    seed,
+    drop_first,
+    dropout_p,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The summary of tokens ``start … end − 1`` of one head: peak, mass and weighted sum."""
+    b_peak = tl.full([BD], NEVER, tl.float32)
+    b_mass = tl.zeros([BD], tl.float32)
+    b_sum = tl.zeros([BD, BE], tl.float32)
+    for first in tl.range(start, end, BT, num_stages=STAGES):
+        inside = first + tl.arange(0, BT) < end
+        ok = token_ok(p_mask, first, end, BT, HAS_MASK)
+        offset = tl.cast(first, tl.int64)
+        b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD)
+        b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE)
+        b_x = tl.where(ok[:, None], b_k.to(tl.float32) * (beta * LOG2E), NEVER)
+        if HAS_MASK:
+            b_v = hide_rows(b_v, ok)
+        if HAS_DROPOUT:
+            b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)
+            b_v = (b_v.to(tl.float32) * b_factor[:, None]).to(b_v.dtype)
+        b_peak, b_mass, b_sum = add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION)
+    return b_peak, b_mass, b_sum
+
+
+@triton.jit
+def read_range(
+    p_q,
+    p_k,
+    p_v,
+    p_o,
+    p_mix,
+    p_mask,
+    start,
+    end,
+    alpha,
+    b_log2_mass,
+    b_c,
+    mix,
+    scale,
+    block_size,
+    stride_qt,
+    stride_qd,
+    stride_kt,
+    stride_kd,
+    stride_vt,
+    stride_vd,
+    stride_ot,
+    stride_od,
+    stride_mt,
+    stride_me,
+    seed,
+    drop_first,
+    dropout_p,
+    tile_tokens,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BT: tl.constexpr,
+    HAS_DIAG: tl.constexpr,
+    HAS_MIX: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Queries ``start … end − 1`` of one head read a summary; writes their outputs."""
+    for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
+        last = tl.minimum(first + tile_tokens, end)
+        inside = first + tl.arange(0, BT) < last
+        offset = tl.cast(first, tl.int64)
+        b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD)
+        b_e, b_norm = slot_softmax(b_q, alpha, b_log2_mass, D, BD)
+        b_o = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION) / b_norm[:, None]
+        if HAS_DIAG:
+            ok = token_ok(p_mask, first, last, BT, HAS_MASK)
+            b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD)
+            b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE)
+            if HAS_MASK:
+                b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
+            if HAS_DROPOUT:
+                b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)
+                b_v = (b_v.to(tl.float32) * b_factor[:, None]).to(b_v.dtype)
+            b_p, b_sum = block_softmax(
+                b_q, b_k, scale, first, ok, block_size, BT, CAUSAL, PRECISION
+            )
+            b_d = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION) / b_sum[:, None]
+            if HAS_MIX:
+                p_m = p_mix + offset * stride_mt
+                b_mix = load_rows(p_m, stride_mt, stride_me, inside, BT, E, BE).to(tl.float32)
+                b_o = b_mix * b_o + (1.0 - b_mix) * b_d
+            else:
+                b_o = mix * b_o + (1.0 - mix) * b_d
+        store_rows(p_o + offset * stride_ot, b_o, stride_ot, stride_od, inside, BT, E, BE)
+
+
+@triton.jit
+def short_fwd_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_o,
+    p_mix,
+    p_mask,
+    p_alpha,
+    p_beta,
+    p_log_mass,
+    p_centroid,
+    alpha,
+    beta,
+    mix,
+    scale,
+    block_size,
+    seed,
+    dropout_p,
+    tile_tokens,
+    T,
+    S,
+    SH,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_vd,
+    stride_ob,
+    stride_oh,
+    stride_ot,
+    stride_od,
+    stride_mb,
+    stride_mh,
+    stride_mt,
+    stride_me,
+    R: tl.constexpr,
+    KG: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BK: tl.constexpr,
+    BQ: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    HAS_DIAG: tl.constexpr,
+    HAS_MIX: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SAVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One (sample, summary head): summarise all keys, then read with its R query heads."""
+    index = tl.program_id(0).to(tl.int64)
+    batch, head = index // SH, index % SH
+    key_head = head // KG
+    p_k += batch * stride_kb + key_head * stride_kh
+    p_v += batch * stride_vb + key_head * stride_vh
+    p_mask += batch * S
+    drop_first = (batch * (SH // KG) + key_head) * S
+    beta_here = load_scale(p_beta, beta, index, HAS_BETA)
+    b_peak, b_mass, b_sum = summarise_range(
+        p_k, p_v, p_mask, 0, S, beta_here, stride_kt, stride_kd, stride_vt, stride_vd,
+        seed, drop_first, dropout_p, D, E, BD, BE, BK, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
+    )  # fmt: skip
+    b_log2_mass = b_peak + tl.log2(b_mass)
+    b_c = (b_sum / b_mass[:, None]).to(p_centroid.dtype.element_ty)
+    if SAVE:
+        slots = tl.arange(0, BD)
+        tl.store(p_log_mass + index * D + slots, b_log2_mass * LN2, mask=slots < D)
+        slot_ok = slots < D
+        store_rows(p_centroid + index * D * E, b_c, E, 1, slot_ok, BD, E, BE)
+    for r in range(R):
+        query_head = head * R + r
+        alpha_here = load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA)
+        read_range(
+            p_q + batch * stride_qb + query_head * stride_qh, p_k, p_v,
+            p_o + batch * stride_ob + query_head * stride_oh,
+            p_mix + batch * stride_mb + query_head * stride_mh,
+            p_mask, 0, T, alpha_here, b_log2_mass, b_c, mix, scale, block_size,
+            stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
+            stride_ot, stride_od, stride_mt, stride_me, seed, drop_first, dropout_p, tile_tokens,
+            D, E, BD, BE, BQ, HAS_DIAG, HAS_MIX, HAS_MASK, HAS_DROPOUT, CAUSAL, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def summarise_kernel(
+    p_k,
+    p_v,
+    p_mask,
+    p_beta,
+    p_peak,
+    p_mass,
+    p_sum,
+    beta,
+    seed,
+    dropout_p,
+    S,
+    SH,
+    split_tokens,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_vd,
+    KG: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BT: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One split of one (sample, summary head) → a partial summary in float32."""
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    index = tl.program_id(1).to(tl.int64)
+    batch, head = index // SH, index % SH
+    key_head = head // KG
+    start = split * split_tokens
+    b_peak, b_mass, b_sum = summarise_range(
+        p_k + batch * stride_kb + key_head * stride_kh,
+        p_v + batch * stride_vb + key_head * stride_vh,
+        p_mask + batch * S, start, tl.minimum(start + split_tokens, S),
+        load_scale(p_beta, beta, index, HAS_BETA), stride_kt, stride_kd, stride_vt, stride_vd,
+        seed, (batch * (SH // KG) + key_head) * S, dropout_p,
+        D, E, BD, BE, BT, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
+    )  # fmt: skip
+    part = index * splits + split
+    slots = tl.arange(0, BD)
+    tl.store(p_peak + part * BD + slots, b_peak)
+    tl.store(p_mass + part * BD + slots, b_mass)
+    p_out = p_sum + part * BD * BE + slots[:, None] * BE + tl.arange(0, BE)[None, :]
+    tl.store(p_out, b_sum)
+
+
+@triton.jit
+def merge_kernel(
+    p_peak,
+    p_mass,
+    p_sum,
+    p_log_mass,
+    p_centroid,
+    splits,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merge the partial summaries of ROWS slots, always in the same order."""
+    index = tl.program_id(1).to(tl.int64)
+    slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BE)
+    b_peak = tl.full([ROWS], NEVER, tl.float32)
+    b_mass = tl.zeros([ROWS], tl.float32)
+    b_sum = tl.zeros([ROWS, BE], tl.float32)
+    for split in range(splits):
+        part = index * splits + split
+        b_other = tl.load(p_peak + part * BD + slots)
+        b_new = tl.maximum(b_peak, b_other)
+        b_old, b_add = tl.exp2(b_peak - b_new), tl.exp2(b_other - b_new)
+        b_mass = b_mass * b_old + tl.load(p_mass + part * BD + slots) * b_add
+        b_more = tl.load(p_sum + part * BD * BE + slots[:, None] * BE + columns[None, :])
+        b_sum = b_sum * b_old[:, None] + b_more * b_add[:, None]
+        b_peak = b_new
+    tl.store(p_log_mass + index * D + slots, (b_peak + tl.log2(b_mass)) * LN2, mask=slots < D)
+    p_out = p_centroid + index * D * E + slots[:, None] * E + columns[None, :]
+    ok = (slots < D)[:, None] & (columns < E)[None, :]
+    tl.store(p_out, (b_sum / b_mass[:, None]).to(p_centroid.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def read_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_o,
+    p_mix,
+    p_mask,
+    p_alpha,
+    p_log_mass,
+    p_centroid,
+    alpha,
+    mix,
+    scale,
+    block_size,
+    seed,
+    dropout_p,
+    tile_tokens,
+    program_tokens,
+    T,
+    S,
+    H,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_vd,
+    stride_ob,
+    stride_oh,
+    stride_ot,
+    stride_od,
+    stride_mb,
+    stride_mh,
+    stride_mt,
+    stride_me,
+    R: tl.constexpr,
+    KG: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BT: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    HAS_DIAG: tl.constexpr,
+    HAS_MIX: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One stretch of queries of one (sample, head) reads its summary."""
+    index = tl.program_id(1).to(tl.int64)
+    batch, head = index // H, index % H
+    summary, key_head = index // R, head // (R * KG)
+    key_heads = H // (R * KG)
+    slots, columns = tl.arange(0, BD), tl.arange(0, BE)
+    b_log2_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=0.0) * LOG2E
+    b_c = load_rows(p_centroid + summary * D * E, E, 1, slots < D, BD, E, BE)
+    start = tl.program_id(0) * program_tokens
+    read_range(
+        p_q + batch * stride_qb + head * stride_qh,
+        p_k + batch * stride_kb + key_head * stride_kh,
+        p_v + batch * stride_vb + key_head * stride_vh,
+        p_o + batch * stride_ob + head * stride_oh,
+        p_mix + batch * stride_mb + head * stride_mh,
+        p_mask + batch * S, start, tl.minimum(start + program_tokens, T),
+        load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log2_mass, b_c, mix, scale, block_size,
+        stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
+        stride_ot, stride_od, stride_mt, stride_me,
+        seed, (batch * key_heads + key_head) * S, dropout_p, tile_tokens,
+        D, E, BD, BE, BT, HAS_DIAG, HAS_MIX, HAS_MASK, HAS_DROPOUT, CAUSAL, PRECISION, STAGES,
+    )  # fmt: skip

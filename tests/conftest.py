@@ -1,0 +1,30 @@
+"""What every test starts from: fixed seeds, a hypothesis profile, poisoned memory on request."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+from lln.testing import poison_empty
+
+settings.register_profile("local", deadline=None, max_examples=25)
+settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("nightly", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))
+
+# Parallel workers already fill the cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned():
+    """Fresh memory holds NaN while the test runs."""
+    with poison_empty():
+        yield
