@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -23,12 +25,20 @@ def describe(device: str) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _version("triton") if device.startswith("cuda") else None,
         "lln": lln.__version__,
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("LLN_COMMIT", ""),
         "changed": bool(_git("status", "--porcelain", "--", "src", "benchmarks")),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "command": "python -m " + " ".join(["benchmarks.run", *sys.argv[1:]]),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _git(*words: str) -> str:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lln
 
@@ -78,6 +80,62 @@ OPERATIONS = {
     "lln_diag": Operation(_given_diag, lambda q, k, v: _given_diag(q, k, v, "reference")),
     "lln_causal": Operation(_given_causal, lambda q, k, v: _given_causal(q, k, v, "reference")),
 }
+
+
+def _backend(name: str, causal: bool = False) -> Operation:
+    """Softmax attention by one named backend of PyTorch."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+    return Operation(run, OPERATIONS["sdpa_causal" if causal else "sdpa"].reference)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(lambda q, k, v: _given(q, k, v, "eager"))
+
+
+GPU_OPERATIONS = {
+    "sdpa_flash": _backend("FLASH_ATTENTION"),
+    "sdpa_cudnn": _backend("CUDNN_ATTENTION"),
+    "lln": OPERATIONS["lln"],
+    "lln_matched": OPERATIONS["lln_matched"],
+    "lln_diag": OPERATIONS["lln_diag"],
+    "lln_eager": Operation(lambda q, k, v: _given(q, k, v, "eager"), OPERATIONS["lln"].reference),
+    "lln_compiled": Operation(lambda q, k, v: _compiled()(q, k, v), OPERATIONS["lln"].reference),
+}
+
+# Fewest tensors of the inputs' size that must move through memory: forward, forward + backward.
+UNITS = {
+    "lln": (4, 11),
+    "lln_matched": (6, 13),
+    "lln_diag": (6, 15),
+    "lln_eager": (4, 11),
+    "lln_compiled": (4, 11),
+}
+
+
+def gpu_cases(tokens_in_all: int = 65536) -> list[Case]:
+    """bf16, H = 12, B·N = 65,536: D = 64 over the length; D = 32 and 128, and B = 1, at a few."""
+    cases = []
+    for backward in (False, True):
+        for tokens in (512, 1024, 2048, 4096, 8192, 16384, 65536):
+            for operation in GPU_OPERATIONS:
+                if operation in ("lln_eager", "lln_compiled") and tokens not in (512, 4096, 65536):
+                    continue
+                batch = tokens_in_all // tokens
+                cases.append(Case(operation, batch, 12, tokens, 64, "bfloat16", backward))
+        for width in (32, 128):
+            for tokens in (512, 4096, 16384):
+                for operation in ("sdpa_cudnn", "sdpa_flash", "lln", "lln_diag"):
+                    batch = tokens_in_all // tokens
+                    cases.append(Case(operation, batch, 12, tokens, width, "bfloat16", backward))
+        for tokens in (512, 2048, 8192):
+            for operation in ("sdpa_cudnn", "sdpa_flash", "lln", "lln_diag"):
+                cases.append(Case(operation, 1, 12, tokens, 64, "bfloat16", backward))
+    return cases
 
 
 def cpu_cases(lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)) -> list[Case]:

@@ -11,6 +11,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,7 +19,16 @@ from rich.progress import Progress
 from torch.utils.benchmark import Timer
 
 from benchmarks.environment import describe
-from benchmarks.registry import OPERATIONS, Case, cpu_cases, make_inputs
+from benchmarks.registry import (
+    GPU_OPERATIONS,
+    OPERATIONS,
+    UNITS,
+    Case,
+    Operation,
+    cpu_cases,
+    gpu_cases,
+    make_inputs,
+)
 from lln.testing import budget, largest_error
 
 CHECKED_TOKENS = 300
@@ -27,20 +37,30 @@ CHECKED_TOKENS = 300
 def main() -> None:
     """Parse the options, run, save."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu.json"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE.json")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="least time a case")
-    parser.add_argument("--lengths", type=int, nargs="+", help="sequence lengths")
+    parser.add_argument("--seconds", type=float, default=1.0, help="least time a case, on the CPU")
+    parser.add_argument("--lengths", type=int, nargs="+", help="only these sequence lengths")
     parser.add_argument("--resume", action="store_true", help="keep the cases already in --out")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    cases = cpu_cases(tuple(options.lengths)) if options.lengths else cpu_cases()
-    results: dict[str, object] = {"environment": describe("cpu"), "cases": []}
-    if options.resume and options.out.exists():
-        results["cases"] = json.loads(options.out.read_text())["cases"]
-    done = {row["name"]: row for row in results["cases"]}
+    out = options.out or Path(f"benchmarks/results/{options.device}.json")
+    on_gpu = options.device == "cuda"
+    operations = GPU_OPERATIONS if on_gpu else OPERATIONS
+    if not on_gpu:
+        torch.set_num_threads(options.threads)
+    cases = gpu_cases() if on_gpu else cpu_cases()
+    if options.lengths:
+        cases = [case for case in cases if case.tokens in options.lengths]
+    results: dict[str, Any] = {"environment": describe(options.device), "cases": []}
+    if options.resume and out.exists():
+        results["cases"] = json.loads(out.read_text())["cases"]
+    done = {row["name"] for row in results["cases"]}
+    if on_gpu:
+        results["copy_terabytes_per_second"] = copy_bandwidth()
     console = Console()
-    errors = {name: check(name) for name in OPERATIONS}
+    errors = {name: check(operations[name], name, options.device) for name in operations}
     try:
         with Progress(console=console) as progress:
             task = progress.add_task("timing", total=len(cases))
@@ -50,45 +70,80 @@ def main() -> None:
                     continue
                 row = {"name": case.name, **asdict(case), **errors[case.operation]}
                 if row["error"] <= row["allowed"]:
-                    row["milliseconds"] = time_case(case, options.seconds)
+                    row |= measure(case, operations[case.operation], options)
+                if on_gpu and case.operation in UNITS and "milliseconds" in row:
+                    row["floors"] = row["milliseconds"] / floor(case, results)
                 results["cases"].append(row)
-                save(options.out, results)
+                save(out, results)
     except KeyboardInterrupt:
-        console.print(f"Stopped; what was measured is in {options.out}.")
+        console.print(f"Stopped; what was measured is in {out}.")
         raise SystemExit(130) from None
-    console.print(f"Wrote {options.out}; python -m benchmarks.report draws it.")
+    console.print(f"Wrote {out}; python -m benchmarks.report draws it.")
 
 
-def check(operation: str) -> dict[str, float]:
+def check(operation: Operation, name: str, device: str) -> dict[str, float]:
     """The operation's error against the float64 reference on a small odd shape."""
-    case = Case(operation, 2, 3, CHECKED_TOKENS, 64, "float32", backward=False)
-    inputs = make_inputs(case, seed=1)
-    found = OPERATIONS[operation].run(*inputs)
-    expected = OPERATIONS[operation].reference(*(tensor.double() for tensor in inputs))
-    return {"error": largest_error(found, expected), "allowed": budget(found, expected)}
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    case = Case(name, 2, 3, CHECKED_TOKENS, 64, dtype, backward=False)
+    inputs = make_inputs(case, device, seed=1)
+    found = operation.run(*inputs)
+    expected = operation.reference(*(tensor.double() for tensor in inputs))
+    eager = expected.to(found.dtype) if device == "cuda" else None
+    return {"error": largest_error(found, expected), "allowed": budget(found, expected, eager)}
 
 
-def time_case(case: Case, seconds: float) -> float:
-    """Median milliseconds of a call."""
-    inputs = make_inputs(case)
-    run = OPERATIONS[case.operation].run
+def measure(case: Case, operation: Operation, options: argparse.Namespace) -> dict[str, Any]:
+    """Median milliseconds of a call; on a GPU also the peak of memory beyond the inputs."""
+    inputs = make_inputs(case, options.device)
+    gradient = torch.randn_like(inputs[2])
     if case.backward:
         for tensor in inputs:
             tensor.requires_grad_()
-        gradient = torch.randn_like(inputs[2])
 
-        def call() -> None:
-            torch.autograd.grad(run(*inputs), inputs, gradient)
-
-    else:
-
-        def call() -> None:
+    def call() -> None:
+        if case.backward:
+            torch.autograd.grad(operation.run(*inputs), inputs, gradient)
+        else:
             with torch.no_grad():
-                run(*inputs)
+                operation.run(*inputs)
 
     call()
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=seconds).median * 1e3
+    if options.device == "cpu":
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        return {"milliseconds": timer.blocked_autorange(min_run_time=options.seconds).median * 1e3}
+    from triton.testing import do_bench
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    held = sum(tensor.nbytes for tensor in inputs)
+    # What a call cannot do without: inputs and output, and with backward all their gradients.
+    needed = held + gradient.nbytes
+    if case.backward:
+        needed *= 2
+        held += gradient.nbytes
+    milliseconds = do_bench(call, warmup=20, rep=60, return_mode="median")
+    return {"milliseconds": milliseconds, "memory_ratio": (peak + held) / needed}
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a large copy, in TB/s: the measured floor."""
+    from triton.testing import do_bench
+
+    source = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    milliseconds = do_bench(lambda: target.copy_(source), return_mode="median")
+    return 2 * source.nbytes / milliseconds / 1e9
+
+
+def floor(case: Case, results: dict[str, Any]) -> float:
+    """The least milliseconds that moving the case's tensors takes."""
+    size = case.batch * case.heads * case.tokens * case.width * 2
+    moved = UNITS[case.operation][case.backward] * size
+    return moved / (results["copy_terabytes_per_second"] * 1e9)
 
 
 def save(path: Path, results: dict[str, object]) -> None:

@@ -29,7 +29,7 @@ def relative_change(found, wanted):
 
 def exact(query, key, value, alpha, beta, causal=False):
     keep = reference.causal_keep(query.shape[-2]) if causal else None
-    inputs = (torch.as_tensor(side).double() for side in (query, key, value, alpha, beta))
+    inputs = [torch.as_tensor(side).double() for side in (query, key, value, alpha, beta)]
     return reference.lln_attention(*inputs, keep=keep)
 
 
@@ -110,16 +110,16 @@ def test_statistics_of_the_sequence_itself_are_refused():
 # 3. eps and one global key maximum.
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_wide_scores(causal):
-    query, key, value = make_qkv(1, 4, 512, 8, scale=2.0)
-    alpha, beta = match_moments(query, key)
+@pytest.mark.parametrize(("causal", "their_error"), [(False, 0.1), (True, 0.4)])
+def test_wide_scores(causal, their_error):
+    query, key, value = make_qkv(1, 1, 256, 64, scale=2.0)
+    alpha, beta = match_moments(query, key, criterion="paper")
     wanted = exact(query, key, value, alpha, beta, causal)
     found = lln_attention(query, key, value, alpha=alpha, beta=beta, is_causal=causal)
     assert_close(found, wanted)
+    assert relative_change(found.double(), wanted) < 2e-6
     theirs = authors_attention(query, key, value, alpha, beta, causal)
-    assert relative_change(theirs.double(), wanted) > 0.05
-    assert relative_change(found.double(), wanted) < 3e-6
+    assert relative_change(theirs.double(), wanted) > their_error
 
 
 def with_outlier_channel(query, key, size):
@@ -131,43 +131,52 @@ def with_outlier_entry(query, key, size):
     key[..., key.shape[-2] // 2, 1] = size
 
 
+@pytest.mark.parametrize(
+    ("spoil", "size", "causal", "their_error"),
+    [
+        (with_outlier_channel, 8, False, 0.8),
+        (with_outlier_channel, 8, True, 0.9),
+        (with_outlier_channel, 20, False, 0.99),
+        (with_outlier_channel, 20, True, 0.99),
+        (with_outlier_entry, 15, False, 0.01),
+        (with_outlier_entry, 15, True, 0.3),
+        (with_outlier_entry, 80, False, 0.01),
+        (with_outlier_entry, 80, True, 0.3),
+        (with_outlier_entry, -80, False, 0.0),
+        (with_outlier_entry, -80, True, 0.0),
+    ],
+)
+def test_outliers(spoil, size, causal, their_error):
+    query, key, value = make_qkv(1, 2, 130, 8)
+    spoil(query, key, size)
+    wanted = exact(query, key, value, 2.0, 2.0, causal)
+    found = lln_attention(query, key, value, alpha=2.0, beta=2.0, is_causal=causal)
+    assert_close(found, wanted)
+    assert relative_change(found.double(), wanted) < 2e-6
+    theirs = authors_attention(query, key, value, 2.0, 2.0, causal)
+    assert relative_change(theirs.double(), wanted) > their_error
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("spoil", "size"),
-    [(with_outlier_channel, 8), (with_outlier_channel, 20)]
-    + [(with_outlier_entry, size) for size in (15, 80, -80)],
+    [(with_outlier_channel, 20), (with_outlier_entry, 15), (with_outlier_entry, 80)],
 )
-def test_outliers(spoil, size, causal):
-    query, key, value = make_qkv(1, 2, 130, 8)
-    spoil(query, key, size)
-    options = {"alpha": 2.0, "beta": 2.0, "is_causal": causal}
-    found = lln_attention(query, key, value, **options)
-    assert_close(found, exact(query, key, value, 2.0, 2.0, causal))
-
-
-def test_outliers_are_fatal_to_a_global_maximum():
-    for spoil, size in ((with_outlier_channel, 8), (with_outlier_entry, 15)):
-        query, key, value = make_qkv(1, 2, 130, 8)
-        spoil(query, key, size)
-        theirs = authors_attention(query, key, value, 2.0, 2.0)
-        assert relative_change(theirs, exact(query, key, value, 2.0, 2.0)) > 0.05
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_outliers_keep_their_gradients(causal):
+def test_outliers_keep_their_gradients(spoil, size, causal):
     inputs = make_qkv(1, 2, 130, 8)
-    with_outlier_entry(*inputs[:2], 80)
+    spoil(*inputs[:2], size)
     leaves = [tensor.requires_grad_() for tensor in inputs]
     doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    options = {"alpha": 2.0, "beta": 2.0, "is_causal": causal}
-    found = lln_attention(*leaves, **options)
+    found = lln_attention(*leaves, alpha=2.0, beta=2.0, is_causal=causal)
     wanted = exact(*doubles, 2.0, 2.0, causal)
     upstream = torch.randn_like(found)
     grads = torch.autograd.grad(found, leaves, upstream)
-    for grad, expected in zip(
-        grads, torch.autograd.grad(wanted, doubles, upstream.double()), strict=True
-    ):
-        assert_close(grad, expected, backward=True)
+    exact_grads = torch.autograd.grad(wanted, doubles, upstream.double())
+    terms = 2.0 * (upstream.norm(dim=-1).max() * inputs[2].norm(dim=-1).max()).item()
+    for grad, expected in zip(grads, exact_grads, strict=True):
+        # Where one key takes all, the gradients are small differences of large terms.
+        saturated = expected.abs().max().item() < 1e-4 * terms
+        assert_close(grad, expected, backward=True, magnitude=terms if saturated else None)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -268,13 +277,15 @@ def test_constant_inputs_are_finite(level, constant, criterion, function):
 @pytest.mark.parametrize("width", [1, 4])
 def test_one_token_attends_to_itself(width, criterion, function):
     query, key, value = make_qkv(1, 1, 1, width)
-    assert torch.equal(function(query, key, value, matching=criterion), value)
+    found = function(query, key, value, matching=criterion)
+    torch.testing.assert_close(found, value, rtol=1e-6, atol=0)
 
 
 # 7. A compiled extension.
 
 
-def test_package_is_python_alone():
+def test_package_is_not_compiled():
     package = Path(lln.__file__).parent
     suffixes = {path.suffix for path in package.rglob("*") if path.is_file()}
-    assert suffixes <= {".py", ".pyc", ".json", ".typed", ""}
+    assert ".py" in suffixes
+    assert not suffixes & {".so", ".pyd", ".dylib", ".dll", ".c", ".cc", ".cpp", ".cu"}

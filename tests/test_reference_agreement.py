@@ -423,3 +423,34 @@ def test_temperature_shapes(alpha, beta, causal):
 def test_results_do_not_come_from_fresh_memory(causal, dtype):
     check_lln(sizes(2, 4, 100, 8, key_heads=2), dtype, mask="holes", causal=causal)
     check_diag(sizes(2, 4, 100, 8, key_heads=2), dtype, mask="holes", causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", [None, "left", "holes"])
+@pytest.mark.parametrize("function", [lln_attention, lln_diag_attention])
+def test_reference_implementation_takes_the_same_arguments(function, mask, causal):
+    shape = sizes(2, 4, 70, 8, key_heads=2, value_width=5)
+    key_mask = None if mask is None else make_mask(mask, 2, 70)
+    inputs = make_qkv(**shape)
+    options = {"alpha": 1.5, "beta": torch.rand(2, 2, 1, 1) + 1, "enable_gqa": True}
+    options |= {"key_mask": key_mask, "is_causal": causal}
+    found, wanted = (function(*inputs, **options, impl=impl) for impl in ("auto", "reference"))
+    assert wanted.dtype == FP32
+    assert_close(found, wanted.double())
+
+
+@pytest.mark.parametrize("alpha", [1.5, (), (4, 1, 1), (3, 1, 1, 1), (3, 4, 1, 1)], ids=str)
+@pytest.mark.parametrize("mix", [0.3, (), (5,), (4, 1), (20, 4, 1), (20, 1, 5)], ids=str)
+def test_packed_reference_takes_the_same_arguments(alpha, mix):
+    query, key, value = (torch.randn(20, heads, width) for heads, width in ((4, 8), (2, 8), (2, 5)))
+    alpha, mix = (
+        torch.rand(side) * 0.5 + scale if isinstance(side, tuple) else side
+        for side, scale in ((alpha, 1.0), (mix, 0.2))
+    )
+    cu_seqlens = torch.tensor([0, 7, 7, 20])
+    options = {"alpha": alpha, "beta": 2.0, "mix": mix, "enable_gqa": True}
+    found, wanted = (
+        lln_diag_attention_varlen(query, key, value, cu_seqlens, **options, impl=impl)
+        for impl in ("eager", "reference")
+    )
+    assert_close(found, wanted.double())

@@ -17,6 +17,7 @@ from lln.diagonal import block_diagonal
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.matching import match_moments
+from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.summary import KeySummary
 
@@ -76,10 +77,13 @@ def lln_attention(
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_key_mask(key_mask, key)
     _check_options(query, key, alpha, beta, matching, dropout_p, is_causal)
-    impl = choose_implementation(impl, query)
+    impl = choose_implementation(impl, query, value, is_causal=is_causal)
     with without_autocast(query):
         if alpha is None or beta is None:
             alpha, beta = match_inputs(query, key, matching, key_mask)
+        if impl == "triton":
+            given = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "dropout_p": dropout_p}
+            return fused_attention(query, key, value, **given)
         widened = _widen(query, key, value, key_mask, dropout_p)
         out = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
         return out.to(query.dtype)
@@ -184,10 +188,25 @@ def lln_diag_attention(
     checks.check_block_size(block_size)
     checks.check_scale(scale)
     checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-    impl = choose_implementation(impl, query)
+    impl = choose_implementation(
+        impl, query, value, is_causal=is_causal, block_size=min(block_size, query.shape[2])
+    )
     with without_autocast(query):
         if alpha is None or beta is None:
             alpha, beta = match_inputs(query, key, matching, key_mask)
+        if impl == "triton":
+            return fused_attention(
+                query,
+                key,
+                value,
+                alpha=alpha,
+                beta=beta,
+                key_mask=key_mask,
+                mix=mix,
+                block_size=min(block_size, max(query.shape[2], 1)),
+                scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+                dropout_p=dropout_p,
+            )
         widened = _widen(query, key, value, key_mask, dropout_p)
         long_range = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
         short_range = _short_range(*widened, block_size, scale, key_mask, is_causal, impl)

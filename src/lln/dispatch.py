@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import Tensor
 
 from lln import checks
 from lln.errors import BackendUnavailableError
+from lln.kernels.tuning import why_unavailable
 
 
-def choose_implementation(impl: str, query: Tensor) -> str:
-    """``"eager"`` or ``"reference"``, from what was asked and what can run here.
+def choose_implementation(
+    impl: str,
+    query: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    block_size: int = 0,
+    is_packed: bool = False,
+) -> str:
+    """``"eager"``, ``"triton"`` or ``"reference"``, from what was asked and what can run here.
 
     Args:
         impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``.
-        query: Says where the call runs.
+        query: Says where the call runs, and in what type and width.
+        value: Says the other width.
+        is_causal: Whether the call is causal.
+        block_size: Of the diagonal part; 0 = none.
+        is_packed: Whether sequences are packed.
 
     Raises:
         BackendUnavailableError: If ``"triton"`` was asked for and cannot run.
     """
     checks.check_impl(impl)
+    if impl in ("eager", "reference"):
+        return impl
+    if impl == "auto" and query.device.type != "cuda":
+        return "eager"
+    reason = why_unavailable(query, value, is_causal, is_packed, block_size)
+    if reason is None:
+        return "triton"
     if impl == "triton":
         raise BackendUnavailableError(
-            f"impl='triton' is not available in this version of lln (query is on {query.device}); "
-            "use impl='eager', or impl='auto' to take the fastest that can run."
+            f"impl='triton' {reason}; use impl='eager', or impl='auto' to let lln choose."
         )
-    return "eager" if impl == "auto" else impl
+    # Python shows a warning from one place once.
+    warnings.warn(
+        f"lln runs in plain PyTorch on {query.device.type} here: impl='triton' {reason}.",
+        stacklevel=3,
+    )
+    return "eager"

@@ -73,7 +73,7 @@ def lln_attention_varlen(
     query, key, value = cast_for_autocast(query, key, value)
     _check_packed(query, key, value, cu_seqlens, key_mask, enable_gqa)
     _check_packed_options(query, key, cu_seqlens, alpha, beta, matching, dropout_p, is_causal)
-    impl = choose_implementation(impl, query)
+    impl = choose_implementation(impl, query, value, is_causal=is_causal, is_packed=True)
     with without_autocast(query):
         if alpha is None or beta is None:
             alpha, beta = _match_packed(query, key, cu_seqlens, matching)
@@ -139,7 +139,7 @@ def lln_diag_attention_varlen(
     checks.check_block_size(block_size)
     checks.check_scale(scale)
     checks.check_mix(mix, (*query.shape[:2], value.shape[-1]), query.device)
-    impl = choose_implementation(impl, query)
+    impl = choose_implementation(impl, query, value, is_causal=is_causal, is_packed=True)
     with without_autocast(query):
         if alpha is None or beta is None:
             alpha, beta = _match_packed(query, key, cu_seqlens, matching)

@@ -15,18 +15,19 @@ import triton
 import triton.language as tl
 
 from lln.kernels.steps import (
-    LN2,
-    LOG2E,
     NEVER,
     add_tile,
     block_softmax,
     drop_factor,
+    exponential,
     hide_rows,
     load_rows,
     load_scale,
+    quiet_rows,
     slot_softmax,
     store_rows,
     token_ok,
+    widen_turned,
 )
 
 
@@ -50,6 +51,7 @@ def summarise_range(
     BD: tl.constexpr,
     BE: tl.constexpr,
     BT: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -63,9 +65,11 @@ def summarise_range(
         inside = first + tl.arange(0, BT) < end
         ok = token_ok(p_mask, first, end, BT, HAS_MASK)
         offset = tl.cast(first, tl.int64)
-        b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD)
-        b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE)
-        b_x = tl.where(ok[:, None], b_k.to(tl.float32) * (beta * LOG2E), NEVER)
+        b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
+        b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
+        b_x = widen_turned(b_k, BD) * beta
+        if not EVEN:
+            b_x = tl.where(ok[None, :], b_x, NEVER)
         if HAS_MASK:
             b_v = hide_rows(b_v, ok)
         if HAS_DROPOUT:
@@ -86,7 +90,7 @@ def read_range(
     start,
     end,
     alpha,
-    b_log2_mass,
+    b_log_mass,
     b_c,
     mix,
     scale,
@@ -110,8 +114,11 @@ def read_range(
     BD: tl.constexpr,
     BE: tl.constexpr,
     BT: tl.constexpr,
+    QUIET: tl.constexpr,
     HAS_DIAG: tl.constexpr,
-    HAS_MIX: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    MIX: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -123,29 +130,39 @@ def read_range(
         last = tl.minimum(first + tile_tokens, end)
         inside = first + tl.arange(0, BT) < last
         offset = tl.cast(first, tl.int64)
-        b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD)
-        b_e, b_norm = slot_softmax(b_q, alpha, b_log2_mass, D, BD)
-        b_o = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION) / b_norm[:, None]
+        b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
+        if QUIET:
+            b_q = quiet_rows(b_q, token_ok(p_mask, first, last, BT, True))
+        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD)
+        b_o = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION)
         if HAS_DIAG:
             ok = token_ok(p_mask, first, last, BT, HAS_MASK)
-            b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD)
-            b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE)
+            b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
+            b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
             if HAS_MASK:
                 b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
             if HAS_DROPOUT:
                 b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)
                 b_v = (b_v.to(tl.float32) * b_factor[:, None]).to(b_v.dtype)
             b_p, b_sum = block_softmax(
-                b_q, b_k, scale, first, ok, block_size, BT, CAUSAL, PRECISION
+                b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
             )
-            b_d = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION) / b_sum[:, None]
-            if HAS_MIX:
+            b_d = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
+            if MIX == 2:
+                tokens = tl.arange(0, BT)
+                b_row = tl.load(p_mix + (offset + tokens) * stride_mt, mask=inside, other=0.0)
+                b_row = b_row.to(tl.float32)
+                b_o = b_o * (b_row / b_norm)[:, None] + b_d * ((1.0 - b_row) / b_sum)[:, None]
+            elif MIX == 3:
                 p_m = p_mix + offset * stride_mt
-                b_mix = load_rows(p_m, stride_mt, stride_me, inside, BT, E, BE).to(tl.float32)
-                b_o = b_mix * b_o + (1.0 - b_mix) * b_d
+                b_mix = load_rows(p_m, stride_mt, stride_me, inside, BT, E, BE, EVEN)
+                b_mix = b_mix.to(tl.float32)
+                b_o = b_o * b_mix / b_norm[:, None] + b_d * (1.0 - b_mix) / b_sum[:, None]
             else:
-                b_o = mix * b_o + (1.0 - mix) * b_d
-        store_rows(p_o + offset * stride_ot, b_o, stride_ot, stride_od, inside, BT, E, BE)
+                b_o = b_o * (mix / b_norm)[:, None] + b_d * ((1.0 - mix) / b_sum)[:, None]
+        else:
+            b_o = b_o * (1.0 / b_norm)[:, None]
+        store_rows(p_o + offset * stride_ot, b_o, stride_ot, stride_od, inside, BT, E, BE, EVEN)
 
 
 @triton.jit
@@ -201,8 +218,11 @@ def short_fwd_kernel(
     BQ: tl.constexpr,
     HAS_ALPHA: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    QUIET: tl.constexpr,
     HAS_DIAG: tl.constexpr,
-    HAS_MIX: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    MIX: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -221,15 +241,15 @@ def short_fwd_kernel(
     beta_here = load_scale(p_beta, beta, index, HAS_BETA)
     b_peak, b_mass, b_sum = summarise_range(
         p_k, p_v, p_mask, 0, S, beta_here, stride_kt, stride_kd, stride_vt, stride_vd,
-        seed, drop_first, dropout_p, D, E, BD, BE, BK, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
+        seed, drop_first, dropout_p,
+        D, E, BD, BE, BK, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
     )  # fmt: skip
-    b_log2_mass = b_peak + tl.log2(b_mass)
-    b_c = (b_sum / b_mass[:, None]).to(p_centroid.dtype.element_ty)
+    b_log_mass = b_peak + tl.log(b_mass)
+    b_c = (b_sum * (1.0 / b_mass)[:, None]).to(p_centroid.dtype.element_ty)
     if SAVE:
         slots = tl.arange(0, BD)
-        tl.store(p_log_mass + index * D + slots, b_log2_mass * LN2, mask=slots < D)
-        slot_ok = slots < D
-        store_rows(p_centroid + index * D * E, b_c, E, 1, slot_ok, BD, E, BE)
+        tl.store(p_log_mass + index * D + slots, b_log_mass, mask=slots < D)
+        store_rows(p_centroid + index * D * E, b_c, E, 1, slots < D, BD, E, BE, D == BD)
     for r in range(R):
         query_head = head * R + r
         alpha_here = load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA)
@@ -237,10 +257,11 @@ def short_fwd_kernel(
             p_q + batch * stride_qb + query_head * stride_qh, p_k, p_v,
             p_o + batch * stride_ob + query_head * stride_oh,
             p_mix + batch * stride_mb + query_head * stride_mh,
-            p_mask, 0, T, alpha_here, b_log2_mass, b_c, mix, scale, block_size,
+            p_mask, 0, T, alpha_here, b_log_mass, b_c, mix, scale, block_size,
             stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
             stride_ot, stride_od, stride_mt, stride_me, seed, drop_first, dropout_p, tile_tokens,
-            D, E, BD, BE, BQ, HAS_DIAG, HAS_MIX, HAS_MASK, HAS_DROPOUT, CAUSAL, PRECISION, STAGES,
+            D, E, BD, BE, BQ, QUIET, HAS_DIAG, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT,
+            CAUSAL, PRECISION, STAGES,
         )  # fmt: skip
 
 
@@ -274,6 +295,7 @@ def summarise_kernel(
     BE: tl.constexpr,
     BT: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -291,7 +313,7 @@ def summarise_kernel(
         p_mask + batch * S, start, tl.minimum(start + split_tokens, S),
         load_scale(p_beta, beta, index, HAS_BETA), stride_kt, stride_kd, stride_vt, stride_vd,
         seed, (batch * (SH // KG) + key_head) * S, dropout_p,
-        D, E, BD, BE, BT, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
+        D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
     )  # fmt: skip
     part = index * splits + split
     slots = tl.arange(0, BD)
@@ -315,7 +337,7 @@ def merge_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merge the partial summaries of ROWS slots, always in the same order."""
+    """Merge ROWS slots of the partial summaries, always in the same order."""
     index = tl.program_id(1).to(tl.int64)
     slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BE)
@@ -326,12 +348,12 @@ def merge_kernel(
         part = index * splits + split
         b_other = tl.load(p_peak + part * BD + slots)
         b_new = tl.maximum(b_peak, b_other)
-        b_old, b_add = tl.exp2(b_peak - b_new), tl.exp2(b_other - b_new)
+        b_old, b_add = exponential(b_peak - b_new), exponential(b_other - b_new)
         b_mass = b_mass * b_old + tl.load(p_mass + part * BD + slots) * b_add
         b_more = tl.load(p_sum + part * BD * BE + slots[:, None] * BE + columns[None, :])
         b_sum = b_sum * b_old[:, None] + b_more * b_add[:, None]
         b_peak = b_new
-    tl.store(p_log_mass + index * D + slots, (b_peak + tl.log2(b_mass)) * LN2, mask=slots < D)
+    tl.store(p_log_mass + index * D + slots, b_peak + tl.log(b_mass), mask=slots < D)
     p_out = p_centroid + index * D * E + slots[:, None] * E + columns[None, :]
     ok = (slots < D)[:, None] & (columns < E)[None, :]
     tl.store(p_out, (b_sum / b_mass[:, None]).to(p_centroid.dtype.element_ty), mask=ok)
@@ -387,8 +409,11 @@ def read_kernel(
     BE: tl.constexpr,
     BT: tl.constexpr,
     HAS_ALPHA: tl.constexpr,
+    QUIET: tl.constexpr,
     HAS_DIAG: tl.constexpr,
-    HAS_MIX: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    MIX: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -400,9 +425,10 @@ def read_kernel(
     batch, head = index // H, index % H
     summary, key_head = index // R, head // (R * KG)
     key_heads = H // (R * KG)
-    slots, columns = tl.arange(0, BD), tl.arange(0, BE)
-    b_log2_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=0.0) * LOG2E
-    b_c = load_rows(p_centroid + summary * D * E, E, 1, slots < D, BD, E, BE)
+    slots = tl.arange(0, BD)
+    b_log_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=0.0)
+    p_c = p_centroid + summary * D * E
+    b_c = load_rows(p_c, E, 1, slots < D, BD, E, BE, D == BD)
     start = tl.program_id(0) * program_tokens
     read_range(
         p_q + batch * stride_qb + head * stride_qh,
@@ -411,9 +437,10 @@ def read_kernel(
         p_o + batch * stride_ob + head * stride_oh,
         p_mix + batch * stride_mb + head * stride_mh,
         p_mask + batch * S, start, tl.minimum(start + program_tokens, T),
-        load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log2_mass, b_c, mix, scale, block_size,
+        load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log_mass, b_c, mix, scale, block_size,
         stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
         stride_ot, stride_od, stride_mt, stride_me,
         seed, (batch * key_heads + key_head) * S, dropout_p, tile_tokens,
-        D, E, BD, BE, BT, HAS_DIAG, HAS_MIX, HAS_MASK, HAS_DROPOUT, CAUSAL, PRECISION, STAGES,
+        D, E, BD, BE, BT, QUIET, HAS_DIAG, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT, CAUSAL,
+        PRECISION, STAGES,
     )  # fmt: skip

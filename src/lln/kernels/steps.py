@@ -1,7 +1,15 @@
 """The steps that every kernel is made of: load, exponents, softmax rows, block-diagonal rows.
 
-Everything inside kernels is in base 2 (exp2 is one instruction): exponents are α·log₂e·q and
-β·log₂e·k, and the log-mass of a slot is log₂ of its mass. ``NEVER`` stands for log 0.
+Exponents α·q and β·k are shifted before they are scaled for exp2, the one instruction there is: a
+large exponent then loses no more digits than in plain PyTorch. ``NEVER`` stands for log 0.
+
+Tiles reach the registers *through the tensor cores*: a product with the identity costs next to
+nothing and leaves the numbers, widened to float32, where later products leave theirs. Softmax rows
+then lie within four threads, weights feed the next product straight from registers, and no tile is
+exchanged through shared memory. For the keys the product is I·kᵀ, which puts a slot's tokens in one
+row, so that the running maximum over tokens is a row maximum too.
+
+``EVEN`` says that every tile is full and no key is masked; all row masks then vanish.
 
 Dimension legend: BT tokens in a tile, BD ≥ D and BE ≥ E padded widths (powers of two).
 Names: ``b_*`` values of a tile, ``p_*`` pointers, capitals are compile-time constants.
@@ -9,40 +17,77 @@ Names: ``b_*`` values of a tile, ``p_*`` pointers, capitals are compile-time con
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
-# In base 2; finite, so that NEVER − NEVER is 0 and not NaN.
+# Finite, so that NEVER − NEVER is 0 and not NaN.
 NEVER = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def load_rows(
-    p_tile, stride_t, stride_d, row_ok, BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-):
-    """A tile ``[BT, BD]``; zero outside."""
-    rows, columns = tl.arange(0, BT), tl.arange(0, BD)
-    ok = row_ok[:, None]
-    if D < BD:
-        ok = ok & (columns < D)[None, :]
-    return tl.load(
-        p_tile + rows[:, None] * stride_t + columns[None, :] * stride_d, mask=ok, other=0
+def exponential(b_x):
+    """e^x, results below the normal range flushed to zero: one instruction instead of four."""
+    if INTERPRETED:
+        return tl.exp(b_x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [b_x * LOG2E],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
     )
 
 
 @triton.jit
+def load_rows(
+    p_tile,
+    stride_t,
+    stride_d,
+    row_ok,
+    BT: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """A tile ``[BT, BD]``; zero outside."""
+    rows, columns = tl.arange(0, BT), tl.arange(0, BD)
+    p_in = p_tile + rows[:, None] * stride_t + columns[None, :] * stride_d
+    if EVEN and D == BD:
+        return tl.load(p_in)
+    if EVEN:
+        return tl.load(p_in, mask=(columns < D)[None, :], other=0)
+    if D == BD:
+        return tl.load(p_in, mask=row_ok[:, None], other=0)
+    return tl.load(p_in, mask=row_ok[:, None] & (columns < D)[None, :], other=0)
+
+
+@triton.jit
 def store_rows(
-    p_tile, b_tile, stride_t, stride_d, row_ok, BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+    p_tile,
+    b_tile,
+    stride_t,
+    stride_d,
+    row_ok,
+    BT: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Write a tile ``[BT, BD]`` back."""
     rows, columns = tl.arange(0, BT), tl.arange(0, BD)
-    ok = row_ok[:, None]
-    if D < BD:
-        ok = ok & (columns < D)[None, :]
     p_out = p_tile + rows[:, None] * stride_t + columns[None, :] * stride_d
-    tl.store(p_out, b_tile.to(p_tile.dtype.element_ty), mask=ok)
+    b_out = b_tile.to(p_tile.dtype.element_ty)
+    if EVEN and D == BD:
+        tl.store(p_out, b_out)
+    elif EVEN:
+        tl.store(p_out, b_out, mask=(columns < D)[None, :])
+    else:
+        tl.store(p_out, b_out, mask=row_ok[:, None] & (columns < D)[None, :])
 
 
 @triton.jit
@@ -77,12 +122,48 @@ def hide_rows(b_tile, ok):
 
 
 @triton.jit
-def slot_softmax(b_q, alpha, b_log2_mass, D: tl.constexpr, BD: tl.constexpr):
+def quiet_rows(b_q, ok):
+    """Zero what is not finite in padded queries: 0 · NaN would reach the gradient of every key."""
+    finite = (b_q - b_q) == 0
+    return tl.where(ok[:, None] | finite, b_q, tl.zeros_like(b_q))
+
+
+@triton.jit
+def widen(b_tile, BD: tl.constexpr):
+    """A tile ``[BT, BD]`` in float32, in the layout of products."""
+    if b_tile.dtype == tl.float32:
+        return b_tile
+    slots = tl.arange(0, BD)
+    b_identity = (slots[:, None] == slots[None, :]).to(b_tile.dtype)
+    return tl.dot(b_tile, b_identity)
+
+
+@triton.jit
+def widen_turned(b_tile, BD: tl.constexpr):
+    """The transpose ``[BD, BT]`` of a tile in float32, in the layout of products."""
+    if b_tile.dtype == tl.float32:
+        return tl.trans(b_tile)
+    slots = tl.arange(0, BD)
+    b_identity = (slots[:, None] == slots[None, :]).to(b_tile.dtype)
+    return tl.dot(b_identity, tl.trans(b_tile))
+
+
+@triton.jit
+def key_exponents(b_k, beta, ok, BD: tl.constexpr, EVEN: tl.constexpr):
+    """β·k ``[BT, BD]``; ``NEVER`` for tokens that are masked or not there."""
+    b_x = widen(b_k, BD) * beta
+    if not EVEN:
+        b_x = tl.where(ok[:, None], b_x, NEVER)
+    return b_x
+
+
+@triton.jit
+def slot_softmax(b_q, alpha, b_log_mass, D: tl.constexpr, BD: tl.constexpr):
     """Rows of A: unnormalised softmax over the slots ``[BT, BD]``, and the normalisers ``[BT]``."""
-    b_x = b_q.to(tl.float32) * (alpha * LOG2E) + b_log2_mass[None, :]
+    b_x = widen(b_q, BD) * alpha + b_log_mass[None, :]
     if D < BD:
         b_x = tl.where((tl.arange(0, BD) < D)[None, :], b_x, NEVER)
-    b_e = tl.exp2(b_x - tl.max(b_x, 1)[:, None])
+    b_e = exponential(b_x - tl.max(b_x, 1)[:, None])
     return b_e, tl.sum(b_e, 1)
 
 
@@ -95,30 +176,38 @@ def block_softmax(
     ok,
     block_size,
     BT: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Rows of the block-diagonal matrix: unnormalised ``[BT, BT]`` and normalisers ``[BT]``."""
     tokens = first + tl.arange(0, BT)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2E)
-    same = (tokens // block_size)[:, None] == (tokens // block_size)[None, :]
-    b_s = tl.where(same & ok[None, :], b_s, NEVER)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+    if not ONE_BLOCK:
+        same = (tokens // block_size)[:, None] == (tokens // block_size)[None, :]
+        b_s = tl.where(same, b_s, NEVER)
+    if not EVEN:
+        b_s = tl.where(ok[None, :], b_s, NEVER)
     if CAUSAL:
         b_s = tl.where(tokens[:, None] >= tokens[None, :], b_s, NEVER)
-    b_p = tl.exp2(b_s - tl.max(b_s, 1)[:, None])
-    # Where a row sees no key every entry is exp2(0): the values they meet are zero.
-    b_p = tl.where(b_s > NEVER * 0.5, b_p, 0.0)
+    b_p = exponential(b_s - tl.max(b_s, 1)[:, None])
+    if not EVEN:
+        # In a row that sees no key every entry is 2^0; such a row must count for nothing.
+        b_p = tl.where(b_s > NEVER * 0.5, b_p, 0.0)
     b_sum = tl.sum(b_p, 1)
-    return b_p, tl.where(b_sum > 0, b_sum, 1.0)
+    if not EVEN:
+        b_sum = tl.where(b_sum > 0, b_sum, 1.0)
+    return b_p, b_sum
 
 
 @triton.jit
 def add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION: tl.constexpr):
-    """Take a tile of exponents ``[BT, BD]`` and values into a running summary (online maximum)."""
-    b_new = tl.maximum(b_peak, tl.max(b_x, 0))
-    b_shrink = tl.exp2(b_peak - b_new)
-    b_e = tl.exp2(b_x - b_new[None, :])
-    b_mass = b_mass * b_shrink + tl.sum(b_e, 0)
+    """Take exponents ``[BD, BT]`` and values ``[BT, BE]`` into a running summary ``[BD, BE]``."""
+    b_new = tl.maximum(b_peak, tl.max(b_x, 1))
+    b_shrink = exponential(b_peak - b_new)
+    b_e = exponential(b_x - b_new[:, None])
+    b_mass = b_mass * b_shrink + tl.sum(b_e, 1)
     b_sum = b_sum * b_shrink[:, None]
-    b_sum += tl.dot(tl.trans(b_e.to(b_v.dtype)), b_v, input_precision=PRECISION)
+    b_sum = tl.dot(b_e.to(b_v.dtype), b_v, b_sum, input_precision=PRECISION)
     return b_new, b_mass, b_sum

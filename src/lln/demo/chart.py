@@ -1,0 +1,156 @@
+"""Line charts as inline SVG: drawn with the page's own colours, so that they follow its theme."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from lln.demo.series import LOOKS, marker
+
+_WIDTH, _HEIGHT = 480, 330
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 22, 50
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: its range, its ticks as ``(value, label)`` and whether it is logarithmic."""
+
+    label: str
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+    log: bool = False
+
+    def fraction(self, value: float) -> float:
+        """Where a value lies, 0 at the low end and 1 at the high end."""
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (value - low) / (high - low)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One attention's points; ``unit`` ends the note on each, ``wide`` lets others lie on top."""
+
+    key: str
+    points: Sequence[tuple[float, float]]
+    unit: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A dashed line across the chart, at ``x`` or at ``y``, with its label.
+
+    Attributes:
+        label: Short text beside it.
+        x: Place of a vertical line.
+        y: Place of a horizontal line.
+        key: Attention whose colour it takes; empty = that of the axes.
+        row: Lines of text by which the label of a vertical line is moved down.
+    """
+
+    label: str
+    x: float | None = None
+    y: float | None = None
+    key: str = ""
+    row: int = 0
+
+
+def linear_axis(label: str, low: float, high: float, count: int = 5) -> Axis:
+    """An axis over a range, with about ``count`` round ticks inside."""
+    high = max(high, low + 1e-3)
+    span = high - low
+    power = 10 ** math.floor(math.log10(span / count))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if span / (m * power) <= count)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    ticks = tuple((n * step, f"{n * step:,.6g}") for n in range(first, last + 1))
+    return Axis(label, low, high, ticks)
+
+
+def log_axis(label: str, low: float, high: float) -> Axis:
+    """A logarithmic axis over a range, with ticks at 1, 10, 100 … or also at 2 and 5 if short."""
+    decades = math.log10(high / low)
+    steps = (1,) if decades > 2.5 else (1, 2, 5)
+    low, high = low / 1.25, high * 1.25
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    values = [m * 10.0**power for power in powers for m in steps]
+    ticks = tuple((v, f"{v:,.6g}") for v in values if low <= v <= high)
+    return Axis(label, low, high, ticks, log=True)
+
+
+def line_chart(
+    title: str, x: Axis, y: Axis, lines: Sequence[Line], rules: Sequence[Rule] = ()
+) -> str:
+    """The chart as ``<svg>``; points that are not finite are left out."""
+    body = [_grid(x, y), *(_rule(rule, x, y) for rule in rules)]
+    body += [_line(line, x, y) for line in lines]
+    return (
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}">{"".join(body)}</svg>'
+    )
+
+
+def _across(axis: Axis, value: float) -> float:
+    return _LEFT + axis.fraction(value) * (_WIDTH - _LEFT - _RIGHT)
+
+
+def _up(axis: Axis, value: float) -> float:
+    return _HEIGHT - _BOTTOM - axis.fraction(value) * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def _grid(x: Axis, y: Axis) -> str:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = []
+    for value, label in y.ticks:
+        place = _up(y, value)
+        parts.append(f'<path class="grid" d="M{_LEFT} {place:.1f}H{right}"/>')
+        parts.append(f'<text class="tick end" x="{_LEFT - 7}" y="{place + 4:.1f}">{label}</text>')
+    for value, label in x.ticks:
+        place = _across(x, value)
+        parts.append(f'<path class="axis" d="M{place:.1f} {bottom}v5"/>')
+        parts.append(f'<text class="tick mid" x="{place:.1f}" y="{bottom + 19}">{label}</text>')
+    middle = (_LEFT + right) / 2
+    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>')
+    parts.append(f'<text class="name mid" x="{middle}" y="{_HEIGHT - 8}">{escape(x.label)}</text>')
+    parts.append(f'<text class="name" x="2" y="12">{escape(y.label)}</text>')
+    return "".join(parts)
+
+
+def _rule(rule: Rule, x: Axis, y: Axis) -> str:
+    colour = f" c-{rule.key}" if rule.key else ""
+    label = escape(rule.label)
+    if rule.x is not None:
+        place = _across(x, rule.x)
+        # The label goes to the side with more room.
+        left = x.fraction(rule.x) > 0.5
+        anchor, shift = ("end", -6) if left else ("", 6)
+        height = _TOP + 14 + 16 * rule.row
+        line = f'<path class="rule" d="M{place:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>'
+        text = f'<text class="note {anchor}" x="{place + shift:.1f}" y="{height}">{label}</text>'
+    else:
+        place = _up(y, rule.y if rule.y is not None else y.low)
+        line = f'<path class="rule" d="M{_LEFT} {place:.1f}H{_WIDTH - _RIGHT}"/>'
+        text = (
+            f'<text class="note end" x="{_WIDTH - _RIGHT - 3}" y="{place - 5:.1f}">{label}</text>'
+        )
+    return f'<g class="ruled{colour}">{line}{text}</g>'
+
+
+def _line(line: Line, x: Axis, y: Axis) -> str:
+    look = LOOKS[line.key]
+    places = [
+        (_across(x, across), _up(y, up), f"{look.label}: {up:.4g}{line.unit} at {across:,.4g}")
+        for across, up in line.points
+        if math.isfinite(up)
+    ]
+    if not places:
+        return ""
+    path = "L".join(f"{across:.1f} {up:.1f}" for across, up, _ in places)
+    dash = f' stroke-dasharray="{look.dash}"' if look.dash else ""
+    marks = "".join(marker(line.key, *place) for place in places)
+    band = f'<path class="line band" d="M{path}"/>' if line.wide else ""
+    return f'<g class="c-{line.key}">{band}<path class="line" d="M{path}"{dash}/>{marks}</g>'

@@ -1,0 +1,55 @@
+"""Small pieces of HTML that every section of the page is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lln.demo.record import Part, State
+from lln.demo.series import LOOKS
+
+
+def section(ident: str, title: str, body: str, part: Part | None = None) -> str:
+    """A section with its heading, and how far its part has come."""
+    state = "" if part is None else f'<span class="state">{part.state.value}</span>'
+    return f'<section id="{ident}"><h2>{title}{state}</h2>{body}</section>'
+
+
+def missing(part: Part) -> str:
+    """What to say instead of results."""
+    if part.state is State.STOPPED:
+        return '<p class="warn">The run was stopped before this part had a result.</p>'
+    return '<p class="warn">Not measured yet.</p>'
+
+
+def figure(body: str, caption: str, kind: str = "") -> str:
+    """A figure with its caption."""
+    attribute = f' class="{kind}"' if kind else ""
+    return f"<figure{attribute}>{body}<figcaption>{caption}</figcaption></figure>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column names the row; it scrolls where the screen is narrow."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    top = f"<thead><tr>{top}</tr></thead>" if head else ""
+    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table>{top}<tbody>{lines}</tbody></table></div>'
+
+
+def swatch(key: str, label: str | None = None) -> str:
+    """An attention's name behind a dot of its colour."""
+    return f'<span class="dot c-{key}"></span>{label or LOOKS[key].label}'
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Three significant digits, so that 0.41 ms and 1,230 ms both read well."""
+    if seconds is None:
+        return "–"
+    value = 1e3 * seconds
+    if value >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def round_length(length: float) -> str:
+    """An interpolated sequence length, to two digits: it is no sharper than that."""
+    return f"{float(f'{length:.2g}'):,.0f}"

@@ -1,0 +1,93 @@
+"""What the parts of the demo share: a clock, a state, and files that are never half written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from lln.errors import InvalidInputError
+
+
+class State(str, Enum):
+    """How far a part has come."""
+
+    WAITING = "not started"
+    RUNNING = "running"
+    STOPPED = "stopped early"
+    DONE = "complete"
+
+
+@dataclass
+class Part:
+    """One part of the demo: what it was asked to measure and what came out so far."""
+
+    state: State = State.WAITING
+
+    @property
+    def has_results(self) -> bool:
+        """Whether there is anything to show."""
+        raise NotImplementedError
+
+    def as_json(self) -> dict[str, object]:
+        """Numbers alone, without tensors."""
+        raise NotImplementedError
+
+
+class Clock:
+    """The seconds a part may use."""
+
+    def __init__(self, seconds: float) -> None:
+        """Starts now."""
+        self.seconds = seconds
+        self._start = time.perf_counter()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end, negative after it."""
+        return self.seconds - self.spent
+
+    @property
+    def fraction(self) -> float:
+        """Share of the time that is used, at most 1."""
+        return 1.0 if self.seconds <= 0 else min(1.0, self.spent / self.seconds)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one step, so that a reader or an interrupt never sees half of it."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        # mkstemp makes private files; a page is there to be shown.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def page_path(out: Path) -> Path:
+    """The page for ``--out``: a name that ends in .html, or ``lln-demo.html`` in a folder.
+
+    Raises:
+        InvalidInputError: If nothing can be written there.
+    """
+    page = out if out.suffix.lower() in (".html", ".htm") else out / "lln-demo.html"
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(
+            f"--out {str(out)!r} cannot be used: {error.strerror or error}."
+        ) from error
+    if page.is_dir() or not os.access(page.parent, os.W_OK):
+        raise InvalidInputError(f"--out {str(out)!r} cannot be written.")
+    return page

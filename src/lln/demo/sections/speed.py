@@ -1,0 +1,95 @@
+"""Section 2: milliseconds against sequence length."""
+
+from __future__ import annotations
+
+from lln.demo.chart import Axis, Line, Rule, line_chart, log_axis
+from lln.demo.markup import figure, milliseconds, missing, round_length, section, table
+from lln.demo.series import LOOKS, legend
+from lln.demo.speed import TIMED, Speed, crossover
+
+_LINEAR = tuple(name for name in TIMED if name != "softmax")
+
+_INTRODUCTION = """
+<p>Softmax attention compares every token with every other: twice the length, four times the work.
+LLN attention does the same work for every token, however many there are. On short sequences its
+fixed costs weigh more.</p>
+"""
+
+
+def speed_headline(part: Speed) -> str:
+    """From which length on the linear attentions are faster."""
+    return " ".join(filter(None, (_verdict(part, name) for name in _LINEAR)))
+
+
+def speed_section(part: Speed, where: str, caution: str = "") -> str:
+    """The section as HTML; ``where`` tells threads and versions, ``caution`` what disturbed it."""
+    title = "2. When is it faster?"
+    if not part.has_results:
+        return section("speed", title, _INTRODUCTION + missing(part), part)
+    caption = (
+        f"<b>Forward pass</b>, float32, batch 1, {part.heads} heads of {part.width}; {where}. "
+        "Both axes are logarithmic. Dashed: from this length on, the attention of that colour is "
+        "faster than softmax."
+    )
+    body = (
+        f'{_INTRODUCTION}<p class="finding">{speed_headline(part)}</p>{caution}'
+        f"{legend(list(TIMED))}"
+        f'<div class="pair">{figure(_chart(part), caption)}{_table(part)}</div>'
+    )
+    return section("speed", title, body, part)
+
+
+def _chart(part: Speed) -> str:
+    measured = part.measured()
+    times = {name: part.times(name) for name in TIMED}
+    every = [1e3 * seconds for series in times.values() for seconds in series.values()]
+    last = max(measured[-1], 2 * measured[0])
+    ticks = tuple((n, f"{n:,}") for n in part.lengths if n <= last)
+    x = Axis("sequence length N", measured[0] / 1.15, last * 1.15, ticks, log=True)
+    places = {name: crossover(times["softmax"], times[name]) for name in _LINEAR}
+    rules = [
+        Rule(f"{LOOKS[name].label}: N ≈ {round_length(place)}", x=place, key=name, row=row)
+        for row, (name, place) in enumerate(places.items())
+        if place is not None
+    ]
+    lines = [
+        Line(name, [(n, 1e3 * seconds) for n, seconds in times[name].items()], " ms")
+        for name in TIMED
+    ]
+    y = log_axis("milliseconds a call", min(every), max(every))
+    return line_chart("milliseconds a call against sequence length", x, y, lines, rules)
+
+
+def _verdict(part: Speed, name: str) -> str:
+    label = LOOKS[name].label
+    slow, fast = part.times("softmax"), part.times(name)
+    both = sorted(set(slow) & set(fast))
+    if not both:
+        return ""
+    place, ratio = crossover(slow, fast), slow[both[-1]] / fast[both[-1]]
+    at_end = f"{ratio:.2g} times as fast as softmax at N\u00a0=\u00a0{both[-1]:,}"
+    if place is not None:
+        return f"{label} is faster than softmax from N\u00a0≈\u00a0{round_length(place)}, {at_end}."
+    if ratio > 1:
+        return f"{label} was faster at every length measured, {at_end}."
+    return f"{label} was not faster up to N\u00a0=\u00a0{both[-1]:,} ({at_end})."
+
+
+def _table(part: Speed) -> str:
+    times = {name: part.times(name) for name in TIMED}
+    rows = []
+    for n in part.measured():
+        slow, fast = times["softmax"].get(n), times["lln"].get(n)
+        ratio = "–" if slow is None or fast is None else f"{slow / fast:.2f}"
+        rows.append([f"{n:,}", *(milliseconds(times[name].get(n)) for name in TIMED), ratio])
+    head = ["N", *(f"{LOOKS[name].label}, ms" for name in TIMED), "softmax / LLN"]
+    counts = sorted({len(runs) for name in TIMED for runs in part.runs[name].values()})
+    runs = f"{counts[0]} to {counts[-1]}" if counts[0] != counts[-1] else f"{counts[0]}"
+    note = (
+        f"Medians of {runs} runs, taken in turn. softmax is PyTorch’s fused "
+        "<code>scaled_dot_product_attention</code>; LLN is <code>lln_attention</code> in plain "
+        "PyTorch, matching included; LLN + Diag is <code>lln_diag_attention</code>."
+    )
+    for name, n in part.dropped.items():
+        note += f" {LOOKS[name].label} was left out from N = {n:,} to stay within the time."
+    return f'<div class="panel">{table(head, rows)}<p class="small">{note}</p></div>'

@@ -1,0 +1,138 @@
+"""How long a forward pass takes: softmax attention against LLN attention, by sequence length."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lln.attention import lln_attention, lln_diag_attention
+from lln.demo.record import Clock, Part, State
+
+TIMED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "softmax": F.scaled_dot_product_attention,
+    "lln": lln_attention,
+    "lln_diag": lln_diag_attention,
+}
+_FEWEST_RUNS = 3
+
+
+@dataclass
+class Speed(Part):
+    """Seconds a call, by attention and length, one value a run.
+
+    Attributes:
+        lengths: Sequence lengths N, each twice the one before.
+        heads: H.
+        width: D.
+        most_runs: Runs a length at most.
+        runs: Seconds of every run, by attention and length.
+        dropped: Where a series ended because the next length would have cost too much time.
+    """
+
+    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
+    heads: int = 12
+    width: int = 64
+    most_runs: int = 25
+    runs: dict[str, dict[int, list[float]]] = field(
+        default_factory=lambda: {name: {} for name in TIMED}
+    )
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether any length is measured."""
+        return bool(self.measured())
+
+    def measured(self) -> list[int]:
+        """Lengths with a time for at least one attention."""
+        return [n for n in self.lengths if any(self.runs[name].get(n) for name in TIMED)]
+
+    def times(self, name: str) -> dict[int, float]:
+        """Median seconds a call, by length."""
+        return {n: median(runs) for n, runs in self.runs[name].items() if runs}
+
+    def measure(self, clock: Clock) -> Iterator[float]:
+        """Time every attention in turn at every length; yields the share that is done."""
+        self.state = State.RUNNING
+        generator = torch.Generator().manual_seed(0)
+        for index, length in enumerate(self.lengths):
+            shape = (3, 1, self.heads, length, self.width)
+            inputs = tuple(torch.randn(shape, generator=generator))
+            names = [name for name in TIMED if not self._too_slow(name, length, clock)]
+            # Long sequences need the time: a length's share of what is left grows with it.
+            share = Clock(max(0.0, clock.left) * length / sum(self.lengths[index:]))
+            # One round that does not count: the first call pays for memory and thread start.
+            for name in names:
+                _seconds(TIMED[name], inputs)
+            for round_ in range(self.most_runs):
+                if round_ >= _FEWEST_RUNS and share.left < share.spent / round_:
+                    break
+                for name in names:
+                    self.runs[name].setdefault(length, []).append(_seconds(TIMED[name], inputs))
+                yield (index + (round_ + 1) / self.most_runs) / len(self.lengths)
+        self.state = State.DONE
+
+    def _too_slow(self, name: str, length: int, clock: Clock) -> bool:
+        """Whether the fewest runs at this length would overrun the clock."""
+        times = self.times(name)
+        if name in self.dropped or not times:
+            return name in self.dropped
+        growth = 4 if name == "softmax" else 2
+        if growth * times[max(times)] * (_FEWEST_RUNS + 1) <= max(0.0, clock.left):
+            return False
+        self.dropped[name] = length
+        return True
+
+    def as_json(self) -> dict[str, object]:
+        """Median milliseconds, by attention and length."""
+        return {
+            "state": self.state.value,
+            "batch": 1,
+            "heads": self.heads,
+            "head_width": self.width,
+            "dtype": "float32",
+            "milliseconds": {
+                name: {str(n): 1e3 * seconds for n, seconds in self.times(name).items()}
+                for name in TIMED
+            },
+            "runs": {name: {str(n): len(r) for n, r in self.runs[name].items()} for name in TIMED},
+            "crossover": {
+                name: crossover(self.times("softmax"), self.times(name))
+                for name in TIMED
+                if name != "softmax"
+            },
+        }
+
+
+def crossover(slow: dict[int, float], fast: dict[int, float]) -> float | None:
+    """The length from which ``fast`` stays below ``slow``, between two lengths where they cross.
+
+    Straight lines in the log-log plane join the measured points. None where the order never changes
+    to that one.
+    """
+    lengths = sorted(set(slow) & set(fast))
+    lead = [math.log(fast[n] / slow[n]) for n in lengths]
+    for index in range(len(lengths) - 1, 0, -1):
+        if lead[index] >= 0:
+            return None
+        if lead[index - 1] >= 0:
+            low, high = math.log(lengths[index - 1]), math.log(lengths[index])
+            return math.exp(low + (high - low) * lead[index - 1] / (lead[index - 1] - lead[index]))
+    return None
+
+
+def _seconds(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: tuple[Tensor, ...]
+) -> float:
+    query, key, value = inputs
+    with torch.no_grad():
+        start = time.perf_counter()
+        attention(query, key, value)
+        return time.perf_counter() - start

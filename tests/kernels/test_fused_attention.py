@@ -1,0 +1,300 @@
+"""The fused kernels against the float64 reference.
+
+On a GPU they run as they are; elsewhere in Triton's interpreter (TRITON_INTERPRET=1), which has
+float32 and float16 only.
+"""
+
+import os
+
+import pytest
+import torch
+
+import lln
+from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+
+from lln.kernels import tuning
+
+HALF = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
+DTYPES = [torch.float32, *HALF]
+
+
+@pytest.fixture(params=["short", "long"])
+def plan(request):
+    """Both ways to cut a call into programs."""
+    tuning.overrides["short"] = request.param == "short"
+    yield request.param
+    tuning.overrides.clear()
+
+
+def holes(batch, keys, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(batch, keys, generator=generator) > 0.3
+    mask[0, : keys // 2] = False
+    return mask.to(DEVICE)
+
+
+def run(inputs, extra, options, impl):
+    """Output and gradients of everything that asks for one."""
+    attend = lln.lln_diag_attention if "block_size" in options else lln.lln_attention
+    out = attend(*inputs, **extra, **options, impl=impl)
+    leaves = [t for t in (*inputs, *extra.values()) if torch.is_tensor(t) and t.requires_grad]
+    generator = torch.Generator().manual_seed(7)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    grads = torch.autograd.grad(out, leaves, upstream.to(out.device, out.dtype))
+    return out, grads
+
+
+def compare(dtype=torch.float32, extra=None, layout="contiguous", **options):
+    """Kernels against reference and eager, forward and backward, within budget."""
+    shape = {name: options.pop(name) for name in list(options) if name in SHAPE}
+    sizes = {**SHAPE, **shape}
+    inputs = make_qkv(**sizes, dtype=dtype, device=DEVICE, layout=layout, requires_grad=True)
+    extra = {
+        name: side.to(DEVICE).requires_grad_() if torch.is_tensor(side) else side
+        for name, side in (extra or {"alpha": 2.0, "beta": 2.0}).items()
+    }
+    options["enable_gqa"] = True
+
+    def again(kind):
+        tensors = [t.detach().to(kind).requires_grad_() for t in inputs]
+        scales = {
+            name: side.detach().clone().requires_grad_() if torch.is_tensor(side) else side
+            for name, side in extra.items()
+        }
+        return tensors, scales
+
+    found, found_grads = run(inputs, extra, options, "triton")
+    wide, wide_extra = again(torch.float64)
+    wide_extra = {
+        n: s.detach().double().requires_grad_() if torch.is_tensor(s) else s
+        for n, s in wide_extra.items()
+    }
+    expected, expected_grads = run(wide, wide_extra, options, "reference")
+    eager, eager_grads = run(*again(dtype), options, "eager")
+    assert found.dtype == dtype
+    assert_close(found, expected, eager, what="output")
+    # A gradient may cancel to zero (one token: dq = 0); its terms are as large as the others'.
+    size = max(gradient.abs().max().item() for gradient in expected_grads[:3])
+    for index, triple in enumerate(zip(found_grads, expected_grads, eager_grads, strict=True)):
+        got, want, plain = triple
+        assert_close(got, want, plain, backward=True, magnitude=size, what=f"gradient {index}")
+
+
+# The interpreter takes milliseconds a tile: small there, odd everywhere.
+SHAPE = {
+    "batch": 2,
+    "heads": 3 if ON_GPU else 1,
+    "tokens": 70,
+    "width": 16,
+    "keys": None,
+    "key_heads": None,
+    "value_width": None,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 17, 64, 150])
+def test_lengths(plan, dtype, tokens):
+    compare(dtype, tokens=tokens)
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(1, 1), (8, 24), (40, 16), (64, 64), (72, 80)])
+def test_widths(plan, width, value_width):
+    compare(tokens=40, width=width, value_width=value_width)
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (3, 1)])
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_grouped_heads_share_a_summary(plan, heads, key_heads, block_size):
+    blocks = {} if block_size is None else {"block_size": block_size}
+    compare(heads=heads, key_heads=key_heads, **blocks)
+
+
+def test_beta_that_differs_within_a_group(plan):
+    extra = {"alpha": torch.rand(2, 4, 1, 1) + 1, "beta": torch.rand(2, 4, 1, 1) + 1}
+    compare(heads=4, key_heads=2, extra=extra)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 1), (1, 3, 1, 1), (2, 1, 1, 1), ()])
+def test_gradients_of_alpha_and_beta(plan, shape):
+    compare(extra={"alpha": torch.rand(shape) + 1, "beta": torch.rand(shape) + 1})
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF[-1]])
+def test_blocks(plan, dtype, block_size):
+    compare(dtype, block_size=block_size, tokens=130)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 70, 1), (3, 1, 16), (2, 3, 70, 16), (1, 1), (1, 3, 1, 1)])
+def test_mix_and_its_gradient(plan, shape):
+    compare(extra={"alpha": 2.0, "beta": 2.0, "mix": torch.rand(shape)}, block_size=16)
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF[-1]])
+def test_masked_keys(plan, dtype, block_size):
+    blocks = {} if block_size is None else {"block_size": block_size}
+    compare(dtype, key_mask=holes(2, 70), **blocks)
+
+
+def test_cross_attention(plan):
+    compare(tokens=33, keys=150)
+    compare(tokens=150, keys=33, key_mask=holes(2, 33))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(plan, layout):
+    compare(HALF[-1], layout=layout, width=16, block_size=16)
+
+
+def test_output_keeps_the_memory_order_of_the_query():
+    query, key, value = make_qkv(layout="transposed", device=DEVICE)
+    out = lln.lln_attention(query, key, value, alpha=1.0, beta=1.0, impl="triton")
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_nan_under_the_mask_has_no_effect(plan, block_size):
+    mask = holes(2, 70)
+    blocks = {} if block_size is None else {"block_size": block_size}
+    attend = lln.lln_diag_attention if blocks else lln.lln_attention
+
+    def outcome(filling):
+        inputs = make_qkv(2, 3, 70, 16, device=DEVICE)
+        inputs = [t.masked_fill(~mask[:, None, :, None], filling).requires_grad_() for t in inputs]
+        out = attend(*inputs, alpha=2.0, beta=2.0, key_mask=mask, impl="triton", **blocks)
+        rows = torch.where(mask[:, None, :, None], out, 0.0)
+        return rows, torch.autograd.grad(rows.sum(), inputs)
+
+    (clean, clean_grads), (dirty, dirty_grads) = outcome(0.5), outcome(torch.nan)
+    assert torch.equal(clean, dirty)
+    for index, (one, other) in enumerate(zip(clean_grads, dirty_grads, strict=True)):
+        keep = mask[:, None, :, None].expand_as(one)
+        assert torch.equal(one[keep], other[keep]), index
+        assert other.isfinite().all(), index
+
+
+def test_sequence_without_a_key_gives_zeros(plan):
+    inputs = make_qkv(2, 3, 70, 16, device=DEVICE, requires_grad=True)
+    mask = torch.zeros(2, 70, dtype=torch.bool, device=DEVICE)
+    out = lln.lln_diag_attention(*inputs, alpha=2.0, beta=2.0, key_mask=mask, impl="triton")
+    assert torch.equal(out, torch.zeros_like(out))
+    for gradient in torch.autograd.grad(out.sum(), inputs):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5, 5), (2, 3, 0, 5), (2, 3, 5, 0)])
+def test_empty_inputs(plan, shape):
+    batch, heads, tokens, keys = shape
+    inputs = make_qkv(batch, heads, tokens, 16, keys=keys, device=DEVICE, requires_grad=True)
+    out = lln.lln_attention(*inputs, alpha=2.0, beta=2.0, impl="triton")
+    assert torch.equal(out, torch.zeros(batch, heads, tokens, 16, device=DEVICE))
+    for gradient in torch.autograd.grad(out.sum(), inputs):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("scale", [100.0, 1e4])
+def test_large_inputs_stay_finite_and_right(plan, scale):
+    inputs = make_qkv(1, 2, 70, 16, scale=scale, device=DEVICE)
+    found = lln.lln_attention(*inputs, alpha=1.0, beta=1.0, impl="triton")
+    wide = [t.double() for t in inputs]
+    expected = lln.lln_attention(*wide, alpha=1.0, beta=1.0, impl="reference")
+    eager = lln.lln_attention(*inputs, alpha=1.0, beta=1.0, impl="eager")
+    assert_close(found, expected, eager)
+
+
+def test_matched_moments(plan):
+    compare(extra={"alpha": None, "beta": None}, tokens=100)
+
+
+def test_unwritten_memory_never_shows(plan):
+    inputs = make_qkv(2, 3, 70, 24, device=DEVICE, requires_grad=True)
+    options = {"alpha": 2.0, "beta": 2.0, "block_size": 16, "impl": "triton"}
+    with poison_empty():
+        out = lln.lln_diag_attention(*inputs, **options)
+        grads = torch.autograd.grad(out.sum(), inputs)
+    assert out.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in grads)
+
+
+def test_dropout_drops_whole_keys_and_its_gradient_agrees(plan):
+    query, key, value = make_qkv(1, 2, 70, 16, device=DEVICE, requires_grad=True)
+    identity = torch.eye(70, device=DEVICE).expand(1, 2, -1, -1).clone().requires_grad_()
+    torch.manual_seed(0)
+    options = {"alpha": 2.0, "beta": 2.0, "dropout_p": 0.4, "impl": "triton"}
+    dropped = lln.lln_attention(query, key, identity, **options)
+    plain = lln.lln_attention(query, key, identity, alpha=2.0, beta=2.0, impl="eager")
+    factor = (dropped / plain).detach().mean(2, keepdim=True)
+    kept = factor > 0.5
+    torch.testing.assert_close(factor[kept], torch.full_like(factor[kept], 1 / 0.6))
+    assert torch.equal(dropped[(~kept).expand_as(dropped)].unique(), torch.zeros(1, device=DEVICE))
+    assert 0.35 < kept.float().mean() < 0.85
+    scaled = identity * (factor.mT * kept.mT)
+    again = lln.lln_attention(query, key, scaled, alpha=2.0, beta=2.0, impl="eager")
+    upstream = torch.randn_like(dropped)
+    for one, other in zip(
+        torch.autograd.grad(dropped, (query, key, identity), upstream),
+        torch.autograd.grad(again, (query, key, identity), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+def test_registration():
+    inputs = make_qkv(1, 2, 20, 16, device=DEVICE, requires_grad=True)
+    tensors = (*inputs, None, None, None, None)
+    numbers = (2.0, 2.0, 0.5, 16, 0.25, 0.0, 0)
+    torch.library.opcheck(torch.ops.lln.attend_saving.default, (*tensors, *numbers))
+    plain = [t.detach() for t in inputs]
+    torch.library.opcheck(torch.ops.lln.attend.default, (*plain, None, None, None, None, *numbers))
+
+
+def test_compiles_whole_with_dynamic_shapes():
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def layer(query, key, value):
+        return lln.lln_diag_attention(query, key, value, block_size=16, impl="triton")
+
+    for tokens in (40, 50):
+        inputs = make_qkv(2, 3, tokens, 16, device=DEVICE, requires_grad=True)
+        out = layer(*inputs)
+        plain = lln.lln_diag_attention(*inputs, block_size=16, impl="triton")
+        torch.testing.assert_close(out, plain)
+        for one, other in zip(
+            torch.autograd.grad(out.sum(), inputs),
+            torch.autograd.grad(plain.sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other)
+
+
+def test_bit_equal_over_repetitions(plan):
+    inputs = make_qkv(2, 3, 300, 16, device=DEVICE, requires_grad=True)
+    options = {"alpha": 2.0, "beta": 2.0, "block_size": 16, "impl": "triton"}
+
+    def outcome():
+        out = lln.lln_diag_attention(*inputs, **options)
+        return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+    first = outcome()
+    for _ in range(50 if ON_GPU else 2):
+        for one, other in zip(first, outcome(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_refusals_name_the_way_out():
+    inputs = make_qkv(1, 1, 8, 8, device=DEVICE, dtype=torch.float64)
+    with pytest.raises(lln.BackendUnavailableError, match="float64.*impl='eager'"):
+        lln.lln_attention(*inputs, impl="triton")
+    inputs = make_qkv(1, 1, 8, 200, device=DEVICE)
+    with pytest.raises(lln.BackendUnavailableError, match="widths up to 128"):
+        lln.lln_attention(*inputs, impl="triton")
+    inputs = make_qkv(1, 1, 8, 8, device=DEVICE)
+    with pytest.raises(lln.BackendUnavailableError, match="causal"):
+        lln.lln_attention(*inputs, alpha=1.0, beta=1.0, is_causal=True, impl="triton")
