@@ -18,8 +18,9 @@ from lln.demo.corpus import FEWEST_BYTES, load_corpus
 from lln.demo.encoder import Encoder, EncoderSize, trained_attentions
 from lln.demo.picture import matrix_picture
 from lln.demo.record import Clock, write_atomically
-from lln.demo.sections import speed_headline
+from lln.demo.sections import speed_headline, speed_section
 from lln.demo.speed import Speed, crossover
+from lln.demo.threads import faster_threads
 from lln.demo.training import TRAINED, Training
 from lln.errors import InvalidInputError
 
@@ -322,11 +323,38 @@ def test_headline_admits_when_nothing_is_faster():
     assert "LLN + Diag was faster at every length measured, 4 times" in headline
 
 
+def test_page_says_when_times_cannot_be_trusted():
+    part = Speed(lengths=(128, 256, 512))
+    part.runs = {
+        "softmax": {128: [1.0], 256: [2.0, 4.0], 512: [8.0]},
+        "lln": {128: [1.0], 256: [2.0], 512: [3.0]},
+        "lln_diag": {128: [1.0], 256: [5.0], 512: [2.0]},
+    }
+    assert part.unsteady("softmax") == part.unsteady("lln") == []
+    assert part.unsteady("lln_diag") == [512]
+    reader = PageReader(speed_section(part, "here"))
+    assert "Less time than at a shorter length: LLN + Diag at N = 512." in reader.text
+    part.runs["lln_diag"][512] = [6.0]
+    assert "Less time" not in PageReader(speed_section(part, "here")).text
+
+
 def test_speed_drops_what_would_take_too_long():
     part = Speed(lengths=(32, 64, 128), heads=1, width=8)
     list(part.measure(Clock(0.0)))
     assert part.measured() == [32]
     assert set(part.dropped) == {"softmax", "lln", "lln_diag"}
+
+
+def test_threads_are_put_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with faster_threads() as chosen:
+            assert chosen in (1, 2)
+            assert torch.get_num_threads() == chosen
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_encoders_start_equal_and_learn(text_file):

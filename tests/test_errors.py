@@ -296,6 +296,29 @@ def test_bad_cu_seqlens(attend, cu_seqlens, fragments):
     refuses_packed(attend, packed(), cu_seqlens, "cu_seqlens", *fragments)
 
 
+@each_packed
+@pytest.mark.parametrize(
+    ("bad", "fragments"),
+    [
+        (3, ("at least", "4", "got 3")),
+        (0, ("at least", "4", "got 0")),
+        (-1, ("-1",)),
+        (True, ("True",)),
+        (4.0, ("integer", "float")),
+        ("4", ("integer", "str")),
+    ],
+)
+def test_bad_max_seqlen(attend, bad, fragments):
+    refuses_packed(attend, packed(), bounds(0, 2, T), "max_seqlen", *fragments, max_seqlen=bad)
+
+
+@each_packed
+@pytest.mark.parametrize("length", [4, 5, 1000])
+def test_max_seqlen_does_not_change_the_result(attend, length):
+    found = attend(**packed(), cu_seqlens=bounds(0, 2, T), max_seqlen=length)
+    assert_close(found, attend(**packed(), cu_seqlens=bounds(0, 2, T)).double())
+
+
 # 14: α and β
 
 

@@ -183,8 +183,9 @@ def test_decoding_4096_tokens_is_parallel_attention():
         found, summary = decode(query, key, value, 2.3, 2.3)
     doubles = (tensor.double() for tensor in (query, key, value))
     wanted = lln_attention(*doubles, alpha=2.3, beta=2.3, is_causal=True)
-    assert_close(found, wanted)
-    assert_close(found[..., -1], torch.ones(1, 1, 4096).double(), what="sum of the weights")
+    # Each step rounds the log-masses anew; the weights must sum to 1 all the same.
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found[..., -1], torch.ones(1, 1, 4096), rtol=0, atol=1e-6)
     assert summary.log_mass.shape == (1, 1, 8)
     assert summary.centroid.shape == (1, 1, 8, 8)
 

@@ -19,7 +19,10 @@ from lln.dropout import drop_keys
 from lln.matching import match_moments
 from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
-from lln.summary import KeySummary
+from lln.summary import read_heads, summarise_heads
+
+# Larger numbers in padded queries are taken for leftovers, not for queries.
+_PADDING_LIMIT = 1e18
 
 
 def lln_attention(
@@ -262,10 +265,10 @@ def _widen(
     dtype = accumulation_dtype(query.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if key_mask is not None and query.shape[2] == key.shape[2]:
-        # A NaN in a padded query may show in its own row, but 0 · NaN in the backward would reach
-        # the gradient of every key.
+        # A NaN in a padded query, or a number that α makes one, may show in its own row, but in the
+        # backward 0 · NaN would reach the gradient of every key.
         padding = ~key_mask[:, None, :, None]
-        query = torch.where(padding & ~query.isfinite(), 0.0, query)
+        query = torch.where(padding & ~(query.abs() < _PADDING_LIMIT), 0.0, query)
     return query, key, drop_keys(value, dropout_p)
 
 
@@ -282,12 +285,12 @@ def _long_range(
     """LLN attention in the accumulation dtype."""
     heads = query.shape[1]
     if impl == "eager" and not is_causal:
-        return KeySummary.of(key, value, beta, key_mask).read(query, alpha)
+        return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta = (_repeat_temperature(scale, heads, query.dtype) for scale in (alpha, beta))
     if impl == "eager":
         if query.shape[2] == 0:
-            return query @ key.mT @ value
+            return (query * alpha) @ (key * beta).mT @ value
         return causal_attention(query, key, value, alpha, beta, key_mask)
     keep = _kept_pairs(query, key, key_mask, is_causal)
     return reference.lln_attention(query, key, value, alpha, beta, keep=keep)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from lln.checks import is_transformed
 from lln.scan import running_merge, shift
-from lln.summary import LOG_ZERO, mask_tokens, summarise
+from lln.summary import LOG_ZERO, key_exponents, summarise
 
 CHUNK = 64
 LEAF = 8
@@ -85,7 +85,7 @@ def causal_attention(
     alpha, beta = (
         scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale for scale in (alpha, beta)
     )
-    key, value = mask_tokens(key * beta, value, token_mask)
+    key, value = key_exponents(key, value, beta, token_mask)
     out = attend_chunks(query * alpha, key, value)
     return out.flatten(-3, -2)[..., :tokens, :]
 
@@ -182,8 +182,8 @@ def _merge_parts(
     mass: Tensor, out: Tensor, other_mass: Tensor, other_out: Tensor
 ) -> tuple[Tensor, Tensor]:
     merged = torch.logaddexp(mass, other_mass)
-    weight, other_weight = (mass - merged).exp(), (other_mass - merged).exp()
-    return merged, weight.unsqueeze(-1) * out + other_weight.unsqueeze(-1) * other_out
+    weight = torch.sigmoid(other_mass - mass).unsqueeze(-1)
+    return merged, out + weight * (other_out - out)
 
 
 def _split(chunks: Chunks, refused: Tensor) -> Tensor:

@@ -319,6 +319,24 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> N
         raise InvalidInputError("cu_seqlens must never decrease.")
 
 
+def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) -> int:
+    """The longest sequence's length, as given or found; refuse one that is too small.
+
+    Where the values cannot be read for free, the number of all tokens stands in.
+    """
+    if max_seqlen is not None and (isinstance(max_seqlen, bool) or max_seqlen < 0):
+        raise InvalidInputError(f"max_seqlen must not be negative, got {max_seqlen}.")
+    longest = tokens if max_seqlen is None else min(max_seqlen, tokens)
+    if values_are_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
+        found = int(cu_seqlens.diff().max())
+        if found > longest:
+            raise InvalidInputError(
+                f"max_seqlen must be at least the longest sequence, {found}, got {max_seqlen}."
+            )
+        longest = found
+    return max(longest, 1)
+
+
 def check_impl(impl: str) -> None:
     """Refuse an unknown implementation by listing the known ones."""
     if impl not in IMPLEMENTATIONS:

@@ -119,9 +119,9 @@ def tensor_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -
     query, key = query.detach().to(dtype), key.detach().to(dtype)
     keys = _count(key, key_mask).mean(0, keepdim=True)
     query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
-    query_variance = _tensor_variance(query, query_mask)
-    key_variance = _tensor_variance(key, key_mask)
-    key_size = key.nan_to_num().square().mean().reshape(1, 1)
+    query_variance, _ = _tensor_variance(query, query_mask)
+    key_variance, key_mean = _tensor_variance(key, key_mask)
+    key_size = key_variance + key_mean.square()
     return Moments(
         query_variance,
         key_variance,
@@ -235,15 +235,16 @@ def _token_mean(tensor: Tensor, mask: Tensor | None) -> Tensor:
     return tensor.sum(-2, keepdim=True) / count
 
 
-def _tensor_variance(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Unbiased variance of all valid entries, ``[1, 1]``; NaN for fewer than two."""
+def _tensor_variance(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Unbiased variance of all valid entries ``[1, 1]``, zero for fewer than two; their mean."""
     if mask is None:
         keep = torch.ones((), dtype=torch.bool, device=tensor.device).expand(tensor.shape)
     else:
         keep = mask[:, None, :, None].expand(tensor.shape)
     count = keep.sum(dtype=tensor.dtype)
-    mean = torch.where(keep, tensor, 0.0).sum() / count
-    return (torch.where(keep, tensor - mean, 0.0).square().sum() / (count - 1)).reshape(1, 1)
+    mean = torch.where(keep, tensor, 0.0).sum() / count.clamp_min(1)
+    total = torch.where(keep, tensor - mean, 0.0).square().sum()
+    return (total / (count - 1).clamp_min(1)).reshape(1, 1), mean
 
 
 def _is_degenerate(query_variance: Tensor, key_variance: Tensor, key_size: Tensor) -> Tensor:

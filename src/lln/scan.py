@@ -46,7 +46,8 @@ def running_merge(
     carry_segment = F.pad(segment[:-1, -1], (1, 0), value=-1)
     continues = (segment == carry_segment.unsqueeze(-1)).unsqueeze(-1)
     carry_log_mass = torch.where(continues, carry_log_mass.unsqueeze(-2), LOG_ZERO)
-    log_mass, centroid = merge(log_mass, centroid, carry_log_mass, carry_centroid.unsqueeze(-3))
+    carry_centroid = torch.where(continues.unsqueeze(-1), carry_centroid.unsqueeze(-3), 0.0)
+    log_mass, centroid = merge(log_mass, centroid, carry_log_mass, carry_centroid)
     return log_mass.flatten(-3, -2)[..., :count, :], centroid.flatten(-4, -3)[..., :count, :, :]
 
 
@@ -63,6 +64,11 @@ def _merge_triangle(log_mass: Tensor, centroid: Tensor, segment: Tensor) -> tupl
     # [..., D, i, j]: what summary j weighs in the merge of all up to i.
     weight = torch.where(visible.unsqueeze(-3), log_mass.mT.unsqueeze(-2), LOG_ZERO)
     merged = weight.logsumexp(-1)
-    weight = (weight - merged.unsqueeze(-1)).exp()
-    # A row without any key: every weight is exp(0), the centroids they meet are zero.
-    return merged.mT, (weight @ centroid.transpose(-3, -2)).transpose(-3, -2)
+    # Zero by selection: in a row without any key yet the softmax is uniform over the invisible.
+    weight = torch.where(visible.unsqueeze(-3), weight.softmax(-1), 0.0)
+    # A NaN must reach the rows that see it, and as 0 · NaN it would reach all others too.
+    broken = ~centroid.isfinite().all(-1)
+    centroid = torch.where(broken.unsqueeze(-1), 0.0, centroid)
+    out = (weight @ centroid.transpose(-3, -2)).transpose(-3, -2)
+    reached = visible.to(log_mass.dtype) @ broken.to(log_mass.dtype) > 0
+    return merged.mT, torch.where(reached.unsqueeze(-1), torch.nan, out)

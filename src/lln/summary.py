@@ -22,27 +22,30 @@ from torch import Tensor
 
 from lln import checks
 from lln.errors import InvalidInputError
-from lln.precision import accumulation_dtype
+from lln.precision import accumulation_dtype, without_autocast
 
 # Stands for log 0. Finite, because −inf − (−inf) is NaN in the gradient of a fully masked head.
 LOG_ZERO = -1e30
 
 
-def mask_tokens(
-    exponent: Tensor, value: Tensor, token_mask: Tensor | None
+def key_exponents(
+    key: Tensor, value: Tensor, beta: float | Tensor, token_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Make tokens vanish: exponents β·k become ``LOG_ZERO``, values zero.
+    """Exponents β·k and values, with masked tokens made to vanish: ``LOG_ZERO`` and zero.
 
-    ``where``, not multiplication: a NaN under the mask must not come through as 0 · NaN.
+    ``where``, not multiplication: a NaN under the mask must not come through as 0 · NaN. The keys
+    are cleared before the product too, because the gradient of β multiplies with them.
 
     Args:
-        exponent: ``[..., S, D]``.
+        key: ``[..., S, D]``.
         value: ``[..., S, E]``.
+        beta: Broadcasts to ``[..., 1, 1]``.
         token_mask: bool, broadcasts to ``[..., S]``; None = all valid.
     """
     if token_mask is None:
-        return exponent, value
+        return key * beta, value
     keep = token_mask.unsqueeze(-1)
+    exponent = torch.where(keep, key, 0.0) * beta
     return torch.where(keep, exponent, LOG_ZERO), torch.where(keep, value, 0.0)
 
 
@@ -79,9 +82,51 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """The summary of two sets of keys from their summaries; associative, exact."""
     merged = torch.logaddexp(log_mass, other_log_mass)
-    weight = (log_mass - merged).exp().unsqueeze(-1)
-    other_weight = (other_log_mass - merged).exp().unsqueeze(-1)
-    return merged, weight * centroid + other_weight * other_centroid
+    # Weights w and 1 − w, not exp(L − merged) twice: those miss 1 by the rounding of L, which adds
+    # up over thousands of decoded tokens.
+    weight = torch.sigmoid(other_log_mass - log_mass).unsqueeze(-1)
+    return merged, centroid + weight * (other_centroid - centroid)
+
+
+def summarise_heads(
+    key: Tensor, value: Tensor, beta: float | Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Log-mass ``[B, H, D]`` and centroid ``[B, H, D, E]`` of checked inputs ``[B, H, S, …]``.
+
+    H is the number of key heads, or of β's if that is larger (grouped queries with a β each).
+    """
+    dtype = accumulation_dtype(key.dtype)
+    key, value = key.to(dtype), value.to(dtype)
+    heads, beta_heads = key.shape[1], heads_of(beta)
+    scale = beta.to(dtype) if isinstance(beta, Tensor) else beta
+    token_mask = None if key_mask is None else key_mask[:, None, :]
+    grouped = beta_heads > heads
+    if grouped and isinstance(scale, Tensor):
+        scale = group_heads(scale.reshape(-1, beta_heads, 1, 1), heads)
+        key, value = key.unsqueeze(2), value.unsqueeze(2)
+        token_mask = None if token_mask is None else token_mask.unsqueeze(1)
+    log_mass, centroid = summarise(*key_exponents(key, value, scale, token_mask))
+    if grouped:
+        return log_mass.flatten(1, 2), centroid.flatten(1, 2)
+    return log_mass, centroid
+
+
+def read_heads(query: Tensor, alpha: float | Tensor, log_mass: Tensor, centroid: Tensor) -> Tensor:
+    """Checked queries ``[B, H, T, D]`` read summaries of H heads or a divisor of it."""
+    dtype, slots = log_mass.dtype, log_mass.shape[1]
+    scale = alpha.to(dtype) if isinstance(alpha, Tensor) else alpha
+    if query.shape[1] == slots:
+        return read(query.to(dtype) * scale, log_mass, centroid).to(query.dtype)
+    if isinstance(scale, Tensor) and scale.dim() > 2:
+        scale = group_heads(scale.reshape(-1, scale.shape[-3], 1, 1), slots)
+    exponent = group_heads(query.to(dtype), slots) * scale
+    out = read(exponent, log_mass.unsqueeze(2), centroid.unsqueeze(2))
+    return out.flatten(1, 2).to(query.dtype)
+
+
+def heads_of(scale: float | Tensor) -> int:
+    """How many heads a temperature tells apart."""
+    return scale.shape[-3] if isinstance(scale, Tensor) and scale.dim() > 2 else 1
 
 
 def group_heads(tensor: Tensor, groups: int) -> Tensor:
@@ -136,21 +181,11 @@ class KeySummary:
         checks.check_qkv(key, key, value, layout="dense")
         checks.check_key_mask(key_mask, key)
         batch, heads = key.shape[:2]
-        dtype = accumulation_dtype(key.dtype)
-        beta_heads = beta.shape[-3] if isinstance(beta, Tensor) and beta.dim() > 2 else 1
-        grouped = beta_heads > heads and heads > 0 and beta_heads % heads == 0
-        checks.check_temperature("beta", beta, batch, (heads, beta_heads), key.device)
-        key, value = key.to(dtype), value.to(dtype)
-        scale = beta.to(dtype) if isinstance(beta, Tensor) else beta
-        token_mask = None if key_mask is None else key_mask[:, None, :]
-        if grouped and isinstance(scale, Tensor):
-            scale = group_heads(scale.reshape(-1, beta_heads, 1, 1), heads)
-            key, value = key.unsqueeze(2), value.unsqueeze(2)
-            token_mask = None if token_mask is None else token_mask.unsqueeze(1)
-        log_mass, centroid = summarise(*mask_tokens(key * scale, value, token_mask))
-        if grouped:
-            log_mass, centroid = log_mass.flatten(1, 2), centroid.flatten(1, 2)
-        return cls(log_mass, centroid, beta)
+        grouped = heads_of(beta) > heads > 0 and heads_of(beta) % heads == 0
+        allowed = (heads, heads_of(beta)) if grouped else (heads,)
+        checks.check_temperature("beta", beta, batch, allowed, key.device)
+        with without_autocast(key):
+            return cls(*summarise_heads(key, value, beta, key_mask), beta)
 
     @classmethod
     def empty(
@@ -165,6 +200,7 @@ class KeySummary:
         device: torch.device | str | None = None,
     ) -> KeySummary:
         """The summary of no key at all, to ``append`` to; reading it gives zeros."""
+        checks.check_temperature("beta", beta, batch, (heads,), torch.device(device or "cpu"))
         log_mass = torch.full((batch, heads, head_width), LOG_ZERO, dtype=dtype, device=device)
         centroid = torch.zeros(batch, heads, head_width, value_width, dtype=dtype, device=device)
         return cls(log_mass, centroid, beta)
@@ -218,16 +254,8 @@ class KeySummary:
         _check_query(query, self.log_mass)
         batch, heads = query.shape[:2]
         checks.check_temperature("alpha", alpha, batch, (heads,), query.device)
-        dtype = self.log_mass.dtype
-        scale = alpha.to(dtype) if isinstance(alpha, Tensor) else alpha
-        slots = self.log_mass.shape[1]
-        if heads == slots:
-            return read(query.to(dtype) * scale, self.log_mass, self.centroid).to(query.dtype)
-        if isinstance(scale, Tensor) and scale.dim() > 2:
-            scale = group_heads(scale.reshape(-1, scale.shape[-3], 1, 1), slots)
-        exponent = group_heads(query.to(dtype), slots) * scale
-        out = read(exponent, self.log_mass.unsqueeze(2), self.centroid.unsqueeze(2))
-        return out.flatten(1, 2).to(query.dtype)
+        with without_autocast(query):
+            return read_heads(query, alpha, self.log_mass, self.centroid)
 
 
 def _same_beta(beta: float | Tensor, other: float | Tensor) -> bool:

@@ -34,8 +34,9 @@ class Tiling(NamedTuple):
     place: Tensor
 
     def gather(self, packed: Tensor) -> Tensor:
-        """``[T, H, D]`` → ``[H, n, c, D]``; empty places repeat token 0."""
-        return packed[self.source].permute(2, 0, 1, 3)
+        """``[T, H, D]`` → ``[H, n, c, D]``; zero in empty places."""
+        tiles = torch.where(self.valid[..., None, None], packed[self.source], 0.0)
+        return tiles.permute(2, 0, 1, 3)
 
     def scatter(self, tiles: Tensor) -> Tensor:
         """``[H, n, c, E]`` → ``[T, H, E]``."""
@@ -64,6 +65,6 @@ def cut_tiles(cu_seqlens: Tensor, tokens: int, size: int) -> Tiling:
     valid = used.unsqueeze(-1) & (source < cu_seqlens[known + 1].unsqueeze(-1))
     last = torch.where(used, ends[known] - 1, tile)
     token = torch.arange(tokens, device=device)
-    home = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    home = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     place = starts[home] * size + token - cu_seqlens[home]
     return Tiling(torch.where(valid, source, 0), valid, sequence, last, place)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lln import checks
 from lln.attention import join, lln_attention, lln_diag_attention, repeat_heads
-from lln.causal import CHUNK, attend_chunks
+from lln.causal import CHUNK, LEAF, attend_chunks
 from lln.diagonal import attend_blocks
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
@@ -26,7 +26,7 @@ from lln.errors import InvalidInputError
 from lln.matching import packed_moments, temperatures
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.scan import running_merge
-from lln.summary import mask_tokens, read, summarise
+from lln.summary import key_exponents, read, summarise
 from lln.tiles import Tiling, cut_tiles
 
 
@@ -36,6 +36,7 @@ def lln_attention_varlen(
     value: Tensor,
     cu_seqlens: Tensor,
     *,
+    max_seqlen: int | None = None,
     alpha: float | Tensor | None = None,
     beta: float | Tensor | None = None,
     matching: str = "variance",
@@ -52,6 +53,7 @@ def lln_attention_varlen(
         key: ``[T, Hk, D]``.
         value: ``[T, Hk, E]``.
         cu_seqlens: int32 or int64 ``[n + 1]``: 0, then the end of every sequence.
+        max_seqlen: Length of the longest sequence, if known; saves work on many short ones.
         alpha: A positive number, or a tensor that broadcasts to ``[n, H, 1, 1]``; None = from
             ``matching``, per sequence and head.
         beta: Likewise.
@@ -72,6 +74,7 @@ def lln_attention_varlen(
     """
     query, key, value = cast_for_autocast(query, key, value)
     _check_packed(query, key, value, cu_seqlens, key_mask, enable_gqa)
+    longest = checks.check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
     _check_packed_options(query, key, cu_seqlens, alpha, beta, matching, dropout_p, is_causal)
     impl = choose_implementation(impl, query, value, is_causal=is_causal, is_packed=True)
     with without_autocast(query):
@@ -85,7 +88,7 @@ def lln_attention_varlen(
             shared |= {"impl": impl}
             return _one_by_one(lln_attention, query, key, value, cu_seqlens, own, **shared)
         packed = _widen(query, key, value, dropout_p)
-        out = _long_range(*packed, cu_seqlens.long(), alpha, beta, is_causal)
+        out = _long_range(*packed, cu_seqlens.long(), longest, alpha, beta, is_causal)
         return out.to(query.dtype)
 
 
@@ -95,6 +98,7 @@ def lln_diag_attention_varlen(
     value: Tensor,
     cu_seqlens: Tensor,
     *,
+    max_seqlen: int | None = None,
     alpha: float | Tensor | None = None,
     beta: float | Tensor | None = None,
     matching: str = "variance",
@@ -116,6 +120,7 @@ def lln_diag_attention_varlen(
         key: ``[T, Hk, D]``.
         value: ``[T, Hk, E]``.
         cu_seqlens: int32 or int64 ``[n + 1]``: 0, then the end of every sequence.
+        max_seqlen: Length of the longest sequence, if known; saves work on many short ones.
         alpha: As in `lln_attention_varlen`.
         beta: As in `lln_attention_varlen`.
         matching: As in `lln_attention_varlen`.
@@ -134,6 +139,7 @@ def lln_diag_attention_varlen(
     """
     query, key, value = cast_for_autocast(query, key, value)
     _check_packed(query, key, value, cu_seqlens, key_mask, enable_gqa)
+    longest = checks.check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
     _check_packed_options(query, key, cu_seqlens, alpha, beta, matching, dropout_p, is_causal)
     block_size = query.shape[-1] if block_size is None else block_size
     checks.check_block_size(block_size)
@@ -152,9 +158,8 @@ def lln_diag_attention_varlen(
             return _one_by_one(lln_diag_attention, query, key, value, cu_seqlens, own, **shared)
         packed = _widen(query, key, value, dropout_p)
         bounds = cu_seqlens.long()
-        long_range = _long_range(*packed, bounds, alpha, beta, is_causal)
-        # A block longer than everything is no longer than the longest sequence can be.
-        tiling = cut_tiles(bounds, query.shape[0], min(block_size, query.shape[0]))
+        long_range = _long_range(*packed, bounds, longest, alpha, beta, is_causal)
+        tiling = cut_tiles(bounds, query.shape[0], min(block_size, longest))
         blocks = attend_blocks(
             *(tiling.gather(tensor) for tensor in packed),
             scale=scale,
@@ -169,14 +174,17 @@ def _long_range(
     key: Tensor,
     value: Tensor,
     bounds: Tensor,
+    longest: int,
     alpha: float | Tensor,
     beta: float | Tensor,
     is_causal: bool,
 ) -> Tensor:
-    tiling = cut_tiles(bounds, query.shape[0], CHUNK)
+    # Chunks are powers of two, and no shorter than the causal form's leaves.
+    chunk = min(CHUNK, max(LEAF, 1 << (longest - 1).bit_length()))
+    tiling = cut_tiles(bounds, query.shape[0], chunk)
     exponent_q = tiling.gather(query) * _per_tile(alpha, tiling, query)
-    exponent_k, values = mask_tokens(
-        tiling.gather(key) * _per_tile(beta, tiling, query), tiling.gather(value), tiling.valid
+    exponent_k, values = key_exponents(
+        tiling.gather(key), tiling.gather(value), _per_tile(beta, tiling, query), tiling.valid
     )
     if is_causal:
         return tiling.scatter(attend_chunks(exponent_q, exponent_k, values, tiling.sequence))

@@ -10,7 +10,7 @@ from html import escape
 from lln.demo.series import LOOKS, marker
 
 _WIDTH, _HEIGHT = 480, 330
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 22, 50
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 27, 50
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,21 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """One attention's points; ``unit`` ends the note on each, ``wide`` lets others lie on top."""
+    """One attention's points.
+
+    Attributes:
+        key: The attention.
+        points: ``(x, y)``.
+        unit: Ends the note on each point.
+        wide: Whether a band lies under the line, which others may cover.
+        ranges: ``(x, low, high)``, drawn as thin upright strokes.
+    """
 
     key: str
     points: Sequence[tuple[float, float]]
     unit: str = ""
     wide: bool = False
+    ranges: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,8 @@ def line_chart(
     """The chart as ``<svg>``; points that are not finite are left out."""
     body = [_grid(x, y), *(_rule(rule, x, y) for rule in rules)]
     body += [_line(line, x, y) for line in lines]
+    # Text last: nothing may be drawn over it.
+    body += [_rule_label(rule, x, y) for rule in rules]
     return (
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(title)}">{"".join(body)}</svg>'
@@ -121,23 +132,28 @@ def _grid(x: Axis, y: Axis) -> str:
 
 
 def _rule(rule: Rule, x: Axis, y: Axis) -> str:
-    colour = f" c-{rule.key}" if rule.key else ""
-    label = escape(rule.label)
     if rule.x is not None:
-        place = _across(x, rule.x)
-        # The label goes to the side with more room.
-        left = x.fraction(rule.x) > 0.5
-        anchor, shift = ("end", -6) if left else ("", 6)
-        height = _TOP + 14 + 16 * rule.row
-        line = f'<path class="rule" d="M{place:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>'
-        text = f'<text class="note {anchor}" x="{place + shift:.1f}" y="{height}">{label}</text>'
+        way = f"M{_across(x, rule.x):.1f} {_TOP}V{_HEIGHT - _BOTTOM}"
     else:
-        place = _up(y, rule.y if rule.y is not None else y.low)
-        line = f'<path class="rule" d="M{_LEFT} {place:.1f}H{_WIDTH - _RIGHT}"/>'
-        text = (
-            f'<text class="note end" x="{_WIDTH - _RIGHT - 3}" y="{place - 5:.1f}">{label}</text>'
-        )
-    return f'<g class="ruled{colour}">{line}{text}</g>'
+        way = f"M{_LEFT} {_up(y, rule.y or 0):.1f}H{_WIDTH - _RIGHT}"
+    return f'<path class="rule {_rule_colour(rule)}" d="{way}"/>'
+
+
+def _rule_label(rule: Rule, x: Axis, y: Axis) -> str:
+    if rule.x is None:
+        across, up, anchor = _WIDTH - _RIGHT - 3.0, _up(y, rule.y or 0) - 5, "end"
+    else:
+        # On the side with more room.
+        anchor, shift = ("end", -6) if x.fraction(rule.x) > 0.5 else ("", 6)
+        across, up = _across(x, rule.x) + shift, _TOP + 14.0 + 16 * rule.row
+    return (
+        f'<text class="note {anchor} {_rule_colour(rule)}" x="{across:.1f}" y="{up:.1f}">'
+        f"{escape(rule.label)}</text>"
+    )
+
+
+def _rule_colour(rule: Rule) -> str:
+    return f"c-{rule.key}" if rule.key else "c-axis"
 
 
 def _line(line: Line, x: Axis, y: Axis) -> str:
@@ -153,4 +169,8 @@ def _line(line: Line, x: Axis, y: Axis) -> str:
     dash = f' stroke-dasharray="{look.dash}"' if look.dash else ""
     marks = "".join(marker(line.key, *place) for place in places)
     band = f'<path class="line band" d="M{path}"/>' if line.wide else ""
+    band += "".join(
+        f'<path class="range" d="M{_across(x, across):.1f} {_up(y, low):.1f}V{_up(y, high):.1f}"/>'
+        for across, low, high in line.ranges
+    )
     return f'<g class="c-{line.key}">{band}<path class="line" d="M{path}"{dash}/>{marks}</g>'

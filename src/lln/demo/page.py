@@ -35,13 +35,13 @@ product. Written out, that is two softmaxes, one after the other:</p>
 <div class="step"><b>N keys and values</b>
 <div class="formula">k<sub>j</sub>, v<sub>j</sub></div>
 <div class="small">as many as there are tokens</div></div>
-<div class="go">softmax over<br>tokens →</div>
+<div class="go">softmax over<br>tokens <span class="arrow"></span></div>
 <div class="step"><b>d slots</b>
 <div class="formula">C<sub>f</sub> = Σ<sub>j</sub> softmax<sub>j</sub>(β k<sub>jf</sub>)
 v<sub>j</sub></div>
 <div class="formula">L<sub>f</sub> = logsumexp<sub>j</sub>(β k<sub>jf</sub>)</div>
 <div class="small">a mean value and a log-mass for each feature</div></div>
-<div class="go">softmax over<br>slots →</div>
+<div class="go">softmax over<br>slots <span class="arrow"></span></div>
 <div class="step"><b>N outputs</b>
 <div class="formula">out<sub>i</sub> = Σ<sub>f</sub> softmax<sub>f</sub>(α q<sub>if</sub> +
 L<sub>f</sub>) C<sub>f</sub></div>
@@ -84,7 +84,7 @@ def read_environment() -> dict[str, str]:
     environment = {
         "lln": __version__,
         "PyTorch": torch.__version__,
-        "threads": f"{torch.get_num_threads()} (of {cores} CPUs)",
+        "threads": f"{torch.get_num_threads()} on {cores} CPUs",
         "Python": platform.python_version(),
         "system": f"{platform.system()}, {platform.machine()}",
         "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
@@ -100,7 +100,7 @@ def render_page(demo: Demo) -> str:
     running = bool(demo.lacking()) and not demo.interrupted
     # A page opened during the run keeps up with it.
     refresh = '<meta http-equiv="refresh" content="5">' if running else ""
-    where = f"threads: {demo.environment['threads']}, PyTorch {demo.environment['PyTorch']}"
+    where = f"PyTorch threads: {demo.environment['threads']}, version {demo.environment['PyTorch']}"
     rows = [[escape(name), escape(value)] for name, value in demo.environment.items()]
     body = "".join(
         (
@@ -146,7 +146,7 @@ def _busy(environment: dict[str, str]) -> str:
         return ""
     return (
         f'<p class="warn">This machine was busy with other work (load {load:.1f} on {cores} CPUs '
-        "at the start): these times are long and noisy, and so is the crossover.</p>"
+        "at the start): these times are longer and noisier than they need be.</p>"
     )
 
 

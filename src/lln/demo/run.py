@@ -16,6 +16,7 @@ from lln.demo.page import Demo, render_json, render_page
 from lln.demo.record import Clock, State, page_path, write_atomically
 from lln.demo.sections import concentration_headline, speed_headline, training_headline
 from lln.demo.speed import Speed
+from lln.demo.threads import faster_threads
 from lln.demo.training import Training
 from lln.errors import InvalidInputError
 
@@ -63,15 +64,16 @@ def run_demo(
         raise InvalidInputError(f"--seconds must be a positive number, got {seconds!r}.")
     page = page_path(out)
     corpus = load_corpus(data)
-    demo = _quick_demo() if quick else Demo()
     echo(f"About {seconds:.0f} seconds of measurements; Ctrl-C ends early and keeps what there is.")
-    try:
-        _run_parts(demo, corpus, seconds, page)
-    except KeyboardInterrupt:
-        _mark_stopped(demo)
-        _write(demo, page)
-        echo(f"Stopped. What was measured so far: {page}")
-        raise
+    with faster_threads():
+        demo = _quick_demo() if quick else Demo()
+        try:
+            _run_parts(demo, corpus, seconds, page)
+        except KeyboardInterrupt:
+            _mark_stopped(demo)
+            _write(demo, page)
+            echo(f"Stopped. What was measured so far: {page}")
+            raise
     echo(concentration_headline(demo.concentration))
     echo(speed_headline(demo.speed))
     echo(training_headline(demo.training))

@@ -58,6 +58,15 @@ class Speed(Part):
         """Median seconds a call, by length."""
         return {n: median(runs) for n, runs in self.runs[name].items() if runs}
 
+    def spread(self, name: str) -> dict[int, tuple[float, float]]:
+        """Fastest and slowest run in seconds, by length."""
+        return {n: (min(runs), max(runs)) for n, runs in self.runs[name].items() if runs}
+
+    def unsteady(self, name: str) -> list[int]:
+        """Lengths that took less time than a shorter one: the machine's doing, not the method's."""
+        times = self.times(name)
+        return [n for n in times if any(times[m] > times[n] for m in times if m < n)]
+
     def measure(self, clock: Clock) -> Iterator[float]:
         """Time every attention in turn at every length; yields the share that is done."""
         self.state = State.RUNNING
@@ -65,7 +74,7 @@ class Speed(Part):
         for index, length in enumerate(self.lengths):
             shape = (3, 1, self.heads, length, self.width)
             inputs = tuple(torch.randn(shape, generator=generator))
-            names = [name for name in TIMED if not self._too_slow(name, length, clock)]
+            names = self._affordable(length, clock)
             # Long sequences need the time: a length's share of what is left grows with it.
             share = Clock(max(0.0, clock.left) * length / sum(self.lengths[index:]))
             # One round that does not count: the first call pays for memory and thread start.
@@ -79,16 +88,18 @@ class Speed(Part):
                 yield (index + (round_ + 1) / self.most_runs) / len(self.lengths)
         self.state = State.DONE
 
-    def _too_slow(self, name: str, length: int, clock: Clock) -> bool:
-        """Whether the fewest runs at this length would overrun the clock."""
-        times = self.times(name)
-        if name in self.dropped or not times:
-            return name in self.dropped
-        growth = 4 if name == "softmax" else 2
-        if growth * times[max(times)] * (_FEWEST_RUNS + 1) <= max(0.0, clock.left):
-            return False
-        self.dropped[name] = length
-        return True
+    def _affordable(self, length: int, clock: Clock) -> list[str]:
+        """The attentions whose fewest runs at this length still fit; the dearest goes first."""
+        expected: dict[str, float] = {}
+        for name in TIMED:
+            times, growth = self.times(name), 4 if name == "softmax" else 2
+            if name not in self.dropped:
+                expected[name] = growth * times[max(times)] if times else 0.0
+        while sum(expected.values()) * (_FEWEST_RUNS + 1) > max(0.0, clock.left):
+            dearest = max(expected, key=expected.__getitem__)
+            self.dropped[dearest] = length
+            del expected[dearest]
+        return list(expected)
 
     def as_json(self) -> dict[str, object]:
         """Median milliseconds, by attention and length."""
@@ -102,7 +113,10 @@ class Speed(Part):
                 name: {str(n): 1e3 * seconds for n, seconds in self.times(name).items()}
                 for name in TIMED
             },
-            "runs": {name: {str(n): len(r) for n, r in self.runs[name].items()} for name in TIMED},
+            "every_run": {
+                name: {str(n): [round(1e3 * s, 3) for s in r] for n, r in self.runs[name].items()}
+                for name in TIMED
+            },
             "crossover": {
                 name: crossover(self.times("softmax"), self.times(name))
                 for name in TIMED

@@ -61,7 +61,6 @@ class Training(Part):
         seed: Seed of weights and batches.
         points: The curves; the first point is the untrained encoder.
         seconds: Seconds of every step.
-        threads: Threads of the steps.
         unigram: Loss of guessing by the frequency of bytes alone.
         corpus: What was trained on, in words.
         split: How its held-out part was chosen, in words.
@@ -77,7 +76,6 @@ class Training(Part):
     seed: int = 0
     points: list[Point] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in TRAINED})
-    threads: int = 0
     unigram: float = float("nan")
     corpus: str = ""
     split: str = ""
@@ -101,21 +99,6 @@ class Training(Part):
         attentions = trained_attentions(self.size.block_size)
         trainees = {name: _Trainee(self, attentions[name], frequency) for name in TRAINED}
         self.points.append(_evaluate(trainees, exam, 0))
-        before = torch.get_num_threads()
-        try:
-            self.threads = _faster_threads(
-                _Trainee(self, attentions["softmax"], frequency),
-                self._sample(corpus.train, torch.Generator().manual_seed(self.seed)),
-            )
-            torch.set_num_threads(self.threads)
-            yield from self._train(trainees, exam, corpus, clock)
-        finally:
-            torch.set_num_threads(before)
-        self.state = State.DONE
-
-    def _train(
-        self, trainees: dict[str, _Trainee], exam: Batch, corpus: Corpus, clock: Clock
-    ) -> Iterator[float]:
         generator = torch.Generator().manual_seed(self.seed)
         done = turns = 0
         while clock.fraction < 1 or turns < _FEWEST_TURNS:
@@ -131,6 +114,7 @@ class Training(Part):
             yield fraction
         if self.points[-1].step != done:
             self.points.append(_evaluate(trainees, exam, done))
+        self.state = State.DONE
 
     def _sample(self, text: Tensor, generator: torch.Generator) -> Batch:
         start = torch.randint(len(text) - self.size.length, (self.batch,), generator=generator)
@@ -158,7 +142,6 @@ class Training(Part):
             "length": self.size.length,
             "block_size": self.size.block_size,
             "batch": self.batch,
-            "threads": self.threads,
             "steps": [point.step for point in self.points],
             "unigram_loss": self.unigram,
             "held_out_loss": {name: [p.loss[name] for p in self.points] for name in TRAINED},
@@ -207,12 +190,3 @@ def _log_frequency(text: Tensor) -> Tensor:
     """Logarithm of how often each byte occurs, ``[256]``; one that never does counts once."""
     counts = torch.bincount(text.long(), minlength=BYTES).float() + 1
     return (counts / counts.sum()).log()
-
-
-def _faster_threads(trainee: _Trainee, batch: Batch) -> int:
-    """All threads or one: on a busy machine, small steps wait longer than they gain."""
-    seconds = {}
-    for threads in {torch.get_num_threads(), 1}:
-        torch.set_num_threads(threads)
-        seconds[threads] = median(trainee.learn(batch, 0.0) for _ in range(5))
-    return min(seconds, key=seconds.__getitem__)

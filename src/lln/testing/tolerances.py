@@ -5,8 +5,9 @@ multiple of what plain PyTorch errs in the same dtype, plus the rounding of the 
 
     error ≤ c · (error of eager at that dtype + ε(dtype) · max|reference|),
 
-c = 2 forward, 3 backward, 1 in float64. Eager itself is judged without the first term, against the
-rounding of its own arithmetic. These numbers change only with a *Numerics* entry in the changelog.
+c = 2 forward, 3 backward, 1 in float64. Eager itself may err by the rounding of its arithmetic,
+counted in `EAGER_ROUNDINGS` (three times as many backward), and by rounding its result once. These
+numbers change only with a *Numerics* entry in the changelog.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from lln.precision import accumulation_dtype
 FORWARD_FACTOR = 2.0
 BACKWARD_FACTOR = 3.0
 
-# Roundings on the way of one output through eager attention: exponents, sums and products of the
-# two softmaxes, counted generously in units of the accumulation dtype's ε.
-EAGER_ROUNDINGS = 64.0
+# Roundings on the way of one output through eager attention, in units of the accumulation dtype's ε
+# and of the largest output. Over the test grid the largest seen are 13 forward and 72 backward.
+EAGER_ROUNDINGS = 32.0
 
 
 def largest_error(found: Tensor, expected: Tensor) -> float:
@@ -61,9 +62,10 @@ def budget(
     size = max(size, magnitude or 0.0)
     epsilon = torch.finfo(found.dtype).eps
     if eager is None:
-        # One rounding of the result, and the arithmetic behind it.
-        arithmetic = EAGER_ROUNDINGS * torch.finfo(accumulation_dtype(found.dtype)).eps
-        return (epsilon + arithmetic) * size * (BACKWARD_FACTOR if backward else 1.0)
+        wide = accumulation_dtype(found.dtype)
+        roundings = EAGER_ROUNDINGS * (BACKWARD_FACTOR if backward else 1.0)
+        result = epsilon / 2 if wide != found.dtype else 0.0
+        return (result + roundings * torch.finfo(wide).eps) * size
     factor = BACKWARD_FACTOR if backward else FORWARD_FACTOR
     if found.dtype == torch.float64:
         factor = 1.0

@@ -127,7 +127,7 @@ def _tables(part: Concentration) -> str:
         )
     )
     return (
-        f'<div class="panel">{table(head, rows)}</div>'
+        f'<div class="panel narrow">{table(head, rows)}</div>'
         f"<details><summary>Every value</summary>{every}</details>"
     )
 

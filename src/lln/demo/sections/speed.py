@@ -28,21 +28,38 @@ def speed_section(part: Speed, where: str, caution: str = "") -> str:
         return section("speed", title, _INTRODUCTION + missing(part), part)
     caption = (
         f"<b>Forward pass</b>, float32, batch 1, {part.heads} heads of {part.width}; {where}. "
-        "Both axes are logarithmic. Dashed: from this length on, the attention of that colour is "
+        "Both axes are logarithmic. Upright strokes: fastest to slowest run. Dashed: from this length on, the attention of that colour is "
         "faster than softmax."
     )
     body = (
-        f'{_INTRODUCTION}<p class="finding">{speed_headline(part)}</p>{caution}'
+        f'{_INTRODUCTION}<p class="finding">{speed_headline(part)}</p>{caution}{_unsteady(part)}'
         f"{legend(list(TIMED))}"
         f'<div class="pair">{figure(_chart(part), caption)}{_table(part)}</div>'
     )
     return section("speed", title, body, part)
 
 
+def _unsteady(part: Speed) -> str:
+    """Says so where a series got faster with length, since no attention does."""
+    found = {name: part.unsteady(name) for name in TIMED}
+    listed = "; ".join(
+        f"{LOOKS[name].label} at N = {', '.join(f'{n:,}' for n in lengths)}"
+        for name, lengths in found.items()
+        if lengths
+    )
+    if not listed:
+        return ""
+    return (
+        f'<p class="warn">Less time than at a shorter length: {listed}. No attention does that; '
+        "these runs were at the mercy of the machine, and what is said of them above is too.</p>"
+    )
+
+
 def _chart(part: Speed) -> str:
     measured = part.measured()
     times = {name: part.times(name) for name in TIMED}
-    every = [1e3 * seconds for series in times.values() for seconds in series.values()]
+    spread = {name: part.spread(name) for name in TIMED}
+    every = [1e3 * end for series in spread.values() for ends in series.values() for end in ends]
     last = max(measured[-1], 2 * measured[0])
     ticks = tuple((n, f"{n:,}") for n in part.lengths if n <= last)
     x = Axis("sequence length N", measured[0] / 1.15, last * 1.15, ticks, log=True)
@@ -53,7 +70,12 @@ def _chart(part: Speed) -> str:
         if place is not None
     ]
     lines = [
-        Line(name, [(n, 1e3 * seconds) for n, seconds in times[name].items()], " ms")
+        Line(
+            name,
+            [(n, 1e3 * seconds) for n, seconds in times[name].items()],
+            " ms",
+            ranges=[(n, 1e3 * low, 1e3 * high) for n, (low, high) in spread[name].items()],
+        )
         for name in TIMED
     ]
     y = log_axis("milliseconds a call", min(every), max(every))
@@ -82,11 +104,11 @@ def _table(part: Speed) -> str:
         slow, fast = times["softmax"].get(n), times["lln"].get(n)
         ratio = "–" if slow is None or fast is None else f"{slow / fast:.2f}"
         rows.append([f"{n:,}", *(milliseconds(times[name].get(n)) for name in TIMED), ratio])
-    head = ["N", *(f"{LOOKS[name].label}, ms" for name in TIMED), "softmax / LLN"]
+    head = ["N", *(LOOKS[name].label for name in TIMED), "softmax / LLN"]
     counts = sorted({len(runs) for name in TIMED for runs in part.runs[name].values()})
     runs = f"{counts[0]} to {counts[-1]}" if counts[0] != counts[-1] else f"{counts[0]}"
     note = (
-        f"Medians of {runs} runs, taken in turn. softmax is PyTorch’s fused "
+        f"Milliseconds: medians of {runs} runs, taken in turn. softmax is PyTorch’s fused "
         "<code>scaled_dot_product_attention</code>; LLN is <code>lln_attention</code> in plain "
         "PyTorch, matching included; LLN + Diag is <code>lln_diag_attention</code>."
     )

@@ -84,9 +84,8 @@ def _table(part: Training) -> str:
     ]
     rows.append(["byte frequencies", f"{part.unigram:.3f}", "–", "–"])
     head = ["attention", "loss, nats", "steps", "ms a step"]
-    threads = "one thread" if part.threads == 1 else f"{part.threads} threads"
     note = (
-        "On held-out text, at the last evaluation. A step: forward, backward and update; the "
-        f"median, on {threads}."
+        "On held-out text, at the last evaluation. Time of a step: median; forward, backward and "
+        "update."
     )
     return f'<div class="panel">{table(head, rows)}<p class="small">{note}</p></div>'
