@@ -28,8 +28,8 @@ def speed_section(part: Speed, where: str, caution: str = "") -> str:
         return section("speed", title, _INTRODUCTION + missing(part), part)
     caption = (
         f"<b>Forward pass</b>, float32, batch 1, {part.heads} heads of {part.width}; {where}. "
-        "Both axes are logarithmic. Upright strokes: fastest to slowest run. Dashed: from this length on, the attention of that colour is "
-        "faster than softmax."
+        "Both axes are logarithmic. Upright strokes: fastest to slowest run. Dashed: from this "
+        "length on, the attention of that colour is faster than softmax."
     )
     body = (
         f'{_INTRODUCTION}<p class="finding">{speed_headline(part)}</p>{caution}{_unsteady(part)}'
