@@ -1,5 +1,6 @@
 """Moment matching: the statistics, the curves s(p, D, N), and what they promise."""
 
+import itertools
 import math
 
 import pytest
@@ -330,7 +331,7 @@ def test_packed_is_every_sequence_by_itself(criterion, key_heads):
     k[7] = 5.0
     moments = packed_moments(q, k, torch.tensor(bounds))
     alpha, beta = temperatures(moments, 8, criterion)
-    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
         own = (tensor[start:end].transpose(0, 1)[None] for tensor in (q, k))
         for found, expected in zip(
             (alpha, beta), match_moments(*own, criterion=criterion), strict=True

@@ -44,17 +44,14 @@ SCRIPT = """
         {case}.square().sum().backward()
         assert leaf.grad.isfinite().all()
 
-    attend(256)
+    attend(1024)
+    base = status("VmRSS")
     limit = status("VmSize") + {allowance}
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     peaks = []
     for n in {tokens}:
-        # Forget the peak so far.
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-        before = status("VmRSS")
         attend(n)
-        peaks.append(status("VmHWM") - before)
+        peaks.append(status("VmHWM") - base)
     print(json.dumps(peaks))
 """
 
@@ -79,9 +76,9 @@ def test_peak_memory_is_linear_in_the_number_of_tokens(case):
     growth = math.log(peaks[-1] / peaks[0]) / math.log(TOKENS[-1] / TOKENS[0])
     assert growth < 1.1, peaks
     # In units of one of query, key, value: a fixed number of them, not one that grows.
-    assert peaks[-1] / (4 * TOKENS[-1] * WIDTH) < 60, peaks
+    assert peaks[-1] / (4 * TOKENS[-1] * WIDTH) < 40, peaks
 
 
 def test_the_limit_would_stop_a_square_matrix():
-    with pytest.raises(AssertionError, match="allocate memory|DefaultCPUAllocator"):
+    with pytest.raises(AssertionError, match="DefaultCPUAllocator"):
         peaks_of("torch.softmax(dense[0][0, 0] @ dense[1][0, 0].mT, -1)")

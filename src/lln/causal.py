@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.checks import is_transformed
+from lln.checks import has_values
+from lln.products import multiply
 from lln.scan import running_merge, shift
 from lln.summary import LOG_ZERO, key_exponents, summarise
 
@@ -123,13 +124,14 @@ def _fast(chunks: Chunks) -> tuple[Tensor, Tensor]:
     peak = torch.maximum(key.detach().amax(-2, keepdim=True), log_mass.detach())
     query = query + peak
     query = (query - query.detach().amax(-1, keepdim=True)).exp()
-    score = (query @ (key - peak).exp().mT).tril()
+    score = multiply(query, (key - peak).exp().mT).tril()
     slot = query * (log_mass - peak).exp()
     normaliser = score.sum(-1) + slot.sum(-1)
     # A row that sees no key at all: everything above is exactly 0, and so must be its output.
     blind = _sees_nothing(key, log_mass)
     normaliser = torch.where(blind, 1.0, normaliser)
-    return (score @ value + slot @ centroid) / normaliser.unsqueeze(-1), normaliser
+    out = multiply(score, value) + multiply(slot, centroid)
+    return out / normaliser.unsqueeze(-1), normaliser
 
 
 def _sees_nothing(key: Tensor, log_mass: Tensor) -> Tensor:
@@ -211,6 +213,6 @@ def _split(chunks: Chunks, refused: Tensor) -> Tensor:
 
 
 def _may_branch_on_values(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling() or is_transformed() or tensor.is_meta:
+    if not has_values(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -17,6 +17,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses import FakeTensor
 
 from lln.errors import CausalStatisticsError, InvalidInputError
 
@@ -32,9 +33,16 @@ def shape_of(tensor: Tensor) -> str:
 
 def values_are_readable(tensor: Tensor) -> bool:
     """Whether looking at the tensor's values costs nothing and cannot break a trace."""
-    if torch.compiler.is_compiling() or is_transformed() or tensor.is_meta:
+    if not has_values(tensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("LLN_DEBUG") == "1"
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the tensor holds numbers that may steer the program, and not a trace of it."""
+    if torch.compiler.is_compiling() or is_transformed():
+        return False
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def is_transformed() -> bool:
@@ -319,22 +327,21 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> N
         raise InvalidInputError("cu_seqlens must never decrease.")
 
 
-def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) -> int:
-    """The longest sequence's length, as given or found; refuse one that is too small.
-
-    Where the values cannot be read for free, the number of all tokens stands in.
-    """
+def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) -> int | None:
+    """The longest sequence's length as given or found, None if unknown; refuse too small a one."""
     if max_seqlen is not None and (isinstance(max_seqlen, bool) or max_seqlen < 0):
         raise InvalidInputError(f"max_seqlen must not be negative, got {max_seqlen}.")
-    longest = tokens if max_seqlen is None else min(max_seqlen, tokens)
     if values_are_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
         found = int(cu_seqlens.diff().max())
-        if found > longest:
+        if max_seqlen is not None and found > max_seqlen:
             raise InvalidInputError(
                 f"max_seqlen must be at least the longest sequence, {found}, got {max_seqlen}."
             )
-        longest = found
-    return max(longest, 1)
+        return max(found, 1)
+    if max_seqlen is None:
+        # A trace must not depend on the number of tokens.
+        return None if torch.compiler.is_compiling() else max(tokens, 1)
+    return max(max_seqlen, 1)
 
 
 def check_impl(impl: str) -> None:

@@ -9,7 +9,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from lln.products import multiply
 from lln.summary import LOG_ZERO
 
 
@@ -36,14 +38,14 @@ def attend_blocks(
     if token_mask is not None:
         keep = token_mask.unsqueeze(-1)
         key, value = torch.where(keep, key, 0.0), torch.where(keep, value, 0.0)
-    scores = (query * scale) @ key.mT
+    scores = multiply(query * scale, key.mT)
     if token_mask is not None:
         scores = torch.where(token_mask.unsqueeze(-2), scores, LOG_ZERO)
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         # Below LOG_ZERO, so that a row whose visible keys are all masked stays on those zeros.
         scores = scores.masked_fill(later, 10 * LOG_ZERO)
-    return scores.softmax(-1) @ value
+    return multiply(scores.softmax(-1), value)
 
 
 def block_diagonal(
@@ -81,6 +83,14 @@ def block_diagonal(
         out = attend_blocks(*blocks, scale=scale, token_mask=mask, is_causal=is_causal)
         return out.flatten(-3, -2)
 
+    if torch.compiler.is_compiling():
+        # A trace must hold for every length: pad instead of asking whether a short block is left.
+        padding = -tokens % block_size
+        query, key, value = (F.pad(side, (0, 0, 0, padding)) for side in (query, key, value))
+        if token_mask is None:
+            token_mask = torch.ones(1, 1, tokens, dtype=torch.bool, device=query.device)
+        token_mask = F.pad(token_mask, (0, padding))
+        return attend(0, tokens + padding, block_size)[..., :tokens, :]
     if whole == tokens:
         return attend(0, tokens, block_size)
     rest = attend(whole, tokens, tokens - whole)

@@ -20,7 +20,7 @@ BLOCK = 32
 
 
 def running_merge(
-    log_mass: Tensor, centroid: Tensor, segment: Tensor | None = None
+    log_mass: Tensor, centroid: Tensor, segment: Tensor | None = None, levels: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Summary i of the result holds summaries 0 … i (of the same segment) merged.
 
@@ -29,11 +29,15 @@ def running_merge(
         centroid: ``[..., n, D, E]``.
         segment: int ``[n]``, never decreasing; summaries merge within a segment only.
             None = all one segment.
+        levels: How often to go up to the blocks' totals; None = as often as it takes. A trace that
+            must hold for every length takes two: linear up to BLOCK² summaries a row and beyond.
     """
     count = log_mass.shape[-2]
+    if levels is None and torch.compiler.is_compiling():
+        levels = 2
     if segment is None:
         segment = torch.zeros(count, dtype=torch.int64, device=log_mass.device)
-    if count <= BLOCK:
+    if levels == 0 if levels is not None else count <= BLOCK:
         return _merge_triangle(log_mass, centroid, segment)
     padding = -count % BLOCK
     log_mass = F.pad(log_mass, (0, 0, 0, padding), value=LOG_ZERO).unflatten(-2, (-1, BLOCK))
@@ -41,7 +45,9 @@ def running_merge(
     segment = torch.cat([segment, segment[-1:].expand(padding)]).unflatten(0, (-1, BLOCK))
     log_mass, centroid = _merge_triangle(log_mass, centroid, segment)
 
-    carry = running_merge(log_mass[..., -1, :], centroid[..., -1, :, :], segment[:, -1])
+    above = None if levels is None else levels - 1
+    totals = (log_mass[..., -1, :], centroid[..., -1, :, :])
+    carry = running_merge(*totals, segment[:, -1], above)
     carry_log_mass, carry_centroid = shift(*carry)
     carry_segment = F.pad(segment[:-1, -1], (1, 0), value=-1)
     continues = (segment == carry_segment.unsqueeze(-1)).unsqueeze(-1)

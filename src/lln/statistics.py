@@ -8,6 +8,7 @@ Dimension legend: B batch, H heads, T queries, S keys, D head width.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -154,11 +155,22 @@ class RunningStatistics(nn.Module):
 
     def _state_of_first_run(self, sums: Tensor) -> Tensor:
         """What the first run of a checkpointed forward used, known by its batch's statistics."""
-        if not self._recent:
+        # The latest first: a batch may come again, and the one before its rerun is meant.
+        recent = [pair for pair in reversed(self._recent) if pair[0].device == sums.device]
+        if not recent:
             return self._state()
-        seen, used = (torch.stack(column) for column in zip(*self._recent, strict=True))
-        nearest = (seen - sums).abs().nan_to_num().sum(-1).argmin()
-        return used[nearest]
+        seen, used = (torch.stack(column) for column in zip(*recent, strict=True))
+        distance = (seen - sums).abs().sum(-1)
+        return used[distance.nan_to_num(torch.inf).argmin()]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RunningStatistics:
+        """Follow the module to another device, but stay float32 when it becomes half or double."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                moved = fn(buffer)
+                same = moved.dtype == buffer.dtype
+                self._buffers[name] = moved if same else buffer.to(moved.device)
+        return self
 
 
 class FixedTemperatures(nn.Module):

@@ -159,7 +159,8 @@ def lln_diag_attention_varlen(
         packed = _widen(query, key, value, dropout_p)
         bounds = cu_seqlens.long()
         long_range = _long_range(*packed, bounds, longest, alpha, beta, is_causal)
-        tiling = cut_tiles(bounds, query.shape[0], min(block_size, longest))
+        rows = block_size if longest is None else min(block_size, longest)
+        tiling = cut_tiles(bounds, query.shape[0], rows)
         blocks = attend_blocks(
             *(tiling.gather(tensor) for tensor in packed),
             scale=scale,
@@ -174,13 +175,15 @@ def _long_range(
     key: Tensor,
     value: Tensor,
     bounds: Tensor,
-    longest: int,
+    longest: int | None,
     alpha: float | Tensor,
     beta: float | Tensor,
     is_causal: bool,
 ) -> Tensor:
     # Chunks are powers of two, and no shorter than the causal form's leaves.
-    chunk = min(CHUNK, max(LEAF, 1 << (longest - 1).bit_length()))
+    chunk = CHUNK
+    if longest is not None:
+        chunk = min(CHUNK, max(LEAF, 1 << (longest - 1).bit_length()))
     tiling = cut_tiles(bounds, query.shape[0], chunk)
     exponent_q = tiling.gather(query) * _per_tile(alpha, tiling, query)
     exponent_k, values = key_exponents(

@@ -1,0 +1,252 @@
+"""What the package ships, what importing it loads, and how its command line behaves."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+
+import pytest
+
+import lln
+
+PACKAGE = Path(lln.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+OPTIONAL = ("triton", "transformers", "timm", "scipy", "matplotlib", "sklearn")
+HEAVY = (*OPTIONAL, "typer", "rich")
+PUBLIC = [
+    "BackendUnavailableError",
+    "CausalStatisticsError",
+    "InvalidInputError",
+    "KeySummary",
+    "LLNAttention",
+    "LLNCore",
+    "LLNDiagAttention",
+    "LLNDiagCore",
+    "LLNError",
+    "__version__",
+    "block_diagonal_attention",
+    "calibrate",
+    "lln_attention",
+    "lln_attention_varlen",
+    "lln_diag_attention",
+    "lln_diag_attention_varlen",
+    "match_moments",
+    "reference",
+]
+
+
+def run(*arguments, folder=None):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=folder,
+        check=False,
+    )
+
+
+# Importing
+
+
+def test_import_works_with_every_optional_package_blocked():
+    script = f"""
+import sys
+from importlib.abc import MetaPathFinder
+
+BLOCKED = {HEAVY!r}
+
+class Block(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ImportError(f"{{name}} is blocked")
+
+sys.meta_path.insert(0, Block())
+import lln, torch
+lln.lln_diag_attention(*torch.randn(3, 1, 2, 20, 8)).sum().item()
+lln.LLNDiagAttention(16, 2, statistics="running")(torch.randn(5, 1, 16))
+"""
+    done = run("-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_loads_no_optional_package():
+    """Compared with what torch brings along by itself."""
+    script = f"""
+import sys, torch
+before = set(sys.modules)
+import lln
+lln.lln_attention(*torch.randn(3, 1, 2, 20, 8))
+loaded = {{name.split(".")[0] for name in set(sys.modules) - before}}
+print(sorted(loaded & set({HEAVY!r})))
+"""
+    done = run("-c", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_import_is_silent():
+    done = run("-W", "error", "-c", "import torch, lln")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# Public names
+
+
+def test_public_names_are_frozen():
+    assert sorted(lln.__all__) == sorted(PUBLIC)
+    assert all(hasattr(lln, name) for name in PUBLIC)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "__version__"])
+def test_public_names_are_documented(name):
+    thing = getattr(lln, name)
+    documentation = inspect.getdoc(thing)
+    assert documentation
+    if inspect.isfunction(thing):
+        for parameter in inspect.signature(thing).parameters:
+            assert re.search(rf"^\s+{parameter}: ", documentation, re.MULTILINE), parameter
+
+
+@pytest.mark.parametrize("name", ["LLNAttention", "LLNCore", "LLNDiagCore"])
+def test_modules_document_their_own_arguments(name):
+    documentation = inspect.getdoc(getattr(lln, name))
+    for parameter in inspect.signature(getattr(lln, name)).parameters.values():
+        stars = r"\*\*" if parameter.kind is parameter.VAR_KEYWORD else ""
+        assert re.search(rf"^\s+{stars}{parameter.name}: ", documentation, re.MULTILINE), parameter
+
+
+def test_attention_functions_take_the_rest_by_keyword():
+    for name in ("lln_attention", "lln_diag_attention", "block_diagonal_attention"):
+        kinds = [p.kind for p in inspect.signature(getattr(lln, name)).parameters.values()]
+        assert kinds[:3] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3
+        assert set(kinds[3:]) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_errors_are_also_the_usual_ones():
+    assert issubclass(lln.InvalidInputError, ValueError)
+    assert issubclass(lln.CausalStatisticsError, lln.InvalidInputError)
+    assert issubclass(lln.BackendUnavailableError, RuntimeError)
+    for name in ("InvalidInputError", "CausalStatisticsError", "BackendUnavailableError"):
+        assert issubclass(getattr(lln, name), lln.LLNError)
+
+
+# Files
+
+
+def test_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|a\d+|b\d+|rc\d+)?", lln.__version__)
+    assert metadata.version("lln") == lln.__version__
+
+
+def test_data_files_are_in_the_package():
+    files = resources.files("lln")
+    assert files.joinpath("py.typed").is_file()
+    constants = json.loads(files.joinpath("constants.json").read_text("utf-8"))
+    assert set(constants["criteria"]) == {"paper", "variance", "entropy"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_source_files_are_short_enough(path):
+    lines = path.read_text("utf-8").splitlines()
+    # Kernels are the one place where a step does not fit on four hundred lines.
+    limit = 700 if "kernels" in path.relative_to(PACKAGE).parts else 400
+    assert len(lines) <= limit
+    assert max(map(len, lines), default=0) <= 100
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_source_file_reads_a_shared_folder_or_names_a_machine_path(path):
+    text = path.read_text("utf-8")
+    assert not re.search(r"""["'/]shared/|["']shared["']""", text)
+    assert not re.search(r"""["'](/home/|/root/|/work/|/tmp/|/Users/|[A-Z]:\\)""", text)
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (("--help",), ("demo", "fit", "doctor")),
+        (("demo", "--help"), ("--out", "--quick", "--seconds")),
+        (("fit", "--help"), ("--device", "--seeds", "--figures")),
+        (("--version",), (f"lln {lln.__version__}",)),
+        (("doctor",), (lln.__version__, "torch", "cpu", "right")),
+    ],
+    ids=" ".join,
+)
+def test_command_line(arguments, fragments, tmp_path):
+    done = run("-c", "from lln.cli import main; main()", *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for fragment in fragments:
+        assert fragment in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_installed_command_is_the_command_line():
+    (entry,) = (e for e in metadata.distribution("lln").entry_points if e.name == "lln")
+    assert (entry.group, entry.value) == ("console_scripts", "lln.cli:main")
+
+
+def test_errors_of_ours_are_one_line_and_exit_2():
+    script = """
+import lln.doctor
+from lln import InvalidInputError
+from lln.cli import main
+
+def examine(echo):
+    raise InvalidInputError("rows must be at least 1, got 0.")
+
+lln.doctor.examine = examine
+main()
+"""
+    done = run("-c", script, "doctor")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.strip() == "lln: rows must be at least 1, got 0."
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--data", "no/such/file"),
+        ("demo", "--seconds", "-1"),
+        ("fit", "--device", "abacus"),
+        ("fit", "--seeds", "0"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes_of_the_user_are_one_line_and_exit_2(arguments, tmp_path):
+    done = run("-c", "from lln.cli import main; main()", *arguments, folder=tmp_path)
+    assert done.returncode == 2, done.stderr[-1000:]
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("lln: ")
+
+
+def test_unknown_commands_exit_2():
+    done = run("-c", "from lln.cli import main; main()", "nonsense")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "nonsense" in done.stderr
+
+
+def test_doctor_exits_1_where_attention_is_wrong():
+    script = """
+import lln.doctor
+from lln.cli import main
+
+right = lln.doctor.lln_diag_attention
+def wrong(*tensors, impl, **options):
+    return right(*tensors, impl=impl, **options) * (1.001 if impl == "eager" else 1.0)
+
+lln.doctor.lln_diag_attention = wrong
+main()
+"""
+    done = run("-c", script, "doctor")
+    assert done.returncode == 1
+    assert "WRONG" in done.stdout
