@@ -6,6 +6,7 @@
 from lln import reference
 from lln.attention import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.calibration import calibrate
+from lln.core import LLNCore, LLNDiagCore
 from lln.errors import (
     BackendUnavailableError,
     CausalStatisticsError,
@@ -13,7 +14,7 @@ from lln.errors import (
     LLNError,
 )
 from lln.matching import match_moments
-from lln.modules import LLNAttention, LLNCore, LLNDiagAttention, LLNDiagCore
+from lln.modules import LLNAttention, LLNDiagAttention
 from lln.summary import KeySummary
 from lln.varlen import lln_attention_varlen, lln_diag_attention_varlen
 

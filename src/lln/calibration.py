@@ -60,9 +60,8 @@ def calibrate(
     checks.check_scale(scale)
     if scope not in ("head", "batch"):
         raise InvalidInputError(f"scope must be 'head' or 'batch', got {scope!r}.")
-    for name, number in (("rows", rows), ("steps", steps)):
-        if number < 1:
-            raise InvalidInputError(f"{name} must be at least 1, got {number}.")
+    checks.check_count("rows", rows)
+    checks.check_count("steps", steps)
     with without_autocast(query), torch.no_grad():
         return _calibrate(query, key, key_mask, scope == "batch", rows, steps, scale)
 
@@ -111,9 +110,10 @@ def _calibrate(
 def pool_moments(moments: Moments) -> Moments:
     """One value a head for the whole batch, samples weighted by their valid tokens: ``[1, H]``."""
     weight = moments.keys / moments.keys.sum(0, keepdim=True).clamp_min(1)
+    there = moments.keys > 0
     return Moments(
-        (moments.query_variance * weight).sum(0, keepdim=True),
-        (moments.key_variance * weight).sum(0, keepdim=True),
+        torch.where(there, moments.query_variance * weight, 0.0).sum(0, keepdim=True),
+        torch.where(there, moments.key_variance * weight, 0.0).sum(0, keepdim=True),
         moments.keys.mean(0, keepdim=True),
         moments.degenerate.all(0, keepdim=True),
     )
@@ -160,7 +160,13 @@ def _mean_entropy(
         entropy = row_entropy(query.flatten(0, 1)[part], key.flatten(0, 1)[part], mask, *own)
         found.append(entropy.mean(-1))
     entropies = torch.cat(found).view(batch, heads) if found else query.new_zeros(batch, heads)
-    return entropies.mean(0, keepdim=True) if pooled else entropies
+    if not pooled:
+        return entropies
+    there = torch.ones(batch, 1, dtype=torch.bool, device=query.device)
+    if key_mask is not None:
+        there = key_mask.any(-1, keepdim=True)
+    total = torch.where(there, entropies, 0.0).sum(0, keepdim=True)
+    return total / there.sum().clamp_min(1)
 
 
 def _softmax_entropy(

@@ -216,8 +216,10 @@ def check_temperature(
         device: Where the tensors live.
     """
     if isinstance(given, Tensor):
-        if not given.dtype.is_floating_point:
-            raise InvalidInputError(f"{name} must be floating point, got {given.dtype}.")
+        if given.dtype not in FLOAT_DTYPES:
+            raise InvalidInputError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {given.dtype}."
+            )
         sizes = (1,) * (4 - given.dim()) + tuple(given.shape)
         fits = (
             len(sizes) == 4
@@ -234,8 +236,12 @@ def check_temperature(
             raise InvalidInputError(
                 f"{name} must be on the device of query, got {given.device} and {device}."
             )
-        if values_are_readable(given) and not bool((given > 0).all() and given.isfinite().all()):
-            raise InvalidInputError(f"{name} must be positive and finite everywhere.")
+        if values_are_readable(given):
+            wrong = given[~((given > 0) & given.isfinite())]
+            if wrong.numel():
+                raise InvalidInputError(
+                    f"{name} must be positive and finite everywhere, got {wrong[0].item():g}."
+                )
     elif isinstance(given, bool) or not isinstance(given, Real | torch.SymFloat | torch.SymInt):
         raise InvalidInputError(f"{name} must be a number or a tensor, got {type(given).__name__}.")
     elif isinstance(given, Real) and not (float(given) > 0 and math.isfinite(given)):
@@ -323,14 +329,15 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> N
         raise InvalidInputError(
             f"cu_seqlens must end at the number of tokens {tokens}, got {bounds[-1]}."
         )
-    if any(later < earlier for earlier, later in pairwise(bounds)):
-        raise InvalidInputError("cu_seqlens must never decrease.")
+    for earlier, later in pairwise(bounds):
+        if later < earlier:
+            raise InvalidInputError(f"cu_seqlens must never decrease, got {later} after {earlier}.")
 
 
 def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) -> int | None:
     """The longest sequence's length as given or found, None if unknown; refuse too small a one."""
-    if max_seqlen is not None and (isinstance(max_seqlen, bool) or max_seqlen < 0):
-        raise InvalidInputError(f"max_seqlen must not be negative, got {max_seqlen}.")
+    if max_seqlen is not None:
+        check_count("max_seqlen", max_seqlen, least=0)
     if values_are_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
         found = int(cu_seqlens.diff().max())
         if max_seqlen is not None and found > max_seqlen:
@@ -342,6 +349,12 @@ def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) ->
         # A trace must not depend on the number of tokens.
         return None if torch.compiler.is_compiling() else max(tokens, 1)
     return max(max_seqlen, 1)
+
+
+def check_count(name: str, number: int, least: int = 1) -> None:
+    """Refuse what is not a whole number of at least ``least``."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise InvalidInputError(f"{name} must be an integer of at least {least}, got {number!r}.")
 
 
 def check_impl(impl: str) -> None:

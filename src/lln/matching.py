@@ -109,7 +109,7 @@ def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> 
         query_variance,
         key_variance,
         _count(key, key_mask),
-        _is_degenerate(query_variance, key_variance, key_size),
+        _is_degenerate(query_variance, key_variance, query_variance, key_size),
     )
 
 
@@ -119,14 +119,11 @@ def tensor_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -
     query, key = query.detach().to(dtype), key.detach().to(dtype)
     keys = _count(key, key_mask).mean(0, keepdim=True)
     query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
-    query_variance, _ = _tensor_variance(query, query_mask)
+    query_variance, query_mean = _tensor_variance(query, query_mask)
     key_variance, key_mean = _tensor_variance(key, key_mask)
-    key_size = key_variance + key_mean.square()
+    sizes = query_variance + query_mean.square(), key_variance + key_mean.square()
     return Moments(
-        query_variance,
-        key_variance,
-        keys,
-        _is_degenerate(query_variance, key_variance, key_size),
+        query_variance, key_variance, keys, _is_degenerate(query_variance, key_variance, *sizes)
     )
 
 
@@ -163,7 +160,7 @@ def packed_moments(
         query_variance,
         key_variance,
         keys,
-        _is_degenerate(query_variance, key_variance, key_size),
+        _is_degenerate(query_variance, key_variance, query_variance, key_size),
     )
 
 
@@ -247,7 +244,14 @@ def _tensor_variance(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
     return (total / (count - 1).clamp_min(1)).reshape(1, 1), mean
 
 
-def _is_degenerate(query_variance: Tensor, key_variance: Tensor, key_size: Tensor) -> Tensor:
-    """Where a spread is no more than rounding. A NaN counts as healthy, so that it shows."""
+def _is_degenerate(
+    query_variance: Tensor, key_variance: Tensor, query_size: Tensor, key_size: Tensor
+) -> Tensor:
+    """Where a spread is no more than the rounding of entries of that size (their mean square).
+
+    A NaN counts as healthy, so that it shows.
+    """
     floor = SPREAD_FLOOR**2
-    return (query_variance <= floor) | (key_variance <= floor * key_size.clamp_min(1.0))
+    pairs = ((query_variance, query_size), (key_variance, key_size))
+    first, second = (variance <= floor * size.clamp_min(1.0) for variance, size in pairs)
+    return first | second

@@ -45,5 +45,13 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+# Asked once, because torch.compile cannot trace the question.
+_AUTOCAST_DEVICES = frozenset(
+    name
+    for name in ("cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "xla", "xpu")
+    if torch.amp.is_autocast_available(name)
+)
+
+
 def _autocast_enabled(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type)

@@ -19,6 +19,9 @@ from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.matching import Moments, head_moments, match_moments, matched_spread, temperatures
 from lln.precision import without_autocast
 
+# Forwards whose backward may still be to come, as in pipelines and gradient accumulation.
+_REMEMBERED = 1024
+
 STATISTICS = ("sample", "running", "fixed", "learned")
 
 
@@ -93,7 +96,7 @@ class RunningStatistics(nn.Module):
         self.register_buffer("key_variance", torch.ones(num_heads, device=device))
         self.register_buffer("keys", torch.full((1,), 1024.0, device=device))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device=device))
-        self._recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)
+        self._recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=_REMEMBERED)
 
     def forward(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, is_causal: bool = False
@@ -277,8 +280,10 @@ def _per_head(
             f"{name} must be a number or have one value per head ({num_heads}), got "
             f"{tensor.numel()} values."
         )
-    if not tensor.is_meta and not bool(((tensor > 0) & tensor.isfinite()).all()):
-        raise InvalidInputError(f"{name} must be positive and finite.")
+    if not tensor.is_meta:
+        wrong = tensor[~((tensor > 0) & tensor.isfinite())]
+        if wrong.numel():
+            raise InvalidInputError(f"{name} must be positive and finite, got {wrong[0].item():g}.")
     return tensor.expand(num_heads).clone()
 
 

@@ -220,8 +220,7 @@ class KeySummary:
             )
         if not _same_beta(self.beta, other.beta):
             raise InvalidInputError(
-                "summaries to merge must have been made with the same beta, got "
-                f"{self.beta} and {other.beta}."
+                "summaries to merge must have been made with the same beta, got two that differ."
             )
         merged = merge(self.log_mass, self.centroid, other.log_mass, other.centroid)
         return KeySummary(*merged, self.beta)

@@ -81,7 +81,7 @@ def lln_attention_varlen(
         if alpha is None or beta is None:
             alpha, beta = _match_packed(query, key, cu_seqlens, matching)
         if query.shape[0] == 0:
-            return query.new_zeros(0, query.shape[1], value.shape[-1])
+            return _nothing(query, key, value, alpha, beta)
         if impl == "reference":
             own = {"alpha": alpha, "beta": beta}
             shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
@@ -150,7 +150,7 @@ def lln_diag_attention_varlen(
         if alpha is None or beta is None:
             alpha, beta = _match_packed(query, key, cu_seqlens, matching)
         if query.shape[0] == 0:
-            return query.new_zeros(0, query.shape[1], value.shape[-1])
+            return _nothing(query, key, value, alpha, beta)
         if impl == "reference":
             own = {"alpha": alpha, "beta": beta, "mix": mix}
             shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
@@ -195,6 +195,17 @@ def _long_range(
     return tiling.scatter(
         read(exponent_q, log_mass[..., tiling.last, :], centroid[..., tiling.last, :, :])
     )
+
+
+def _nothing(
+    query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, beta: float | Tensor
+) -> Tensor:
+    """The output ``[0, H, E]`` of no tokens, through which gradients of zero still flow."""
+    zero = key.sum() * value.sum()
+    for scale in (alpha, beta):
+        zero = zero * (scale.sum() if isinstance(scale, Tensor) else scale)
+    rows = query.sum(-1, keepdim=True).expand(-1, -1, value.shape[-1])
+    return (rows * zero).to(query.dtype)
 
 
 def _per_tile(scale: float | Tensor, tiling: Tiling, query: Tensor) -> float | Tensor:
