@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from lln.checks import has_values
 from lln.products import multiply
-from lln.scan import running_merge, shift
+from lln.scan import running_merge, shift, whole_parts
 from lln.summary import LOG_ZERO, key_exponents, summarise
 
 CHUNK = 64
@@ -73,14 +73,15 @@ def causal_attention(
         key_mask: bool ``[B, T]``.
     """
     tokens = query.shape[-2]
-    padding = -tokens % CHUNK
+    chunks = whole_parts(tokens, CHUNK)
+    padding = chunks * CHUNK - tokens
     token_mask = None
-    if key_mask is not None or padding:
+    if key_mask is not None or torch.compiler.is_compiling() or padding:
         if key_mask is None:
             key_mask = torch.ones(1, tokens, dtype=torch.bool, device=query.device)
-        token_mask = F.pad(key_mask, (0, padding)).unflatten(-1, (-1, CHUNK)).unsqueeze(1)
+        token_mask = F.pad(key_mask, (0, padding)).unflatten(-1, (chunks, CHUNK)).unsqueeze(1)
     query, key, value = (
-        F.pad(tensor, (0, 0, 0, padding)).unflatten(-2, (-1, CHUNK))
+        F.pad(tensor, (0, 0, 0, padding)).unflatten(-2, (chunks, CHUNK))
         for tensor in (query, key, value)
     )
     alpha, beta = (

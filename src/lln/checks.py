@@ -354,7 +354,10 @@ def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) ->
 def check_count(name: str, number: int, least: int = 1) -> None:
     """Refuse what is not a whole number of at least ``least``."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise InvalidInputError(f"{name} must be an integer of at least {least}, got {number!r}.")
+        kind = "" if type(number) is int else f"{type(number).__name__} "
+        raise InvalidInputError(
+            f"{name} must be an integer of at least {least}, got {kind}{number!r}."
+        )
 
 
 def check_impl(impl: str) -> None:

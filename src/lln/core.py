@@ -190,7 +190,7 @@ class LLNDiagCore(LLNCore):
     ) -> Tensor:
         """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
         alpha, beta = self._temperatures(query, key, value, key_mask, is_causal)
-        if value.shape[3] != self.value_dim:
+        if self.join in ("scale", "ratio") and value.shape[3] != self.value_dim:
             raise InvalidInputError(
                 f"value must have width {self.value_dim}, got {value.shape[3]}; give value_dim."
             )

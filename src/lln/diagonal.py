@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.products import multiply
+from lln.scan import whole_parts
 from lln.summary import LOG_ZERO
 
 
@@ -85,7 +86,7 @@ def block_diagonal(
 
     if torch.compiler.is_compiling():
         # A trace must hold for every length: pad instead of asking whether a short block is left.
-        padding = (tokens + block_size - 1) // block_size * block_size - tokens
+        padding = whole_parts(tokens, block_size) * block_size - tokens
         query, key, value = (F.pad(side, (0, 0, 0, padding)) for side in (query, key, value))
         if token_mask is None:
             token_mask = torch.ones(1, 1, tokens, dtype=torch.bool, device=query.device)

@@ -142,6 +142,11 @@ class LLNAttention(nn.Module):
                 "attn_mask is N×N and cannot be applied in linear time; use key_padding_mask for "
                 "padding and is_causal=True for causal attention."
             )
+        if query.is_nested:
+            raise InvalidInputError(
+                "query is a nested tensor, which LLN attention does not take; build "
+                "nn.TransformerEncoder with enable_nested_tensor=False."
+            )
         key = query if key is None else key
         value = key if value is None else value
         unbatched = query.dim() == 2

@@ -18,6 +18,9 @@ from lln.summary import LOG_ZERO, merge
 
 BLOCK = 32
 
+# The segment of padding behind the last summary: larger than any number of sequences.
+_NO_SEGMENT = 2**62
+
 
 def running_merge(
     log_mass: Tensor, centroid: Tensor, segment: Tensor | None = None, levels: int | None = None
@@ -29,20 +32,21 @@ def running_merge(
         centroid: ``[..., n, D, E]``.
         segment: int ``[n]``, never decreasing; summaries merge within a segment only.
             None = all one segment.
-        levels: How often to go up to the blocks' totals; None = as often as it takes. A trace that
-            must hold for every length takes two: linear up to BLOCK² summaries a row and beyond.
+        levels: How often to go up to the blocks' totals; None = as often as it takes. A trace must
+            hold for every length and goes up once: linear up to BLOCK² summaries.
     """
     count = log_mass.shape[-2]
     if levels is None and torch.compiler.is_compiling():
-        levels = 2
+        levels = 1
     if segment is None:
         segment = torch.zeros(count, dtype=torch.int64, device=log_mass.device)
     if levels == 0 if levels is not None else count <= BLOCK:
         return _merge_triangle(log_mass, centroid, segment)
-    padding = -count % BLOCK
-    log_mass = F.pad(log_mass, (0, 0, 0, padding), value=LOG_ZERO).unflatten(-2, (-1, BLOCK))
-    centroid = F.pad(centroid, (0, 0, 0, 0, 0, padding)).unflatten(-3, (-1, BLOCK))
-    segment = torch.cat([segment, segment[-1:].expand(padding)]).unflatten(0, (-1, BLOCK))
+    blocks = whole_parts(count, BLOCK)
+    padding = blocks * BLOCK - count
+    log_mass = F.pad(log_mass, (0, 0, 0, padding), value=LOG_ZERO).unflatten(-2, (blocks, BLOCK))
+    centroid = F.pad(centroid, (0, 0, 0, 0, 0, padding)).unflatten(-3, (blocks, BLOCK))
+    segment = F.pad(segment, (0, padding), value=_NO_SEGMENT).unflatten(0, (blocks, BLOCK))
     log_mass, centroid = _merge_triangle(log_mass, centroid, segment)
 
     above = None if levels is None else levels - 1
@@ -55,6 +59,17 @@ def running_merge(
     carry_centroid = torch.where(continues.unsqueeze(-1), carry_centroid.unsqueeze(-3), 0.0)
     log_mass, centroid = merge(log_mass, centroid, carry_log_mass, carry_centroid)
     return log_mass.flatten(-3, -2)[..., :count, :], centroid.flatten(-4, -3)[..., :count, :, :]
+
+
+def whole_parts(count: int, size: int) -> int:
+    """How many parts of a size hold ``count`` items.
+
+    A trace must hold for every count and may not ask whether the last part is full: it takes one
+    part more than are full.
+    """
+    if torch.compiler.is_compiling():
+        return count // size + 1
+    return (count + size - 1) // size
 
 
 def shift(log_mass: Tensor, centroid: Tensor) -> tuple[Tensor, Tensor]:

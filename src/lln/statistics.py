@@ -67,6 +67,7 @@ class RunningStatistics(nn.Module):
     key_variance: Tensor
     keys: Tensor
     updates: Tensor
+    last_used: Tensor
 
     def __init__(
         self,
@@ -96,6 +97,8 @@ class RunningStatistics(nn.Module):
         self.register_buffer("key_variance", torch.ones(num_heads, device=device))
         self.register_buffer("keys", torch.full((1,), 1024.0, device=device))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device=device))
+        state = torch.ones(2 * num_heads + 1, device=device)
+        self.register_buffer("last_used", state, persistent=False)
         self._recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=_REMEMBERED)
 
     def forward(
@@ -142,6 +145,12 @@ class RunningStatistics(nn.Module):
         first = (self.updates == 0) & usable
         before = self._state()
         used = before if is_causal else torch.where(first, batch, before)
+        if torch.compiler.is_compiling():
+            # The graph is one for both runs of a checkpointed forward: tell them apart inside.
+            again = inside_backward(sums)
+            usable = usable & ~again
+            used = torch.where(again, self.last_used, used)
+            self.last_used.copy_(used)
         after = torch.where(first, batch, torch.lerp(before, batch, self.momentum))
         after = torch.where(usable, after, before)
         heads = self.query_variance.shape[0]
@@ -164,7 +173,8 @@ class RunningStatistics(nn.Module):
             return self._state()
         seen, used = (torch.stack(column) for column in zip(*recent, strict=True))
         distance = (seen - sums).abs().sum(-1)
-        return used[distance.nan_to_num(torch.inf).argmin()]
+        nearest = distance.nan_to_num(torch.inf).argmin()
+        return used.index_select(0, nearest.reshape(1)).squeeze(0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RunningStatistics:
         """Follow the module to another device, but stay float32 when it becomes half or double."""
@@ -319,6 +329,16 @@ def _averages(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 def _inside_backward() -> bool:
     """Whether the engine is running a backward pass, as when a checkpointed forward is rerun."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+@torch.library.custom_op("lln::inside_backward", mutates_args=())
+def inside_backward(like: Tensor) -> Tensor:
+    """The same as a tensor, for compiled graphs, which ask while they run."""
+    answer = torch._C._current_graph_task_id() != -1
+    return torch.full((), answer, dtype=torch.bool, device=like.device)
+
+
+@inside_backward.register_fake
+def _(like: Tensor) -> Tensor:
+    return like.new_empty((), dtype=torch.bool)

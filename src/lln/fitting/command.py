@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from lln.errors import InvalidInputError
 from lln.fitting.fit import Constants, FitConfig, Progress, fit_constants, scale
 
 Echo = Callable[[str], None]
@@ -50,6 +51,12 @@ def run(
         work: File of measurements, reused if it exists.
         echo: Receives the report, line by line.
     """
+    if seeds < 1:
+        raise InvalidInputError(f"--seeds must be at least 1, got {seeds}.")
+    if device not in ("cpu", "cuda"):
+        raise InvalidInputError(f"--device must be cpu or cuda, got {device!r}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError("--device cuda needs a CUDA device; use --device cpu.")
     command = f"lln fit --device {device} {'--quick' if quick else f'--seeds {seeds}'}"
     config = FitConfig(seeds=seeds, device=device, work=work, command=command)
     with _progress_bar() as progress:
