@@ -22,11 +22,12 @@ demo: $(VENV)/.stamp-run  ## see the library at work, on CPU
 	$(BIN)/lln demo
 
 test: setup  ## run the CPU tests and the examples in the docstrings
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" --ignore=tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels
 	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln
 
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels
 
 bench: setup  ## run the benchmarks
 	$(BIN)/python -m benchmarks.run

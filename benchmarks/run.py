@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def main() -> None:
                     row |= measure(case, operations[case.operation], options)
                 if on_gpu and case.operation in UNITS and "milliseconds" in row:
                     row["floors"] = row["milliseconds"] / floor(case, results)
+                    if row["graph_milliseconds"] is not None:
+                        row["graph_floors"] = row["graph_milliseconds"] / floor(case, results)
                 results["cases"].append(row)
                 save(out, results)
     except KeyboardInterrupt:
@@ -126,7 +129,29 @@ def measure(case: Case, operation: Operation, options: argparse.Namespace) -> di
         needed *= 2
         held += gradient.nbytes
     milliseconds = do_bench(call, warmup=20, rep=60, return_mode="median")
-    return {"milliseconds": milliseconds, "memory_ratio": (peak + held) / needed}
+    return {
+        "milliseconds": milliseconds,
+        "graph_milliseconds": time_graph(call),
+        "memory_ratio": (peak + held) / needed,
+    }
+
+
+def time_graph(call: Callable[[], None]) -> float | None:
+    """The same replayed as a CUDA graph: what the GPU takes, without Python launching it."""
+    from triton.testing import do_bench
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        return None
+    return do_bench(graph.replay, warmup=20, rep=60, return_mode="median")
 
 
 def copy_bandwidth() -> float:
