@@ -585,9 +585,18 @@ def test_core_refuses_foreign_heads():
     refuses(lambda: lln.LLNCore(3, D)(**dense()), "query", "3 heads", "got 4")
 
 
-def test_module_refuses_foreign_width():
-    layer = lln.LLNAttention(8, 2, batch_first=True)
-    refuses(lambda: layer(torch.randn(B, T, 6)), "8", "6")
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("shape", [(B, T, 6), (T, 6), (8,), (), (1, B, T, 8)])
+def test_module_refuses_foreign_shapes_as_they_were_given(shape, batch_first):
+    layer = lln.LLNAttention(8, 2, batch_first=batch_first)
+    refuses(lambda: layer(torch.randn(shape)), "query", "width 8", str(list(shape)))
+
+
+@pytest.mark.parametrize("join", ["average", "scale", "ratio", "gate"])
+def test_core_refuses_cross_attention_with_a_mask(join):
+    tensors = dense(key=(B, H, 4, D), value=(B, H, 4, D))
+    core = lln.LLNDiagCore(H, D, join=join)
+    refuses(lambda: core(**tensors, key_mask=mask(B, 4)), "T = 6 and S = 4")
 
 
 def test_module_names_its_own_padding_mask():

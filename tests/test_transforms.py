@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -264,6 +265,31 @@ def test_func_vjp_and_jvp_agree_with_differences(name):
     difference = (attend(q + step * direction) - attend(q - step * direction)) / (2 * step)
     close([tangent], [difference], 1e-7)
     close([(pullback(weight)[0] * direction).sum()], [(weight * tangent).sum()], 1e-10)
+
+
+@every_function
+def test_forward_mode_without_a_transform(name):
+    q, *others = arguments(name, 70, torch.float64)
+    options = {} if name == "block" else FIXED
+    direction = torch.randn_like(q)
+
+    def attend(query):
+        return FIXED_FUNCTIONS[name](query, *others, **options)
+
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(attend(forward_ad.make_dual(q, direction))).tangent
+    close([tangent], [torch.func.jvp(attend, (q,), (direction,))[1]], 1e-10)
+
+
+@every_function
+def test_batched_gradients(name):
+    args = arguments(name, 70, torch.float64, requires_grad=True)
+    out = FUNCTIONS[name](*args)
+    weights = torch.randn(3, *out.shape, dtype=torch.float64)
+    options = {"retain_graph": True}
+    found = torch.autograd.grad(out, args[:3], weights, is_grads_batched=True, **options)
+    single = [torch.autograd.grad(out, args[:3], weight, **options) for weight in weights]
+    close(found, [torch.stack(parts) for parts in zip(*single, strict=True)], 1e-10)
 
 
 FIXED_FUNCTIONS = {

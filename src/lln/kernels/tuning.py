@@ -16,6 +16,11 @@ from torch import Tensor
 
 MAX_WIDTH = 128
 MAX_FUSED_BLOCK = 128
+# The joint backward keeps tiles of q, k, v, dO and two summaries on the chip.
+MAX_WIDTH_WITH_BLOCKS = 64
+
+# Looked up once, and without importing it: torch.compile cannot trace the question.
+_HAS_TRITON = find_spec("triton") is not None
 
 
 class Tile(NamedTuple):
@@ -152,7 +157,7 @@ def why_unavailable(
     """Why the kernels cannot run a call here, as the middle of a sentence; None if they can."""
     if query.device.type != "cuda" and not is_interpreted():
         return f"needs tensors on a CUDA device, got {query.device}"
-    if find_spec("triton") is None:
+    if not _HAS_TRITON:
         return 'needs Triton (pip install "lln[triton]")'
     if query.dtype == torch.float64:
         return "computes in float32, but query is float64"
@@ -164,6 +169,11 @@ def why_unavailable(
         return "has no causal kernel yet"
     if is_packed:
         return "has no kernel for packed sequences yet"
+    if block_size and max(query.shape[-1], value.shape[-1]) > MAX_WIDTH_WITH_BLOCKS:
+        return (
+            f"takes head widths up to {MAX_WIDTH_WITH_BLOCKS} with diagonal blocks, got "
+            f"{query.shape[-1]} and {value.shape[-1]}"
+        )
     if block_size > MAX_FUSED_BLOCK:
         return f"takes diagonal blocks up to {MAX_FUSED_BLOCK} tokens, got {block_size}"
     return None
