@@ -747,20 +747,29 @@ def test_compiled_module(statistics):
 
 @each_reentrant
 def test_checkpointed_compiled_module_updates_once(reentrant):
-    """And keeps the gradient, also with several batches before the backward pass."""
+    """And keeps the gradient, batch after batch."""
     torch._dynamo.reset()
     batches = batches_of(1.0, 3.0, 0.5)
-    expected, state = train(batches, together=True)
+    expected, state = train(batches, together=False)
     core = running()
     compiled = torch.compile(core, backend="aot_eager")
     leaves = [[tensor.clone().requires_grad_() for tensor in batch] for batch in batches]
-    outs = [checkpoint(compiled, *leaf, use_reentrant=reentrant) for leaf in leaves]
-    torch.stack(outs).square().sum().backward()
+    for leaf in leaves:
+        checkpoint(compiled, *leaf, use_reentrant=reentrant).square().sum().backward()
     assert core.statistics.updates.item() == 3
     for name, tensor in state_of(core).items():
         torch.testing.assert_close(tensor, state[name])
     for leaf, gradient in zip(leaves, expected, strict=True):
         torch.testing.assert_close(leaf[0].grad, gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_checkpointed_compiled_module_refuses_a_second_batch_before_the_backward():
+    torch._dynamo.reset()
+    compiled = torch.compile(running(), backend="aot_eager")
+    leaves = [[t.clone().requires_grad_() for t in batch] for batch in batches_of(1.0, 3.0)]
+    outs = [checkpoint(compiled, *leaf, use_reentrant=False) for leaf in leaves]
+    with pytest.raises(RuntimeError, match="every backward right after its forward"):
+        torch.stack(outs).square().sum().backward()
 
 
 WORKER = """

@@ -222,7 +222,7 @@ class LLNDiagCore(LLNCore):
         if self.join == "ratio":
             return self.lln_scale
         if self.join == "gate":
-            if key_mask is not None:
+            if key_mask is not None and key_mask.shape[1] == query.shape[2]:
                 # What lies in padding must not reach the gate's gradient.
                 query = torch.where(key_mask[:, None, :, None], query, 0.0)
             logits = torch.einsum("bhtd,hd->bht", query, self.gate_weight.to(query.dtype))

@@ -149,6 +149,16 @@ class LLNAttention(nn.Module):
             )
         key = query if key is None else key
         value = key if value is None else value
+        for name, part, width in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if part.dim() not in (2, 3) or part.shape[-1] != width:
+                raise InvalidInputError(
+                    f"{name} must be 3-D (2-D without batch) of width {width}, got shape "
+                    f"{checks.shape_of(part)}."
+                )
         unbatched = query.dim() == 2
         batch_axis = 0 if self.batch_first else 1
         if unbatched:
@@ -157,16 +167,6 @@ class LLNAttention(nn.Module):
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         if not self.batch_first:
             query, key, value = (part.transpose(0, 1) for part in (query, key, value))
-        for name, part, width in (
-            ("query", query, self.embed_dim),
-            ("key", key, self.kdim),
-            ("value", value, self.vdim),
-        ):
-            if part.dim() != 3 or part.shape[-1] != width:
-                raise InvalidInputError(
-                    f"{name} must be 3-D, or 2-D without batch, of width {width}, got shape "
-                    f"{checks.shape_of(part)}."
-                )
         heads = [
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for part in self._project(query, key, value)

@@ -26,7 +26,19 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
         ctx.save_for_backward(left, right)
+        ctx.save_for_forward(left, right)
         return left @ right.contiguous()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        left, right = ctx.saved_tensors
+        along_left, along_right = tangents
+        out = torch.zeros_like(left @ right)
+        if along_left is not None:
+            out = out + along_left @ right
+        if along_right is not None:
+            out = out + left @ along_right
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
