@@ -1,6 +1,6 @@
-"""Draw the README's speed figure and table from results: ``python -m benchmarks.report``.
+"""Draw the figure and write the tables of README and docs: ``python -m benchmarks.report``.
 
-Nothing in the README's marked section is written by hand; this program puts it there.
+Nothing between their marks is written by hand; this program puts it there.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-RESULTS = Path("benchmarks/results/cpu.json")
+RESULTS = Path("benchmarks/results")
 FIGURE = Path("docs/figures/cpu_speed.svg")
-README = Path("README.md")
-BEGIN, END = "<!-- cpu-speed: begin -->", "<!-- cpu-speed: end -->"
+CONSTANTS = Path("src/lln/constants.json")
 
 SERIES = {
     "sdpa": ("softmax (SDPA)", "#222222"),
@@ -25,21 +24,90 @@ SERIES = {
 
 
 def main() -> None:
-    """Read the results, write the figure and the README's section."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    results = json.loads(options.results.read_text())
-    times = {
+    """Read the results, write the figure and the marked sections."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    cpu = json.loads((RESULTS / "cpu.json").read_text())
+    times = times_of(cpu)
+    draw(times, cpu["environment"])
+    fill(Path("README.md"), "cpu-speed", table(times, cpu["environment"]))
+    fill(Path("README.md"), "gpu-speed", gpu_table(json.loads((RESULTS / "cuda.json").read_text())))
+    constants = json.loads(CONSTANTS.read_text())
+    fill(Path("docs/method.md"), "validation", validation_table(constants["fit"]))
+
+
+def times_of(results: dict) -> dict:
+    """Milliseconds by operation, pass and length."""
+    return {
         (row["operation"], row["backward"], row["tokens"]): row.get("milliseconds")
         for row in results["cases"]
     }
-    draw(times, results["environment"])
-    text = README.read_text("utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    section = table(times, results["environment"])
-    README.write_text(f"{before}{BEGIN}\n{section}\n{END}{after}", "utf-8")
+
+
+def fill(path: Path, name: str, section: str) -> None:
+    """Put a section between its marks in a file."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = path.read_text("utf-8").split(begin)
+    after = rest.split(end)[1]
+    path.write_text(f"{before}{begin}\n{section}\n{end}{after}", "utf-8")
+
+
+def gpu_table(results: dict) -> str:
+    """Markdown: GPU time as a CUDA graph, its floors, and the time of a call from Python."""
+    rows = {
+        (row["operation"], row["backward"], row["tokens"]): row
+        for row in results["cases"]
+        if row["width"] == 64 and row["batch"] * row["tokens"] == 65536
+    }
+    lengths = sorted({tokens for _, _, tokens in rows})
+    lines = [
+        "| N | pass | best softmax | LLN | floors | LLN + Diag | floors | LLN + Diag from Python |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for backward, what in ((False, "forward"), (True, "fwd + bwd")):
+        for tokens in lengths:
+            best = min(
+                rows[name, backward, tokens]["graph_milliseconds"]
+                for name in ("sdpa_flash", "sdpa_cudnn")
+            )
+            cells = [str(tokens), what, f"{best:.3f}"]
+            for name in ("lln", "lln_diag"):
+                row = rows[name, backward, tokens]
+                cells.append(
+                    f"{row['graph_milliseconds']:.3f} ({best / row['graph_milliseconds']:.1f}×)"
+                )
+                cells.append(f"{row['graph_floors']:.2f}")
+            called = rows["lln_diag", backward, tokens]["milliseconds"]
+            cells.append(f"{called:.2f} ({best / called:.1f}×)")
+            lines.append("| " + " | ".join(cells) + " |")
+    environment = results["environment"]
+    lines += [
+        "",
+        "Milliseconds on the GPU, replayed as a CUDA graph (times faster than softmax), α and β "
+        "given; last column: called from Python, where launching costs more than the work "
+        f"([docs/kernels.md](docs/kernels.md)). {environment['device']}, torch "
+        f"{environment['torch']}, triton {environment['triton']}, copy "
+        f"{results['copy_terabytes_per_second']:.2f} TB/s; made by `python -m benchmarks.run "
+        f"--device cuda`, commit `{environment['commit'][:10]}`. Matching on the fly, other widths "
+        "and B = 1 are in `benchmarks/results/cuda.json`.",
+    ]
+    return "\n".join(lines)
+
+
+def validation_table(fit: dict) -> str:
+    """Markdown: how well each criterion does on fresh draws."""
+    lines = [
+        "| criterion | relative error of the variance inside a row, mean / max "
+        "| entropy, distance to SA in bits, mean / max |",
+        "|---|---|---|",
+    ]
+    for name, row in fit["validation"]["criteria"].items():
+        first, second = (
+            f"{row[f'{side}_mean']:.3f} / {row[f'{side}_max']:.3f}"
+            for side in ("variance", "entropy")
+        )
+        lines.append(f"| `{name}` | {first} | {second} |")
+    lines += ["", f"Made by `{fit['command']}` on {fit['device']}."]
+    return "\n".join(lines)
 
 
 def table(times: dict, environment: dict) -> str:
