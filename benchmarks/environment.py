@@ -27,11 +27,20 @@ def describe(device: str) -> dict[str, object]:
         "torch": torch.__version__,
         "triton": _version("triton") if device.startswith("cuda") else None,
         "lln": lln.__version__,
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("LLN_COMMIT", ""),
+        "commit": os.environ.get("LLN_COMMIT") or _git("rev-parse", "--verify", "HEAD"),
         "changed": bool(_git("status", "--porcelain", "--", "src", "benchmarks")),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "command": "python -m " + " ".join(["benchmarks.run", *sys.argv[1:]]),
+        "command": "python -m " + " ".join(["benchmarks.run", *_words()]),
     }
+
+
+def _words() -> list[str]:
+    """The options, less where the results go: a place on one machine says nothing on another."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        place = words.index("--out")
+        words = words[:place] + words[place + 2 :]
+    return words
 
 
 def _version(package: str) -> str | None:
