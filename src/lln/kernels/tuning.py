@@ -19,8 +19,17 @@ MAX_FUSED_BLOCK = 128
 # The joint backward keeps tiles of q, k, v, dO and two summaries on the chip.
 MAX_WIDTH_WITH_BLOCKS = 64
 
-# Looked up once, and without importing it: torch.compile cannot trace the question.
-_HAS_TRITON = find_spec("triton") is not None
+
+def _is_installed(package: str) -> bool:
+    """Whether a package could be imported, found out without importing it."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# Asked once, because torch.compile cannot trace the question.
+_HAS_TRITON = _is_installed("triton")
 
 
 class Tile(NamedTuple):
