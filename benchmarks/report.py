@@ -31,6 +31,8 @@ def main() -> None:
     draw(times, cpu["environment"])
     fill(Path("README.md"), "cpu-speed", table(times, cpu["environment"]))
     fill(Path("README.md"), "gpu-speed", gpu_table(json.loads((RESULTS / "cuda.json").read_text())))
+    attempts = json.loads((RESULTS / "attempts.json").read_text())
+    fill(Path("docs/kernels.md"), "attempts", attempts_table(attempts))
     constants = json.loads(CONSTANTS.read_text())
     fill(Path("docs/method.md"), "validation", validation_table(constants["fit"]))
 
@@ -90,6 +92,39 @@ def gpu_table(results: dict) -> str:
         f"--device cuda`, commit `{environment['commit'][:10]}`. Matching on the fly, other widths "
         "and B = 1 are in `benchmarks/results/cuda.json`.",
     ]
+    return "\n".join(lines)
+
+
+def attempts_table(attempts: dict) -> str:
+    """Markdown: microseconds of every step, and times their floor in brackets."""
+    unit = 65536 * 12 * 64 * 2 / (attempts["environment"]["copy_terabytes_per_second"] * 1e6)
+    units = {("lln", 2): (4, 7), ("lln", 4): (2, 2, 3, 4), ("diag", 2): (6, 9)}
+    lines = []
+    for kind, columns in (
+        (
+            "lln",
+            "N = 512 forward, backward | N = 4,096 summarise, read, queries, keys | N = 65,536",
+        ),
+        ("diag", "N = 512 forward, backward | N = 4,096 read, joint backward | N = 65,536"),
+    ):
+        title = "LLN" if kind == "lln" else "LLN + Diag"
+        lines += [f"| {title}: change | predicted | {columns} |", "|---|---|---|---|---|"]
+        for number, step in enumerate(attempts["steps"], 1):
+            cells = [f"{number}. {step['change']}", step["predicted"]]
+            for tokens, times in step[kind].items():
+                counts = units[kind, len(times)]
+                if kind == "diag" and tokens != "512":
+                    counts = (4, 7)
+                pairs = zip(times, counts, strict=True)
+                cells.append(", ".join(f"{us:.0f} ({us / (n * unit):.2f})" for us, n in pairs))
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    environment = attempts["environment"]
+    lines.append(
+        f"Microseconds (times the floor). {environment['device']}, torch {environment['torch']}, "
+        f"triton {environment['triton']}, commits {environment['commit']}. Command: "
+        f"{environment['command']}"
+    )
     return "\n".join(lines)
 
 

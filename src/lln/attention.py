@@ -79,7 +79,18 @@ def lln_attention(
     query, key, value = cast_for_autocast(query, key, value)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_key_mask(key_mask, key)
-    _check_options(query, key, alpha, beta, matching, dropout_p, is_causal)
+    if is_causal:
+        checks.check_causal(query.shape[2], key.shape[2])
+    checks.check_options(
+        query,
+        key,
+        query.shape[0],
+        alpha=alpha,
+        beta=beta,
+        matching=matching,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+    )
     impl = choose_implementation(impl, query, value, is_causal=is_causal)
     with without_autocast(query):
         if alpha is None or beta is None:
@@ -186,7 +197,16 @@ def lln_diag_attention(
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_self_attention(query, key, "lln_diag_attention")
     checks.check_key_mask(key_mask, key)
-    _check_options(query, key, alpha, beta, matching, dropout_p, is_causal)
+    checks.check_options(
+        query,
+        key,
+        query.shape[0],
+        alpha=alpha,
+        beta=beta,
+        matching=matching,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+    )
     block_size = query.shape[-1] if block_size is None else block_size
     checks.check_block_size(block_size)
     checks.check_scale(scale)
@@ -236,26 +256,6 @@ def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:
     if tensor.shape[dim] == heads:
         return tensor
     return tensor.repeat_interleave(heads // tensor.shape[dim], dim)
-
-
-def _check_options(
-    query: Tensor,
-    key: Tensor,
-    alpha: float | Tensor | None,
-    beta: float | Tensor | None,
-    matching: str,
-    dropout_p: float,
-    is_causal: bool,
-) -> None:
-    checks.check_matching(matching)
-    checks.check_dropout(dropout_p)
-    if is_causal:
-        checks.check_causal(query.shape[2], key.shape[2])
-    checks.check_temperatures(alpha, beta, is_causal=is_causal)
-    if alpha is not None and beta is not None:
-        batch, heads = query.shape[:2]
-        checks.check_temperature("alpha", alpha, batch, (heads,), query.device)
-        checks.check_temperature("beta", beta, batch, (heads, key.shape[1]), query.device)
 
 
 def _widen(

@@ -203,6 +203,38 @@ def check_temperatures(
         )
 
 
+def check_options(
+    query: Tensor,
+    key: Tensor,
+    batch: int,
+    *,
+    alpha: float | Tensor | None,
+    beta: float | Tensor | None,
+    matching: str,
+    dropout_p: float,
+    is_causal: bool,
+) -> None:
+    """Refuse the options that dense and packed entry points share.
+
+    Args:
+        query: ``[B, H, T, D]`` or ``[T, H, D]``: the heads are axis 1 in both.
+        key: Likewise.
+        batch: B, or the number of packed sequences.
+        alpha: As the entry point got it, and so all below.
+        beta: Likewise.
+        matching: Likewise.
+        dropout_p: Likewise.
+        is_causal: Likewise.
+    """
+    check_matching(matching)
+    check_dropout(dropout_p)
+    check_temperatures(alpha, beta, is_causal=is_causal)
+    if alpha is not None and beta is not None:
+        heads, key_heads = query.shape[1], key.shape[1]
+        check_temperature("alpha", alpha, batch, (heads,), query.device)
+        check_temperature("beta", beta, batch, (heads, key_heads), query.device)
+
+
 def check_temperature(
     name: str, given: float | Tensor, batch: int, heads: tuple[int, ...], device: torch.device
 ) -> None:

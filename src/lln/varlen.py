@@ -75,7 +75,16 @@ def lln_attention_varlen(
     query, key, value = cast_for_autocast(query, key, value)
     _check_packed(query, key, value, cu_seqlens, key_mask, enable_gqa)
     longest = checks.check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
-    _check_packed_options(query, key, cu_seqlens, alpha, beta, matching, dropout_p, is_causal)
+    checks.check_options(
+        query,
+        key,
+        cu_seqlens.shape[0] - 1,
+        alpha=alpha,
+        beta=beta,
+        matching=matching,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+    )
     impl = choose_implementation(impl, query, value, is_causal=is_causal, is_packed=True)
     with without_autocast(query):
         if alpha is None or beta is None:
@@ -140,7 +149,16 @@ def lln_diag_attention_varlen(
     query, key, value = cast_for_autocast(query, key, value)
     _check_packed(query, key, value, cu_seqlens, key_mask, enable_gqa)
     longest = checks.check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
-    _check_packed_options(query, key, cu_seqlens, alpha, beta, matching, dropout_p, is_causal)
+    checks.check_options(
+        query,
+        key,
+        cu_seqlens.shape[0] - 1,
+        alpha=alpha,
+        beta=beta,
+        matching=matching,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+    )
     block_size = query.shape[-1] if block_size is None else block_size
     checks.check_block_size(block_size)
     checks.check_scale(scale)
@@ -283,22 +301,3 @@ def _check_packed(
             "key_mask and cu_seqlens cannot be combined: packed sequences carry no padding; drop "
             "the masked tokens before packing, or use the dense function with key_mask."
         )
-
-
-def _check_packed_options(
-    query: Tensor,
-    key: Tensor,
-    cu_seqlens: Tensor,
-    alpha: float | Tensor | None,
-    beta: float | Tensor | None,
-    matching: str,
-    dropout_p: float,
-    is_causal: bool,
-) -> None:
-    checks.check_matching(matching)
-    checks.check_dropout(dropout_p)
-    checks.check_temperatures(alpha, beta, is_causal=is_causal)
-    if alpha is not None and beta is not None:
-        sequences, heads = cu_seqlens.shape[0] - 1, query.shape[1]
-        checks.check_temperature("alpha", alpha, sequences, (heads,), query.device)
-        checks.check_temperature("beta", beta, sequences, (heads, key.shape[1]), query.device)

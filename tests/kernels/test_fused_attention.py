@@ -213,6 +213,12 @@ def test_large_inputs_stay_finite_and_right(plan, scale):
     assert_close(found, expected, eager)
 
 
+@pytest.mark.parametrize(("batch", "short"), [(2, False), (70_000, True)])
+def test_more_heads_than_a_launch_can_split_get_a_program_each(batch, short):
+    inputs = [torch.empty(batch, 1, 2048, 16, device="meta") for _ in range(3)]
+    assert tuning.make_plan(*inputs, summaries=batch, block_size=0).short == short
+
+
 def test_matched_moments(plan):
     compare(extra={"alpha": None, "beta": None}, tokens=100)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,19 +23,19 @@ class State(str, Enum):
 
 
 @dataclass
-class Part:
+class Part(ABC):
     """One part of the demo: what it was asked to measure and what came out so far."""
 
     state: State = State.WAITING
 
     @property
+    @abstractmethod
     def has_results(self) -> bool:
         """Whether there is anything to show."""
-        raise NotImplementedError
 
+    @abstractmethod
     def as_json(self) -> dict[str, object]:
         """Numbers alone, without tensors."""
-        raise NotImplementedError
 
 
 class Clock:

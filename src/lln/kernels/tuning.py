@@ -16,6 +16,8 @@ from torch import Tensor
 
 MAX_WIDTH = 128
 MAX_FUSED_BLOCK = 128
+# Programs along the second axis of a launch, where split sequences have their heads.
+MAX_GRID = 65535
 # The joint backward keeps tiles of q, k, v, dO and two summaries on the chip.
 MAX_WIDTH_WITH_BLOCKS = 64
 
@@ -110,6 +112,7 @@ def make_plan(query: Tensor, key: Tensor, value: Tensor, summaries: int, block_s
     block_tile = max(16, _power_of_two(rows))
     block_warps = 4 if max(widest, block_tile) <= 64 else 8
     longest = max(query.shape[2], key.shape[2])
+    heads = query.shape[0] * query.shape[1]
     cores = multiprocessors(query.device)
     chosen = {
         "width": width,
@@ -121,7 +124,7 @@ def make_plan(query: Tensor, key: Tensor, value: Tensor, summaries: int, block_s
         "key_grad": Tile(tokens, warps, stages, 8),
         "joint_grad": Tile(block_tile, block_warps, 2, 8),
         "block_rows": rows,
-        "short": longest <= 1024 and summaries >= 2 * cores,
+        "short": (longest <= 1024 and summaries >= 2 * cores) or heads > MAX_GRID,
         "cores": cores,
     }
     chosen |= {name: size for name, size in overrides.items() if name in chosen}
