@@ -16,7 +16,7 @@ from lln.causal import causal_attention
 from lln.diagonal import block_diagonal
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
-from lln.matching import match_moments
+from lln.measure import match_inputs
 from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.summary import read_heads, summarise_heads
@@ -91,13 +91,21 @@ def lln_attention(
         dropout_p=dropout_p,
         is_causal=is_causal,
     )
-    impl = choose_implementation(impl, query, value, is_causal=is_causal)
+    impl = choose_implementation(impl, query)
     with without_autocast(query):
         if alpha is None or beta is None:
-            alpha, beta = match_inputs(query, key, matching, key_mask)
+            alpha, beta = match_inputs(query, key, matching, key_mask, impl)
         if impl == "triton":
-            given = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "dropout_p": dropout_p}
-            return fused_attention(query, key, value, **given)
+            return fused_attention(
+                query,
+                key,
+                value,
+                alpha=alpha,
+                beta=beta,
+                key_mask=key_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+            )
         widened = _widen(query, key, value, key_mask, dropout_p)
         out = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
         return out.to(query.dtype)
@@ -211,12 +219,10 @@ def lln_diag_attention(
     checks.check_block_size(block_size)
     checks.check_scale(scale)
     checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-    impl = choose_implementation(
-        impl, query, value, is_causal=is_causal, block_size=min(block_size, query.shape[2])
-    )
+    impl = choose_implementation(impl, query, block_size=min(block_size, query.shape[2]))
     with without_autocast(query):
         if alpha is None or beta is None:
-            alpha, beta = match_inputs(query, key, matching, key_mask)
+            alpha, beta = match_inputs(query, key, matching, key_mask, impl)
         if impl == "triton":
             return fused_attention(
                 query,
@@ -229,19 +235,12 @@ def lln_diag_attention(
                 block_size=min(block_size, max(query.shape[2], 1)),
                 scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
                 dropout_p=dropout_p,
+                is_causal=is_causal,
             )
         widened = _widen(query, key, value, key_mask, dropout_p)
         long_range = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
         short_range = _short_range(*widened, block_size, scale, key_mask, is_causal, impl)
         return join(long_range, short_range, mix).to(query.dtype)
-
-
-def match_inputs(
-    query: Tensor, key: Tensor, matching: str, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """α and β for an entry point's ``matching``."""
-    scope = "tensor" if matching == "paper" else "head"
-    return match_moments(query, key, criterion=matching, scope=scope, key_mask=key_mask)
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:

@@ -14,21 +14,15 @@ from lln.kernels.tuning import why_unavailable
 def choose_implementation(
     impl: str,
     query: Tensor,
-    value: Tensor,
     *,
-    is_causal: bool,
     block_size: int = 0,
-    is_packed: bool = False,
 ) -> str:
     """``"eager"``, ``"triton"`` or ``"reference"``, from what was asked and what can run here.
 
     Args:
         impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``.
         query: Says where the call runs, and in what type and width.
-        value: Says the other width.
-        is_causal: Whether the call is causal.
         block_size: Of the diagonal part; 0 = none.
-        is_packed: Whether sequences are packed.
 
     Raises:
         BackendUnavailableError: If ``"triton"`` was asked for and cannot run.
@@ -38,7 +32,7 @@ def choose_implementation(
         return impl
     if impl == "auto" and query.device.type != "cuda":
         return "eager"
-    reason = why_unavailable(query, value, is_causal, is_packed, block_size)
+    reason = why_unavailable(query, block_size)
     if reason is None:
         return "triton"
     if impl == "triton":

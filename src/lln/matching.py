@@ -189,17 +189,16 @@ def matched_spread(
         >>> round(matched_spread(torch.tensor(1.0), 64, 1024.0, "entropy").item(), 1)
         1.9
     """
-    constants = _CRITERIA[criterion]
     if criterion == "paper":
+        constants = _CRITERIA[criterion]
         return ((score_variance - constants["b"]) / (2 * constants["a"])).sqrt()
-    clamped = score_variance.clamp(*constants["p_range"])
-    smallest, largest = constants["d_range"]
-    w = math.log(min(max(head_width, smallest), largest) / 64)
-    coefficients: list[Tensor | float] = [m0 + m1 * w + m2 * w * w for m0, m1, m2 in constants["M"]]
-    if constants["X"]:
+    curve = spread_curve(head_width, criterion)
+    clamped = score_variance.clamp(*curve.p_range)
+    coefficients: list[Tensor | float] = list(curve.coefficients)
+    if any(curve.slopes):
         keys = torch.as_tensor(keys, dtype=clamped.dtype, device=clamped.device)
-        x = (keys.clamp(*constants["n_range"]) / 1024).log()
-        for power, slope in enumerate(constants["X"]):
+        x = (keys.clamp(*curve.n_range) / 1024).log()
+        for power, slope in enumerate(curve.slopes):
             coefficients[power] = coefficients[power] + x * slope
     u = clamped.log()
     log_spread: Tensor | float = 0.0
@@ -207,6 +206,32 @@ def matched_spread(
         log_spread = log_spread * u + coefficient
     # Beyond the fitted range both attentions follow their power laws: s grows like √p.
     return torch.as_tensor(log_spread).exp() * (score_variance / clamped).sqrt()
+
+
+class Curve(NamedTuple):
+    """log s as a polynomial in u = log p whose coefficients may move with log(S / 1024).
+
+    Attributes:
+        coefficients: Of u⁰ … u⁴ at S = 1024.
+        slopes: What u⁰ … u³ gain a unit of log(S / 1024); zeros where S does not matter.
+        p_range: Where p was fitted; outside, s follows √p.
+        n_range: Where S was fitted.
+    """
+
+    coefficients: tuple[float, ...]
+    slopes: tuple[float, ...]
+    p_range: tuple[float, float]
+    n_range: tuple[float, float]
+
+
+def spread_curve(head_width: int, criterion: str) -> Curve:
+    """The fitted curve at one head width."""
+    constants = _CRITERIA[criterion]
+    smallest, largest = constants["d_range"]
+    w = math.log(min(max(head_width, smallest), largest) / 64)
+    coefficients = tuple(m0 + m1 * w + m2 * w * w for m0, m1, m2 in constants["M"])
+    slopes = tuple(constants["X"]) or (0.0,) * (len(coefficients) - 1)
+    return Curve(coefficients, slopes, tuple(constants["p_range"]), tuple(constants["n_range"]))
 
 
 def _count(tensor: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,10 +1,13 @@
 """The fused kernels as PyTorch operators: schemas, fakes and gradients.
 
 Registered through ``torch.library``, so that ``torch.compile``, CUDA graphs, activation
-checkpointing and ``opcheck`` know them. Triton is imported when an operator first runs, never here.
+checkpointing and ``opcheck`` know them. Plain eager calls go to the same kernels through an
+``autograd.Function`` instead: an operator with a Python gradient costs 0.2 ms before it starts,
+more than the kernels take. Triton is imported when a kernel first runs, never here.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
-E value width, SH summary heads (H if β differs within a group of query heads, else Hk).
+E value width, SH summary heads (H if β differs within a group of query heads, else Hk), n packed
+sequences.
 """
 
 from __future__ import annotations
@@ -13,12 +16,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from lln.checks import is_transformed
 from lln.kernels.shapes import output_like, summary_heads
+from lln.kernels.tuning import widest_value
 
-# query, key, value, alpha, beta, key_mask, mix | alpha, beta, mix as numbers | block_size, scale,
-# dropout_p, seed
-_TENSORS = 7
+# query, key, value, alpha, beta, key_mask, mix, bounds, then nine numbers: alpha, beta, mix,
+# block_size, scale, dropout_p, seed, causal, longest.
+_TENSORS, _NUMBERS = 8, 9
+_NONE = (None,) * _NUMBERS
+
+
+def _forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    from lln.kernels import causal, launch
+    from lln.kernels.arguments import Call
+
+    call = Call(*arguments)
+    return (causal if call.causal else launch).attend(call, save)
+
+
+def _gradients(
+    gradient: Tensor,
+    arguments: tuple[Any, ...],
+    log_mass: Tensor,
+    centroid: Tensor,
+    asked: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from lln.kernels import causal, launch
+    from lln.kernels.arguments import Call
+
+    call = Call(*arguments)
+    module = causal if call.causal else launch
+    return module.attend_backward(call, gradient, log_mass, centroid, *asked)
 
 
 @torch.library.custom_op("lln::attend", mutates_args=())
@@ -30,6 +60,7 @@ def attend(
     beta: Tensor | None,
     key_mask: Tensor | None,
     mix: Tensor | None,
+    bounds: Tensor | None,
     alpha_number: float,
     beta_number: float,
     mix_number: float,
@@ -37,14 +68,13 @@ def attend(
     scale: float,
     dropout_p: float,
     seed: int,
+    causal: bool,
+    longest: int,
 ) -> Tensor:
     """LLN attention (with the diagonal part if block_size > 0), without what a backward needs."""
-    from lln.kernels import launch
-
-    settings = launch.Settings(
-        alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed
-    )
-    return launch.attend(query, key, value, alpha, beta, key_mask, mix, settings, save=False)[0]
+    tensors = (query, key, value, alpha, beta, key_mask, mix, bounds)
+    numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
+    return _forward((*tensors, *numbers, causal, longest), save=False)[0]
 
 
 @attend.register_fake
@@ -61,6 +91,7 @@ def attend_saving(
     beta: Tensor | None,
     key_mask: Tensor | None,
     mix: Tensor | None,
+    bounds: Tensor | None,
     alpha_number: float,
     beta_number: float,
     mix_number: float,
@@ -68,22 +99,34 @@ def attend_saving(
     scale: float,
     dropout_p: float,
     seed: int,
+    causal: bool,
+    longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, with the summary: log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]``."""
-    from lln.kernels import launch
+    """The same, with the summary: log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]``.
 
-    settings = launch.Settings(
-        alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed
-    )
-    return launch.attend(query, key, value, alpha, beta, key_mask, mix, settings, save=True)
+    A causal call has no such summary: both are empty.
+    """
+    tensors = (query, key, value, alpha, beta, key_mask, mix, bounds)
+    numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
+    return _forward((*tensors, *numbers, causal, longest), save=True)
 
 
 @attend_saving.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor | None, beta: Tensor | None, *_: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    key_mask: Tensor | None,
+    mix: Tensor | None,
+    bounds: Tensor | None,
+    *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    slots = summary_heads(query, key, beta)
-    saved = (query.shape[0], slots, query.shape[-1])
+    samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
+    if numbers[-2]:
+        samples = 0
+    saved = (samples, summary_heads(query, key, beta), query.shape[-1])
     return (
         output_like(query, value.shape[-1]),
         query.new_empty(saved, dtype=torch.float32),
@@ -101,6 +144,7 @@ def attend_backward(
     beta: Tensor | None,
     key_mask: Tensor | None,
     mix: Tensor | None,
+    bounds: Tensor | None,
     log_mass: Tensor,
     centroid: Tensor,
     alpha_number: float,
@@ -110,32 +154,17 @@ def attend_backward(
     scale: float,
     dropout_p: float,
     seed: int,
+    causal: bool,
+    longest: int,
     alpha_grad: bool,
     beta_grad: bool,
     mix_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, alpha, beta, mix; the last three empty unless asked for."""
-    from lln.kernels import launch
-
-    settings = launch.Settings(
-        alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed
-    )
-    return launch.attend_backward(
-        gradient,
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        key_mask,
-        mix,
-        log_mass,
-        centroid,
-        settings,
-        alpha_grad,
-        beta_grad,
-        mix_grad,
-    )
+    tensors = (query, key, value, alpha, beta, key_mask, mix, bounds)
+    numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
+    arguments = (*tensors, *numbers, causal, longest)
+    return _gradients(gradient, arguments, log_mass, centroid, (alpha_grad, beta_grad, mix_grad))
 
 
 @attend_backward.register_fake
@@ -148,6 +177,7 @@ def _(
     beta: Tensor | None,
     key_mask: Tensor | None,
     mix: Tensor | None,
+    bounds: Tensor | None,
     log_mass: Tensor,
     centroid: Tensor,
     *rest: Any,
@@ -158,7 +188,9 @@ def _(
         torch.empty_like(side) if wanted and side is not None else empty.clone()
         for side, wanted in asked
     ]
-    shared = log_mass.shape[1] == key.shape[1]
+    is_causal = rest[-5]
+    slots = query.shape[1] if is_causal else log_mass.shape[1]
+    shared = slots == key.shape[1]
     dk, dv = (torch.empty_like(t) if shared else t.new_empty(t.shape) for t in (key, value))
     return torch.empty_like(query), dk, dv, extra[0], extra[1], extra[2]
 
@@ -171,19 +203,46 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if gradient is None:
-        return (None,) * (_TENSORS + 7)
+        return (None,) * (_TENSORS + _NUMBERS)
     needs = ctx.needs_input_grad
-    grads = attend_backward(
-        gradient, *ctx.saved_tensors, *ctx.numbers, needs[3], needs[4], needs[6]
-    )
+    asked = needs[3], needs[4], needs[6]
+    grads = attend_backward(gradient, *ctx.saved_tensors, *ctx.numbers, *asked)
+    return _of_inputs(grads, asked)
+
+
+def _of_inputs(grads: tuple[Tensor, ...], asked: tuple[bool, bool, bool]) -> tuple[Any, ...]:
+    """Gradients in the order of the inputs, None where there is none."""
     alpha, beta, mix = (
-        grad if needed else None
-        for grad, needed in zip(grads[3:], (needs[3], needs[4], needs[6]), strict=True)
+        grad if wanted else None for grad, wanted in zip(grads[3:], asked, strict=True)
     )
-    return (*grads[:3], alpha, beta, None, mix, *(None,) * 7)
+    return (*grads[:3], alpha, beta, None, mix, None, *_NONE)
 
 
 attend_saving.register_autograd(_backward, setup_context=_save)
+
+
+class _Attend(torch.autograd.Function):
+    """`attend_saving` without the price of an operator."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        out, log_mass, centroid = _forward(inputs, save=True)
+        ctx.save_for_backward(*inputs[:_TENSORS], log_mass, centroid)
+        ctx.numbers = inputs[_TENSORS:]
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        (gradient,) = grad_outputs
+        if gradient is None:
+            return (None,) * (_TENSORS + _NUMBERS)
+        needs = ctx.needs_input_grad
+        asked = needs[3], needs[4], needs[6]
+        *tensors, log_mass, centroid = ctx.saved_tensors
+        grads = _gradients(gradient, (*tensors, *ctx.numbers), log_mass, centroid, asked)
+        return _of_inputs(grads, asked)
 
 
 def fused_attention(
@@ -193,44 +252,81 @@ def fused_attention(
     *,
     alpha: float | Tensor,
     beta: float | Tensor,
-    key_mask: Tensor | None,
+    key_mask: Tensor | None = None,
     mix: float | Tensor = 1.0,
     block_size: int = 0,
     scale: float = 1.0,
     dropout_p: float = 0.0,
+    is_causal: bool = False,
+    bounds: Tensor | None = None,
+    longest: int = 0,
 ) -> Tensor:
     """LLN attention by the kernels: ``[B, H, T, E]`` in the dtype of query.
 
     Args:
-        query: ``[B, H, T, D]``.
+        query: ``[B, H, T, D]``; packed sequences come as one sample.
         key: ``[B, Hk, S, D]``.
         value: ``[B, Hk, S, E]``.
-        alpha: A number or a tensor that broadcasts to ``[B, H, 1, 1]``.
+        alpha: A number or a tensor that broadcasts to ``[B, H, 1, 1]`` (packed: ``[n, H, 1, 1]``).
         beta: Likewise, or to ``[B, Hk, 1, 1]``.
         key_mask: bool ``[B, S]``.
         mix: A number or a tensor that broadcasts to ``[B, H, T, E]``.
         block_size: Of the diagonal part; 0 = none.
         scale: Of the diagonal part's scores.
         dropout_p: Probability to drop a key.
+        is_causal: Whether row i sees keys 0 … i only.
+        bounds: Integers ``[n + 1]`` that part the packed sequences.
+        longest: No packed sequence is longer; 0 = not packed.
     """
-    tensors = [_as_4d(side) for side in (alpha, beta, mix)]
-    alpha_t, beta_t, mix_t = tensors
-    alpha_n, beta_n, mix_n = (
-        1.0 if isinstance(side, Tensor) else float(side) for side in (alpha, beta, mix)
-    )
+    alpha_t, beta_t, mix_t = (_as_4d(side) for side in (alpha, beta, mix))
     if beta_t is not None and beta_t.shape[1] == 1:
         # One value for all heads: the query heads of a group can share a summary.
         beta_t = beta_t.expand(-1, key.shape[1], 1, 1)
     if alpha_t is not None and alpha_t.shape[1] == 1:
         alpha_t = alpha_t.expand(-1, query.shape[1], 1, 1)
     seed = int(torch.randint(0, 2**31 - 1, ()).item()) if dropout_p > 0 else 0
-    numbers = (alpha_n, beta_n, mix_n, block_size, scale, dropout_p, seed)
-    everything = (query, key, value, alpha_t, beta_t, key_mask, mix_t)
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in everything
-    ):
-        return attend_saving(*everything, *numbers)[0]
-    return attend(*everything, *numbers)
+    numbers = (
+        *(1.0 if isinstance(side, Tensor) else float(side) for side in (alpha, beta, mix)),
+        block_size,
+        scale,
+        dropout_p,
+        seed,
+        is_causal,
+        longest,
+    )
+    most = widest_value(query.shape[-1], query.dtype, block_size, is_causal)
+    if value.shape[-1] <= most:
+        return _call(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
+    # Every channel of the output is a sum over the same channel of the values: wide values are
+    # read in slices, and autograd adds up what the slices say about the rest.
+    outs = []
+    for start in range(0, value.shape[-1], most):
+        part = slice(start, start + most)
+        mix_part = mix_t if mix_t is None or mix_t.shape[-1] == 1 else mix_t[..., part]
+        tensors = (query, key, value[..., part], alpha_t, beta_t, key_mask, mix_part, bounds)
+        outs.append(_call(*tensors, *numbers))
+    return torch.cat(outs, -1)
+
+
+def _call(*arguments: Any) -> Tensor:
+    """One call with or without gradient, through the operator where somebody is watching."""
+    tensors = arguments[:_TENSORS]
+    tracked = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+    if is_watched(arguments[0]):
+        return attend_saving(*arguments)[0] if tracked else attend(*arguments)
+    return _Attend.apply(*arguments) if tracked else _forward(arguments, save=False)[0]
+
+
+def is_watched(query: Tensor) -> bool:
+    """Whether a compiler, a transform or a dispatch mode has to see an operator here."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or type(query) not in (Tensor, torch.nn.Parameter)
+        or is_transformed()
+    )
 
 
 def _as_4d(side: float | Tensor) -> Tensor | None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lln import checks
 from lln.errors import CausalStatisticsError, InvalidInputError
-from lln.matching import Moments, head_moments, match_moments, matched_spread, temperatures
+from lln.matching import Moments, matched_spread, temperatures
+from lln.measure import match_inputs, measure_heads
 from lln.precision import without_autocast
 
 # Forwards whose backward may still be to come, as in pipelines and gradient accumulation.
@@ -49,8 +50,10 @@ class SampleStatistics(nn.Module):
                 "statistics='sample' would let every row of a causal sequence see the future; use "
                 "statistics='running', 'fixed' or 'learned'."
             )
-        scope = "tensor" if self.criterion == "paper" else "head"
-        return match_moments(query, key, criterion=self.criterion, scope=scope, key_mask=key_mask)
+        checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
+        checks.check_key_mask(key_mask, key)
+        with without_autocast(query):
+            return match_inputs(query, key, self.criterion, key_mask)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""
@@ -142,7 +145,7 @@ class RunningStatistics(nn.Module):
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         """Take a batch in and return the state to use for it."""
-        sums = _weighted_sums(head_moments(query, key, key_mask), query, key, key_mask)
+        sums = _weighted_sums(measure_heads(query, key, key_mask), query, key, key_mask)
         if _inside_backward():
             return self._state_of_first_run(sums)
         own = sums.clone()

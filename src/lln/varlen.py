@@ -23,7 +23,8 @@ from lln.diagonal import attend_blocks
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
-from lln.matching import packed_moments, temperatures
+from lln.measure import match_packed
+from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.scan import running_merge
 from lln.summary import key_exponents, read, summarise
@@ -85,10 +86,10 @@ def lln_attention_varlen(
         dropout_p=dropout_p,
         is_causal=is_causal,
     )
-    impl = choose_implementation(impl, query, value, is_causal=is_causal, is_packed=True)
+    impl = choose_implementation(impl, query)
     with without_autocast(query):
         if alpha is None or beta is None:
-            alpha, beta = _match_packed(query, key, cu_seqlens, matching)
+            alpha, beta = match_packed(query, key, cu_seqlens, longest or 0, matching, impl)
         if query.shape[0] == 0:
             return _nothing(query, key, value, alpha, beta)
         if impl == "reference":
@@ -96,6 +97,18 @@ def lln_attention_varlen(
             shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
             shared |= {"impl": impl}
             return _one_by_one(lln_attention, query, key, value, cu_seqlens, own, **shared)
+        if impl == "triton":
+            return _fused(
+                query,
+                key,
+                value,
+                alpha=alpha,
+                beta=beta,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                bounds=cu_seqlens,
+                longest=longest or query.shape[0],
+            )
         packed = _widen(query, key, value, dropout_p)
         out = _long_range(*packed, cu_seqlens.long(), longest, alpha, beta, is_causal)
         return out.to(query.dtype)
@@ -163,10 +176,10 @@ def lln_diag_attention_varlen(
     checks.check_block_size(block_size)
     checks.check_scale(scale)
     checks.check_mix(mix, (*query.shape[:2], value.shape[-1]), query.device)
-    impl = choose_implementation(impl, query, value, is_causal=is_causal, is_packed=True)
+    impl = choose_implementation(impl, query, block_size=min(block_size, query.shape[0]))
     with without_autocast(query):
         if alpha is None or beta is None:
-            alpha, beta = _match_packed(query, key, cu_seqlens, matching)
+            alpha, beta = match_packed(query, key, cu_seqlens, longest or 0, matching, impl)
         if query.shape[0] == 0:
             return _nothing(query, key, value, alpha, beta)
         if impl == "reference":
@@ -174,6 +187,23 @@ def lln_diag_attention_varlen(
             shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
             shared |= {"block_size": block_size, "scale": scale, "impl": impl}
             return _one_by_one(lln_diag_attention, query, key, value, cu_seqlens, own, **shared)
+        if impl == "triton":
+            if isinstance(mix, Tensor):
+                mix = mix.reshape((1,) * (3 - mix.dim()) + tuple(mix.shape)).transpose(0, 1)[None]
+            return _fused(
+                query,
+                key,
+                value,
+                alpha=alpha,
+                beta=beta,
+                mix=mix,
+                block_size=min(block_size, query.shape[0]),
+                scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                bounds=cu_seqlens,
+                longest=longest or query.shape[0],
+            )
         packed = _widen(query, key, value, dropout_p)
         bounds = cu_seqlens.long()
         long_range = _long_range(*packed, bounds, longest, alpha, beta, is_causal)
@@ -186,6 +216,12 @@ def lln_diag_attention_varlen(
             is_causal=is_causal,
         )
         return join(long_range, tiling.scatter(blocks), mix).to(query.dtype)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """The kernels take packed sequences as one sample whose bounds they know."""
+    dense = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    return fused_attention(*dense, **options)[0].transpose(0, 1)
 
 
 def _long_range(
@@ -235,14 +271,6 @@ def _per_tile(scale: float | Tensor, tiling: Tiling, query: Tensor) -> float | T
         scale = scale[tiling.sequence.clamp_max(scale.shape[0] - 1)]
     scale = scale.transpose(0, 1)
     return scale if scale.shape[0] == 1 else repeat_heads(scale, query.shape[1], dim=0)
-
-
-def _match_packed(
-    query: Tensor, key: Tensor, cu_seqlens: Tensor, matching: str
-) -> tuple[Tensor, Tensor]:
-    whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
-    moments = packed_moments(query, key, whole.long(), centred=matching == "paper")
-    return temperatures(moments, query.shape[-1], matching)
 
 
 def _widen(

@@ -216,7 +216,7 @@ def test_large_inputs_stay_finite_and_right(plan, scale):
 @pytest.mark.parametrize(("batch", "short"), [(2, False), (70_000, True)])
 def test_more_heads_than_a_launch_can_split_get_a_program_each(batch, short):
     inputs = [torch.empty(batch, 1, 2048, 16, device="meta") for _ in range(3)]
-    assert tuning.make_plan(*inputs, summaries=batch, block_size=0).short == short
+    assert tuning.make_plan(*inputs, samples=batch, summary_heads=1, block_size=0).short == short
 
 
 def test_matched_moments(plan):
@@ -258,11 +258,11 @@ def test_dropout_drops_whole_keys_and_its_gradient_agrees(plan):
 
 def test_registration():
     inputs = make_qkv(1, 2, 20, 16, device=DEVICE, requires_grad=True)
-    tensors = (*inputs, None, None, None, None)
-    numbers = (2.0, 2.0, 0.5, 16, 0.25, 0.0, 0)
-    torch.library.opcheck(torch.ops.lln.attend_saving.default, (*tensors, *numbers))
+    absent = (None,) * 5
+    numbers = (2.0, 2.0, 0.5, 16, 0.25, 0.0, 0, False, 0)
+    torch.library.opcheck(torch.ops.lln.attend_saving.default, (*inputs, *absent, *numbers))
     plain = [t.detach() for t in inputs]
-    torch.library.opcheck(torch.ops.lln.attend.default, (*plain, None, None, None, None, *numbers))
+    torch.library.opcheck(torch.ops.lln.attend.default, (*plain, *absent, *numbers))
 
 
 def test_compiles_whole_with_dynamic_shapes():

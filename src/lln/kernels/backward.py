@@ -27,6 +27,7 @@ from lln.kernels.steps import (
     key_exponents,
     load_rows,
     load_scale,
+    locate,
     quiet_rows,
     slot_softmax,
     store_rows,
@@ -257,9 +258,17 @@ def load_summary(
 
 
 @triton.jit
+def mix_rows(index, first_query, begin, T, R: tl.constexpr, PACKED: tl.constexpr):
+    """Where the gradient of mix for a head's first row goes, in rows: it is ``[B, H, T, ...]``."""
+    if PACKED:
+        return tl.cast(first_query, tl.int64) * T + begin
+    return index * R * T
+
+
+@triton.jit(do_not_specialize=["seed"])
 def short_bwd_kernel(
     p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mix, p_dmix, p_mask, p_alpha, p_beta,
-    p_dalpha, p_dbeta, p_log_mass, p_centroid,
+    p_dalpha, p_dbeta, p_log_mass, p_centroid, p_bounds,
     alpha, beta, mix, scale, block_size, seed, dropout_p, tile_tokens, T, S, SH,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
@@ -271,24 +280,26 @@ def short_bwd_kernel(
     BETA_GRAD: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr,
     MIX: tl.constexpr,
     MIX_GRAD: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One (sample, summary head): over the queries for dC and dL, then over the keys."""
     index = tl.program_id(0).to(tl.int64)
     batch, head = index // SH, index % SH
     key_head = head // KG
     first_query = head * R
-    p_q += batch * stride_qb + first_query * stride_qh
-    p_do += batch * stride_gb + first_query * stride_gh
-    p_dq += batch * stride_dqb + first_query * stride_dqh
-    p_mix += batch * stride_mb + first_query * stride_mh
+    begin, keys = locate(p_bounds, batch, S, PACKED)
+    queries = keys if PACKED else T
+    p_q += batch * stride_qb + begin * stride_qt + first_query * stride_qh
+    p_do += batch * stride_gb + begin * stride_gt + first_query * stride_gh
+    p_dq += batch * stride_dqb + begin * stride_dqt + first_query * stride_dqh
+    p_mix += batch * stride_mb + begin * stride_mt + first_query * stride_mh
     b_log_mass, b_c = load_summary(p_log_mass, p_centroid, index, D, E, BD, BE)
     b_dc = tl.zeros([BE, BD], tl.float32)
     b_gather = tl.zeros([BQ, BD], tl.float32)
     for r in range(R):
         b_dc, b_gather, b_dalpha = query_grad_range(
             p_q + r * stride_qh, p_do + r * stride_gh, p_dq + r * stride_dqh, p_mix + r * stride_mh,
-            p_mask + batch * S, 0, T, load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA),
+            p_mask + batch * S, 0, queries, load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA),
             b_log_mass, b_c,
             b_dc, b_gather, 0.0, mix, stride_qt, stride_qd, stride_gt, stride_gd,
             stride_dqt, stride_dqd, stride_mt, stride_me,
@@ -299,17 +310,17 @@ def short_bwd_kernel(
     b_dc_low = b_dc.to(b_c.dtype)
     b_shift = tl.sum(b_gather, 0)
     beta_here = load_scale(p_beta, beta, index, HAS_BETA)
-    p_k += batch * stride_kb + key_head * stride_kh
-    p_v += batch * stride_vb + key_head * stride_vh
-    p_dk += batch * stride_dkb + head * stride_dkh
-    p_dv += batch * stride_dvb + head * stride_dvh
+    p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
+    p_v += batch * stride_vb + begin * stride_vt + key_head * stride_vh
+    p_dk += batch * stride_dkb + begin * stride_dkt + head * stride_dkh
+    p_dv += batch * stride_dvb + begin * stride_dvt + head * stride_dvh
     p_mask += batch * S
     drop_first = (batch * (SH // KG) + key_head) * S
     if MIX > 0:
         b_dbeta, b_dmix = joint_grad_range(
             p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mix,
-            p_dmix + index * R * T * (E if MIX_GRAD == 2 else 1),
-            p_mask, p_alpha, 0, S, alpha, beta_here, b_log_mass, b_c, b_dc_low, b_shift, 0.0,
+            p_dmix + mix_rows(index, first_query, begin, T, R, PACKED) * (E if MIX_GRAD == 2 else 1),
+            p_mask, p_alpha, 0, keys, alpha, beta_here, b_log_mass, b_c, b_dc_low, b_shift, 0.0,
             tl.zeros([BE], tl.float32), index * R, mix, scale, block_size,
             stride_qh, stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
             stride_gh, stride_gt, stride_gd, stride_dqh, stride_dqt, stride_dqd,
@@ -323,7 +334,7 @@ def short_bwd_kernel(
             tl.store(p_dmix + index * E + columns, b_dmix, mask=columns < E)
     else:
         b_dbeta = key_grad_range(
-            p_k, p_v, p_dk, p_dv, p_mask, 0, S, beta_here, b_log_mass, b_dc_low, b_shift, 0.0,
+            p_k, p_v, p_dk, p_dv, p_mask, 0, keys, beta_here, b_log_mass, b_dc_low, b_shift, 0.0,
             stride_kt, stride_kd, stride_vt, stride_vd, stride_dkt, stride_dkd,
             stride_dvt, stride_dvd, seed, drop_first, dropout_p,
             D, E, BD, BE, BK, EVEN, HAS_MASK, HAS_DROPOUT, BETA_GRAD, PRECISION, STAGES,
@@ -335,23 +346,27 @@ def short_bwd_kernel(
 @triton.jit
 def query_bwd_kernel(
     p_q, p_do, p_dq, p_mix, p_mask, p_alpha, p_dalpha, p_log_mass, p_centroid, p_shift, p_dc,
-    alpha, mix, program_tokens, T, H,
+    p_bounds, alpha, mix, program_tokens, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_mb, stride_mh, stride_mt, stride_me,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, ALPHA_GRAD: tl.constexpr, EVEN: tl.constexpr,
-    QUIET: tl.constexpr, MIX: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    QUIET: tl.constexpr, MIX: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One stretch of queries of one (sample, head): dq, and partial dCᵀ and shift in float32."""
     split, splits = tl.program_id(0), tl.num_programs(0)
     index = tl.program_id(1).to(tl.int64)
     batch, head = index // H, index % H
     b_log_mass, b_c = load_summary(p_log_mass, p_centroid, index // R, D, E, BD, BE)
+    begin, queries = locate(p_bounds, batch, T, PACKED)
     start = split * program_tokens
     b_dc, b_gather, b_dalpha = query_grad_range(
-        p_q + batch * stride_qb + head * stride_qh, p_do + batch * stride_gb + head * stride_gh,
-        p_dq + batch * stride_dqb + head * stride_dqh, p_mix + batch * stride_mb + head * stride_mh,
-        p_mask + batch * T, start, tl.minimum(start + program_tokens, T),
+        p_q + batch * stride_qb + begin * stride_qt + head * stride_qh,
+        p_do + batch * stride_gb + begin * stride_gt + head * stride_gh,
+        p_dq + batch * stride_dqb + begin * stride_dqt + head * stride_dqh,
+        p_mix + batch * stride_mb + begin * stride_mt + head * stride_mh,
+        p_mask + batch * T, start, tl.minimum(start + program_tokens, queries),
         load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log_mass, b_c,
         tl.zeros([BE, BD], tl.float32), tl.zeros([BT, BD], tl.float32), 0.0, mix,
         stride_qt, stride_qd, stride_gt, stride_gd, stride_dqt, stride_dqd, stride_mt, stride_me,
@@ -387,10 +402,10 @@ def gather_kernel(
     tl.store(p_out, b_dc.to(p_dc.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def key_bwd_kernel(
     p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mix, p_dmix, p_mask, p_alpha, p_beta, p_dbeta,
-    p_log_mass, p_centroid, p_shift, p_dc,
+    p_log_mass, p_centroid, p_shift, p_dc, p_bounds,
     alpha, beta, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, T, S, SH,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
@@ -401,7 +416,7 @@ def key_bwd_kernel(
     BETA_GRAD: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr,
     MIX: tl.constexpr,
     MIX_GRAD: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One stretch of keys of one (sample, summary head): dk, dv, and with the diagonal dq."""
     split, splits = tl.program_id(0), tl.num_programs(0)
@@ -415,21 +430,22 @@ def key_bwd_kernel(
     b_dc = load_rows(p_dc + index * D * E, D, 1, value_ok, BE, D, BD, E == BE)
     b_shift = tl.load(p_shift + index * D + slots, mask=slots < D, other=0.0)
     beta_here = load_scale(p_beta, beta, index, HAS_BETA)
+    begin, keys = locate(p_bounds, batch, S, PACKED)
     start = split * program_tokens
-    end = tl.minimum(start + program_tokens, S)
-    p_k += batch * stride_kb + key_head * stride_kh
-    p_v += batch * stride_vb + key_head * stride_vh
-    p_dk += batch * stride_dkb + head * stride_dkh
-    p_dv += batch * stride_dvb + head * stride_dvh
+    end = tl.minimum(start + program_tokens, keys)
+    p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
+    p_v += batch * stride_vb + begin * stride_vt + key_head * stride_vh
+    p_dk += batch * stride_dkb + begin * stride_dkt + head * stride_dkh
+    p_dv += batch * stride_dvb + begin * stride_dvt + head * stride_dvh
     p_mask += batch * S
     drop_first = (batch * (SH // KG) + key_head) * S
     if MIX > 0:
         b_dbeta, b_dmix = joint_grad_range(
-            p_q + batch * stride_qb + first_query * stride_qh, p_k, p_v,
-            p_do + batch * stride_gb + first_query * stride_gh,
-            p_dq + batch * stride_dqb + first_query * stride_dqh, p_dk, p_dv,
-            p_mix + batch * stride_mb + first_query * stride_mh,
-            p_dmix + index * R * T * (E if MIX_GRAD == 2 else 1),
+            p_q + batch * stride_qb + begin * stride_qt + first_query * stride_qh, p_k, p_v,
+            p_do + batch * stride_gb + begin * stride_gt + first_query * stride_gh,
+            p_dq + batch * stride_dqb + begin * stride_dqt + first_query * stride_dqh, p_dk, p_dv,
+            p_mix + batch * stride_mb + begin * stride_mt + first_query * stride_mh,
+            p_dmix + mix_rows(index, first_query, begin, T, R, PACKED) * (E if MIX_GRAD == 2 else 1),
             p_mask, p_alpha, start, end, alpha, beta_here, b_log_mass, b_c, b_dc, b_shift, 0.0,
             tl.zeros([BE], tl.float32), index * R, mix, scale, block_size,
             stride_qh, stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,

@@ -23,6 +23,7 @@ from lln.kernels.steps import (
     hide_rows,
     load_rows,
     load_scale,
+    locate,
     quiet_rows,
     slot_softmax,
     store_rows,
@@ -165,7 +166,7 @@ def read_range(
         store_rows(p_o + offset * stride_ot, b_o, stride_ot, stride_od, inside, BT, E, BE, EVEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def short_fwd_kernel(
     p_q,
     p_k,
@@ -177,6 +178,7 @@ def short_fwd_kernel(
     p_beta,
     p_log_mass,
     p_centroid,
+    p_bounds,
     alpha,
     beta,
     mix,
@@ -227,6 +229,7 @@ def short_fwd_kernel(
     HAS_DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr,
     SAVE: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -234,13 +237,18 @@ def short_fwd_kernel(
     index = tl.program_id(0).to(tl.int64)
     batch, head = index // SH, index % SH
     key_head = head // KG
-    p_k += batch * stride_kb + key_head * stride_kh
-    p_v += batch * stride_vb + key_head * stride_vh
+    begin, keys = locate(p_bounds, batch, S, PACKED)
+    queries = keys if PACKED else T
+    p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
+    p_v += batch * stride_vb + begin * stride_vt + key_head * stride_vh
+    p_q += batch * stride_qb + begin * stride_qt
+    p_o += batch * stride_ob + begin * stride_ot
+    p_mix += batch * stride_mb + begin * stride_mt
     p_mask += batch * S
     drop_first = (batch * (SH // KG) + key_head) * S
     beta_here = load_scale(p_beta, beta, index, HAS_BETA)
     b_peak, b_mass, b_sum = summarise_range(
-        p_k, p_v, p_mask, 0, S, beta_here, stride_kt, stride_kd, stride_vt, stride_vd,
+        p_k, p_v, p_mask, 0, keys, beta_here, stride_kt, stride_kd, stride_vt, stride_vd,
         seed, drop_first, dropout_p,
         D, E, BD, BE, BK, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
     )  # fmt: skip
@@ -254,10 +262,8 @@ def short_fwd_kernel(
         query_head = head * R + r
         alpha_here = load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA)
         read_range(
-            p_q + batch * stride_qb + query_head * stride_qh, p_k, p_v,
-            p_o + batch * stride_ob + query_head * stride_oh,
-            p_mix + batch * stride_mb + query_head * stride_mh,
-            p_mask, 0, T, alpha_here, b_log_mass, b_c, mix, scale, block_size,
+            p_q + query_head * stride_qh, p_k, p_v, p_o + query_head * stride_oh,
+            p_mix + query_head * stride_mh, p_mask, 0, queries, alpha_here, b_log_mass, b_c, mix, scale, block_size,
             stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
             stride_ot, stride_od, stride_mt, stride_me, seed, drop_first, dropout_p, tile_tokens,
             D, E, BD, BE, BQ, QUIET, HAS_DIAG, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT,
@@ -265,7 +271,7 @@ def short_fwd_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def summarise_kernel(
     p_k,
     p_v,
@@ -274,6 +280,7 @@ def summarise_kernel(
     p_peak,
     p_mass,
     p_sum,
+    p_bounds,
     beta,
     seed,
     dropout_p,
@@ -298,6 +305,7 @@ def summarise_kernel(
     EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -306,11 +314,12 @@ def summarise_kernel(
     index = tl.program_id(1).to(tl.int64)
     batch, head = index // SH, index % SH
     key_head = head // KG
+    begin, keys = locate(p_bounds, batch, S, PACKED)
     start = split * split_tokens
     b_peak, b_mass, b_sum = summarise_range(
-        p_k + batch * stride_kb + key_head * stride_kh,
-        p_v + batch * stride_vb + key_head * stride_vh,
-        p_mask + batch * S, start, tl.minimum(start + split_tokens, S),
+        p_k + batch * stride_kb + begin * stride_kt + key_head * stride_kh,
+        p_v + batch * stride_vb + begin * stride_vt + key_head * stride_vh,
+        p_mask + batch * S, start, tl.minimum(start + split_tokens, keys),
         load_scale(p_beta, beta, index, HAS_BETA), stride_kt, stride_kd, stride_vt, stride_vd,
         seed, (batch * (SH // KG) + key_head) * S, dropout_p,
         D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
@@ -359,7 +368,7 @@ def merge_kernel(
     tl.store(p_out, (b_sum / b_mass[:, None]).to(p_centroid.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def read_kernel(
     p_q,
     p_k,
@@ -370,6 +379,7 @@ def read_kernel(
     p_alpha,
     p_log_mass,
     p_centroid,
+    p_bounds,
     alpha,
     mix,
     scale,
@@ -417,6 +427,7 @@ def read_kernel(
     HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -429,14 +440,15 @@ def read_kernel(
     b_log_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=0.0)
     p_c = p_centroid + summary * D * E
     b_c = load_rows(p_c, E, 1, slots < D, BD, E, BE, D == BD)
+    begin, queries = locate(p_bounds, batch, T, PACKED)
     start = tl.program_id(0) * program_tokens
     read_range(
-        p_q + batch * stride_qb + head * stride_qh,
-        p_k + batch * stride_kb + key_head * stride_kh,
-        p_v + batch * stride_vb + key_head * stride_vh,
-        p_o + batch * stride_ob + head * stride_oh,
-        p_mix + batch * stride_mb + head * stride_mh,
-        p_mask + batch * S, start, tl.minimum(start + program_tokens, T),
+        p_q + batch * stride_qb + begin * stride_qt + head * stride_qh,
+        p_k + batch * stride_kb + begin * stride_kt + key_head * stride_kh,
+        p_v + batch * stride_vb + begin * stride_vt + key_head * stride_vh,
+        p_o + batch * stride_ob + begin * stride_ot + head * stride_oh,
+        p_mix + batch * stride_mb + begin * stride_mt + head * stride_mh,
+        p_mask + batch * S, start, tl.minimum(start + program_tokens, queries),
         load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log_mass, b_c, mix, scale, block_size,
         stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
         stride_ot, stride_od, stride_mt, stride_me,

@@ -99,6 +99,15 @@ def load_scale(p_scale, number, index, HAS_TENSOR: tl.constexpr):
 
 
 @triton.jit
+def locate(p_bounds, batch, tokens, PACKED: tl.constexpr):
+    """Where a sequence begins and how long it is: a sample, or what lies between two bounds."""
+    if PACKED:
+        begin = tl.load(p_bounds + batch).to(tl.int64)
+        return begin, (tl.load(p_bounds + batch + 1) - begin).to(tl.int32)
+    return tl.cast(0, tl.int64), tokens
+
+
+@triton.jit
 def token_ok(p_mask, first, end, BT: tl.constexpr, HAS_MASK: tl.constexpr):
     """Which tokens of a tile exist and are not masked."""
     tokens = first + tl.arange(0, BT)

@@ -6,20 +6,22 @@ Dimension legend: see `lln.kernels.steps`.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-MAX_WIDTH = 128
+MAX_WIDTH = 256
 MAX_FUSED_BLOCK = 128
 # Programs along the second axis of a launch, where split sequences have their heads.
 MAX_GRID = 65535
-# The joint backward keeps tiles of q, k, v, dO and two summaries on the chip.
-MAX_WIDTH_WITH_BLOCKS = 64
+# Slots times channels of a summary on the chip; wider values are read in slices. With diagonal
+# blocks, and in causal calls, tiles of q, k, v, dO and two summaries have to fit beside it.
+MAX_SUMMARY = 128 * 128
+MAX_SUMMARY_BESIDE_TILES = 64 * 128
 
 
 def _is_installed(package: str) -> bool:
@@ -63,26 +65,34 @@ class Plan:
     Attributes:
         width: BD, the head width padded to a power of two.
         value_width: BE.
+        measure: Moments of queries and keys.
         summarise: Keys and values into a summary.
         read: Queries against it.
         joint_read: The same with the diagonal part; its tile holds ``block_rows`` tokens.
         query_grad: Backward over the queries.
         key_grad: Backward over the keys.
         joint_grad: Backward over both, with the diagonal part.
+        walk: Causal attention, tile by tile.
+        walk_grad: Its backward.
         block_rows: Tokens of a tile with the diagonal part: whole blocks of it.
+        has_blocks: Whether there is a diagonal part.
         short: Whether one program does a whole (sample, head).
         cores: Multiprocessors to fill.
     """
 
     width: int
     value_width: int
+    measure: Tile
     summarise: Tile
     read: Tile
     joint_read: Tile
     query_grad: Tile
     key_grad: Tile
     joint_grad: Tile
+    walk: Tile
+    walk_grad: Tile
     block_rows: int
+    has_blocks: bool
     short: bool
     cores: int
 
@@ -91,58 +101,105 @@ class Plan:
 overrides: dict[str, Any] = {}
 
 
-def make_plan(query: Tensor, key: Tensor, value: Tensor, summaries: int, block_size: int) -> Plan:
+def make_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    samples: int,
+    summary_heads: int,
+    block_size: int,
+    longest: int = 0,
+) -> Plan:
     """Choose the sizes for a call.
 
     Args:
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, S, D]``.
         value: ``[B, Hk, S, E]``.
-        summaries: B times the number of summary heads.
+        samples: B, or the number of packed sequences.
+        summary_heads: Summaries of a sample.
         block_size: Of the diagonal part; 0 = none.
+        longest: Length of the longest packed sequence; 0 = not packed.
     """
-    width, value_width = (max(16, _power_of_two(t.shape[-1])) for t in (query, value))
+    return _plan(
+        query.shape[-1],
+        value.shape[-1],
+        query.dtype,
+        query.device,
+        longest or max(query.shape[2], key.shape[2]),
+        samples * query.shape[1],
+        samples * summary_heads,
+        block_size,
+        tuple(overrides.items()),
+    )
+
+
+@lru_cache(4096)
+def _plan(
+    head_width: int,
+    value_width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
+    heads: int,
+    summaries: int,
+    block_size: int,
+    overridden: tuple[tuple[str, Any], ...],
+) -> Plan:
+    width, value_width = (max(16, power_of_two(size)) for size in (head_width, value_width))
     widest = max(width, value_width)
     # Wide heads and float32 leave less room on the chip: smaller tiles, more warps.
-    room = widest * (2 if query.dtype == torch.float32 else 1)
+    room = widest * (2 if dtype == torch.float32 else 1)
     tokens = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32, 512: 16}[room]
     warps = 4 if widest <= 64 else 8
     stages = 3 if room <= 64 else 2
     rows = block_size * max(1, 64 // block_size) if block_size else tokens
-    block_tile = max(16, _power_of_two(rows))
+    block_tile = max(16, power_of_two(rows))
     block_warps = 4 if max(widest, block_tile) <= 64 else 8
-    longest = max(query.shape[2], key.shape[2])
-    heads = query.shape[0] * query.shape[1]
-    cores = multiprocessors(query.device)
+    walk_warps = 4 if room <= 64 and block_tile <= 64 else 8
+    cores = multiprocessors(device)
     chosen = {
         "width": width,
         "value_width": value_width,
+        "measure": Tile(tokens, warps, stages, 4),
         "summarise": Tile(tokens, warps, stages, 2),
         "read": Tile(tokens, warps, stages, 8),
         "joint_read": Tile(block_tile, block_warps, min(stages, 3), 4),
         "query_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
         "joint_grad": Tile(block_tile, block_warps, 2, 8),
+        "walk": Tile(block_tile if block_size else tokens, walk_warps, 2, 4),
+        "walk_grad": Tile(block_tile if block_size else tokens, walk_warps, 2, 4),
         "block_rows": rows,
+        "has_blocks": block_size > 0,
         "short": (longest <= 1024 and summaries >= 2 * cores) or heads > MAX_GRID,
         "cores": cores,
     }
-    chosen |= {name: size for name, size in overrides.items() if name in chosen}
+    chosen |= {name: size for name, size in overridden if name in chosen}
     return Plan(**chosen)
+
+
+def widest_value(head_width: int, dtype: torch.dtype, block_size: int, is_causal: bool) -> int:
+    """How many channels of the values one call takes; a power of two."""
+    most = MAX_SUMMARY_BESIDE_TILES if block_size or is_causal else MAX_SUMMARY
+    return max(16, most // max(16, power_of_two(head_width)))
 
 
 def smaller(plan: Plan) -> Plan | None:
     """The next plan that needs less of the chip: fewer stages, then smaller tiles; None at the end.
 
-    The tiles with the diagonal part keep their size, which the blocks dictate.
+    Tiles with the diagonal part keep their size, which the blocks dictate.
     """
-    walks = ("summarise", "read", "joint_read", "query_grad", "key_grad", "joint_grad")
+    walks = [field.name for field in fields(plan) if isinstance(getattr(plan, field.name), Tile)]
     tiles: dict[str, Tile] = {name: getattr(plan, name) for name in walks}
+    fixed = ["joint_read", "joint_grad"]
+    if plan.has_blocks:
+        fixed += ["walk", "walk_grad"]
     if any(tile.stages > 1 for tile in tiles.values()):
         less = {name: t._replace(stages=max(1, t.stages - 1)) for name, t in tiles.items()}
-    elif any(tile.tokens > 16 for name, tile in tiles.items() if "joint" not in name):
+    elif any(tile.tokens > 16 for name, tile in tiles.items() if name not in fixed):
         less = {
-            name: t if "joint" in name else t._replace(tokens=max(16, t.tokens // 2))
+            name: t if name in fixed else t._replace(tokens=max(16, t.tokens // 2))
             for name, t in tiles.items()
         }
     else:
@@ -163,9 +220,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def why_unavailable(
-    query: Tensor, value: Tensor, is_causal: bool, is_packed: bool, block_size: int
-) -> str | None:
+def why_unavailable(query: Tensor, block_size: int) -> str | None:
     """Why the kernels cannot run a call here, as the middle of a sentence; None if they can."""
     if query.device.type != "cuda" and not is_interpreted():
         return f"needs tensors on a CUDA device, got {query.device}"
@@ -175,21 +230,18 @@ def why_unavailable(
         return "computes in float32, but query is float64"
     if is_interpreted() and query.dtype == torch.bfloat16:
         return "runs in Triton's interpreter here, which multiplies bfloat16 wrongly"
-    if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
-        return f"takes head widths up to {MAX_WIDTH}, got {query.shape[-1]} and {value.shape[-1]}"
-    if is_causal:
-        return "has no causal kernel yet"
-    if is_packed:
-        return "has no kernel for packed sequences yet"
-    if block_size and max(query.shape[-1], value.shape[-1]) > MAX_WIDTH_WITH_BLOCKS:
-        return (
-            f"takes head widths up to {MAX_WIDTH_WITH_BLOCKS} with diagonal blocks, got "
-            f"{query.shape[-1]} and {value.shape[-1]}"
-        )
+    if query.shape[-1] > MAX_WIDTH:
+        return f"takes head widths up to {MAX_WIDTH}, got {query.shape[-1]}"
     if block_size > MAX_FUSED_BLOCK:
         return f"takes diagonal blocks up to {MAX_FUSED_BLOCK} tokens, got {block_size}"
     return None
 
 
-def _power_of_two(number: int) -> int:
+def cdiv(number: int, part: int) -> int:
+    """How many parts cover a number."""
+    return -(-number // part)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not smaller."""
     return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,139 @@
+"""Moments and matched temperatures, by the fused kernel where it runs, else in plain PyTorch.
+
+Both give the statistics of `lln.matching`; the kernel reads q and k once.
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width, n packed
+sequences.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lln.kernels.tuning import is_interpreted, why_unavailable
+from lln.matching import (
+    Moments,
+    head_moments,
+    match_moments,
+    packed_moments,
+    spread_curve,
+    temperatures,
+)
+from lln.ops import is_watched
+
+
+def match_inputs(
+    query: Tensor, key: Tensor, matching: str, key_mask: Tensor | None, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """α and β for an entry point's ``matching``: ``[B, H, 1, 1]``, or one for all of ``"paper"``.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, S, D]``.
+        matching: ``"variance"``, ``"entropy"`` or ``"paper"``.
+        key_mask: bool ``[B, S]`` or None.
+        impl: ``"triton"`` takes the kernel, ``"auto"`` takes it on a GPU where it runs.
+    """
+    if matching != "paper" and _takes_kernel(query, impl):
+        results = fused_moments(query, key, key_mask, None, matching, 0)
+        return results[0, :, :, None, None], results[1, :, :, None, None]
+    scope = "tensor" if matching == "paper" else "head"
+    return match_moments(query, key, criterion=matching, scope=scope, key_mask=key_mask)
+
+
+def match_packed(
+    query: Tensor, key: Tensor, cu_seqlens: Tensor, longest: int, matching: str, impl: str
+) -> tuple[Tensor, Tensor]:
+    """α and β of packed sequences ``[T, H, D]``: ``[n, H, 1, 1]``, or one for all of ``"paper"``.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[T, Hk, D]``.
+        cu_seqlens: ``[n + 1]``.
+        longest: No sequence is longer.
+        matching: As in `match_inputs`.
+        impl: As in `match_inputs`.
+    """
+    if matching != "paper" and impl == "triton":
+        query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
+        results = fused_moments(query, key, None, cu_seqlens, matching, longest)
+        return results[0, :, :, None, None], results[1, :, :, None, None]
+    whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
+    moments = packed_moments(query, key, whole.long(), centred=matching == "paper")
+    return temperatures(moments, query.shape[-1], matching)
+
+
+def measure_heads(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:
+    """`lln.matching.head_moments`, by the kernel where it runs."""
+    if not _takes_kernel(query, "auto"):
+        return head_moments(query, key, key_mask)
+    _, _, query_variance, key_variance, flat = fused_moments(
+        query, key, key_mask, None, "variance", 0
+    )
+    if key_mask is None:
+        keys = query_variance.new_full((query.shape[0], 1), key.shape[2])
+    else:
+        keys = key_mask.sum(-1, keepdim=True, dtype=torch.float32)
+    return Moments(query_variance, key_variance, keys, flat > 0)
+
+
+def fused_moments(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    bounds: Tensor | None,
+    criterion: str,
+    longest: int,
+) -> Tensor:
+    """α, β, σq², σk² and whether a spread is zero, by the kernel: ``[5, B or n, H]``."""
+    query, key = query.detach(), key.detach()
+    if is_watched(query):
+        return match(query, key, key_mask, bounds, criterion, longest)
+    return _match(query, key, key_mask, bounds, criterion, longest)
+
+
+@torch.library.custom_op("lln::match", mutates_args=())
+def match(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    bounds: Tensor | None,
+    criterion: str,
+    longest: int,
+) -> Tensor:
+    """`fused_moments` as an operator."""
+    return _match(query, key, key_mask, bounds, criterion, longest)
+
+
+@match.register_fake
+def _(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, bounds: Tensor | None, *_: object
+) -> Tensor:
+    samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
+    return query.new_empty((5, samples, query.shape[1]), dtype=torch.float32)
+
+
+def _match(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    bounds: Tensor | None,
+    criterion: str,
+    longest: int,
+) -> Tensor:
+    from lln.kernels import moments
+
+    return moments.match(query, key, key_mask, bounds, _curve(query.shape[-1], criterion), longest)
+
+
+# Never traced: a compiled call goes through the operator.
+_curve = cache(spread_curve)
+
+
+def _takes_kernel(query: Tensor, impl: str) -> bool:
+    if impl == "auto" and (not query.is_cuda or is_interpreted()):
+        return False
+    return impl in ("auto", "triton") and why_unavailable(query, 0) is None
