@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.targets import GRAPH, PYTHON, TOKENS, main_rows
+from benchmarks.targets import GRAPH, PYTHON, main_rows
 from lln.bench.compare import fastest
 from lln.bench.operations import OPERATIONS
 from lln.bench.roberta_table import table_of, title_of
@@ -78,16 +78,15 @@ def gpu_table(results: dict) -> str:
 
 def gpu_other_table(results: dict) -> str:
     """Every GPU case that is not in README's table."""
-    shown = [(row["name"]) for row in main_rows(results) if row["operation"] in ("lln", "lln_diag")]
-    softmax = ("sdpa_flash", "sdpa_cudnn")
-    main = {id(row) for row in main_rows(results)}
+    in_readme = ("lln", "lln_diag", "sdpa_flash", "sdpa_cudnn")
+    shown = {row["name"] for row in main_rows(results) if row["operation"] in in_readme}
     lines = [
         "| operation | pass | B | N | D | graph ms | floors | ms | floors | vs best softmax "
         "| vs compiled | vs fla | memory |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results["cases"]:
-        if row["name"] in shown or (id(row) in main and row["operation"] in softmax):
+        if row["name"] in shown:
             continue
         numbers = [
             (GRAPH, "{:.3f}"),
@@ -100,7 +99,7 @@ def gpu_other_table(results: dict) -> str:
             ("memory_ratio", "{:.2f}×"),
         ]
         cells = [
-            OPERATIONS[row["operation"]].label if row["operation"] in OPERATIONS else "",
+            OPERATIONS[row["operation"]].label,
             "fwd + bwd" if row["backward"] else "forward",
             *(str(row[name]) for name in ("batch", "tokens", "width")),
             *("" if row.get(name) is None else form.format(row[name]) for name, form in numbers),
@@ -141,6 +140,3 @@ def _cell(row: dict | None, field: str, floors: str, best: float | None) -> str:
 
 def _source(environment: dict) -> str:
     return f"made by `{environment['command']}`, commit `{environment['commit'][:10]}`"
-
-
-__all__ = ["TOKENS", "cpu_table", "gpu_other_table", "gpu_table", "roberta_table"]
