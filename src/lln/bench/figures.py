@@ -91,7 +91,7 @@ def draw_speed(results: dict[str, Any], path: Path, group: str = "bidirectional"
         for axes in panels[-1]:
             axes.set_xlabel("tokens N")
         handles, labels = max((axes.get_legend_handles_labels() for axes in panels.flat), key=len)
-        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        figure.legend(handles, labels, loc="outside lower center", ncols=5)
         figure.suptitle(_title(results, rows), fontsize=9)
 
     return save_figure(path, (9.5, 1.1 + 3.0 * len(fields)), fill)
@@ -187,7 +187,7 @@ def _mark_crossovers(
             continue
         where, label = crossover(best, points), OPERATIONS[name].label
         if where is not None:
-            axes.axvline(where, color=_LOOKS[name][0], linewidth=1, linestyle=":")
+            axes.axvline(where, 0, 0.8, color=_LOOKS[name][0], linewidth=1, linestyle=":")
             text = f"{label}: {word} from N ≈ {where:.0f}"
         elif all(points[n] < best[n] for n in common):
             text = f"{label}: {word} at every N"

@@ -131,9 +131,13 @@ _LLN_DIAG = _lln("LLN + Diag", (6, 15), _given_diag)
 def _compile(operation: Operation) -> Operation:
     """The eager form under ``torch.compile``, compiled anew for every case."""
 
+    def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return operation.plain(query, key, value)
+
     @cache
     def compiled() -> Callable[..., Tensor]:
-        return torch.compile(operation.plain, dynamic=False)
+        # Made at first use: the compiler takes seconds to import.
+        return torch.compile(eager, dynamic=False)
 
     last: list[Any] = []
 

@@ -51,7 +51,7 @@ def draw_roberta(results: dict[str, Any], path: Path) -> list[Path]:
             axes.set_ylabel("gigabytes at peak" if field == "peak_bytes" else "milliseconds a step")
             plain_ticks(axes, sorted({row["tokens"] for row in rows if row.get(field)}))
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        figure.legend(handles, labels, loc="outside lower center", ncols=6)
         environment = results["environment"]
         figure.suptitle(
             f"One training step of RoBERTa-base, batch 1, "
@@ -67,6 +67,6 @@ def _mark_end(axes: Any, rows: Any, name: str, last: tuple[int, float], colour: 
     """Say where a curve ends because memory does."""
     if any(row["system"] == name and row["status"] == "out of memory" for row in rows):
         axes.annotate(
-            "out of memory", last, xytext=(4, 4), textcoords="offset points", fontsize=7,
-            color=colour,
+            "out of memory", last, xytext=(-3, 6), textcoords="offset points", fontsize=7,
+            color=colour, ha="right",
         )  # fmt: skip

@@ -159,8 +159,8 @@ def _measure(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
         torch.cuda.reset_peak_memory_stats()
     training = Training(size, SYSTEMS[cell.system][1], cell.batch, cell.tokens, device)
     first = _timed_step(training)
-    # The first step also compiles kernels; only where it is very long is it worth keeping.
-    times = [first] if first > PATIENCE / 4 else []
+    # The first step also compiles kernels, so it counts only where that is little beside it.
+    times = [first] if first > PATIENCE / 4 and cell.tokens > LENGTHS[-1] else []
     fewest, most = (1, 1) if times else (1 if device == "cpu" else 3, MOST_STEPS)
     begin = time.perf_counter()
     while len(times) < fewest or (len(times) < most and time.perf_counter() - begin < seconds):
@@ -195,27 +195,40 @@ def _run_cells(
             advance(cell.name)
             if cell.name in record.done:
                 continue
-            if _hopeless(cell, record.rows):
+            if _is_behind_the_end(cell, record.rows):
                 continue
-            row = measure_cell(cell, size, device, seconds)
+            if _is_too_slow(cell, record.rows):
+                row = {"name": cell.name, **asdict(cell), "status": f"over {PATIENCE:.0f} s"}
+            else:
+                row = measure_cell(cell, size, device, seconds)
             (echo if row["status"] == "failed" else tell)(f"{cell.name}: {_text(row)}")
             record.add(row)
 
 
-def _hopeless(cell: Cell, rows: Sequence[Row]) -> bool:
-    """Whether a shorter sequence of batch 1 ran out of memory, or the step would take too long."""
+def _last_shorter(cell: Cell, rows: Sequence[Row]) -> Row | None:
+    """The longest of the shorter sequences with batch 1."""
     shorter = [
         row
         for row in rows
         if (row["part"], row["system"]) == (cell.part, cell.system) and row["tokens"] < cell.tokens
     ]
-    if cell.part != "batch 1" or not shorter:
+    if cell.part != "batch 1":
+        return None
+    return max(shorter, key=lambda row: row["tokens"], default=None)
+
+
+def _is_behind_the_end(cell: Cell, rows: Sequence[Row]) -> bool:
+    """Whether a shorter sequence already did not fit, took too long or failed."""
+    last = _last_shorter(cell, rows)
+    return last is not None and last["status"] != "timed"
+
+
+def _is_too_slow(cell: Cell, rows: Sequence[Row]) -> bool:
+    """Whether a step would take too long, if time grows with the square of the length."""
+    last = _last_shorter(cell, rows)
+    if last is None:
         return False
-    last = max(shorter, key=lambda row: row["tokens"])
-    if last["status"] != "timed":
-        return True
-    growth = (cell.tokens / last["tokens"]) ** 2
-    return last["milliseconds"] * growth > 1e3 * PATIENCE
+    return last["milliseconds"] * (cell.tokens / last["tokens"]) ** 2 > 1e3 * PATIENCE
 
 
 def table_of(rows: Sequence[Row], part: str) -> tuple[list[str], list[list[str]]]:
@@ -224,9 +237,17 @@ def table_of(rows: Sequence[Row], part: str) -> tuple[list[str], list[list[str]]
     lengths = sorted({row["tokens"] for row in rows})
     lines = []
     for field, what in (("peak_bytes", "GB"), ("milliseconds", "ms")):
-        for name in dict.fromkeys(row["system"] for row in rows):
+        measured = any(row.get(field) is not None for row in rows)
+        for name in dict.fromkeys(row["system"] for row in rows if measured):
             own = {row["tokens"]: row for row in rows if row["system"] == name}
             cells = [_cell(own.get(n), field) for n in lengths]
+            ends = [n for n, row in own.items() if row["status"] == "out of memory"]
+            if part == "batch 1" and ends:
+                # What does not fit does not fit at twice the length either.
+                cells = [
+                    "out of memory" if n > min(ends) else cell
+                    for n, cell in zip(lengths, cells, strict=True)
+                ]
             if any(cells):
                 lines.append([f"{what}, {SYSTEMS[name][0]}", *cells])
     return ["", *map(str, lengths)], lines

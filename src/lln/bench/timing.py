@@ -139,16 +139,18 @@ def _gpu_median(call: Callable[[], object], seconds: float) -> float:
 
 def _time_graph(call: Callable[[], None], seconds: float) -> float | None:
     """The call replayed as a CUDA graph: what the GPU takes, without Python launching it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
     try:
         with torch.cuda.stream(side):
             call()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
     except RuntimeError as error:
+        # A capture that fails leaves its own stream behind as the current one.
+        torch.cuda.set_stream(current)
         if is_out_of_memory(error):
             raise
         return None
@@ -183,8 +185,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def free_memory() -> None:
-    """Give back what the last case held."""
-    gc.collect()
+def free_memory(collect: bool = True) -> None:
+    """Give back what the last case held.
+
+    Args:
+        collect: Whether to look for reference cycles too, which takes a tenth of a second.
+    """
+    if collect:
+        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
