@@ -71,7 +71,7 @@ class Gate:
             own = self._compare(operation, case, inputs, operation.plain)
             # Compiling for a second shape takes longer than everything else here, and the plain
             # form that judged is the very function that was compiled.
-            if not own.passed or operation.own_shape_only:
+            if not own.passed or operation.is_compiled:
                 return own
         small = replace(case, batch=min(case.batch, 2), tokens=EXACT_TOKENS)
         if small not in self._small:

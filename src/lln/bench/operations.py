@@ -51,7 +51,7 @@ class Operation:
         least_bytes: Fewest bytes that must move, where units do not fit.
         compiled: Name of the operation that is this one's eager form under ``torch.compile``.
         forward_only: Whether there is no backward to time.
-        own_shape_only: Whether to judge at the timed shape alone, because a second shape is dear.
+        is_compiled: Whether ``run`` goes through ``torch.compile``.
         missing: Says in a sentence what the operation lacks here; None = it can run.
     """
 
@@ -68,7 +68,7 @@ class Operation:
     least_bytes: Callable[[Case], int] | None = None
     compiled: str | None = None
     forward_only: bool = False
-    own_shape_only: bool = False
+    is_compiled: bool = False
     missing: Callable[[], str | None] = _nothing_missing
 
     def floor_bytes(self, case: Case) -> int | None:
@@ -154,7 +154,7 @@ def _compile(operation: Operation) -> Operation:
         label=f"{operation.label}, eager form compiled",
         run=lambda *inputs: compiled()(*inputs),
         prepare=prepare,
-        own_shape_only=True,
+        is_compiled=True,
     )
 
 
