@@ -29,8 +29,8 @@ test: setup  ## run the CPU tests and the examples in the docstrings
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
 	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels
 
-bench: setup  ## run the benchmarks
-	$(BIN)/python -m benchmarks.run
+bench: setup  ## time attention on this machine, table and figure (CPU: three minutes)
+	$(BIN)/lln bench --figure
 
 fit: setup  ## refit the constants that ship with the package
 	$(BIN)/lln fit

@@ -1,1 +1,1 @@
-"""Speed, measured: a registry of cases, a runner that gates on correctness, a report."""
+"""The published results and the program that puts them into README and docs."""

@@ -171,8 +171,9 @@ def test_no_source_file_reads_a_shared_folder_or_names_a_machine_path(path):
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--help",), ("demo", "fit", "doctor")),
+        (("--help",), ("demo", "bench", "fit", "doctor")),
         (("demo", "--help"), ("--out", "--quick", "--seconds")),
+        (("bench", "--help"), ("--lengths", "--resume", "roberta")),
         (("fit", "--help"), ("--device", "--seeds", "--figures")),
         (("--version",), (f"lln {lln.__version__}",)),
         (("doctor",), (lln.__version__, "torch", "cpu", "right")),
@@ -215,6 +216,8 @@ main()
     [
         ("demo", "--data", "no/such/file"),
         ("demo", "--seconds", "-1"),
+        ("bench", "--device", "abacus"),
+        ("bench", "roberta", "--lengths", "100"),
         ("fit", "--device", "abacus"),
         ("fit", "--seeds", "0"),
     ],

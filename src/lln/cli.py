@@ -1,4 +1,4 @@
-"""The command line: ``lln demo | fit | doctor``."""
+"""The command line: ``lln demo | bench | fit | doctor``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lln.cli_bench import bench_app
 from lln.errors import LLNError
 
 app = typer.Typer(
@@ -17,9 +18,10 @@ app = typer.Typer(
     help=(
         "Linear Log-Normal attention: softmax's concentration at linear cost.\n\n"
         "Start with `lln demo` (a page with plots, two minutes); `lln doctor` says what this "
-        "machine can run."
+        "machine can run, `lln bench` how fast."
     ),
 )
+app.add_typer(bench_app, name="bench")
 
 
 @app.callback(invoke_without_command=True)

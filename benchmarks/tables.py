@@ -1,0 +1,142 @@
+"""The tables of README and docs, as Markdown."""
+
+from __future__ import annotations
+
+from benchmarks.targets import GRAPH, PYTHON, main_rows
+from lln.bench.compare import fastest
+from lln.bench.operations import OPERATIONS
+from lln.bench.roberta_table import table_of, title_of
+
+CPU_COLUMNS = ("sdpa", "lln", "lln_matched", "lln_diag")
+PASSES = ((False, "forward"), (True, "fwd + bwd"))
+
+
+def cpu_table(results: dict) -> str:
+    """Milliseconds, and how many times faster than SDPA."""
+    times = {
+        (row["operation"], row["backward"], row["tokens"]): row.get("milliseconds")
+        for row in results["cases"]
+        if row["operation"] in CPU_COLUMNS
+    }
+    lines = [
+        "| N | SDPA | LLN | LLN matched | LLN + Diag "
+        "| SDPA fwd+bwd | LLN | LLN matched | LLN + Diag |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for tokens in sorted({tokens for _, _, tokens in times}):
+        cells = [str(tokens)]
+        for backward in (False, True):
+            base = times.get(("sdpa", backward, tokens))
+            for operation in CPU_COLUMNS:
+                found = times.get((operation, backward, tokens))
+                faster = f" ({base / found:.1f}×)" if base and found else ""
+                if found is None:
+                    cells.append("")
+                else:
+                    cells.append(f"{found:.1f}{'' if operation == 'sdpa' else faster}")
+        lines.append("| " + " | ".join(cells) + " |")
+    environment = results["environment"]
+    lines += [
+        "",
+        f"Milliseconds (times faster than SDPA) on {environment['device']}, "
+        f"{environment['threads']} threads, float32, B = 1, H = 12, D = 64, torch "
+        f"{environment['torch']}; {_source(environment)}.",
+    ]
+    return "\n".join(lines)
+
+
+def gpu_table(results: dict) -> str:
+    """GPU time and floors, replayed as a CUDA graph and called from Python."""
+    rows = {(row["operation"], row["backward"], row["tokens"]): row for row in main_rows(results)}
+    lines = [
+        "| N | pass | best softmax | LLN | LLN + Diag | from Python: best softmax | LLN "
+        "| LLN + Diag |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lengths = sorted({n for name, _, n in rows if name in ("lln", "lln_diag")})
+    for backward, what in PASSES:
+        for tokens in lengths:
+            cells = [str(tokens), what]
+            for field, floors in ((GRAPH, "graph_floors"), (PYTHON, "floors")):
+                beside = [row for (_, b, n), row in rows.items() if (b, n) == (backward, tokens)]
+                best = fastest(beside, field, "bidirectional")
+                cells.append("" if best is None else f"{best:.3f}")
+                for name in ("lln", "lln_diag"):
+                    cells.append(_cell(rows.get((name, backward, tokens)), field, floors, best))
+            lines.append("| " + " | ".join(cells) + " |")
+    environment = results["environment"]
+    lines += [
+        "",
+        "Milliseconds (times faster than the better of flash and cuDNN; floors), α and β given: on "
+        f"the left replayed as a CUDA graph, on the right called from Python. "
+        f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}, "
+        f"copy {results['copy_terabytes_per_second']:.2f} TB/s; {_source(environment)}. Causal, "
+        "packed and decoding, other widths and B = 1: [docs/benchmarks.md](docs/benchmarks.md).",
+    ]
+    return "\n".join(lines)
+
+
+def gpu_other_table(results: dict) -> str:
+    """Every GPU case that is not in README's table."""
+    in_readme = ("lln", "lln_diag", "sdpa_flash", "sdpa_cudnn")
+    shown = {row["name"] for row in main_rows(results) if row["operation"] in in_readme}
+    lines = [
+        "| operation | pass | B | N | D | graph ms | floors | ms | floors | vs best softmax "
+        "| vs compiled | vs fla | memory |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results["cases"]:
+        if row["name"] in shown:
+            continue
+        numbers = [
+            (GRAPH, "{:.3f}"),
+            ("graph_floors", "{:.2f}"),
+            (PYTHON, "{:.3f}"),
+            ("floors", "{:.2f}"),
+            ("graph_softmax_ratio", "{:.2f}×"),
+            ("graph_compiled_ratio", "{:.2f}×"),
+            ("graph_fla_ratio", "{:.2f}×"),
+            ("memory_ratio", "{:.2f}×"),
+        ]
+        cells = [
+            OPERATIONS[row["operation"]].label,
+            "fwd + bwd" if row["backward"] else "forward",
+            *(str(row[name]) for name in ("batch", "tokens", "width")),
+            *("" if row.get(name) is None else form.format(row[name]) for name, form in numbers),
+        ]
+        if row.get("milliseconds") is None:
+            cells[5] = row.get("status", "not right")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def roberta_table(results: dict, part: str) -> str:
+    """One part of the table of training steps."""
+    heads, cells = table_of(results["cases"], part)
+    if not cells:
+        return "Not measured."
+    environment = results["environment"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines += [f"| {' | '.join(line)} |" for line in cells]
+    lines += [
+        "",
+        f"{title_of(results['cases'], part)}: GB at peak and milliseconds, forward and backward in "
+        f"bfloat16 by autocast and AdamW. {environment['device']}, torch {environment['torch']}; "
+        f"{_source(environment)}. An empty cell was not run.",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(row: dict | None, field: str, floors: str, best: float | None) -> str:
+    """Time, times faster than softmax, floors; a case without a time says why."""
+    if row is None:
+        return ""
+    if row.get(field) is None:
+        return "" if row.get("status") == "timed" else row.get("status", "")
+    notes = [f"{best / row[field]:.1f}×"] if best is not None else []
+    notes += [f"{row[floors]:.2f}"] if row.get(floors) is not None else []
+    return f"{row[field]:.3f}" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _source(environment: dict) -> str:
+    return f"made by `{environment['command']}`, commit `{environment['commit'][:10]}`"

@@ -1,0 +1,174 @@
+"""What is asked of the kernels, and whether the measurements meet it, line by line.
+
+All on one GPU, bfloat16, H = 12, D = 64, B·N = 65,536, α and β given unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lln.bench.compare import Row, fastest
+
+TOKENS, WIDTH = 65536, 64
+GRAPH, PYTHON = "graph_milliseconds", "milliseconds"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of the table.
+
+    Attributes:
+        asked: The words.
+        measure: Rows and field of the time → the worst number found; None if nothing was measured.
+        limit: What it may be.
+        at_least: Whether the limit is a lower one.
+        form: How to print the number.
+        timed: Whether there are two answers, as a CUDA graph and called from Python.
+    """
+
+    asked: str
+    measure: Callable[[list[Row], str], float | None]
+    limit: float
+    at_least: bool = False
+    form: str = "{:.2f}"
+    timed: bool = True
+
+    def verdict(self, found: float | None) -> str:
+        """``"met"``, ``"missed"`` or, without a measurement, nothing."""
+        if found is None:
+            return ""
+        met = found > self.limit if self.at_least else found <= self.limit
+        return "met" if met else "missed"
+
+
+def main_rows(results: dict) -> list[Row]:
+    """The rows the targets speak of."""
+    return [
+        row
+        for row in results["cases"]
+        if row["width"] == WIDTH and row["batch"] * row["tokens"] == TOKENS
+    ]
+
+
+def targets_table(results: dict) -> str:
+    """Markdown: asked, measured as a CUDA graph and from Python, met or missed."""
+    rows = main_rows(results)
+    lines = [
+        "| what is asked, at every N measured | as CUDA graph | | called from Python | |",
+        "|---|---|---|---|---|",
+    ]
+    for target in TARGETS:
+        cells = [target.asked]
+        for field in (GRAPH, PYTHON) if target.timed else (PYTHON,):
+            found = target.measure(rows, field)
+            cells += ["" if found is None else target.form.format(found), target.verdict(found)]
+        if not target.timed:
+            cells += cells[1:]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "The worst of all lengths; an empty cell was not measured."]
+    return "\n".join(lines)
+
+
+def _floors(operation: str, backward: bool) -> Callable[[list[Row], str], float | None]:
+    def worst(rows: list[Row], field: str) -> float | None:
+        name = "graph_floors" if field == GRAPH else "floors"
+        return _largest(
+            row.get(name)
+            for row in rows
+            if row["operation"] == operation and row["backward"] == backward
+        )
+
+    return worst
+
+
+def _matching_units(rows: list[Row], field: str) -> float | None:
+    """Units of time that matching on the fly adds, at most."""
+    added = []
+    for row in _of(rows, "lln", field):
+        unit = _unit(row, field)
+        beside = _of(_beside(rows, row), "lln_matched", field)
+        if unit and beside:
+            added.append((beside[0][field] - row[field]) / unit)
+    return _largest(added)
+
+
+def _unit(row: Row, field: str) -> float | None:
+    """Milliseconds of one unit, from the row's floors: LLN's fewest units are 4 and 11."""
+    floors = row.get("graph_floors" if field == GRAPH else "floors")
+    return row[field] / floors / (11 if row["backward"] else 4) if floors else None
+
+
+def _versus_softmax(operation: str, group: str, least: int) -> Callable[..., float | None]:
+    def worst(rows: list[Row], field: str) -> float | None:
+        ratios = []
+        for row in _of(rows, operation, field):
+            best = fastest(_beside(rows, row), field, group)
+            if best is not None and row["tokens"] >= least:
+                ratios.append(best / row[field])
+        return min(ratios, default=None)
+
+    return worst
+
+
+def _versus_fla(rows: list[Row], field: str) -> float | None:
+    """LLN's time over fla's, the largest."""
+    return _largest(
+        row[field] / rival[field]
+        for row in _of(rows, "lln_causal", field)
+        for rival in _of(_beside(rows, row), "fla_causal", field)
+    )
+
+
+def _memory(operation: str) -> Callable[[list[Row], str], float | None]:
+    def worst(rows: list[Row], field: str) -> float | None:
+        return _largest(
+            row.get("memory_ratio")
+            for row in rows
+            if row["operation"] == operation and row["backward"]
+        )
+
+    return worst
+
+
+def _of(rows: Iterable[Row], operation: str, field: str) -> list[Row]:
+    return [r for r in rows if r["operation"] == operation and r.get(field) is not None]
+
+
+def _beside(rows: Iterable[Row], row: Row) -> list[Row]:
+    return [r for r in rows if (r["tokens"], r["backward"]) == (row["tokens"], row["backward"])]
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+TARGETS = (
+    Target("LLN forward ≤ 1.35 floors", _floors("lln", False), 1.35),
+    Target("LLN + Diag forward ≤ 1.4 floors", _floors("lln_diag", False), 1.4),
+    Target("LLN forward + backward ≤ 1.6 floors", _floors("lln", True), 1.6),
+    Target("LLN + Diag forward + backward ≤ 1.7 floors", _floors("lln_diag", True), 1.7),
+    Target("matching on the fly adds ≤ 3 units", _matching_units, 3.0, form="{:.1f} units"),
+    Target(
+        "LLN + Diag faster than the best softmax from N = 512",
+        _versus_softmax("lln_diag", "bidirectional", 512),
+        1.0,
+        at_least=True,
+        form="{:.2f}×",
+    ),
+    Target(
+        "causal LLN no slower than fla's linear attention",
+        _versus_fla,
+        1.0,
+        form="{:.2f} of its time",
+    ),
+    Target(
+        "causal LLN faster than the best causal softmax from N = 2,048",
+        _versus_softmax("lln_causal", "causal", 2048),
+        1.0,
+        at_least=True,
+        form="{:.2f}×",
+    ),
+    Target("LLN memory, fwd + bwd, ≤ 1.1 × tensors", _memory("lln"), 1.1, timed=False),
+    Target("LLN + Diag memory, fwd + bwd, ≤ 1.1 × tensors", _memory("lln_diag"), 1.1, timed=False),
+)

@@ -1,0 +1,82 @@
+"""The benchmarks without the command line program: ``python -m lln.bench [roberta] --help``.
+
+Needs torch alone (and triton on a GPU), for machines where typer and rich are not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lln.bench.options import join_lists, split_names, split_numbers
+from lln.bench.roberta_table import run_roberta
+from lln.bench.run import run_bench
+from lln.errors import LLNError
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Parse the options and run; exits like ``lln bench``."""
+    given = list(sys.argv[1:] if words is None else words)
+    roberta = given[:1] == ["roberta"]
+    try:
+        right = _roberta(given[1:]) if roberta else _bench(given)
+    except LLNError as error:
+        sys.stderr.write(f"lln: {error}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(0 if right else 1)
+
+
+def _bench(words: Sequence[str]) -> bool:
+    parser = argparse.ArgumentParser(
+        prog="python -m lln.bench",
+        description="Time attention on this machine; `python -m lln.bench roberta` times a model.",
+    )
+    _add_shared(parser)
+    parser.add_argument("--lengths", metavar="N…", help="sequence lengths")
+    parser.add_argument("--operations", metavar="NAME…", help="only these")
+    parser.add_argument("--passes", metavar="PASS…", help="forward, both")
+    parser.add_argument("--dtype", help="float32, bfloat16, float16 or float64")
+    parser.add_argument("--width", type=int, help="head width")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    given = vars(parser.parse_args(join_lists(words)))
+    given["lengths"] = split_numbers("--lengths", given["lengths"])
+    for name in ("operations", "passes"):
+        given[name] = split_names(given[name])
+    return run_bench(**given, echo=_echo)
+
+
+def _roberta(words: Sequence[str]) -> bool:
+    parser = argparse.ArgumentParser(
+        prog="python -m lln.bench roberta",
+        description="Time and memory of one training step of RoBERTa-base (the paper's Table 2).",
+    )
+    _add_shared(parser)
+    parser.add_argument("--lengths", metavar="N…", help="sequence lengths")
+    parser.add_argument("--systems", metavar="NAME…", help="only these attentions")
+    parser.add_argument("--tokens", type=int, help="tokens in the batch that fills the device")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the encoder")
+    given = vars(parser.parse_args(join_lists(words)))
+    given["lengths"] = split_numbers("--lengths", given["lengths"])
+    given["systems"] = split_names(given["systems"])
+    return run_roberta(**given, echo=_echo)
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
+    parser.add_argument("--out", type=Path, help="results file")
+    parser.add_argument("--resume", action="store_true", help="keep what --out already holds")
+    parser.add_argument("--seconds", type=float, help="repetition of one measurement")
+    parser.add_argument("--figure", action="store_true", help="draw the results beside --out")
+
+
+def _echo(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Results on disk: whole after every case, whatever interrupts the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lln.bench.environment import check_same
+from lln.errors import InvalidInputError
+
+_FIXED = ("kind", "environment", "cases")
+
+
+class Record:
+    """A JSON file with the environment of a run and one row a case.
+
+    Attributes:
+        path: Where it lies.
+        rows: What has been measured, in the order of measuring.
+        extra: Further entries of the file.
+    """
+
+    def __init__(
+        self, path: Path, kind: str, environment: dict[str, Any], resume: bool = False
+    ) -> None:
+        """Start a file, or go on with one.
+
+        Args:
+            path: Where to write; folders are made.
+            kind: What the rows are about; rows of another kind are not gone on with.
+            environment: As `lln.bench.environment.describe` gives it.
+            resume: Whether to keep the rows that are there.
+
+        Raises:
+            InvalidInputError: If the file cannot be used.
+        """
+        self.path, self.kind, self.environment = path, kind, environment
+        self.rows: list[dict[str, Any]] = []
+        self.extra: dict[str, Any] = {}
+        if path.is_dir():
+            raise InvalidInputError(f"--out must name a file, got the folder {str(path)!r}.")
+        if resume and path.exists():
+            self._load()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.save()
+        except OSError as error:
+            raise InvalidInputError(
+                f"--out {str(path)!r} cannot be written: {error.strerror or error}."
+            ) from error
+
+    def _load(self) -> None:
+        try:
+            stored = json.loads(self.path.read_text("utf-8"))
+            rows, environment = list(stored["cases"]), dict(stored["environment"])
+            if stored.get("kind") != self.kind:
+                raise ValueError
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInputError(
+                f"--resume cannot read {self.path}: it is no file of this command; "
+                "leave --resume out to start anew."
+            ) from error
+        check_same(environment, self.environment, self.path)
+        # What failed may have been repaired since; what is slow or too large stays so.
+        self.rows = [row for row in rows if row.get("status") != "failed"]
+        self.extra = {k: v for k, v in stored.items() if k not in _FIXED}
+        commands = [environment.get("command", ""), self.environment["command"]]
+        self.environment = {
+            **self.environment,
+            "command": "; ".join(dict.fromkeys(filter(None, commands))),
+        }
+
+    @property
+    def done(self) -> set[str]:
+        """Names of the cases that need no measuring any more."""
+        return {row["name"] for row in self.rows}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take in one row and save."""
+        self.rows.append(row)
+        self.save()
+
+    def save(self) -> None:
+        """Replace the file in one step: a reader or an interrupt never sees half of it."""
+        whole = {"kind": self.kind, "environment": self.environment}
+        whole |= {**self.extra, "cases": self.rows}
+        text = json.dumps(whole, indent=1) + "\n"
+        handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+            # mkstemp makes private files; results are there to be shown.
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, self.path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise

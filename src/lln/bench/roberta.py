@@ -1,0 +1,177 @@
+"""RoBERTa-base in plain PyTorch, with an attention to choose: the model of the paper's Table 2.
+
+As fairseq builds and trains it: learned positions, a norm after the embeddings, post-norm layers,
+GELU, and a head with tied weights that sees the masked tokens only. Attention weights are not
+dropped, for most of the attentions never form them; everything else is dropped with 0.1.
+
+Dimension legend: B batch, N tokens, W width of the model, H heads, D head width, M masked tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lln
+from lln.peers.nystromformer import NystromAttention
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# Tokens in a diagonal block: the head width, as in the paper.
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class RobertaSize:
+    """Sizes of the model; the defaults are RoBERTa-base."""
+
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    inner: int = 3072
+    words: int = 50265
+    dropout: float = 0.1
+
+
+def naive_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softmax attention that writes its N×N matrix down, ``[B, H, N, D]``."""
+    weights = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
+    return weights.to(value.dtype) @ value
+
+
+def block_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softmax attention inside blocks of 64 tokens, as fast as PyTorch has it.
+
+    N must be a multiple of 64; the blocks are a batch of short sequences.
+    """
+    blocks = (
+        side.transpose(1, 2).unflatten(1, (-1, BLOCK)).flatten(0, 1).transpose(1, 2)
+        for side in (query, key, value)
+    )
+    query_blocks, key_blocks, value_blocks = blocks
+    out = F.scaled_dot_product_attention(query_blocks, key_blocks, value_blocks)
+    return out.transpose(1, 2).unflatten(0, (query.shape[0], -1)).flatten(1, 2).transpose(1, 2)
+
+
+# Every layer gets an attention of its own: some have weights.
+SYSTEMS: dict[str, tuple[str, Callable[[RobertaSize], Attention]]] = {
+    "softmax_sdpa": ("softmax (SDPA)", lambda _: F.scaled_dot_product_attention),
+    "softmax_naive": ("softmax (N×N written)", lambda _: naive_softmax),
+    "nystromformer": ("Nyströmformer", lambda size: NystromAttention(size.heads)),
+    "lln": ("LLN", lambda _: lln.lln_attention),
+    "lln_diag": ("LLN + Diag", lambda _: partial(lln.lln_diag_attention, block_size=BLOCK)),
+    "diag": ("Diag alone", lambda _: block_softmax),
+}
+
+
+class Roberta(nn.Module):
+    """The encoder and its masked-language head."""
+
+    def __init__(
+        self, size: RobertaSize, tokens: int, attention: Callable[[RobertaSize], Attention]
+    ) -> None:
+        """Build the model with fresh weights.
+
+        Args:
+            size: Of everything.
+            tokens: Longest sequence: learned positions end there.
+            attention: Makes the attention of one layer.
+        """
+        super().__init__()
+        self.word = nn.Embedding(size.words, size.width)
+        self.position = nn.Embedding(tokens, size.width)
+        self.norm = nn.LayerNorm(size.width)
+        self.dropout = size.dropout
+        self.layers = nn.ModuleList(_Layer(size, attention(size)) for _ in range(size.layers))
+        self.head = nn.Linear(size.width, size.width)
+        self.head_norm = nn.LayerNorm(size.width)
+        self.bias = nn.Parameter(torch.zeros(size.words))
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, words: Tensor, masked: Tensor) -> Tensor:
+        """Logits ``[M, words]``; ``words`` int64 ``[B, N]``, ``masked`` places in B·N ``[M]``."""
+        places = torch.arange(words.shape[1], device=words.device)
+        hidden = self.norm(self.word(words) + self.position(places))
+        hidden = F.dropout(hidden, self.dropout, self.training)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        chosen = hidden.flatten(0, 1).index_select(0, masked)
+        chosen = self.head_norm(F.gelu(self.head(chosen)))
+        return F.linear(chosen, self.word.weight, self.bias)
+
+
+class _Layer(nn.Module):
+    """Attention and a feed-forward network, each with a residual and a norm after it."""
+
+    def __init__(self, size: RobertaSize, attention: Attention) -> None:
+        super().__init__()
+        self.heads, self.dropout, self.attention = size.heads, size.dropout, attention
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.out = nn.Linear(size.width, size.width)
+        self.up = nn.Linear(size.width, size.inner)
+        self.down = nn.Linear(size.inner, size.width)
+        self.attention_norm, self.norm = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[B, N, W]`` → ``[B, N, W]``."""
+        split = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))
+        query, key, value = (side.transpose(1, 2) for side in split.unbind(2))
+        attended = self.attention(query, key, value).transpose(1, 2).flatten(-2)
+        hidden = self.attention_norm(hidden + self._drop(self.out(attended)))
+        inner = self.down(F.gelu(self.up(hidden)))
+        return self.norm(hidden + self._drop(inner))
+
+    def _drop(self, tensor: Tensor) -> Tensor:
+        return F.dropout(tensor, self.dropout, self.training)
+
+
+class Training:
+    """A model, its optimiser and one fixed batch: everything that a training step needs."""
+
+    def __init__(
+        self,
+        size: RobertaSize,
+        attention: Callable[[RobertaSize], Attention],
+        batch: int,
+        tokens: int,
+        device: str,
+    ) -> None:
+        """Build everything on the device.
+
+        Args:
+            size: Of the model.
+            attention: Makes the attention of one layer.
+            batch: B.
+            tokens: N.
+            device: ``"cpu"`` or ``"cuda"``.
+        """
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = Roberta(size, tokens, attention).train()
+            self.words = torch.randint(size.words, (batch, tokens))
+            # 15 % of the tokens are masked, always as many, so that nothing waits for a count.
+            self.masked = torch.randperm(batch * tokens)[: max(1, batch * tokens * 15 // 100)]
+        self.targets = self.words.flatten()[self.masked]
+        self.optimiser = torch.optim.AdamW(
+            self.model.parameters(), lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01,
+            fused=device == "cuda",
+        )  # fmt: skip
+        self.device = device
+
+    def step(self) -> Tensor:
+        """Forward (on a GPU in bfloat16 by autocast), backward, AdamW; returns the loss."""
+        # Many CPUs have no bfloat16 products and take minutes to imitate them.
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            logits = self.model(self.words, self.masked)
+        loss = F.cross_entropy(logits.float(), self.targets)
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return loss.detach()

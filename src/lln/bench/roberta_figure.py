@@ -1,0 +1,72 @@
+"""Time and memory of a training step of RoBERTa-base over the length, drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lln.bench.figures import plain_ticks, save_figure
+from lln.bench.roberta import SYSTEMS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LOOKS: dict[str, tuple[str, str]] = {
+    "softmax_sdpa": ("#000000", "o"),
+    "softmax_naive": ("#777777", "s"),
+    "nystromformer": ("#009E73", "v"),
+    "lln": ("#0072B2", "^"),
+    "lln_diag": ("#D55E00", "D"),
+    "diag": ("#E69F00", "x"),
+}
+
+
+def draw_roberta(results: dict[str, Any], path: Path) -> list[Path]:
+    """Draw batch 1 over the length; returns the files, an SVG and a PNG, or none without rows.
+
+    Args:
+        results: Content of a results file of ``lln bench roberta``.
+        path: Where to write; the suffix is replaced.
+    """
+    rows = [row for row in results["cases"] if row["part"] == "batch 1"]
+    fields = [name for name in ("milliseconds", "peak_bytes") if any(r.get(name) for r in rows)]
+    if not fields:
+        return []
+
+    def fill(figure: Figure) -> None:
+        panels = figure.subplots(1, len(fields), squeeze=False)[0]
+        for axes, field in zip(panels, fields, strict=True):
+            scale = 1e-9 if field == "peak_bytes" else 1.0
+            for name, (colour, marker) in _LOOKS.items():
+                points = sorted(
+                    (row["tokens"], row[field] * scale)
+                    for row in rows
+                    if row["system"] == name and row.get(field) is not None
+                )
+                if points:
+                    label = SYSTEMS[name][0]
+                    axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
+                    _mark_end(axes, rows, name, points[-1], colour)
+            axes.set_xlabel("tokens N")
+            axes.set_ylabel("gigabytes at peak" if field == "peak_bytes" else "milliseconds a step")
+            plain_ticks(axes, sorted({row["tokens"] for row in rows if row.get(field)}))
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=6)
+        environment = results["environment"]
+        figure.suptitle(
+            f"One training step of RoBERTa-base, batch 1, "
+            f"{'bfloat16 autocast' if results.get('autocast') else 'float32'}, "
+            f"{environment['device']}, torch {environment['torch']}",
+            fontsize=9,
+        )
+
+    return save_figure(path, (9.5, 4.2), fill)
+
+
+def _mark_end(axes: Any, rows: Any, name: str, last: tuple[int, float], colour: str) -> None:
+    """Say where a curve ends because memory does."""
+    if any(row["system"] == name and row["status"] == "out of memory" for row in rows):
+        axes.annotate(
+            "out of memory", last, xytext=(-3, 6), textcoords="offset points", fontsize=7,
+            color=colour, ha="right",
+        )  # fmt: skip

@@ -1,0 +1,300 @@
+"""``lln bench roberta``: memory and time of one training step, the paper's Table 2.
+
+Two parts: batch 1 over the length, as in the paper, doubling until memory runs out; and batches
+that all hold the same number of tokens and fill the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from lln.bench.compare import Row
+from lln.bench.display import Echo, progress, show_table
+from lln.bench.environment import check_device, describe
+from lln.bench.figures import check_matplotlib
+from lln.bench.record import Record
+from lln.bench.roberta import BLOCK, SYSTEMS, RobertaSize, Training
+from lln.bench.roberta_figure import draw_roberta
+from lln.bench.run import check_seconds, command_of
+from lln.bench.timing import free_memory, is_out_of_memory
+from lln.errors import InvalidInputError
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+LONGEST = 1 << 20
+MOST_STEPS = 20
+# A cell that would take longer than this a step is not run.
+PATIENCE = 40.0
+# Bytes a token that a training step of RoBERTa-base keeps, roughly; the batch takes 60 % of memory.
+_TOKEN_BYTES, _FILLED = 500_000, 0.6
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the table."""
+
+    part: str
+    system: str
+    batch: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """How the cell is printed and found again in the results."""
+        return f"{self.part}: {self.system} B{self.batch} N{self.tokens}"
+
+
+def run_roberta(
+    *,
+    device: str | None = None,
+    lengths: Sequence[int] | None = None,
+    systems: Sequence[str] | None = None,
+    tokens: int | None = None,
+    layers: int = 12,
+    out: Path | None = None,
+    resume: bool = False,
+    seconds: float | None = None,
+    figure: bool = False,
+    echo: Echo,
+) -> bool:
+    """Measure training steps of RoBERTa-base with every attention.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``; None = the GPU if there is one.
+        lengths: N, multiples of 64; None = 512 … 16,384 and doubling until memory runs out.
+        systems: Names of `lln.bench.roberta.SYSTEMS`; None = all.
+        tokens: B·N of the second part; None = what fills the device, 0 = leave the part out.
+        layers: Of the encoder.
+        out: The results file; None = ``lln-roberta-DEVICE.json`` here.
+        resume: Whether to keep what ``out`` already holds.
+        seconds: Repetition of a cell, 20 steps at most, 3 at least on a GPU; None = 1.
+        figure: Whether to draw the results beside ``out``.
+        echo: Takes the lines meant for the terminal.
+
+    Returns:
+        Whether every cell was measured or ran out of memory.
+
+    Raises:
+        InvalidInputError: One sentence if an option cannot be used, before any work.
+        KeyboardInterrupt: After Ctrl-C, with the file in order.
+    """
+    device = check_device(device)
+    _check(lengths, systems, tokens, layers)
+    seconds = check_seconds(1.0 if seconds is None else seconds)
+    if figure:
+        check_matplotlib()
+    options = {"device": device, "lengths": lengths, "systems": systems, "tokens": tokens}
+    options |= {"layers": None if layers == 12 else layers}
+    options |= {"seconds": None if seconds == 1.0 else seconds}
+    environment = describe(device, command_of("lln bench roberta", options))
+    record = Record(out or Path(f"lln-roberta-{device}.json"), "roberta", environment, resume)
+    size = RobertaSize(layers=layers)
+    filling = filling_tokens(device, lengths or LENGTHS) if tokens is None else tokens
+    record.extra = {"model": asdict(size), "filling_tokens": filling}
+    record.extra["autocast"] = "bfloat16" if device == "cuda" else None
+    cells = plan(lengths, list(systems or SYSTEMS), filling)
+    try:
+        _run_cells(cells, record, size, device, seconds, echo)
+    except KeyboardInterrupt:
+        echo(f"Stopped; {record.path} holds what was measured, and --resume goes on from it.")
+        raise
+    for part in dict.fromkeys(row["part"] for row in record.rows):
+        show_table(*table_of(record.rows, part), title=title_of(record.rows, part))
+    echo(f"Wrote {record.path}.")
+    if figure:
+        results = {"environment": record.environment, **record.extra, "cases": record.rows}
+        for written in draw_roberta(results, Path(f"{record.path.with_suffix('')}.svg")):
+            echo(f"Drew {written}.")
+    return all(row["status"] != "failed" for row in record.rows)
+
+
+def plan(lengths: Sequence[int] | None, systems: Sequence[str], filling: int) -> list[Cell]:
+    """All cells; those behind a system's out of memory are left out when their turn comes."""
+    lengths = sorted(lengths) if lengths else [*LENGTHS, *_doublings(LENGTHS[-1])]
+    cells = [Cell("batch 1", name, 1, n) for name in systems for n in lengths]
+    for name in systems:
+        fitting = [n for n in lengths if n <= min(filling, LENGTHS[-1])]
+        cells += [Cell("filled", name, filling // n, n) for n in fitting]
+    return cells
+
+
+def filling_tokens(device: str, lengths: Sequence[int]) -> int:
+    """Tokens of a batch that fills the device: a power of two by its memory; a CPU gets few."""
+    if device == "cpu":
+        return 2 * max(lengths)
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return 1 << (int(_FILLED * memory / _TOKEN_BYTES).bit_length() - 1)
+
+
+def measure_cell(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
+    """Median milliseconds and peak bytes of a training step.
+
+    Args:
+        cell: What to measure.
+        size: Of the model.
+        device: ``"cpu"`` or ``"cuda"``.
+        seconds: How long to repeat: 20 steps at most, 3 at least on a GPU.
+    """
+    row: Row = {"name": cell.name, **asdict(cell)}
+    try:
+        row |= _measure(cell, size, device, seconds)
+    except Exception as error:
+        if is_out_of_memory(error):
+            row["status"] = "out of memory"
+        else:
+            lines = str(error).strip().splitlines() or [""]
+            row |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
+    # Here the exception and the frames it kept alive, model included, are gone.
+    free_memory()
+    return row
+
+
+def _measure(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    training = Training(size, SYSTEMS[cell.system][1], cell.batch, cell.tokens, device)
+    first = _timed_step(training)
+    # The first step also compiles kernels, so it counts only where that is little beside it.
+    times = [first] if first > PATIENCE / 4 and cell.tokens > LENGTHS[-1] else []
+    fewest, most = (1, 1) if times else (1 if device == "cpu" else 3, MOST_STEPS)
+    begin = time.perf_counter()
+    while len(times) < fewest or (len(times) < most and time.perf_counter() - begin < seconds):
+        times.append(_timed_step(training))
+    row: Row = {"status": "timed", "milliseconds": 1e3 * median(times), "steps": len(times)}
+    if device == "cuda":
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+        row["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return row
+
+
+def _timed_step(training: Training) -> float:
+    """Seconds of one step; reading the loss waits for the device."""
+    begin = time.perf_counter()
+    loss = training.step().item()
+    seconds = time.perf_counter() - begin
+    if loss != loss:
+        raise FloatingPointError("the loss is not a number")
+    return seconds
+
+
+def _run_cells(
+    cells: Sequence[Cell],
+    record: Record,
+    size: RobertaSize,
+    device: str,
+    seconds: float,
+    echo: Echo,
+) -> None:
+    with progress(len(cells), echo) as (advance, tell):
+        for cell in cells:
+            advance(cell.name)
+            if cell.name in record.done:
+                continue
+            if _is_behind_the_end(cell, record.rows):
+                continue
+            if _is_too_slow(cell, record.rows):
+                row = {"name": cell.name, **asdict(cell), "status": f"over {PATIENCE:.0f} s"}
+            else:
+                row = measure_cell(cell, size, device, seconds)
+            (echo if row["status"] == "failed" else tell)(f"{cell.name}: {_text(row)}")
+            record.add(row)
+
+
+def _last_shorter(cell: Cell, rows: Sequence[Row]) -> Row | None:
+    """The longest of the shorter sequences with batch 1."""
+    shorter = [
+        row
+        for row in rows
+        if (row["part"], row["system"]) == (cell.part, cell.system) and row["tokens"] < cell.tokens
+    ]
+    if cell.part != "batch 1":
+        return None
+    return max(shorter, key=lambda row: row["tokens"], default=None)
+
+
+def _is_behind_the_end(cell: Cell, rows: Sequence[Row]) -> bool:
+    """Whether a shorter sequence already did not fit, took too long or failed."""
+    last = _last_shorter(cell, rows)
+    return last is not None and last["status"] != "timed"
+
+
+def _is_too_slow(cell: Cell, rows: Sequence[Row]) -> bool:
+    """Whether a step would take too long, if time grows with the square of the length."""
+    last = _last_shorter(cell, rows)
+    if last is None:
+        return False
+    return last["milliseconds"] * (cell.tokens / last["tokens"]) ** 2 > 1e3 * PATIENCE
+
+
+def table_of(rows: Sequence[Row], part: str) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells: memory in GB, then milliseconds a step, a line a system."""
+    rows = [row for row in rows if row["part"] == part]
+    lengths = sorted({row["tokens"] for row in rows})
+    lines = []
+    for field, what in (("peak_bytes", "GB"), ("milliseconds", "ms")):
+        measured = any(row.get(field) is not None for row in rows)
+        for name in dict.fromkeys(row["system"] for row in rows if measured):
+            own = {row["tokens"]: row for row in rows if row["system"] == name}
+            cells = [_cell(own.get(n), field) for n in lengths]
+            ends = [n for n, row in own.items() if row["status"] == "out of memory"]
+            if part == "batch 1" and ends:
+                # What does not fit does not fit at twice the length either.
+                cells = [
+                    "out of memory" if n > min(ends) else cell
+                    for n, cell in zip(lengths, cells, strict=True)
+                ]
+            if any(cells):
+                lines.append([f"{what}, {SYSTEMS[name][0]}", *cells])
+    return ["", *map(str, lengths)], lines
+
+
+def title_of(rows: Sequence[Row], part: str) -> str:
+    """What a part measures."""
+    if part == "batch 1":
+        return "One training step, batch 1"
+    tokens = max(row["batch"] * row["tokens"] for row in rows if row["part"] == part)
+    return f"One training step, {tokens:,} tokens a batch"
+
+
+def _cell(row: Row | None, field: str) -> str:
+    """A cell that was not run is empty."""
+    if row is None:
+        return ""
+    if row.get(field) is not None:
+        return f"{row[field] / 1e9:.1f}" if field == "peak_bytes" else f"{row[field]:.0f}"
+    return "" if row["status"] == "timed" else row["status"]
+
+
+def _text(row: Row) -> str:
+    if row["status"] != "timed":
+        return row.get("reason", row["status"])
+    memory = f", {row['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in row else ""
+    return f"{row['milliseconds']:.1f} ms a step{memory}"
+
+
+def _doublings(length: int) -> list[int]:
+    found: list[int] = []
+    while (length := 2 * length) <= LONGEST:
+        found.append(length)
+    return found
+
+
+def _check(
+    lengths: Sequence[int] | None, systems: Sequence[str] | None, tokens: int | None, layers: int
+) -> None:
+    unknown = [name for name in systems or () if name not in SYSTEMS]
+    if unknown:
+        raise InvalidInputError(
+            f"--systems must be of {', '.join(SYSTEMS)}, got {', '.join(unknown)}."
+        )
+    odd = [n for n in lengths or () if n < BLOCK or n % BLOCK]
+    if odd:
+        raise InvalidInputError(f"--lengths must be multiples of {BLOCK}, got {odd[0]}.")
+    for option, value, least in (("--layers", layers, 1), ("--tokens", tokens, 0)):
+        if value is not None and value < least:
+            raise InvalidInputError(f"{option} must be at least {least}, got {value}.")

@@ -1,0 +1,184 @@
+"""The command line's benchmarks: ``lln bench`` and ``lln bench roberta``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from lln.errors import InvalidInputError
+
+_ROBERTA = "roberta"
+
+
+class _ListsGroup(TyperGroup):
+    """Lets ``--lengths 512 1024`` take several words, which click cannot."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore
+        """Join the words of list options before click sees them."""
+        from lln.bench.options import join_lists
+
+        return super().parse_args(ctx, join_lists(args, (_ROBERTA,)))
+
+
+bench_app = typer.Typer(cls=_ListsGroup, invoke_without_command=True, add_completion=False)
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Keep what --out holds and measure only what is missing.")
+]
+Figure = Annotated[
+    bool, typer.Option("--figure", help="Draw time and memory over N beside --out (SVG and PNG).")
+]
+
+
+@bench_app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    device: Device = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N…", help="Sequence lengths, e.g. --lengths 512 4096."),
+    ] = None,
+    operations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME…",
+            help="Only these: sdpa sdpa_flash sdpa_cudnn lln lln_matched lln_diag lln_compiled "
+            "lln_diag_compiled; sdpa_causal sdpa_flash_causal sdpa_cudnn_causal lln_causal "
+            "fla_causal; flash_packed lln_packed; sdpa_decode lln_decode.",
+        ),
+    ] = None,
+    passes: Annotated[
+        str | None,
+        typer.Option(metavar="PASS…", help="forward, both (forward + backward); default: each."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16 or float64. Default: float32 on a CPU, bfloat16 "
+            "on a GPU."
+        ),
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Head width D. Default: 64.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results file. Default: lln-bench-DEVICE.json here.")
+    ] = None,
+    resume: Resume = False,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Repetition of one case. Default: 0.3 on a CPU, 0.05 on a GPU."),
+    ] = None,
+    figure: Figure = False,
+) -> None:
+    """Time LLN attention and its rivals on this machine, forward and forward + backward.
+
+    Without options the suite of the device runs: about three minutes on two CPU cores, about
+    eight on an H200. With --lengths, --dtype or --width every operation runs at just these.
+
+    Correctness comes first: each case is compared with a float64 reference, gradients too, and a
+    case that errs beyond its budget prints its error and gets no time (exit code 1).
+
+    Columns: ms is the median of calls from Python, graph ms of replays as a CUDA graph (what the
+    GPU takes by itself). One unit is the time to copy one tensor [B, H, N, D] at this machine's
+    measured copy speed; floors is the time over the fewest units that must move. vs softmax,
+    vs compiled, vs fla: how many times faster than the fastest softmax, than the eager form under
+    torch.compile, than fla's linear attention (causal, where that package is installed). memory is
+    the peak over the tensors nobody can do without.
+
+    The results file is whole after every case: Ctrl-C loses nothing, --resume goes on.
+    """
+    if context.invoked_subcommand is not None:
+        given = [name for name, value in context.params.items() if value]
+        if given:
+            raise InvalidInputError(
+                f"options of `lln bench {context.invoked_subcommand}` go behind its name, "
+                f"got --{given[0]} before it."
+            )
+        return
+    from lln.bench.options import split_names, split_numbers
+    from lln.bench.run import run_bench
+
+    right = run_bench(
+        device=device,
+        lengths=split_numbers("--lengths", lengths),
+        operations=split_names(operations),
+        passes=split_names(passes),
+        dtype=dtype,
+        width=width,
+        out=out,
+        resume=resume,
+        threads=threads,
+        seconds=seconds,
+        figure=figure,
+        echo=typer.echo,
+    )
+    if not right:
+        raise typer.Exit(1)
+
+
+@bench_app.command(_ROBERTA)
+def roberta(
+    device: Device = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N…",
+            help="Multiples of 64. Default: 512 to 16384, and on until memory runs out.",
+        ),
+    ] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME…",
+            help="Only these: softmax_sdpa softmax_naive nystromformer lln lln_diag diag.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a batch of the second part; 0 leaves it out. Default: what fills the "
+            "GPU."
+        ),
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the encoder.")] = 12,
+    out: Annotated[
+        Path | None, typer.Option(help="Results file. Default: lln-roberta-DEVICE.json here.")
+    ] = None,
+    resume: Resume = False,
+    seconds: Annotated[float, typer.Option(help="Repetition of one cell, 20 steps at most.")] = 1.0,
+    figure: Figure = False,
+) -> None:
+    """Memory and time of one training step of RoBERTa-base: the paper's Table 2.
+
+    Forward (bfloat16 by autocast on a GPU, float32 on a CPU), backward and AdamW of a 12-layer
+    masked-language model with each attention: PyTorch's softmax, softmax with its N×N matrix
+    written down, Nyströmformer, LLN, LLN + Diag, and the diagonal part alone. First with batch 1
+    over the length, doubling until memory runs out; then with batches of equally many tokens that
+    fill the GPU.
+
+    About four minutes on an H200. A taste on a CPU: --device cpu --lengths 64 128 --layers 2.
+    A cell that does not fit says "out of memory", and the next one starts clean.
+    """
+    from lln.bench.options import split_names, split_numbers
+    from lln.bench.roberta_table import run_roberta
+
+    right = run_roberta(
+        device=device,
+        lengths=split_numbers("--lengths", lengths),
+        systems=split_names(systems),
+        tokens=tokens,
+        layers=layers,
+        out=out,
+        resume=resume,
+        seconds=seconds,
+        figure=figure,
+        echo=typer.echo,
+    )
+    if not right:
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Other attentions, for comparison: one small file a system, none borrowing our code."""
