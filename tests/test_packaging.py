@@ -29,6 +29,7 @@ PUBLIC = [
     "__version__",
     "block_diagonal_attention",
     "calibrate",
+    "decode_step",
     "lln_attention",
     "lln_attention_varlen",
     "lln_diag_attention",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln import InvalidInputError, KeySummary, lln_attention, reference
+from lln import InvalidInputError, KeySummary, decode_step, lln_attention, reference
 from lln.summary import LOG_ZERO
 from lln.testing import assert_close, make_qkv
 
@@ -271,3 +271,23 @@ def test_query_that_does_not_fit_is_refused(keys_and_values, shape):
 def test_beta_that_does_not_fit_is_refused(keys_and_values, shape):
     with pytest.raises(InvalidInputError, match="beta must"):
         KeySummary.of(*keys_and_values, torch.ones(shape))
+
+
+def test_decode_step_is_append_and_read():
+    query, key, value = torch.randn(3, 2, 4, 1, 8)
+    one, other = (KeySummary.of(key + 1, value - 1, 2.0) for _ in range(2))
+    found = decode_step(query, key, value, one, alpha=1.5)
+    expected = other.append(key, value).read(query, 1.5)
+    assert torch.equal(found, expected)
+    assert torch.equal(one.centroid, other.centroid)
+
+
+def test_decode_step_refuses_more_than_a_token():
+    query, key, value = torch.randn(3, 2, 4, 3, 8)
+    summary = KeySummary.empty(2, 4, 8, 8, 2.0)
+    with pytest.raises(InvalidInputError, match=r"one token.*T = 3"):
+        decode_step(query, key, value, summary, alpha=2.0)
+    with pytest.raises(InvalidInputError, match="reference"):
+        decode_step(
+            *(t[:, :, :1] for t in (query, key, value)), summary, alpha=2.0, impl="reference"
+        )

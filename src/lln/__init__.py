@@ -7,6 +7,7 @@ from lln import reference
 from lln.attention import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.calibration import calibrate
 from lln.core import LLNCore, LLNDiagCore
+from lln.decoding import decode_step
 from lln.errors import (
     BackendUnavailableError,
     CausalStatisticsError,
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "block_diagonal_attention",
     "calibrate",
+    "decode_step",
     "lln_attention",
     "lln_attention_varlen",
     "lln_diag_attention",

@@ -1,27 +1,12 @@
-"""The fused kernels against the float64 reference.
-
-On a GPU they run as they are; elsewhere in Triton's interpreter (TRITON_INTERPRET=1), which has
-float32 and float16 only.
-"""
-
-import os
+"""Bidirectional and cross attention by the kernels, against the float64 reference."""
 
 import pytest
 import torch
 
 import lln
+from lln.kernels import tuning
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
-
-pytest.importorskip("triton")
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
-
-from lln.kernels import tuning  # noqa: E402
-
-HALF = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
-DTYPES = [torch.float32, *HALF]
+from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, compare, holes
 
 
 @pytest.fixture(params=["short", "long"])
@@ -30,72 +15,6 @@ def plan(request):
     tuning.overrides["short"] = request.param == "short"
     yield request.param
     tuning.overrides.clear()
-
-
-def holes(batch, keys, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(batch, keys, generator=generator) > 0.3
-    mask[0, : keys // 2] = False
-    return mask.to(DEVICE)
-
-
-def run(inputs, extra, options, impl):
-    """Output and gradients of everything that asks for one."""
-    attend = lln.lln_diag_attention if "block_size" in options else lln.lln_attention
-    out = attend(*inputs, **extra, **options, impl=impl)
-    leaves = [t for t in (*inputs, *extra.values()) if torch.is_tensor(t) and t.requires_grad]
-    generator = torch.Generator().manual_seed(7)
-    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    grads = torch.autograd.grad(out, leaves, upstream.to(out.device, out.dtype))
-    return out, grads
-
-
-def compare(dtype=torch.float32, extra=None, layout="contiguous", **options):
-    """Kernels against reference and eager, forward and backward, within budget."""
-    shape = {name: options.pop(name) for name in list(options) if name in SHAPE}
-    sizes = {**SHAPE, **shape}
-    inputs = make_qkv(**sizes, dtype=dtype, device=DEVICE, layout=layout, requires_grad=True)
-    extra = {
-        name: side.to(DEVICE).requires_grad_() if torch.is_tensor(side) else side
-        for name, side in (extra or {"alpha": 2.0, "beta": 2.0}).items()
-    }
-    options["enable_gqa"] = True
-
-    def again(kind):
-        tensors = [t.detach().to(kind).requires_grad_() for t in inputs]
-        scales = {
-            name: side.detach().clone().requires_grad_() if torch.is_tensor(side) else side
-            for name, side in extra.items()
-        }
-        return tensors, scales
-
-    found, found_grads = run(inputs, extra, options, "triton")
-    wide, wide_extra = again(torch.float64)
-    wide_extra = {
-        n: s.detach().double().requires_grad_() if torch.is_tensor(s) else s
-        for n, s in wide_extra.items()
-    }
-    expected, expected_grads = run(wide, wide_extra, options, "reference")
-    eager, eager_grads = run(*again(dtype), options, "eager")
-    assert found.dtype == dtype
-    assert_close(found, expected, eager, what="output")
-    # A gradient may cancel to zero (one token: dq = 0); its terms are as large as the others'.
-    size = max(gradient.abs().max().item() for gradient in expected_grads[:3])
-    for index, triple in enumerate(zip(found_grads, expected_grads, eager_grads, strict=True)):
-        got, want, plain = triple
-        assert_close(got, want, plain, backward=True, magnitude=size, what=f"gradient {index}")
-
-
-# The interpreter takes milliseconds a tile: small there, odd everywhere.
-SHAPE = {
-    "batch": 2,
-    "heads": 3 if ON_GPU else 1,
-    "tokens": 70,
-    "width": 16,
-    "keys": None,
-    "key_heads": None,
-    "value_width": None,
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -302,9 +221,70 @@ def test_refusals_name_the_way_out():
     inputs = make_qkv(1, 1, 8, 8, device=DEVICE, dtype=torch.float64)
     with pytest.raises(lln.BackendUnavailableError, match=r"float64.*impl='eager'"):
         lln.lln_attention(*inputs, impl="triton")
-    inputs = make_qkv(1, 1, 8, 200, device=DEVICE)
-    with pytest.raises(lln.BackendUnavailableError, match="widths up to 128"):
+    inputs = make_qkv(1, 1, 8, 300, device=DEVICE)
+    with pytest.raises(lln.BackendUnavailableError, match="widths up to 256"):
         lln.lln_attention(*inputs, impl="triton")
-    inputs = make_qkv(1, 1, 8, 8, device=DEVICE)
-    with pytest.raises(lln.BackendUnavailableError, match="causal"):
-        lln.lln_attention(*inputs, alpha=1.0, beta=1.0, is_causal=True, impl="triton")
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_wide_values_are_read_in_slices(monkeypatch, block_size):
+    monkeypatch.setattr(tuning, "MAX_SUMMARY", 16 * 16)
+    monkeypatch.setattr(tuning, "MAX_SUMMARY_BESIDE_TILES", 16 * 16)
+    blocks = {} if block_size is None else {"block_size": block_size}
+    extra = {"alpha": torch.rand(2, 1, 1, 1) + 1, "beta": torch.rand(2, 1, 1, 1) + 1}
+    if blocks:
+        extra["mix"] = torch.rand(1, 1, 40)
+    compare(tokens=40, value_width=40, extra=extra, **blocks)
+
+
+WIDE = [(128, 128), (144, 200), (256, 256)]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="too slow in the interpreter")
+@pytest.mark.parametrize("block_size", [None, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF[-1]])
+@pytest.mark.parametrize(("width", "value_width"), WIDE)
+def test_wide_heads(dtype, width, value_width, block_size):
+    blocks = {} if block_size is None else {"block_size": block_size}
+    compare(dtype, tokens=130, width=width, value_width=value_width, **blocks)
+
+
+def test_second_call_follows_the_recipe_of_the_first():
+    """A recipe must serve other tensors, other numbers and other seeds of the same kind."""
+    from lln.kernels import recipes
+
+    recipes._recipes.clear()
+    outs = []
+    for alpha, seed in ((1.5, 0), (2.5, 1)):
+        query, key, value = make_qkv(1, 2, 40, 16, device=DEVICE, seed=seed)
+        found = lln.lln_attention(query, key, value, alpha=alpha, beta=alpha, impl="triton")
+        wide = [tensor.double() for tensor in (query, key, value)]
+        expected = lln.lln_attention(*wide, alpha=alpha, beta=alpha, impl="reference")
+        eager = lln.lln_attention(query, key, value, alpha=alpha, beta=alpha, impl="eager")
+        assert_close(found, expected, eager)
+        outs.append(found)
+    assert len(recipes._recipes) == 1
+    assert not torch.equal(*outs)
+
+
+def test_recipes_keep_no_tensor_alive():
+    import gc
+    import weakref
+
+    inputs = make_qkv(1, 2, 40, 16, device=DEVICE)
+    lln.lln_attention(*inputs, alpha=2.0, beta=2.0, impl="triton")
+    seen = [weakref.ref(tensor) for tensor in inputs]
+    del inputs
+    gc.collect()
+    assert all(reference() is None for reference in seen)
+
+
+def test_old_recipes_are_forgotten(monkeypatch):
+    from lln.kernels import recipes
+
+    recipes._recipes.clear()
+    monkeypatch.setattr(recipes, "MOST_RECIPES", 2)
+    for tokens in (3, 4, 5):
+        inputs = make_qkv(1, 1, tokens, 16, device=DEVICE)
+        lln.lln_attention(*inputs, alpha=2.0, beta=2.0, impl="triton")
+    assert len(recipes._recipes) == 2

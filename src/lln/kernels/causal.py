@@ -135,23 +135,31 @@ def _shared(call: Call, like: Tensor) -> tuple[dict[str, Any], tuple[Any, ...]]:
 def _plan_of(call: Call) -> Plan:
     heads = call.query.shape[1]
     tensors = (call.query, call.key, call.value)
-    return make_plan(*tensors, call.samples, heads, call.block_size, call.longest)
+    return make_plan(*tensors, call.samples, heads, call.block_size, call.longest, causal=True)
 
 
 def _segments(call: Call, plan: Plan) -> tuple[int, int]:
-    """How many stretches a sequence is cut into, and the tokens of one."""
+    """How many stretches a sequence is cut into, and the tokens of one: whole tiles of each walk."""
     programs = call.samples * call.query.shape[1]
     longest = call.longest or call.query.shape[2]
-    rows = plan.block_rows if call.block_size else plan.walk.tokens
+    rows = _largest_tile(plan)
+    if call.block_size:
+        # Tiles that hold whole blocks of an odd size fit no other walk; masks see to the rest.
+        whole = plan.block_rows == plan.walk.tokens
+        rows = max(rows, plan.block_rows) if whole else plan.block_rows
     stretch = plan.walk.stretch(longest, rows, programs, plan.cores)
     return cdiv(longest, stretch), stretch
+
+
+def _largest_tile(plan: Plan) -> int:
+    tiles = (plan.walk, plan.walk_query, plan.walk_key, plan.summarise)
+    return max(tile.tokens for tile in tiles)
 
 
 def _constants(call: Call, plan: Plan) -> dict[str, object]:
     query = call.query
     tokens = query.shape[2]
-    largest = max(plan.walk.tokens, plan.walk_grad.tokens, plan.summarise.tokens)
-    whole = call.mask is None and call.bounds is None and tokens % largest == 0
+    whole = call.mask is None and call.bounds is None and tokens % _largest_tile(plan) == 0
     if call.block_size and plan.block_rows != plan.walk.tokens:
         whole = False
     return {
@@ -263,12 +271,12 @@ def _write_backward(
     constants = _constants(call, plan)
     constants |= {"ALPHA_GRAD": asked[0], "BETA_GRAD": asked[1], "MIX_GRAD": asked[2]}
     steps, room = _start(call, plan, constants, segments, stretch)
-    tile = plan.walk_grad
-    rows = plan.block_rows if call.block_size else tile.tokens
     mixed = None if call.mix is None else mix
-    own = {"BT": tile.tokens, "STAGES": tile.stages, "HAS_STATE": segments > 1}
     programs = call.samples * heads
     grid = (segments, programs)
+    tile = plan.walk_query
+    rows = plan.block_rows if call.block_size else tile.tokens
+    own = {"BT": tile.tokens, "STAGES": tile.stages, "HAS_STATE": segments > 1}
     per_row = (query.shape[0], heads, tokens)
     room |= {"z": (per_row, _EXPONENT[query.dtype]), "delta": (per_row, torch.float32)}
     arguments = [
@@ -290,6 +298,9 @@ def _write_backward(
         sizes = constants | {"BT": gather.tokens, "STAGES": gather.stages}
         steps.append(Step(walks.causal_gather_kernel, grid, arguments, sizes, gather.warps))
         steps.append(_scan("_own", later, programs, segments, plan, constants))
+    tile = plan.walk_key
+    rows = plan.block_rows if call.block_size else tile.tokens
+    own = {"BT": tile.tokens, "STAGES": tile.stages, "HAS_STATE": segments > 1}
     arguments = [
         *places("query key value gradient dk dv mix mask alpha beta dbeta bounds"),
         *places(" ".join(name + later for name in _STATE)), *places("lost z delta"),

@@ -9,6 +9,7 @@ hand the arguments straight to the compiled kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from lln.errors import BackendUnavailableError
-from lln.kernels.tuning import Plan, is_interpreted, overrides, smaller
+from lln.kernels.tuning import Plan, cdiv, is_interpreted, overrides, smaller
 
 # Beyond this many kinds of calls the oldest are forgotten: every length of a sequence is a kind.
 MOST_RECIPES = 4096
@@ -80,26 +81,28 @@ class Step:
 
 
 class Recipe:
-    """The launches of one kind of call, and the room they need in between.
+    """The launches of one kind of call, and the room they need in between."""
 
-    Attributes:
-        steps: In order.
-        room: Name → (shape, dtype) of every intermediate tensor.
-    """
+    def __init__(self, steps: list[Step], room: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
+        """Lay out the room.
 
-    def __init__(
-        self, steps: list[Step], room: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    ) -> None:
-        """See the attributes."""
+        Args:
+            steps: In order.
+            room: Name → (shape, dtype) of every intermediate tensor.
+        """
         self.steps, self.room = steps, room
+        # One allocation for all: each costs more than filling in its addresses.
+        self.offsets: dict[str, int] = {}
+        self.bytes = 0
+        for name, (shape, dtype) in room.items():
+            self.offsets[name] = self.bytes
+            self.bytes += cdiv(math.prod(shape) * dtype.itemsize, 256) * 256
 
     def run(self, live: dict[str, Any], device: torch.device, *, first: bool) -> None:
         """Launch every step on the device's current stream."""
-        live = live | {
-            name: torch.empty(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in self.room.items()
-        }
+        space = torch.empty(self.bytes, dtype=torch.uint8, device=device) if self.bytes else None
         if first or is_interpreted():
+            live = live | self._tensors(space)
             with _on(device):
                 for step in self.steps:
                     step.record(live)
@@ -108,6 +111,10 @@ class Recipe:
             name: side.data_ptr() if isinstance(side, Tensor) else side
             for name, side in live.items()
         }
+        if space is not None:
+            begin = space.data_ptr()
+            for name, offset in self.offsets.items():
+                addresses[name] = begin + offset
         if device.index == torch.cuda.current_device():
             for step in self.steps:
                 step.repeat(addresses)
@@ -115,6 +122,16 @@ class Recipe:
         with _on(device):
             for step in self.steps:
                 step.repeat(addresses)
+
+    def _tensors(self, space: Tensor | None) -> dict[str, Tensor]:
+        """The room as tensors."""
+        tensors = {}
+        for name, (shape, dtype) in self.room.items():
+            if space is not None:
+                begin = self.offsets[name]
+                part = space[begin : begin + math.prod(shape) * dtype.itemsize]
+                tensors[name] = part.view(dtype).view(shape)
+        return tensors
 
 
 _recipes: dict[Hashable, Recipe] = {}

@@ -24,6 +24,8 @@ import triton.language as tl
 
 # Finite, so that NEVER − NEVER is 0 and not NaN.
 NEVER = tl.constexpr(-1e30)
+# A wider identity would take more of the chip than it saves.
+WIDEST_IDENTITY = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -140,8 +142,8 @@ def quiet_rows(b_q, ok):
 @triton.jit
 def widen(b_tile, BD: tl.constexpr):
     """A tile ``[BT, BD]`` in float32, in the layout of products."""
-    if b_tile.dtype == tl.float32:
-        return b_tile
+    if b_tile.dtype == tl.float32 or BD > WIDEST_IDENTITY:
+        return b_tile.to(tl.float32)
     slots = tl.arange(0, BD)
     b_identity = (slots[:, None] == slots[None, :]).to(b_tile.dtype)
     return tl.dot(b_tile, b_identity)
@@ -150,8 +152,8 @@ def widen(b_tile, BD: tl.constexpr):
 @triton.jit
 def widen_turned(b_tile, BD: tl.constexpr):
     """The transpose ``[BD, BT]`` of a tile in float32, in the layout of products."""
-    if b_tile.dtype == tl.float32:
-        return tl.trans(b_tile)
+    if b_tile.dtype == tl.float32 or BD > WIDEST_IDENTITY:
+        return tl.trans(b_tile.to(tl.float32))
     slots = tl.arange(0, BD)
     b_identity = (slots[:, None] == slots[None, :]).to(b_tile.dtype)
     return tl.dot(b_identity, tl.trans(b_tile))

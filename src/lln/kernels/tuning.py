@@ -73,7 +73,8 @@ class Plan:
         key_grad: Backward over the keys.
         joint_grad: Backward over both, with the diagonal part.
         walk: Causal attention, tile by tile.
-        walk_grad: Its backward.
+        walk_query: Its backward, forward over the tiles.
+        walk_key: Its backward, backward over the tiles.
         block_rows: Tokens of a tile with the diagonal part: whole blocks of it.
         has_blocks: Whether there is a diagonal part.
         short: Whether one program does a whole (sample, head).
@@ -90,7 +91,8 @@ class Plan:
     key_grad: Tile
     joint_grad: Tile
     walk: Tile
-    walk_grad: Tile
+    walk_query: Tile
+    walk_key: Tile
     block_rows: int
     has_blocks: bool
     short: bool
@@ -109,6 +111,7 @@ def make_plan(
     summary_heads: int,
     block_size: int,
     longest: int = 0,
+    causal: bool = False,
 ) -> Plan:
     """Choose the sizes for a call.
 
@@ -120,6 +123,7 @@ def make_plan(
         summary_heads: Summaries of a sample.
         block_size: Of the diagonal part; 0 = none.
         longest: Length of the longest packed sequence; 0 = not packed.
+        causal: Whether the call is causal.
     """
     return _plan(
         query.shape[-1],
@@ -130,6 +134,7 @@ def make_plan(
         samples * query.shape[1],
         samples * summary_heads,
         block_size,
+        causal,
         tuple(overrides.items()),
     )
 
@@ -144,6 +149,7 @@ def _plan(
     heads: int,
     summaries: int,
     block_size: int,
+    causal: bool,
     overridden: tuple[tuple[str, Any], ...],
 ) -> Plan:
     width, value_width = (max(16, power_of_two(size)) for size in (head_width, value_width))
@@ -153,10 +159,17 @@ def _plan(
     tokens = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32, 512: 16}[room]
     warps = 4 if widest <= 64 else 8
     stages = 3 if room <= 64 else 2
-    rows = block_size * max(1, 64 // block_size) if block_size else tokens
+    # As many blocks as a tile has room for, at least one.
+    rows = block_size * max(1, tokens // block_size) if block_size else tokens
     block_tile = max(16, power_of_two(rows))
+    if causal and block_size and block_tile >= 64:
+        # Tiles of 64 tokens by fewer than 64 channels come out wrong of Triton 3.6 on Hopper.
+        width, value_width = max(width, 64), max(value_width, 64)
     block_warps = 4 if max(widest, block_tile) <= 64 else 8
-    walk_warps = 4 if room <= 64 and block_tile <= 64 else 8
+    walk_warps = 4 if width <= 64 and block_tile <= 64 else 8
+    walk_tokens = block_tile if block_size else 16 if room > 128 else 32
+    walk_stages = 1 if room > 128 else 2
+    wide_walk = not block_size and width == value_width == room == 64
     cores = multiprocessors(device)
     chosen = {
         "width": width,
@@ -168,8 +181,9 @@ def _plan(
         "query_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
         "joint_grad": Tile(block_tile, block_warps, 2, 8),
-        "walk": Tile(block_tile if block_size else tokens, walk_warps, 2, 4),
-        "walk_grad": Tile(block_tile if block_size else tokens, walk_warps, 2, 4),
+        "walk": Tile(walk_tokens, walk_warps, 3 if room <= 64 else walk_stages, 8),
+        "walk_query": Tile(64 if wide_walk else walk_tokens, walk_warps, walk_stages, 8),
+        "walk_key": Tile(walk_tokens, walk_warps, walk_stages, 8),
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "short": (longest <= 1024 and summaries >= 2 * cores) or heads > MAX_GRID,
@@ -194,7 +208,7 @@ def smaller(plan: Plan) -> Plan | None:
     tiles: dict[str, Tile] = {name: getattr(plan, name) for name in walks}
     fixed = ["joint_read", "joint_grad"]
     if plan.has_blocks:
-        fixed += ["walk", "walk_grad"]
+        fixed += ["walk", "walk_query", "walk_key"]
     if any(tile.stages > 1 for tile in tiles.values()):
         less = {name: t._replace(stages=max(1, t.stages - 1)) for name, t in tiles.items()}
     elif any(tile.tokens > 16 for name, tile in tiles.items() if name not in fixed):

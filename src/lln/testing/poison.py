@@ -17,6 +17,9 @@ def poison_empty() -> Iterator[None]:
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def fill(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = make(*args, **kwargs)
+            if tensor.dtype == torch.uint8:
+                # Bytes to be viewed as numbers later: all ones is a NaN in every float type.
+                return tensor.fill_(255)
             return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
         return fill

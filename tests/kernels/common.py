@@ -1,0 +1,90 @@
+"""What the tests of every kernel share: where they run, and the comparison with the reference.
+
+On a GPU the kernels run as they are; elsewhere in Triton's interpreter (TRITON_INTERPRET=1), which
+has float32 and float16 only.
+"""
+
+import os
+
+import pytest
+import torch
+
+import lln
+from lln.testing import assert_close, make_qkv
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+
+HALF = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
+DTYPES = [torch.float32, *HALF]
+
+# The interpreter takes milliseconds a tile: small there, odd everywhere.
+SHAPE = {
+    "batch": 2,
+    "heads": 3 if ON_GPU else 1,
+    "tokens": 70,
+    "width": 16,
+    "keys": None,
+    "key_heads": None,
+    "value_width": None,
+    "scale": 1.0,
+}
+
+
+def holes(batch, keys, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(batch, keys, generator=generator) > 0.3
+    mask[0, : keys // 2] = False
+    return mask.to(DEVICE)
+
+
+def run(inputs, extra, options, impl):
+    """Output and gradients of everything that asks for one."""
+    attend = lln.lln_diag_attention if "block_size" in options else lln.lln_attention
+    out = attend(*inputs, **extra, **options, impl=impl)
+    leaves = [t for t in (*inputs, *extra.values()) if torch.is_tensor(t) and t.requires_grad]
+    generator = torch.Generator().manual_seed(7)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    grads = torch.autograd.grad(out, leaves, upstream.to(out.device, out.dtype))
+    return out, grads
+
+
+def compare(dtype=torch.float32, extra=None, layout="contiguous", **options):
+    """Kernels against reference and eager, forward and backward, within budget."""
+    shape = {name: options.pop(name) for name in list(options) if name in SHAPE}
+    sizes = {**SHAPE, **shape}
+    inputs = make_qkv(**sizes, dtype=dtype, device=DEVICE, layout=layout, requires_grad=True)
+    extra = {
+        name: side.to(DEVICE).requires_grad_() if torch.is_tensor(side) else side
+        for name, side in (extra or {"alpha": 2.0, "beta": 2.0}).items()
+    }
+    options["enable_gqa"] = True
+    if "diag_scale" in options:
+        options["scale"] = options.pop("diag_scale")
+
+    def again(kind):
+        tensors = [t.detach().to(kind).requires_grad_() for t in inputs]
+        scales = {
+            name: side.detach().clone().requires_grad_() if torch.is_tensor(side) else side
+            for name, side in extra.items()
+        }
+        return tensors, scales
+
+    found, found_grads = run(inputs, extra, options, "triton")
+    wide, wide_extra = again(torch.float64)
+    wide_extra = {
+        n: s.detach().double().requires_grad_() if torch.is_tensor(s) else s
+        for n, s in wide_extra.items()
+    }
+    expected, expected_grads = run(wide, wide_extra, options, "reference")
+    eager, eager_grads = run(*again(dtype), options, "eager")
+    assert found.dtype == dtype
+    assert_close(found, expected, eager, what="output")
+    # A gradient may cancel to zero (one token: dq = 0); its terms are as large as the others'.
+    size = max(gradient.abs().max().item() for gradient in expected_grads[:3])
+    for index, triple in enumerate(zip(found_grads, expected_grads, eager_grads, strict=True)):
+        got, want, plain = triple
+        assert_close(got, want, plain, backward=True, magnitude=size, what=f"gradient {index}")

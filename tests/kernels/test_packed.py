@@ -1,0 +1,111 @@
+"""Packed sequences by the kernels: equal to one reference call a sequence."""
+
+import pytest
+import torch
+
+import lln
+from lln.kernels import tuning
+from lln.testing import assert_close
+from tests.kernels.common import DEVICE, DTYPES, ON_GPU
+
+# One token, an empty sequence, longer ones.
+BOUNDS = [0, 1, 31, 31, 90]
+
+
+def packed(dtype=torch.float32, heads=2, key_heads=2, width=16):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(BOUNDS[-1], count, width, generator=generator).to(DEVICE, dtype)
+        for count in (heads, key_heads, key_heads)
+    ]
+
+
+def outcome(inputs, attend, kind, extra, **options):
+    tensors = [tensor.detach().to(kind).requires_grad_() for tensor in inputs]
+    sides = {
+        name: side.detach().to(kind if kind == torch.float64 else side.dtype).requires_grad_()
+        if torch.is_tensor(side)
+        else side
+        for name, side in extra.items()
+    }
+    bounds = torch.tensor(BOUNDS, device=DEVICE)
+    out = attend(*tensors, bounds, enable_gqa=True, **sides, **options)
+    generator = torch.Generator().manual_seed(7)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    leaves = [*tensors, *(side for side in sides.values() if torch.is_tensor(side))]
+    return out, torch.autograd.grad(out, leaves, upstream.to(out.device, out.dtype))
+
+
+def compare(dtype=torch.float32, extra=None, key_heads=2, **options):
+    inputs = packed(dtype, key_heads=key_heads)
+    diag = "block_size" in options
+    attend = lln.lln_diag_attention_varlen if diag else lln.lln_attention_varlen
+    extra = {"alpha": 2.0, "beta": 2.0} if extra is None else extra
+    extra = {n: s.to(DEVICE) if torch.is_tensor(s) else s for n, s in extra.items()}
+    found, found_grads = outcome(inputs, attend, dtype, extra, impl="triton", **options)
+    wide, wide_grads = outcome(inputs, attend, torch.float64, extra, impl="reference", **options)
+    plain, plain_grads = outcome(inputs, attend, dtype, extra, impl="eager", **options)
+    assert_close(found, wide, plain)
+    size = max(gradient.abs().max().item() for gradient in wide_grads[:3])
+    for index, triple in enumerate(zip(found_grads, wide_grads, plain_grads, strict=True)):
+        got, want, eager = triple
+        assert_close(got, want, eager, backward=True, magnitude=size, what=f"gradient {index}")
+
+
+@pytest.fixture(params=["short", "long"])
+def plan(request):
+    tuning.overrides["short"] = request.param == "short"
+    yield request.param
+    tuning.overrides.clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bidirectional(plan, dtype):
+    compare(dtype)
+
+
+def test_longest_sequence_known(plan):
+    compare(max_seqlen=59)
+
+
+def test_blocks_start_anew_with_every_sequence(plan):
+    mix = torch.rand(BOUNDS[-1], 2, 1)
+    compare(block_size=16, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})
+
+
+def test_temperatures_of_every_sequence(plan):
+    scales = {name: torch.rand(4, 2, 1, 1) + 1 for name in ("alpha", "beta")}
+    compare(extra=scales)
+
+
+def test_grouped_heads(plan):
+    compare(key_heads=1)
+
+
+@pytest.mark.parametrize("channels", [1, 16])
+def test_causal(channels):
+    mix = torch.rand(BOUNDS[-1], 2, channels)
+    compare(is_causal=True)
+    compare(is_causal=True, block_size=16, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})
+
+
+def test_matched_moments():
+    inputs = packed()
+    bounds = torch.tensor(BOUNDS, device=DEVICE)
+    found = lln.lln_attention_varlen(*inputs, bounds, impl="triton")
+    wide = [tensor.double() for tensor in inputs]
+    expected = lln.lln_attention_varlen(*wide, bounds, impl="reference")
+    eager = lln.lln_attention_varlen(*inputs, bounds, impl="eager")
+    assert_close(found, expected, eager)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="bounds are only unread on a GPU")
+def test_bounds_are_not_read_back():
+    inputs = packed()
+    bounds = torch.tensor(BOUNDS, device=DEVICE)
+    lln.lln_attention_varlen(*inputs, bounds, alpha=2.0, beta=2.0, impl="triton")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        lln.lln_attention_varlen(*inputs, bounds, alpha=2.0, beta=2.0, impl="triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
