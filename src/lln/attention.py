@@ -16,6 +16,7 @@ from lln.causal import causal_attention
 from lln.diagonal import block_diagonal
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
+from lln.kernels.tuning import blocks_fit
 from lln.measure import match_inputs
 from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
@@ -219,11 +220,12 @@ def lln_diag_attention(
     checks.check_block_size(block_size)
     checks.check_scale(scale)
     checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-    impl = choose_implementation(impl, query, block_size=min(block_size, query.shape[2]))
+    impl = choose_implementation(impl, query)
     with without_autocast(query):
         if alpha is None or beta is None:
             alpha, beta = match_inputs(query, key, matching, key_mask, impl)
-        if impl == "triton":
+        rows = min(block_size, max(query.shape[2], 1))
+        if impl == "triton" and blocks_fit(query, rows):
             return fused_attention(
                 query,
                 key,
@@ -232,11 +234,19 @@ def lln_diag_attention(
                 beta=beta,
                 key_mask=key_mask,
                 mix=mix,
-                block_size=min(block_size, max(query.shape[2], 1)),
+                block_size=rows,
                 scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
                 dropout_p=dropout_p,
                 is_causal=is_causal,
             )
+        if impl == "triton":
+            # Blocks that do not fit a kernel's tile run beside it.
+            value = drop_keys(value, dropout_p)
+            temperatures = {"alpha": alpha, "beta": beta, "key_mask": key_mask}
+            long_range = fused_attention(query, key, value, is_causal=is_causal, **temperatures)
+            widened = _widen(query, key, value, key_mask, 0.0)
+            short_range = _short_range(*widened, block_size, scale, key_mask, is_causal, "eager")
+            return join(long_range.to(short_range.dtype), short_range, mix).to(query.dtype)
         widened = _widen(query, key, value, key_mask, dropout_p)
         long_range = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
         short_range = _short_range(*widened, block_size, scale, key_mask, is_causal, impl)

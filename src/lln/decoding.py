@@ -99,8 +99,7 @@ def _fits_kernel(
         and summary.log_mass.is_contiguous()
         and summary.centroid.is_contiguous()
         and summary.centroid.device == query.device
-        and tuple(summary.centroid.shape)
-        == (query.shape[0], heads, query.shape[3], value.shape[3])
+        and tuple(summary.centroid.shape) == (query.shape[0], heads, query.shape[3], value.shape[3])
         and heads in (key.shape[1], query.shape[1])
         and heads_of(summary.beta) in (1, heads)
     )

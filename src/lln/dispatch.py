@@ -11,18 +11,12 @@ from lln.errors import BackendUnavailableError
 from lln.kernels.tuning import why_unavailable
 
 
-def choose_implementation(
-    impl: str,
-    query: Tensor,
-    *,
-    block_size: int = 0,
-) -> str:
+def choose_implementation(impl: str, query: Tensor) -> str:
     """``"eager"``, ``"triton"`` or ``"reference"``, from what was asked and what can run here.
 
     Args:
         impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``.
         query: Says where the call runs, and in what type and width.
-        block_size: Of the diagonal part; 0 = none.
 
     Raises:
         BackendUnavailableError: If ``"triton"`` was asked for and cannot run.
@@ -32,7 +26,7 @@ def choose_implementation(
         return impl
     if impl == "auto" and query.device.type != "cuda":
         return "eager"
-    reason = why_unavailable(query, block_size)
+    reason = why_unavailable(query)
     if reason is None:
         return "triton"
     if impl == "triton":

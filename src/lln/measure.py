@@ -136,4 +136,4 @@ _curve = cache(spread_curve)
 def _takes_kernel(query: Tensor, impl: str) -> bool:
     if impl == "auto" and (not query.is_cuda or is_interpreted()):
         return False
-    return impl in ("auto", "triton") and why_unavailable(query, 0) is None
+    return impl in ("auto", "triton") and why_unavailable(query) is None

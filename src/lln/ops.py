@@ -234,7 +234,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Any, ...]:
         (gradient,) = grad_outputs
         if gradient is None:
             return (None,) * (_TENSORS + _NUMBERS)

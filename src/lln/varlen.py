@@ -23,6 +23,7 @@ from lln.diagonal import attend_blocks
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
+from lln.kernels.tuning import blocks_fit
 from lln.measure import match_packed
 from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
@@ -176,7 +177,7 @@ def lln_diag_attention_varlen(
     checks.check_block_size(block_size)
     checks.check_scale(scale)
     checks.check_mix(mix, (*query.shape[:2], value.shape[-1]), query.device)
-    impl = choose_implementation(impl, query, block_size=min(block_size, query.shape[0]))
+    impl = choose_implementation(impl, query)
     with without_autocast(query):
         if alpha is None or beta is None:
             alpha, beta = match_packed(query, key, cu_seqlens, longest or 0, matching, impl)
@@ -187,7 +188,9 @@ def lln_diag_attention_varlen(
             shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
             shared |= {"block_size": block_size, "scale": scale, "impl": impl}
             return _one_by_one(lln_diag_attention, query, key, value, cu_seqlens, own, **shared)
-        if impl == "triton":
+        rows = block_size if longest is None else min(block_size, longest)
+        fused = {"is_causal": is_causal, "bounds": cu_seqlens, "longest": longest or query.shape[0]}
+        if impl == "triton" and blocks_fit(query, rows):
             if isinstance(mix, Tensor):
                 mix = mix.reshape((1,) * (3 - mix.dim()) + tuple(mix.shape)).transpose(0, 1)[None]
             return _fused(
@@ -197,17 +200,21 @@ def lln_diag_attention_varlen(
                 alpha=alpha,
                 beta=beta,
                 mix=mix,
-                block_size=min(block_size, query.shape[0]),
+                block_size=rows,
                 scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
                 dropout_p=dropout_p,
-                is_causal=is_causal,
-                bounds=cu_seqlens,
-                longest=longest or query.shape[0],
+                **fused,
             )
-        packed = _widen(query, key, value, dropout_p)
         bounds = cu_seqlens.long()
-        long_range = _long_range(*packed, bounds, longest, alpha, beta, is_causal)
-        rows = block_size if longest is None else min(block_size, longest)
+        if impl == "triton":
+            # Blocks that do not fit a kernel's tile run beside it.
+            value = drop_keys(value.transpose(0, 1), dropout_p).transpose(0, 1)
+            long_range = _fused(query, key, value, alpha=alpha, beta=beta, **fused)
+            packed = _widen(query, key, value, 0.0)
+            long_range = long_range.to(packed[0].dtype)
+        else:
+            packed = _widen(query, key, value, dropout_p)
+            long_range = _long_range(*packed, bounds, longest, alpha, beta, is_causal)
         tiling = cut_tiles(bounds, query.shape[0], rows)
         blocks = attend_blocks(
             *(tiling.gather(tensor) for tensor in packed),

@@ -1,13 +1,13 @@
-"""Causal attention by the kernels: the fast walk, the guard, the exact walk, against the reference."""
+"""Causal attention by the kernels: fast walk, guard and exact walk, against the reference."""
 
 import pytest
 import torch
+from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, compare, holes
 
 import lln
 from lln.kernels import tuning
 from lln.kernels.tuning import Tile
 from lln.testing import assert_close, make_qkv, poison_empty
-from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, compare, holes
 
 
 @pytest.fixture(params=["one stretch", "stretches"])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.kernels.common import DEVICE, DTYPES, ON_GPU
 
 import lln
 from lln.testing import assert_close, make_qkv
-from tests.kernels.common import DEVICE, DTYPES, ON_GPU
 
 
 def decoded(inputs, alpha, beta, impl, heads=None):

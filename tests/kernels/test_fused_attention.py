@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, compare, holes
 
 import lln
 from lln.kernels import tuning
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
-from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, compare, holes
 
 
 @pytest.fixture(params=["short", "long"])
@@ -235,6 +235,15 @@ def test_wide_values_are_read_in_slices(monkeypatch, block_size):
     if blocks:
         extra["mix"] = torch.rand(1, 1, 40)
     compare(tokens=40, value_width=40, extra=extra, **blocks)
+
+
+def test_blocks_beside_the_kernels(monkeypatch):
+    """Blocks too large for a tile: the LLN part by the kernel, the diagonal in plain PyTorch."""
+    monkeypatch.setattr(tuning, "MAX_BLOCK_TOKENS", 16)
+    mask = holes(2, 70)
+    extra = {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(2, 1, 70, 1)}
+    compare(block_size=40, key_mask=mask, extra=extra)
+    compare(HALF[-1], block_size=40, is_causal=True)
 
 
 WIDE = [(128, 128), (144, 200), (256, 256)]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.kernels.common import DEVICE, DTYPES, holes
 
 from lln.matching import match_moments
 from lln.measure import fused_moments, match_inputs
 from lln.testing import make_qkv
-from tests.kernels.common import DEVICE, DTYPES, holes
 
 # What float32 sums of a few thousand terms can differ by.
 CLOSE = {"rtol": 2e-6, "atol": 0.0}

@@ -1,12 +1,14 @@
 """Packed sequences by the kernels: equal to one reference call a sequence."""
 
+import warnings
+
 import pytest
 import torch
+from tests.kernels.common import DEVICE, DTYPES, ON_GPU
 
 import lln
 from lln.kernels import tuning
 from lln.testing import assert_close
-from tests.kernels.common import DEVICE, DTYPES, ON_GPU
 
 # One token, an empty sequence, longer ones.
 BOUNDS = [0, 1, 31, 31, 90]
@@ -89,6 +91,12 @@ def test_causal(channels):
     compare(is_causal=True, block_size=16, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})
 
 
+def test_blocks_beside_the_kernels(monkeypatch):
+    monkeypatch.setattr(tuning, "MAX_BLOCK_TOKENS", 16)
+    mix = torch.rand(BOUNDS[-1], 2, 1)
+    compare(block_size=40, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})
+
+
 def test_matched_moments():
     inputs = packed()
     bounds = torch.tensor(BOUNDS, device=DEVICE)
@@ -104,8 +112,11 @@ def test_bounds_are_not_read_back():
     inputs = packed()
     bounds = torch.tensor(BOUNDS, device=DEVICE)
     lln.lln_attention_varlen(*inputs, bounds, alpha=2.0, beta=2.0, impl="triton")
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            # It calls itself a prototype.
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         lln.lln_attention_varlen(*inputs, bounds, alpha=2.0, beta=2.0, impl="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")

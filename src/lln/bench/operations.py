@@ -211,9 +211,7 @@ def _decode_lln(
     query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor, centroid: Tensor
 ) -> Tensor:
     # A step replaces the tensors of its summary, so each call starts from the same state.
-    return lln.decode_step(
-        query, key, value, lln.KeySummary(log_mass, centroid, BETA), alpha=ALPHA
-    )
+    return lln.decode_step(query, key, value, lln.KeySummary(log_mass, centroid, BETA), alpha=ALPHA)
 
 
 def _cached(

@@ -108,11 +108,7 @@ def flat_scale(scale: Tensor | None, samples: int, stand_in: Tensor) -> Tensor:
     """α or β as float32 ``[B · heads]``; any pointer where there is none."""
     if scale is None:
         return stand_in
-    if (
-        scale.dtype == torch.float32
-        and scale.shape[0] == samples
-        and scale.is_contiguous()
-    ):
+    if scale.dtype == torch.float32 and scale.shape[0] == samples and scale.is_contiguous():
         return scale
     return scale.expand(samples, -1, 1, 1).flatten().float().contiguous()
 

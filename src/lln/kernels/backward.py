@@ -53,19 +53,19 @@ def row_weights(p_mix, mix, offset, stride_mt, inside, BT: tl.constexpr, MIX: tl
 
 @triton.jit
 def query_grad_range(
-    p_q, p_do, p_dq, p_mix, p_mask, start, end, alpha, b_log_mass, b_c, b_dc, b_shift, b_dalpha,
-    mix,
+    p_q, p_do, p_dq, p_mix, p_mask, start, end, alpha, b_log_mass, b_c, b_dc, b_shift, mix,
     stride_qt, stride_qd, stride_gt, stride_gd, stride_dqt, stride_dqd, stride_mt, stride_me,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     EVEN: tl.constexpr, QUIET: tl.constexpr, MIX: tl.constexpr, ALPHA_GRAD: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries ``start … end − 1`` to dCᵀ, dα and the shift; without diagonal write dq.
+    """Add the queries ``start … end − 1`` to dCᵀ and the shift; without diagonal write dq.
 
     The shift is dL − C·dC, which every token of a slot shares. As Σ_i A_if (dO_i·C_f) = C_f·dC_f,
     it is −Σ_i A_if m_i with m_i = Σ_f A_if (dO_i·C_f), the mean that row i subtracts: nothing
     cancels. It is gathered in a tile ``[BT, BD]`` and summed over its rows once, at the end.
     """
+    b_dalpha = 0.0
     for first in tl.range(start, end, BT, num_stages=STAGES):
         inside = first + tl.arange(0, BT) < end
         offset = tl.cast(first, tl.int64)
@@ -105,14 +105,15 @@ def token_weights(b_k, beta, b_log_mass, ok, BD: tl.constexpr, EVEN: tl.constexp
 
 @triton.jit
 def key_grad_range(
-    p_k, p_v, p_dk, p_dv, p_mask, start, end, beta, b_log_mass, b_dc, b_shift, b_dbeta,
+    p_k, p_v, p_dk, p_dv, p_mask, start, end, beta, b_log_mass, b_dc, b_shift,
     stride_kt, stride_kd, stride_vt, stride_vd, stride_dkt, stride_dkd, stride_dvt, stride_dvd,
     seed, drop_first, dropout_p,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     BETA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of the tokens ``start … end − 1`` and add to dβ."""
+    """Write dk and dv of the tokens ``start … end − 1``; returns their part of dβ."""
+    b_dbeta = 0.0
     for first in tl.range(start, end, BT, num_stages=STAGES):
         inside = first + tl.arange(0, BT) < end
         ok = token_ok(p_mask, first, end, BT, HAS_MASK)
@@ -141,7 +142,7 @@ def key_grad_range(
 @triton.jit
 def joint_grad_range(
     p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mix, p_dmix, p_mask, p_alpha, start, end, alpha, beta,
-    b_log_mass, b_c, b_dc, b_shift, b_dbeta, b_dmix, query_index, mix, scale, block_size,
+    b_log_mass, b_c, b_dc, b_shift, b_dmix, query_index, mix, scale, block_size,
     stride_qh, stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
     stride_gh, stride_gt, stride_gd, stride_dqh, stride_dqt, stride_dqd,
     stride_dkt, stride_dkd, stride_dvt, stride_dvd, stride_mh, stride_mt, stride_me,
@@ -156,6 +157,7 @@ def joint_grad_range(
 
     MIX_GRAD: 0 none, 1 a value a token, 2 a value a token and channel, 3 a value a channel (R = 1).
     """
+    b_dbeta = 0.0
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
         inside = first + tl.arange(0, BT) < last
@@ -301,7 +303,7 @@ def short_bwd_kernel(
             p_q + r * stride_qh, p_do + r * stride_gh, p_dq + r * stride_dqh, p_mix + r * stride_mh,
             p_mask + batch * S, 0, queries, load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA),
             b_log_mass, b_c,
-            b_dc, b_gather, 0.0, mix, stride_qt, stride_qd, stride_gt, stride_gd,
+            b_dc, b_gather, mix, stride_qt, stride_qd, stride_gt, stride_gd,
             stride_dqt, stride_dqd, stride_mt, stride_me,
             D, E, BD, BE, BQ, EVEN, QUIET, MIX, ALPHA_GRAD, PRECISION, STAGES,
         )  # fmt: skip
@@ -316,11 +318,12 @@ def short_bwd_kernel(
     p_dv += batch * stride_dvb + begin * stride_dvt + head * stride_dvh
     p_mask += batch * S
     drop_first = (batch * (SH // KG) + key_head) * S
+    MIX_STEP: tl.constexpr = E if MIX_GRAD == 2 else 1
     if MIX > 0:
         b_dbeta, b_dmix = joint_grad_range(
             p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mix,
-            p_dmix + mix_rows(index, first_query, begin, T, R, PACKED) * (E if MIX_GRAD == 2 else 1),
-            p_mask, p_alpha, 0, keys, alpha, beta_here, b_log_mass, b_c, b_dc_low, b_shift, 0.0,
+            p_dmix + mix_rows(index, first_query, begin, T, R, PACKED) * MIX_STEP,
+            p_mask, p_alpha, 0, keys, alpha, beta_here, b_log_mass, b_c, b_dc_low, b_shift,
             tl.zeros([BE], tl.float32), index * R, mix, scale, block_size,
             stride_qh, stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
             stride_gh, stride_gt, stride_gd, stride_dqh, stride_dqt, stride_dqd,
@@ -334,7 +337,7 @@ def short_bwd_kernel(
             tl.store(p_dmix + index * E + columns, b_dmix, mask=columns < E)
     else:
         b_dbeta = key_grad_range(
-            p_k, p_v, p_dk, p_dv, p_mask, 0, keys, beta_here, b_log_mass, b_dc_low, b_shift, 0.0,
+            p_k, p_v, p_dk, p_dv, p_mask, 0, keys, beta_here, b_log_mass, b_dc_low, b_shift,
             stride_kt, stride_kd, stride_vt, stride_vd, stride_dkt, stride_dkd,
             stride_dvt, stride_dvd, seed, drop_first, dropout_p,
             D, E, BD, BE, BK, EVEN, HAS_MASK, HAS_DROPOUT, BETA_GRAD, PRECISION, STAGES,
@@ -368,7 +371,7 @@ def query_bwd_kernel(
         p_mix + batch * stride_mb + begin * stride_mt + head * stride_mh,
         p_mask + batch * T, start, tl.minimum(start + program_tokens, queries),
         load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log_mass, b_c,
-        tl.zeros([BE, BD], tl.float32), tl.zeros([BT, BD], tl.float32), 0.0, mix,
+        tl.zeros([BE, BD], tl.float32), tl.zeros([BT, BD], tl.float32), mix,
         stride_qt, stride_qd, stride_gt, stride_gd, stride_dqt, stride_dqd, stride_mt, stride_me,
         D, E, BD, BE, BT, EVEN, QUIET, MIX, ALPHA_GRAD, PRECISION, STAGES,
     )  # fmt: skip
@@ -439,14 +442,15 @@ def key_bwd_kernel(
     p_dv += batch * stride_dvb + begin * stride_dvt + head * stride_dvh
     p_mask += batch * S
     drop_first = (batch * (SH // KG) + key_head) * S
+    MIX_STEP: tl.constexpr = E if MIX_GRAD == 2 else 1
     if MIX > 0:
         b_dbeta, b_dmix = joint_grad_range(
             p_q + batch * stride_qb + begin * stride_qt + first_query * stride_qh, p_k, p_v,
             p_do + batch * stride_gb + begin * stride_gt + first_query * stride_gh,
             p_dq + batch * stride_dqb + begin * stride_dqt + first_query * stride_dqh, p_dk, p_dv,
             p_mix + batch * stride_mb + begin * stride_mt + first_query * stride_mh,
-            p_dmix + mix_rows(index, first_query, begin, T, R, PACKED) * (E if MIX_GRAD == 2 else 1),
-            p_mask, p_alpha, start, end, alpha, beta_here, b_log_mass, b_c, b_dc, b_shift, 0.0,
+            p_dmix + mix_rows(index, first_query, begin, T, R, PACKED) * MIX_STEP,
+            p_mask, p_alpha, start, end, alpha, beta_here, b_log_mass, b_c, b_dc, b_shift,
             tl.zeros([BE], tl.float32), index * R, mix, scale, block_size,
             stride_qh, stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
             stride_gh, stride_gt, stride_gd, stride_dqh, stride_dqt, stride_dqd,
@@ -460,7 +464,7 @@ def key_bwd_kernel(
             tl.store(p_dmix + (index * splits + split) * E + columns, b_dmix, mask=columns < E)
     else:
         b_dbeta = key_grad_range(
-            p_k, p_v, p_dk, p_dv, p_mask, start, end, beta_here, b_log_mass, b_dc, b_shift, 0.0,
+            p_k, p_v, p_dk, p_dv, p_mask, start, end, beta_here, b_log_mass, b_dc, b_shift,
             stride_kt, stride_kd, stride_vt, stride_vd, stride_dkt, stride_dkd,
             stride_dvt, stride_dvd, seed, drop_first, dropout_p,
             D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, BETA_GRAD, PRECISION, STAGES,

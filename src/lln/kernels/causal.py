@@ -139,7 +139,7 @@ def _plan_of(call: Call) -> Plan:
 
 
 def _segments(call: Call, plan: Plan) -> tuple[int, int]:
-    """How many stretches a sequence is cut into, and the tokens of one: whole tiles of each walk."""
+    """How many stretches a sequence is cut into, and the tokens of one: whole tiles of a walk."""
     programs = call.samples * call.query.shape[1]
     longest = call.longest or call.query.shape[2]
     rows = _largest_tile(plan)
@@ -281,7 +281,8 @@ def _write_backward(
     room |= {"z": (per_row, _EXPONENT[query.dtype]), "delta": (per_row, torch.float32)}
     arguments = [
         *places("query key value gradient dq mix dmix mask alpha beta dalpha bounds"),
-        *places("peak_before mass_before total_before lost z delta"), *_numbers(call, plan, rows, stretch),
+        *places("peak_before mass_before total_before lost z delta"),
+        *_numbers(call, plan, rows, stretch),
         *strides_of(call, query, key, value, gradient, grads[0], mixed),
     ]  # fmt: skip
     steps += _twice(walks.causal_query_kernel, grid, arguments, constants | own, tile.warps)

@@ -20,8 +20,8 @@ for dq, backward over them for dk and dv with the *gathered* state
     dy_jf = Σ_i e^{x_if + y_jf − Z_i} (dP_ij − δ_i) + e^{y_jf} (v_j·U_f − V_f)
 
 whose exponents y_jf + x_if − Z_i are never positive. They are small differences of what may be
-large numbers: float32 calls form them in float64 (``EXP``), so that Z rounds nothing away. Stretches start from states that a scan over
-the stretches' own sums has left in memory.
+large numbers: float32 calls form them in float64 (``EXP``), so that Z rounds nothing away.
+Stretches start from states that a scan over the stretches' own sums has left in memory.
 
 Dimension legend: see `lln.kernels.steps`; every query head walks by itself, KG of them share a key
 head.
@@ -130,7 +130,7 @@ def exact_scores(
     p_q, p_k, stride_qt, stride_qd, stride_kt, stride_kd, alpha, beta, inside, ok,
     D: tl.constexpr, BT: tl.constexpr, QUIET: tl.constexpr, EXP: tl.constexpr,
 ):  # fmt: skip
-    """log Σ_f e^{x_if + y_jf} ``[BT, BT]`` for j ≤ i, without any common shift."""
+    """Log Σ_f e^{x_if + y_jf} ``[BT, BT]`` for j ≤ i, without any common shift."""
     b_peak = tl.full([BT, BT], NEVER, EXP)
     for slot in range(D):
         b_x = exact_columns(
@@ -276,7 +276,7 @@ def causal_fwd_kernel(
     segment, segments = tl.program_id(0), tl.num_programs(0)
     index = tl.program_id(1).to(tl.int64)
     part = index * segments + segment
-    if EXACT:
+    if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
         if tl.load(p_lost + part) == 0:
             return
     batch, head = index // H, index % H
@@ -363,7 +363,7 @@ def causal_query_kernel(
     segment, segments = tl.program_id(0), tl.num_programs(0)
     index = tl.program_id(1).to(tl.int64)
     part = index * segments + segment
-    if EXACT:
+    if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
         if tl.load(p_lost + part) == 0:
             return
     batch, head = index // H, index % H
@@ -497,7 +497,7 @@ def load_gradient(
     p_do, p_mix, p_z, p_delta, mix, offset, inside, stride_gt, stride_gd, stride_mt, stride_me,
     E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dO of a tile for the long and the short range, Z, δ and the rows' weights."""
+    """DO of a tile for the long and the short range, Z, δ and the rows' weights."""
     rows = tl.arange(0, BT)
     b_do = load_rows(p_do + offset * stride_gt, stride_gt, stride_gd, inside, BT, E, BE, EVEN)
     b_z = tl.load(p_z + offset + rows, mask=inside, other=ALWAYS)
@@ -580,7 +580,7 @@ def causal_key_kernel(
     segment, segments = tl.program_id(0), tl.num_programs(0)
     index = tl.program_id(1).to(tl.int64)
     part = index * segments + segment
-    if EXACT:
+    if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
         if tl.load(p_lost + part) == 0:
             return
     batch, head = index // H, index % H

@@ -263,7 +263,8 @@ def short_fwd_kernel(
         alpha_here = load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA)
         read_range(
             p_q + query_head * stride_qh, p_k, p_v, p_o + query_head * stride_oh,
-            p_mix + query_head * stride_mh, p_mask, 0, queries, alpha_here, b_log_mass, b_c, mix, scale, block_size,
+            p_mix + query_head * stride_mh, p_mask, 0, queries, alpha_here, b_log_mass, b_c,
+            mix, scale, block_size,
             stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
             stride_ot, stride_od, stride_mt, stride_me, seed, drop_first, dropout_p, tile_tokens,
             D, E, BD, BE, BQ, QUIET, HAS_DIAG, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT,

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 MAX_WIDTH = 256
-MAX_FUSED_BLOCK = 128
+# Bytes of a tile of keys that the diagonal part may take, at most 128 tokens; larger blocks are
+# computed beside the kernels.
+MAX_BLOCK_BYTES = 32 * 1024
+MAX_BLOCK_TOKENS = 128
 # Programs along the second axis of a launch, where split sequences have their heads.
 MAX_GRID = 65535
 # Slots times channels of a summary on the chip; wider values are read in slices. With diagonal
@@ -196,6 +199,8 @@ def _plan(
 def widest_value(head_width: int, dtype: torch.dtype, block_size: int, is_causal: bool) -> int:
     """How many channels of the values one call takes; a power of two."""
     most = MAX_SUMMARY_BESIDE_TILES if block_size or is_causal else MAX_SUMMARY
+    if dtype == torch.float32 and not is_causal and head_width > 64:
+        most //= 2
     return max(16, most // max(16, power_of_two(head_width)))
 
 
@@ -234,7 +239,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def why_unavailable(query: Tensor, block_size: int) -> str | None:
+def blocks_fit(query: Tensor, block_size: int) -> bool:
+    """Whether the kernels take the diagonal part along."""
+    tokens = max(16, power_of_two(block_size))
+    width = max(16, power_of_two(query.shape[-1]))
+    return tokens <= MAX_BLOCK_TOKENS and tokens * width * query.itemsize <= MAX_BLOCK_BYTES
+
+
+def why_unavailable(query: Tensor) -> str | None:
     """Why the kernels cannot run a call here, as the middle of a sentence; None if they can."""
     if query.device.type != "cuda" and not is_interpreted():
         return f"needs tensors on a CUDA device, got {query.device}"
@@ -246,8 +258,6 @@ def why_unavailable(query: Tensor, block_size: int) -> str | None:
         return "runs in Triton's interpreter here, which multiplies bfloat16 wrongly"
     if query.shape[-1] > MAX_WIDTH:
         return f"takes head widths up to {MAX_WIDTH}, got {query.shape[-1]}"
-    if block_size > MAX_FUSED_BLOCK:
-        return f"takes diagonal blocks up to {MAX_FUSED_BLOCK} tokens, got {block_size}"
     return None
 
 
