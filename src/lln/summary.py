@@ -200,8 +200,8 @@ class KeySummary:
         device: torch.device | str | None = None,
     ) -> KeySummary:
         """The summary of no key at all, to ``append`` to; reading it gives zeros."""
-        checks.check_temperature("beta", beta, batch, (heads,), torch.device(device or "cpu"))
         log_mass = torch.full((batch, heads, head_width), LOG_ZERO, dtype=dtype, device=device)
+        checks.check_temperature("beta", beta, batch, (heads,), log_mass.device)
         centroid = torch.zeros(batch, heads, head_width, value_width, dtype=dtype, device=device)
         return cls(log_mass, centroid, beta)
 

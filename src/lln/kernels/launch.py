@@ -372,9 +372,9 @@ def finish_gradients(
             for side, like in ((dk, call.key), (dv, call.value))
         )
     if dalpha.numel() and call.alpha is not None:
-        dalpha = dalpha.sum(-1)[..., None, None].sum_to_size(call.alpha.shape).to(call.alpha.dtype)
+        dalpha = _total(dalpha).sum_to_size(call.alpha.shape).to(call.alpha.dtype)
     if dbeta.numel() and call.beta is not None:
-        dbeta = dbeta.sum(-1)[..., None, None]
+        dbeta = _total(dbeta)
         if dbeta.shape[1] > call.beta.shape[1] > 1:
             dbeta = dbeta.unflatten(1, (call.beta.shape[1], -1)).sum(2)
         dbeta = dbeta.sum_to_size(call.beta.shape).to(call.beta.dtype)
@@ -383,6 +383,11 @@ def finish_gradients(
             dmix = dmix.sum(2, keepdim=True)
         dmix = dmix.sum_to_size(call.mix.shape).to(call.mix.dtype)
     return dq, dk, dv, dalpha, dbeta, dmix
+
+
+def _total(parts: Tensor) -> Tensor:
+    """The programs' parts of a head's gradient, summed in float64: few numbers, many terms each."""
+    return parts.sum(-1, dtype=torch.float64)[..., None, None]
 
 
 def per_summary(like: Tensor, slots: int) -> Tensor:

@@ -25,7 +25,7 @@ import triton.language as tl
 # Finite, so that NEVER − NEVER is 0 and not NaN.
 NEVER = tl.constexpr(-1e30)
 # A wider identity would take more of the chip than it saves.
-WIDEST_IDENTITY = tl.constexpr(64)
+WIDEST_IDENTITY = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
