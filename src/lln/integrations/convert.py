@@ -346,7 +346,7 @@ def _undone_on_error(model: PreTrainedModel) -> Iterator[None]:
             if settings is not None:
                 config.lln = settings
             elif hasattr(config, "lln"):
-                del config.lln
+                delattr(config, "lln")
         for module, own in attached:
             if ATTRIBUTE in module._modules and isinstance(
                 module._modules[ATTRIBUTE], (Heads, KeptSoftmax)

@@ -43,7 +43,8 @@ def slicing_mask(
         kv_offset: Position of the first key.
         mask_function: The pattern Hugging Face would apply to pairs of positions.
         attention_mask: bool ``[B, S]``, True = attend.
-        **kwargs: ``use_vmap``, True for patterns of the model's own; the rest is not needed.
+        **kwargs: ``config``; ``local_size``, the width of a window; ``use_vmap``, True for patterns
+            of the model's own; the rest is not needed.
 
     Returns:
         None: every key counts; bool ``[B, S]``: those that do; int64 ``[B, T]``: the number of the
@@ -55,19 +56,22 @@ def slicing_mask(
             "would have to read anew for every token; use lln.integrations.cache.LLNCache, whose "
             "size is fixed too."
         )
-    if kwargs.get("use_vmap"):
-        raise InvalidInputError(_UNKNOWN_PATTERN)
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return _sliced(attention_mask, kv_length)
-    parts = _conjunction(mask_function)
-    numbers = _closure(parts[1]).get("packed_sequence_mask") if parts else None
-    if isinstance(numbers, Tensor) and attention_mask is None:
+    if kwargs.get("use_vmap") or mask_function.__name__ != "and_mask":
+        raise InvalidInputError(_UNKNOWN_PATTERN)
+    config = kwargs.get("config")
+    window = kwargs.get("local_size")
+    if window is not None and getattr(config, "attention_chunk_size", None) is not None:
+        raise InvalidInputError(_UNKNOWN_PATTERN)
+    if attention_mask is None:
+        # Without a mask the pattern may be of packed sequences, and in a trace always is.
         if torch.compiler.is_compiling():
-            # A trace always sees packing here, whatever the positions are.
             raise InvalidInputError(_UNKNOWN_PATTERN)
-        if parts[0] is causal_mask_function or "sliding_window" in _window(parts[0]):
-            return numbers.long()
-    if "sliding_window" in _window(mask_function):
+        numbers = _packed_sequences(mask_function)
+        if numbers is not None:
+            return numbers
+    if window is not None:
         # The layer knows its window, and refuses or applies it.
         return _sliced(attention_mask, kv_length)
     raise InvalidInputError(_UNKNOWN_PATTERN)
@@ -95,21 +99,14 @@ def _sliced(attention_mask: Tensor | None, kv_length: int) -> Tensor | None:
     return None if attention_mask is None else attention_mask[:, -kv_length:]
 
 
-def _conjunction(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """The two patterns joined by ``and_masks``, or nothing.
+def _packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
+    """The numbers of packed sequences, int64 ``[B, T]``, if there are any.
 
-    Hugging Face keeps the patterns, and the numbers of packed sequences that it found by their
-    position_ids, in closures.
+    Hugging Face finds packing by the position_ids and makes ``and_masks(pattern, packed)``, whose
+    closures hold the numbers.
     """
-    parts = _closure(function).get("mask_functions", ())
-    return parts if function.__name__ == "and_mask" and len(parts) == 2 else ()
-
-
-def _window(function: Callable[..., Any]) -> dict[str, Any]:
-    """The settings of a pattern that is a window around the diagonal."""
-    parts = _conjunction(function)
-    plain = parts and parts[1] in (causal_mask_function, bidirectional_mask_function)
-    return _closure(parts[0]) if plain else {}
+    numbers = _closure(_closure(mask_function)["mask_functions"][-1]).get("packed_sequence_mask")
+    return numbers.long() if isinstance(numbers, Tensor) else None
 
 
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:
