@@ -1,4 +1,4 @@
-"""The command line: ``lln demo | fit | doctor``."""
+"""The command line: ``lln demo | convert | fit | doctor``."""
 
 from __future__ import annotations
 
@@ -97,6 +97,70 @@ def fit(
         seeds=seeds,
         quick=quick,
         work=work,
+        echo=typer.echo,
+    )
+
+
+@app.command("convert")
+def convert_model(
+    source: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write the converted one to.")],
+    attention: Annotated[str, typer.Option(help="lln or lln_diag.")] = "lln_diag",
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers to convert, as 0,1,2 or by name. Default: all of them."),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="Text to find α and β of every head on: a file or folder, .txt[.xz]."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Lines of that text to use.", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="Longest sample, in tokens.", min=2)] = 512,
+    statistics: Annotated[
+        str | None,
+        typer.Option(
+            help="Where α and β come from: sample, running, fixed or learned. "
+            "Default: fixed with --calibrate, else sample."
+        ),
+    ] = None,
+    matching: Annotated[str, typer.Option(help="variance, entropy or paper.")] = "variance",
+    mix: Annotated[
+        str,
+        typer.Option(help="Weight of LLN beside Diag: a number, or ratio, scale, gate, heads."),
+    ] = "0.5",
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in a diagonal block. Default: the head width.")
+    ] = None,
+    sliding_window: Annotated[
+        str, typer.Option(help="Layers with a sliding window: refuse, or softmax to leave them.")
+    ] = "refuse",
+    overwrite: Annotated[bool, typer.Option(help="Replace the target folder.")] = False,
+) -> None:
+    """Turn a Hugging Face checkpoint linear and prove by running it that every layer is.
+
+    Prints which layers changed and how far their outputs moved. A converted model is less accurate
+    until it is trained further. Nothing is downloaded.
+    """
+    from lln.integrations.folders import convert_folder
+
+    try:
+        weight: float | str = float(mix)
+    except ValueError:
+        weight = mix
+    convert_folder(
+        source,
+        target,
+        attention=attention,
+        layers=layers,
+        calibrate=calibrate,
+        samples=samples,
+        tokens=tokens,
+        statistics=statistics,
+        matching=matching,
+        mix=weight,
+        block_size=block_size,
+        sliding_window=sliding_window,
+        overwrite=overwrite,
         echo=typer.echo,
     )
 

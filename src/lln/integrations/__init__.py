@@ -5,3 +5,5 @@ Nothing here is imported by ``import lln``; each module imports its library when
     from lln.integrations.transformers import register
     from lln.integrations.convert import convert
 """
+
+NEEDS_TRANSFORMERS = "Hugging Face models need transformers; pip install 'lln[hf]'."

@@ -12,13 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from lln.errors import InvalidInputError, LLNError
+from lln.errors import BackendUnavailableError, InvalidInputError, LLNError
+from lln.integrations import NEEDS_TRANSFORMERS
 from lln.integrations.heads import Heads, attached_to
 from lln.integrations.settings import ATTENTIONS, Settings
 from lln.integrations.streaming import Past
+
+try:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+except ImportError as error:
+    raise BackendUnavailableError(NEEDS_TRANSFORMERS) from error
 
 
 class LLNCacheLayer(CacheLayerMixin):

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lln.calibration import calibrate as calibrate_temperatures
 from lln.errors import InvalidInputError, UnsupportedModelError
@@ -28,6 +27,9 @@ from lln.integrations.masks import is_packed
 from lln.integrations.report import Conversion, LayerReport, relative_change, span
 from lln.integrations.settings import ATTENTIONS, Settings
 from lln.integrations.transformers import name_of_module, register, remember_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def convert(

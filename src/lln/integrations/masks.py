@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from lln.errors import InvalidInputError
+from lln.errors import BackendUnavailableError, InvalidInputError
+from lln.integrations import NEEDS_TRANSFORMERS
+
+try:
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+except ImportError as error:
+    raise BackendUnavailableError(NEEDS_TRANSFORMERS) from error
 
 _UNKNOWN_PATTERN = (
     "LLN attention cannot apply this model's pattern of masked pairs in linear time; give a 2-D "

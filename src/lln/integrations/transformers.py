@@ -16,14 +16,13 @@ from functools import wraps
 from typing import Any
 
 from lln.errors import BackendUnavailableError, InvalidInputError
+from lln.integrations import NEEDS_TRANSFORMERS
 from lln.integrations.settings import ATTENTIONS, Settings
 
 try:
     import transformers
 except ImportError as error:
-    raise BackendUnavailableError(
-        "Hugging Face models need transformers; pip install 'lln[hf]'."
-    ) from error
+    raise BackendUnavailableError(NEEDS_TRANSFORMERS) from error
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel

@@ -1,0 +1,179 @@
+"""Checkpoint folders: load a model as it was saved, write a converted one beside it.
+
+Nothing here reaches the network: a folder that is not there is an error, not a download.
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lln.errors import InvalidInputError
+from lln.integrations.convert import convert
+from lln.integrations.transformers import register, transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Written by save_pretrained; everything else in a folder is copied as it is.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".h5", ".msgpack", ".onnx")
+_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
+
+
+def convert_folder(
+    source: Path,
+    target: Path,
+    *,
+    attention: str,
+    layers: str | None,
+    calibrate: Path | None,
+    samples: int,
+    tokens: int,
+    overwrite: bool,
+    echo: Callable[[str], None],
+    **options: Any,
+) -> None:
+    """``lln convert``: load, convert, save.
+
+    Args:
+        source: A checkpoint folder.
+        target: Where to write the converted one.
+        attention: ``"lln"`` or ``"lln_diag"``.
+        layers: Numbers or names, separated by commas; None = all.
+        calibrate: A text file, or a folder of them, to find α and β on.
+        samples: Lines of it to use.
+        tokens: Longest sample.
+        overwrite: Whether ``target`` may exist.
+        echo: Prints a line.
+        **options: As in `lln.integrations.convert.convert`.
+    """
+    check_free(target, overwrite)
+    model = load_model(source)
+    batch = None
+    if calibrate is not None:
+        batch = text_batch(source, read_lines(calibrate)[:samples], tokens)
+    report = convert(
+        model,
+        attention,
+        layers=parse_layers(layers),
+        calibrate=batch,
+        verbose=False,
+        **options,
+    )
+    echo(report.render(shutil.get_terminal_size((100, 24)).columns))
+    with new_folder(target, overwrite) as folder:
+        model.save_pretrained(folder)
+        copy_companions(source, folder)
+    echo(
+        f"wrote {target}; load it with from_pretrained after "
+        "lln.integrations.transformers.register()."
+    )
+
+
+def load_model(source: Path, **options: Any) -> PreTrainedModel:
+    """The model of a checkpoint folder, of the class it was saved as, in eval mode."""
+    register()
+    if not (source / "config.json").is_file():
+        raise InvalidInputError(
+            f"{str(source)!r} is no checkpoint folder: it has no config.json; nothing is "
+            "downloaded, so give the folder of a model saved with save_pretrained."
+        )
+    config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+    names = getattr(config, "architectures", None) or []
+    default = transformers.AutoModel
+    kind = getattr(transformers, names[0], default) if names else default
+    model = kind.from_pretrained(source, local_files_only=True, **options)
+    return model.eval()
+
+
+def text_batch(source: Path, lines: list[str], tokens: int) -> dict[str, Tensor]:
+    """Tokens of the lines, padded, cut to ``tokens``."""
+    if not lines:
+        raise InvalidInputError("there is no text to calibrate on: every line is empty.")
+    # Without files transformers would make up a tokenizer that knows no word.
+    if not any((source / name).is_file() for name in _TOKENIZERS):
+        raise InvalidInputError(
+            f"{str(source)!r} has no tokenizer to read the text with; leave the text out, or "
+            "convert in Python with calibrate=batch."
+        )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokens = min(tokens, tokenizer.model_max_length)
+    batch = tokenizer(lines, padding=True, truncation=True, max_length=tokens, return_tensors="pt")
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines that are not empty of a text file, or of all of them in a folder.
+
+    Files end in ``.txt`` inside a folder, or ``.txt.xz`` compressed.
+    """
+    files = [path]
+    if path.is_dir():
+        files = sorted([*path.rglob("*.txt"), *path.rglob("*.txt.xz")])
+    if not files or not all(file.is_file() for file in files):
+        raise InvalidInputError(
+            f"{str(path)!r} is no text file, nor a folder with .txt or .txt.xz files."
+        )
+    lines: list[str] = []
+    for file in files:
+        opened = lzma.open if file.suffix == ".xz" else open
+        with opened(file, "rt", encoding="utf-8") as stream:
+            lines += [line.strip() for line in stream if line.strip()]
+    return lines
+
+
+def parse_layers(layers: str | None) -> list[int | str] | None:
+    """``"0,2,encoder.layer.3"`` → numbers and names."""
+    if layers is None:
+        return None
+    parts = [part.strip() for part in layers.split(",") if part.strip()]
+    return [int(part) if part.isdecimal() else part for part in parts]
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what is neither weights nor already there: tokenizer, processor, pooling, card."""
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_file() and not path.name.endswith(_WEIGHTS) and not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, place)
+
+
+def check_free(target: Path, overwrite: bool) -> None:
+    """Refuse to write over what is there."""
+    if target.exists() and not overwrite:
+        raise InvalidInputError(f"{str(target)!r} exists; pass --overwrite to replace it.")
+
+
+@contextmanager
+def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder that appears under its name only when it is complete."""
+    check_free(target, overwrite)
+    parent = target.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=parent))
+    except OSError as error:
+        raise InvalidInputError(
+            f"{str(target)!r} cannot be written: {error.strerror or error}."
+        ) from error
+    try:
+        yield work
+        work.chmod(0o755)
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(work, target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
