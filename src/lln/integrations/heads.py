@@ -139,7 +139,9 @@ def attached_to(module: nn.Module) -> Heads | KeptSoftmax | None:
     return found if isinstance(found, (Heads, KeptSoftmax)) else None
 
 
-def rebuild(sizes: dict[str, Any], settings: Settings) -> Heads | KeptSoftmax:
+def rebuild(
+    sizes: dict[str, Any], settings: Settings, kind: type[Heads] = Heads
+) -> Heads | KeptSoftmax:
     """The submodule that a saved configuration describes, ready for its weights."""
     if sizes.get("softmax"):
         return KeptSoftmax()
@@ -147,7 +149,7 @@ def rebuild(sizes: dict[str, Any], settings: Settings) -> Heads | KeptSoftmax:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        return Heads(
+        return kind(
             sizes["attention"], sizes["num_heads"], sizes["head_dim"], sizes["value_dim"], settings
         )
     finally:
