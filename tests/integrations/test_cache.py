@@ -25,9 +25,7 @@ def recomputed(model, sequences, mask, prompt):
     new = sequences.shape[1] - mask.shape[1]
     mask = torch.nn.functional.pad(mask, (0, new), value=1)
     with torch.no_grad():
-        out = model(
-            sequences, attention_mask=mask, position_ids=positions(mask), use_cache=False
-        )
+        out = model(sequences, attention_mask=mask, position_ids=positions(mask), use_cache=False)
     return out.logits[:, prompt - 1 : -1]
 
 

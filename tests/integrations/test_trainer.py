@@ -60,9 +60,7 @@ def train(model, folder, resume=None, stop_at=None, **options):
         model=model, args=arguments, train_dataset=Sequences(), callbacks=[Stop()]
     )
     trainer.train(resume_from_checkpoint=resume)
-    return {
-        entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry
-    }
+    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
 @pytest.mark.parametrize("statistics", ["running", "learned"])

@@ -136,14 +136,14 @@ def convert_calls(
     """
     if attention not in ATTENTIONS:
         raise InvalidInputError(f"attention must be 'lln' or 'lln_diag', got {attention!r}.")
+    if describe(model):
+        raise InvalidInputError(f"{type(model).__name__} is converted already; load it anew.")
     seen: list[nn.Module] = []
     fitted: dict[int, AnsweredHeads] = {}
     report = Conversion(attention, settings.statistics)
     names = {id(module): name for name, module in model.named_modules()}
 
     def look(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        if attached_to(module) is not None:
-            raise InvalidInputError(f"{names[id(module)]} is converted already; load it anew.")
         call = call_of(module, attention, settings, None, *args, **kwargs)
         out = softmax(call)
         if any(module is other for other in seen):
