@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lln.calibration import calibrate as calibrate_temperatures
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attend import Call, attend, observed, softmax
-from lln.integrations.heads import ATTRIBUTE, Heads, KeptSoftmax, attached_to
+from lln.integrations.heads import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
 from lln.integrations.masks import is_packed
 from lln.integrations.report import Conversion, LayerReport, relative_change, span
 from lln.integrations.settings import ATTENTIONS, Settings
@@ -170,11 +170,11 @@ class _Surgeon:
         self.configs[id(config)] = config
         heads, width = call.query.shape[1], call.query.shape[3]
         if not self._is_wanted(number, name, call):
-            _attach(call.module, KeptSoftmax())
+            attach(call.module, KeptSoftmax())
             self.reports.append(LayerReport(name, "softmax", heads, width))
             return softmax_out
         fitted = self._fit(call)
-        _attach(call.module, fitted)
+        attach(call.module, fitted)
         probe = replace(call, heads=fitted, settings=self.settings, dropout_p=0.0)
         moved = relative_change(
             attend(probe).transpose(1, 2),
@@ -293,16 +293,6 @@ def _switch(model: PreTrainedModel, attention: str) -> None:
             "cannot be read; it cannot be converted."
         )
     model.set_attn_implementation(attention)
-
-
-def _attach(module: nn.Module, attached: Heads | KeptSoftmax) -> None:
-    if ATTRIBUTE in module._modules:
-        delattr(module, ATTRIBUTE)
-    elif hasattr(module, ATTRIBUTE):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has an attribute {ATTRIBUTE!r} of its own."
-        )
-    module.add_module(ATTRIBUTE, attached)
 
 
 def _output(outputs: Any) -> Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from lln.errors import InvalidInputError
 from lln.integrations.convert import convert
@@ -79,6 +80,111 @@ def convert_folder(
     )
 
 
+def recover_folder(
+    source: Path,
+    target: Path,
+    *,
+    attention: str,
+    layers: str | None,
+    text: Path,
+    tokens: int,
+    work: Path | None,
+    overwrite: bool,
+    echo: Callable[[str], None],
+    training: dict[str, Any],
+    **options: Any,
+) -> None:
+    """``lln recover``: load, convert, train to imitate the original, save.
+
+    Args:
+        source: A checkpoint folder with softmax attention.
+        target: Where to write the recovered model.
+        attention: ``"lln"`` or ``"lln_diag"``.
+        layers: Numbers or names, separated by commas; None = all.
+        text: To train on.
+        tokens: Length of a training sample.
+        work: For checkpoints; None = beside ``target``.
+        overwrite: Whether ``target`` may exist.
+        echo: Prints a line.
+        training: As in `lln.integrations.recover.recover`.
+        **options: As in `lln.integrations.convert.convert`.
+    """
+    from lln.integrations.recover import recover
+
+    check_free(target, overwrite)
+    work = target.with_name(f"{target.name}.work") if work is None else work
+    # Of several processes that torchrun starts, one speaks and writes.
+    speaks = int(os.environ.get("RANK", "0")) == 0
+    say = echo if speaks else (lambda line: None)
+    model = load_model(source)
+    pieces = Pieces(source, read_lines(text), tokens)
+    say(f"{len(pieces)} samples of {tokens} tokens; checkpoints in {work}, where it resumes.")
+    calibration = {
+        name: torch.stack([pieces[index][name] for index in range(min(len(pieces), 16))])
+        for name in pieces[0]
+    }
+    conversion = convert(
+        model,
+        attention,
+        layers=parse_layers(layers),
+        calibrate=calibration,
+        verbose=False,
+        **options,
+    )
+    say(conversion.render(shutil.get_terminal_size((100, 24)).columns))
+    report = recover(model, pieces, output_dir=work, probe=calibration, **training)
+    if speaks:
+        with new_folder(target, overwrite) as folder:
+            model.save_pretrained(folder)
+            copy_companions(source, folder)
+    after = report.before if report.after is None else report.after
+    say(
+        f"output differs from softmax by {report.before:.1%} after conversion, {after:.1%} after "
+        f"recovery; wrote {target}."
+    )
+
+
+class Pieces(Dataset[dict[str, Tensor]]):
+    """Pieces of a text, each of one length in tokens, tokenised when they are asked for."""
+
+    def __init__(self, source: Path, lines: list[str], tokens: int) -> None:
+        """Join lines until a piece surely fills its tokens.
+
+        Args:
+            source: Folder with the tokenizer.
+            lines: Of the text.
+            tokens: Length of a piece, special tokens included.
+        """
+        self.tokenizer = load_tokenizer(source)
+        self.tokens = min(tokens, self.tokenizer.model_max_length)
+        self.texts: list[str] = []
+        piece: list[str] = []
+        for line in lines:
+            piece.append(line)
+            if sum(map(len, piece)) >= 6 * self.tokens:
+                self.texts.append(" ".join(piece))
+                piece = []
+        if piece and not self.texts:
+            self.texts.append(" ".join(piece))
+        if not self.texts:
+            raise InvalidInputError("there is no text to train on: every line is empty.")
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """The model's inputs, without a batch dimension."""
+        encoded = self.tokenizer(
+            self.texts[index],
+            truncation=True,
+            max_length=self.tokens,
+            padding="max_length",
+            return_tensors="pt",
+        )
+        return {name: tensor[0] for name, tensor in encoded.items()}
+
+
 def load_model(source: Path, **options: Any) -> PreTrainedModel:
     """The model of a checkpoint folder, of the class it was saved as, in eval mode."""
     register()
@@ -95,10 +201,8 @@ def load_model(source: Path, **options: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def text_batch(source: Path, lines: list[str], tokens: int) -> dict[str, Tensor]:
-    """Tokens of the lines, padded, cut to ``tokens``."""
-    if not lines:
-        raise InvalidInputError("there is no text to calibrate on: every line is empty.")
+def load_tokenizer(source: Path) -> Any:
+    """The tokenizer of a checkpoint folder, able to pad."""
     # Without files transformers would make up a tokenizer that knows no word.
     if not any((source / name).is_file() for name in _TOKENIZERS):
         raise InvalidInputError(
@@ -108,6 +212,14 @@ def text_batch(source: Path, lines: list[str], tokens: int) -> dict[str, Tensor]
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def text_batch(source: Path, lines: list[str], tokens: int) -> dict[str, Tensor]:
+    """Tokens of the lines, padded, cut to ``tokens``."""
+    if not lines:
+        raise InvalidInputError("there is no text to calibrate on: every line is empty.")
+    tokenizer = load_tokenizer(source)
     tokens = min(tokens, tokenizer.model_max_length)
     batch = tokenizer(lines, padding=True, truncation=True, max_length=tokens, return_tensors="pt")
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.core import LLNDiagCore
+from lln.errors import UnsupportedModelError
 from lln.integrations.settings import Settings
 from lln.statistics import FixedTemperatures
 
@@ -137,6 +138,17 @@ def attached_to(module: nn.Module) -> Heads | KeptSoftmax | None:
     """The submodule that `convert` gave an attention module, if it did."""
     found = getattr(module, ATTRIBUTE, None)
     return found if isinstance(found, (Heads, KeptSoftmax)) else None
+
+
+def attach(module: nn.Module, attached: Heads | KeptSoftmax) -> None:
+    """Give an attention module its submodule, in place of an earlier one."""
+    if attached_to(module) is not None:
+        delattr(module, ATTRIBUTE)
+    elif hasattr(module, ATTRIBUTE):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has an attribute {ATTRIBUTE!r} of its own."
+        )
+    module.add_module(ATTRIBUTE, attached)
 
 
 def rebuild(
