@@ -105,3 +105,24 @@ def text():
         return {"input_ids": ids, "attention_mask": mask}
 
     return make
+
+
+@pytest.fixture
+def save_with_tokenizer():
+    """Save a model with a tokenizer of few words and a folder of another library beside it."""
+
+    def save(model, folder):
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = {"[PAD]": 0, "[UNK]": 1} | {f"w{index}": index for index in range(2, 60)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        fast = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=64
+        )
+        model.save_pretrained(folder)
+        fast.save_pretrained(folder)
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text("{}")
+
+    return save

@@ -317,22 +317,7 @@ def run(*arguments):
     )
 
 
-def save_with_tokenizer(model, folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"[PAD]": 0, "[UNK]": 1} | {f"w{index}": index for index in range(2, 60)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=64
-    )
-    model.save_pretrained(folder)
-    fast.save_pretrained(folder)
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text("{}")
-
-
-def test_command_converts_a_folder(tiny, text, tmp_path):
+def test_command_converts_a_folder(tiny, text, tmp_path, save_with_tokenizer):
     save_with_tokenizer(tiny("bert", model="BertForSequenceClassification"), tmp_path / "in")
     lines = "\n".join(f"w{i} w{i + 3} w{i + 7} w{i + 1}" for i in range(2, 30))
     (tmp_path / "text.txt").write_text(lines)

@@ -27,6 +27,7 @@ def test_there_is_a_test_for_every_example_and_none_is_long():
         "embed_long_documents",
         "export",
         "generate",
+        "recover",
         "vision",
     }
     for path in EXAMPLES.glob("*.py"):
@@ -73,6 +74,21 @@ def test_convert_checkpoint(tmp_path, capsys):
     assert [layer.attention for layer in report.layers] == ["softmax"] + 3 * ["lln_diag"]
     assert "outputs equal True, attention lln_diag" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_recover():
+    assert set(run("recover", "--pretraining", "2", "--steps", "2")) == {
+        "softmax",
+        "converted",
+        "recovered",
+    }
+
+
+@pytest.mark.slow
+def test_recover_brings_accuracy_back():
+    right = run("recover")
+    assert right["softmax"] > 0.99
+    assert right["recovered"] > 0.99
 
 
 def test_export():
