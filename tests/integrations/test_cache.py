@@ -113,6 +113,27 @@ def test_pieces_far_apart_in_size_stay_exact(tiny, text):
         assert (torch.cat(parts, 2) - expected).abs().max() < 2e-5
 
 
+def test_what_lies_in_padding_has_no_effect():
+    """NaN under the mask, in the block that is kept and in the summary."""
+    from lln.integrations.streaming import Past, long_range, short_range
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 2, 7, 8)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[1, :3] = False
+    found = []
+    for junk in (0.0, torch.nan):
+        key[1, :, :3], value[1, :, :3] = junk, junk
+        past, outs = Past(), []
+        for part in (slice(0, 5), slice(5, 6), slice(6, 7)):
+            sides = [side[:, :, part] for side in (query, key, value)]
+            long = long_range(*sides, past, 2.0, 2.0, mask[:, part], "eager")
+            outs.append(long + short_range(*sides, past, 4, mask[:, part]))
+        found.append(torch.cat(outs, 2))
+    assert found[1].isfinite().all()
+    assert torch.equal(*found)
+
+
 @each_model
 @each_attention
 def test_beam_search_equals_beam_search_without_a_cache(tiny, text, name, attention):

@@ -362,6 +362,11 @@ def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
         convert_folder(
             tmp_path / "in", tmp_path / "out", **(options | {"calibrate": tmp_path / "none"})
         )
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text((tmp_path / "in/config.json").read_text())
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(InvalidInputError, match="cannot be loaded"):
+        convert_folder(tmp_path / "broken", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     convert_folder(tmp_path / "in", tmp_path / "out", **options)
     convert_folder(tmp_path / "in", tmp_path / "out", **(options | {"overwrite": True}))

@@ -219,6 +219,20 @@ def test_packed_sequences_in_a_converted_model(tiny, text, statistics, mix):
         assert torch.allclose(one.float(), two.float(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_packed_sequences_in_layers_left_softmax(tiny, text, batch):
+    soft = tiny("roberta")
+    model = copy.deepcopy(soft)
+    convert(model, layers=[], batch=text(), verbose=False)
+    ids = text(9, batch=batch)["input_ids"]
+    places = torch.cat([torch.arange(1, 4), torch.arange(1, 7)])[None].expand(batch, -1)
+    bounds = torch.tensor([0, 3, 9, 12, 18][: 2 * batch + 1])
+    packed = model(ids, position_ids=places, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)[0]
+    for part in (slice(0, 3), slice(3, 9)):
+        alone = soft(ids[:, part], position_ids=places[:, part])[0]
+        assert change(packed[:, part], alone) < 1e-6
+
+
 def test_packing_refuses_what_does_not_fit(tiny, text):
     model = tiny("roberta", "lln")
     ids = text(6, batch=1)["input_ids"]
@@ -515,3 +529,19 @@ def test_settings_are_checked(tiny, text, settings, message):
     model.config.lln = settings
     with pytest.raises(InvalidInputError, match=message):
         model(**text())
+
+
+def test_without_transformers_a_sentence_says_what_to_install():
+    script = """
+import sys
+sys.modules["transformers"] = None
+for name in ("transformers", "convert", "cache", "recover", "folders"):
+    try:
+        __import__(f"lln.integrations.{name}")
+    except Exception as error:
+        assert "pip install 'lln[hf]'" in str(error), (name, error)
+    else:
+        raise AssertionError(name)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

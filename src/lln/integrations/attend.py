@@ -25,7 +25,7 @@ from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations import streaming
 from lln.integrations.heads import Heads, KeptSoftmax, attached_to
 from lln.integrations.masks import check_mask, is_packed
-from lln.integrations.packing import attend_packed, boundaries
+from lln.integrations.packing import attend_packed, boundaries, numbered
 from lln.integrations.settings import Settings
 from lln.integrations.softmax import softmax_attention
 
@@ -211,11 +211,14 @@ def _forward(
 
 def softmax(call: Call) -> Tensor:
     """The softmax attention that a call would have been: ``[B, H, T, E]``."""
+    mask = call.mask
+    if call.cu_seqlens is not None and not is_packed(mask):
+        mask = numbered(call.cu_seqlens, call.query)
     return softmax_attention(
         call.query,
         call.key,
         call.value,
-        call.mask,
+        mask,
         is_causal=call.is_causal,
         window=call.window,
         dropout_p=call.dropout_p,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -193,12 +194,19 @@ def load_model(source: Path, **options: Any) -> PreTrainedModel:
             f"{str(source)!r} is no checkpoint folder: it has no config.json; nothing is "
             "downloaded, so give the folder of a model saved with save_pretrained."
         )
+    try:
+        return _load(source, options).eval()
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidInputError(f"{str(source)!r} cannot be loaded: {reason}") from error
+
+
+def _load(source: Path, options: dict[str, Any]) -> PreTrainedModel:
     config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
     names = getattr(config, "architectures", None) or []
     default = transformers.AutoModel
     kind = getattr(transformers, names[0], default) if names else default
-    model = kind.from_pretrained(source, local_files_only=True, **options)
-    return model.eval()
+    return kind.from_pretrained(source, local_files_only=True, **options)
 
 
 def load_tokenizer(source: Path) -> Any:

@@ -51,6 +51,14 @@ def boundaries(kwargs: dict[str, Any], mask: Tensor | None, query: Tensor) -> Te
     return torch.cat([starts, starts.new_tensor([mask.numel()])])
 
 
+def numbered(cu_seqlens: Tensor, query: Tensor) -> Tensor:
+    """The number of the sequence that every token belongs to, int64 ``[B, T]``."""
+    batch, _, tokens, _ = query.shape
+    place = torch.arange(batch * tokens, device=query.device)
+    bounds = cu_seqlens[1:].to(place.dtype).contiguous()
+    return torch.searchsorted(bounds, place, right=True).view(batch, tokens)
+
+
 def attend_packed(call: Call, cu_seqlens: Tensor) -> Tensor:
     """LLN or LLN + Diag attention inside each packed sequence: ``[B, H, T, E]``."""
     from lln.integrations.attend import mix_of

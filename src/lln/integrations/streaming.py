@@ -117,10 +117,11 @@ def short_range(
     keys = key.shape[2]
     if tokens == 1:
         # All that is kept lies in the token's own block.
+        keep = key_mask[:, None, :, None]
         out = F.scaled_dot_product_attention(
             query,
-            key,
-            torch.where(key_mask[:, None, :, None], value, 0.0),
+            torch.where(keep, key, 0.0),
+            torch.where(keep, value, 0.0),
             attn_mask=key_mask[:, None, None, :],
             enable_gqa=query.shape[1] != key.shape[1],
         )
