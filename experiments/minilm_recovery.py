@@ -142,6 +142,7 @@ def main():
     parser.add_argument("--end-steps", type=int, default=2000)
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens in a step")
     parser.add_argument("--documents", type=int, default=256, help="held-out texts")
+    parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     if options.data is None:
@@ -184,6 +185,7 @@ def main():
         "layer_steps": options.layer_steps,
         "end_steps": options.end_steps,
         "batch_tokens": options.batch_tokens,
+        "bf16": options.bf16,
     }
     rows = results.setdefault("rows", {})
     for tokens in options.train_tokens:
@@ -218,6 +220,7 @@ def main():
                         "end_loss": "embedding",
                         "save_steps": 500,
                         "use_cpu": device == "cpu",
+                        "bf16": options.bf16,
                     }
                     recover(student, windows, end_steps=0, **shared)
                     entry["layers"] = measured(student)

@@ -359,6 +359,25 @@ def test_trap_6_attention_weights_on_request(tiny, text):
         model.config.output_attentions = True
 
 
+def test_trap_6_weights_of_a_converted_model_add_up_to_its_output(tiny, text):
+    model = tiny("roberta", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    inputs = text(12, padding=4)
+    convert(model, calibrate=inputs, statistics="running", mix="gate", verbose=False)
+    model.train()
+    calls = calls_of(copy.deepcopy(model), **inputs)
+    weights = model(**inputs, output_attentions=True).attentions[0]
+    valid = inputs["attention_mask"].bool()
+    assert change(weights.sum(-1).transpose(1, 2)[valid], torch.ones(20, 4)) < 1e-6
+    assert weights[1, :, :, 8:].abs().max() == 0
+    # Looking at the weights is no second batch.
+    heads = model.encoder.layer[0].attention.self.lln
+    assert heads.statistics.updates == 2
+    assert change(weights @ calls[0].value, attend.attend(calls[0])) < 1e-5
+    convert(model, calibrate=inputs, mix="ratio", verbose=False)
+    with pytest.raises(InvalidInputError, match="mix='ratio'"):
+        model(**inputs, output_attentions=True)
+
+
 def test_trap_7_generate_keeps_a_state_of_fixed_size(tiny, text):
     """Hugging Face's own cache would hand over ever more keys."""
     model = tiny("llama", "lln", FIXED)

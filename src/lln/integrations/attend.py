@@ -14,12 +14,12 @@ import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lln.attention import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.attention import block_diagonal_attention, join, lln_attention, lln_diag_attention
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations import streaming
@@ -28,6 +28,7 @@ from lln.integrations.masks import check_mask, is_packed
 from lln.integrations.packing import attend_packed, boundaries, numbered
 from lln.integrations.settings import Settings
 from lln.integrations.softmax import softmax_attention
+from lln.summary import KeySummary
 
 # What a model may ask of its attention that changes the scores one by one.
 _REFUSED = {
@@ -202,10 +203,13 @@ def _forward(
     keeps = isinstance(attached, KeptSoftmax) or (
         call.window is not None and settings.sliding_window == "softmax"
     )
-    out = softmax(call) if keeps else attend(call, past)
     weights = None
-    if kwargs.get("output_attentions") and not keeps and past is None:
-        weights = _weights(call)
+    if keeps:
+        out = softmax(call)
+    elif kwargs.get("output_attentions") and past is None:
+        out, weights = _attend_with_weights(call)
+    else:
+        out = attend(call, past)
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -238,10 +242,18 @@ def attend(call: Call, past: streaming.Past | None = None) -> Tensor:
     if call.is_causal and (past is not None or call.query.shape[2] != call.key.shape[2]):
         return _continue(call, past)
     alpha, beta = temperatures(call)
-    options: dict[str, Any] = {"key_mask": call.mask, "is_causal": call.is_causal}
-    options["enable_gqa"] = True
-    long = options | {"alpha": alpha, "beta": beta, "matching": call.settings.matching}
-    long["impl"] = call.settings.impl
+    options: dict[str, Any] = {
+        "key_mask": call.mask,
+        "is_causal": call.is_causal,
+        "enable_gqa": True,
+    }
+    long = {
+        "alpha": alpha,
+        "beta": beta,
+        "matching": call.settings.matching,
+        "impl": call.settings.impl,
+        **options,
+    }
     if call.attention == "lln":
         return lln_attention(call.query, call.key, call.value, dropout_p=call.dropout_p, **long)
     mix = mix_of(call)
@@ -278,85 +290,77 @@ def temperatures(call: Call) -> tuple[float | Tensor | None, float | Tensor | No
 def mix_of(call: Call) -> float | Tensor:
     """The weight of the LLN part, broadcasting to ``[B, H, T, E]``."""
     if call.heads is None:
-        mix = call.settings.mix
-        return mix if not isinstance(mix, str) else 0.5
+        # Checked with the settings: without a module to learn in, the mix is a number.
+        return cast("float", call.settings.mix)
     return call.heads.weight(call.query, None if is_packed(call.mask) else call.mask)
 
 
 def _continue(call: Call, past: streaming.Past | None) -> Tensor:
-    """Causal attention of tokens that come after others."""
+    """Causal attention of tokens that come after others, kept in a cache."""
     tokens, keys = call.query.shape[2], call.key.shape[2]
     if call.dropout_p > 0:
         raise InvalidInputError(
             "attention dropout cannot be applied to tokens that continue a cache; call "
             "model.eval(), or train without past_key_values."
         )
-    mask = call.mask
+    if tokens > keys:
+        raise InvalidInputError(
+            f"causal attention got {tokens} queries and {keys} keys; queries are the last of the "
+            "keys' positions."
+        )
+    new = replace(
+        call,
+        key=call.key[:, :, keys - tokens :],
+        value=call.value[:, :, keys - tokens :],
+        mask=None if call.mask is None else call.mask[:, -tokens:],
+    )
+    alpha, beta = temperatures(new)
+    if alpha is None or beta is None:
+        raise InvalidInputError(
+            "causal LLN attention needs α and β that do not come from the sequence itself: use "
+            "lln.integrations.convert.convert(model, calibrate=batch), or config.lln = "
+            "{'statistics': 'fixed', 'alpha': ..., 'beta': ...}."
+        )
     if past is None:
-        if tokens > keys:
-            raise InvalidInputError(
-                f"causal attention got {tokens} queries and {keys} keys; queries are the last of "
-                "the keys' positions."
-            )
         if tokens == 1:
             warnings.warn(_LINEAR_DECODING, stacklevel=2)
-        past = _past_of(call, keys - tokens)
-        call = replace(
-            call, key=call.key[:, :, keys - tokens :], value=call.value[:, :, keys - tokens :]
-        )
-    mask = None if mask is None else mask[:, -tokens:]
-    call = replace(call, mask=mask)
-    alpha, beta = temperatures(call)
-    if alpha is None or beta is None:
-        raise InvalidInputError(_NO_TEMPERATURES)
-    parts = (call.query, call.key, call.value, past)
-    long = streaming.long_range(*parts, alpha, beta, mask, call.settings.impl)
+        past = _past_of(call, keys - tokens, beta)
+    sides = (new.query, new.key, new.value, past)
+    long = streaming.long_range(*sides, alpha, beta, new.mask, call.settings.impl)
     if call.attention == "lln":
         return long
-    short = streaming.short_range(*parts, call.block_size, mask)
-    mix = mix_of(call)
+    short = streaming.short_range(*sides, call.block_size, new.mask)
+    mix = mix_of(new)
     if call.heads is None:
-        return (mix * long + (1 - mix) * short).to(long.dtype)
+        return join(long, short, mix).to(long.dtype)
     return call.heads.combine(long, short, mix)
 
 
-_NO_TEMPERATURES = (
-    "causal LLN attention needs α and β that do not come from the sequence itself: use "
-    "lln.integrations.convert.convert(model, calibrate=batch), or config.lln = {'statistics': "
-    "'fixed', 'alpha': ..., 'beta': ...}."
-)
-
-
-def _past_of(call: Call, length: int) -> streaming.Past:
+def _past_of(call: Call, length: int, beta: float | Tensor) -> streaming.Past:
     """The past that the first ``length`` keys of a full cache amount to."""
-    before = replace(
-        call,
-        query=call.query[:, :, :0],
-        key=call.key[:, :, :length],
-        value=call.value[:, :, :length],
-        mask=None if call.mask is None else call.mask[:, :length],
-    )
-    alpha, beta = temperatures(before)
-    if alpha is None or beta is None:
-        raise InvalidInputError(_NO_TEMPERATURES)
-    past = streaming.Past()
-    parts = (before.query, before.key, before.value, past)
-    summary = streaming.KeySummary.of(before.key, before.value, beta, before.mask)
-    past.log_mass, past.centroid = summary.log_mass, summary.centroid
+    key, value = call.key[:, :, :length], call.value[:, :, :length]
+    mask = None if call.mask is None else call.mask[:, :length]
+    summary = KeySummary.of(key, value, beta, mask)
+    past = streaming.Past(summary.log_mass, summary.centroid)
     if call.attention == "lln_diag":
-        streaming.keep_block(*parts[1:], call.block_size, before.mask)
+        streaming.keep_block(key, value, past, call.block_size, mask)
     return past
 
 
-def _weights(call: Call) -> Tensor:
-    """The implied N×N weights, found by attending to the unit vectors; for inspection only."""
+def _attend_with_weights(call: Call) -> tuple[Tensor, Tensor]:
+    """Attention and its implied N×N weights, for inspection: unit vectors attended to beside v.
+
+    In one pass, because running statistics count every call.
+    """
+    if call.cu_seqlens is not None:
+        raise InvalidInputError("output_attentions=True cannot be met for packed sequences.")
     if call.heads is not None and call.heads.join in ("scale", "ratio"):
         raise InvalidInputError(
             f"output_attentions=True cannot be met with mix={call.heads.join!r}: every channel "
             "then has weights of its own."
         )
     unit = torch.eye(call.key.shape[2], dtype=call.value.dtype, device=call.value.device)
-    value = unit.expand(*call.key.shape[:2], -1, -1)
-    if call.cu_seqlens is not None:
-        raise InvalidInputError("output_attentions=True cannot be met for packed sequences.")
-    return attend(replace(call, value=value, dropout_p=0.0))
+    value = torch.cat([call.value, unit.expand(*call.key.shape[:2], -1, -1)], dim=-1)
+    both = attend(replace(call, value=value))
+    out, weights = both.split([call.value.shape[3], unit.shape[0]], dim=-1)
+    return out, weights
