@@ -148,7 +148,7 @@ def test_a_model_that_bypasses_a_layer_is_refused(tiny, text):
     model = tiny("roberta")
     layer = model.encoder.layer[1].attention.self
     layer.forward = lambda hidden_states, *args, **kwargs: (hidden_states, None)
-    with pytest.raises(UnsupportedModelError, match="1 attention modules of RobertaModel"):
+    with pytest.raises(UnsupportedModelError, match="called 1 times in RobertaModel"):
         convert(model, batch=text(), verbose=False)
 
 
@@ -261,6 +261,47 @@ def test_training_mode_is_kept(tiny, text):
     assert not heads_of(model, 1).training
     assert not model.encoder.layer[1].attention.self.training
     assert heads_of(model, 0).statistics.updates == 1
+
+
+def test_layers_that_share_their_weights(text):
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(
+        vocab_size=99,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=37,
+    )
+    report = convert(transformers.AlbertModel(config), calibrate=text(), verbose=False)
+    assert len(report.layers) == 1
+
+
+def test_encoder_decoder_models_convert_and_generate(text):
+    """Causal, bidirectional and cross attention in one model, with transformers' own cache."""
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=99,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        pad_token_id=0,
+        eos_token_id=None,
+        forced_eos_token_id=None,
+    )
+    model = transformers.BartForConditionalGeneration(config).eval()
+    inputs = text(12, padding=4)
+    shorter = inputs | {"decoder_input_ids": inputs["input_ids"][:, :7]}
+    with pytest.raises(InvalidInputError, match="lln_attention for cross attention"):
+        convert(model, "lln_diag", calibrate=shorter, verbose=False)
+    report = convert(model, "lln", calibrate=shorter, verbose=False)
+    assert len(report.layers) == 3
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with pytest.warns(UserWarning, match="O\\(N\\) a token"):
+        found = model.generate(**inputs, **options)
+    assert torch.equal(found, model.generate(**inputs, **options, use_cache=False))
 
 
 def test_composite_models_keep_settings_in_every_part(text, tmp_path):

@@ -163,7 +163,7 @@ def _forward(
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} passes {name} ({what}), which linear attention cannot "
-                "apply; this model must keep attn_implementation='sdpa'."
+                "apply; this model must keep its own attention."
             )
     settings = Settings.of(getattr(module, "config", None))
     attached = attached_to(module)

@@ -152,6 +152,7 @@ class _Surgeon:
         self.model, self.attention, self.settings = model, attention, settings
         self.calibrated = calibrated
         self.wanted = None if layers is None else list(layers)
+        self.calls = 0
         self.modules: list[nn.Module] = []
         self.reports: list[LayerReport] = []
         self.configs: dict[int, Any] = {}
@@ -159,6 +160,7 @@ class _Surgeon:
 
     def look(self, call: Call) -> Tensor:
         """Fit what this module will run, and answer with softmax."""
+        self.calls += 1
         softmax_out = softmax(call)
         if any(module is call.module for module in self.modules):
             return softmax_out
@@ -199,10 +201,11 @@ class _Surgeon:
                 "of LLN attention and keeps its own; it cannot be converted."
             )
         expected = getattr(self.model.config, "num_hidden_layers", 0)
-        if len(self.modules) < expected:
+        # Calls, not modules: layers may share one.
+        if self.calls < expected:
             raise UnsupportedModelError(
-                f"LLN attention ran in {len(self.modules)} attention modules of {kind}, which has "
-                f"{expected} layers; the others keep their own attention."
+                f"LLN attention was called {self.calls} times in {kind}, which has {expected} "
+                "layers; the others keep their own attention."
             )
         known = [*range(len(self.modules)), *self.names.values()]
         missing = [layer for layer in self.wanted or [] if layer not in known]
