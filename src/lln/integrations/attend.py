@@ -1,0 +1,366 @@
+"""The attention functions that Hugging Face calls: its contract in, ours out.
+
+Every call goes one of four ways: dense (padded batches, cross attention), packed sequences,
+causal with a past (a cache), or softmax for layers that keep it.
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
+E value width.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lln.attention import block_diagonal_attention, join, lln_attention, lln_diag_attention
+from lln.dropout import drop_keys
+from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.integrations import streaming
+from lln.integrations.heads import Heads, KeptSoftmax, attached_to
+from lln.integrations.masks import check_mask, is_packed
+from lln.integrations.packing import attend_packed, boundaries, numbered
+from lln.integrations.settings import Settings
+from lln.integrations.softmax import softmax_attention
+from lln.summary import KeySummary
+
+# What a model may ask of its attention that changes the scores one by one.
+_REFUSED = {
+    "position_bias": "a bias for every pair of positions",
+    "softcap": "a soft cap of the scores",
+    "s_aux": "attention sinks",
+    "head_mask": "a mask of heads",
+    "cache": "a paged cache",
+}
+
+_LINEAR_DECODING = (
+    "LLN attention decodes from a full key-value cache here, which costs O(N) a token; pass "
+    "past_key_values=lln.integrations.cache.LLNCache(model) for O(1)."
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an attention function, with what the module and its settings say.
+
+    Attributes:
+        module: The model's attention module.
+        attention: ``"lln"`` or ``"lln_diag"``.
+        settings: Of the module's configuration.
+        heads: What `convert` attached, if it did.
+        query: ``[B, H, T, D]``, scaled so that softmax scores are q·k/√D.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
+        mask: As `lln.integrations.masks.slicing_mask` returns it.
+        cu_seqlens: Boundaries of packed sequences over all B·T tokens, if there are any.
+        is_causal: Whether a query sees only its own and earlier positions.
+        window: Width of a sliding window, if the layer has one.
+        dropout_p: Probability to drop a key.
+    """
+
+    module: nn.Module
+    attention: str
+    settings: Settings
+    heads: Heads | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    is_causal: bool
+    window: int | None
+    dropout_p: float
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a diagonal block."""
+        return self.settings.block_size or self.query.shape[-1]
+
+
+# Set while `convert` looks at a model: sees every call and may answer it.
+_observer: Callable[[Call], Tensor | None] | None = None
+
+
+@contextmanager
+def observed(observer: Callable[[Call], Tensor | None]) -> Any:
+    """Show every call to ``observer``; what it returns, unless None, is the attention's output."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def lln_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """LLN attention, Eq. (8), as Hugging Face's attention interface calls it.
+
+    Args:
+        module: The model's attention module.
+        query: ``[B, H, T, D]``, any strides.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
+        attention_mask: As `lln.integrations.masks.slicing_mask` returns it.
+        dropout: Probability to drop a key; the model gives 0 in eval mode.
+        scaling: Factor of the softmax scores; α and β are matched to scores with this factor.
+        is_causal: None = what the module says.
+        **kwargs: ``cu_seq_lens_q``, ``sliding_window``, ``output_attentions`` and more.
+
+    Returns:
+        ``[B, T, H, E]`` contiguous, and None or, with ``output_attentions``, the weights.
+    """
+    return _forward(
+        "lln", module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs
+    )
+
+
+def lln_diag_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """LLN + block-diagonal attention, Figure 3, as Hugging Face calls it; see `lln_forward`."""
+    return _forward(
+        "lln_diag", module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs
+    )
+
+
+def _forward(
+    attention: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    for name, what in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} passes {name} ({what}), which linear attention cannot "
+                "apply; this model must keep its own attention."
+            )
+    settings = Settings.of(getattr(module, "config", None))
+    attached = attached_to(module)
+    if settings.attached and attached is None and _observer is None:
+        raise InvalidInputError(
+            f"config.lln says that {type(module).__name__} was converted, but its statistics are "
+            "not there: call lln.integrations.transformers.register() before loading the model."
+        )
+    if isinstance(attached, Heads) and attached.attention != attention and _observer is None:
+        raise InvalidInputError(
+            f"this model was converted to {attached.attention!r} and cannot run as {attention!r}; "
+            "convert it again."
+        )
+    past = getattr(key, "lln_past", None)
+    past = None if past is None else past.take()
+    if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
+        query = query * (scaling * math.sqrt(query.shape[-1]))
+    mask = check_mask(attention_mask)
+    call = Call(
+        module=module,
+        attention=attention,
+        settings=settings,
+        heads=attached if isinstance(attached, Heads) else None,
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        cu_seqlens=boundaries(kwargs, mask, query),
+        is_causal=getattr(module, "is_causal", True) if is_causal is None else bool(is_causal),
+        window=kwargs.get("sliding_window"),
+        dropout_p=dropout,
+    )
+    if _observer is not None:
+        out = _observer(call)
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
+    keeps = isinstance(attached, KeptSoftmax) or (
+        call.window is not None and settings.sliding_window == "softmax"
+    )
+    weights = None
+    if keeps:
+        out = softmax(call)
+    elif kwargs.get("output_attentions") and past is None:
+        out, weights = _attend_with_weights(call)
+    else:
+        out = attend(call, past)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def softmax(call: Call) -> Tensor:
+    """The softmax attention that a call would have been: ``[B, H, T, E]``."""
+    mask = call.mask
+    if call.cu_seqlens is not None and not is_packed(mask):
+        mask = numbered(call.cu_seqlens, call.query)
+    return softmax_attention(
+        call.query,
+        call.key,
+        call.value,
+        mask,
+        is_causal=call.is_causal,
+        window=call.window,
+        dropout_p=call.dropout_p,
+    )
+
+
+def attend(call: Call, past: streaming.Past | None = None) -> Tensor:
+    """LLN or LLN + Diag attention of a call: ``[B, H, T, E]``."""
+    if call.window is not None:
+        raise UnsupportedModelError(
+            f"{type(call.module).__name__} has a sliding window of {call.window} tokens, which LLN "
+            "attention does not have; set config.lln = {'sliding_window': 'softmax'} (or "
+            "convert(sliding_window='softmax')) to leave such layers softmax."
+        )
+    if call.cu_seqlens is not None:
+        return attend_packed(call, call.cu_seqlens)
+    if call.is_causal and (past is not None or call.query.shape[2] != call.key.shape[2]):
+        return _continue(call, past)
+    alpha, beta = temperatures(call)
+    options: dict[str, Any] = {
+        "key_mask": call.mask,
+        "is_causal": call.is_causal,
+        "enable_gqa": True,
+    }
+    long = {
+        "alpha": alpha,
+        "beta": beta,
+        "matching": call.settings.matching,
+        "impl": call.settings.impl,
+        **options,
+    }
+    if call.attention == "lln":
+        return lln_attention(call.query, call.key, call.value, dropout_p=call.dropout_p, **long)
+    mix = mix_of(call)
+    if call.heads is None or call.heads.join not in ("scale", "heads"):
+        return lln_diag_attention(
+            call.query,
+            call.key,
+            call.value,
+            mix=mix,
+            block_size=call.block_size,
+            dropout_p=call.dropout_p,
+            **long,
+        )
+    value = drop_keys(call.value, call.dropout_p)
+    return call.heads.combine(
+        lln_attention(call.query, call.key, value, **long),
+        block_diagonal_attention(
+            call.query, call.key, value, block_size=call.block_size, **options
+        ),
+        mix,
+    )
+
+
+def temperatures(call: Call) -> tuple[float | Tensor | None, float | Tensor | None]:
+    """α and β of a call; None, None = to be matched to the sample."""
+    if call.heads is not None:
+        mask = None if is_packed(call.mask) else call.mask
+        return call.heads.temperatures(call.query, call.key, call.value, mask, call.is_causal)
+    if call.settings.statistics == "fixed":
+        return call.settings.alpha, call.settings.beta
+    return None, None
+
+
+def mix_of(call: Call) -> float | Tensor:
+    """The weight of the LLN part, broadcasting to ``[B, H, T, E]``."""
+    if call.heads is None:
+        # Checked with the settings: without a module to learn in, the mix is a number.
+        return cast("float", call.settings.mix)
+    return call.heads.weight(call.query, None if is_packed(call.mask) else call.mask)
+
+
+def _continue(call: Call, past: streaming.Past | None) -> Tensor:
+    """Causal attention of tokens that come after others, kept in a cache."""
+    tokens, keys = call.query.shape[2], call.key.shape[2]
+    if call.dropout_p > 0:
+        raise InvalidInputError(
+            "attention dropout cannot be applied to tokens that continue a cache; call "
+            "model.eval(), or train without past_key_values."
+        )
+    if tokens > keys:
+        raise InvalidInputError(
+            f"causal attention got {tokens} queries and {keys} keys; queries are the last of the "
+            "keys' positions."
+        )
+    new = replace(
+        call,
+        key=call.key[:, :, keys - tokens :],
+        value=call.value[:, :, keys - tokens :],
+        mask=None if call.mask is None else call.mask[:, -tokens:],
+    )
+    alpha, beta = temperatures(new)
+    if alpha is None or beta is None:
+        raise InvalidInputError(
+            "causal LLN attention needs α and β that do not come from the sequence itself: use "
+            "lln.integrations.convert.convert(model, calibrate=batch), or config.lln = "
+            "{'statistics': 'fixed', 'alpha': ..., 'beta': ...}."
+        )
+    if past is None:
+        if tokens == 1:
+            warnings.warn(_LINEAR_DECODING, stacklevel=2)
+        past = _past_of(call, keys - tokens, beta)
+    sides = (new.query, new.key, new.value, past)
+    long = streaming.long_range(*sides, alpha, beta, new.mask, call.settings.impl)
+    if call.attention == "lln":
+        return long
+    short = streaming.short_range(*sides, call.block_size, new.mask)
+    mix = mix_of(new)
+    if call.heads is None:
+        return join(long, short, mix).to(long.dtype)
+    return call.heads.combine(long, short, mix)
+
+
+def _past_of(call: Call, length: int, beta: float | Tensor) -> streaming.Past:
+    """The past that the first ``length`` keys of a full cache amount to."""
+    key, value = call.key[:, :, :length], call.value[:, :, :length]
+    mask = None if call.mask is None else call.mask[:, :length]
+    summary = KeySummary.of(key, value, beta, mask)
+    past = streaming.Past(summary.log_mass, summary.centroid)
+    if call.attention == "lln_diag":
+        streaming.keep_block(key, value, past, call.block_size, mask)
+    return past
+
+
+def _attend_with_weights(call: Call) -> tuple[Tensor, Tensor]:
+    """Attention and its implied N×N weights, for inspection: unit vectors attended to beside v.
+
+    In one pass, because running statistics count every call.
+    """
+    if call.cu_seqlens is not None:
+        raise InvalidInputError("output_attentions=True cannot be met for packed sequences.")
+    if call.heads is not None and call.heads.join in ("scale", "ratio"):
+        raise InvalidInputError(
+            f"output_attentions=True cannot be met with mix={call.heads.join!r}: every channel "
+            "then has weights of its own."
+        )
+    unit = torch.eye(call.key.shape[2], dtype=call.value.dtype, device=call.value.device)
+    value = torch.cat([call.value, unit.expand(*call.key.shape[:2], -1, -1)], dim=-1)
+    both = attend(replace(call, value=value))
+    out, weights = both.split([call.value.shape[3], unit.shape[0]], dim=-1)
+    return out, weights

@@ -1,0 +1,181 @@
+"""A cache of fixed size for ``generate()``: the summary of all tokens instead of the tokens.
+
+A cache layer of Hugging Face is asked to take new keys and values in and to return those to attend
+to. Ours returns the new ones as they are, marked with what is kept of the past; the attention
+function reads that mark and extends it. So a token costs the same in time and memory wherever it
+stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.errors import BackendUnavailableError, InvalidInputError, LLNError
+from lln.integrations import NEEDS_TRANSFORMERS
+from lln.integrations.heads import Heads, attached_to
+from lln.integrations.settings import ATTENTIONS, Settings
+from lln.integrations.streaming import Past
+
+try:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+except ImportError as error:
+    raise BackendUnavailableError(NEEDS_TRANSFORMERS) from error
+
+
+class LLNCacheLayer(CacheLayerMixin):
+    """One layer's past: a `KeySummary` and the unfinished diagonal block, whatever the length."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Start with no past."""
+        super().__init__(**kwargs)
+        self.past = Past()
+        self.seen_tokens = 0
+        self._waiting = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note where the tensors live."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values, marked with the past they continue."""
+        if self._waiting:
+            raise LLNError(
+                "the attention that ran after LLNCache was not LLN attention, or the model changed "
+                "its keys in between; use LLNCache with models whose attn_implementation is 'lln' "
+                "or 'lln_diag' only."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._waiting = True
+        self.seen_tokens += key_states.shape[-2]
+        key_states = key_states.view_as(key_states)
+        key_states.lln_past = self  # pyright: ignore[reportAttributeAccessIssue]
+        return key_states, value_states
+
+    def take(self) -> Past:
+        """The past, for the attention function to read and extend."""
+        self._waiting = False
+        return self.past
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask: all tokens so far and the new ones."""
+        return self.seen_tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.seen_tokens
+
+    def get_max_length(self) -> int:
+        """There is no maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The same under its former name."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.past, self.seen_tokens, self._waiting = Past(), 0, False
+
+    def offload(self) -> None:
+        """Move the past to the CPU."""
+        self._replace(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move the past back."""
+        if self.is_initialized:
+            self._replace(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let every beam continue the past of the one it descends from."""
+        self._replace(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sample."""
+        self._replace(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the samples at ``indices``."""
+        self._replace(lambda tensor: tensor[indices])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a summary cannot forget single tokens."""
+        if tokens_to_remove != 0:
+            raise InvalidInputError(
+                "LLNCache cannot be cropped: tokens cannot be taken out of a summary; generate "
+                "without assistant models, or with past_key_values=DynamicCache()."
+            )
+
+    def size(self) -> int:
+        """Bytes held."""
+        return sum(
+            tensor.numel() * tensor.element_size() for tensor in self.past.tensors().values()
+        )
+
+    def _replace(self, change: Any) -> None:
+        for name, tensor in self.past.tensors().items():
+            setattr(self.past, name, change(tensor))
+
+
+class LLNCache(Cache):
+    """The cache of a causal model with LLN attention, of fixed size.
+
+    ``generate()`` makes one by itself once `lln.integrations.transformers.register` was called;
+    make one yourself to continue a conversation or to run the model step by step.
+
+    Args:
+        model: With ``attn_implementation`` ``"lln"`` or ``"lln_diag"``; layers that keep softmax
+            get Hugging Face's growing cache.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Choose the kind of every layer."""
+        config = model.config.get_text_config(decoder=True)
+        if config._attn_implementation not in ATTENTIONS:
+            raise InvalidInputError(
+                f"LLNCache is for models with attn_implementation 'lln' or 'lln_diag', got "
+                f"{config._attn_implementation!r}."
+            )
+        softmax = _softmax_layers(model, config)
+        super().__init__(
+            layers=[
+                DynamicLayer() if index in softmax else LLNCacheLayer()
+                for index in range(config.num_hidden_layers)
+            ]
+        )
+
+    def size(self) -> int:
+        """Bytes held by the LLN layers."""
+        return sum(layer.size() for layer in self.layers if isinstance(layer, LLNCacheLayer))
+
+    def __iter__(self) -> Any:
+        """Pairs of keys and values, as other caches give them; ours has none to give."""
+        raise InvalidInputError("LLNCache keeps summaries; it has no keys and values to iterate.")
+
+
+def _softmax_layers(model: torch.nn.Module, config: Any) -> set[int]:
+    """Indices of the layers that keep softmax attention."""
+    kept = set()
+    windows = Settings.of(config).sliding_window == "softmax"
+    kinds = getattr(config, "layer_types", None) or []
+    if windows and not kinds and getattr(config, "sliding_window", None) is not None:
+        kept.update(range(config.num_hidden_layers))
+    if windows:
+        kept.update(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
+    for module in model.modules():
+        attached = attached_to(module)
+        if attached is not None and not isinstance(attached, Heads):
+            kept.add(getattr(module, "layer_idx", -1))
+    return kept

@@ -1,0 +1,353 @@
+"""Turn a loaded Hugging Face model linear, and prove that it is.
+
+    from lln.integrations.convert import convert
+
+    convert(model, attention="lln_diag", calibrate=tokenizer(texts, return_tensors="pt"))
+
+The model is run twice on a batch. In the first run every attention layer still answers with
+softmax while its LLN counterpart is calibrated and compared beside it; the second run shows that
+our attention ran in every layer. A model that keeps its attention to itself is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lln.calibration import calibrate as calibrate_temperatures
+from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.integrations.attend import Call, attend, observed, softmax
+from lln.integrations.heads import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
+from lln.integrations.masks import is_packed
+from lln.integrations.report import Conversion, LayerReport, relative_change, span
+from lln.integrations.settings import ATTENTIONS, Settings
+from lln.integrations.transformers import name_of_module, register, remember_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def convert(
+    model: PreTrainedModel,
+    attention: str = "lln_diag",
+    *,
+    layers: Sequence[int | str] | None = None,
+    calibrate: Mapping[str, Tensor] | None = None,
+    batch: Mapping[str, Tensor] | None = None,
+    statistics: str | None = None,
+    matching: str = "variance",
+    mix: float | str = 0.5,
+    block_size: int | None = None,
+    sliding_window: str = "refuse",
+    momentum: float = 0.1,
+    impl: str = "auto",
+    verbose: bool = True,
+) -> Conversion:
+    """Replace the attention of a loaded model, in place.
+
+    Args:
+        model: Any model whose layers use transformers' attention interface.
+        attention: ``"lln"`` or ``"lln_diag"``.
+        layers: Which attention modules to convert: numbers in the order they run, or names; None =
+            all. The others stay softmax.
+        calibrate: A batch of the model's inputs, on its device. α and β of every head are found on
+            it so that LLN attention is as concentrated as the model's softmax (`lln.calibrate`).
+        batch: Inputs of the proving runs without ``calibrate``; None = a small made-up batch.
+        statistics: Where α and β come from (see `lln.LLNCore`); None = ``"fixed"`` with
+            ``calibrate``, else ``"sample"``. ``"running"`` and ``"learned"`` start from
+            ``calibrate``.
+        matching: Criterion of ``"sample"`` and ``"running"``.
+        mix: Weight of the LLN part of ``"lln_diag"``: a number, or a learned join: ``"ratio"``,
+            ``"scale"``, ``"gate"`` or ``"heads"`` (see `lln.LLNDiagCore`).
+        block_size: Tokens in a diagonal block; None = the head width.
+        sliding_window: What to do with layers that have one: ``"refuse"``, or ``"softmax"`` to
+            leave them as they are.
+        momentum: Of ``"running"``.
+        impl: As in `lln.lln_attention`.
+        verbose: Whether to print the table.
+
+    Returns:
+        What changed, and how far each layer's output and the model's moved.
+
+    Raises:
+        UnsupportedModelError: If our attention did not run in every layer.
+        InvalidInputError: One sentence on what does not fit. The model is then as it was.
+    """
+    register()
+    if attention not in ATTENTIONS:
+        raise InvalidInputError(f"attention must be 'lln' or 'lln_diag', got {attention!r}.")
+    if statistics is None:
+        statistics = "sample" if calibrate is None else "fixed"
+    if statistics in ("fixed", "learned") and calibrate is None:
+        raise InvalidInputError(
+            f"statistics={statistics!r} needs calibrate=, a batch of inputs to find α and β on."
+        )
+    settings = Settings(
+        matching=matching,
+        statistics=statistics,
+        momentum=momentum,
+        mix=mix,
+        block_size=block_size,
+        sliding_window=sliding_window,
+        impl=impl,
+        attached=True,
+    )
+    inputs = dict(calibrate or batch or example_inputs(model))
+    with _undone_on_error(model), _evaluating(model):
+        _switch(model, attention)
+        surgeon = _Surgeon(model, attention, settings, layers, calibrate is not None)
+        with observed(surgeon.look):
+            expected = _output(model(**inputs))
+        surgeon.check()
+        surgeon.write_settings()
+        report = Conversion(attention, statistics, surgeon.reports)
+        found = _prove(model, inputs, surgeon)
+        report.moved = relative_change(found, expected, inputs.get("attention_mask"))
+    if verbose:
+        from rich.console import Console
+
+        console = Console()
+        console.print(report.render(console.width), highlight=False)
+    return report
+
+
+def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A small batch that the model can run on, made up from its configuration."""
+    config, device = model.config, model.device
+    if model.main_input_name == "pixel_values" and getattr(config, "image_size", None):
+        size = config.image_size
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        shape = (1, getattr(config, "num_channels", 3), height, width)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return {"pixel_values": noise.to(device, model.dtype)}
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    if model.main_input_name != "input_ids" or not vocabulary:
+        raise InvalidInputError(
+            f"no example can be made up for {type(model).__name__}, whose main input is "
+            f"{model.main_input_name!r}; pass batch= or calibrate= with its inputs."
+        )
+    ids = torch.randint(vocabulary, (2, 32), generator=torch.Generator().manual_seed(0)).to(device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    return inputs
+
+
+class _Surgeon:
+    """Looks at every attention call of one forward pass and fits LLN attention beside it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: str,
+        settings: Settings,
+        layers: Sequence[int | str] | None,
+        calibrated: bool,
+    ) -> None:
+        self.model, self.attention, self.settings = model, attention, settings
+        self.calibrated = calibrated
+        self.wanted = None if layers is None else list(layers)
+        self.calls = 0
+        self.modules: list[nn.Module] = []
+        self.reports: list[LayerReport] = []
+        self.configs: dict[int, Any] = {}
+        self.names: dict[int, str] = {}
+
+    def look(self, call: Call) -> Tensor:
+        """Fit what this module will run, and answer with softmax."""
+        self.calls += 1
+        softmax_out = softmax(call)
+        if any(module is call.module for module in self.modules):
+            return softmax_out
+        name = name_of_module(self.model, call.module)
+        number = len(self.modules)
+        self.modules.append(call.module)
+        self.names[id(call.module)] = name
+        config: Any = getattr(call.module, "config", self.model.config)
+        self.configs[id(config)] = config
+        heads, width = call.query.shape[1], call.query.shape[3]
+        if not self._is_wanted(number, name, call):
+            attach(call.module, KeptSoftmax())
+            self.reports.append(LayerReport(name, "softmax", heads, width))
+            return softmax_out
+        fitted = self._fit(call)
+        attach(call.module, fitted)
+        probe = replace(call, heads=fitted, settings=self.settings, dropout_p=0.0)
+        moved = relative_change(
+            attend(probe).transpose(1, 2),
+            softmax_out.transpose(1, 2),
+            None if call.mask is None or is_packed(call.mask) else call.mask,
+        )
+        spans = {}
+        if self.settings.statistics != "sample":
+            alpha, beta = fitted.temperatures(
+                call.query, call.key, call.value, None, call.is_causal
+            )
+            spans = {"alpha": span(alpha), "beta": span(beta)}
+        self.reports.append(LayerReport(name, self.attention, heads, width, moved=moved, **spans))
+        return softmax_out
+
+    def check(self) -> None:
+        """Refuse a model of which we saw too little."""
+        kind = type(self.model).__name__
+        if not self.modules:
+            raise UnsupportedModelError(
+                f"{kind} does not call transformers' attention interface: it ran without one call "
+                "of LLN attention and keeps its own; it cannot be converted."
+            )
+        expected = getattr(self.model.config, "num_hidden_layers", 0)
+        # Calls, not modules: layers may share one.
+        if self.calls < expected:
+            raise UnsupportedModelError(
+                f"LLN attention was called {self.calls} times in {kind}, which has {expected} "
+                "layers; the others keep their own attention."
+            )
+        known = [*range(len(self.modules)), *self.names.values()]
+        missing = [layer for layer in self.wanted or [] if layer not in known]
+        if missing:
+            raise InvalidInputError(
+                f"layers has {missing[0]!r}, which did not run; known are 0 to "
+                f"{len(self.modules) - 1} and {', '.join(self.names.values())}."
+            )
+
+    def write_settings(self) -> None:
+        """Note in the configurations what was done, so that it is saved with the model."""
+        for config in self.configs.values():
+            config.lln = self.settings.as_dict()
+        described = {
+            self.names[id(module)]: attached.sizes()
+            for module in self.modules
+            if (attached := attached_to(module)) is not None
+        }
+        self.model.config.lln = replace(self.settings, layers=described).as_dict()
+        remember_attention(self.model)
+
+    def _is_wanted(self, number: int, name: str, call: Call) -> bool:
+        wanted = self.wanted is None or number in self.wanted or name in self.wanted
+        if call.window is None or not wanted:
+            return wanted
+        if self.settings.sliding_window == "softmax" and self.wanted is None:
+            return False
+        raise UnsupportedModelError(
+            f"layer {number} ({name}) attends within a sliding window of {call.window} tokens, "
+            "which LLN attention does not have; pass sliding_window='softmax' to leave such layers "
+            "as they are."
+        )
+
+    def _fit(self, call: Call) -> Heads:
+        """α, β and join of one attention module, calibrated if there is a batch for it."""
+        heads, width = call.query.shape[1], call.query.shape[3]
+        if self.settings.statistics == "sample" and call.is_causal:
+            raise InvalidInputError(
+                f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "
+                "show it the future; pass calibrate=, a batch of inputs to find them on."
+            )
+        fitted = Heads(
+            self.attention,
+            heads,
+            width,
+            call.value.shape[3],
+            self.settings,
+            device=call.query.device,
+        )
+        fitted.train(call.module.training)
+        if not self.calibrated:
+            return fitted
+        mask = None if is_packed(call.mask) else call.mask
+        if self.settings.statistics in ("fixed", "learned"):
+            fitted.set_temperatures(
+                *calibrate_temperatures(call.query, call.key, key_mask=mask, scope="batch")
+            )
+        elif self.settings.statistics == "running":
+            # The first batch of training is where the running average starts.
+            fitted.train()
+            fitted.temperatures(call.query, call.key, call.value, mask, call.is_causal)
+            fitted.train(call.module.training)
+        return fitted
+
+
+def _prove(model: PreTrainedModel, inputs: dict[str, Tensor], surgeon: _Surgeon) -> Tensor:
+    """Run the converted model and count the layers in which our attention ran."""
+    seen: set[int] = set()
+
+    def count(call: Call) -> None:
+        seen.add(id(call.module))
+
+    with observed(count):
+        outputs = model(**inputs)
+    missing = [surgeon.names[id(module)] for module in surgeon.modules if id(module) not in seen]
+    if missing:
+        raise UnsupportedModelError(
+            f"LLN attention did not run in {', '.join(missing)} of {type(model).__name__}."
+        )
+    return _output(outputs)
+
+
+def _switch(model: PreTrainedModel, attention: str) -> None:
+    """Let the attention interface dispatch to us."""
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not use transformers' attention interface, or its source "
+            "cannot be read; it cannot be converted."
+        )
+    model.set_attn_implementation(attention)
+
+
+def _output(outputs: Any) -> Tensor:
+    """The first tensor of a model's output: logits or hidden states."""
+    return outputs[0]
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Eval mode without gradients, and back."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in model.modules():
+            module.training = training.get(module, model.training)
+        for module in model.modules():
+            attached = attached_to(module)
+            if attached is not None:
+                attached.train(module.training)
+
+
+@contextmanager
+def _undone_on_error(model: PreTrainedModel) -> Iterator[None]:
+    """Leave the model as it was if anything fails."""
+    configs = {id(model.config): model.config}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            configs[id(config)] = config
+    before = [
+        (config, config._attn_implementation, getattr(config, "lln", None))
+        for config in configs.values()
+    ]
+    attached = [(module, attached_to(module)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for config, implementation, settings in before:
+            config._attn_implementation_internal = implementation
+            if settings is not None:
+                config.lln = settings
+            elif hasattr(config, "lln"):
+                delattr(config, "lln")
+        for module, own in attached:
+            if ATTRIBUTE in module._modules and isinstance(
+                module._modules[ATTRIBUTE], (Heads, KeptSoftmax)
+            ):
+                delattr(module, ATTRIBUTE)
+            if own is not None:
+                module.add_module(ATTRIBUTE, own)
+        remember_attention(model)
+        raise

@@ -1,0 +1,237 @@
+"""Recovery training: teach a converted model to do what it did with softmax.
+
+    from lln.integrations.convert import convert
+    from lln.integrations.recover import recover
+
+    convert(model, calibrate=batch, statistics="running")
+    recover(model, dataset, output_dir="recovery")
+
+Two phases, each run by Hugging Face's ``Trainer`` (CPU, one GPU, or several under ``torchrun``):
+
+1. *Layers.* Every attention module is given the inputs its softmax original sees, and learns to
+   give that module's output. All layers learn side by side; none sees another's mistakes.
+2. *Output.* The whole model learns to give the original's output.
+
+An interrupted run goes on from its last checkpoint when it is started again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lln.errors import BackendUnavailableError, InvalidInputError
+from lln.integrations.heads import KeptSoftmax, attach
+from lln.integrations.imitation import Imitation, OutputLoss, measure
+from lln.integrations.settings import Settings
+from lln.integrations.transformers import find_module, transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PHASES = ("layers", "output")
+
+
+@dataclass
+class Recovery:
+    """How far a model is from its softmax original, as ‖difference‖ / ‖original‖.
+
+    Attributes:
+        before: Of the model's output, after conversion.
+        after_layers: After the first phase.
+        after: After both.
+        layers_before: Of every attention module's output on the original's inputs.
+        layers_after: Likewise, after both phases.
+        done: Phases that are complete.
+    """
+
+    before: float = 0.0
+    after_layers: float | None = None
+    after: float | None = None
+    layers_before: list[float] = field(default_factory=list)
+    layers_after: list[float] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+
+
+def recover(
+    model: PreTrainedModel,
+    dataset: Dataset[Any],
+    *,
+    output_dir: str | Path,
+    teacher: PreTrainedModel | None = None,
+    probe: dict[str, Tensor] | None = None,
+    layer_steps: int = 500,
+    end_steps: int = 500,
+    batch_size: int = 16,
+    layer_learning_rate: float = 1e-3,
+    end_learning_rate: float = 1e-4,
+    end_loss: str | OutputLoss = "auto",
+    save_steps: int = 100,
+    seed: int = 0,
+    **training: Any,
+) -> Recovery:
+    """Train a converted model, in place, to imitate its softmax original.
+
+    Args:
+        model: Converted, its weights otherwise as they were.
+        dataset: Of the model's inputs: dictionaries of tensors without a batch dimension, all of
+            one length, with ``attention_mask`` where there is padding. Labels are not needed.
+        output_dir: For checkpoints and the report; running again with it resumes.
+        teacher: The original; None = the model itself, with softmax instead. See
+            `softmax_teacher`.
+        probe: A batch to measure on; None = the first ``batch_size`` entries of the dataset.
+        layer_steps: Steps of the first phase; 0 = without it.
+        end_steps: Steps of the second.
+        batch_size: Per device.
+        layer_learning_rate: Of the first phase.
+        end_learning_rate: Of the second.
+        end_loss: What the second phase compares: ``"hidden"`` (relative squared error of the last
+            hidden state), ``"logits"`` (divergence of the predicted distributions), ``"embedding"``
+            (cosine of the mean hidden state and the hidden state itself), ``"auto"`` (logits if
+            there are any, else hidden), or a function of the two outputs and the inputs.
+        save_steps: Steps between checkpoints.
+        seed: Of the order of the data.
+        **training: Further arguments of ``transformers.TrainingArguments``.
+
+    Returns:
+        The report, also in ``output_dir/recovery.json``.
+    """
+    try:
+        import accelerate  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "recovery training needs accelerate; pip install 'lln[hf]'."
+        ) from error
+    folder = Path(output_dir)
+    teacher = softmax_teacher(model) if teacher is None else teacher
+    names = layer_names(teacher)
+    if probe is None:
+        probe = _collate([dataset[index] for index in range(batch_size)])
+    steps = {"layers": layer_steps, "output": end_steps}
+    rates = {"layers": layer_learning_rate, "output": end_learning_rate}
+    report = _read(folder)
+    if not report.done:
+        report.before, report.layers_before = measure(model, teacher, names, probe)
+    for phase in PHASES:
+        if steps[phase] == 0:
+            continue
+        if phase in report.done:
+            _load(model, folder / phase / "final")
+            continue
+        trainer = _trainer(
+            Imitation(model, teacher, names, phase, end_loss),
+            dataset,
+            folder / phase,
+            max_steps=steps[phase],
+            learning_rate=rates[phase],
+            per_device_train_batch_size=batch_size,
+            save_steps=save_steps,
+            seed=seed,
+            **training,
+        )
+        trainer.train(resume_from_checkpoint=_last_checkpoint(folder / phase))
+        trainer.save_model(str(folder / phase / "final"))
+        moved, layers = measure(model, teacher, names, probe)
+        if phase == "layers":
+            report.after_layers = moved
+        report.after, report.layers_after = moved, layers
+        report.done.append(phase)
+        if trainer.is_world_process_zero():
+            _write(folder, report)
+        trainer.accelerator.wait_for_everyone()
+    model.requires_grad_(True)
+    return report
+
+
+def softmax_teacher(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a converted model that computes softmax attention in every layer.
+
+    Its layers get the very masks that the converted ones get, so that inputs can be handed over.
+    """
+    settings = Settings.of(model.config)
+    if not settings.layers:
+        raise InvalidInputError(
+            "recovery training needs a converted model; call "
+            "lln.integrations.convert.convert(model, ...) first."
+        )
+    teacher = copy.deepcopy(model)
+    for name in settings.layers:
+        module = find_module(teacher, name)
+        if module is not None:
+            attach(module, KeptSoftmax())
+    return teacher.requires_grad_(False).eval()
+
+
+def layer_names(model: PreTrainedModel) -> list[str]:
+    """The attention modules of a converted model."""
+    return list(Settings.of(model.config).layers or {})
+
+
+def _trainer(imitation: Imitation, dataset: Dataset[Any], folder: Path, **options: Any) -> Any:
+    """A Trainer whose checkpoints are folders that ``from_pretrained`` loads."""
+
+    class RecoveryTrainer(transformers.Trainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            imitation.student.save_pretrained(output_dir or str(folder))
+
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+            _load(imitation.student, Path(resume_from_checkpoint))
+
+    defaults = {
+        "output_dir": str(folder),
+        "logging_steps": 10,
+        "report_to": [],
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "ddp_find_unused_parameters": True,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": min(50, options["max_steps"] // 10),
+        "save_total_limit": 2,
+    }
+    trainer = RecoveryTrainer(
+        model=imitation,
+        args=transformers.TrainingArguments(**(defaults | options)),
+        train_dataset=dataset,
+        data_collator=_collate,
+    )
+    # The loss is a mean already; Trainer would take **inputs for a promise to divide it.
+    trainer.model_accepts_loss_kwargs = False
+    return trainer
+
+
+def _collate(entries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = [name for name in entries[0] if name != "labels"]
+    return {
+        name: torch.stack([torch.as_tensor(entry[name]) for entry in entries]) for name in names
+    }
+
+
+def _load(model: PreTrainedModel, folder: Path) -> None:
+    """Put a checkpoint's weights and statistics into a model."""
+    saved = type(model).from_pretrained(folder, local_files_only=True, dtype=model.dtype)
+    model.load_state_dict(saved.state_dict())
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return None
+    return transformers.trainer_utils.get_last_checkpoint(str(folder))
+
+
+def _read(folder: Path) -> Recovery:
+    path = folder / "recovery.json"
+    return Recovery(**json.loads(path.read_text("utf-8"))) if path.is_file() else Recovery()
+
+
+def _write(folder: Path, report: Recovery) -> None:
+    path = folder / "recovery.json"
+    work = path.with_suffix(".json.part")
+    work.write_text(json.dumps(asdict(report), indent=2) + "\n", "utf-8")
+    work.replace(path)

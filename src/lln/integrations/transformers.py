@@ -1,0 +1,169 @@
+"""Hugging Face transformers: one call, and ``attn_implementation="lln_diag"`` works.
+
+    from lln.integrations.transformers import register
+
+    register()
+    model = AutoModel.from_pretrained(folder, attn_implementation="lln_diag")
+
+`register` adds the attention functions *and* their mask function. It also makes models remember
+their attention: transformers itself drops it on save, and a model trained with LLN attention would
+come back with softmax. Settings live in ``config.lln`` (see `lln.integrations.settings`).
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from lln.errors import BackendUnavailableError, InvalidInputError
+from lln.integrations import NEEDS_TRANSFORMERS
+from lln.integrations.settings import ATTENTIONS, Settings
+
+try:
+    import transformers
+except ImportError as error:
+    raise BackendUnavailableError(NEEDS_TRANSFORMERS) from error
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.generation.utils import GenerationMixin
+
+from lln.integrations.attend import lln_diag_forward, lln_forward
+from lln.integrations.cache import LLNCache
+from lln.integrations.heads import ATTRIBUTE, Heads, attached_to, rebuild
+from lln.integrations.masks import slicing_mask
+
+OLDEST = (5, 17)
+
+__all__ = ["LLNCache", "register"]
+
+_registered = False
+
+
+def register() -> None:
+    """Make ``attn_implementation="lln"`` and ``"lln_diag"`` known to transformers.
+
+    Calling it again does nothing. Three things happen:
+
+    - both names get an attention function and a mask function;
+    - models are built with what `lln.integrations.convert` attached before they were saved, and
+      note their attention where ``save_pretrained`` keeps it;
+    - ``generate()`` uses `LLNCache` for them, unless it is given another cache.
+    """
+    global _registered
+    if _registered:
+        return
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise BackendUnavailableError(
+            f"lln needs transformers {'.'.join(map(str, OLDEST))} or newer, found "
+            f"{transformers.__version__}; pip install 'lln[hf]'."
+        )
+    for name, function in (("lln", lln_forward), ("lln_diag", lln_diag_forward)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, slicing_mask)
+    for owner, method, wrap in (
+        (PreTrainedModel, "post_init", _remembering),
+        (PreTrainedModel, "_initialize_weights", _filling),
+        (GenerationMixin, "_prepare_cache_for_generation", _with_cache),
+    ):
+        setattr(owner, method, wrap(getattr(owner, method)))
+    _registered = True
+
+
+def remember_attention(model: PreTrainedModel) -> None:
+    """Note the attention in the configuration's own attributes, which are saved.
+
+    ``_attn_implementation`` is dropped on save, a plain ``attn_implementation`` is written and
+    honoured on load.
+    """
+    config = model.config
+    if config._attn_implementation in ATTENTIONS:
+        config.attn_implementation = config._attn_implementation
+    elif getattr(config, "attn_implementation", None) in ATTENTIONS:
+        delattr(config, "attn_implementation")
+
+
+def attach_saved(model: PreTrainedModel) -> None:
+    """Give attention modules the submodules that the configuration describes."""
+    if model.config._attn_implementation not in ATTENTIONS:
+        return
+    settings = Settings.of(model.config)
+    for name, sizes in (settings.layers or {}).items():
+        module = find_module(model, name)
+        if module is not None and attached_to(module) is None:
+            module.add_module(ATTRIBUTE, rebuild(sizes, settings))
+
+
+def find_module(model: PreTrainedModel, name: str) -> nn.Module | None:
+    """The module of that name inside the base model; None if this part of the model has none."""
+    try:
+        return model.base_model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def name_of_module(model: PreTrainedModel, module: nn.Module) -> str:
+    """The name of a module inside the base model."""
+    for name, found in model.base_model.named_modules():
+        if found is module:
+            return name
+    raise InvalidInputError(
+        f"{type(module).__name__} runs attention outside the model's base_model, where it cannot "
+        "be found again after saving."
+    )
+
+
+def _remembering(post_init: Any) -> Any:
+    """Wrap what every model calls at the end of its construction, before weights are loaded."""
+
+    @wraps(post_init)
+    def wrapper(self: PreTrainedModel) -> None:
+        attach_saved(self)
+        post_init(self)
+        remember_attention(self)
+
+    return wrapper
+
+
+def _filling(initialize: Any) -> Any:
+    """Wrap what transformers calls for every module whose weights a checkpoint did not hold."""
+
+    @wraps(initialize)
+    def wrapper(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, Heads) and not getattr(module, "_is_hf_initialized", False):
+            module.fill_missing()
+        initialize(self, module, *args, **kwargs)
+
+    return wrapper
+
+
+def _with_cache(prepare: Any) -> Any:
+    """Wrap what ``generate()`` calls to make its cache."""
+
+    @wraps(prepare)
+    def wrapper(
+        self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        config = self.config.get_text_config(decoder=True)
+        if (
+            config._attn_implementation in ATTENTIONS
+            and not self.config.is_encoder_decoder
+            and model_kwargs.get("past_key_values") is None
+            and generation_config.use_cache is not False
+            and generation_config.cache_implementation in (None, "dynamic")
+        ):
+            model_kwargs["past_key_values"] = LLNCache(self)
+            # What transformers asks of a cache that it is given must not be held against ours.
+            chosen, generation_config.cache_implementation = (
+                generation_config.cache_implementation,
+                None,
+            )
+            try:
+                return prepare(self, generation_config, model_kwargs, *args, **kwargs)
+            finally:
+                generation_config.cache_implementation = chosen
+                model_kwargs["past_key_values"]._is_user_defined = False
+        return prepare(self, generation_config, model_kwargs, *args, **kwargs)
+
+    return wrapper

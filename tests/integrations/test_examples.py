@@ -1,0 +1,105 @@
+"""Every example runs, on the tiny model it makes by itself, and does what it says."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+# Trainer and torch warn about GPUs that are not there.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def run(name, *arguments):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main(list(arguments))
+
+
+def test_there_is_a_test_for_every_example_and_none_is_long():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {
+        "classify_roberta",
+        "convert_checkpoint",
+        "embed_long_documents",
+        "export",
+        "generate",
+        "recover",
+        "vision",
+    }
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text("utf-8").splitlines()) < 100, path.name
+
+
+def test_classify_roberta(capsys):
+    run("classify_roberta", "--steps", "4")
+    assert "loaded again with lln_diag" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_classify_roberta_learns():
+    assert run("classify_roberta", "--steps", "200") > 0.95
+
+
+def test_embed_long_documents(capsys):
+    embeddings = run("embed_long_documents", "--tokens", "700")
+    assert torch.allclose(embeddings.norm(dim=-1), torch.ones(2))
+    moved = float(capsys.readouterr().out.split("padding moves an embedding by ")[1])
+    assert moved < 1e-6
+
+
+def test_vision():
+    assert run("vision", "--steps", "2") >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["lln", "lln_diag"])
+def test_vision_learns(attention):
+    assert run("vision", "--attention", attention, "--steps", "120") > 0.9
+
+
+def test_generate(capsys):
+    out = run("generate", "--lengths", "64", "192")
+    printed = capsys.readouterr().out
+    assert out.shape == (2, 56)
+    sizes = {line.split("state ")[1] for line in printed.splitlines() if "state " in line}
+    assert len(sizes) == 1
+
+
+def test_convert_checkpoint(tmp_path, capsys):
+    report = run("convert_checkpoint", "--out", str(tmp_path / "out"))
+    assert [layer.attention for layer in report.layers] == ["softmax"] + 3 * ["lln_diag"]
+    assert "outputs equal True, attention lln_diag" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_recover():
+    assert set(run("recover", "--pretraining", "2", "--steps", "2")) == {
+        "softmax",
+        "converted",
+        "recovered",
+    }
+
+
+@pytest.mark.slow
+def test_recover_brings_accuracy_back():
+    right = run("recover")
+    assert right["softmax"] > 0.99
+    assert right["recovered"] > 0.99
+
+
+def test_export():
+    assert run("export") < 1e-6
+
+
+def test_export_to_onnx(tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    run("export", "--onnx", str(tmp_path / "model.onnx"))
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    ids = torch.randint(5, 100, (2, 200))
+    out = session.run(None, {"input_ids": ids.numpy(), "attention_mask": ids.ne(0).long().numpy()})
+    assert out[0].shape == (2, 200, 64)
