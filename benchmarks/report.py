@@ -107,6 +107,16 @@ def attempts_table(attempts: dict) -> str:
         f"triton {environment['triton']}, commits {environment['commit']}. Command: "
         f"{environment['command']}"
     )
+    later = attempts["later"]
+    lines += ["", "| later: change | predicted | outcome |", "|---|---|---|"]
+    for number, step in enumerate(later["steps"], len(attempts["steps"]) + 1):
+        lines.append(f"| {number}. {step['change']} | {step['predicted']} | {step['outcome']} |")
+    environment = later["environment"]
+    lines += [
+        "",
+        f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}. "
+        f"Command: {environment['command']}.",
+    ]
     return "\n".join(lines)
 
 
