@@ -167,7 +167,13 @@ def _panel(axes: Axes, rows: Sequence[Row], field: str, group: str) -> None:
     if lengths:
         plain_ticks(axes, lengths)
         # Room for the sentences above the curves.
-        axes.set_ylim(top=3 * max(max(points.values()) for points in series.values()))
+        highest = max(max(points.values()) for points in series.values())
+        if field == "peak_bytes" and highest < 10 * min(min(p.values()) for p in series.values()):
+            # Amounts of one size are seen best from zero.
+            axes.set_yscale("linear")
+            axes.set_ylim(0.0, 1.5 * highest)
+        else:
+            axes.set_ylim(top=3 * highest)
 
 
 def _mark_crossovers(
