@@ -24,6 +24,7 @@ from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
 from lln.matching import packed_moments, temperatures
+from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.scan import running_merge
 from lln.summary import key_exponents, read, summarise
@@ -96,6 +97,9 @@ def lln_attention_varlen(
             shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
             shared |= {"impl": impl}
             return _one_by_one(lln_attention, query, key, value, cu_seqlens, own, **shared)
+        if is_observed():
+            parts = {"alpha": alpha, "beta": beta, "is_causal": is_causal, "cu_seqlens": cu_seqlens}
+            announce(Announcement("lln", query, key, **parts))
         packed = _widen(query, key, value, dropout_p)
         out = _long_range(*packed, cu_seqlens.long(), longest, alpha, beta, is_causal)
         return out.to(query.dtype)
@@ -174,6 +178,10 @@ def lln_diag_attention_varlen(
             shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
             shared |= {"block_size": block_size, "scale": scale, "impl": impl}
             return _one_by_one(lln_diag_attention, query, key, value, cu_seqlens, own, **shared)
+        if is_observed():
+            parts = {"alpha": alpha, "beta": beta, "is_causal": is_causal, "cu_seqlens": cu_seqlens}
+            parts |= {"block_size": block_size, "mix": mix, "scale": scale}
+            announce(Announcement("lln_diag", query, key, **parts))
         packed = _widen(query, key, value, dropout_p)
         bounds = cu_seqlens.long()
         long_range = _long_range(*packed, bounds, longest, alpha, beta, is_causal)
