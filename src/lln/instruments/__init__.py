@@ -13,6 +13,7 @@ Each takes queries and keys and gives one number a head, ``[B, H]``:
 propositions and theorems as code.
 """
 
+from lln.instruments import of_matrix
 from lln.instruments.entropy import entropy
 from lln.instruments.log_normality import LogNormality, log_normality
 from lln.instruments.score_variance import ScoreVariance, score_variance
@@ -25,6 +26,7 @@ __all__ = [
     "ScoreVariance",
     "entropy",
     "log_normality",
+    "of_matrix",
     "score_variance",
     "spectral_gap",
     "temperature",

@@ -102,14 +102,19 @@ class AttentionRows:
         for start in range(0, count, step):
             yield replace(self, heads=self.heads.part(start, start + step))
 
+    @property
+    def width(self) -> int:
+        """Most columns of a tile."""
+        keys = self.heads.key.shape[1]
+        if self.heads.kind != "diag":
+            return keys
+        return min(keys, MOST_ROWS + 2 * int(self.heads.block.bincount().max()))
+
     def tiles(self) -> Iterator[Tile]:
         """All rows, in order."""
-        count, tokens, width = self.shape
-        most = tokens
-        if self.heads.kind == "diag":
-            width = min(width, MOST_ROWS + 2 * int(self.heads.block.bincount().max()))
-            most = MOST_ROWS
-        step = max(min(TILE // (count * width), most), 1)
+        count, tokens, _ = self.shape
+        most = MOST_ROWS if self.heads.kind == "diag" else tokens
+        step = max(min(TILE // (count * self.width), most), 1)
         for start in range(0, tokens, step):
             end = min(start + step, tokens)
             if self.heads.kind == "lln_diag":

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from lln.errors import InvalidInputError
+from lln.instruments.eigenvalues import (
+    DENSE,
+    Product,
+    second_moduli,
+    second_modulus,
+    second_modulus_of_product,
+)
 from lln.instruments.factors import factors
 from lln.instruments.heads import Heads, select
-from lln.instruments.rows import AttentionRows
+from lln.instruments.rows import AttentionRows, Rows
+
+# Entries of P, or of its diagonal blocks, that may be kept between products: 64 MiB in float64.
+KEPT = 1 << 23
 
 
 def spectral_gap(
@@ -27,6 +42,18 @@ def spectral_gap(
 ) -> Tensor:
     """Spectral gap γ = 1 − |λ₂| of P (section 3.2.2).
 
+    How it is found depends on P, and always exactly (to rounding, or 1e-8 where iterated):
+
+    - LLN attention: the D×D matrix B·A, which has the eigenvalues of P = A·B; O(N·D²).
+    - Causal attention of any kind: the largest diagonal entry after the first row's, because P is
+      triangular.
+    - Several diagonal blocks: zero, because every block has an eigenvalue 1 of its own.
+    - Softmax and LLN + diagonal: Arnoldi iteration (scipy) on x ↦ P·x − mean(P·x). Beyond N = 2,896
+      softmax makes P again for every product, some 150 times.
+
+    The gap of ``"lln_diag"`` sits near ``mix`` whatever the inputs, because the scaled-down block
+    diagonal has an eigenvalue near 1 − mix for every block; look at the parts instead.
+
     Args:
         query: As in `entropy`.
         key: As in `entropy`.
@@ -44,6 +71,11 @@ def spectral_gap(
     Returns:
         ``[B, H]``, float64, from 0 to 1; NaN as in `entropy`. A single token has gap 1.
     """
+    if cu_seqlens is None and query.dim() == key.dim() == 4 and query.shape[2] != key.shape[2]:
+        raise InvalidInputError(
+            f"spectral_gap needs as many queries as keys, got T = {query.shape[2]} and S = "
+            f"{key.shape[2]}: eigenvalues exist for self attention only."
+        )
     selection = select(
         query,
         key,
@@ -62,20 +94,82 @@ def spectral_gap(
 
 
 def _gap(heads: Heads) -> Tensor:
-    if heads.kind == "lln" and not heads.is_causal:
+    return (1 - _second_modulus(heads)).clamp(0.0, 1.0)
+
+
+def _second_modulus(heads: Heads) -> Tensor:
+    """|λ₂| of every head, ``[G]``."""
+    if heads.is_causal:
+        # Triangular: the eigenvalues are the diagonal, and the first row sees itself only.
+        return torch.cat(
+            [heads.mix.new_zeros(heads.mix.shape[0], 1), _diagonal(heads)[:, 1:]], 1
+        ).amax(1)
+    if heads.kind == "lln":
+        # A·B and B·A have the same eigenvalues but for zeros.
         slots, tokens = factors(heads)
-        return _dense_gap(tokens @ slots)
-    tokens = heads.key.shape[1]
-    matrix = heads.query.new_zeros(heads.query.shape[0], tokens, tokens)
-    for tile in AttentionRows(heads).tiles():
-        _, height, width = tile.log_p.shape
-        rows, columns = slice(tile.row, tile.row + height), slice(tile.column, tile.column + width)
-        matrix[:, rows, columns] = tile.log_p.exp()
-    return _dense_gap(matrix)
+        return second_moduli(tokens @ slots)
+    if heads.kind == "diag" and bool(heads.block[0] != heads.block[-1]):
+        # Every block has an eigenvalue 1 of its own.
+        return heads.mix.new_ones(heads.mix.shape[0])
+    found = [_of_one(heads.part(index, index + 1)) for index in range(heads.query.shape[0])]
+    return torch.tensor(found, dtype=torch.float64, device=heads.query.device)
 
 
-def _dense_gap(matrix: Tensor) -> Tensor:
-    if matrix.shape[-1] < 2:
-        return matrix.new_ones(matrix.shape[0])
-    magnitudes = torch.linalg.eigvals(matrix.cpu()).abs().sort(-1, descending=True).values
-    return (1 - magnitudes[:, 1]).clamp(0.0, 1.0).to(matrix.device)
+def _of_one(heads: Heads) -> float:
+    size = heads.query.shape[1]
+    factored = heads.kind == "lln_diag" and size > DENSE
+    if size * size <= KEPT and not factored:
+        return second_modulus(formed(AttentionRows(heads)))
+    return second_modulus_of_product(_product(heads), size, heads.query.device)
+
+
+def formed(rows: Rows) -> Tensor:
+    """The matrix ``[T, S]`` of one head, for short sequences."""
+    keys, parts = rows.shape[2], []
+    for tile in rows.tiles():
+        left = tile.column
+        right = keys - left - tile.log_p.shape[-1]
+        parts.append(F.pad(tile.log_p[0].exp(), (left, right)))
+    return torch.cat(parts)
+
+
+def _product(heads: Heads) -> Product:
+    """Multiplication with P of one head; P is kept if it is small and made again if not."""
+    if heads.kind == "lln_diag":
+        slots, tokens = (side[0] for side in factors(heads))
+        short_range, mix = _product(replace(heads, kind="diag")), heads.mix[0]
+        return lambda x: mix * (slots @ (tokens @ x)) + (1 - mix) * short_range(x)
+    rows, size = AttentionRows(heads), heads.query.shape[1]
+
+    def tiles() -> Iterator[tuple[Tensor, int]]:
+        return ((tile.log_p[0].exp(), tile.column) for tile in rows.tiles())
+
+    kept = list(tiles()) if size * rows.width <= KEPT else None
+
+    def product(x: Tensor) -> Tensor:
+        return torch.cat(
+            [
+                p @ x[column : column + p.shape[-1]]
+                for p, column in (tiles() if kept is None else kept)
+            ]
+        )
+
+    return product
+
+
+def _diagonal(heads: Heads) -> Tensor:
+    """P_ii of causal attention, ``[G, T]``."""
+    if heads.kind == "lln_diag":
+        parts = (_diagonal(replace(heads, kind=kind)) for kind in ("lln", "diag"))
+        long_range, short_range = parts
+        mix = heads.mix.squeeze(-1)
+        return mix * long_range + (1 - mix) * short_range
+    if heads.kind == "lln":
+        exponent_q, exponent_k = heads.alpha * heads.query, heads.beta * heads.key
+        mass = (exponent_q + exponent_k.logcumsumexp(-2)).logsumexp(-1)
+        return ((exponent_q + exponent_k).logsumexp(-1) - mass).exp()
+    found = []
+    for part in AttentionRows(heads).slices():
+        own = [tile.log_p.diagonal(tile.row - tile.column, -2, -1) for tile in part.tiles()]
+        found.append(torch.cat(own, -1).exp())
+    return torch.cat(found)
