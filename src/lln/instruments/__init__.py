@@ -9,11 +9,14 @@ Each takes queries and keys and gives one number a head, ``[B, H]``:
 - `log_normality` of P, Propositions 3.1 and 4.1
 - `score_variance` and its parts, Eq. (5)
 
+`capture` measures them inside a model while it runs.
+
 `of_matrix` has the same for a row-stochastic matrix you already have, `theory` the paper's
 propositions and theorems as code.
 """
 
 from lln.instruments import of_matrix
+from lln.instruments.capture import capture
 from lln.instruments.entropy import entropy
 from lln.instruments.log_normality import LogNormality, log_normality
 from lln.instruments.score_variance import ScoreVariance, score_variance
@@ -24,6 +27,7 @@ from lln.instruments.variance import variance
 __all__ = [
     "LogNormality",
     "ScoreVariance",
+    "capture",
     "entropy",
     "log_normality",
     "of_matrix",
