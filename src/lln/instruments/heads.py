@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +108,8 @@ class Selection:
             for shape in shapes
         )
         for group in self.groups():
+            if group.heads.query.numel() == 0 or group.heads.key.numel() == 0:
+                continue
             with torch.no_grad():
                 found = instrument(group.heads)
             for whole, part in zip(out, found, strict=True):
@@ -162,7 +163,9 @@ def select(
     checks.check_block_size(block_size)
     checks.check_scale(scale)
     checks.check_mix(mix, rows, query.device)
-    mix = torch.as_tensor(mix, dtype=torch.float64, device=query.device).detach()
+    # Metal has no float64.
+    home = torch.device("cpu") if query.device.type == "mps" else query.device
+    mix = _as_double(mix, home)
     if not bool(((mix >= 0) & (mix <= 1)).all()):
         raise InvalidInputError("mix must lie in [0, 1] everywhere for P to be row-stochastic.")
     if kind in ("lln", "lln_diag"):
@@ -181,79 +184,49 @@ def select(
                 alpha, beta = _match(query, key, matching, key_mask, cu_seqlens)
     else:
         alpha = beta = 1.0
-    temperature = [
-        _per_head(side, batch, query_heads, query.device).detach() for side in (alpha, beta)
-    ]
-    shared = {
-        "kind": kind,
-        "scale": 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
-        "is_causal": is_causal,
-    }
-    query, key, mix = query.detach(), key.detach(), mix.expand(rows)
-    if cu_seqlens is not None:
-        bounds = [int(bound) for bound in cu_seqlens.tolist()]
+    alpha, beta = (_per_head(side, batch, query_heads, home) for side in (alpha, beta))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    query, key, mix = query.detach().to(home), key.detach().to(home), mix.expand(rows)
 
-        def sequences() -> Iterator[Group]:
-            for index, (start, end) in enumerate(pairwise(bounds)):
-                own = (side[start:end].transpose(0, 1)[None] for side in (query, key, mix))
-                place = torch.arange(end - start, device=query.device)
-                at = slice(index, index + 1)
-                yield from _group(at, *own, temperature, place // block_size, shared)
+    def group(at: slice, q: Tensor, k: Tensor, m: Tensor, place: Tensor) -> Group:
+        """Samples ``[b, H, …]`` whose keys stood at these places."""
+        q, k = q.double().flatten(0, 1), repeat_heads(k.double(), query_heads).flatten(0, 1)
+        a, b = alpha[at].flatten(0, 1), beta[at].flatten(0, 1)
+        healthy = q.isfinite().all(-1).all(-1) & k.isfinite().all(-1).all(-1)
+        healthy &= (a.isfinite() & b.isfinite()).flatten()
+        calm = healthy[:, None, None]
+        q, k = torch.where(calm, q, 0.0), torch.where(calm, k, 0.0)
+        a, b = torch.where(calm, a, 1.0), torch.where(calm, b, 1.0)
+        block = place // block_size
+        return Group(at, Heads(q, k, kind, scale, is_causal, a, b, m.flatten(0, 1), block), healthy)
 
-        return Selection(batch, query_heads, query.device, sequences)
+    def sequences(bounds: list[int]) -> Iterator[Group]:
+        for index, (start, end) in enumerate(pairwise(bounds)):
+            place = torch.arange(end - start, device=home)
+            q, k, m = (side[start:end].transpose(0, 1)[None] for side in (query, key, mix))
+            yield group(slice(index, index + 1), q, k, m, place)
 
     def samples() -> Iterator[Group]:
-        place = torch.arange(key.shape[2], device=query.device)
+        place = torch.arange(key.shape[2], device=home)
         if key_mask is None or bool(key_mask.all()):
             tokens = max(query.shape[2], key.shape[2], 1)
             step = max(_GROUP // (tokens * max(query_heads, 1) * query.shape[-1]), 1)
             for start in range(0, batch, step):
                 at = slice(start, start + step)
-                own = (side[at] for side in (query, key, mix))
-                yield from _group(at, *own, temperature, place // block_size, shared)
+                yield group(at, query[at], key[at], mix[at], place)
             return
         for index in range(batch):
-            at, valid = slice(index, index + 1), place[key_mask[index]]
-            own = [query[at], key[at, :, valid], mix[at]]
+            at, valid = slice(index, index + 1), place[key_mask[index].to(home)]
+            q, k, m = query[at], key[at, :, valid], mix[at]
             if query.shape[2] == key.shape[2]:
                 # As in the attention functions, the mask says which queries count, too.
-                own[0], own[2] = own[0][:, :, valid], own[2][:, :, valid]
-            yield from _group(at, *own, temperature, valid // block_size, shared)
+                q, m = q[:, :, valid], m[:, :, valid]
+            yield group(at, q, k, m, valid)
 
-    return Selection(batch, query_heads, query.device, samples)
-
-
-def _group(
-    samples: slice,
-    query: Tensor,
-    key: Tensor,
-    mix: Tensor,
-    temperature: list[Tensor],
-    block: Tensor,
-    shared: dict[str, Any],
-) -> Iterator[Group]:
-    """The group of these samples ``[b, H, …]``, unless they have no token."""
-    if 0 in query.shape or 0 in key.shape:
-        return
-    heads = query.shape[1]
-    query, key = query.double().flatten(0, 1), repeat_heads(key.double(), heads).flatten(0, 1)
-    alpha, beta = (side[samples].flatten(0, 1) for side in temperature)
-    healthy = query.isfinite().all(-1).all(-1) & key.isfinite().all(-1).all(-1)
-    healthy &= (alpha.isfinite() & beta.isfinite()).flatten()
-    calm = healthy[:, None, None]
-    yield Group(
-        samples,
-        Heads(
-            query=torch.where(calm, query, 0.0),
-            key=torch.where(calm, key, 0.0),
-            alpha=torch.where(calm, alpha, 1.0),
-            beta=torch.where(calm, beta, 1.0),
-            mix=mix.flatten(0, 1),
-            block=block,
-            **shared,
-        ),
-        healthy,
-    )
+    if cu_seqlens is None:
+        return Selection(batch, query_heads, home, samples)
+    bounds = [int(bound) for bound in cu_seqlens.tolist()]
+    return Selection(batch, query_heads, home, lambda: sequences(bounds))
 
 
 def _match(
@@ -271,8 +244,14 @@ def _match(
 
 def _per_head(side: float | Tensor, batch: int, heads: int, device: torch.device) -> Tensor:
     """A temperature as float64 ``[B, H, 1, 1]``."""
-    side = torch.as_tensor(side, dtype=torch.float64, device=device)
+    side = _as_double(side, device)
     side = side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))
     if side.shape[1] not in (1, heads):
         side = repeat_heads(side, heads)
     return side.expand(batch, heads, 1, 1)
+
+
+def _as_double(number: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.detach().to(device).double()
+    return torch.tensor(number, dtype=torch.float64, device=device)

@@ -111,8 +111,8 @@ def shape_of_log_p(rows: Rows) -> tuple[Tensor, ...]:
     moments, within_row = entry_moments(rows)
     variance = moments.variance
     there = variance > _POINT
-    skew = moments.third / moments.count / variance**1.5
-    kurtosis = moments.fourth / moments.count / variance**2 - 3
+    skew = moments.third / moments.size / variance**1.5
+    kurtosis = moments.fourth / moments.size / variance**2 - 3
     spread = variance.sqrt()
     sort = rows.shape[1] * rows.shape[2] <= _SORTED
     ks, quantiles = (_sorted if sort else _binned)(rows, moments, spread)
@@ -167,7 +167,7 @@ def _binned(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tenso
             standard = (tile.log_p - mean) / scale
             own.append(torch.stack([_histogram(head) for head in standard]))
         counts.extend(torch.stack(own).sum(0))
-    cumulative = torch.stack(counts).cumsum(-1) / moments.count[:, None]
+    cumulative = torch.stack(counts).cumsum(-1) / moments.size[:, None]
     normal = torch.special.ndtr(edges)
     ks = (cumulative - normal[1:]).abs().amax(-1)
     probabilities = _probabilities(spread.device).expand(cumulative.shape[0], -1).contiguous()

@@ -13,7 +13,7 @@ from lln.instruments.rows import Rows, Tile
 class Moments(NamedTuple):
     """Number, mean and sums of powers of the deviations from it, ``[G]`` each."""
 
-    count: Tensor
+    size: Tensor
     mean: Tensor
     second: Tensor
     third: Tensor
@@ -22,11 +22,11 @@ class Moments(NamedTuple):
     @property
     def variance(self) -> Tensor:
         """Mean square deviation."""
-        return self.second / self.count
+        return self.second / self.size
 
     def merge(self, other: Moments) -> Moments:
         """The moments of both sets of numbers."""
-        a, b = self.count, other.count
+        a, b = self.size, other.size
         n = a + b
         shift = other.mean - self.mean
         second = self.second + other.second + shift**2 * a * b / n

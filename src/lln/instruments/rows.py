@@ -93,7 +93,8 @@ class AttentionRows:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(G, T, S)."""
-        return *self.heads.query.shape[:2], self.heads.key.shape[1]
+        count, tokens, _ = self.heads.query.shape
+        return count, tokens, self.heads.key.shape[1]
 
     def slices(self) -> Iterator[AttentionRows]:
         """The same in groups of heads, few enough that a tile holds many rows."""

@@ -71,11 +71,6 @@ def spectral_gap(
     Returns:
         ``[B, H]``, float64, from 0 to 1; NaN as in `entropy`. A single token has gap 1.
     """
-    if cu_seqlens is None and query.dim() == key.dim() == 4 and query.shape[2] != key.shape[2]:
-        raise InvalidInputError(
-            f"spectral_gap needs as many queries as keys, got T = {query.shape[2]} and S = "
-            f"{key.shape[2]}: eigenvalues exist for self attention only."
-        )
     selection = select(
         query,
         key,
@@ -90,6 +85,11 @@ def spectral_gap(
         scale=scale,
         cu_seqlens=cu_seqlens,
     )
+    if cu_seqlens is None and query.shape[2] != key.shape[2]:
+        raise InvalidInputError(
+            f"spectral_gap needs as many queries as keys, got T = {query.shape[2]} and S = "
+            f"{key.shape[2]}: eigenvalues exist for self attention only."
+        )
     return selection.measure(_gap)
 
 
