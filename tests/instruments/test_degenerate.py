@@ -105,8 +105,8 @@ def test_triangular(size):
 
 def test_a_leaking_class_that_outlives_the_mixing_of_the_closed_one():
     matrix = torch.zeros(300, 300, dtype=torch.float64)
-    matrix[:150, :150] = torch.rand(150, 150).softmax(-1)
-    matrix[150:, 150:] = 0.9 * torch.rand(150, 150).softmax(-1)
+    matrix[:150, :150] = torch.rand(150, 150).double().softmax(-1)
+    matrix[150:, 150:] = 0.9 * torch.rand(150, 150).double().softmax(-1)
     matrix[150:, :150] = 0.1 / 150
     assert of_matrix.spectral_gap(matrix).item() == pytest.approx(0.1, abs=1e-9)
 
