@@ -15,7 +15,7 @@ Each takes queries and keys and gives one number a head, ``[B, H]``:
 propositions and theorems as code.
 """
 
-from lln.instruments import of_matrix
+from lln.instruments import of_matrix, theory
 from lln.instruments.capture import capture
 from lln.instruments.entropy import entropy
 from lln.instruments.log_normality import LogNormality, log_normality
@@ -34,5 +34,6 @@ __all__ = [
     "score_variance",
     "spectral_gap",
     "temperature",
+    "theory",
     "variance",
 ]
