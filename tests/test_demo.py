@@ -17,12 +17,13 @@ from lln.demo.concentration import KERNELS, Concentration, concentration, factor
 from lln.demo.corpus import FEWEST_BYTES, load_corpus
 from lln.demo.encoder import Encoder, EncoderSize, trained_attentions
 from lln.demo.picture import matrix_picture
-from lln.demo.record import Clock, write_atomically
+from lln.demo.record import Clock
 from lln.demo.sections import speed_headline, speed_section
 from lln.demo.speed import Speed, crossover
 from lln.demo.threads import faster_threads
 from lln.demo.training import TRAINED, Training
 from lln.errors import InvalidInputError
+from lln.files import write_atomically
 
 VOID = {"meta", "img", "br", "circle", "path", "link", "input", "hr"}
 

@@ -13,12 +13,13 @@ from lln.demo.concentration import Concentration
 from lln.demo.corpus import Corpus, load_corpus
 from lln.demo.encoder import EncoderSize
 from lln.demo.page import Demo, render_json, render_page
-from lln.demo.record import Clock, State, page_path, write_atomically
+from lln.demo.record import Clock, State, page_path
 from lln.demo.sections import concentration_headline, speed_headline, training_headline
 from lln.demo.speed import Speed
 from lln.demo.threads import faster_threads
 from lln.demo.training import Training
 from lln.errors import InvalidInputError
+from lln.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.progress import Progress
