@@ -373,7 +373,9 @@ def test_lln_diag_module(join):
     assert torch.equal(before, after)
     kinds = {call.kind: call for call in seen.calls}
     if join == "scale":
-        assert sorted(kinds) == ["diag", "lln"]
+        assert seen.layers == ["core (lln)", "core (diag)"]
+        assert list(seen.medians("alpha")["core (lln)"]) == [0, 1, 2, 3]
+        assert seen.medians("alpha")["core (diag)"] == {}
     elif join == "heads":
         assert sorted({(r.kind, r.head) for r in seen.records}) == [
             ("diag", 2),

@@ -9,7 +9,7 @@ Each takes queries and keys and gives one number a head, ``[B, H]``:
 - `log_normality` of P, Propositions 3.1 and 4.1
 - `score_variance` and its parts, Eq. (5)
 
-`capture` measures them inside a model while it runs.
+`capture` measures them inside a model while it runs, `ConcentrationLogger` through a training.
 
 `of_matrix` has the same for a row-stochastic matrix you already have, `theory` the paper's
 propositions and theorems as code.
@@ -22,9 +22,11 @@ from lln.instruments.log_normality import LogNormality, log_normality
 from lln.instruments.score_variance import ScoreVariance, score_variance
 from lln.instruments.spectral_gap import spectral_gap
 from lln.instruments.temperature import temperature
+from lln.instruments.training import ConcentrationLogger
 from lln.instruments.variance import variance
 
 __all__ = [
+    "ConcentrationLogger",
     "LogNormality",
     "ScoreVariance",
     "capture",

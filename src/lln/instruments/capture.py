@@ -104,9 +104,7 @@ class capture(Measurements):
         traceback: TracebackType | None,
     ) -> None:
         """Put everything back, and say so if nothing was seen."""
-        if self._patches is not None:
-            interception.stop(self, self._patches)
-            self._patches = None
+        self.stop()
         if error is None and not self.calls:
             raise InvalidInputError(
                 f"capture saw no attention in {type(self.model).__name__}: inside the block its "
@@ -114,6 +112,12 @@ class capture(Measurements):
                 "by hand, or run by another compiled graph, cannot be seen; measure its queries "
                 "and keys with the functions of lln.instruments."
             )
+
+    def stop(self) -> None:
+        """Stop watching and put everything back; leaving the block does it too."""
+        if self._patches is not None:
+            interception.stop(self, self._patches)
+            self._patches = None
 
     def hear(self, layer: str, module: nn.Module, sighting: Sighting) -> None:
         """Take one call; called from the model's forward, in its thread."""

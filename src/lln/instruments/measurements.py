@@ -85,8 +85,24 @@ class Measurements:
 
     @property
     def layers(self) -> list[str]:
-        """Layers in the order in which they were first called."""
-        return list(dict.fromkeys(call.layer for call in self.calls))
+        """Layers in the order in which they were first called.
+
+        A layer whose heads have two attentions each, joined afterwards, counts as two:
+        ``"path (lln)"`` and ``"path (diag)"``.
+        """
+        return list(dict.fromkeys(self._labels()))
+
+    def _labels(self) -> list[str]:
+        """The entry of `layers` that each call belongs to."""
+        kinds: dict[tuple[str, int], set[str]] = {}
+        for call in self.calls:
+            kinds.setdefault((call.layer, call.first_head), set()).add(call.kind)
+        return [
+            call.layer
+            if len(kinds[call.layer, call.first_head]) == 1
+            else f"{call.layer} ({call.kind})".lstrip()
+            for call in self.calls
+        ]
 
     @property
     def problems(self) -> dict[str, str]:
@@ -108,10 +124,11 @@ class Measurements:
                 f"{instrument!r} was not measured; there are {', '.join(known) or 'no values'}."
             )
         found: dict[str, dict[int, list[float]]] = {layer: {} for layer in self.layers}
-        for record in self.records:
-            if instrument in record.values:
-                heads = found[record.layer].setdefault(record.head, [])
-                heads.append(record.values[instrument])
+        for label, call in zip(self._labels(), self.calls, strict=True):
+            for record in call.records():
+                if instrument in record.values:
+                    heads = found[label].setdefault(record.head, [])
+                    heads.append(record.values[instrument])
         return {
             layer: {head: _median(values) for head, values in sorted(heads.items())}
             for layer, heads in found.items()

@@ -1,0 +1,1 @@
+"""Other libraries: the only files that import them."""
