@@ -134,27 +134,40 @@ def formed(rows: Rows) -> Tensor:
 
 
 def _product(heads: Heads) -> Product:
-    """Multiplication with P of one head; P is kept if it is small and made again if not."""
+    """Multiplication with P of one head; the diagonal blocks are kept if small."""
     if heads.kind == "lln_diag":
         slots, tokens = (side[0] for side in factors(heads))
         short_range, mix = _product(replace(heads, kind="diag")), heads.mix[0]
         return lambda x: mix * (slots @ (tokens @ x)) + (1 - mix) * short_range(x)
-    rows, size = AttentionRows(heads), heads.query.shape[1]
+    if heads.kind == "diag":
+        start, members = _blocks(heads.block)
+        if start.shape[0] * int(members.max()) ** 2 <= KEPT:
+            return _block_product(heads, start, members)
+    rows = AttentionRows(heads)
 
     def tiles() -> Iterator[tuple[Tensor, int]]:
         return ((tile.log_p[0].exp(), tile.column) for tile in rows.tiles())
 
-    kept = list(tiles()) if size * rows.width <= KEPT else None
-
     def product(x: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                p @ x[column : column + p.shape[-1]]
-                for p, column in (tiles() if kept is None else kept)
-            ]
-        )
+        return torch.cat([p @ x[column : column + p.shape[-1]] for p, column in tiles()])
 
     return product
+
+
+def _block_product(heads: Heads, start: Tensor, members: Tensor) -> Product:
+    """Multiplication with the diagonal blocks, kept as ``[n, b, b]``."""
+    step = torch.arange(int(members.max()), device=start.device)
+    inside = step < members[:, None]
+    place = torch.where(inside, start[:, None] + step, 0)
+    scores = heads.scale * heads.query[0, place] @ heads.key[0, place].mT
+    weights = scores.masked_fill(~inside[:, None], -torch.inf).softmax(-1)
+    return lambda x: (weights @ torch.where(inside[..., None], x[place], 0.0))[inside]
+
+
+def _blocks(block: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token and the number of tokens of every diagonal block."""
+    members = block.unique_consecutive(return_counts=True)[1]
+    return members.cumsum(0) - members, members
 
 
 def _diagonal(heads: Heads) -> Tensor:
