@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lln.demo.series import LOOKS, marker
+from lln.report.series import LOOKS, marker
 
 _WIDTH, _HEIGHT = 480, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 27, 50
