@@ -92,5 +92,4 @@ def mean_row_entropy(rows: Rows) -> Tensor:
 
 def _tile_entropy(tile: Tile) -> Tensor:
     """Sum of the entropies of a tile's rows in bits: ``[G]``."""
-    log_p = tile.log_p
-    return -(log_p.exp() * log_p.clamp_min(LOWEST_LOG)).sum((-2, -1)) / math.log(2)
+    return -(tile.p * tile.log_p.clamp_min(LOWEST_LOG)).sum((-2, -1)) / math.log(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ PROBABILITIES = (*_TAIL, *_PERCENTS, *(1 - tail for tail in reversed(_TAIL)))
 _POINT = 1e-20
 
 # Matrices up to this many entries are sorted, larger ones counted in bins.
-_SORTED = 1 << 22
+_SORTED = 1 << 20
 _BINS = 1 << 14
 _REACH = 12.0
 
@@ -139,12 +140,19 @@ def _sorted(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tenso
         entries = torch.cat([tile.log_p.flatten(1) for tile in part.tiles()], -1)
         for own in entries:
             index = len(found)
-            own = own[own > -torch.inf].sort().values
+            own = _ascending(own[own > -torch.inf])
             normal = torch.special.ndtr((own - moments.mean[index]) / spread[index])
             rank = torch.arange(own.shape[0] + 1, device=own.device) / own.shape[0]
             ks = torch.maximum((rank[1:] - normal).max(), (normal - rank[:-1]).max())
             found.append((ks, _interpolate(own, _probabilities(own.device))))
     return torch.stack([ks for ks, _ in found]), torch.stack([points for _, points in found])
+
+
+def _ascending(numbers: Tensor) -> Tensor:
+    if numbers.device.type == "cpu":
+        # Three times faster than torch, which also tracks where every number came from.
+        return torch.from_numpy(np.sort(numbers.numpy()))
+    return numbers.sort().values
 
 
 def _interpolate(ordered: Tensor, probabilities: Tensor) -> Tensor:

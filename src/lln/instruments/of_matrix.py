@@ -104,7 +104,7 @@ def _gaps(rows: Rows) -> Tensor:
         )
     found = []
     for part in rows.slices():
-        matrices = torch.cat([tile.log_p.exp() for tile in part.tiles()], -2)
+        matrices = torch.cat([tile.p for tile in part.tiles()], -2)
         found.extend(1 - second_modulus(matrix) for matrix in matrices)
     return torch.tensor(found, dtype=torch.float64).clamp(0.0, 1.0)
 
@@ -204,4 +204,5 @@ class MatrixRows:
         step = max(TILE // (count * columns), 1)
         for start in range(0, rows, step):
             part = self.matrix[:, start : start + step].double()
-            yield Tile((part / part.sum(-1, keepdim=True)).log(), start, 0)
+            part = part / part.sum(-1, keepdim=True)
+            yield Tile(part.log(), start, 0, part)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,18 +30,26 @@ _TINY = 1e-280
 _PAIRS = 1 << 14
 
 
-class Tile(NamedTuple):
+@dataclass(frozen=True)
+class Tile:
     """Some rows of P.
 
     Attributes:
         log_p: ``[G, r, w]``, −inf where P is zero. P is zero in all columns left out.
         row: The first row.
         column: The first column.
+        known_p: P itself where making the tile gave it anyway.
     """
 
     log_p: Tensor
     row: int
     column: int
+    known_p: Tensor | None = None
+
+    @property
+    def p(self) -> Tensor:
+        """P, ``[G, r, w]``."""
+        return self.log_p.exp() if self.known_p is None else self.known_p
 
 
 class Rows(Protocol):
@@ -116,70 +124,108 @@ class AttentionRows:
         count, tokens, _ = self.shape
         most = MOST_ROWS if self.heads.kind == "diag" else tokens
         step = max(min(TILE // (count * self.width), most), 1)
-        for start in range(0, tokens, step):
-            end = min(start + step, tokens)
-            if self.heads.kind == "lln_diag":
-                yield _mixed(self.heads, start, end)
-            else:
-                yield _plain(self.heads, start, end, self.normalised)
+        parts = [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+        if self.heads.kind == "lln_diag":
+            long_range, short_range = _LLNKernel(self.heads), _SoftmaxKernel(self.heads)
+            for rows in parts:
+                yield _mixed(long_range.tile(rows), short_range.tile(rows), self.heads.mix[:, rows])
+            return
+        kernel = (_LLNKernel if self.heads.kind == "lln" else _SoftmaxKernel)(self.heads)
+        for rows in parts:
+            yield kernel.tile(rows, self.normalised)
 
 
-def _plain(heads: Heads, start: int, end: int, normalised: bool = True) -> Tile:
-    """Rows of P with one part, softmax, diagonal or LLN."""
-    first, last = 0, end if heads.is_causal else heads.key.shape[1]
-    if heads.kind == "diag":
-        bounds = heads.block[[start, end - 1]]
-        first = int(torch.searchsorted(heads.block, bounds[0]))
-        last = min(last, int(torch.searchsorted(heads.block, bounds[1], right=True)))
-    query, key = heads.query[:, start:end], heads.key[:, first:last]
-    if heads.kind == "lln":
-        log_kernel = _log_lln_kernel(heads.alpha * query, heads.beta * key)
-    else:
-        log_kernel = heads.scale * query @ key.mT.contiguous()
-    hidden = _hidden(heads, start, end, first, last)
-    if hidden is not None:
-        log_kernel = log_kernel.masked_fill(hidden, -torch.inf)
-    return Tile(log_kernel.log_softmax(-1) if normalised else log_kernel, start, first)
+class _SoftmaxKernel:
+    """Rows of softmax attention, in diagonal blocks or not."""
+
+    def __init__(self, heads: Heads) -> None:
+        self.heads = heads
+        self.query = heads.scale * heads.query
+        self.key = heads.key.mT.contiguous()
+        self.in_blocks = heads.kind in ("diag", "lln_diag")
+
+    def tile(self, rows: slice, normalised: bool = True) -> Tile:
+        """Log P of some rows, or their scores."""
+        heads = self.heads
+        first, last = 0, rows.stop if heads.is_causal else heads.key.shape[1]
+        if self.in_blocks:
+            ends = heads.block[[rows.start, rows.stop - 1]]
+            first = int(torch.searchsorted(heads.block, ends[0]))
+            last = min(last, int(torch.searchsorted(heads.block, ends[1], right=True)))
+        columns = slice(first, last)
+        scores = self.query[:, rows] @ self.key[..., columns]
+        hidden = _hidden(heads, rows, columns, self.in_blocks)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        return Tile(scores.log_softmax(-1) if normalised else scores, rows.start, first)
 
 
-def _mixed(heads: Heads, start: int, end: int) -> Tile:
-    """Rows of mix · LLN + (1 − mix) · diagonal, Figure 3."""
-    long_range = _plain(replace(heads, kind="lln"), start, end)
-    short_range = _plain(replace(heads, kind="diag"), start, end)
-    mix = heads.mix[:, start:end]
-    log_p = long_range.log_p + mix.log()
-    near = slice(short_range.column, short_range.column + short_range.log_p.shape[-1])
-    log_p[..., near] = torch.logaddexp(log_p[..., near], short_range.log_p + (-mix).log1p())
-    return Tile(log_p, start, 0)
-
-
-def _hidden(heads: Heads, start: int, end: int, first: int, last: int) -> Tensor | None:
-    """Which pairs of a tile P leaves out: bool ``[r, w]``."""
-    hidden = None
-    if heads.kind == "diag":
-        hidden = heads.block[start:end, None] != heads.block[first:last]
-    if heads.is_causal:
-        row = torch.arange(start, end, device=heads.query.device)
-        later = torch.arange(first, last, device=heads.query.device) > row[:, None]
-        hidden = later if hidden is None else hidden | later
-    return hidden
-
-
-def _log_lln_kernel(exponent_q: Tensor, exponent_k: Tensor) -> Tensor:
-    """Log Σ_f e^{αq_f + βk_f} up to a constant of the row, numerator of Eq. (9).
+class _LLNKernel:
+    """Rows of LLN attention, numerator of Eq. (9) over its sum.
 
     With the keys' largest exponents moved into the queries both factors are at most one, and a row
-    sums to at least one. Single entries may still underflow; those are summed as logarithms.
+    of the kernel sums to at least one. Single entries may still underflow (and, with causal
+    attention, all that a row sees): those are summed as logarithms.
     """
-    peak = exponent_k.amax(-2, keepdim=True)
-    exponent_q, exponent_k = exponent_q + peak, exponent_k - peak
-    exponent_q = exponent_q - exponent_q.amax(-1, keepdim=True)
-    kernel = exponent_q.exp() @ exponent_k.exp().mT.contiguous()
-    lost = kernel < _TINY
-    log_kernel = kernel.log_()
-    if bool(lost.any()):
+
+    def __init__(self, heads: Heads) -> None:
+        self.heads = heads
+        exponent = heads.beta * heads.key
+        peak = exponent.amax(-2, keepdim=True)
+        self.exponent_k = exponent - peak
+        self.key = self.exponent_k.exp().mT.contiguous()
+        exponent = heads.alpha * heads.query + peak
+        self.exponent_q = exponent - exponent.amax(-1, keepdim=True)
+        self.query = self.exponent_q.exp()
+
+    def tile(self, rows: slice, normalised: bool = True) -> Tile:
+        """Log P of some rows, or the kernel's logarithms."""
+        heads = self.heads
+        columns = slice(0, rows.stop if heads.is_causal else heads.key.shape[1])
+        kernel = self.query[:, rows] @ self.key[..., columns]
+        hidden = _hidden(heads, rows, columns, in_blocks=False)
+        if normalised and bool(kernel.amin() >= _TINY):
+            if hidden is not None:
+                kernel.masked_fill_(hidden, 0.0)
+            p = kernel.div_(kernel.sum(-1, keepdim=True))
+            return Tile(p.log(), rows.start, 0, p)
+        log_kernel = self._log(kernel, rows.start)
+        if hidden is not None:
+            log_kernel.masked_fill_(hidden, -torch.inf)
+        return Tile(log_kernel.log_softmax(-1) if normalised else log_kernel, rows.start, 0)
+
+    def _log(self, kernel: Tensor, first_row: int) -> Tensor:
+        lost = kernel < _TINY
+        log_kernel = kernel.log()
         for place in lost.nonzero().split(_PAIRS):
             head, row, column = place.unbind(-1)
-            exact = (exponent_q[head, row] + exponent_k[head, column]).logsumexp(-1)
-            log_kernel[head, row, column] = exact
-    return log_kernel
+            exponent = self.exponent_q[head, row + first_row] + self.exponent_k[head, column]
+            log_kernel[head, row, column] = exponent.logsumexp(-1)
+        return log_kernel
+
+
+def _mixed(long_range: Tile, short_range: Tile, mix: Tensor) -> Tile:
+    """Rows of mix · LLN + (1 − mix) · diagonal, Figure 3."""
+    near = slice(short_range.column, short_range.column + short_range.log_p.shape[-1])
+    if long_range.known_p is not None:
+        p = mix * long_range.known_p
+        p[..., near] += (1 - mix) * short_range.p
+        return Tile(p.log(), long_range.row, 0, p)
+    log_p = long_range.log_p + mix.log()
+    log_p[..., near] = torch.logaddexp(log_p[..., near], short_range.log_p + (-mix).log1p())
+    return Tile(log_p, long_range.row, 0)
+
+
+def _hidden(heads: Heads, rows: slice, columns: slice, in_blocks: bool) -> Tensor | None:
+    """Which pairs of a tile P leaves out: bool ``[r, w]``."""
+    hidden = None
+    if in_blocks:
+        hidden = heads.block[rows, None] != heads.block[columns]
+    if heads.is_causal:
+        row, column = (
+            torch.arange(side.start, side.stop, device=heads.query.device)
+            for side in (rows, columns)
+        )
+        later = column > row[:, None]
+        hidden = later if hidden is None else hidden | later
+    return hidden

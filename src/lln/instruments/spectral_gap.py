@@ -129,7 +129,7 @@ def formed(rows: Rows) -> Tensor:
     for tile in rows.tiles():
         left = tile.column
         right = keys - left - tile.log_p.shape[-1]
-        parts.append(F.pad(tile.log_p[0].exp(), (left, right)))
+        parts.append(F.pad(tile.p[0], (left, right)))
     return torch.cat(parts)
 
 
@@ -146,7 +146,7 @@ def _product(heads: Heads) -> Product:
     rows = AttentionRows(heads)
 
     def tiles() -> Iterator[tuple[Tensor, int]]:
-        return ((tile.log_p[0].exp(), tile.column) for tile in rows.tiles())
+        return ((tile.p[0], tile.column) for tile in rows.tiles())
 
     def product(x: Tensor) -> Tensor:
         return torch.cat([p @ x[column : column + p.shape[-1]] for p, column in tiles()])

@@ -86,7 +86,7 @@ def matrix_variance(rows: Rows) -> Tensor:
 
     def squares(tile: Tile) -> Tensor:
         left_out = keys - tile.log_p.shape[-1]
-        seen = (tile.log_p.exp() - 1 / keys).square().sum((-2, -1))
+        seen = (tile.p - 1 / keys).square().sum((-2, -1))
         return seen + tile.log_p.shape[-2] * left_out / keys**2
 
     return sum_over_rows(rows, squares) / (tokens * keys)
