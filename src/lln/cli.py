@@ -102,6 +102,30 @@ def fit(
 
 
 @app.command()
+def figure(
+    name: Annotated[
+        str, typer.Argument(help="2, 5a, 5b, 6a, 6b or 7 of the paper; theory: its claims.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the picture (PNG and SVG).")] = Path(
+        "figures"
+    ),
+    results: Annotated[
+        Path | None, typer.Option(help="Folder for the numbers (JSON). Default: beside it.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option(help="A coarse version, in seconds.")] = False,
+) -> None:
+    """Measure one analysis figure of the paper anew, and draw it as the paper does and as we would.
+
+    Figure 2 compares attention kernels, 5a and theory test the paper's predictions, 5b and 7 show
+    moment matching, 6a and 6b sums of log-normals. The numbers are kept beside the picture.
+    """
+    from lln.figures.command import run
+
+    run(name, out=out, results=results, device=device, quick=quick, echo=typer.echo)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine can run, and prove it on a small example.
 
