@@ -79,10 +79,11 @@ def draw_5b(figure: Figure, results: Results) -> None:
         for name in names:
             if name in curves:
                 axes.plot(p, curves[name][side], label=NAMES[name], **LOOKS[name])
-        axes.set(xscale="log", ylabel=label)
+        axes.set(ylabel=label)
         axes.set_xlabel(r"variance of the softmax scores, $p = \sigma_q^2 \sigma_k^2$")
         title(axes, f"{text}, d = {results['head_width']}, N = {results['tokens']}")
-    panels[1].set(yscale="log")
+    panels[1].set(xscale="log", yscale="log")
+    panels[2].set(xscale="log")
     for axes in panels:
         plain_ticks(axes)
     handles = panels[1].get_legend_handles_labels()

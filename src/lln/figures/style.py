@@ -94,12 +94,15 @@ def check_matplotlib() -> None:
 
 
 def plain_ticks(axes: Axes) -> None:
-    """Writes 0.1, 1, 10 instead of powers of ten."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    """Writes 0.1, 1, 10 instead of powers of ten, and 2 and 5 between them on short axes."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     plain = FuncFormatter(lambda value, _: f"{value:g}")
-    for axis, kind in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
-        if kind == "log":
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            low, high = axis.get_view_interval()
+            if high / low < 300:
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axis.set_major_formatter(plain)
             axis.set_minor_formatter(NullFormatter())
 
