@@ -14,6 +14,8 @@ from lln.instruments.heads import Heads
 def factors(heads: Heads) -> tuple[Tensor, Tensor]:
     """A ``[G, T, D]`` and B ``[G, D, S]`` of bidirectional LLN attention."""
     exponent = heads.beta * heads.key
-    mass = exponent.logsumexp(-2, keepdim=True)
-    slots = (heads.alpha * heads.query + mass).softmax(-1)
-    return slots, (exponent - mass).exp().mT
+    peak = exponent.amax(-2, keepdim=True)
+    weight = (exponent - peak).exp_()
+    mass = weight.sum(-2, keepdim=True)
+    slots = (heads.alpha * heads.query + (peak + mass.log())).softmax(-1)
+    return slots, weight.div_(mass).mT
