@@ -62,7 +62,7 @@ def dense_entropy(matrix):
 
 def dense_gap(matrix):
     moduli = torch.linalg.eigvals(matrix).abs().sort(-1, descending=True).values
-    return 1 - moduli[..., 1] if moduli.shape[-1] > 1 else torch.ones(matrix.shape[0])
+    return 1 - moduli[..., 1] if moduli.shape[-1] > 1 else matrix.new_ones(matrix.shape[0])
 
 
 def dense_variance(matrix):

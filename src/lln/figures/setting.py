@@ -42,9 +42,11 @@ class Setting:
 
     def gaussians(self, draws: int, tokens: int, width: int, seed: int = 0) -> Tensor:
         """Unit queries and keys ``[2, 1, draws, N, D]`` in float64, the same on every device."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         shape = (2, 1, draws, tokens, width)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            self.device
+        )
 
     def describe(self, name: str) -> Results:
         """Where the numbers come from: command, versions, device, commit."""

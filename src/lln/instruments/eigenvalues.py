@@ -74,7 +74,8 @@ def _deflate(product: Product) -> Product:
 def _largest_modulus(product: Product, size: int, device: torch.device) -> float:
     """Largest eigenvalue modulus of x ↦ M·x."""
     linalg = _scipy("scipy.sparse.linalg")
-    start = torch.randn(size, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(size, 1, generator=generator, dtype=torch.float64, device="cpu")
     start -= start.mean()
     image = product(start.to(device)).cpu()
     if image.norm() <= 1e-14 * start.norm():
@@ -133,7 +134,7 @@ def _by_classes(matrix: Tensor) -> float:
     count, label = graph.connected_components(pattern, connection="strong")
     rows, columns = (torch.from_numpy(side).long() for side in pattern.nonzero())
     label = torch.from_numpy(label).long()
-    leaks = torch.zeros(count, dtype=torch.bool)
+    leaks = torch.zeros(count, dtype=torch.bool, device="cpu")
     leaks[label[rows[label[rows] != label[columns]]]] = True
     if int((~leaks).sum()) > 1:
         return 1.0

@@ -116,7 +116,8 @@ def shape_of_log_p(rows: Rows) -> tuple[Tensor, ...]:
     kurtosis = moments.fourth / moments.size / variance**2 - 3
     spread = variance.sqrt()
     sort = rows.shape[1] * rows.shape[2] <= _SORTED
-    ks, quantiles = (_sorted if sort else _binned)(rows, moments, spread)
+    ks, quantiles = (_sorted if sort else _binned)(rows, moments, torch.where(there, spread, 1.0))
+    quantiles = torch.where(there[:, None], quantiles, moments.mean[:, None])
     normal = torch.special.ndtri(_probabilities(spread.device))
     shape = (torch.where(there, number, torch.nan) for number in (skew, kurtosis, ks))
     return (

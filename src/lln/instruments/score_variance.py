@@ -97,7 +97,7 @@ def score_parts(heads: Heads) -> tuple[Tensor, ...]:
     spread = key - key_mean
     covariance = spread.mT @ spread / key.shape[-2]
     second_moment = query.mT @ query / query.shape[-2]
-    trace = squared * (second_moment * covariance).sum((-2, -1))
+    trace = squared * (second_moment * covariance).sum((-2, -1)).clamp_min(0.0)
     if heads.is_causal or heads.kind == "diag":
         kind = "diag" if heads.kind == "diag" else "softmax"
         scores = AttentionRows(replace(heads, kind=kind), normalised=False)

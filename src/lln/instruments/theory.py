@@ -137,13 +137,13 @@ def sample_sum_variance(
         seed: Of the generator, which is the CPU's on every device.
         device: Where to compute.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     sums = []
     step = max((1 << 22) // terms, 1)
     for start in range(0, draws, step):
         shape = (min(step, draws - start), terms)
-        normal = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
-        sums.append((math.sqrt(variance) * normal).logsumexp(-1))
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        sums.append((math.sqrt(variance) * normal.to(device)).logsumexp(-1))
     return torch.cat(sums).var(correction=0).item()
 
 
