@@ -8,6 +8,7 @@ Each takes queries and keys and gives one number a head, ``[B, H]``:
 - `variance` of P, Theorem 3.4
 - `log_normality` of P, Propositions 3.1 and 4.1
 - `score_variance` and its parts, Eq. (5)
+- `gaussianity` of queries and keys, which the paper's formulas assume
 
 `capture` measures them inside a model while it runs, `ConcentrationLogger` through a training.
 
@@ -18,6 +19,7 @@ propositions and theorems as code.
 from lln.instruments import of_matrix, theory
 from lln.instruments.capture import capture
 from lln.instruments.entropy import entropy
+from lln.instruments.gaussianity import Gaussianity, gaussianity
 from lln.instruments.log_normality import LogNormality, log_normality
 from lln.instruments.score_variance import ScoreVariance, score_variance
 from lln.instruments.spectral_gap import spectral_gap
@@ -27,10 +29,12 @@ from lln.instruments.variance import variance
 
 __all__ = [
     "ConcentrationLogger",
+    "Gaussianity",
     "LogNormality",
     "ScoreVariance",
     "capture",
     "entropy",
+    "gaussianity",
     "log_normality",
     "of_matrix",
     "score_variance",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -132,12 +133,12 @@ class capture(Measurements):
         first_head = 0
         if isinstance(module, LLNDiagCore) and module.join == "heads" and seen.kind == "diag":
             first_head = module.lln_heads
-        measured = Measurement(layer, number, seen.kind, *seen.tokens, first_head, values, problem)
+        numbers = {name: tensor for name, tensor in values.items() if tensor.dim() == 2}
+        measured = Measurement(layer, number, seen.kind, *seen.tokens, first_head, numbers, problem)
         with self._lock:
             self.calls.append(measured)
         if self.on_call is not None:
-            seen.values.update(values)
-            self.on_call(seen)
+            self.on_call(replace(seen, values=values, problem=problem))
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -54,8 +54,8 @@ class SeenCall:
         options: The other arguments of an instrument: α, β, masks, scale.
         pair_mask: A mask over pairs of tokens that the options cannot express.
         weights: P, if the model computed it anyway.
-        problem: Why queries and keys do not tell P; empty if they do.
-        values: What was measured, ``[B, H]`` by instrument.
+        problem: Why queries and keys do not tell P, or what was not measured; empty if all is well.
+        values: What was measured, by instrument.
     """
 
     layer: str
@@ -111,7 +111,9 @@ def prepare(layer: str, call: int, sighting: Sighting) -> SeenCall:
 
 
 def measure(seen: SeenCall, instruments: Sequence[str]) -> tuple[dict[str, Tensor], str]:
-    """Every instrument's values, ``[B, H]`` on the CPU, and one sentence on what is missing.
+    """Every instrument's values on the CPU, and one sentence on what is missing.
+
+    Values are ``[B, H]``, quantiles ``[B, H, Q]``.
 
     A call that cannot be measured must not end the run that it belongs to: what an instrument
     raises becomes that sentence.
@@ -154,12 +156,12 @@ def _measure(seen: SeenCall, instruments: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _flatten(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
-    """A result by name: itself, or its fields; quantiles are no number a head and stay out."""
+    """A result by name: itself, or those of its fields that are of heads."""
     if isinstance(found, Tensor):
         yield name, found
         return
     for field_name, tensor in found._asdict().items():
-        if tensor.dim() == 2:
+        if tensor.dim() >= 2:
             yield f"{name}.{field_name}", tensor
 
 
