@@ -7,7 +7,6 @@ import time
 import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lln.demo.concentration import Concentration
 from lln.demo.corpus import Corpus, load_corpus
@@ -20,9 +19,7 @@ from lln.demo.threads import faster_threads
 from lln.demo.training import Training
 from lln.errors import InvalidInputError
 from lln.files import write_atomically
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from lln.report.progress import progress_bar
 
 SECONDS = 110.0
 QUICK_SECONDS = 10.0
@@ -93,7 +90,7 @@ def _run_parts(demo: Demo, corpus: Corpus, seconds: float, page: Path) -> None:
     )
     _write(demo, page)
     written = time.perf_counter()
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("", total=1.0)
         begin = 0.0
         for name, end, measure in steps:
@@ -106,21 +103,6 @@ def _run_parts(demo: Demo, corpus: Corpus, seconds: float, page: Path) -> None:
             _write(demo, page)
             begin = end
         bar.update(task, completed=1.0)
-
-
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    # On stderr, so that the lines for the terminal can be piped away.
-    return Progress(
-        TextColumn("{task.description:<13}"),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
 
 
 def _write(demo: Demo, page: Path) -> None:
