@@ -1,4 +1,4 @@
-"""The command line: ``lln demo | fit | doctor``."""
+"""The command line: ``lln demo | inspect | figure | fit | doctor``."""
 
 from __future__ import annotations
 
@@ -99,6 +99,40 @@ def fit(
         work=work,
         echo=typer.echo,
     )
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A folder with a Hugging Face model, or a hub name in the cache.")
+    ],
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to run it on. Default: documentation of Python's standard library."
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for lln-inspect.html and lln-inspect.json.")
+    ] = Path("."),
+    tokens: Annotated[int, typer.Option(help="Length of a sequence.")] = 512,
+    samples: Annotated[int, typer.Option(help="Sequences; values are medians over them.")] = 1,
+    heads: Annotated[
+        str | None,
+        typer.Option(help="Heads to show in detail, as LAYER.HEAD,... Default: the extremes."),
+    ] = None,
+) -> None:
+    """Look into a model's attention: one self-contained HTML report, and its numbers as JSON.
+
+    For every layer and head: temperature, entropy, spectral gap, how log-normal the weights are,
+    measured against the paper's theory; where its Gaussian assumptions break; the LLN attention
+    that could stand in for the head. Nothing is downloaded.
+
+    Ctrl-C leaves a valid page with the layers measured so far.
+    """
+    from lln.inspection import run_inspect
+
+    run_inspect(model, out, text=text, tokens=tokens, samples=samples, heads=heads, echo=typer.echo)
 
 
 @app.command()
