@@ -174,6 +174,7 @@ def test_no_source_file_reads_a_shared_folder_or_names_a_machine_path(path):
         (("--help",), ("demo", "fit", "doctor")),
         (("demo", "--help"), ("--out", "--quick", "--seconds")),
         (("fit", "--help"), ("--device", "--seeds", "--figures")),
+        (("figure", "--help"), ("--out", "--results", "--device", "--quick")),
         (("--version",), (f"lln {lln.__version__}",)),
         (("doctor",), (lln.__version__, "torch", "cpu", "right")),
     ],
@@ -217,6 +218,8 @@ main()
         ("demo", "--seconds", "-1"),
         ("fit", "--device", "abacus"),
         ("fit", "--seeds", "0"),
+        ("figure", "3"),
+        ("figure", "2", "--device", "abacus"),
     ],
     ids=" ".join,
 )
