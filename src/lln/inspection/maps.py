@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lln.inspection.study import Grid, Study
@@ -89,7 +89,7 @@ CONCENTRATION = (
     Map(
         "entropy",
         "entropy, bits",
-        "<b>Entropy</b> of a row of P, Eq. (7): 0 = one key, {even:.1f} bits = all alike.",
+        "<b>Entropy</b> of a row of P, Eq. (7): 0 = one key, {even} bits = all alike.",
         _digits(1),
         low=0.0,
     ),
@@ -253,3 +253,13 @@ LLN = (
         grid=_difference("lln.formula_entropy", "entropy"),
     ),
 )
+
+
+def draw_maps(study: Study, maps: Sequence[Map]) -> list[tuple[str, str]]:
+    """SVG and caption of every map with a number in it."""
+    even = f"{math.log2(max(study.tokens, 1)):.1f}"
+    return [
+        (each.draw(study), each.caption.replace("{even}", even))
+        for each in maps
+        if any(math.isfinite(value) for row in each.numbers(study) for value in row)
+    ]

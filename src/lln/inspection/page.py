@@ -8,8 +8,8 @@ from html import escape
 
 from lln.inspection.choice import Chosen
 from lln.inspection.findings import findings
-from lln.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, Map
-from lln.inspection.plots import against, histogram, quantile_plot
+from lln.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, Map, draw_maps
+from lln.inspection.plots import lln_plots, shape_plots, theory_plots
 from lln.inspection.study import Study, bin_edges
 from lln.report.document import html_document, json_document
 from lln.report.markup import figure, section, table
@@ -114,7 +114,8 @@ def _maps(
     found: dict[str, str],
     introduction: str = "",
 ) -> str:
-    return section(name, title, introduction + _finding(found, name) + _pairs(study, maps))
+    drawn = f'<div class="pair">{_figures(draw_maps(study, maps))}</div>'
+    return section(name, title, introduction + _finding(found, name) + drawn)
 
 
 def _finding(found: dict[str, str], name: str) -> str:
@@ -123,45 +124,12 @@ def _finding(found: dict[str, str], name: str) -> str:
     return f'<p class="finding">{escape(found[name])}</p>'
 
 
-def _pairs(study: Study, maps: Sequence[Map], more: str = "") -> str:
-    drawn = "".join(_figures(study, maps)) + more
-    return f'<div class="pair">{drawn}</div>' if drawn else ""
-
-
-def _figures(study: Study, maps: Sequence[Map]) -> list[str]:
-    even = math.log2(max(study.tokens, 1))
-    return [
-        figure(each.draw(study), each.caption.replace("{even:.1f}", f"{even:.1f}"))
-        for each in maps
-        if any(math.isfinite(value) for row in each.numbers(study) for value in row)
-    ]
+def _figures(drawn: Sequence[tuple[str, str]]) -> str:
+    return "".join(figure(plot, caption) for plot, caption in drawn)
 
 
 def _normality(study: Study, chosen: Sequence[Chosen], found: dict[str, str]) -> str:
-    shapes = []
-    for each in chosen:
-        value = study.layers[each.layer].value
-        shape = histogram(study, each)
-        if not shape:
-            continue
-        numbers = ", ".join(
-            f"{label} {value(f'log_normality.{name}', each.head):.{digits}f}".replace("-", "−")
-            for label, name, digits in (
-                ("skew", "skew", 2),
-                ("excess kurtosis", "kurtosis", 2),
-                ("distance from normal", "ks", 3),
-            )
-        )
-        entropy = value("entropy", each.head)
-        caption = f"<b>Head {each.name}</b>, {each.why}: entropy {entropy:.2f} bits, {numbers}."
-        shapes.append(figure(shape, caption))
-        shapes.append(
-            figure(
-                quantile_plot(study, each),
-                f"<b>Head {each.name}</b>: quantiles of log P against those of the fitted normal "
-                "distribution, from 0.01 % to 99.99 %. On the dashed line it would be normal.",
-            )
-        )
+    shapes = _figures([pair for each in chosen for pair in shape_plots(study, each)])
     labels = {
         "softmax": "log P of the head",
         "lln": "log P of LLN at its α, β",
@@ -170,63 +138,21 @@ def _normality(study: Study, chosen: Sequence[Chosen], found: dict[str, str]) ->
     detail = ""
     if shapes:
         key = legend(list(labels), labels, marks=False, filled=("softmax",))
-        detail = f'{key}<div class="pair">{"".join(shapes)}</div>'
-    body = _NORMALITY + _finding(found, "normality") + _pairs(study, NORMALITY) + detail
+        detail = f'{key}<div class="pair">{shapes}</div>'
+    maps = f'<div class="pair">{_figures(draw_maps(study, NORMALITY))}</div>'
+    body = _NORMALITY + _finding(found, "normality") + maps + detail
     return section("normality", "2. Is log P normal?", body)
 
 
 def _theory(study: Study, found: dict[str, str]) -> str:
-    variance, mean, entropy = (
-        (f"{label}, predicted", f"{label}, measured")
-        for label in ("variance of log P in a row", "−mean of log P", "entropy in bits")
-    )
-    plots = (
-        (
-            against(study, "theory.variance", "score_variance.within_row", variance, log=True),
-            "<b>Variance inside a row</b> against σq²σk². What lies off the line is C_cross of "
-            "Eq. (5). Axes are logarithmic.",
-        ),
-        (
-            against(study, "theory.mean", "log_normality.mean", mean, sign=-1, log=True),
-            "<b>Mean of log P</b> against −ln N − p/2, with the measured p. Axes are logarithmic.",
-        ),
-        (
-            against(study, "theory.entropy", "entropy", entropy, low=0.0),
-            "<b>Entropy</b> against that of a log-normal P of the measured p; predictions below 0 "
-            "are drawn at 0.",
-        ),
-    )
-    drawn = "".join(figure(plot, caption) for plot, caption in plots if plot)
-    drawn += "".join(_figures(study, (CROSS,)))
+    drawn = _figures([*theory_plots(study), *draw_maps(study, (CROSS,))])
     body = _THEORY + _finding(found, "theory") + f'<div class="pair">{drawn}</div>'
     return section("theory", "3. Measured against theory (Proposition 3.1)", body)
 
 
 def _lln(study: Study, found: dict[str, str]) -> str:
-    plots = (
-        (
-            against(
-                study,
-                "spectral_gap",
-                "lln.spectral_gap",
-                ("spectral gap of softmax", "spectral gap of LLN"),
-            ),
-            "<b>Spectral gap</b> at equal entropy. On the dashed line LLN mixes tokens as fast as "
-            "softmax does.",
-        ),
-        (
-            against(
-                study,
-                "entropy",
-                "lln.formula_entropy",
-                ("entropy of softmax, bits", "entropy of LLN by formula, bits"),
-            ),
-            "<b>The closed formula</b>, which measures nothing: how far the entropy is from "
-            "softmax’s where entries are not Gaussian.",
-        ),
-    )
-    drawn = "".join(figure(plot, caption) for plot, caption in plots if plot)
-    body = _LLN + _finding(found, "lln") + _pairs(study, LLN, drawn)
+    drawn = _figures([*draw_maps(study, LLN), *lln_plots(study)])
+    body = _LLN + _finding(found, "lln") + f'<div class="pair">{drawn}</div>'
     return section("lln", "5. What would LLN attention do here?", body)
 
 
@@ -292,7 +218,7 @@ def render_json(study: Study, chosen: Sequence[Chosen]) -> str:
         "values": {name: study.grid(name) for name in names},
         "chosen_heads": [_chosen_json(study, each) for each in chosen],
     }
-    return json_document(content)
+    return json_document(content, digits=6)
 
 
 def _chosen_json(study: Study, each: Chosen) -> dict[str, object]:

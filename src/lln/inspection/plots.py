@@ -31,7 +31,7 @@ def histogram(study: Study, chosen: Chosen) -> str:
     highest = max(*own, *(y for _, y in normal), min(max(other), 2 * max(own)))
     clipped = [(x, min(y, 1.05 * highest)) for x, y in middles]
     x = linear_axis("log P", edges[0], edges[-1])
-    y = linear_axis("density", 0, 1.08 * highest)
+    y = linear_axis(f"density, head {chosen.name}", 0, 1.08 * highest)
     lines = [
         Bars("softmax", edges, [min(height, highest) for height in own]),
         Line("lln", clipped, marks=False),
@@ -51,7 +51,7 @@ def quantile_plot(study: Study, chosen: Chosen) -> str:
     if not high > low:
         return ""
     x = linear_axis("quantile of the fitted normal", points[0][0], points[-1][0])
-    y = linear_axis("quantile of log P", low, high)
+    y = linear_axis(f"quantile of log P, head {chosen.name}", low, high)
     ends = [points[0][0], points[-1][0]]
     lines = [
         Line("theory", [(end, end) for end in ends], marks=False),
@@ -103,3 +103,83 @@ def against(
         axes = [linear_axis(label, *ends) for label in labels]
     lines = [Line("theory", [(end, end) for end in ends], marks=False), Dots(dots)]
     return line_chart(f"{labels[1]} against {labels[0]}", axes[0], axes[1], lines)
+
+
+def shape_plots(study: Study, chosen: Chosen) -> list[tuple[str, str]]:
+    """The distribution of a head as histogram and quantile plot, each with its caption."""
+    value = study.layers[chosen.layer].value
+    shape, quantiles = histogram(study, chosen), quantile_plot(study, chosen)
+    if not shape or not quantiles:
+        return []
+    numbers = ", ".join(
+        f"{label} {value(f'log_normality.{name}', chosen.head):.{digits}f}".replace("-", "−")
+        for label, name, digits in (
+            ("skew", "skew", 2),
+            ("excess kurtosis", "kurtosis", 2),
+            ("distance from normal", "ks", 3),
+        )
+    )
+    entropy = value("entropy", chosen.head)
+    return [
+        (
+            shape,
+            f"<b>Head {chosen.name}</b>, {chosen.why}: entropy {entropy:.2f} bits, {numbers}.",
+        ),
+        (
+            quantiles,
+            f"<b>Head {chosen.name}</b>: quantiles of log P against those of the fitted normal "
+            "distribution, from 0.01 % to 99.99 %. On the dashed line it would be normal.",
+        ),
+    ]
+
+
+def theory_plots(study: Study) -> list[tuple[str, str]]:
+    """What Proposition 3.1 predicts and what is, each with its caption."""
+    variance, mean, entropy = (
+        (f"{label}, predicted", f"{label}, measured")
+        for label in ("variance of log P in a row", "−mean of log P", "entropy in bits")
+    )
+    plots = (
+        (
+            against(study, "theory.variance", "score_variance.within_row", variance, log=True),
+            "<b>Variance inside a row</b> against σq²σk². What lies off the line is C_cross of "
+            "Eq. (5). Axes are logarithmic.",
+        ),
+        (
+            against(study, "theory.mean", "log_normality.mean", mean, sign=-1, log=True),
+            "<b>Mean of log P</b> against −ln N − p/2, with the measured p. Axes are logarithmic.",
+        ),
+        (
+            against(study, "theory.entropy", "entropy", entropy, low=0.0),
+            "<b>Entropy</b> against that of a log-normal P of the measured p; predictions below 0 "
+            "are drawn at 0.",
+        ),
+    )
+    return [(plot, caption) for plot, caption in plots if plot]
+
+
+def lln_plots(study: Study) -> list[tuple[str, str]]:
+    """LLN attention beside softmax attention, each with its caption."""
+    plots = (
+        (
+            against(
+                study,
+                "spectral_gap",
+                "lln.spectral_gap",
+                ("spectral gap of softmax", "spectral gap of LLN"),
+            ),
+            "<b>Spectral gap</b> at equal entropy. On the dashed line LLN mixes tokens as fast as "
+            "softmax does.",
+        ),
+        (
+            against(
+                study,
+                "entropy",
+                "lln.formula_entropy",
+                ("entropy of softmax, bits", "entropy of LLN by formula, bits"),
+            ),
+            "<b>The closed formula</b>, which measures nothing: how far the entropy is from "
+            "softmax’s where entries are not Gaussian.",
+        ),
+    )
+    return [(plot, caption) for plot, caption in plots if plot]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 from datetime import datetime
 from importlib import resources
 
@@ -46,16 +47,26 @@ def read_environment() -> dict[str, str]:
     return environment
 
 
-def json_document(content: object) -> str:
-    """Readable JSON; NaN and infinity, which it does not have, become null."""
-    return json.dumps(_plain(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+def json_document(content: object, digits: int = 17) -> str:
+    """Readable JSON, a list of numbers on one line.
+
+    Args:
+        content: Dictionaries, lists, texts and numbers; NaN and infinity become null.
+        digits: Significant digits of numbers; 17 = all.
+    """
+    text = json.dumps(_plain(content, digits), indent=1, ensure_ascii=False, allow_nan=False)
+    return re.sub(r"\[[^\[\]{}\"]*\]", lambda found: _one_line(found[0]), text) + "\n"
 
 
-def _plain(value: object) -> object:
+def _one_line(numbers: str) -> str:
+    return f"[{', '.join(numbers[1:-1].replace(',', ' ').split())}]"
+
+
+def _plain(value: object, digits: int) -> object:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, digits) for item in value]
     return value
