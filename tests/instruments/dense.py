@@ -79,8 +79,8 @@ def dense_log_moments(matrix):
         rows = torch.stack([row[row > 0].log().var(correction=0) for row in head])
         ordered = (centred / spread).sort().values
         normal = torch.distributions.Normal(0, 1).cdf(ordered)
-        above = torch.arange(1, len(ordered) + 1) / len(ordered)
-        below = torch.arange(len(ordered)) / len(ordered)
+        above = torch.arange(1, len(ordered) + 1).double() / len(ordered)
+        below = torch.arange(len(ordered)).double() / len(ordered)
         ks = torch.maximum((above - normal).max(), (normal - below).max())
         found.append(
             torch.stack(

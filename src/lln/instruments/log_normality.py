@@ -143,7 +143,7 @@ def _sorted(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tenso
             index = len(found)
             own = _ascending(own[own > -torch.inf])
             normal = torch.special.ndtr((own - moments.mean[index]) / spread[index])
-            rank = torch.arange(own.shape[0] + 1, device=own.device) / own.shape[0]
+            rank = torch.arange(own.shape[0] + 1, dtype=own.dtype, device=own.device) / own.shape[0]
             ks = torch.maximum((rank[1:] - normal).max(), (normal - rank[:-1]).max())
             found.append((ks, _interpolate(own, _probabilities(own.device))))
     return torch.stack([ks for ks, _ in found]), torch.stack([points for _, points in found])
@@ -188,5 +188,7 @@ def _binned(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tenso
 
 
 def _histogram(standard: Tensor) -> Tensor:
+    """Counts by `torch.bincount`, which unlike `torch.histc` is deterministic on every device."""
     there = standard[standard > -torch.inf].clamp(-_REACH, _REACH)
-    return torch.histc(there, _BINS, -_REACH, _REACH)
+    bins = ((there + _REACH) * (_BINS / (2 * _REACH))).long().clamp_max(_BINS - 1)
+    return bins.bincount(minlength=_BINS)
