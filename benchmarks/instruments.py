@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -44,7 +45,11 @@ def main() -> None:
         return
     # One thread for both sides: a few milliseconds of work gain nothing from more.
     torch.set_num_threads(1)
-    environment = describe("cpu") | {"command": "python -m benchmarks.instruments"}
+    environment = describe("cpu") | {
+        "command": "python -m benchmarks.instruments",
+        "load_average": os.getloadavg()[0],
+        "processors": os.cpu_count(),
+    }
     results = {"environment": environment, "gaps": gaps(), "long": []}
     for name, kind in LONG_CASES:
         words = ["-m", "benchmarks.instruments", "--case", name, kind]

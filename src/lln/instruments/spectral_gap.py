@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lln.errors import InvalidInputError
 from lln.instruments.eigenvalues import (
@@ -19,10 +18,11 @@ from lln.instruments.eigenvalues import (
 )
 from lln.instruments.factors import factors
 from lln.instruments.heads import Heads, select
-from lln.instruments.rows import AttentionRows, Rows
+from lln.instruments.rows import AttentionRows
 
-# Entries of P, or of its diagonal blocks, that may be kept between products: 64 MiB in float64.
-KEPT = 1 << 23
+# Entries of P, or of its diagonal blocks, that may be kept between products: P of 4,096 tokens, 128
+# MiB. Made again for each of some 150 products it would cost more than all eigenvalues.
+KEPT = 1 << 24
 
 
 def spectral_gap(
@@ -48,7 +48,7 @@ def spectral_gap(
     - Causal attention of any kind: the largest diagonal entry after the first row's, because P is
       triangular.
     - Several diagonal blocks: zero, because every block has an eigenvalue 1 of its own.
-    - Softmax and LLN + diagonal: Arnoldi iteration (scipy) on x ↦ P·x − mean(P·x). Beyond N = 2,896
+    - Softmax and LLN + diagonal: Arnoldi iteration (scipy) on x ↦ P·x − mean(P·x). Beyond N = 4,096
       softmax makes P again for every product, some 150 times.
 
     The gap of ``"lln_diag"`` sits near ``mix`` whatever the inputs, because the scaled-down block
@@ -119,18 +119,17 @@ def _of_one(heads: Heads) -> float:
     size = heads.query.shape[1]
     factored = heads.kind == "lln_diag" and size > DENSE
     if size * size <= KEPT and not factored:
-        return second_modulus(formed(AttentionRows(heads)))
+        return second_modulus(_formed(heads))
     return second_modulus_of_product(_product(heads), size, heads.query.device)
 
 
-def formed(rows: Rows) -> Tensor:
-    """The matrix ``[T, S]`` of one head, for short sequences."""
-    keys, parts = rows.shape[2], []
-    for tile in rows.tiles():
-        left = tile.column
-        right = keys - left - tile.log_p.shape[-1]
-        parts.append(F.pad(tile.p[0], (left, right)))
-    return torch.cat(parts)
+def _formed(heads: Heads) -> Tensor:
+    """The matrix ``[N, N]`` of one short head."""
+    matrix = heads.query.new_zeros(heads.query.shape[1], heads.key.shape[1])
+    for tile in AttentionRows(heads).tiles():
+        p = tile.p[0]
+        matrix[tile.row : tile.row + p.shape[0], tile.column : tile.column + p.shape[1]] = p
+    return matrix
 
 
 def _product(heads: Heads) -> Product:
