@@ -205,7 +205,8 @@ def costs(results: dict[str, Any]) -> str:
             table([f"one head of {tokens:,} tokens", "time", "peak of the process"], long),
             f"d = 64, one thread of {made['device']}, torch {made['torch']}; importing torch alone "
             f"takes some 230 MiB. Load {made['load_average']:.1f} on {made['processors']} "
-            f"processors at the start. Made by `{made['command']}`, commit `{made['commit'][:10]}`.",
+            f"processors at the start. Made by `{made['command']}`, "
+            f"commit `{made['commit'][:10]}`.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Instruments that see how concentrated attention is: exact, and never holding an N×N matrix.
+"""Instruments that see how concentrated attention is: exact, in memory linear in N.
 
 Each takes queries and keys and gives one number a head, ``[B, H]``:
 
