@@ -27,7 +27,7 @@ test: setup  ## run the CPU tests and the examples in the docstrings
 	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln
 
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
-	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels
+	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py
 
 bench: setup  ## run the benchmarks
 	$(BIN)/python -m benchmarks.run
