@@ -138,7 +138,7 @@ def inspect(
 @app.command()
 def figure(
     name: Annotated[
-        str, typer.Argument(help="2, 5a, 5b, 6a, 6b or 7 of the paper; theory: its claims.")
+        str, typer.Argument(help="1, 2, 5a, 5b, 6a, 6b or 7 of the paper; theory: its claims.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for the picture (PNG and SVG).")] = Path(
         "figures"
@@ -148,15 +148,35 @@ def figure(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option(help="A coarse version, in seconds.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Figure 1: a text file, or a folder of them, to train on. "
+            "Default: the source of Python's own standard library."
+        ),
+    ] = None,
+    work: Annotated[
+        Path, typer.Option(help="Figure 1: training so far; an interrupted one goes on from here.")
+    ] = Path("lln-figure-1.pt"),
 ) -> None:
     """Measure one analysis figure of the paper anew, and draw it as the paper does and as we would.
 
-    Figure 2 compares attention kernels, 5a and theory test the paper's predictions, 5b and 7 show
-    moment matching, 6a and 6b sums of log-normals. The numbers are kept beside the picture.
+    Figure 1 trains a small RoBERTa (minutes), 2 compares attention kernels, 5a and theory test the
+    paper's predictions, 5b and 7 show moment matching, 6a and 6b sums of log-normals. The numbers
+    are kept beside the picture.
     """
     from lln.figures.command import run
 
-    run(name, out=out, results=results, device=device, quick=quick, echo=typer.echo)
+    run(
+        name,
+        out=out,
+        results=results,
+        device=device,
+        quick=quick,
+        echo=typer.echo,
+        data=data,
+        work=work,
+    )
 
 
 @app.command()

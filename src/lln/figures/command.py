@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lln.errors import InvalidInputError
-from lln.figures import concentration, evidence, matching, softmax_moments, sums
+from lln.figures import concentration, evidence, matching, single_head, softmax_moments, sums
 from lln.figures.setting import Results, Setting
 from lln.figures.style import check_matplotlib, save
 from lln.files import write_atomically
@@ -32,6 +32,7 @@ class Plan(NamedTuple):
 
 
 FIGURES = {
+    "1": Plan(single_head.measure, single_head.draw, single_head.SIZE),
     "2": Plan(concentration.measure, concentration.draw, concentration.SIZE),
     "5a": Plan(softmax_moments.measure, softmax_moments.draw, softmax_moments.SIZE),
     "5b": Plan(matching.measure_5b, matching.draw_5b, matching.SIZE),
@@ -43,7 +44,15 @@ FIGURES = {
 
 
 def run(
-    name: str, *, out: Path, results: Path | None, device: str, quick: bool, echo: Echo
+    name: str,
+    *,
+    out: Path,
+    results: Path | None,
+    device: str,
+    quick: bool,
+    echo: Echo,
+    data: Path | None = None,
+    work: Path | None = None,
 ) -> None:
     """Measures and draws one figure.
 
@@ -54,6 +63,8 @@ def run(
         device: ``"cpu"`` or ``"cuda"``.
         quick: A coarse version in seconds.
         echo: Receives what was written, line by line.
+        data: Text that figure 1 trains on; None = the standard library's source.
+        work: Where figure 1 keeps its training under way; None = it cannot be resumed.
 
     Raises:
         InvalidInputError: For an unknown figure or device.
@@ -69,7 +80,7 @@ def run(
     check_matplotlib()
     plan = FIGURES[name]
     with _progress_bar(name) as progress:
-        setting = Setting(device=device, quick=quick, progress=progress)
+        setting = Setting(device=device, quick=quick, progress=progress, data=data, work=work)
         found = plan.measure(setting)
     record = {"figure": name, "made_by": setting.describe(name), **found}
     folder = out if results is None else results

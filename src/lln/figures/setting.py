@@ -33,12 +33,16 @@ class Setting:
         quick: A coarse and small version, a few seconds: to try the command out.
         progress: Told the share that is done, from 0 to 1.
         constants: The content of ``constants.json``.
+        data: Text to train on, a file or a folder; None = the standard library's source.
+        work: File of a training under way, which an interrupted one goes on from.
     """
 
     device: str = "cpu"
     quick: bool = False
     progress: Callable[[float], None] = lambda share: None
     constants: dict[str, Any] = field(default_factory=shipped_constants)
+    data: Path | None = None
+    work: Path | None = None
 
     def gaussians(self, draws: int, tokens: int, width: int, seed: int = 0) -> Tensor:
         """Unit queries and keys ``[2, 1, draws, N, D]`` in float64, the same on every device."""
@@ -51,6 +55,8 @@ class Setting:
     def describe(self, name: str) -> Results:
         """Where the numbers come from: command, versions, device, commit."""
         words = ["lln", "figure", name, "--device", self.device, *(["--quick"] * self.quick)]
+        # Its name alone: the place is of one machine.
+        words += ["--data", self.data.resolve().name] if self.data is not None else []
         on_gpu = self.device.startswith("cuda")
         return {
             "command": " ".join(words),
