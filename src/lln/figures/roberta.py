@@ -39,22 +39,10 @@ class SingleHeadRoberta(nn.Module):
         self.embedding = nn.Embedding(BYTES + 1, size.width)
         self.position = nn.Parameter(_waves(size.length, size.width))
         self.norm = nn.LayerNorm(size.width)
-        self.layers = nn.ModuleList(Layer(size.width) for _ in range(size.layers))
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
         self.head_norm = nn.LayerNorm(size.width)
         self.bias = nn.Parameter(log_frequency.clone())
         nn.init.normal_(self.embedding.weight, std=0.5)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=size.width**-0.5)
-                nn.init.zeros_(module.bias)
-        for layer in self.layers:
-            # Queries and keys have the spread of RoBERTa-base at its start, 0.02·√768.
-            nn.init.normal_(
-                layer.qkv.weight[: 2 * size.width], std=0.02 * (768 / size.width) ** 0.5
-            )
-            # What the layers add starts small, so that the sum over all of them does not grow.
-            for last in (layer.out, layer.down):
-                nn.init.normal_(last.weight, std=0.5 * (size.layers * last.in_features) ** -0.5)
         nn.init.constant_(self.head_norm.weight, 0.1)
 
     def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
@@ -69,12 +57,22 @@ class SingleHeadRoberta(nn.Module):
 class Layer(nn.Module):
     """Attention with one head and a feed-forward network, each behind its norm."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, size: Size) -> None:
         """Four times as wide inside, as RoBERTa is."""
         super().__init__()
+        width = size.width
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        for linear in (self.qkv, self.up):
+            nn.init.normal_(linear.weight, std=width**-0.5)
+        # Queries and keys have the spread of RoBERTa-base at its start, 0.02·√768.
+        nn.init.normal_(self.qkv.weight[: 2 * width], std=0.02 * (768 / width) ** 0.5)
+        # What the layers add starts small, so that the sum over all of them does not grow.
+        for linear in (self.out, self.down):
+            nn.init.normal_(linear.weight, std=0.5 * (size.layers * linear.in_features) ** -0.5)
+        for linear in (self.qkv, self.out, self.up, self.down):
+            nn.init.zeros_(linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states ``[B, T, W]`` to ``[B, T, W]``."""
