@@ -47,7 +47,7 @@ def test_numbers_go_beside_the_picture_by_default(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "device", "sentence"),
-    [("3", "cpu", "there is no figure '3'; choose from 2, 5a"), ("2", "tpu", "cpu or cuda")],
+    [("3", "cpu", "there is no figure '3'; choose from 1, 2, 5a"), ("2", "tpu", "cpu or cuda")],
 )
 def test_mistakes(name, device, sentence, tmp_path):
     with pytest.raises(InvalidInputError, match=sentence):

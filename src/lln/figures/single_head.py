@@ -97,9 +97,11 @@ class Run:
     def __init__(self, recipe: Recipe, corpus: Corpus, device: str = "cpu") -> None:
         """Fresh weights and nothing measured."""
         self.recipe, self.corpus, self.device = recipe, corpus, device
+        frequency = log_frequency(corpus.train)
+        self.unigram_loss = -frequency[corpus.held_out.long()].mean().item()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            self.model = SingleHeadRoberta(recipe.size, log_frequency(corpus.train)).to(device)
+            self.model = SingleHeadRoberta(recipe.size, frequency).to(device)
         self.optimiser = torch.optim.AdamW(
             self.model.parameters(), betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01
         )
@@ -123,12 +125,11 @@ class Run:
 
     def results(self) -> Results:
         """The curves, and what they were made with."""
-        first = self.records[0]
         return {
             "corpus": self.corpus.name,
             "held_out": self.corpus.split,
             **asdict(self.recipe),
-            "unigram_loss": first["unigram_loss"],
+            "unigram_loss": self.unigram_loss,
             "step": [record["step"] for record in self.records],
             "training_loss": [record["training_loss"] for record in self.records],
             "held_out_loss": [record["held_out_loss"] for record in self.records],
@@ -219,7 +220,6 @@ class Run:
             "step": self.done,
             "training_loss": sum(recent) / len(recent) if recent else loss,
             "held_out_loss": loss,
-            "unigram_loss": -log_frequency(self.corpus.train)[text.long()].mean().item(),
         }
         for name in _INSTRUMENTS:
             record[name] = [heads[0] for heads in seen.medians(name).values()]
