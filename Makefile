@@ -27,7 +27,7 @@ test: setup  ## run the CPU tests and the examples in the docstrings
 	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln
 
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
-	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels
+	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py
 
 bench: setup  ## time attention on this machine, table and figure (CPU: three minutes)
 	$(BIN)/lln bench --figure
@@ -55,5 +55,5 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[dev,hf,instruments,triton]'
+	$(PIP) -e '.[dev,hf,instruments,triton]' tensorboard
 	@touch $(VENV)/.stamp-run $@

@@ -12,17 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lln import match_moments, reference
 from lln.demo import corpus as corpus_module
 from lln.demo import run_demo, training
-from lln.demo.chart import Axis, Line, line_chart, linear_axis, log_axis
 from lln.demo.concentration import KERNELS, Concentration, concentration, factors
 from lln.demo.corpus import FEWEST_BYTES, load_corpus
 from lln.demo.encoder import Encoder, EncoderSize, trained_attentions
-from lln.demo.picture import matrix_picture
-from lln.demo.record import Clock, write_atomically
+from lln.demo.record import Clock
 from lln.demo.sections import speed_headline, speed_section
 from lln.demo.speed import Speed, crossover
 from lln.demo.threads import faster_threads
 from lln.demo.training import TRAINED, Training
 from lln.errors import InvalidInputError
+from lln.files import write_atomically
+from lln.report.chart import Axis, Line, line_chart, linear_axis, log_axis
+from lln.report.picture import matrix_picture
 
 VOID = {"meta", "img", "br", "circle", "path", "link", "input", "hr"}
 

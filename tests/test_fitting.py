@@ -208,7 +208,7 @@ def test_command_writes_and_reports(fitted, tmp_path, monkeypatch, capsys):
 
 def test_figures_are_written(tmp_path):
     pytest.importorskip("matplotlib")
-    from lln.fitting.figures import draw_figures
+    from lln.figures.matching import draw_figures
 
     written = draw_figures(SHIPPED, tmp_path / "figures")
     names = ["figure-5b.png", "figure-5b.svg", "figure-7.png", "figure-7.svg"]

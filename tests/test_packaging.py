@@ -176,6 +176,7 @@ def test_no_source_file_reads_a_shared_folder_or_names_a_machine_path(path):
         (("demo", "--help"), ("--out", "--quick", "--seconds")),
         (("bench", "--help"), ("--lengths", "--resume", "roberta")),
         (("fit", "--help"), ("--device", "--seeds", "--figures")),
+        (("figure", "--help"), ("--out", "--results", "--device", "--quick")),
         (("--version",), (f"lln {lln.__version__}",)),
         (("doctor",), (lln.__version__, "torch", "cpu", "right")),
     ],
@@ -221,6 +222,8 @@ main()
         ("bench", "roberta", "--lengths", "100"),
         ("fit", "--device", "abacus"),
         ("fit", "--seeds", "0"),
+        ("figure", "3"),
+        ("figure", "2", "--device", "abacus"),
     ],
     ids=" ".join,
 )

@@ -18,6 +18,7 @@ from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.kernels.tuning import blocks_fit
 from lln.measure import match_inputs
+from lln.observers import Announcement, announce, is_observed
 from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.summary import read_heads, summarise_heads
@@ -96,6 +97,9 @@ def lln_attention(
     with without_autocast(query):
         if alpha is None or beta is None:
             alpha, beta = match_inputs(query, key, matching, key_mask, impl)
+        if is_observed():
+            parts = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "is_causal": is_causal}
+            announce(Announcement("lln", query, key, **parts))
         if impl == "triton":
             return fused_attention(
                 query,
@@ -148,6 +152,9 @@ def block_diagonal_attention(
     checks.check_block_size(block_size)
     checks.check_scale(scale)
     checks.check_dropout(dropout_p)
+    if is_observed():
+        parts = {"block_size": block_size, "key_mask": key_mask, "is_causal": is_causal}
+        announce(Announcement("diag", query, key, scale=scale, **parts))
     with without_autocast(query):
         widened = _widen(query, key, value, key_mask, dropout_p)
         out = _short_range(*widened, block_size, scale, key_mask, is_causal, "eager")
@@ -224,6 +231,10 @@ def lln_diag_attention(
     with without_autocast(query):
         if alpha is None or beta is None:
             alpha, beta = match_inputs(query, key, matching, key_mask, impl)
+        if is_observed():
+            parts = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "is_causal": is_causal}
+            parts |= {"block_size": block_size, "mix": mix, "scale": scale}
+            announce(Announcement("lln_diag", query, key, **parts))
         rows = min(block_size, max(query.shape[2], 1))
         if impl == "triton" and blocks_fit(query, rows):
             return fused_attention(

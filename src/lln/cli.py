@@ -1,4 +1,4 @@
-"""The command line: ``lln demo | bench | convert | recover | fit | doctor``."""
+"""The command line: ``lln demo | inspect | figure | bench | convert | recover | fit | doctor``."""
 
 from __future__ import annotations
 
@@ -234,6 +234,84 @@ def recover(
             "save_steps": save_steps,
             "seed": seed,
         },
+    )
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A folder with a Hugging Face model, or a hub name in the cache.")
+    ],
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to run it on. Default: documentation of Python's standard library."
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for lln-inspect.html and lln-inspect.json.")
+    ] = Path("."),
+    tokens: Annotated[int, typer.Option(help="Length of a sequence.")] = 512,
+    samples: Annotated[int, typer.Option(help="Sequences; values are medians over them.")] = 1,
+    heads: Annotated[
+        str | None,
+        typer.Option(help="Heads to show in detail, as LAYER.HEAD,... Default: the extremes."),
+    ] = None,
+) -> None:
+    """Look into a model's attention: one self-contained HTML report, and its numbers as JSON.
+
+    For every layer and head: temperature, entropy, spectral gap, how log-normal the weights are,
+    measured against the paper's theory; where its Gaussian assumptions break; the LLN attention
+    that could stand in for the head. Nothing is downloaded.
+
+    Ctrl-C leaves a valid page with the layers measured so far.
+    """
+    from lln.inspection import run_inspect
+
+    run_inspect(model, out, text=text, tokens=tokens, samples=samples, heads=heads, echo=typer.echo)
+
+
+@app.command()
+def figure(
+    name: Annotated[
+        str, typer.Argument(help="1, 2, 5a, 5b, 6a, 6b or 7 of the paper; theory: its claims.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the picture (PNG and SVG).")] = Path(
+        "figures"
+    ),
+    results: Annotated[
+        Path | None, typer.Option(help="Folder for the numbers (JSON). Default: beside it.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option(help="A coarse version, in seconds.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Figure 1: a text file, or a folder of them, to train on. "
+            "Default: the source of Python's own standard library."
+        ),
+    ] = None,
+    work: Annotated[
+        Path, typer.Option(help="Figure 1: training so far; an interrupted one goes on from here.")
+    ] = Path("lln-figure-1.pt"),
+) -> None:
+    """Measure one analysis figure of the paper anew, and draw it as the paper does and as we would.
+
+    Figure 1 trains a small RoBERTa (minutes), 2 compares attention kernels, 5a and theory test the
+    paper's predictions, 5b and 7 show moment matching, 6a and 6b sums of log-normals. The numbers
+    are kept beside the picture.
+    """
+    from lln.figures.command import run
+
+    run(
+        name,
+        out=out,
+        results=results,
+        device=device,
+        quick=quick,
+        echo=typer.echo,
+        data=data,
+        work=work,
     )
 
 

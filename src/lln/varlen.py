@@ -25,6 +25,7 @@ from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
 from lln.kernels.tuning import blocks_fit
 from lln.measure import match_packed
+from lln.observers import Announcement, announce, is_observed
 from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.scan import running_merge
@@ -98,6 +99,9 @@ def lln_attention_varlen(
             shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
             shared |= {"impl": impl}
             return _one_by_one(lln_attention, query, key, value, cu_seqlens, own, **shared)
+        if is_observed():
+            parts = {"alpha": alpha, "beta": beta, "is_causal": is_causal, "cu_seqlens": cu_seqlens}
+            announce(Announcement("lln", query, key, **parts))
         if impl == "triton":
             return _fused(
                 query,
@@ -188,6 +192,10 @@ def lln_diag_attention_varlen(
             shared = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": enable_gqa}
             shared |= {"block_size": block_size, "scale": scale, "impl": impl}
             return _one_by_one(lln_diag_attention, query, key, value, cu_seqlens, own, **shared)
+        if is_observed():
+            parts = {"alpha": alpha, "beta": beta, "is_causal": is_causal, "cu_seqlens": cu_seqlens}
+            parts |= {"block_size": block_size, "mix": mix, "scale": scale}
+            announce(Announcement("lln_diag", query, key, **parts))
         rows = block_size if longest is None else min(block_size, longest)
         fused = {"is_causal": is_causal, "bounds": cu_seqlens, "longest": longest or query.shape[0]}
         if impl == "triton" and blocks_fit(query, rows):

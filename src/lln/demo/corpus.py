@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 import os
 import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 from torch import Tensor
@@ -68,6 +71,12 @@ def load_corpus(data: Path | None = None) -> Corpus:
     return _split(name, texts)
 
 
+def log_frequency(text: Tensor) -> Tensor:
+    """Logarithm of how often each byte occurs, ``[256]``; one that never does counts once."""
+    counts = torch.bincount(text.long(), minlength=256).float() + 1
+    return (counts / counts.sum()).log()
+
+
 def _split(name: str, texts: list[bytes]) -> Corpus:
     held_out = b"".join(texts[_EVERY - 1 :: _EVERY])
     size = sum(len(text) for text in texts)
@@ -89,11 +98,11 @@ def _tensor(text: bytes) -> Tensor:
 
 def _read_file(path: Path) -> list[bytes]:
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             text = file.read(_MOST_BYTES)
-    except OSError as error:
+    except (OSError, EOFError, lzma.LZMAError) as error:
         raise InvalidInputError(
-            f"--data {str(path)!r} cannot be read: {error.strerror or error}."
+            f"--data {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}."
         ) from error
     return [] if b"\0" in text else [text]
 
@@ -106,9 +115,9 @@ def _read_folder(root: Path, suffixes: tuple[str, ...] | None, skip: set[str]) -
         if suffixes is not None and path.suffix not in suffixes:
             continue
         try:
-            with path.open("rb") as file:
+            with _open(path) as file:
                 text = file.read(_MOST_BYTES - size)
-        except OSError:
+        except (OSError, EOFError, lzma.LZMAError):
             continue
         # A NUL byte means no text; an empty file would still count as one in ten.
         if not text or b"\0" in text:
@@ -118,6 +127,15 @@ def _read_folder(root: Path, suffixes: tuple[str, ...] | None, skip: set[str]) -
         if size >= _MOST_BYTES:
             break
     return texts
+
+
+def _open(path: Path) -> IO[bytes]:
+    """A file's bytes, unpacked if its name says that they are packed."""
+    if path.suffix == ".xz":
+        return lzma.open(path, "rb")
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    return path.open("rb")
 
 
 def _walk(root: Path, skip: set[str]) -> Iterator[Path]:

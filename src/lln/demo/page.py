@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import platform
 from dataclasses import dataclass, field
-from datetime import datetime
 from html import escape
-from importlib import resources
-
-import torch
 
 from lln.demo.concentration import Concentration
-from lln.demo.markup import section, table
 from lln.demo.record import Part, State
 from lln.demo.sections import concentration_section, speed_section, training_section
 from lln.demo.speed import Speed
 from lln.demo.training import Training
+from lln.report.document import html_document, json_document, read_environment
+from lln.report.markup import section, table
 
 _EXAMPLE = """\
 import torch
@@ -60,7 +54,7 @@ class Demo:
     concentration: Concentration = field(default_factory=Concentration)
     speed: Speed = field(default_factory=Speed)
     training: Training = field(default_factory=Training)
-    environment: dict[str, str] = field(default_factory=lambda: read_environment())
+    environment: dict[str, str] = field(default_factory=read_environment)
     interrupted: bool = False
 
     def parts(self) -> dict[str, Part]:
@@ -76,30 +70,9 @@ class Demo:
         return [name for name, part in self.parts().items() if part.state is not State.DONE]
 
 
-def read_environment() -> dict[str, str]:
-    """What the numbers depend on, as the page lists it."""
-    from lln import __version__
-
-    cores = os.cpu_count() or 1
-    environment = {
-        "lln": __version__,
-        "PyTorch": torch.__version__,
-        "threads": f"{torch.get_num_threads()} on {cores} CPUs",
-        "Python": platform.python_version(),
-        "system": f"{platform.system()}, {platform.machine()}",
-        "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-    }
-    if hasattr(os, "getloadavg"):
-        environment["load at start"] = f"{os.getloadavg()[0]:.1f}"
-    return environment
-
-
 def render_page(demo: Demo) -> str:
     """The page as it stands."""
-    style = resources.files("lln.demo").joinpath("page.css").read_text("utf-8")
     running = bool(demo.lacking()) and not demo.interrupted
-    # A page opened during the run keeps up with it.
-    refresh = '<meta http-equiv="refresh" content="5">' if running else ""
     where = f"PyTorch threads: {demo.environment['threads']}, version {demo.environment['PyTorch']}"
     rows = [[escape(name), escape(value)] for name, value in demo.environment.items()]
     body = "".join(
@@ -122,12 +95,7 @@ def render_page(demo: Demo) -> str:
             ),
         )
     )
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{refresh}<title>LLN attention demo</title><style>\n{style}</style></head>"
-        f"<body><main>{body}</main></body></html>\n"
-    )
+    return html_document("LLN attention demo", body, refresh=running)
 
 
 def _notice(demo: Demo, running: bool) -> str:
@@ -157,15 +125,4 @@ def render_json(demo: Demo) -> str:
         "environment": demo.environment,
         **{name: part.as_json() for name, part in demo.parts().items()},
     }
-    return json.dumps(_plain(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _plain(value: object) -> object:
-    """JSON has no NaN or infinity: they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+    return json_document(content)

@@ -1,9 +1,8 @@
-"""What the parts of the demo share: a clock, a state, and files that are never half written."""
+"""What the parts of the demo share: a clock, a state and where the page goes."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -38,6 +37,13 @@ class Part(ABC):
         """Numbers alone, without tensors."""
 
 
+def missing(part: Part) -> str:
+    """What to say instead of results."""
+    if part.state is State.STOPPED:
+        return '<p class="warn">The run was stopped before this part had a result.</p>'
+    return '<p class="warn">Not measured yet.</p>'
+
+
 class Clock:
     """The seconds a part may use."""
 
@@ -60,20 +66,6 @@ class Clock:
     def fraction(self) -> float:
         """Share of the time that is used, at most 1."""
         return 1.0 if self.seconds <= 0 else min(1.0, self.spent / self.seconds)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step, so that a reader or an interrupt never sees half of it."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        # mkstemp makes private files; a page is there to be shown.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def page_path(out: Path) -> Path:

@@ -7,21 +7,19 @@ import time
 import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lln.demo.concentration import Concentration
 from lln.demo.corpus import Corpus, load_corpus
 from lln.demo.encoder import EncoderSize
 from lln.demo.page import Demo, render_json, render_page
-from lln.demo.record import Clock, State, page_path, write_atomically
+from lln.demo.record import Clock, State, page_path
 from lln.demo.sections import concentration_headline, speed_headline, training_headline
 from lln.demo.speed import Speed
 from lln.demo.threads import faster_threads
 from lln.demo.training import Training
 from lln.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from lln.files import write_atomically
+from lln.report.progress import progress_bar
 
 SECONDS = 110.0
 QUICK_SECONDS = 10.0
@@ -92,7 +90,7 @@ def _run_parts(demo: Demo, corpus: Corpus, seconds: float, page: Path) -> None:
     )
     _write(demo, page)
     written = time.perf_counter()
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("", total=1.0)
         begin = 0.0
         for name, end, measure in steps:
@@ -105,21 +103,6 @@ def _run_parts(demo: Demo, corpus: Corpus, seconds: float, page: Path) -> None:
             _write(demo, page)
             begin = end
         bar.update(task, completed=1.0)
-
-
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    # On stderr, so that the lines for the terminal can be piped away.
-    return Progress(
-        TextColumn("{task.description:<13}"),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
 
 
 def _write(demo: Demo, page: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln.demo.corpus import Corpus
-from lln.demo.encoder import BYTES, MASK, Attention, Encoder, EncoderSize, trained_attentions
+from lln.demo.corpus import Corpus, log_frequency
+from lln.demo.encoder import MASK, Attention, Encoder, EncoderSize, trained_attentions
 from lln.demo.record import Clock, Part, State
 
 TRAINED = ("softmax", "lln", "diag", "lln_diag")
@@ -94,7 +94,7 @@ class Training(Part):
         self.state = State.RUNNING
         self.corpus, self.split = corpus.name, corpus.split
         exam = self._evenly(corpus.held_out, torch.Generator().manual_seed(self.seed + 1))
-        frequency = _log_frequency(corpus.train)
+        frequency = log_frequency(corpus.train)
         self.unigram = -frequency[exam.answers].mean().item()
         attentions = trained_attentions(self.size.block_size)
         trainees = {name: _Trainee(self, attentions[name], frequency) for name in TRAINED}
@@ -184,9 +184,3 @@ def _evaluate(trainees: dict[str, _Trainee], exam: Batch, step: int) -> Point:
 def _schedule(step: int, fraction: float) -> float:
     """Warm-up by steps, then level, then down to a twentieth over the second half of the time."""
     return min(1.0, (step + 1) / _WARMUP) * max(0.05, min(1.0, 2 * (1 - fraction)))
-
-
-def _log_frequency(text: Tensor) -> Tensor:
-    """Logarithm of how often each byte occurs, ``[256]``; one that never does counts once."""
-    counts = torch.bincount(text.long(), minlength=BYTES).float() + 1
-    return (counts / counts.sum()).log()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lln.errors import InvalidInputError
+from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.fitting.fit import Constants, FitConfig, Progress, fit_constants, scale
 
 Echo = Callable[[str], None]
@@ -105,12 +105,12 @@ def dump(constants: Constants) -> str:
 
 def _draw(constants: Constants, folder: Path, device: str, echo: Echo) -> None:
     """Draws the figures; without matplotlib, which is an extra, says how to get it."""
-    from lln.fitting.figures import draw_figures
+    from lln.figures.matching import draw_figures
 
     try:
         for path in draw_figures(constants, folder, device):
             echo(f"wrote {path}")
-    except ImportError:
+    except BackendUnavailableError:
         # The constants are written by now, and the next run finds every measurement made.
         echo("no figures: they need matplotlib (pip install 'lln[instruments]'); then run again")
 

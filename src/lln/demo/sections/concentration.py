@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from lln.demo.chart import Axis, Line, line_chart, linear_axis
 from lln.demo.concentration import KERNELS, MAPPED, Concentration, Curves
-from lln.demo.markup import figure, missing, section, swatch, table
-from lln.demo.picture import colour_bar, matrix_picture
-from lln.demo.series import LOOKS, legend
+from lln.demo.record import missing
+from lln.report.chart import Axis, Line, line_chart, linear_axis
+from lln.report.markup import figure, section, swatch, table
+from lln.report.picture import colour_bar, matrix_picture
+from lln.report.series import LOOKS, legend
 
 _LABELS = {"lln": "LLN, variance-matched (default)", "quadratic": "quadratic, (q·k)²"}
 
@@ -45,7 +46,7 @@ def concentration_section(part: Concentration) -> str:
     """The section as HTML."""
     title = "1. Does it concentrate like softmax attention?"
     if not part.has_results:
-        return section("concentration", title, _INTRODUCTION + missing(part), part)
+        return section("concentration", title, _INTRODUCTION + missing(part), part.state.value)
     draws = part.seeds_done()
     setting = f"Gaussian queries and keys, N = {part.tokens}, d = {part.width}; " + (
         "one draw." if draws == 1 else f"median of {draws} draws."
@@ -68,7 +69,7 @@ def concentration_section(part: Concentration) -> str:
         f'{legend(list(KERNELS), _LABELS)}<div class="pair">{"".join(charts)}</div>'
         f"{_pictures(part)}{_tables(part)}"
     )
-    return section("concentration", title, body, part)
+    return section("concentration", title, body, part.state.value)
 
 
 def _chart(part: Concentration, curves: Curves, label: str, high: float, unit: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from lln.demo.chart import Axis, Line, Rule, line_chart, log_axis
-from lln.demo.markup import figure, milliseconds, missing, round_length, section, table
-from lln.demo.series import LOOKS, legend
+from lln.demo.record import missing
 from lln.demo.speed import TIMED, Speed, crossover
+from lln.report.chart import Axis, Line, Rule, line_chart, log_axis
+from lln.report.markup import figure, milliseconds, round_length, section, table
+from lln.report.series import LOOKS, legend
 
 _LINEAR = tuple(name for name in TIMED if name != "softmax")
 
@@ -25,7 +26,7 @@ def speed_section(part: Speed, where: str, caution: str = "") -> str:
     """The section as HTML; ``where`` tells threads and versions, ``caution`` what disturbed it."""
     title = "2. When is it faster?"
     if not part.has_results:
-        return section("speed", title, _INTRODUCTION + missing(part), part)
+        return section("speed", title, _INTRODUCTION + missing(part), part.state.value)
     caption = (
         f"<b>Forward pass</b>, float32, batch 1, {part.heads} heads of {part.width}; {where}. "
         "Both axes are logarithmic. Upright strokes: fastest to slowest run. Dashed: from this "
@@ -36,7 +37,7 @@ def speed_section(part: Speed, where: str, caution: str = "") -> str:
         f"{legend(list(TIMED))}"
         f'<div class="pair">{figure(_chart(part), caption)}{_table(part)}</div>'
     )
-    return section("speed", title, body, part)
+    return section("speed", title, body, part.state.value)
 
 
 def _unsteady(part: Speed) -> str:

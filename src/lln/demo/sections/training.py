@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from html import escape
 
-from lln.demo.chart import Line, Rule, line_chart, linear_axis
-from lln.demo.markup import figure, milliseconds, missing, section, swatch, table
-from lln.demo.record import State
-from lln.demo.series import LOOKS, legend
+from lln.demo.record import State, missing
 from lln.demo.training import TRAINED, Training
+from lln.report.chart import Line, Rule, line_chart, linear_axis
+from lln.report.markup import figure, milliseconds, section, swatch, table
+from lln.report.series import LOOKS, legend
 
 _CAUTION = """
 <p class="warn">A demonstration, not evidence: one seed, one tiny model, seconds of training. Most
@@ -43,7 +43,7 @@ def training_section(part: Training) -> str:
         f"{size.block_size} bytes; LLN + Diag is the plain average of the two.</p>"
     )
     if not part.has_results:
-        return section("training", title, text + missing(part), part)
+        return section("training", title, text + missing(part), part.state.value)
     caption = (
         f"<b>Held-out loss</b> on {escape(part.corpus)}; held out: {part.split}. "
         f"{part.masked:.0%} of the bytes are masked, {part.batch} sequences a step, seed "
@@ -55,7 +55,7 @@ def training_section(part: Training) -> str:
         f'{text}<p class="finding">{training_headline(part)}</p>{_CAUTION}{legend(list(TRAINED))}'
         f'<div class="pair">{figure(_chart(part), caption)}{_table(part)}</div>'
     )
-    return section("training", title, body, part)
+    return section("training", title, body, part.state.value)
 
 
 def _chart(part: Training) -> str:

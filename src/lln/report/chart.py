@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lln.demo.series import LOOKS, marker
+from lln.report.picture import colour_at
+from lln.report.series import LOOKS, marker
 
 _WIDTH, _HEIGHT = 480, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 27, 50
@@ -41,6 +42,7 @@ class Line:
         unit: Ends the note on each point.
         wide: Whether a band lies under the line, which others may cover.
         ranges: ``(x, low, high)``, drawn as thin upright strokes.
+        marks: Whether points are marked.
     """
 
     key: str
@@ -48,6 +50,23 @@ class Line:
     unit: str = ""
     wide: bool = False
     ranges: Sequence[tuple[float, float, float]] = ()
+    marks: bool = True
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A histogram: heights between consecutive edges, filled in an attention's colour."""
+
+    key: str
+    edges: Sequence[float]
+    heights: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Points of their own, ``(x, y, shade from 0 to 1, note)``, dark to light by shade."""
+
+    points: Sequence[tuple[float, float, float, str]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,7 @@ def linear_axis(label: str, low: float, high: float, count: int = 5) -> Axis:
     power = 10 ** math.floor(math.log10(span / count))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if span / (m * power) <= count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    ticks = tuple((n * step, f"{n * step:,.6g}") for n in range(first, last + 1))
+    ticks = tuple((n * step, f"{n * step:,.6g}".replace("-", "−")) for n in range(first, last + 1))
     return Axis(label, low, high, ticks)
 
 
@@ -92,11 +111,16 @@ def log_axis(label: str, low: float, high: float) -> Axis:
 
 
 def line_chart(
-    title: str, x: Axis, y: Axis, lines: Sequence[Line], rules: Sequence[Rule] = ()
+    title: str,
+    x: Axis,
+    y: Axis,
+    lines: Sequence[Line | Bars | Dots],
+    rules: Sequence[Rule] = (),
 ) -> str:
     """The chart as ``<svg>``; points that are not finite are left out."""
     body = [_grid(x, y), *(_rule(rule, x, y) for rule in rules)]
-    body += [_line(line, x, y) for line in lines]
+    draw = {Line: _line, Bars: _bars, Dots: _dots}
+    body += [draw[type(line)](line, x, y) for line in lines]
     # Text last: nothing may be drawn over it.
     body += [_rule_label(rule, x, y) for rule in rules]
     return (
@@ -167,10 +191,29 @@ def _line(line: Line, x: Axis, y: Axis) -> str:
         return ""
     path = "L".join(f"{across:.1f} {up:.1f}" for across, up, _ in places)
     dash = f' stroke-dasharray="{look.dash}"' if look.dash else ""
-    marks = "".join(marker(line.key, *place) for place in places)
+    marks = "".join(marker(line.key, *place) for place in places) if line.marks else ""
     band = f'<path class="line band" d="M{path}"/>' if line.wide else ""
     band += "".join(
         f'<path class="range" d="M{_across(x, across):.1f} {_up(y, low):.1f}V{_up(y, high):.1f}"/>'
         for across, low, high in line.ranges
     )
     return f'<g class="c-{line.key}">{band}<path class="line" d="M{path}"{dash}/>{marks}</g>'
+
+
+def _bars(bars: Bars, x: Axis, y: Axis) -> str:
+    """One outline around all bars, down to the axis."""
+    bottom = _HEIGHT - _BOTTOM
+    way = f"M{_across(x, bars.edges[0]):.1f} {bottom}"
+    for right, height in zip(bars.edges[1:], bars.heights, strict=True):
+        way += f"V{_up(y, height):.1f}H{_across(x, right):.1f}"
+    return f'<g class="c-{bars.key}"><path class="bars" d="{way}V{bottom}Z"/></g>'
+
+
+def _dots(dots: Dots, x: Axis, y: Axis) -> str:
+    places = "".join(
+        f'<circle r="4" cx="{_across(x, across):.1f}" cy="{_up(y, up):.1f}" '
+        f'fill="rgb({" ".join(map(str, colour_at(shade)))})"><title>{escape(note)}</title></circle>'
+        for across, up, shade, note in dots.points
+        if math.isfinite(across) and math.isfinite(up)
+    )
+    return f'<g class="dots">{places}</g>'

@@ -35,6 +35,8 @@ LOOKS = {
     "quadratic": Look("quadratic", "plus", "7 4"),
     "diag": Look("Diag", "down", "7 4"),
     "lln_diag": Look("LLN + Diag", "up"),
+    "normal": Look("fitted normal", "circle", "6 3"),
+    "theory": Look("theory", "circle", "3 4"),
 }
 
 
@@ -45,16 +47,33 @@ def marker(key: str, x: float, y: float, note: str = "") -> str:
     return f'<g class="mark" transform="translate({x:.1f} {y:.1f})">{title}{shape}</g>'
 
 
-def legend(keys: list[str], labels: dict[str, str] | None = None) -> str:
-    """A list of line samples and names; ``labels`` replaces names where a plot needs more."""
+def legend(
+    keys: list[str],
+    labels: dict[str, str] | None = None,
+    *,
+    marks: bool = True,
+    filled: tuple[str, ...] = (),
+) -> str:
+    """A list of line samples and names.
+
+    Args:
+        keys: The attentions.
+        labels: Names where a plot needs others.
+        marks: Whether the plot marks its points.
+        filled: Those that are drawn as areas.
+    """
     items = []
     for key in keys:
         look = LOOKS[key]
         label = (labels or {}).get(key, look.label)
         dash = f' stroke-dasharray="{look.dash}"' if look.dash else ""
+        if key in filled:
+            drawn = '<path class="bars" d="M1 1h32v10h-32z"/>'
+        else:
+            drawn = f'<path class="line" d="M1 6h32"{dash}/>{marker(key, 17, 6) if marks else ""}'
         sample = (
             f'<svg class="c-{key}" viewBox="0 0 34 12" width="34" height="12" aria-hidden="true">'
-            f'<path class="line" d="M1 6h32"{dash}/>{marker(key, 17, 6)}</svg>'
+            f"{drawn}</svg>"
         )
         items.append(f"<li>{sample}{label}</li>")
     return f'<ul class="legend">{"".join(items)}</ul>'

@@ -29,12 +29,29 @@ def matrix_picture(weights: Tensor, alt: str) -> str:
 
 def colour_bar() -> str:
     """The scale of the pictures."""
-    stops = ",".join("rgb({} {} {})".format(*stop) for stop in _STOPS)
+    stops = ",".join(scale_stops())
     labels = "".join(f"<span>{text}</span>" for text in ("1/16", "1/4", "even", "4", "16"))
     return (
         f'<div class="bar"><div class="ramp" style="background:linear-gradient(90deg,{stops})">'
         f'</div><div class="bar-labels">{labels}</div></div>'
     )
+
+
+def colour_at(fraction: float) -> tuple[int, int, int]:
+    """Red, green and blue of a place on the scale, 0 = dark blue and 1 = yellow."""
+    place = min(max(fraction, 0.0), 1.0) * (len(_STOPS) - 1)
+    below = min(int(place), len(_STOPS) - 2)
+    share = place - below
+    red, green, blue = (
+        round(low + share * (high - low))
+        for low, high in zip(_STOPS[below], _STOPS[below + 1], strict=True)
+    )
+    return red, green, blue
+
+
+def scale_stops() -> list[str]:
+    """The colours between which the scale runs, evenly spaced."""
+    return ["rgb({} {} {})".format(*stop) for stop in _STOPS]
 
 
 def _png(index: Tensor) -> bytes:
@@ -57,11 +74,4 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def _palette() -> list[int]:
-    colours: list[int] = []
-    for index in range(256):
-        place = index / 255 * (len(_STOPS) - 1)
-        below = min(int(place), len(_STOPS) - 2)
-        share = place - below
-        pair = zip(_STOPS[below], _STOPS[below + 1], strict=True)
-        colours += [round(low + share * (high - low)) for low, high in pair]
-    return colours
+    return [part for index in range(256) for part in colour_at(index / 255)]

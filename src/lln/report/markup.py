@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lln.demo.record import Part, State
-from lln.demo.series import LOOKS
+from lln.report.series import LOOKS
 
 
-def section(ident: str, title: str, body: str, part: Part | None = None) -> str:
-    """A section with its heading, and how far its part has come."""
-    state = "" if part is None else f'<span class="state">{part.state.value}</span>'
-    return f'<section id="{ident}"><h2>{title}{state}</h2>{body}</section>'
-
-
-def missing(part: Part) -> str:
-    """What to say instead of results."""
-    if part.state is State.STOPPED:
-        return '<p class="warn">The run was stopped before this part had a result.</p>'
-    return '<p class="warn">Not measured yet.</p>'
+def section(ident: str, title: str, body: str, state: str = "") -> str:
+    """A section with its heading, and how far it has come."""
+    badge = f'<span class="state">{state}</span>' if state else ""
+    return f'<section id="{ident}"><h2>{title}{badge}</h2>{body}</section>'
 
 
 def figure(body: str, caption: str, kind: str = "") -> str:

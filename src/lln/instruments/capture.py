@@ -1,0 +1,159 @@
+"""Measuring inside a model: every attention call, as its queries and keys pass.
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from lln import checks
+from lln.core import LLNDiagCore
+from lln.errors import InvalidInputError
+from lln.instruments import interception
+from lln.instruments.entrances import LOOKED_FOR, patches_for
+from lln.instruments.interception import Sighting
+from lln.instruments.measure import INSTRUMENTS, SeenCall, measure, prepare
+from lln.instruments.measurements import Measurement, Measurements
+
+DEFAULT_INSTRUMENTS = ("temperature", "entropy", "spectral_gap")
+
+
+class capture(Measurements):
+    """Measure the attention inside a model while it runs, without changing what it computes.
+
+    Sees calls of lln's functions and modules, of ``scaled_dot_product_attention``, of
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` (fast path included) and of everything
+    that goes through Hugging Face's attention interface, whatever the implementation. Queries and
+    keys are measured as they pass and then let go; nothing of size N×N is kept. Attention dropout
+    is not part of what is measured. A forward that activation checkpointing runs again inside the
+    backward pass is not measured again.
+
+    After the block the object holds the results: ``records``, ``table()``, ``to_json()``,
+    ``medians(name)`` and ``problems``, the layers that could not be measured.
+
+    Args:
+        model: Any module; layers are named by their path in it.
+        instruments: Names of functions of `lln.instruments`: ``"temperature"``, ``"entropy"``,
+            ``"spectral_gap"``, ``"variance"``, ``"log_normality"``, ``"score_variance"``. LLN
+            layers report their ``alpha`` and ``beta`` as well.
+        max_calls: Calls of a layer to measure; later ones pass unseen. None = all.
+        on_call: Called with a `SeenCall` after each call is measured.
+
+    Raises:
+        InvalidInputError: If the model cannot be watched; at the end of the block, if no attention
+            was seen.
+
+    Example:
+        >>> layer = nn.MultiheadAttention(16, 2, batch_first=True)
+        >>> x = torch.randn(1, 8, 16)
+        >>> with capture(layer, instruments=("entropy",)) as seen:
+        ...     _ = layer(x, x, x)
+        >>> [(record.head, sorted(record.values)) for record in seen.records]
+        [(0, ['entropy']), (1, ['entropy'])]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        instruments: Iterable[str] = DEFAULT_INSTRUMENTS,
+        max_calls: int | None = None,
+        on_call: Callable[[SeenCall], object] | None = None,
+    ) -> None:
+        """Check the arguments; nothing is watched before the block begins."""
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise InvalidInputError(
+                f"capture needs a torch.nn.Module, got {type(model).__name__}; for queries and "
+                "keys you already have, call the instruments themselves."
+            )
+        self.instruments = (instruments,) if isinstance(instruments, str) else tuple(instruments)
+        for name in self.instruments:
+            if name not in INSTRUMENTS:
+                raise InvalidInputError(
+                    f"instruments must be among {', '.join(map(repr, INSTRUMENTS))}, got {name!r}."
+                )
+        if max_calls is not None:
+            checks.check_count("max_calls", max_calls)
+        self.model, self.max_calls, self.on_call = model, max_calls, on_call
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self._counts: dict[tuple[str, str], int] = {}
+        self._patches: list[interception.Patch] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> capture:
+        """Begin to watch."""
+        if self._patches is not None:
+            raise InvalidInputError("this capture is already running; make a new one to nest it.")
+        _refuse_compiled(self.model)
+        patches = patches_for(self.model)
+        interception.start(self, patches)
+        self._patches = patches
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Put everything back, and say so if nothing was seen."""
+        self.stop()
+        if error is None and not self.calls:
+            raise InvalidInputError(
+                f"capture saw no attention in {type(self.model).__name__}: inside the block its "
+                f"forward must run and call one of {'; '.join(LOOKED_FOR)}. Attention written out "
+                "by hand, or run by another compiled graph, cannot be seen; measure its queries "
+                "and keys with the functions of lln.instruments."
+            )
+
+    def stop(self) -> None:
+        """Stop watching and put everything back; leaving the block does it too."""
+        if self._patches is not None:
+            interception.stop(self, self._patches)
+            self._patches = None
+
+    def hear(self, layer: str, module: nn.Module, sighting: Sighting) -> None:
+        """Take one call; called from the model's forward, in its thread."""
+        place = (layer, sighting.call.kind)
+        with self._lock:
+            number = self._counts.get(place, 0)
+            self._counts[place] = number + 1
+        if self.max_calls is not None and number >= self.max_calls:
+            return
+        seen = prepare(layer, number, sighting)
+        values, problem = measure(seen, self.instruments)
+        first_head = 0
+        if isinstance(module, LLNDiagCore) and module.join == "heads" and seen.kind == "diag":
+            first_head = module.lln_heads
+        numbers = {name: tensor for name, tensor in values.items() if tensor.dim() == 2}
+        measured = Measurement(layer, number, seen.kind, *seen.tokens, first_head, numbers, problem)
+        with self._lock:
+            self.calls.append(measured)
+        if self.on_call is not None:
+            self.on_call(replace(seen, values=values, problem=problem))
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Say where a compiled part hides its attention."""
+    for name, module in model.named_modules():
+        where = f"its part {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InvalidInputError(
+                f"capture cannot see inside TorchScript, which {where} is; capture the module it "
+                "was made from."
+            )
+        compiled = getattr(module, "_compiled_call_impl", None) is not None
+        # The class lives in a part of torch that only compiling loads.
+        if compiled or type(module).__name__ == "OptimizedModule":
+            raise InvalidInputError(
+                f"capture cannot see inside torch.compile, by which {where} is compiled; capture "
+                "the original module (model._orig_mod, or the model before model.compile())."
+            )

@@ -1,0 +1,208 @@
+"""Seeing attention calls from outside: who listens, where a call happens, what is patched.
+
+Functions are replaced while somebody listens, by wrappers that call the original with the very
+arguments they got, and put back when the last listener goes. Modules are followed by hooks that
+hold for all modules at once, because a hook on a module of its own would switch
+``nn.TransformerEncoderLayer`` from its fast path to another kernel, and so change the output.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from lln.observers import Announcement, add_observer, remove_observer
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """An attention call that was seen.
+
+    Attributes:
+        call: What was computed.
+        pair_mask: A mask over pairs of tokens, as given: bool (True = attend) or additive.
+        weights: P itself ``[B, H, T, S]``, where the caller computed it anyway.
+        problem: Why queries and keys alone do not tell P; empty if they do.
+    """
+
+    call: Announcement
+    pair_mask: Tensor | None = None
+    weights: Tensor | None = None
+    problem: str = ""
+
+
+class Listener(Protocol):
+    """Somebody who wants to know of the calls inside one model."""
+
+    names: dict[int, str]
+
+    def hear(self, layer: str, module: nn.Module, sighting: Sighting) -> None:
+        """Take a call that happened in ``layer``."""
+        ...
+
+
+class _Thread(threading.local):
+    """What is under way in this thread."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.round = 0
+        self.sightings = 0
+        self.busy = False
+
+
+class Patch(NamedTuple):
+    """An attribute to replace while somebody listens: by ``wrap`` of what is there."""
+
+    owner: Any
+    name: str
+    wrap: Callable[[Any], Any]
+
+
+@dataclass
+class _Applied:
+    original: Any
+    replacement: Any
+    users: int = 0
+
+
+@dataclass
+class _Switchboard:
+    listeners: tuple[Listener, ...] = ()
+    applied: dict[tuple[int, str], _Applied] = field(default_factory=dict)
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    round: int = 0
+
+
+# Patching is for the whole process, so one lock guards it; a listener may listen inside another.
+_lock = threading.RLock()
+_board = _Switchboard()
+_thread = _Thread()
+
+
+def listening() -> bool:
+    """Whether a call made now, in this thread, should be looked at.
+
+    Not inside a graph being traced, not while an instrument itself computes, and not when a
+    checkpointed forward is run again inside the backward pass.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and bool(_board.listeners)
+        and not _thread.busy
+        and torch._C._current_graph_task_id() == -1
+    )
+
+
+def sight(sighting: Sighting, module: nn.Module | None = None) -> None:
+    """Tell every listener in whose model the call happened."""
+    if not listening():
+        return
+    _thread.sightings += 1
+    under_way = [*_thread.modules, *(() if module is None else (module,))]
+    for listener in _board.listeners:
+        found = next((m for m in reversed(under_way) if id(m) in listener.names), None)
+        if found is None:
+            continue
+        if isinstance(found, nn.TransformerEncoderLayer) and id(found.self_attn) in listener.names:
+            # Its fast path computes the attention without calling the module.
+            found = found.self_attn
+        with _quiet():
+            listener.hear(listener.names[id(found)], found, sighting)
+
+
+def sighted() -> int:
+    """How many calls were seen in this thread so far; tells whether one was seen inside another."""
+    return _thread.sightings
+
+
+@contextmanager
+def inside(module: nn.Module) -> Iterator[None]:
+    """Attribute what is seen in the block to ``module``."""
+    depth = len(_thread.modules)
+    _thread.modules.append(module)
+    try:
+        yield
+    finally:
+        del _thread.modules[depth:]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Instruments call attention functions themselves."""
+    _thread.busy = True
+    try:
+        yield
+    finally:
+        _thread.busy = False
+
+
+def start(listener: Listener, patches: Sequence[Patch]) -> None:
+    """Begin to tell ``listener``, with these patches in place."""
+    with _lock:
+        for owner, name, wrap in patches:
+            place = (id(owner), name)
+            if place not in _board.applied:
+                original = getattr(owner, name)
+                _board.applied[place] = _Applied(original, wrap(original))
+                setattr(owner, name, _board.applied[place].replacement)
+            _board.applied[place].users += 1
+        if not _board.listeners:
+            _board.round += 1
+            add_observer(_hear_entry_point)
+            _board.hooks = [
+                register_module_forward_pre_hook(_enter_module),
+                register_module_forward_hook(_leave_module, always_call=True),
+            ]
+        _board.listeners = (*_board.listeners, listener)
+
+
+def stop(listener: Listener, patches: Sequence[Patch]) -> None:
+    """Undo `start`; what somebody else has put over our patches stays."""
+    with _lock:
+        _board.listeners = tuple(other for other in _board.listeners if other is not listener)
+        for owner, name, _ in patches:
+            applied = _board.applied[id(owner), name]
+            applied.users -= 1
+            if applied.users == 0:
+                del _board.applied[id(owner), name]
+                if getattr(owner, name) is applied.replacement:
+                    setattr(owner, name, applied.original)
+        if not _board.listeners:
+            remove_observer(_hear_entry_point)
+            for hook in _board.hooks:
+                hook.remove()
+            _board.hooks = []
+
+
+def _hear_entry_point(call: Announcement) -> None:
+    """A call of lln's own functions."""
+    sight(Sighting(call))
+
+
+def _enter_module(module: nn.Module, _: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _thread.round != _board.round:
+        # Left over from a forward that was under way when nobody listened any more.
+        _thread.modules.clear()
+        _thread.round = _board.round
+    _thread.modules.append(module)
+
+
+def _leave_module(module: nn.Module, _: object, __: object) -> None:
+    # One that was entered before anybody listened was never noted.
+    if not torch.compiler.is_compiling() and module in _thread.modules:
+        while _thread.modules.pop() is not module:
+            pass

@@ -1,0 +1,188 @@
+"""What a capture found: one measurement a call, and views of them as records, table and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from torch import Tensor
+
+from lln.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Record:
+    """One head of one sample of one call.
+
+    Attributes:
+        layer: Path of the module in the model.
+        head: Query head.
+        call: How many calls of this layer came before.
+        sample: Row of the batch, or packed sequence.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"`` or ``"lln_diag"``.
+        values: By instrument; NaN where it has no value.
+    """
+
+    layer: str
+    head: int
+    call: int
+    sample: int
+    kind: str
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One attention call.
+
+    Attributes:
+        layer: Path of the module in the model.
+        call: How many calls of this layer came before.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"`` or ``"lln_diag"``.
+        queries: T, or the number of packed tokens.
+        keys: S, likewise.
+        first_head: Number of the first head, where heads are divided between kinds.
+        values: ``[B, H]`` by instrument, float64 on the CPU.
+        problem: One sentence on what could not be measured; empty if all was.
+    """
+
+    layer: str
+    call: int
+    kind: str
+    queries: int
+    keys: int
+    first_head: int = 0
+    values: dict[str, Tensor] = field(default_factory=dict)
+    problem: str = ""
+
+    def records(self) -> Iterator[Record]:
+        """Sample by sample, head by head."""
+        lists = {name: value.tolist() for name, value in self.values.items()}
+        if not lists:
+            return
+        batch, heads = next(iter(self.values.values())).shape
+        for sample in range(batch):
+            for head in range(heads):
+                values = {name: rows[sample][head] for name, rows in lists.items()}
+                where = (self.layer, self.first_head + head, self.call, sample)
+                yield Record(*where, self.kind, values)
+
+
+@dataclass
+class Measurements:
+    """Everything a capture found, in the order of the calls."""
+
+    calls: list[Measurement] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[Record]:
+        """One a call, sample and head."""
+        return [record for call in self.calls for record in call.records()]
+
+    @property
+    def layers(self) -> list[str]:
+        """Layers in the order in which they were first called.
+
+        A layer whose heads have two attentions each, joined afterwards, counts as two:
+        ``"path (lln)"`` and ``"path (diag)"``.
+        """
+        return list(dict.fromkeys(self._labels()))
+
+    def _labels(self) -> list[str]:
+        """The entry of `layers` that each call belongs to."""
+        kinds: dict[tuple[str, int], set[str]] = {}
+        for call in self.calls:
+            kinds.setdefault((call.layer, call.first_head), set()).add(call.kind)
+        return [
+            call.layer
+            if len(kinds[call.layer, call.first_head]) == 1
+            else f"{call.layer} ({call.kind})".lstrip()
+            for call in self.calls
+        ]
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """What could not be measured, by layer: the first such sentence."""
+        return {call.layer: call.problem for call in reversed(self.calls) if call.problem}
+
+    def medians(self, instrument: str) -> dict[str, dict[int, float]]:
+        """Median over calls and samples, by layer and head; NaN where nothing was measured.
+
+        Args:
+            instrument: A name out of ``records[0].values``.
+
+        Raises:
+            InvalidInputError: If it was not measured.
+        """
+        known = sorted({name for call in self.calls for name in call.values})
+        if instrument not in known:
+            raise InvalidInputError(
+                f"{instrument!r} was not measured; there are {', '.join(known) or 'no values'}."
+            )
+        found: dict[str, dict[int, list[float]]] = {layer: {} for layer in self.layers}
+        for label, call in zip(self._labels(), self.calls, strict=True):
+            for record in call.records():
+                if instrument in record.values:
+                    heads = found[label].setdefault(record.head, [])
+                    heads.append(record.values[instrument])
+        return {
+            layer: {head: _median(values) for head, values in sorted(heads.items())}
+            for layer, heads in found.items()
+        }
+
+    def table(self) -> str:
+        """A text table, one line a layer and head: medians over calls and samples."""
+        names = list(dict.fromkeys(name for call in self.calls for name in call.values))
+        columns = {name: self.medians(name) for name in names}
+        rows = [["layer", "head", *names]]
+        for layer in self.layers:
+            heads = sorted({head for name in names for head in columns[name][layer]})
+            for head in heads:
+                values = (columns[name][layer].get(head, math.nan) for name in names)
+                rows.append([layer, str(head), *(f"{value:.4g}" for value in values)])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [_line(row, widths) for row in rows]
+        lines += [f"{layer}: {problem}" for layer, problem in self.problems.items()]
+        return "\n".join(lines)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """All records and problems as JSON; also written to ``path``, if given."""
+        content = {
+            "problems": self.problems,
+            "records": [
+                {
+                    "layer": record.layer,
+                    "head": record.head,
+                    "call": record.call,
+                    "sample": record.sample,
+                    "kind": record.kind,
+                    **{name: _plain(value) for name, value in record.values.items()},
+                }
+                for record in self.records
+            ],
+        }
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+
+def _median(values: list[float]) -> float:
+    there = [value for value in values if not math.isnan(value)]
+    return median(there) if there else math.nan
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    """The layer to the left, numbers to the right."""
+    cells = [row[0].ljust(widths[0])]
+    cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+    return "  ".join(cells).rstrip()
+
+
+def _plain(value: float) -> float | None:
+    """JSON has no NaN or infinity: they become null."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,231 @@
+"""P a tile of rows at a time, as logarithms; nothing of size N×N is ever held.
+
+`Rows` is what the instruments read: the attention of some heads (`AttentionRows`), or a matrix that
+somebody else made (`lln.instruments.of_matrix`).
+
+Dimension legend: G heads, T queries, S keys, D head width, r rows and w columns of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lln.instruments.heads import Heads
+
+# Entries of a tile, all heads together: 8 MiB in float64.
+TILE = 1 << 20
+
+# Rows of a tile, if the rows of a head do not fit.
+MOST_ROWS = 256
+
+# A sum below this may have lost terms to underflow and is done again in the log domain.
+_TINY = 1e-280
+
+# Pairs of that second attempt at a time.
+_PAIRS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some rows of P.
+
+    Attributes:
+        log_p: ``[G, r, w]``, −inf where P is zero. P is zero in all columns left out.
+        row: The first row.
+        column: The first column.
+        known_p: P itself where making the tile gave it anyway.
+    """
+
+    log_p: Tensor
+    row: int
+    column: int
+    known_p: Tensor | None = None
+
+    @property
+    def p(self) -> Tensor:
+        """P, ``[G, r, w]``."""
+        return self.log_p.exp() if self.known_p is None else self.known_p
+
+
+class Rows(Protocol):
+    """Row-stochastic matrices ``[G, T, S]`` that can be read a tile of rows at a time."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(G, T, S)."""
+        ...
+
+    def slices(self) -> Iterator[Rows]:
+        """The same in groups of heads, few enough that a tile holds many rows."""
+        ...
+
+    def tiles(self) -> Iterator[Tile]:
+        """All rows, in order."""
+        ...
+
+
+def sum_over_rows(rows: Rows, statistic: Callable[[Tile], Tensor]) -> Tensor:
+    """The sum over all tiles of a statistic of each, ``[G, ...]``."""
+    found = []
+    for part in rows.slices():
+        tiles = part.tiles()
+        total = statistic(next(tiles))
+        for tile in tiles:
+            total = total + statistic(tile)
+        found.append(total)
+    return torch.cat(found)
+
+
+def heads_in_a_slice(tokens: int, keys: int) -> int:
+    """How many heads go together so that a tile of many rows stays within `TILE`."""
+    return max(TILE // (min(tokens, MOST_ROWS) * keys), 1)
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Rows of P of some heads.
+
+    Attributes:
+        heads: The heads.
+        normalised: Whether tiles hold log P; otherwise the logarithms of the kernel, the scores.
+    """
+
+    heads: Heads
+    normalised: bool = True
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(G, T, S)."""
+        count, tokens, _ = self.heads.query.shape
+        return count, tokens, self.heads.key.shape[1]
+
+    def slices(self) -> Iterator[AttentionRows]:
+        """The same in groups of heads, few enough that a tile holds many rows."""
+        count, tokens, keys = self.shape
+        step = heads_in_a_slice(tokens, keys)
+        for start in range(0, count, step):
+            yield replace(self, heads=self.heads.part(start, start + step))
+
+    @property
+    def width(self) -> int:
+        """Most columns of a tile."""
+        keys = self.heads.key.shape[1]
+        if self.heads.kind != "diag":
+            return keys
+        return min(keys, MOST_ROWS + 2 * int(self.heads.block.bincount().max()))
+
+    def tiles(self) -> Iterator[Tile]:
+        """All rows, in order."""
+        count, tokens, _ = self.shape
+        most = MOST_ROWS if self.heads.kind == "diag" else tokens
+        step = max(min(TILE // (count * self.width), most), 1)
+        parts = [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+        if self.heads.kind == "lln_diag":
+            long_range, short_range = _LLNKernel(self.heads), _SoftmaxKernel(self.heads)
+            for rows in parts:
+                yield _mixed(long_range.tile(rows), short_range.tile(rows), self.heads.mix[:, rows])
+            return
+        kernel = (_LLNKernel if self.heads.kind == "lln" else _SoftmaxKernel)(self.heads)
+        for rows in parts:
+            yield kernel.tile(rows, self.normalised)
+
+
+class _SoftmaxKernel:
+    """Rows of softmax attention, in diagonal blocks or not."""
+
+    def __init__(self, heads: Heads) -> None:
+        self.heads = heads
+        self.query = heads.scale * heads.query
+        self.key = heads.key.mT.contiguous()
+        self.in_blocks = heads.kind in ("diag", "lln_diag")
+
+    def tile(self, rows: slice, normalised: bool = True) -> Tile:
+        """Log P of some rows, or their scores."""
+        heads = self.heads
+        first, last = 0, rows.stop if heads.is_causal else heads.key.shape[1]
+        if self.in_blocks:
+            ends = heads.block[[rows.start, rows.stop - 1]]
+            first = int(torch.searchsorted(heads.block, ends[0]))
+            last = min(last, int(torch.searchsorted(heads.block, ends[1], right=True)))
+        columns = slice(first, last)
+        scores = self.query[:, rows] @ self.key[..., columns]
+        hidden = _hidden(heads, rows, columns, self.in_blocks)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        return Tile(scores.log_softmax(-1) if normalised else scores, rows.start, first)
+
+
+class _LLNKernel:
+    """Rows of LLN attention, numerator of Eq. (9) over its sum.
+
+    With the keys' largest exponents moved into the queries both factors are at most one, and a row
+    of the kernel sums to at least one. Single entries may still underflow (and, with causal
+    attention, all that a row sees): those are summed as logarithms.
+    """
+
+    def __init__(self, heads: Heads) -> None:
+        self.heads = heads
+        exponent = heads.beta * heads.key
+        peak = exponent.amax(-2, keepdim=True)
+        self.exponent_k = exponent - peak
+        self.key = self.exponent_k.exp().mT.contiguous()
+        exponent = heads.alpha * heads.query + peak
+        self.exponent_q = exponent - exponent.amax(-1, keepdim=True)
+        self.query = self.exponent_q.exp()
+
+    def tile(self, rows: slice, normalised: bool = True) -> Tile:
+        """Log P of some rows, or the kernel's logarithms."""
+        heads = self.heads
+        columns = slice(0, rows.stop if heads.is_causal else heads.key.shape[1])
+        kernel = self.query[:, rows] @ self.key[..., columns]
+        hidden = _hidden(heads, rows, columns, in_blocks=False)
+        if normalised and bool(kernel.amin() >= _TINY):
+            if hidden is not None:
+                kernel.masked_fill_(hidden, 0.0)
+            p = kernel.div_(kernel.sum(-1, keepdim=True))
+            return Tile(p.log(), rows.start, 0, p)
+        log_kernel = self._log(kernel, rows.start)
+        if hidden is not None:
+            log_kernel.masked_fill_(hidden, -torch.inf)
+        return Tile(log_kernel.log_softmax(-1) if normalised else log_kernel, rows.start, 0)
+
+    def _log(self, kernel: Tensor, first_row: int) -> Tensor:
+        lost = kernel < _TINY
+        log_kernel = kernel.log()
+        for place in lost.nonzero().split(_PAIRS):
+            head, row, column = place.unbind(-1)
+            exponent = self.exponent_q[head, row + first_row] + self.exponent_k[head, column]
+            log_kernel[head, row, column] = exponent.logsumexp(-1)
+        return log_kernel
+
+
+def _mixed(long_range: Tile, short_range: Tile, mix: Tensor) -> Tile:
+    """Rows of mix · LLN + (1 − mix) · diagonal, Figure 3."""
+    near = slice(short_range.column, short_range.column + short_range.log_p.shape[-1])
+    if long_range.known_p is not None:
+        p = mix * long_range.known_p
+        p[..., near] += (1 - mix) * short_range.p
+        return Tile(p.log(), long_range.row, 0, p)
+    log_p = long_range.log_p + mix.log()
+    log_p[..., near] = torch.logaddexp(log_p[..., near], short_range.log_p + (-mix).log1p())
+    return Tile(log_p, long_range.row, 0)
+
+
+def _hidden(heads: Heads, rows: slice, columns: slice, in_blocks: bool) -> Tensor | None:
+    """Which pairs of a tile P leaves out: bool ``[r, w]``."""
+    hidden = None
+    if in_blocks:
+        hidden = heads.block[rows, None] != heads.block[columns]
+    if heads.is_causal:
+        row, column = (
+            torch.arange(side.start, side.stop, device=heads.query.device)
+            for side in (rows, columns)
+        )
+        later = column > row[:, None]
+        hidden = later if hidden is None else hidden | later
+    return hidden

@@ -1,0 +1,152 @@
+"""A run's measurements on disk: JSON lines that survive an interruption, and TensorBoard beside."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from lln.errors import BackendUnavailableError, InvalidInputError
+from lln.files import write_atomically
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+LINES = "concentration.jsonl"
+
+
+class RunLog:
+    """One record a logged step, appended as it happens.
+
+    Args:
+        out: Folder; the records go to ``concentration.jsonl`` in it, events for TensorBoard to
+            ``tensorboard/``.
+        resume_from: Updates done before this run, when it goes on from a checkpoint; records of
+            later updates, from a run that was cut off, are replaced. None = a new run.
+        tensorboard: Whether to write events; None = if TensorBoard is installed.
+
+    Raises:
+        InvalidInputError: If the folder cannot be used, or holds records and ``resume_from`` is
+            not given.
+        BackendUnavailableError: If TensorBoard was asked for and is not installed.
+    """
+
+    def __init__(
+        self, out: str | Path, *, resume_from: int | None = None, tensorboard: bool | None = None
+    ) -> None:
+        """Read what is there, leave out what will be done again."""
+        self.folder = Path(out)
+        self.path = self.folder / LINES
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInputError(
+                f"out {str(out)!r} cannot be used: {error.strerror or error}."
+            ) from error
+        if not os.access(self.folder, os.W_OK):
+            raise InvalidInputError(f"out {str(out)!r} cannot be written.")
+        kept = _go_on(self.path, resume_from)
+        self._writer = _open_tensorboard(self.folder / "tensorboard", kept, tensorboard)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, record: dict[str, Any], scalars: Mapping[str, float]) -> None:
+        """Append a record with its ``step``; ``scalars`` are TensorBoard's curves."""
+        line = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, record["step"])
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> RunLog:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the files."""
+        self.close()
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a file, or of the file in a folder; a last line cut short is left out.
+
+    Raises:
+        InvalidInputError: If another line is no record.
+    """
+    path = Path(path)
+    path = path / LINES if path.is_dir() else path
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = []
+    # Every whole line ends in a newline, so what follows the last one was being written.
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidInputError(
+                f"line {number} of {str(path)!r} is not a record of a run; move the file away, or "
+                "log to another folder."
+            ) from error
+        records.append(record)
+    return records
+
+
+def _go_on(path: Path, resume_from: int | None) -> int | None:
+    """Drop records that come again; returns the last step kept, None if there is none."""
+    if not path.exists():
+        return None
+    records = read_records(path)
+    if records and resume_from is None:
+        raise InvalidInputError(
+            f"{str(path)!r} already holds records up to step {records[-1]['step']}; pass "
+            "resume_from=STEP to go on after that step (0 starts over), or log to another folder."
+        )
+    kept = [record for record in records if record["step"] <= (resume_from or 0)]
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
+    write_atomically(path, "".join(lines))
+    return kept[-1]["step"] if kept else None
+
+
+def _open_tensorboard(
+    folder: Path, last_step: int | None, wanted: bool | None
+) -> SummaryWriter | None:
+    if wanted is False:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        if wanted is None:
+            return None
+        raise BackendUnavailableError(
+            "TensorBoard is not installed; run pip install 'lln[experiments]', or pass "
+            "tensorboard=False."
+        ) from error
+    # Events of steps that come again are hidden.
+    return SummaryWriter(str(folder), purge_step=1 if last_step is None else last_step + 1)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

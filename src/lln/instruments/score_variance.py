@@ -1,0 +1,119 @@
+"""Variance of the softmax scores and its parts: what the temperature of Eq. (5) is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lln.instruments.heads import Heads, select
+from lln.instruments.moments import row_and_total_variance
+from lln.instruments.rows import AttentionRows
+
+
+class ScoreVariance(NamedTuple):
+    """The variance of the scores a_ij = scale·q_i·k_j, ``[B, H]`` each.
+
+    Attributes:
+        total: Over all pairs, σ²_sm of Eq. (5) = σq²σk² + C_cross.
+        within_row: Mean over the rows of the variance inside a row. Softmax sees only this part:
+            the mean of the keys moves a whole row.
+        sigma_q: σq = √(mean of q²).
+        sigma_k: σk = √(mean over features of the variance over tokens).
+        cross: C_cross = total − σq²σk² (times scale²·D, if a scale is given): what the scores owe
+            to features of unequal spread, to correlations and to the means.
+        trace: scale²·tr(M_q Σ_k), with M_q = QᵀQ/T and Σ_k the covariance of the keys: the
+            variance inside a row of bidirectional attention, from two D×D matrices.
+    """
+
+    total: Tensor
+    within_row: Tensor
+    sigma_q: Tensor
+    sigma_k: Tensor
+    cross: Tensor
+    trace: Tensor
+
+
+def score_variance(
+    query: Tensor,
+    key: Tensor,
+    *,
+    kind: str = "softmax",
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "variance",
+    block_size: int | None = None,
+    mix: float | Tensor = 0.5,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> ScoreVariance:
+    """Variance of the softmax scores and its parts, Eq. (5).
+
+    O(N·D²) from second moments where every query sees every key; with causal attention and
+    diagonal blocks (tiles) only the pairs that P keeps count. For the LLN kinds these are the
+    scores of the softmax attention that moment matching imitates.
+
+    Args:
+        query: As in `entropy`.
+        key: As in `entropy`.
+        kind: As in `entropy`.
+        alpha: As in `entropy`.
+        beta: As in `entropy`.
+        matching: As in `entropy`.
+        block_size: As in `entropy`.
+        mix: As in `entropy`.
+        key_mask: As in `entropy`.
+        is_causal: As in `entropy`.
+        scale: As in `entropy`.
+        cu_seqlens: As in `entropy`.
+
+    Returns:
+        A `ScoreVariance` of ``[B, H]`` tensors, float64; NaN as in `entropy`.
+    """
+    selection = select(
+        query,
+        key,
+        kind=kind,
+        alpha=alpha,
+        beta=beta,
+        matching=matching,
+        block_size=block_size,
+        mix=mix,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+    )
+    return ScoreVariance(*selection.measure_all(score_parts, ((),) * 6))
+
+
+def score_parts(heads: Heads) -> tuple[Tensor, ...]:
+    """The fields of `ScoreVariance`, ``[G]`` each."""
+    query, key, squared = heads.query, heads.key, heads.scale**2
+    key_mean = key.mean(-2, keepdim=True)
+    spread = key - key_mean
+    covariance = spread.mT @ spread / key.shape[-2]
+    second_moment = query.mT @ query / query.shape[-2]
+    trace = squared * (second_moment * covariance).sum((-2, -1)).clamp_min(0.0)
+    if heads.is_causal or heads.kind == "diag":
+        kind = "diag" if heads.kind == "diag" else "softmax"
+        scores = AttentionRows(replace(heads, kind=kind), normalised=False)
+        within_row, total = row_and_total_variance(scores)
+    else:
+        # The mean of the keys moves row i by q_i·k̄; inside a row only the rest varies.
+        between = squared * (query @ key_mean.mT).squeeze(-1).var(-1, correction=0)
+        within_row, total = trace, trace + between
+    query_variance = query.square().mean((-2, -1))
+    key_variance = spread.square().mean((-2, -1))
+    isotropic = squared * query.shape[-1] * query_variance * key_variance
+    return (
+        total,
+        within_row,
+        query_variance.sqrt(),
+        key_variance.sqrt(),
+        total - isotropic,
+        trace,
+    )

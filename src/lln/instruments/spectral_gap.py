@@ -1,0 +1,187 @@
+"""Spectral gap of P, section 3.2.2: how fast a walk along the attention forgets its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lln.errors import InvalidInputError
+from lln.instruments.eigenvalues import (
+    DENSE,
+    Product,
+    second_moduli,
+    second_modulus,
+    second_modulus_of_product,
+)
+from lln.instruments.factors import factors
+from lln.instruments.heads import Heads, select
+from lln.instruments.rows import AttentionRows
+
+# Entries of P, or of its diagonal blocks, that may be kept between products: P of 4,096 tokens, 128
+# MiB. Made again for each of some 150 products it would cost more than all eigenvalues.
+KEPT = 1 << 24
+
+
+def spectral_gap(
+    query: Tensor,
+    key: Tensor,
+    *,
+    kind: str = "softmax",
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "variance",
+    block_size: int | None = None,
+    mix: float | Tensor = 0.5,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Spectral gap γ = 1 − |λ₂| of P (section 3.2.2).
+
+    How it is found depends on P, and always exactly (to rounding, or 1e-8 where iterated):
+
+    - LLN attention: the D×D matrix B·A, which has the eigenvalues of P = A·B; O(N·D²).
+    - Causal attention of any kind: the largest diagonal entry after the first row's, because P is
+      triangular.
+    - Several diagonal blocks: zero, because every block has an eigenvalue 1 of its own.
+    - Softmax and LLN + diagonal: Arnoldi iteration (scipy) on x ↦ P·x − mean(P·x). Beyond N = 4,096
+      softmax makes P again for every product, some 150 times.
+
+    The gap of ``"lln_diag"`` sits near ``mix`` whatever the inputs, because the scaled-down block
+    diagonal has an eigenvalue near 1 − mix for every block; look at the parts instead.
+
+    Args:
+        query: As in `entropy`.
+        key: As in `entropy`.
+        kind: As in `entropy`.
+        alpha: As in `entropy`.
+        beta: As in `entropy`.
+        matching: As in `entropy`.
+        block_size: As in `entropy`.
+        mix: As in `entropy`.
+        key_mask: As in `entropy`.
+        is_causal: As in `entropy`.
+        scale: As in `entropy`.
+        cu_seqlens: As in `entropy`.
+
+    Returns:
+        ``[B, H]``, float64, from 0 to 1; NaN as in `entropy`. A single token has gap 1.
+    """
+    selection = select(
+        query,
+        key,
+        kind=kind,
+        alpha=alpha,
+        beta=beta,
+        matching=matching,
+        block_size=block_size,
+        mix=mix,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+    )
+    if cu_seqlens is None and query.shape[2] != key.shape[2]:
+        raise InvalidInputError(
+            f"spectral_gap needs as many queries as keys, got T = {query.shape[2]} and S = "
+            f"{key.shape[2]}: eigenvalues exist for self attention only."
+        )
+    return selection.measure(_gap)
+
+
+def _gap(heads: Heads) -> Tensor:
+    return (1 - _second_modulus(heads)).clamp(0.0, 1.0)
+
+
+def _second_modulus(heads: Heads) -> Tensor:
+    """|λ₂| of every head, ``[G]``."""
+    if heads.is_causal:
+        # Triangular: the eigenvalues are the diagonal, and the first row sees itself only.
+        return torch.cat(
+            [heads.mix.new_zeros(heads.mix.shape[0], 1), _diagonal(heads)[:, 1:]], 1
+        ).amax(1)
+    if heads.kind == "lln":
+        # A·B and B·A have the same eigenvalues but for zeros.
+        slots, tokens = factors(heads)
+        return second_moduli(tokens @ slots)
+    if heads.kind == "diag" and bool(heads.block[0] != heads.block[-1]):
+        # Every block has an eigenvalue 1 of its own.
+        return heads.mix.new_ones(heads.mix.shape[0])
+    found = [_of_one(heads.part(index, index + 1)) for index in range(heads.query.shape[0])]
+    return torch.tensor(found, dtype=torch.float64, device=heads.query.device)
+
+
+def _of_one(heads: Heads) -> float:
+    size = heads.query.shape[1]
+    factored = heads.kind == "lln_diag" and size > DENSE
+    if size * size <= KEPT and not factored:
+        return second_modulus(_formed(heads))
+    return second_modulus_of_product(_product(heads), size, heads.query.device)
+
+
+def _formed(heads: Heads) -> Tensor:
+    """The matrix ``[N, N]`` of one short head."""
+    matrix = heads.query.new_zeros(heads.query.shape[1], heads.key.shape[1])
+    for tile in AttentionRows(heads).tiles():
+        p = tile.p[0]
+        matrix[tile.row : tile.row + p.shape[0], tile.column : tile.column + p.shape[1]] = p
+    return matrix
+
+
+def _product(heads: Heads) -> Product:
+    """Multiplication with P of one head; the diagonal blocks are kept if small."""
+    if heads.kind == "lln_diag":
+        slots, tokens = (side[0] for side in factors(heads))
+        short_range, mix = _product(replace(heads, kind="diag")), heads.mix[0]
+        return lambda x: mix * (slots @ (tokens @ x)) + (1 - mix) * short_range(x)
+    if heads.kind == "diag":
+        start, members = _blocks(heads.block)
+        if start.shape[0] * int(members.max()) ** 2 <= KEPT:
+            return _block_product(heads, start, members)
+    rows = AttentionRows(heads)
+
+    def tiles() -> Iterator[tuple[Tensor, int]]:
+        return ((tile.p[0], tile.column) for tile in rows.tiles())
+
+    def product(x: Tensor) -> Tensor:
+        return torch.cat([p @ x[column : column + p.shape[-1]] for p, column in tiles()])
+
+    return product
+
+
+def _block_product(heads: Heads, start: Tensor, members: Tensor) -> Product:
+    """Multiplication with the diagonal blocks, kept as ``[n, b, b]``."""
+    step = torch.arange(int(members.max()), device=start.device)
+    inside = step < members[:, None]
+    place = torch.where(inside, start[:, None] + step, 0)
+    scores = heads.scale * heads.query[0, place] @ heads.key[0, place].mT
+    weights = scores.masked_fill(~inside[:, None], -torch.inf).softmax(-1)
+    return lambda x: (weights @ torch.where(inside[..., None], x[place], 0.0))[inside]
+
+
+def _blocks(block: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token and the number of tokens of every diagonal block."""
+    members = block.unique_consecutive(return_counts=True)[1]
+    return members.cumsum(0) - members, members
+
+
+def _diagonal(heads: Heads) -> Tensor:
+    """P_ii of causal attention, ``[G, T]``."""
+    if heads.kind == "lln_diag":
+        parts = (_diagonal(replace(heads, kind=kind)) for kind in ("lln", "diag"))
+        long_range, short_range = parts
+        mix = heads.mix.squeeze(-1)
+        return mix * long_range + (1 - mix) * short_range
+    if heads.kind == "lln":
+        exponent_q, exponent_k = heads.alpha * heads.query, heads.beta * heads.key
+        mass = (exponent_q + exponent_k.logcumsumexp(-2)).logsumexp(-1)
+        return ((exponent_q + exponent_k).logsumexp(-1) - mass).exp()
+    found = []
+    for part in AttentionRows(heads).slices():
+        own = [tile.log_p.diagonal(tile.row - tile.column, -2, -1) for tile in part.tiles()]
+        found.append(torch.cat(own, -1).exp())
+    return torch.cat(found)

@@ -1,0 +1,72 @@
+"""Where a call of attention can be watched as it passes, for instruments.
+
+An entry point announces what it is about to compute. With nobody watching that costs one look at
+an empty list; inside a compiled graph nothing is announced.
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """One call of an entry point, as it is about to be computed.
+
+    Attributes:
+        kind: ``"softmax"``, ``"lln"``, ``"diag"`` or ``"lln_diag"``.
+        query: ``[B, H, T, D]``, or packed ``[T, H, D]`` with ``cu_seqlens``.
+        key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
+        alpha: α of the LLN part, as used.
+        beta: β of the LLN part, as used.
+        block_size: Tokens in a diagonal block.
+        mix: Weight of the LLN part beside the diagonal one.
+        scale: Factor of softmax scores; None = 1/√D.
+        key_mask: bool ``[B, S]``, True = attend.
+        is_causal: Whether row i sees keys 0 … i only.
+        cu_seqlens: Bounds of packed sequences.
+    """
+
+    kind: str
+    query: Tensor
+    key: Tensor
+    alpha: float | Tensor | None = None
+    beta: float | Tensor | None = None
+    block_size: int | None = None
+    mix: float | Tensor = 0.5
+    scale: float | None = None
+    key_mask: Tensor | None = None
+    is_causal: bool = False
+    cu_seqlens: Tensor | None = None
+
+
+Observer = Callable[[Announcement], None]
+
+_observers: list[Observer] = []
+
+
+def is_observed() -> bool:
+    """Whether anybody watches, and the call is a real one rather than a trace."""
+    return not torch.compiler.is_compiling() and bool(_observers)
+
+
+def announce(announcement: Announcement) -> None:
+    """Tell every observer."""
+    for observer in tuple(_observers):
+        observer(announcement)
+
+
+def add_observer(observer: Observer) -> None:
+    """Tell ``observer`` of every call, in any thread, until it is removed."""
+    _observers.append(observer)
+
+
+def remove_observer(observer: Observer) -> None:
+    """Undo one `add_observer`."""
+    _observers.remove(observer)

@@ -1,0 +1,93 @@
+"""Names, signatures and imports of ``lln.instruments``."""
+
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lln import instruments
+from lln.instruments import of_matrix, theory
+
+MEASURES = (
+    "entropy",
+    "log_normality",
+    "score_variance",
+    "spectral_gap",
+    "temperature",
+    "variance",
+)
+OF_MATRIX = ("entropy", "log_normality", "spectral_gap", "temperature", "variance")
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_every_instrument_takes_the_same_arguments(name):
+    parameters = inspect.signature(getattr(instruments, name)).parameters
+    shared = inspect.signature(instruments.entropy).parameters
+    assert [str(p) for p in parameters.values()][: len(shared)] == [str(p) for p in shared.values()]
+    assert set(parameters) - set(shared) <= {"measured"}
+    kinds = [p.kind for p in parameters.values()]
+    assert set(kinds[2:]) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(getattr(instruments, name) for name in MEASURES),
+        *(getattr(of_matrix, name) for name in OF_MATRIX),
+        *(
+            item
+            for name, item in vars(theory).items()
+            if inspect.isfunction(item) and item.__module__ == theory.__name__ and name[0] != "_"
+        ),
+    ],
+    ids=lambda function: f"{function.__module__}.{function.__name__}",
+)
+def test_arguments_are_documented(function):
+    documentation = inspect.getdoc(function)
+    assert documentation
+    for parameter in inspect.signature(function).parameters:
+        assert re.search(rf"^\s+{parameter}: ", documentation, re.MULTILINE), parameter
+
+
+def test_names_are_exported():
+    assert set(MEASURES) | {"of_matrix", "theory"} <= set(instruments.__all__)
+    assert all(hasattr(instruments, name) for name in instruments.__all__)
+
+
+def test_optional_packages_load_only_when_needed():
+    """Compared with what torch brings along by itself."""
+    script = """
+import sys, torch
+before = set(sys.modules)
+from lln import instruments
+query, key = torch.randn(2, 1, 1, 140, 8)
+instruments.entropy(query, key)
+instruments.log_normality(query, key)
+instruments.spectral_gap(query, key, kind="lln")
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(loaded & {"scipy", "matplotlib", "transformers", "triton"}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_scipy_the_iterated_gap_says_what_to_install():
+    script = """
+import sys, torch, lln
+sys.modules["scipy.sparse.linalg"] = None
+from lln import instruments
+try:
+    instruments.spectral_gap(*torch.randn(2, 1, 1, 140, 8))
+except lln.BackendUnavailableError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'lln[instruments]'" in done.stdout
