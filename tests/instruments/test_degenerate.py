@@ -176,7 +176,7 @@ def test_one_sick_matrix_does_not_touch_the_others():
 @pytest.mark.parametrize(
     ("matrix", "sentence"),
     [
-        (torch.rand(4, 4), "sum to 1"),
+        (torch.full((4, 4), 0.1), "sum to 1"),
         (torch.full((4, 4), 1 / 3), "sums to 1.33333"),
         (torch.tensor([[1.5, -0.5], [0.5, 0.5]]), "negative entry -0.5"),
         (torch.ones(4), r"\[..., T, S\]"),
@@ -335,7 +335,7 @@ def test_autocast_changes_nothing():
         ({"kind": "diag", "block_size": 0}, "block_size must be at least 1"),
         ({"kind": "lln_diag", "mix": 1.5}, "mix must be a number in"),
         ({"kind": "lln_diag", "mix": torch.full((1, 2, 6, 1), 1.5)}, "mix must lie in"),
-        ({"kind": "lln_diag", "mix": torch.rand(8)}, "mix must broadcast"),
+        ({"kind": "lln_diag", "mix": torch.full((8,), 0.5)}, "mix must broadcast"),
         ({"scale": 0.0}, "scale must be finite and not zero"),
         ({"key_mask": torch.ones(1, 5, dtype=torch.bool)}, "key_mask must be"),
         ({"key_mask": torch.ones(1, 6)}, "key_mask must be bool"),
