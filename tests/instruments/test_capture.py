@@ -506,9 +506,11 @@ def test_an_instrument_that_raises_does_not_end_the_run(monkeypatch):
 
     monkeypatch.setitem(measure.INSTRUMENTS, "entropy", broken)
     model = Stack(Attention())
-    with capture(model, instruments=("entropy",)) as seen:
+    with capture(model) as seen:
         model(torch.randn(1, 4, 16))
     assert seen.problems == {"layers.0": "not measured: out of something"}
+    # The others are measured all the same.
+    assert sorted(seen.records[0].values) == ["spectral_gap", "temperature"]
 
 
 def test_one_token():
