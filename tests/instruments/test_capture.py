@@ -506,9 +506,11 @@ def test_an_instrument_that_raises_does_not_end_the_run(monkeypatch):
 
     monkeypatch.setitem(measure.INSTRUMENTS, "entropy", broken)
     model = Stack(Attention())
-    with capture(model, instruments=("entropy",)) as seen:
+    with capture(model) as seen:
         model(torch.randn(1, 4, 16))
     assert seen.problems == {"layers.0": "not measured: out of something"}
+    # The others are measured all the same.
+    assert sorted(seen.records[0].values) == ["spectral_gap", "temperature"]
 
 
 def test_one_token():
@@ -567,6 +569,34 @@ def test_every_instrument_and_the_views_of_the_results(tmp_path):
     assert len(lines) == 1 + 4
     with pytest.raises(InvalidInputError, match="'warmth' was not measured; there are"):
         seen.medians("warmth")
+
+
+def test_one_forward():
+    model = Stack(Attention(), Attention())
+    with capture(model, one_forward=True) as seen, capture(model) as other:
+        for _ in range(3):
+            model(torch.randn(1, 5, 16))
+    assert [call.call for call in seen.calls] == [0, 0]
+    assert [call.call for call in other.calls] == [0, 0, 1, 1, 2, 2]
+
+
+def test_one_forward_ends_with_an_exception_too():
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, x):
+            self.attention(x)
+            raise OSError("disk")
+
+    before, model = F.scaled_dot_product_attention, Failing()
+    seen = capture(model, one_forward=True)
+    seen.__enter__()
+    with pytest.raises(OSError, match="disk"):
+        model(torch.randn(1, 5, 16))
+    assert F.scaled_dot_product_attention is before
+    assert len(seen.calls) == 1
 
 
 def test_captures_nest_and_see_only_their_own_model():

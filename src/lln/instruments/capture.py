@@ -45,6 +45,7 @@ class capture(Measurements):
             layers report their ``alpha`` and ``beta`` as well.
         max_calls: Calls of a layer to measure; later ones pass unseen. None = all.
         on_call: Called with a `SeenCall` after each call is measured.
+        one_forward: Whether to stop watching as soon as the model's own forward has ended once.
 
     Raises:
         InvalidInputError: If the model cannot be watched; at the end of the block, if no attention
@@ -66,6 +67,7 @@ class capture(Measurements):
         instruments: Iterable[str] = DEFAULT_INSTRUMENTS,
         max_calls: int | None = None,
         on_call: Callable[[SeenCall], object] | None = None,
+        one_forward: bool = False,
     ) -> None:
         """Check the arguments; nothing is watched before the block begins."""
         super().__init__()
@@ -83,6 +85,7 @@ class capture(Measurements):
         if max_calls is not None:
             checks.check_count("max_calls", max_calls)
         self.model, self.max_calls, self.on_call = model, max_calls, on_call
+        self.one_forward = one_forward
         self.names = {id(module): name for name, module in model.named_modules()}
         self._counts: dict[tuple[str, str], int] = {}
         self._patches: list[interception.Patch] | None = None
@@ -116,9 +119,15 @@ class capture(Measurements):
 
     def stop(self) -> None:
         """Stop watching and put everything back; leaving the block does it too."""
-        if self._patches is not None:
-            interception.stop(self, self._patches)
-            self._patches = None
+        with self._lock:
+            patches, self._patches = self._patches, None
+        if patches is not None:
+            interception.stop(self, patches)
+
+    def forward_ended(self, module: nn.Module) -> None:
+        """Stop, if this was the forward to wait for."""
+        if self.one_forward and module is self.model:
+            self.stop()
 
     def hear(self, layer: str, module: nn.Module, sighting: Sighting) -> None:
         """Take one call; called from the model's forward, in its thread."""

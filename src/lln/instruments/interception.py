@@ -51,6 +51,10 @@ class Listener(Protocol):
         """Take a call that happened in ``layer``."""
         ...
 
+    def forward_ended(self, module: nn.Module) -> None:
+        """Learn that the forward of some module has ended, well or not."""
+        ...
+
 
 class _Thread(threading.local):
     """What is under way in this thread."""
@@ -206,3 +210,5 @@ def _leave_module(module: nn.Module, _: object, __: object) -> None:
     if not torch.compiler.is_compiling() and module in _thread.modules:
         while _thread.modules.pop() is not module:
             pass
+        for listener in _board.listeners:
+            listener.forward_ended(module)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lln.attention import repeat_heads
-from lln.errors import LLNError
 from lln.instruments import of_matrix
 from lln.instruments.entropy import entropy
 from lln.instruments.interception import Sighting
@@ -121,38 +120,38 @@ def measure(seen: SeenCall, instruments: Sequence[str]) -> tuple[dict[str, Tenso
     values: dict[str, Tensor] = {}
     if not instruments:
         return values, seen.problem
-    try:
-        with torch.no_grad(), without_autocast(seen.query):
-            for name, tensor in _measure(seen, instruments):
-                values[name] = tensor.detach().to("cpu", torch.float64)
-    except (LLNError, RuntimeError, ValueError, TypeError) as error:
-        return values, f"not measured: {str(error).splitlines()[0]}"
-    return values, _missing(seen, values)
+    problem = ""
+    with torch.no_grad(), without_autocast(seen.query):
+        for name in ("alpha", "beta", *instruments):
+            try:
+                for field_name, tensor in _measure(seen, name):
+                    values[field_name] = tensor.detach().to("cpu", torch.float64)
+            except Exception as error:
+                lines = str(error).splitlines() or [type(error).__name__]
+                problem = problem or f"not measured: {lines[0].rstrip('.')}"
+    return values, problem or _missing(seen)
 
 
-def _measure(seen: SeenCall, instruments: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    for side in ("alpha", "beta"):
-        if seen.options.get(side) is not None:
-            yield side, _per_head(seen, side)
-    if seen.problem and seen.weights is None:
+def _measure(seen: SeenCall, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The values of one instrument, or α or β of the layer."""
+    if name in ("alpha", "beta"):
+        if seen.options.get(name) is not None:
+            yield name, _per_head(seen, name)
         return
     queries, keys = seen.tokens
-    if seen.problem or seen.pair_mask is not None:
+    if (seen.problem and seen.weights is None) or (name == "spectral_gap" and queries != keys):
+        # A walk along P needs as many rows as columns.
+        return
+    if not seen.problem and seen.pair_mask is None:
+        found = INSTRUMENTS[name](seen.query, seen.key, kind=seen.kind, **seen.options)
+        yield from _flatten(name, found)
+    elif name in _OF_MATRIX:
         if queries * keys > _LARGEST_MATRIX:
             raise ValueError(
                 f"its mask over pairs of tokens needs the {queries}×{keys} matrix, which is too "
                 "large to form"
             )
-        for name in instruments:
-            if name in _OF_MATRIX and (name != "spectral_gap" or queries == keys):
-                yield from _flatten(name, _over_matrices(getattr(of_matrix, name), seen))
-        return
-    for name in instruments:
-        # A walk along P needs as many rows as columns.
-        if name != "spectral_gap" or queries == keys:
-            yield from _flatten(
-                name, INSTRUMENTS[name](seen.query, seen.key, kind=seen.kind, **seen.options)
-            )
+        yield from _flatten(name, _over_matrices(getattr(of_matrix, name), seen))
 
 
 def _flatten(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
@@ -219,7 +218,7 @@ def _per_head(seen: SeenCall, side: str) -> Tensor:
     return (scale if scale.shape[1] == 1 else repeat_heads(scale, heads)).expand(batch, heads)
 
 
-def _missing(seen: SeenCall, values: dict[str, Tensor]) -> str:
+def _missing(seen: SeenCall) -> str:
     """One sentence on heads without a value."""
     if seen.problem and seen.weights is None:
         return f"not measured: {seen.problem}"

@@ -100,7 +100,10 @@ class ConcentrationLogger:
     def begin_step(self) -> None:
         """Watch the coming forward, if its update is due; `step` does this for the next one."""
         if self._running is None and self.is_due:
-            self._running = capture(self.model, instruments=self.instruments, max_calls=1)
+            # Nothing stays patched if the backward pass fails and nobody comes back.
+            self._running = capture(
+                self.model, instruments=self.instruments, max_calls=1, one_forward=True
+            )
             self._running.__enter__()
 
     def step(
