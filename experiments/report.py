@@ -33,6 +33,8 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     theory = json.loads((RESULTS / "figure-theory.json").read_text("utf-8"))
     figure_2 = json.loads((RESULTS / "figure-2.json").read_text("utf-8"))
+    figure_1 = json.loads((RESULTS / "figure-1.json").read_text("utf-8"))
+    fill(PAGE, "figure-1", training(figure_1))
     fill(PAGE, "figure-2", distances(figure_2))
     for name, table in (
         ("theorem-3-3", theorem_3_3),
@@ -59,6 +61,28 @@ def made_by(results: dict[str, Any]) -> str:
     return (
         f"d = {results['head_width']}, N = {results['tokens']}, {results['draws']} draws; made by "
         f"`{made['command']}`, torch {made['torch']}, commit `{made['commit'][:10]}`."
+    )
+
+
+def training(results: dict[str, Any]) -> str:
+    """Figure 1: where every layer starts and where it ends."""
+    rows = []
+    for layer in range(results["size"]["layers"]):
+        ends = []
+        for name in ("temperature", "entropy", "spectral_gap"):
+            curve = results[name][layer]
+            ends.append(f"{curve[0]:.2f} → {curve[-1]:.2f}")
+        rows.append([str(layer + 1), *ends])
+    text = table(["layer", "temperature", "entropy, bits", "spectral gap"], rows)
+    size, made = results["size"], results["made_by"]
+    return (
+        f"{text}\n\n{size['layers']} layers, one head of {size['width']}, {size['length']} bytes "
+        f"of {results['corpus']} a sequence, {results['batch']} sequences an update, "
+        f"{results['steps']:,} updates, seed {results['seed']}; medians over {results['held_out']} "
+        f"held-out sequences. Held-out loss {results['held_out_loss'][0]:.2f} → "
+        f"{results['held_out_loss'][-1]:.2f} nats a byte, byte frequencies alone "
+        f"{results['unigram_loss']:.2f}. Made by `{made['command']}`, torch {made['torch']}, "
+        f"commit `{made['commit'][:10]}`."
     )
 
 

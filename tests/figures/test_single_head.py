@@ -4,9 +4,11 @@ import gzip
 import json
 import lzma
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from experiments import report
 
 from lln.demo.corpus import load_corpus
 from lln.errors import InvalidInputError
@@ -16,6 +18,7 @@ from lln.figures.roberta import MASK, SingleHeadRoberta, Size, masked
 from lln.figures.setting import Setting
 from lln.figures.single_head import QUICK, Recipe, Run
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = " ".join(f"word{index % 97} and {index % 31}." for index in range(3000)).encode()
 
 
@@ -104,6 +107,8 @@ def test_the_command_resumes_and_tidies_up(tmp_path, monkeypatch):
     assert not work.exists()
     record = json.loads((tmp_path / "figure-1.json").read_text("utf-8"))
     assert record["corpus"] == "books"
+    assert record["held_out"] == QUICK.held_out
+    assert record["held_out_text"] == "the last tenth of the text"
     assert record["made_by"]["command"] == "lln figure 1 --device cpu --quick --data books"
     assert str(tmp_path) not in (tmp_path / "figure-1.json").read_text("utf-8")
 
@@ -175,3 +180,11 @@ def test_packed_text_is_unpacked(name, pack, tmp_path, corpus):
         assert torch.equal(load_corpus(path).train, corpus.train)
     with pytest.raises(InvalidInputError, match="cannot be read"):
         load_corpus(folder / "broken.xz")
+
+
+def test_the_documentation_shows_the_numbers_in_the_repository():
+    results = json.loads((ROOT / report.RESULTS / "figure-1.json").read_text("utf-8"))
+    assert report.training(results) in (ROOT / report.PAGE).read_text("utf-8")
+    assert results["held_out_loss"][-1] < results["unigram_loss"] - 1
+    for name in ("temperature", "entropy", "spectral_gap"):
+        assert all(curve[-1] < curve[0] for curve in results[name])

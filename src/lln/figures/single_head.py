@@ -23,7 +23,7 @@ from lln.demo.corpus import Corpus, load_corpus, log_frequency
 from lln.errors import InvalidInputError
 from lln.figures.roberta import SingleHeadRoberta, Size, masked
 from lln.figures.setting import Results, Setting
-from lln.figures.style import title
+from lln.figures.style import plain_ticks, title
 from lln.instruments import capture
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Run:
         """The curves, and what they were made with."""
         return {
             "corpus": self.corpus.name,
-            "held_out": self.corpus.split,
+            "held_out_text": self.corpus.split,
             **asdict(self.recipe),
             "unigram_loss": self.unigram_loss,
             "step": [record["step"] for record in self.records],
@@ -253,12 +253,14 @@ def draw(figure: Figure, found: Results) -> None:
         title(axes, f"{letter} {label}")
         axes.set_xlabel("training step")
     panels[0].set_yscale("log")
+    plain_ticks(panels[0])
     size = found["size"]
     panels[1].axhline(torch.tensor(size["length"]).log2().item(), color="#999999", linewidth=0.8)
     panels[2].set_ylim(-0.02, 1.02)
     panels[3].plot(found["step"][1:], found["training_loss"][1:], color="#999999", label="training")
     panels[3].plot(found["step"], found["held_out_loss"], color="#000000", label="held out")
-    panels[3].axhline(found["unigram_loss"], color="#D55E00", linewidth=0.8, linestyle=":")
+    look = {"color": "#D55E00", "linestyle": ":", "label": "byte frequencies alone"}
+    panels[3].axhline(found["unigram_loss"], **look)
     title(panels[3], "(d) loss, nats a byte")
     panels[3].set_xlabel("training step")
     panels[3].legend()
