@@ -133,7 +133,7 @@ def main():
     parser.add_argument(
         "--out", type=Path, default=Path("experiments/results/minilm_recovery.json")
     )
-    parser.add_argument("--work", type=Path, default=Path("experiments/work/minilm_recovery"))
+    parser.add_argument("--work", type=Path, default=Path("experiments/runs/minilm_recovery"))
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--train-tokens", type=int, nargs="+", default=[128, 512])

@@ -62,8 +62,6 @@ def compare(dtype=torch.float32, extra=None, layout="contiguous", **options):
         for name, side in (extra or {"alpha": 2.0, "beta": 2.0}).items()
     }
     options["enable_gqa"] = True
-    if "diag_scale" in options:
-        options["scale"] = options.pop("diag_scale")
 
     def again(kind):
         tensors = [t.detach().to(kind).requires_grad_() for t in inputs]

@@ -22,7 +22,8 @@ from lln.kernels.arguments import (
     precision_of,
     strides_of,
 )
-from lln.kernels.launch import finish_gradients, per_summary, summarise_steps
+from lln.kernels.gradients import finish_gradients, per_summary
+from lln.kernels.launch import summarise_steps
 from lln.kernels.recipes import Recipe, Step, follow, look_of, places
 from lln.kernels.shapes import output_like
 from lln.kernels.tuning import Plan, cdiv, make_plan
@@ -183,7 +184,7 @@ def _constants(call: Call, plan: Plan) -> dict[str, object]:
     }
 
 
-def _numbers(call: Call, plan: Plan, rows: int, stretch: int) -> list[object]:
+def _numbers(call: Call, rows: int, stretch: int) -> list[object]:
     """The kernels' arguments between the tensors and the strides."""
     return [
         *places("alpha_number beta_number mix_number"), call.scale, max(call.block_size, 1),
@@ -232,7 +233,7 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, plan: Plan) -> Recipe:
     arguments = [
         *places("query key value out mix mask alpha beta bounds"),
         *places("peak_before mass_before total_before lost"),
-        *_numbers(call, plan, rows, stretch),
+        *_numbers(call, rows, stretch),
         *strides_of(call, call.query, call.key, call.value, out, mixed),
     ]
     own = {"BT": plan.walk.tokens, "STAGES": plan.walk.stages, "HAS_STATE": segments > 1}
@@ -282,7 +283,7 @@ def _write_backward(
     arguments = [
         *places("query key value gradient dq mix dmix mask alpha beta dalpha bounds"),
         *places("peak_before mass_before total_before lost z delta"),
-        *_numbers(call, plan, rows, stretch),
+        *_numbers(call, rows, stretch),
         *strides_of(call, query, key, value, gradient, grads[0], mixed),
     ]  # fmt: skip
     steps += _twice(walks.causal_query_kernel, grid, arguments, constants | own, tile.warps)
@@ -305,7 +306,7 @@ def _write_backward(
     arguments = [
         *places("query key value gradient dk dv mix mask alpha beta dbeta bounds"),
         *places(" ".join(name + later for name in _STATE)), *places("lost z delta"),
-        *_numbers(call, plan, rows, stretch),
+        *_numbers(call, rows, stretch),
         *strides_of(call, query, key, value, gradient, grads[1], grads[2], mixed),
     ]  # fmt: skip
     steps += _twice(walks.causal_key_kernel, grid, arguments, constants | own, tile.warps)

@@ -23,6 +23,7 @@ from lln.kernels.arguments import (
     precision_of,
     strides_of,
 )
+from lln.kernels.gradients import finish_gradients, per_summary
 from lln.kernels.recipes import Recipe, Step, follow, look_of, places
 from lln.kernels.shapes import output_like
 from lln.kernels.tuning import Plan, cdiv, make_plan
@@ -354,47 +355,6 @@ def _write_backward(
     grid = (key_splits, batch * slots)
     steps.append(Step(bwd.key_bwd_kernel, grid, arguments, constants | own, walker.warps))
     return Recipe(steps, room)
-
-
-def finish_gradients(
-    call: Call,
-    grads: tuple[Tensor, Tensor, Tensor],
-    dalpha: Tensor,
-    dbeta: Tensor,
-    dmix: Tensor,
-    group: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Sum what was computed per summary or per program into the shapes of the inputs."""
-    dq, dk, dv = grads
-    if group > 1:
-        dk, dv = (
-            side.unflatten(1, (-1, group)).sum(2).to(like.dtype)
-            for side, like in ((dk, call.key), (dv, call.value))
-        )
-    if dalpha.numel() and call.alpha is not None:
-        dalpha = _total(dalpha).sum_to_size(call.alpha.shape).to(call.alpha.dtype)
-    if dbeta.numel() and call.beta is not None:
-        dbeta = _total(dbeta)
-        if dbeta.shape[1] > call.beta.shape[1] > 1:
-            dbeta = dbeta.unflatten(1, (call.beta.shape[1], -1)).sum(2)
-        dbeta = dbeta.sum_to_size(call.beta.shape).to(call.beta.dtype)
-    if dmix.numel() and call.mix is not None:
-        if call.mix.shape[2] == 1:
-            dmix = dmix.sum(2, keepdim=True)
-        dmix = dmix.sum_to_size(call.mix.shape).to(call.mix.dtype)
-    return dq, dk, dv, dalpha, dbeta, dmix
-
-
-def _total(parts: Tensor) -> Tensor:
-    """The programs' parts of a head's gradient, summed in float64: few numbers, many terms each."""
-    return parts.sum(-1, dtype=torch.float64)[..., None, None]
-
-
-def per_summary(like: Tensor, slots: int) -> Tensor:
-    """Room for the gradient of key or value, one a summary head."""
-    if like.shape[1] == slots:
-        return torch.empty_like(like)
-    return like.new_empty(like.shape[0], slots, *like.shape[2:])
 
 
 def _is_even(plan: Plan, call: Call) -> bool:

@@ -28,7 +28,7 @@ _RESULTS = 5
 @triton.jit
 def measure_kernel(
     p_q, p_k, p_mask, p_bounds, p_squares, p_counts, p_means, p_spreads, B, T, S, H, HK,
-    program_tokens, key_program_tokens,
+    program_tokens,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, HAS_MASK: tl.constexpr,
     QUERY_MASK: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
@@ -53,8 +53,8 @@ def measure_kernel(
         row -= B * H
         batch, head = row // HK, row % HK
         begin, tokens = locate(p_bounds, batch, S, PACKED)
-        start = split * key_program_tokens
-        end = tl.minimum(start + key_program_tokens, tokens)
+        start = split * program_tokens
+        end = tl.minimum(start + program_tokens, tokens)
         p_k += batch * stride_kb + head * stride_kh + begin * stride_kt
         count = 0.0
         b_mean = tl.zeros([BD], tl.float32)
@@ -83,10 +83,9 @@ def measure_kernel(
 
 @triton.jit
 def temperature_kernel(
-    p_squares, p_counts, p_means, p_spreads, p_bounds, p_results, heads_in_all, splits, T, H,
+    p_squares, p_counts, p_means, p_spreads, p_results, heads_in_all, splits, T,
     c0, c1, c2, c3, c4, x0, x1, x2, x3, least_p, most_p, least_n, most_n, floor,
-    R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, QUERY_MASK: tl.constexpr,
-    PACKED: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ALL_QUERIES: tl.constexpr,
 ):  # fmt: skip
     """One head: merge its stretches, then Eq. (10)."""
     index = tl.program_id(0).to(tl.int64)
@@ -105,9 +104,7 @@ def temperature_kernel(
         b_mean += b_step * (more / whole)
         count += more
     queries = count
-    if PACKED:
-        queries = count
-    elif not QUERY_MASK:
+    if ALL_QUERIES:
         queries = tl.cast(T, tl.float32)
     query_variance = squares / tl.maximum(queries * D, 1.0)
     key_variance = tl.sum(b_spread) / tl.maximum(count * D, 1.0)
@@ -208,18 +205,20 @@ def _write(
         "PACKED": bounds is not None,
         "STAGES": tile.stages,
         "R": heads // key_heads,
+        # A packed sequence has as many queries as keys, and a mask of T = S tokens counts both.
+        "ALL_QUERIES": bounds is None and not (mask is not None and tokens == keys),
     }
     strides = [*query.stride(), *key.stride()]
     if bounds is not None:
         strides[0] = strides[4] = 0
     arguments = [
         *places("query key mask bounds squares counts means spreads"), samples, tokens, keys,
-        heads, key_heads, stretch, stretch, *strides,
+        heads, key_heads, stretch, *strides,
     ]  # fmt: skip
     measure = Step(measure_kernel, (splits, rows), arguments, constants, tile.warps)
     arguments = [
-        *places("squares counts means spreads bounds results"), samples * heads, splits, tokens,
-        heads, *curve.coefficients, *curve.slopes, *curve.p_range, *curve.n_range, SPREAD_FLOOR**2,
+        *places("squares counts means spreads results"), samples * heads, splits, tokens,
+        *curve.coefficients, *curve.slopes, *curve.p_range, *curve.n_range, SPREAD_FLOOR**2,
     ]  # fmt: skip
     finish = Step(temperature_kernel, (samples * heads,), arguments, constants, 1)
     part = (samples * key_heads, splits)
