@@ -1,1 +1,22 @@
-"""Other attentions, for comparison: one small file a system, none borrowing our code."""
+"""Every attention system LLN is compared with, behind one `build`.
+
+One small file a system. They share the rules of padding and precision (`peer`, `linear`) and
+nothing else, so that a mistake in one is not a mistake in all.
+"""
+
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Core, Peer
+from lln.peers.registry import available, build, card, find, parameter_count
+
+__all__ = [
+    "Card",
+    "Core",
+    "Host",
+    "Peer",
+    "available",
+    "build",
+    "card",
+    "find",
+    "parameter_count",
+]

@@ -1,0 +1,50 @@
+"""What a peer says of itself, in data: the table of ``lln peers`` and of the docs is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One attention system.
+
+    Attributes:
+        name: Registry name.
+        title: As its paper calls it.
+        kind: ``"core"`` (heads in, heads out: standard projections go around it), ``"mixer"``
+            (owns its projections) or ``"block"`` (replaces attention *and* feed-forward,
+            residual and norms included).
+        citation: Authors, year and arXiv number.
+        equation: One line of mathematics, N tokens, d head width.
+        complexity: Time in N and its own sizes.
+        is_linear: Whether time grows no faster than N log N at a fixed setting.
+        causal: Whether ``is_causal=True`` is possible.
+        padding: ``"longer"``: appending padded tokens changes no real token. ``"values"``: the
+            method depends on the padded length, but what padded tokens hold never matters.
+        row_stochastic: Whether each row of its matrix is non-negative and sums to 1.
+        equivariant: Whether permuting the tokens permutes the outputs.
+        needs_max_len: Whether longer inputs than ``max_len`` are refused.
+        random: What is drawn at random, empty if nothing.
+        adds: Parameters beyond the four projections (of a core), or all of them in words.
+        oracle: What the tests compare it with.
+        departures: Where the default differs from published code, and which ``compat`` undoes it.
+    """
+
+    name: str
+    title: str
+    kind: Literal["core", "mixer", "block"]
+    citation: str
+    equation: str
+    complexity: str
+    is_linear: bool
+    causal: bool
+    padding: Literal["longer", "values"]
+    row_stochastic: bool
+    equivariant: bool
+    oracle: str
+    needs_max_len: bool = False
+    random: str = ""
+    adds: str = "none"
+    departures: str = ""

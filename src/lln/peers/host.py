@@ -1,0 +1,48 @@
+"""What the surrounding encoder tells a peer when it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lln.errors import InvalidInputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Sizes and place of the layer a peer is built for.
+
+    Attributes:
+        embed_dim: Width of the token vectors.
+        num_heads: Heads; divides embed_dim.
+        max_len: The longest sequence the host will send.
+        is_causal: Whether token i may see tokens 0 … i only.
+        layer: Index of this layer, for systems whose layers differ (TransNormer, ModernBERT).
+        layers: How many layers the host has.
+    """
+
+    embed_dim: int
+    num_heads: int
+    max_len: int
+    is_causal: bool = False
+    layer: int = 0
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no layer can have."""
+        for name in ("embed_dim", "num_heads", "max_len", "layers"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise InvalidInputError(f"{name} must be a positive whole number, got {size!r}.")
+        if self.embed_dim % self.num_heads:
+            raise InvalidInputError(
+                f"embed_dim {self.embed_dim} must be a multiple of num_heads {self.num_heads}."
+            )
+        if not 0 <= self.layer < self.layers:
+            raise InvalidInputError(
+                f"layer must be one of 0 … {self.layers - 1}, got {self.layer!r}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.embed_dim // self.num_heads

@@ -1,0 +1,96 @@
+"""Linear attention with any feature map: O_i = φ(q_i)ᵀ Σ φ(k_j) v_jᵀ / φ(q_i)·Σ φ(k_j).
+
+Dimension legend: B batch, H heads, N tokens, D head width, M features, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lln.peers.peer import Core
+from lln.precision import accumulation_dtype, without_autocast
+
+# Tokens whose N×N part is formed at once in the causal form.
+CHUNK = 64
+
+
+class LinearCore(Core):
+    """A core that is a feature map: a subclass writes `features` and its `floor`."""
+
+    # Denominators below this are raised to it, so that a row of zeros stays zeros.
+    floor: ClassVar[float] = 1e-6
+
+    @abstractmethod
+    def features(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """φ(q), φ(k), each ``[B, H, N, M]``.
+
+        Args:
+            query: ``[B, H, N, D]`` in the accumulation dtype.
+            key: Like query.
+            key_mask: bool ``[B, N]``, for maps that look at all keys; features of masked keys are
+                zeroed by the caller.
+        """
+
+    def normalise(self, total: Tensor, mass: Tensor) -> Tensor:
+        """Row totals over row masses.
+
+        Args:
+            total: ``[B, H, N, D]``, or rows of the unnormalised matrix.
+            mass: ``[B, H, N, 1]``.
+        """
+        return total / mass.clamp_min(self.floor)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """Two products; causal: by chunks. See `Core.forward`."""
+        with without_autocast(query):
+            wide = accumulation_dtype(query.dtype)
+            features_q, features_k = self._masked(query.to(wide), key.to(wide), key_mask)
+            # The column of ones makes the same products deliver the denominator (common rule 2).
+            values = F.pad(value.to(wide), (0, 1), value=1.0)
+            sums = causal_sums if self.host.is_causal else full_sums
+            out = sums(features_q, features_k, values)
+            return self.normalise(out[..., :-1], out[..., -1:]).to(value.dtype)
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """P_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l). See `Core.matrix`."""
+        wide = accumulation_dtype(query.dtype)
+        features_q, features_k = self._masked(query.to(wide), key.to(wide), key_mask)
+        weights = features_q @ features_k.mT
+        if self.host.is_causal:
+            weights = weights.tril()
+        return self.normalise(weights, weights.sum(-1, keepdim=True))
+
+    def _masked(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        features_q, features_k = self.features(query, key, key_mask)
+        if key_mask is not None:
+            # After the map, because φ(0) ≠ 0 (common rule 1).
+            features_k = torch.where(key_mask[:, None, :, None], features_k, 0.0)
+        return features_q, features_k
+
+
+def full_sums(features_q: Tensor, features_k: Tensor, values: Tensor) -> Tensor:
+    """φ(Q) (φ(K)ᵀ V): ``[B, H, N, M]`` twice and ``[B, H, N, E]`` → ``[B, H, N, E]``."""
+    return features_q @ (features_k.mT @ values)
+
+
+def causal_sums(features_q: Tensor, features_k: Tensor, values: Tensor) -> Tensor:
+    """tril(φ(Q) φ(K)ᵀ) V by chunks: earlier chunks through their sum, the own one directly."""
+    tokens = features_q.shape[-2]
+    short = -tokens % CHUNK
+    chunks_q, chunks_k, chunks_v = (
+        F.pad(tensor, (0, 0, 0, short)).unflatten(-2, (-1, CHUNK))
+        for tensor in (features_q, features_k, values)
+    )
+    states = chunks_k.mT @ chunks_v
+    before = states.cumsum(-3) - states
+    own = (chunks_q @ chunks_k.mT).tril() @ chunks_v
+    return (chunks_q @ before + own).flatten(-3, -2)[..., :tokens, :]

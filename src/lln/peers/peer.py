@@ -1,0 +1,129 @@
+"""The two shapes of a peer: `Peer` takes token vectors, `Core` takes heads.
+
+Dimension legend: B batch, H heads, N tokens, D head width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from lln.checks import FLOAT_DTYPES, shape_of
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.host import Host
+
+
+class Peer(nn.Module, ABC):
+    """Token vectors in, token vectors out: what `lln.peers.build` returns.
+
+    A subclass writes `mix`. The rules common to all live here: padded tokens are zeroed on entry,
+    so that nothing they hold can matter, and zero on return.
+    """
+
+    card: Card
+
+    def __init__(self, host: Host) -> None:
+        """Keep what the host told."""
+        super().__init__()
+        self.host = host
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Mix the tokens.
+
+        Args:
+            x: ``[B, N, embed_dim]``.
+            key_mask: bool ``[B, N]``, True = a real token.
+
+        Returns:
+            ``[B, N, embed_dim]``; padded tokens are zero, and so is a sequence without a real one.
+        """
+        self._check(x, key_mask)
+        if key_mask is None:
+            return self.mix(x, None)
+        real = key_mask.unsqueeze(-1)
+        return torch.where(real, self.mix(torch.where(real, x, 0.0), key_mask), 0.0)
+
+    @abstractmethod
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The system itself; padded tokens of x are zero, what is returned for them is dropped."""
+
+    def _check(self, x: Tensor, key_mask: Tensor | None) -> None:
+        host = self.host
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != host.embed_dim:
+            seen = shape_of(x) if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInputError(
+                f"x must be a tensor [batch, tokens, {host.embed_dim}], got {seen}."
+            )
+        if x.dtype not in FLOAT_DTYPES:
+            raise InvalidInputError(f"x must be floating point, got {x.dtype}.")
+        if x.shape[1] < 1:
+            raise InvalidInputError("x must hold at least one token.")
+        if self.card.needs_max_len and x.shape[1] > host.max_len:
+            raise InvalidInputError(
+                f"{self.card.name} was built for max_len={host.max_len} tokens and got "
+                f"{x.shape[1]}; build it with a larger max_len."
+            )
+        if key_mask is None:
+            return
+        if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+            seen = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
+            raise InvalidInputError(f"key_mask must be bool, True = a real token, got {seen}.")
+        if key_mask.shape != x.shape[:2]:
+            raise InvalidInputError(
+                f"key_mask must have shape {shape_of(x[..., 0])}, got {shape_of(key_mask)}."
+            )
+
+
+class Core(nn.Module, ABC):
+    """Heads in, heads out: a drop-in for softmax attention.
+
+    `matrix` is the N×N form written straight from the equation; ``core(q, k, v)`` must equal
+    ``matrix(q, k) @ v`` and is tested against it.
+    """
+
+    card: Card
+
+    def __init__(self, host: Host) -> None:
+        """Keep what the host told."""
+        super().__init__()
+        self.host = host
+
+    @abstractmethod
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """Attend as efficiently as its authors do.
+
+        Args:
+            query: ``[B, H, N, D]``.
+            key: Like query.
+            value: Like query.
+            key_mask: bool ``[B, N]``, True = a real token. Masked tokens may hold any finite
+                number and have no effect; what is returned for them is unspecified but finite.
+
+        Returns:
+            ``[B, H, N, D]`` in the dtype of value; zeros where no key is real.
+        """
+
+    @abstractmethod
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """The attention matrix ``[B, H, N, N]``, dense, in the accumulation dtype."""
+
+
+def visible(tokens: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor | None:
+    """bool, broadcasts to ``[B, 1, N, N]``: which key each query may see; None = every one.
+
+    Args:
+        tokens: ``[B, H, N, D]``, for its length and device.
+        key_mask: bool ``[B, N]``.
+        is_causal: Whether later keys are hidden.
+    """
+    allowed = None if key_mask is None else key_mask[:, None, None, :]
+    if not is_causal:
+        return allowed
+    length = tokens.shape[-2]
+    earlier = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    return earlier[None, None] if allowed is None else allowed & earlier

@@ -1,0 +1,158 @@
+"""Every attention system by its name: `available`, `card`, `build`."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Core, Peer
+from lln.peers.projected import Projected
+
+# Name → file and class. Imported when asked for, so that a list of names costs nothing.
+_WHERE = {
+    "softmax": "softmax.Softmax",
+    "diag": "block_diagonal.BlockDiagonal",
+    "lln": "lln.LLN",
+    "lln_diag": "lln.LLNDiag",
+    "relu": "relu.Relu",
+    "quadratic": "quadratic.Quadratic",
+    "elu": "elu.Elu",
+    "performer": "performer.Performer",
+    "rfa": "rfa.RandomFeatureAttention",
+    "cosformer": "cosformer.CosFormer",
+    "nystromformer": "nystromformer.Nystromformer",
+    "linformer": "linformer.Linformer",
+    "skyformer": "skyformer.Skyformer",
+    "reformer": "reformer.Reformer",
+    "longformer": "longformer.Longformer",
+    "transformer_ls": "transformer_ls.TransformerLS",
+    "transnormer_t1": "transnormer.TransNormerT1",
+    "transnormer_t2": "transnormer.TransNormerT2",
+    "tnn": "tnn.ToeplitzNetwork",
+    "flash": "flash.Flash",
+    "hedgehog": "hedgehog.Hedgehog",
+    "mala": "mala.Mala",
+    "polaformer": "polaformer.PolaFormer",
+    "lion_d": "lion.LionD",
+    "lion_s": "lion.LionS",
+    "nalaformer": "nalaformer.NaLaFormer",
+    "local_global": "local_global.LocalGlobal",
+    "bigbird": "bigbird.BigBird",
+    "sparse_transformer": "sparse_transformer.SparseTransformer",
+    "blockwise": "blockwise.Blockwise",
+    "synthesizer": "synthesizer.Synthesizer",
+    "sinkhorn": "sinkhorn.Sinkhorn",
+    "routing": "routing.Routing",
+    "clustered": "clustered.Clustered",
+    "set_transformer": "set_transformer.SetTransformer",
+    "axial": "axial.Axial",
+}
+
+# Systems of the paper's section 2.2 without an encoder form, and why.
+_REFUSED = {
+    "compressive": "Compressive Transformer is a causal language model's memory (past activations "
+    "kept, then compressed): an encoder that sees the whole sequence has nothing to remember",
+}
+
+
+def available() -> tuple[str, ...]:
+    """The names `build` knows."""
+    return tuple(_WHERE)
+
+
+def find(name: str) -> type[Core] | type[Peer]:
+    """The class behind a name.
+
+    Raises:
+        InvalidInputError: If there is none, with the names there are.
+    """
+    if name in _REFUSED:
+        raise InvalidInputError(f"{_REFUSED[name]}. See lln.peers.available() for the others.")
+    if name not in _WHERE:
+        raise InvalidInputError(f"no attention is called {name!r}; there are: {', '.join(_WHERE)}.")
+    file, _, class_name = _WHERE[name].partition(".")
+    return getattr(import_module(f"lln.peers.{file}"), class_name)
+
+
+def card(name: str) -> Card:
+    """What the system says of itself."""
+    return find(name).card
+
+
+def build(
+    name: str,
+    *,
+    embed_dim: int,
+    num_heads: int,
+    max_len: int,
+    is_causal: bool = False,
+    layer: int = 0,
+    layers: int = 1,
+    **options: Any,
+) -> Peer:
+    """Build one layer of an attention system, called as ``module(x, key_mask=None)``.
+
+    Args:
+        name: One of `available`.
+        embed_dim: Width of the tokens.
+        num_heads: Heads.
+        max_len: The longest sequence it will see; some systems have weights for every position.
+        is_causal: Whether token i sees tokens 0 … i only; refused where the system has no such
+            form.
+        layer: Index of the layer in the host, for systems whose layers differ.
+        layers: How many layers the host has.
+        **options: The system's own, as its class documents them, and ``compat`` where it knows a
+            published code base. Cores also take ``diagonal`` and ``convolution`` (see
+            `lln.peers.projected.Projected`).
+
+    Returns:
+        A module from ``[B, N, embed_dim]`` to the same.
+
+    Raises:
+        InvalidInputError: One sentence on what does not fit.
+
+    Example:
+        >>> import torch
+        >>> layer = build("elu", embed_dim=16, num_heads=2, max_len=64)
+        >>> layer(torch.randn(3, 10, 16)).shape
+        torch.Size([3, 10, 16])
+    """
+    system = find(name)
+    host = Host(
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        max_len=max_len,
+        is_causal=is_causal,
+        layer=layer,
+        layers=layers,
+    )
+    if is_causal and not system.card.causal:
+        causal = [other for other in _WHERE if card(other).causal]
+        raise InvalidInputError(f"{name} has no causal form; those with one: {', '.join(causal)}.")
+    branches = {}
+    if issubclass(system, Core):
+        branches = {key: options.pop(key) for key in ("diagonal", "convolution") if key in options}
+    _check_options(name, system, options)
+    module = system(host, **options)
+    return Projected(module, **branches) if isinstance(module, Core) else module
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Trainable numbers in a module."""
+    return sum(tensor.numel() for tensor in module.parameters() if tensor.requires_grad)
+
+
+def _check_options(name: str, system: type[nn.Module], options: dict[str, Any]) -> None:
+    known = list(inspect.signature(system).parameters)[1:]
+    if issubclass(system, Core):
+        known += ["diagonal", "convolution"]
+    for option in options:
+        if option not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise InvalidInputError(f"{name} has no option {option!r}; {takes}.")

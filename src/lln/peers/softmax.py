@@ -1,0 +1,54 @@
+"""Softmax attention: the baseline every system is compared with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lln.peers.card import Card
+from lln.peers.peer import Core, visible
+from lln.precision import accumulation_dtype
+
+
+class Softmax(Core):
+    """O = softmax(QKᵀ/√d) V, Eq. (1), through torch's fused kernels."""
+
+    card = Card(
+        name="softmax",
+        title="Softmax attention",
+        kind="core",
+        citation="Vaswani et al. 2017, arXiv 1706.03762",
+        equation="P = softmax(QKᵀ/√d)",
+        complexity="O(N² d)",
+        is_linear=False,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=True,
+        oracle="torch scaled_dot_product_attention; dense form",
+    )
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `Core.forward`."""
+        if key_mask is None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=self.host.is_causal)
+        allowed = visible(query, key_mask, self.host.is_causal)
+        # Fused kernels disagree on rows that see nothing: let them see all, then blank them.
+        assert allowed is not None
+        blind = ~allowed.any(-1, keepdim=True)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | blind)
+        return torch.where(blind, 0.0, out)
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """See `Core.matrix`."""
+        wide = accumulation_dtype(query.dtype)
+        scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
+        allowed = visible(query, key_mask, self.host.is_causal)
+        if allowed is None:
+            return scores.softmax(-1)
+        return scores.masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(0.0)

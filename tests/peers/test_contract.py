@@ -1,0 +1,292 @@
+"""One contract, every registered name."""
+
+import copy
+
+import pytest
+import torch
+from tests.peers.contract import HEADS, MAX_LEN, WIDTH, build, tokens
+
+from lln import peers
+from lln.errors import InvalidInputError
+from lln.peers import Core
+
+NAMES = peers.available()
+CORES = [name for name in NAMES if issubclass(peers.find(name), Core)]
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def having(**wanted):
+    """The names whose card says so."""
+    found = [
+        name
+        for name in NAMES
+        if all(getattr(peers.card(name), key) == value for key, value in wanted.items())
+    ]
+    return pytest.mark.parametrize("name", found)
+
+
+def some_padding(length=40, batch=2):
+    """Sample 0 keeps every token, the others lose a tail."""
+    mask = torch.ones(batch, length, dtype=torch.bool)
+    for sample in range(1, batch):
+        mask[sample, length - 7 * sample :] = False
+    return mask
+
+
+@every
+def test_the_card_is_filled_in(name):
+    card = peers.card(name)
+    assert card.name == name
+    for field in ("title", "citation", "equation", "complexity", "oracle", "adds"):
+        assert getattr(card, field).strip(), field
+
+
+@every
+@pytest.mark.parametrize("length", [1, 2, 17, 40, MAX_LEN])
+def test_shape_and_dtype(name, length):
+    x = tokens(length=length)
+    out = build(name)(x)
+    assert out.shape == x.shape
+    assert out.dtype == x.dtype
+    assert out.isfinite().all()
+
+
+@every
+def test_it_mixes_tokens(name):
+    layer, x = build(name), tokens()
+    changed = x.clone()
+    changed[:, 3] += 1.0
+    moved = (layer(changed) - layer(x)).abs().amax((0, 2)) > 1e-9
+    assert moved.sum() > 1, "a change of one token must reach another"
+
+
+@every
+def test_what_padded_tokens_hold_never_matters(name):
+    layer, x, mask = build(name), tokens(), some_padding()
+    expected = layer(x, mask)
+    for garbage in (0.0, 1e4, float("inf"), float("nan")):
+        found = layer(x.masked_fill(~mask.unsqueeze(-1), garbage), mask)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert (expected[~mask] == 0).all()
+
+
+@having(padding="longer")
+def test_longer_padding_changes_no_real_token(name):
+    layer, x = build(name), tokens(length=40)
+    longer = torch.cat((x, tokens(length=23, seed=5)), dim=1)
+    mask = torch.zeros(longer.shape[:2], dtype=torch.bool)
+    mask[:, :40] = True
+    alone = layer(x, mask[:, :40])
+    torch.testing.assert_close(layer(longer, mask)[:, :40], alone, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(layer(x), alone, rtol=1e-9, atol=1e-10)
+
+
+@every
+def test_a_sequence_without_real_tokens_is_zero(name):
+    layer, x, mask = build(name), tokens(), some_padding()
+    mask[1] = False
+    x.requires_grad_()
+    out = layer(x, mask)
+    assert (out[1] == 0).all()
+    assert out.isfinite().all()
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+    assert (x.grad[1] == 0).all()
+
+
+@every
+def test_samples_do_not_see_each_other(name):
+    layer, x, mask = build(name), tokens(batch=3), some_padding(batch=3)
+    together = layer(x, mask)
+    for sample in range(3):
+        alone = layer(x[sample : sample + 1], mask[sample : sample + 1])
+        torch.testing.assert_close(together[sample : sample + 1], alone, rtol=1e-9, atol=1e-10)
+
+
+@having(equivariant=True)
+def test_permuting_tokens_permutes_outputs(name):
+    layer, x, mask = build(name), tokens(), some_padding()
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(2))
+    found = layer(x[:, order], mask[:, order])
+    torch.testing.assert_close(found, layer(x, mask)[:, order], rtol=1e-9, atol=1e-10)
+
+
+@having(equivariant=False)
+def test_a_claim_of_order_is_true(name):
+    layer, x = build(name), tokens()
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(2))
+    assert (layer(x[:, order]) - layer(x)[:, order]).abs().max() > 1e-6
+
+
+@having(causal=True)
+@pytest.mark.parametrize("cut", [1, 20, 39])
+def test_causal_rows_do_not_see_later_tokens(name, cut):
+    layer, x = build(name, is_causal=True), tokens()
+    changed = x.clone()
+    changed[:, cut:] += 1.0
+    torch.testing.assert_close(layer(changed)[:, :cut], layer(x)[:, :cut], rtol=0, atol=1e-12)
+    assert (layer(changed)[:, cut:] - layer(x)[:, cut:]).abs().max() > 1e-6
+
+
+@having(causal=False)
+def test_causal_is_refused_where_there_is_no_such_form(name):
+    with pytest.raises(InvalidInputError, match="no causal form"):
+        build(name, is_causal=True)
+
+
+@every
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
+def test_gradients_are_finite_at_any_scale(name, scale):
+    layer = build(name, dtype=torch.float32)
+    x = tokens(scale=scale, dtype=torch.float32).requires_grad_()
+    layer(x, some_padding()).square().mean().backward()
+    assert x.grad.isfinite().all()
+    assert x.grad.abs().max() > 0
+    for label, parameter in layer.named_parameters():
+        assert parameter.grad is not None, f"{label} is never used"
+        assert parameter.grad.isfinite().all(), label
+
+
+@every
+def test_bfloat16_follows_float32(name):
+    exact, x, mask = build(name, dtype=torch.float32), tokens(), some_padding()
+    rounded = copy.deepcopy(exact).to(torch.bfloat16)
+    # The same rounded numbers on both sides: only the arithmetic differs.
+    exact = copy.deepcopy(rounded).to(torch.float32)
+    x = x.to(torch.bfloat16)
+    out = rounded(x, mask)
+    assert out.dtype == torch.bfloat16
+    expected = exact(x.float(), mask)
+    distance = (out.float() - expected).norm() / expected.norm()
+    assert distance < bfloat16_budget(name), distance
+
+
+def bfloat16_budget(name):
+    """Relative error, in the norm: systems that sort or hash on rounded numbers jump."""
+    return {}.get(name, 0.03)
+
+
+@every
+def test_the_same_seed_gives_the_same_numbers(name):
+    x, mask = tokens(), some_padding()
+    first, second = build(name, seed=3), build(name, seed=3)
+    assert torch.equal(first(x, mask), second(x, mask))
+    assert torch.equal(first(x, mask), first(x, mask)), "eval mode draws nothing"
+    for layer in (first.train(), second.train()):
+        torch.manual_seed(4)
+        layer.last = layer(x, mask)
+    assert torch.equal(first.last, second.last)
+
+
+@every
+def test_state_dict_round_trip(name):
+    x, mask = tokens(), some_padding()
+    source, target = build(name, seed=3), build(name, seed=4)
+    assert not torch.equal(source(x, mask), target(x, mask))
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(source(x, mask), target(x, mask))
+
+
+@every
+def test_bad_input_gets_a_sentence(name):
+    layer, x = build(name), tokens()
+    for wrong, said in (
+        (x[0], "tensor"),
+        (x[..., :-1], str(WIDTH)),
+        (x.long(), "floating point"),
+        (x[:, :0], "at least one token"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            layer(wrong)
+    with pytest.raises(InvalidInputError, match="bool"):
+        layer(x, torch.ones(2, 40))
+    with pytest.raises(InvalidInputError, match="shape"):
+        layer(x, torch.ones(2, 39, dtype=torch.bool))
+    with pytest.raises(InvalidInputError, match="no option 'colour'"):
+        build(name, colour="red")
+
+
+@having(needs_max_len=True)
+def test_longer_than_max_len_is_refused(name):
+    with pytest.raises(InvalidInputError, match="larger max_len"):
+        build(name)(tokens(length=MAX_LEN + 1))
+
+
+@having(needs_max_len=False)
+def test_longer_than_max_len_is_fine(name):
+    assert build(name)(tokens(length=MAX_LEN + 5)).isfinite().all()
+
+
+def heads(length=40, batch=2, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (3, batch, HEADS, length, WIDTH // HEADS)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 17, 40, MAX_LEN])
+@pytest.mark.parametrize("name", CORES)
+def test_the_fast_form_is_the_dense_form(name, length, causal):
+    if causal and not peers.card(name).causal:
+        return
+    core = build(name, is_causal=causal).core
+    query, key, value = heads(length)
+    for mask in (None, some_padding(length) if length > 7 else None):
+        dense = core.matrix(query, key, mask)
+        found = core(query, key, value, mask)
+        assert dense.shape == (2, HEADS, length, length)
+        keep = slice(None) if mask is None else mask[:, None, :, None].expand_as(found)
+        expected = dense @ value
+        torch.testing.assert_close(found[keep], expected[keep], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_rows_sum_to_one_where_the_card_says_so(name):
+    query, key, _ = heads()
+    mask = some_padding()
+    matrix = build(name).core.matrix(query, key, mask)
+    rows = matrix.transpose(1, 2)[mask]
+    is_stochastic = bool((rows >= 0).all()) and torch.allclose(
+        rows.sum(-1), torch.ones((), dtype=rows.dtype), atol=1e-6
+    )
+    assert is_stochastic == peers.card(name).row_stochastic
+    assert (matrix.transpose(1, 2)[1, :, :, ~mask[1]] == 0).all()
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_every_core_takes_the_same_branches(name):
+    x, mask = tokens(), some_padding()
+    plain = build(name)
+    with_both = build(name, diagonal=16, convolution=5)
+    added = peers.parameter_count(with_both) - peers.parameter_count(plain)
+    assert added == HEADS * 5
+    with_both.load_state_dict(plain.state_dict(), strict=False)
+    query, key, value = plain.heads(x)
+    core = plain.core(query, key, value, mask)
+    blocks = torch.zeros_like(core)
+    for start in range(0, 40, 16):
+        part = slice(start, start + 16)
+        scores = query[..., part, :] @ key[..., part, :].mT / (WIDTH // HEADS) ** 0.5
+        scores = scores.masked_fill(~mask[:, None, None, part], float("-inf"))
+        blocks[..., part, :] = scores.softmax(-1).nan_to_num(0.0) @ value[..., part, :]
+    kept = value * mask[:, None, :, None]
+    padded = torch.nn.functional.pad(kept, (0, 0, 2, 2))
+    weights = with_both.convolution.filter.weight[:, 0, :, 0]
+    local = sum(weights[:, i, None, None] * padded[..., i : i + 40, :] for i in range(5))
+    expected = plain.out((0.5 * (core + blocks) + local).transpose(1, 2).flatten(2))
+    found = with_both(x, mask)
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-8, atol=1e-9)
+
+
+def test_unknown_names_and_refusals():
+    with pytest.raises(InvalidInputError, match="softmax"):
+        peers.build("sofmax", embed_dim=8, num_heads=2, max_len=4)
+    with pytest.raises(InvalidInputError, match="memory"):
+        peers.build("compressive", embed_dim=8, num_heads=2, max_len=4)
+    for wrong, said in (
+        ({"num_heads": 3}, "multiple"),
+        ({"embed_dim": 0}, "embed_dim"),
+        ({"layer": 2, "layers": 2}, "layer"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            build("elu", **wrong)
