@@ -55,5 +55,5 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[dev,hf,instruments,onnx,oracles,timm,triton]' tensorboard
+	$(PIP) -e '.[dev,hf,instruments,onnx,oracles,triton]' tensorboard
 	@touch $(VENV)/.stamp-run $@
