@@ -23,7 +23,7 @@ demo: $(VENV)/.stamp-run  ## see the library at work, on CPU
 
 test: setup  ## run the CPU tests and the examples in the docstrings
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" --ignore=tests/kernels
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not gpu" tests/kernels
 	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln
 
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch

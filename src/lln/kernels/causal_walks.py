@@ -484,8 +484,8 @@ def gather_tile(
     b_new = tl.maximum(b_peak, tl.max(b_h, 0).to(tl.float32))
     b_shrink = exponential(b_peak - b_new)
     b_e = exponential((b_h - b_new[None, :].to(EXP)).to(tl.float32))
-    # A row that sees no key has x − Z = NEVER, and so would be 2^0 where no other row is.
-    b_e = tl.where(b_h > NEVER * 0.5, b_e, 0.0) * b_row[:, None]
+    # Rows that see no key count too where nothing else is; only masked keys come before them.
+    b_e = b_e * b_row[:, None]
     b_level = b_level * b_shrink + tl.sum(b_e * b_delta[:, None], 0)
     b_sum = b_sum * b_shrink[:, None]
     b_sum = tl.dot(tl.trans(b_e.to(LOW)), b_do.to(LOW), b_sum, input_precision=PRECISION)
