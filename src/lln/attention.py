@@ -236,7 +236,7 @@ def lln_diag_attention(
             parts |= {"block_size": block_size, "mix": mix, "scale": scale}
             announce(Announcement("lln_diag", query, key, **parts))
         rows = min(block_size, max(query.shape[2], 1))
-        if impl == "triton" and blocks_fit(query, rows):
+        if impl == "triton" and blocks_fit(query, rows, is_causal):
             return fused_attention(
                 query,
                 key,

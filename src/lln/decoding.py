@@ -12,13 +12,9 @@ from torch import Tensor
 from lln import checks
 from lln.dispatch import choose_implementation
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.kernels.tuning import power_of_two
 from lln.ops import is_watched
 from lln.precision import cast_for_autocast, without_autocast
 from lln.summary import KeySummary, heads_of
-
-# Head widths the kernel takes: those it has been checked with on a GPU.
-MAX_DECODED = 64
 
 
 def decode_step(
@@ -68,9 +64,8 @@ def decode_step(
     fits = chosen == "triton" and _fits_kernel(query, key, value, summary, alpha)
     if impl == "triton" and not fits:
         raise BackendUnavailableError(
-            "impl='triton' decodes without gradients, with widths that are powers of two up to "
-            f"{MAX_DECODED}, from a contiguous float32 summary whose heads are those of key or "
-            "query; use impl='eager', or impl='auto' to let lln choose."
+            "impl='triton' decodes without gradients from a contiguous float32 summary whose heads "
+            "are those of key or query; use impl='eager', or impl='auto' to let lln choose."
         )
     if not fits:
         return summary.append(key, value).read(query, alpha)
@@ -99,10 +94,8 @@ def _fits_kernel(
     ):
         return False
     heads = summary.log_mass.shape[1]
-    sizes = (query.shape[3], value.shape[3])
     return (
-        all(16 <= size <= MAX_DECODED and size == power_of_two(size) for size in sizes)
-        and summary.log_mass.dtype == torch.float32
+        summary.log_mass.dtype == torch.float32
         and summary.log_mass.is_contiguous()
         and summary.centroid.is_contiguous()
         and summary.centroid.device == query.device

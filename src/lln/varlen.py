@@ -198,7 +198,7 @@ def lln_diag_attention_varlen(
             announce(Announcement("lln_diag", query, key, **parts))
         rows = block_size if longest is None else min(block_size, longest)
         fused = {"is_causal": is_causal, "bounds": cu_seqlens, "longest": longest or query.shape[0]}
-        if impl == "triton" and blocks_fit(query, rows):
+        if impl == "triton" and blocks_fit(query, rows, is_causal):
             if isinstance(mix, Tensor):
                 mix = mix.reshape((1,) * (3 - mix.dim()) + tuple(mix.shape)).transpose(0, 1)[None]
             return _fused(

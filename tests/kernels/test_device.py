@@ -115,12 +115,13 @@ def test_out_of_memory_leaves_the_process_usable(kind):
     before = with_gradients(KINDS[kind], inputs)
     large = some(tokens=2**15)
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    hoard = torch.empty(free - 2**22, dtype=torch.uint8, device="cuda")
-    with pytest.raises(torch.OutOfMemoryError):
-        with_gradients(KINDS[kind], large)
-    del hoard
-    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**21) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            with_gradients(KINDS[kind], large)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     for got, want in zip(with_gradients(KINDS[kind], inputs), before, strict=True):
         assert torch.equal(got, want)
     assert with_gradients(KINDS[kind], large)[0].isfinite().all()
@@ -224,7 +225,10 @@ def test_every_smaller_plan(steps, causal):
 
 
 def test_the_chain_of_plans_ends_there():
-    assert {tile.tokens for tile in shrunk_plans(4).values()} == {16}
+    tiles = shrunk_plans(4)
+    free = [name for name in tiles if not name.startswith("joint")]
+    assert {tiles[name].tokens for name in free} == {16}
+    assert {tile.stages for tile in tiles.values()} == {1}
     tensor = torch.empty(2, 3, 300, 64, device="cuda", dtype=torch.bfloat16)
     plan = tuning.make_plan(tensor, tensor, tensor, 2, 3, 0)
     for _ in range(5):

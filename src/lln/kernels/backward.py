@@ -28,6 +28,8 @@ from lln.kernels.steps import (
     load_rows,
     load_scale,
     locate,
+    product,
+    product_onto,
     quiet_rows,
     slot_softmax,
     store_rows,
@@ -79,11 +81,11 @@ def query_grad_range(
             b_do = (b_do.to(tl.float32) * b_mix.to(tl.float32)).to(b_do.dtype)
         b_row = row_weights(p_mix, mix, offset, stride_mt, inside, BT, MIX)
         b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD)
-        b_da = tl.dot(b_do, tl.trans(b_c), input_precision=PRECISION)
+        b_da = product(b_do, tl.trans(b_c), PRECISION)
         b_mean = tl.sum(b_e * b_da, 1) / b_norm
         b_a = b_e * (b_row / b_norm)[:, None]
         b_g = b_a * (b_da - b_mean[:, None])
-        b_dc = tl.dot(tl.trans(b_do), b_a.to(b_do.dtype), b_dc, input_precision=PRECISION)
+        b_dc = product_onto(b_dc, tl.trans(b_do), b_a.to(b_do.dtype), PRECISION)
         b_shift -= b_a * b_mean[:, None]
         if ALPHA_GRAD:
             b_dalpha += tl.sum(b_g * widen(b_q, BD))
@@ -123,12 +125,12 @@ def key_grad_range(
         if HAS_MASK:
             b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
         b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
-        b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), input_precision=PRECISION)
+        b_dv = product(b_b.to(b_v.dtype), tl.trans(b_dc), PRECISION)
         if HAS_DROPOUT:
             b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)[:, None]
             b_v = (b_v.to(tl.float32) * b_factor).to(b_v.dtype)
             b_dv *= b_factor
-        b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)
+        b_db = product(b_v, b_dc, PRECISION)
         b_g = b_b * (b_db + b_shift[None, :])
         if BETA_GRAD:
             b_dbeta += tl.sum(b_g * widen(b_k, BD))
@@ -192,22 +194,22 @@ def joint_grad_range(
             p_in = p_alpha if HAS_ALPHA else p_q
             alpha_here = load_scale(p_in, alpha, query_index + r, HAS_ALPHA)
             b_e, b_norm = slot_softmax(b_q, alpha_here, b_log_mass, D, BD)
-            b_da = tl.dot(b_long, tl.trans(b_c), input_precision=PRECISION)
+            b_da = product(b_long, tl.trans(b_c), PRECISION)
             b_mean = tl.sum(b_e * b_da, 1) / b_norm
             b_dq = (b_e * (b_row * alpha_here / b_norm)[:, None]) * (b_da - b_mean[:, None])
             b_p, b_sum = block_softmax(
                 b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
             )
-            b_dp = tl.dot(b_short, tl.trans(b_v), input_precision=PRECISION)
+            b_dp = product(b_short, tl.trans(b_v), PRECISION)
             b_level = tl.sum(b_p * b_dp, 1) / b_sum
             if MIX_GRAD == 1:
                 # dO·(A C) and dO·(P v) are the row sums that the softmax gradients need anyway.
                 rows = first + tl.arange(0, BT)
                 tl.store(p_dmix + r * T + rows, b_mean - b_level, mask=inside)
             elif MIX_GRAD > 1:
-                b_out = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION)
+                b_out = product(b_e.to(b_c.dtype), b_c, PRECISION)
                 b_out = b_out / b_norm[:, None]
-                b_near = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
+                b_near = product(b_p.to(b_v.dtype), b_v, PRECISION)
                 b_dm = b_do.to(tl.float32) * (b_out - b_near / b_sum[:, None])
                 if MIX_GRAD == 2:
                     p_out = p_dmix + (tl.cast(r, tl.int64) * T + offset) * E
@@ -217,15 +219,15 @@ def joint_grad_range(
             b_p = b_p * (b_rest / b_sum)[:, None]
             b_ds = (b_p * (b_dp - b_level[:, None]) * scale).to(b_q.dtype)
             b_p_low = b_p.to(b_short.dtype)
-            b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
+            b_dq = product_onto(b_dq, b_ds, b_k, PRECISION)
             p_out = p_dq + r * stride_dqh + offset * stride_dqt
             store_rows(p_out, b_dq, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
-            b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
-            b_dv = tl.dot(tl.trans(b_p_low), b_short, b_dv, input_precision=PRECISION)
+            b_dk = product_onto(b_dk, tl.trans(b_ds), b_q, PRECISION)
+            b_dv = product_onto(b_dv, tl.trans(b_p_low), b_short, PRECISION)
         # The slots' part comes last: together with the blocks' it would not fit the registers.
         b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
-        b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), b_dv, input_precision=PRECISION)
-        b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)
+        b_dv = product_onto(b_dv, b_b.to(b_v.dtype), tl.trans(b_dc), PRECISION)
+        b_db = product(b_v, b_dc, PRECISION)
         b_g = b_b * (b_db + b_shift[None, :])
         b_dk += b_g * beta
         if BETA_GRAD:

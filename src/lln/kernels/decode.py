@@ -39,14 +39,15 @@ def decode_kernel(
     slots = tl.arange(0, BD)
     columns = tl.program_id(1) * BE + tl.arange(0, BE)
     slot_ok, column_ok = slots < D, columns < E
-    p_in = p_k + batch * stride_kb + (head // KG) * stride_kh + slots * stride_kd
-    b_k = tl.load(p_in, mask=slot_ok, other=0.0)
-    p_in = p_v + batch * stride_vb + (head // KG) * stride_vh + columns * stride_vd
-    b_v = tl.load(p_in, mask=column_ok, other=0.0).to(tl.float32)
+    p_key = p_k + batch * stride_kb + (head // KG) * stride_kh + slots * stride_kd
+    b_k = tl.load(p_key, mask=slot_ok, other=0.0)
+    p_value = p_v + batch * stride_vb + (head // KG) * stride_vh + columns * stride_vd
+    b_v = tl.load(p_value, mask=column_ok, other=0.0).to(tl.float32)
     b_y = b_k.to(tl.float32) * load_scale(p_beta, beta, index, HAS_BETA)
     b_old = tl.load(p_log_mass + index * D + slots, mask=slot_ok, other=0.0)
-    b_top = tl.maximum(b_old, b_y)
-    b_mass = b_top + tl.log(tl.exp(b_old - b_top) + tl.exp(b_y - b_top))
+    # In float64, for D numbers: fast logarithms near 1 err by more than a late token adds.
+    b_far = tl.minimum(b_old, b_y).to(tl.float64) - tl.maximum(b_old, b_y).to(tl.float64)
+    b_mass = tl.maximum(b_old, b_y) + tl.log(1.0 + tl.exp(b_far)).to(tl.float32)
     # Weights w and 1 − w: two exponentials would miss a sum of 1 by the rounding of L, which adds
     # up over thousands of tokens.
     b_gain = 1.0 / (1.0 + tl.exp(b_old - b_y))
@@ -59,8 +60,8 @@ def decode_kernel(
         tl.store(p_new_log_mass + index * D + slots, b_mass, mask=slot_ok)
     for r in range(R):
         query_head = head * R + r
-        p_in = p_q + batch * stride_qb + query_head * stride_qh + slots * stride_qd
-        b_q = tl.load(p_in, mask=slot_ok, other=0.0).to(tl.float32)
+        p_query = p_q + batch * stride_qb + query_head * stride_qh + slots * stride_qd
+        b_q = tl.load(p_query, mask=slot_ok, other=0.0).to(tl.float32)
         b_x = b_q * load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA) + b_mass
         b_x = tl.where(slot_ok, b_x, NEVER)
         b_e = exponential(b_x - tl.max(b_x, 0))

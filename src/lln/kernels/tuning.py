@@ -16,8 +16,11 @@ from torch import Tensor
 
 MAX_WIDTH = 256
 # Bytes of a tile of keys that the diagonal part may take, at most 128 tokens; larger blocks are
-# computed beside the kernels.
+# computed beside the kernels. Causal walks carry a state and need the room.
 MAX_BLOCK_BYTES = 32 * 1024
+MAX_CAUSAL_BLOCK_BYTES = 16 * 1024
+# Tiles of 64 tokens by fewer channels come out wrong of Triton 3.6 in causal walks on Hopper.
+LEAST_CAUSAL_WIDTH = 64
 MAX_BLOCK_TOKENS = 128
 # Programs along the second axis of a launch, where split sequences have their heads.
 MAX_GRID = 65535
@@ -163,11 +166,11 @@ def _plan(
     warps = 4 if widest <= 64 else 8
     stages = 3 if room <= 64 else 2
     # As many blocks as a tile has room for, at least one.
-    rows = block_size * max(1, tokens // block_size) if block_size else tokens
+    room_for_blocks = tokens // 2 if dtype == torch.float32 else tokens
+    rows = block_size * max(1, room_for_blocks // block_size) if block_size else tokens
     block_tile = max(16, power_of_two(rows))
     if causal and block_size and block_tile >= 64:
-        # Tiles of 64 tokens by fewer than 64 channels come out wrong of Triton 3.6 on Hopper.
-        width, value_width = max(width, 64), max(value_width, 64)
+        width, value_width = (max(size, LEAST_CAUSAL_WIDTH) for size in (width, value_width))
     block_warps = 4 if max(widest, block_tile) <= 64 else 8
     walk_warps = 4 if width <= 64 and block_tile <= 64 else 8
     walk_tokens = block_tile if block_size else 16 if room > 128 else 32
@@ -239,11 +242,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def blocks_fit(query: Tensor, block_size: int) -> bool:
+def blocks_fit(query: Tensor, block_size: int, is_causal: bool) -> bool:
     """Whether the kernels take the diagonal part along."""
     tokens = max(16, power_of_two(block_size))
     width = max(16, power_of_two(query.shape[-1]))
-    return tokens <= MAX_BLOCK_TOKENS and tokens * width * query.itemsize <= MAX_BLOCK_BYTES
+    room = MAX_BLOCK_BYTES
+    if is_causal:
+        width, room = max(width, LEAST_CAUSAL_WIDTH), MAX_CAUSAL_BLOCK_BYTES
+    # Products of float32 tiles take both halves of their digits along.
+    bytes_each = 8 if query.dtype == torch.float32 else query.itemsize
+    return tokens <= MAX_BLOCK_TOKENS and tokens * width * bytes_each <= room
 
 
 def why_unavailable(query: Tensor) -> str | None:
