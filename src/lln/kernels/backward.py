@@ -28,8 +28,6 @@ from lln.kernels.steps import (
     load_rows,
     load_scale,
     locate,
-    product,
-    product_onto,
     quiet_rows,
     slot_softmax,
     store_rows,
@@ -80,12 +78,12 @@ def query_grad_range(
             b_mix = load_rows(p_m, stride_mt, stride_me, inside, BT, E, BE, EVEN)
             b_do = (b_do.to(tl.float32) * b_mix.to(tl.float32)).to(b_do.dtype)
         b_row = row_weights(p_mix, mix, offset, stride_mt, inside, BT, MIX)
-        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD)
-        b_da = product(b_do, tl.trans(b_c), PRECISION)
+        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD, PRECISION)
+        b_da = tl.dot(b_do, tl.trans(b_c), input_precision=PRECISION)
         b_mean = tl.sum(b_e * b_da, 1) / b_norm
         b_a = b_e * (b_row / b_norm)[:, None]
         b_g = b_a * (b_da - b_mean[:, None])
-        b_dc = product_onto(b_dc, tl.trans(b_do), b_a.to(b_do.dtype), PRECISION)
+        b_dc = tl.dot(tl.trans(b_do), b_a.to(b_do.dtype), b_dc, input_precision=PRECISION)
         b_shift -= b_a * b_mean[:, None]
         if ALPHA_GRAD:
             b_dalpha += tl.sum(b_g * widen(b_q, BD))
@@ -96,9 +94,11 @@ def query_grad_range(
 
 
 @triton.jit
-def token_weights(b_k, beta, b_log_mass, ok, BD: tl.constexpr, EVEN: tl.constexpr):
+def token_weights(
+    b_k, beta, b_log_mass, ok, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr
+):
     """Rows of Bᵀ ``[BT, BD]``: how much of every slot a token is."""
-    b_b = exponential(key_exponents(b_k, beta, ok, BD, EVEN) - b_log_mass[None, :])
+    b_b = exponential(key_exponents(b_k, beta, ok, BD, EVEN) - b_log_mass[None, :], PRECISION)
     if not EVEN:
         # A head without any valid key has the log-mass NEVER itself.
         b_b = tl.where(ok[:, None], b_b, 0.0)
@@ -124,13 +124,13 @@ def key_grad_range(
         b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
         if HAS_MASK:
             b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
-        b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
-        b_dv = product(b_b.to(b_v.dtype), tl.trans(b_dc), PRECISION)
+        b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN, PRECISION)
+        b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), input_precision=PRECISION)
         if HAS_DROPOUT:
             b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)[:, None]
             b_v = (b_v.to(tl.float32) * b_factor).to(b_v.dtype)
             b_dv *= b_factor
-        b_db = product(b_v, b_dc, PRECISION)
+        b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)
         b_g = b_b * (b_db + b_shift[None, :])
         if BETA_GRAD:
             b_dbeta += tl.sum(b_g * widen(b_k, BD))
@@ -193,23 +193,23 @@ def joint_grad_range(
                 b_rest = b_row
             p_in = p_alpha if HAS_ALPHA else p_q
             alpha_here = load_scale(p_in, alpha, query_index + r, HAS_ALPHA)
-            b_e, b_norm = slot_softmax(b_q, alpha_here, b_log_mass, D, BD)
-            b_da = product(b_long, tl.trans(b_c), PRECISION)
+            b_e, b_norm = slot_softmax(b_q, alpha_here, b_log_mass, D, BD, PRECISION)
+            b_da = tl.dot(b_long, tl.trans(b_c), input_precision=PRECISION)
             b_mean = tl.sum(b_e * b_da, 1) / b_norm
             b_dq = (b_e * (b_row * alpha_here / b_norm)[:, None]) * (b_da - b_mean[:, None])
             b_p, b_sum = block_softmax(
                 b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
             )
-            b_dp = product(b_short, tl.trans(b_v), PRECISION)
+            b_dp = tl.dot(b_short, tl.trans(b_v), input_precision=PRECISION)
             b_level = tl.sum(b_p * b_dp, 1) / b_sum
             if MIX_GRAD == 1:
                 # dO·(A C) and dO·(P v) are the row sums that the softmax gradients need anyway.
                 rows = first + tl.arange(0, BT)
                 tl.store(p_dmix + r * T + rows, b_mean - b_level, mask=inside)
             elif MIX_GRAD > 1:
-                b_out = product(b_e.to(b_c.dtype), b_c, PRECISION)
+                b_out = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION)
                 b_out = b_out / b_norm[:, None]
-                b_near = product(b_p.to(b_v.dtype), b_v, PRECISION)
+                b_near = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
                 b_dm = b_do.to(tl.float32) * (b_out - b_near / b_sum[:, None])
                 if MIX_GRAD == 2:
                     p_out = p_dmix + (tl.cast(r, tl.int64) * T + offset) * E
@@ -219,15 +219,15 @@ def joint_grad_range(
             b_p = b_p * (b_rest / b_sum)[:, None]
             b_ds = (b_p * (b_dp - b_level[:, None]) * scale).to(b_q.dtype)
             b_p_low = b_p.to(b_short.dtype)
-            b_dq = product_onto(b_dq, b_ds, b_k, PRECISION)
+            b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
             p_out = p_dq + r * stride_dqh + offset * stride_dqt
             store_rows(p_out, b_dq, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
-            b_dk = product_onto(b_dk, tl.trans(b_ds), b_q, PRECISION)
-            b_dv = product_onto(b_dv, tl.trans(b_p_low), b_short, PRECISION)
+            b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
+            b_dv = tl.dot(tl.trans(b_p_low), b_short, b_dv, input_precision=PRECISION)
         # The slots' part comes last: together with the blocks' it would not fit the registers.
-        b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
-        b_dv = product_onto(b_dv, b_b.to(b_v.dtype), tl.trans(b_dc), PRECISION)
-        b_db = product(b_v, b_dc, PRECISION)
+        b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN, PRECISION)
+        b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), b_dv, input_precision=PRECISION)
+        b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)
         b_g = b_b * (b_db + b_shift[None, :])
         b_dk += b_g * beta
         if BETA_GRAD:

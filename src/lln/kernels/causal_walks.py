@@ -43,8 +43,6 @@ from lln.kernels.steps import (
     load_rows,
     load_scale,
     locate,
-    product,
-    product_onto,
     quiet_rows,
     store_rows,
     token_ok,
@@ -216,19 +214,19 @@ def weigh_rows(
         )  # fmt: skip
         b_wide = b_x.to(EXP) + b_peak[None, :].to(EXP)
         b_top = tl.maximum(tl.max(b_wide, 1), tl.max(b_log, 1))
-        b_w = exponential((b_wide - b_top[:, None]).to(tl.float32))
-        b_s = exponential((b_log - b_top[:, None]).to(tl.float32))
+        b_w = exponential((b_wide - b_top[:, None]).to(tl.float32), PRECISION)
+        b_s = exponential((b_log - b_top[:, None]).to(tl.float32), PRECISION)
         b_s = tl.where(b_log > NEVER * 0.5, b_s, 0.0)
         return b_s, b_w, b_top, b_y, b_peak, b_mass, b_sum
     b_new = tl.maximum(b_peak, tl.max(b_y, 0))
-    b_shrink = exponential(b_peak - b_new)
-    b_e = exponential(b_y - b_new[None, :])
+    b_shrink = exponential(b_peak - b_new, PRECISION)
+    b_e = exponential(b_y - b_new[None, :], PRECISION)
     if not EVEN:
         b_e = tl.where(ok[:, None], b_e, 0.0)
     b_wide = b_x.to(EXP) + b_new[None, :].to(EXP)
     b_top = tl.max(b_wide, 1)
-    b_w = exponential((b_wide - b_top[:, None]).to(tl.float32))
-    b_s = product(b_w.to(LOW), tl.trans(b_e.to(LOW)), PRECISION)
+    b_w = exponential((b_wide - b_top[:, None]).to(tl.float32), PRECISION)
+    b_s = tl.dot(b_w.to(LOW), tl.trans(b_e.to(LOW)), input_precision=PRECISION)
     b_s = tl.where(rows[:, None] >= rows[None, :], b_s, 0.0)
     return b_s, b_w, b_top, b_e, b_new, b_mass * b_shrink, b_sum * b_shrink[:, None]
 
@@ -241,13 +239,13 @@ def take_tile(
     """Take a tile's keys, as `weigh_rows` left them, and values into the state."""
     if EXACT:
         b_new = tl.maximum(b_peak, tl.max(b_e, 0))
-        b_shrink = exponential(b_peak - b_new)
-        b_e = exponential(b_e - b_new[None, :])
+        b_shrink = exponential(b_peak - b_new, PRECISION)
+        b_e = exponential(b_e - b_new[None, :], PRECISION)
         if not EVEN:
             b_e = tl.where(ok[:, None], b_e, 0.0)
         b_mass, b_sum, b_peak = b_mass * b_shrink, b_sum * b_shrink[:, None], b_new
     b_mass += tl.sum(b_e, 0)
-    b_sum = product_onto(b_sum, tl.trans(b_e.to(LOW)), b_v.to(LOW), PRECISION)
+    b_sum = tl.dot(tl.trans(b_e.to(LOW)), b_v.to(LOW), b_sum, input_precision=PRECISION)
     return b_peak, b_mass, b_sum
 
 
@@ -321,8 +319,8 @@ def causal_fwd_kernel(
             lost = tl.maximum(lost, any_lost(b_norm, b_mass, inside, ok, HAS_MASK))
         if HAS_MASK:
             b_norm = tl.where(b_norm == 0, 1.0, b_norm)
-        b_o = product(b_w.to(LOW), b_sum.to(LOW), PRECISION)
-        b_o = product_onto(b_o, b_s.to(LOW), b_v.to(LOW), PRECISION)
+        b_o = tl.dot(b_w.to(LOW), b_sum.to(LOW), input_precision=PRECISION)
+        b_o = tl.dot(b_s.to(LOW), b_v.to(LOW), b_o, input_precision=PRECISION)
         b_peak, b_mass, b_sum = take_tile(
             b_peak, b_mass, b_sum, b_e, b_v, ok, EVEN, EXACT, LOW, PRECISION
         )
@@ -330,7 +328,7 @@ def causal_fwd_kernel(
             b_p, b_total = block_softmax(
                 b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
             )
-            b_d = product(b_p.to(b_v.dtype), b_v, PRECISION)
+            b_d = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
             if MIX == 3:
                 p_m = p_mix + offset * stride_mt
                 b_mix = load_rows(p_m, stride_mt, stride_me, inside, BT, E, BE, EVEN)
@@ -420,15 +418,15 @@ def causal_query_kernel(
             lost = tl.maximum(lost, any_lost(b_norm, b_mass, inside, ok, HAS_MASK))
         blind = b_norm == 0
         b_norm = tl.where(blind, 1.0, b_norm)
-        b_dp = product(b_long, tl.trans(b_v), PRECISION)
-        b_da = product(b_long.to(LOW), tl.trans(b_sum.to(LOW)), PRECISION)
+        b_dp = tl.dot(b_long, tl.trans(b_v), input_precision=PRECISION)
+        b_da = tl.dot(b_long.to(LOW), tl.trans(b_sum.to(LOW)), input_precision=PRECISION)
         b_delta = (tl.sum(b_s * b_dp, 1) + tl.sum(b_w * b_da, 1)) / b_norm
         tl.store(p_delta + place + first + rows, b_delta, mask=inside)
         b_z = tl.where(blind, ALWAYS, b_top + tl.log(b_norm).to(EXP))
         tl.store(p_z + place + first + rows, b_z, mask=inside)
         if MIX_GRAD > 1:
-            b_far = product(b_s.to(LOW), b_v.to(LOW), PRECISION)
-            b_far = product_onto(b_far, b_w.to(LOW), b_sum.to(LOW), PRECISION)
+            b_far = tl.dot(b_s.to(LOW), b_v.to(LOW), input_precision=PRECISION)
+            b_far = tl.dot(b_w.to(LOW), b_sum.to(LOW), b_far, input_precision=PRECISION)
             b_far = b_far / b_norm[:, None]
         b_share = b_row / b_norm
         b_g = (b_dp - b_delta[:, None]) * b_share[:, None]
@@ -440,7 +438,7 @@ def causal_query_kernel(
                 alpha_here, beta_here, inside, ok, 1, D, BD, BT, QUIET, EXP,
             )  # fmt: skip
         else:
-            b_dx += b_w * product(b_g.to(LOW), b_e.to(LOW), PRECISION)
+            b_dx += b_w * tl.dot(b_g.to(LOW), b_e.to(LOW), input_precision=PRECISION)
         b_peak, b_mass, b_sum = take_tile(
             b_peak, b_mass, b_sum, b_e, b_v, ok, EVEN, EXACT, LOW, PRECISION
         )
@@ -452,14 +450,14 @@ def causal_query_kernel(
                 b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
             )
             if MIX == 3:
-                b_dp = product(b_short, tl.trans(b_v), PRECISION)
+                b_dp = tl.dot(b_short, tl.trans(b_v), input_precision=PRECISION)
             b_level = tl.sum(b_p * b_dp, 1) / b_total
             b_ds = b_p * (b_rest / b_total)[:, None] * (b_dp - b_level[:, None]) * scale
-            b_dq = product_onto(b_dq, b_ds.to(b_k.dtype), b_k, PRECISION)
+            b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
             if MIX_GRAD == 1:
                 tl.store(p_dmix + place + first + rows, b_delta - b_level, mask=inside)
             elif MIX_GRAD > 1:
-                b_near = product(b_p.to(b_v.dtype), b_v, PRECISION)
+                b_near = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
                 b_dm = (b_far - b_near / b_total[:, None]) * b_do.to(tl.float32)
                 if MIX_GRAD == 2:
                     p_out = p_dmix + (place + offset) * E
@@ -484,13 +482,13 @@ def gather_tile(
 ):  # fmt: skip
     """Take rows with the exponents x − Z ``[BT, BD]`` into the gathered state (u, V, U)."""
     b_new = tl.maximum(b_peak, tl.max(b_h, 0).to(tl.float32))
-    b_shrink = exponential(b_peak - b_new)
-    b_e = exponential((b_h - b_new[None, :].to(EXP)).to(tl.float32))
+    b_shrink = exponential(b_peak - b_new, PRECISION)
+    b_e = exponential((b_h - b_new[None, :].to(EXP)).to(tl.float32), PRECISION)
     # Rows that see no key count too where nothing else is; only masked keys come before them.
     b_e = b_e * b_row[:, None]
     b_level = b_level * b_shrink + tl.sum(b_e * b_delta[:, None], 0)
     b_sum = b_sum * b_shrink[:, None]
-    b_sum = product_onto(b_sum, tl.trans(b_e.to(LOW)), b_do.to(LOW), PRECISION)
+    b_sum = tl.dot(tl.trans(b_e.to(LOW)), b_do.to(LOW), b_sum, input_precision=PRECISION)
     return b_new, b_level, b_sum
 
 
@@ -627,14 +625,14 @@ def causal_key_kernel(
         )  # fmt: skip
         b_h = query_exponents(b_q, alpha_here, D, BD).to(EXP) - b_z[:, None]
         b_y = key_exponents(b_k, beta_here, ok, BD, EVEN)
-        b_dp = product(b_do, tl.trans(b_v), PRECISION)
+        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         b_g = tl.where(seen, (b_dp - b_delta[:, None]) * b_row[:, None], 0.0)
         if EXACT:
             b_log = exact_scores(
                 p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd, alpha_here,
                 beta_here, inside, ok, D, BT, QUIET, EXP,
             )  # fmt: skip
-            b_s = exponential((b_log - b_z[:, None]).to(tl.float32))
+            b_s = exponential((b_log - b_z[:, None]).to(tl.float32), PRECISION)
             b_s = tl.where(b_log > NEVER * 0.5, b_s, 0.0)
             b_dy = exact_products(
                 b_g, b_z, p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd,
@@ -643,18 +641,18 @@ def causal_key_kernel(
         else:
             # No exponent of a row exceeds −log n_i, which the guard has bounded.
             b_top = tl.max(b_y, 0)
-            b_f = exponential((b_h + b_top[None, :].to(EXP)).to(tl.float32))
-            b_e = exponential(b_y - b_top[None, :])
-            b_s = product(b_f.to(LOW), tl.trans(b_e.to(LOW)), PRECISION)
+            b_f = exponential((b_h + b_top[None, :].to(EXP)).to(tl.float32), PRECISION)
+            b_e = exponential(b_y - b_top[None, :], PRECISION)
+            b_s = tl.dot(b_f.to(LOW), tl.trans(b_e.to(LOW)), input_precision=PRECISION)
             b_s = tl.where(seen, b_s, 0.0)
-            b_dy = product(tl.trans(b_g.to(LOW)), b_f.to(LOW), PRECISION) * b_e
+            b_dy = tl.dot(tl.trans(b_g.to(LOW)), b_f.to(LOW), input_precision=PRECISION) * b_e
         b_s = (b_s * b_row[:, None]).to(LOW)
-        b_dv = product(tl.trans(b_s), b_do.to(LOW), PRECISION)
-        b_w = exponential(b_y + b_peak[None, :])
+        b_dv = tl.dot(tl.trans(b_s), b_do.to(LOW), input_precision=PRECISION)
+        b_w = exponential(b_y + b_peak[None, :], PRECISION)
         if not EVEN:
             b_w = tl.where(ok[:, None], b_w, 0.0)
-        b_dv = product_onto(b_dv, b_w.to(LOW), b_sum.to(LOW), PRECISION)
-        b_db = product(b_v.to(LOW), tl.trans(b_sum.to(LOW)), PRECISION)
+        b_dv = tl.dot(b_w.to(LOW), b_sum.to(LOW), b_dv, input_precision=PRECISION)
+        b_db = tl.dot(b_v.to(LOW), tl.trans(b_sum.to(LOW)), input_precision=PRECISION)
         b_dy += b_w * (b_db - b_level[None, :])
         if BETA_GRAD:
             dbeta += tl.sum(tl.where(ok[:, None], b_dy * widen(b_k, BD), 0.0))
@@ -668,16 +666,16 @@ def causal_key_kernel(
             )
             b_rest = 1.0 - b_row
             if MIX == 3:
-                b_dp = product(b_short, tl.trans(b_v), PRECISION)
+                b_dp = tl.dot(b_short, tl.trans(b_v), input_precision=PRECISION)
                 b_rest = b_row
             b_near = tl.sum(b_p * b_dp, 1) / b_total
             b_p = b_p * (b_rest / b_total)[:, None]
             if not EVEN:
                 b_p = tl.where(inside[:, None], b_p, 0.0)
             b_ds = (b_p * (b_dp - b_near[:, None]) * scale).to(b_q.dtype)
-            b_dk = product_onto(b_dk, tl.trans(b_ds), b_q, PRECISION)
+            b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
             b_p_low = b_p.to(b_short.dtype)
-            b_dv = product_onto(b_dv, tl.trans(b_p_low), b_short, PRECISION)
+            b_dv = tl.dot(tl.trans(b_p_low), b_short, b_dv, input_precision=PRECISION)
         if HAS_MASK:
             b_dk, b_dv = hide_rows(b_dk, ok), hide_rows(b_dv, ok)
         if HAS_DROPOUT:

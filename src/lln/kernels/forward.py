@@ -24,7 +24,6 @@ from lln.kernels.steps import (
     load_rows,
     load_scale,
     locate,
-    product,
     quiet_rows,
     slot_softmax,
     store_rows,
@@ -135,8 +134,8 @@ def read_range(
         b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
         if QUIET:
             b_q = quiet_rows(b_q, token_ok(p_mask, first, last, BT, True))
-        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD)
-        b_o = product(b_e.to(b_c.dtype), b_c, PRECISION)
+        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD, PRECISION)
+        b_o = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION)
         if HAS_DIAG:
             ok = token_ok(p_mask, first, last, BT, HAS_MASK)
             b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
@@ -149,7 +148,7 @@ def read_range(
             b_p, b_sum = block_softmax(
                 b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
             )
-            b_d = product(b_p.to(b_v.dtype), b_v, PRECISION)
+            b_d = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
             if MIX == 2:
                 tokens = tl.arange(0, BT)
                 b_row = tl.load(p_mix + (offset + tokens) * stride_mt, mask=inside, other=0.0)

@@ -27,59 +27,34 @@ NEVER = tl.constexpr(-1e30)
 # A wider identity would take more of the chip than it saves.
 WIDEST_IDENTITY = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
+# What float32 leaves out of it.
+LOG2E_REST = tl.constexpr(1.92596298909109e-08)
+LN2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def exponential(b_x):
-    """e^x, results below the normal range flushed to zero: one instruction instead of four."""
+def exponential(b_x, PRECISION: tl.constexpr = "tf32"):
+    """e^x, results below the normal range flushed to zero: one instruction instead of four.
+
+    With ``"tf32x3"``, the precision of float32 calls, what rounding x · log₂e lost comes back as a
+    factor: at x = −10 it is five units in the last place.
+    """
     if INTERPRETED:
         return tl.exp(b_x)
-    return tl.inline_asm_elementwise(
+    b_two = b_x * LOG2E
+    b_e = tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;",
         "=f,f",
-        [b_x * LOG2E],
+        [b_two],
         dtype=tl.float32,
         is_pure=True,
         pack=1,
     )
-
-
-@triton.jit
-def nearest_tf32(b_x):
-    """The nearest number with the eleven digits that tensor cores read of a float32."""
-    bits = b_x.to(tl.int32, bitcast=True)
-    return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def rest_of(b_x, b_near):
-    """What `nearest_tf32` left out; nothing of what is not finite."""
-    return nearest_tf32(tl.where((b_x - b_x) == 0, b_x - b_near, 0.0))
-
-
-@triton.jit
-def product_onto(b_sum, b_left, b_right, PRECISION: tl.constexpr):
-    """Left · right added to a sum; float32 (``"tf32x3"``) as three products, small ones first.
-
-    Triton's own tf32x3 cuts digits off instead of rounding, which leaves errors of one sign.
-    """
     if PRECISION == "tf32x3":
-        b_left_near, b_right_near = nearest_tf32(b_left), nearest_tf32(b_right)
-        b_left_rest, b_right_rest = rest_of(b_left, b_left_near), rest_of(b_right, b_right_near)
-        b_sum = tl.dot(b_left_rest, b_right_near, b_sum, input_precision="tf32")
-        b_sum = tl.dot(b_left_near, b_right_rest, b_sum, input_precision="tf32")
-        return tl.dot(b_left_near, b_right_near, b_sum, input_precision="tf32")
-    return tl.dot(b_left, b_right, b_sum, input_precision=PRECISION)
-
-
-@triton.jit
-def product(b_left, b_right, PRECISION: tl.constexpr):
-    """Left · right; see `product_onto`."""
-    if PRECISION == "tf32x3":
-        b_sum = tl.zeros([b_left.shape[0], b_right.shape[1]], tl.float32)
-        return product_onto(b_sum, b_left, b_right, PRECISION)
-    return tl.dot(b_left, b_right, input_precision=PRECISION)
+        b_lost = tl.fma(b_x, tl.full(b_x.shape, LOG2E, tl.float32), -b_two) + b_x * LOG2E_REST
+        b_e += b_e * (b_lost * LN2)
+    return b_e
 
 
 @triton.jit
@@ -206,12 +181,14 @@ def key_exponents(b_k, beta, ok, BD: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def slot_softmax(b_q, alpha, b_log_mass, D: tl.constexpr, BD: tl.constexpr):
+def slot_softmax(
+    b_q, alpha, b_log_mass, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr
+):
     """Rows of A: unnormalised softmax over the slots ``[BT, BD]``, and the normalisers ``[BT]``."""
     b_x = widen(b_q, BD) * alpha + b_log_mass[None, :]
     if D < BD:
         b_x = tl.where((tl.arange(0, BD) < D)[None, :], b_x, NEVER)
-    b_e = exponential(b_x - tl.max(b_x, 1)[:, None])
+    b_e = exponential(b_x - tl.max(b_x, 1)[:, None], PRECISION)
     return b_e, tl.sum(b_e, 1)
 
 
@@ -231,7 +208,7 @@ def block_softmax(
 ):
     """Rows of the block-diagonal matrix: unnormalised ``[BT, BT]`` and normalisers ``[BT]``."""
     tokens = first + tl.arange(0, BT)
-    b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
     if not ONE_BLOCK:
         same = (tokens // block_size)[:, None] == (tokens // block_size)[None, :]
         b_s = tl.where(same, b_s, NEVER)
@@ -239,7 +216,7 @@ def block_softmax(
         b_s = tl.where(ok[None, :], b_s, NEVER)
     if CAUSAL:
         b_s = tl.where(tokens[:, None] >= tokens[None, :], b_s, NEVER)
-    b_p = exponential(b_s - tl.max(b_s, 1)[:, None])
+    b_p = exponential(b_s - tl.max(b_s, 1)[:, None], PRECISION)
     if not EVEN:
         # In a row that sees no key every entry is 2^0; such a row must count for nothing.
         b_p = tl.where(b_s > NEVER * 0.5, b_p, 0.0)
@@ -253,9 +230,9 @@ def block_softmax(
 def add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION: tl.constexpr):
     """Take exponents ``[BD, BT]`` and values ``[BT, BE]`` into a running summary ``[BD, BE]``."""
     b_new = tl.maximum(b_peak, tl.max(b_x, 1))
-    b_shrink = exponential(b_peak - b_new)
-    b_e = exponential(b_x - b_new[:, None])
+    b_shrink = exponential(b_peak - b_new, PRECISION)
+    b_e = exponential(b_x - b_new[:, None], PRECISION)
     b_mass = b_mass * b_shrink + tl.sum(b_e, 1)
     b_sum = b_sum * b_shrink[:, None]
-    b_sum = product_onto(b_sum, b_e.to(b_v.dtype), b_v, PRECISION)
+    b_sum = tl.dot(b_e.to(b_v.dtype), b_v, b_sum, input_precision=PRECISION)
     return b_new, b_mass, b_sum

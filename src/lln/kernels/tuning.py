@@ -166,8 +166,7 @@ def _plan(
     warps = 4 if widest <= 64 else 8
     stages = 3 if room <= 64 else 2
     # As many blocks as a tile has room for, at least one.
-    room_for_blocks = tokens // 2 if dtype == torch.float32 else tokens
-    rows = block_size * max(1, room_for_blocks // block_size) if block_size else tokens
+    rows = block_size * max(1, tokens // block_size) if block_size else tokens
     block_tile = max(16, power_of_two(rows))
     if causal and block_size and block_tile >= 64:
         width, value_width = (max(size, LEAST_CAUSAL_WIDTH) for size in (width, value_width))
@@ -249,9 +248,7 @@ def blocks_fit(query: Tensor, block_size: int, is_causal: bool) -> bool:
     room = MAX_BLOCK_BYTES
     if is_causal:
         width, room = max(width, LEAST_CAUSAL_WIDTH), MAX_CAUSAL_BLOCK_BYTES
-    # Products of float32 tiles take both halves of their digits along.
-    bytes_each = 8 if query.dtype == torch.float32 else query.itemsize
-    return tokens <= MAX_BLOCK_TOKENS and tokens * width * bytes_each <= room
+    return tokens <= MAX_BLOCK_TOKENS and tokens * width * query.itemsize <= room
 
 
 def why_unavailable(query: Tensor) -> str | None:
