@@ -21,7 +21,7 @@ class Hedgehog(LinearCore):
     Args:
         host: Sizes and place of the layer.
         form: ``"softmax"`` over the feature axis, or ``"exp"``: φ(x) = [e^{Wx} ; e^{−Wx}].
-            The exponentials are shifted by their largest, over all keys of the sequence, which
+            The exponentials are kept in range by the largest over all keys of the sequence, which
             cancels; a causal row may not look at all keys, so causal layers take ``"softmax"``.
         compat: ``"fla"`` for one softmax of [2Wx ; −2Wx], as flash-linear-attention has it.
     """
@@ -81,8 +81,11 @@ class Hedgehog(LinearCore):
         exponents_q, exponents_k = _both_signs(mapped_q), _both_signs(mapped_k)
         if key_mask is not None:
             exponents_k = exponents_k.masked_fill(~key_mask[:, None, :, None], -torch.inf)
-        top = exponents_k.detach().amax((-2, -1), keepdim=True)
+        # The largest over the keys, channel by channel, moves from the keys to the queries: every
+        # row then has a channel in which a query and a key are both 1.
+        top = exponents_k.detach().amax(-2, keepdim=True)
         top = top.masked_fill(top == -torch.inf, 0.0)
+        exponents_q = exponents_q + top
         top_q = exponents_q.detach().amax(-1, keepdim=True)
         return (exponents_q - top_q).exp(), (exponents_k - top).exp()
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from lln import reference
 from lln.core import LLNCore, LLNDiagCore
 from lln.errors import InvalidInputError
 from lln.peers.block_diagonal import block_matrix
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.peer import Core
+from lln.peers.peer import Core, visible
 from lln.precision import accumulation_dtype
 
 
@@ -27,23 +27,14 @@ class _Matched(Core):
 
     def _long_range(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
         """P of the LLN part, ``[B, H, N, N]``; running statistics are read, not updated."""
-        wide = accumulation_dtype(query.dtype)
         source = self.attention.statistics
         was_training = source.training
         source.eval()
         alpha, beta = source(query, key, key_mask, self.host.is_causal)
         source.train(was_training)
-        exponents_q, exponents_k = query.to(wide) * alpha, key.to(wide) * beta
-        if key_mask is not None:
-            exponents_k = exponents_k.masked_fill(~key_mask[:, None, :, None], -torch.inf)
-        # A constant a row, and one for all keys of a head: both cancel in the division below.
-        exponents_q = exponents_q - exponents_q.amax(-1, keepdim=True)
-        top = exponents_k.amax((-2, -1), keepdim=True)
-        exponents_k = exponents_k - top.masked_fill(top == -torch.inf, 0.0)
-        weights = exponents_q.exp() @ exponents_k.exp().mT
-        if self.host.is_causal:
-            weights = weights.tril()
-        return (weights / weights.sum(-1, keepdim=True)).nan_to_num(0.0)
+        keep = visible(query, key_mask, self.host.is_causal)
+        matrix = reference.lln_matrix(query, key, alpha, beta, keep=keep)
+        return matrix.to(accumulation_dtype(query.dtype))
 
 
 class LLN(_Matched):

@@ -53,5 +53,5 @@ class Quadratic(LinearCore):
 def outer_features(x: Tensor) -> Tensor:
     """``[..., D]`` → ``[..., D(D + 1)/2]`` with φ(q)·φ(k) = (q·k)²."""
     first, second = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-    weights = torch.where(first == second, 1.0, 2.0**0.5).to(x.dtype)
+    weights = (1 + (first != second).to(x.dtype)).sqrt()
     return x[..., first] * x[..., second] * weights
