@@ -130,6 +130,8 @@ def test_the_causal_form_stays_in_range_for_wide_heads(width):
         "performer", embed_dim=width, num_heads=1, features=64, is_causal=True, dtype=torch.float32
     )
     query, key, value = torch.randn(3, 1, 1, MAX_LEN, width)
+    # The key of the largest feature there is: exp(‖w‖²/2) by itself leaves float32.
+    key[0, 0, 5] = layer.core.projection[3] * width**0.25
     matrix = layer.core.matrix(query, key)
     torch.testing.assert_close(matrix.sum(-1), torch.ones(1, 1, MAX_LEN))
     torch.testing.assert_close(layer.core(query, key, value), matrix @ value, rtol=1e-4, atol=1e-4)
@@ -142,6 +144,16 @@ def test_the_causal_form_without_epsilon_is_the_other_forms_last_row():
     causal.load_state_dict(full.state_dict())
     found, expected = causal.core(query, key, value), full.core(query, key, value)
     torch.testing.assert_close(found[..., -1, :], expected[..., -1, :])
+
+
+def test_padded_keys_do_not_set_the_range():
+    core = build("performer").core
+    query, key, value = heads()
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[:, 30:] = False
+    key[..., 30:, :] *= 100
+    alone = core(query[..., :30, :], key[..., :30, :], value[..., :30, :])
+    torch.testing.assert_close(core(query, key, value, mask)[..., :30, :], alone)
 
 
 def test_w_is_redrawn_on_schedule_and_only_in_training():
@@ -171,7 +183,8 @@ def test_the_schedule_is_resumed():
 
 
 def test_a_checkpointed_call_counts_once():
-    layer, x = build("performer", redraw_every=1).train(), tokens().requires_grad_()
+    # Counted twice, the second run would begin with another W than the first.
+    layer, x = build("performer", redraw_every=2).train(), tokens().requires_grad_()
     layer(x)
     out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
     used = layer.core.projection.clone()
