@@ -62,6 +62,9 @@ def test_the_two_matrices_are_those_of_the_output():
     assert matrices.shape == (2, HEADS, 2, 40, 40)
     assert (matrices >= 0).all()
     assert (matrices[1, ..., 31:] == 0).all()
+    # Short of 1 by the offset over the mean weight.
+    sums = matrices.sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-5)
     halves = torch.stack(per_head(layer.value(x)).chunk(2, dim=-1), dim=2)
     joined = torch.cat((matrices @ halves).unbind(2), dim=-1).transpose(1, 2).flatten(2)
     torch.testing.assert_close(layer(x, mask)[mask], layer.out(joined)[mask])
