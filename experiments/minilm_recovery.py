@@ -18,6 +18,7 @@ import copy
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from lln import peers
+from lln.bench.environment import describe
 from lln.integrations.convert import convert
 from lln.integrations.folders import load_model, load_tokenizer, read_lines
 from lln.integrations.masks import slicing_mask
@@ -42,17 +45,14 @@ ROWS = {
     "lln_diag_gate": {"attention": "lln_diag", "mix": "gate"},
     "diag": {"attention": "lln_diag", "mix": 0.0},
     "elu": None,
+    "hedgehog": None,
 }
 
 
-def elu_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """Linear attention with the kernel elu + 1 (Katharopoulos et al., 2020), as a baseline."""
-    query, key, value = (side.float() for side in (query, key, value))
-    query, key = F.elu(query) + 1, F.elu(key) + 1
-    if attention_mask is not None:
-        key = key * attention_mask[:, None, :, None]
-    out = query @ (key.mT @ value) / (query @ key.sum(-2).unsqueeze(-1)).clamp_min(1e-6)
-    return out.to(module.query.weight.dtype).transpose(1, 2).contiguous(), None
+def peer_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Attention by the core of `lln.peers` that `build` hung into the layer."""
+    mask = None if attention_mask is None else attention_mask.bool()
+    return module.peer(query, key, value, mask).transpose(1, 2).contiguous(), None
 
 
 class Windows(Dataset):
@@ -117,8 +117,13 @@ def agreement(found, expected):
 def build(original, row, calibration):
     """The converted student of a row."""
     student = copy.deepcopy(original)
-    if row == "elu":
-        student.config._attn_implementation_internal = "elu"
+    if row in ("elu", "hedgehog"):
+        config = student.config
+        sizes = {"embed_dim": config.hidden_size, "num_heads": config.num_attention_heads}
+        for layer in student.encoder.layer:
+            host = peers.Host(**sizes, max_len=config.max_position_embeddings)
+            layer.attention.self.peer = peers.find(row)(host).to(student.device)
+        config._attn_implementation_internal = "peer"
         return student, None
     report = convert(
         student, calibrate=calibration, statistics="running", verbose=False, **ROWS[row]
@@ -162,8 +167,8 @@ def main():
     extend_positions(original, max(options.eval_tokens + options.train_tokens))
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
     original.to(device)
-    AttentionInterface.register("elu", elu_forward)
-    AttentionMaskInterface.register("elu", slicing_mask)
+    AttentionInterface.register("peer", peer_forward)
+    AttentionMaskInterface.register("peer", slicing_mask)
     held_out = {
         tokens: Windows(tokenizer, text["valid"], tokens, options.documents)
         for tokens in options.eval_tokens
@@ -178,8 +183,7 @@ def main():
 
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     results["setup"] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
+        **describe(device, " ".join(["python", *sys.argv])),
         "transformers": transformers.__version__,
         "documents": {str(tokens): len(windows) for tokens, windows in held_out.items()},
         "layer_steps": options.layer_steps,
@@ -211,22 +215,23 @@ def main():
                     entry = {"converted": measured(student), "moved": moved}
                     work = options.work / name.replace(" ", "_").replace("=", "")
                     shared = {
-                        "output_dir": work,
                         "teacher": teacher,
                         "probe": calibration,
                         "batch_size": batch,
-                        "layer_steps": options.layer_steps,
                         "seed": seed,
                         "end_loss": "embedding",
                         "save_steps": 500,
                         "use_cpu": device == "cpu",
                         "bf16": options.bf16,
                     }
-                    recover(student, windows, end_steps=0, **shared)
+                    # Two calls with a folder each, to measure in between.
+                    steps = {"layer_steps": options.layer_steps, "end_steps": 0}
+                    first = recover(student, windows, output_dir=work / "1", **steps, **shared)
                     entry["layers"] = measured(student)
-                    report = recover(student, windows, end_steps=options.end_steps, **shared)
+                    steps = {"layer_steps": 0, "end_steps": options.end_steps}
+                    second = recover(student, windows, output_dir=work / "2", **steps, **shared)
                     entry["output"] = measured(student)
-                    entry["output_differs"] = [report.before, report.after_layers, report.after]
+                    entry["output_differs"] = [first.before, second.before, second.after]
                     entry["seconds"] = time.time() - start
                     rows[name] = entry
                     shutil.rmtree(work)

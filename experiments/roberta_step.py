@@ -10,6 +10,7 @@ same number of tokens at every length. Medians go to a JSON file as they are mea
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 import transformers
 from transformers import RobertaConfig, RobertaForMaskedLM
 
+from lln.bench.environment import describe
 from lln.integrations.convert import convert
 
 # Name → (implementation, statistics); None = softmax.
@@ -87,8 +89,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     results["setup"] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
+        **describe(device, " ".join(["python", *sys.argv])),
         "transformers": transformers.__version__,
         "layers": options.layers,
         "tokens": options.tokens,
