@@ -134,12 +134,17 @@ def mix_mode(mix: Tensor, shared: int) -> int:
     return 3 if mix.shape[2] == 1 and shared == 1 else 2
 
 
-def precision_of(query: Tensor) -> str:
+def precision_of(query: Tensor, widest: int = 0) -> str:
     """How products of float32 tiles are formed.
 
     Three TF32 products of the digits' halves are as good as float32 within our budget; plain
-    float32 multiplications would be unrolled into kernels that take a minute to compile.
+    float32 multiplications are unrolled into kernels that take long to compile. But tensor cores
+    cut off digits whenever they add: sums over more than 64 slots are left to plain ones.
+
+    Args:
+        query: Its type decides.
+        widest: The longest sum of an output; 0 = gradients, whose budget is wider.
     """
-    if query.dtype == torch.float32:
-        return overrides.get("precision", "tf32x3")
-    return "tf32"
+    if query.dtype != torch.float32:
+        return "tf32"
+    return overrides.get("precision", "ieee" if widest > 64 else "tf32x3")

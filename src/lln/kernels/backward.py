@@ -78,7 +78,7 @@ def query_grad_range(
             b_mix = load_rows(p_m, stride_mt, stride_me, inside, BT, E, BE, EVEN)
             b_do = (b_do.to(tl.float32) * b_mix.to(tl.float32)).to(b_do.dtype)
         b_row = row_weights(p_mix, mix, offset, stride_mt, inside, BT, MIX)
-        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD, PRECISION)
+        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD)
         b_da = tl.dot(b_do, tl.trans(b_c), input_precision=PRECISION)
         b_mean = tl.sum(b_e * b_da, 1) / b_norm
         b_a = b_e * (b_row / b_norm)[:, None]
@@ -94,11 +94,9 @@ def query_grad_range(
 
 
 @triton.jit
-def token_weights(
-    b_k, beta, b_log_mass, ok, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr
-):
+def token_weights(b_k, beta, b_log_mass, ok, BD: tl.constexpr, EVEN: tl.constexpr):
     """Rows of Bᵀ ``[BT, BD]``: how much of every slot a token is."""
-    b_b = exponential(key_exponents(b_k, beta, ok, BD, EVEN) - b_log_mass[None, :], PRECISION)
+    b_b = exponential(key_exponents(b_k, beta, ok, BD, EVEN) - b_log_mass[None, :])
     if not EVEN:
         # A head without any valid key has the log-mass NEVER itself.
         b_b = tl.where(ok[:, None], b_b, 0.0)
@@ -124,7 +122,7 @@ def key_grad_range(
         b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
         if HAS_MASK:
             b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
-        b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN, PRECISION)
+        b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
         b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), input_precision=PRECISION)
         if HAS_DROPOUT:
             b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)[:, None]
@@ -193,7 +191,7 @@ def joint_grad_range(
                 b_rest = b_row
             p_in = p_alpha if HAS_ALPHA else p_q
             alpha_here = load_scale(p_in, alpha, query_index + r, HAS_ALPHA)
-            b_e, b_norm = slot_softmax(b_q, alpha_here, b_log_mass, D, BD, PRECISION)
+            b_e, b_norm = slot_softmax(b_q, alpha_here, b_log_mass, D, BD)
             b_da = tl.dot(b_long, tl.trans(b_c), input_precision=PRECISION)
             b_mean = tl.sum(b_e * b_da, 1) / b_norm
             b_dq = (b_e * (b_row * alpha_here / b_norm)[:, None]) * (b_da - b_mean[:, None])
@@ -225,7 +223,7 @@ def joint_grad_range(
             b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
             b_dv = tl.dot(tl.trans(b_p_low), b_short, b_dv, input_precision=PRECISION)
         # The slots' part comes last: together with the blocks' it would not fit the registers.
-        b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN, PRECISION)
+        b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
         b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), b_dv, input_precision=PRECISION)
         b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)
         b_g = b_b * (b_db + b_shift[None, :])

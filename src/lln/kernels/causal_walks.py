@@ -214,18 +214,18 @@ def weigh_rows(
         )  # fmt: skip
         b_wide = b_x.to(EXP) + b_peak[None, :].to(EXP)
         b_top = tl.maximum(tl.max(b_wide, 1), tl.max(b_log, 1))
-        b_w = exponential((b_wide - b_top[:, None]).to(tl.float32), PRECISION)
-        b_s = exponential((b_log - b_top[:, None]).to(tl.float32), PRECISION)
+        b_w = exponential((b_wide - b_top[:, None]).to(tl.float32))
+        b_s = exponential((b_log - b_top[:, None]).to(tl.float32))
         b_s = tl.where(b_log > NEVER * 0.5, b_s, 0.0)
         return b_s, b_w, b_top, b_y, b_peak, b_mass, b_sum
     b_new = tl.maximum(b_peak, tl.max(b_y, 0))
-    b_shrink = exponential(b_peak - b_new, PRECISION)
-    b_e = exponential(b_y - b_new[None, :], PRECISION)
+    b_shrink = exponential(b_peak - b_new)
+    b_e = exponential(b_y - b_new[None, :])
     if not EVEN:
         b_e = tl.where(ok[:, None], b_e, 0.0)
     b_wide = b_x.to(EXP) + b_new[None, :].to(EXP)
     b_top = tl.max(b_wide, 1)
-    b_w = exponential((b_wide - b_top[:, None]).to(tl.float32), PRECISION)
+    b_w = exponential((b_wide - b_top[:, None]).to(tl.float32))
     b_s = tl.dot(b_w.to(LOW), tl.trans(b_e.to(LOW)), input_precision=PRECISION)
     b_s = tl.where(rows[:, None] >= rows[None, :], b_s, 0.0)
     return b_s, b_w, b_top, b_e, b_new, b_mass * b_shrink, b_sum * b_shrink[:, None]
@@ -239,8 +239,8 @@ def take_tile(
     """Take a tile's keys, as `weigh_rows` left them, and values into the state."""
     if EXACT:
         b_new = tl.maximum(b_peak, tl.max(b_e, 0))
-        b_shrink = exponential(b_peak - b_new, PRECISION)
-        b_e = exponential(b_e - b_new[None, :], PRECISION)
+        b_shrink = exponential(b_peak - b_new)
+        b_e = exponential(b_e - b_new[None, :])
         if not EVEN:
             b_e = tl.where(ok[:, None], b_e, 0.0)
         b_mass, b_sum, b_peak = b_mass * b_shrink, b_sum * b_shrink[:, None], b_new
@@ -482,8 +482,8 @@ def gather_tile(
 ):  # fmt: skip
     """Take rows with the exponents x − Z ``[BT, BD]`` into the gathered state (u, V, U)."""
     b_new = tl.maximum(b_peak, tl.max(b_h, 0).to(tl.float32))
-    b_shrink = exponential(b_peak - b_new, PRECISION)
-    b_e = exponential((b_h - b_new[None, :].to(EXP)).to(tl.float32), PRECISION)
+    b_shrink = exponential(b_peak - b_new)
+    b_e = exponential((b_h - b_new[None, :].to(EXP)).to(tl.float32))
     # Rows that see no key count too where nothing else is; only masked keys come before them.
     b_e = b_e * b_row[:, None]
     b_level = b_level * b_shrink + tl.sum(b_e * b_delta[:, None], 0)
@@ -632,7 +632,7 @@ def causal_key_kernel(
                 p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd, alpha_here,
                 beta_here, inside, ok, D, BT, QUIET, EXP,
             )  # fmt: skip
-            b_s = exponential((b_log - b_z[:, None]).to(tl.float32), PRECISION)
+            b_s = exponential((b_log - b_z[:, None]).to(tl.float32))
             b_s = tl.where(b_log > NEVER * 0.5, b_s, 0.0)
             b_dy = exact_products(
                 b_g, b_z, p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd,
@@ -641,14 +641,14 @@ def causal_key_kernel(
         else:
             # No exponent of a row exceeds −log n_i, which the guard has bounded.
             b_top = tl.max(b_y, 0)
-            b_f = exponential((b_h + b_top[None, :].to(EXP)).to(tl.float32), PRECISION)
-            b_e = exponential(b_y - b_top[None, :], PRECISION)
+            b_f = exponential((b_h + b_top[None, :].to(EXP)).to(tl.float32))
+            b_e = exponential(b_y - b_top[None, :])
             b_s = tl.dot(b_f.to(LOW), tl.trans(b_e.to(LOW)), input_precision=PRECISION)
             b_s = tl.where(seen, b_s, 0.0)
             b_dy = tl.dot(tl.trans(b_g.to(LOW)), b_f.to(LOW), input_precision=PRECISION) * b_e
         b_s = (b_s * b_row[:, None]).to(LOW)
         b_dv = tl.dot(tl.trans(b_s), b_do.to(LOW), input_precision=PRECISION)
-        b_w = exponential(b_y + b_peak[None, :], PRECISION)
+        b_w = exponential(b_y + b_peak[None, :])
         if not EVEN:
             b_w = tl.where(ok[:, None], b_w, 0.0)
         b_dv = tl.dot(b_w.to(LOW), b_sum.to(LOW), b_dv, input_precision=PRECISION)

@@ -134,7 +134,7 @@ def read_range(
         b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
         if QUIET:
             b_q = quiet_rows(b_q, token_ok(p_mask, first, last, BT, True))
-        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD, PRECISION)
+        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD)
         b_o = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION)
         if HAS_DIAG:
             ok = token_ok(p_mask, first, last, BT, HAS_MASK)

@@ -94,7 +94,7 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, save: bool, plan: Plan) 
         "E": value_width,
         "BD": plan.width,
         "BE": plan.value_width,
-        "PRECISION": precision_of(query),
+        "PRECISION": precision_of(query, max(plan.width, plan.value_width)),
         "EVEN": _is_even(plan, call),
         "HAS_ALPHA": call.alpha is not None,
         "HAS_BETA": call.beta is not None,

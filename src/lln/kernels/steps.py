@@ -27,34 +27,22 @@ NEVER = tl.constexpr(-1e30)
 # A wider identity would take more of the chip than it saves.
 WIDEST_IDENTITY = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
-# What float32 leaves out of it.
-LOG2E_REST = tl.constexpr(1.92596298909109e-08)
-LN2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def exponential(b_x, PRECISION: tl.constexpr = "tf32"):
-    """e^x, results below the normal range flushed to zero: one instruction instead of four.
-
-    With ``"tf32x3"``, the precision of float32 calls, what rounding x · log₂e lost comes back as a
-    factor: at x = −10 it is five units in the last place.
-    """
+def exponential(b_x):
+    """e^x, results below the normal range flushed to zero: one instruction instead of four."""
     if INTERPRETED:
         return tl.exp(b_x)
-    b_two = b_x * LOG2E
-    b_e = tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;",
         "=f,f",
-        [b_two],
+        [b_x * LOG2E],
         dtype=tl.float32,
         is_pure=True,
         pack=1,
     )
-    if PRECISION == "tf32x3":
-        b_lost = tl.fma(b_x, tl.full(b_x.shape, LOG2E, tl.float32), -b_two) + b_x * LOG2E_REST
-        b_e += b_e * (b_lost * LN2)
-    return b_e
 
 
 @triton.jit
@@ -181,14 +169,12 @@ def key_exponents(b_k, beta, ok, BD: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def slot_softmax(
-    b_q, alpha, b_log_mass, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr
-):
+def slot_softmax(b_q, alpha, b_log_mass, D: tl.constexpr, BD: tl.constexpr):
     """Rows of A: unnormalised softmax over the slots ``[BT, BD]``, and the normalisers ``[BT]``."""
     b_x = widen(b_q, BD) * alpha + b_log_mass[None, :]
     if D < BD:
         b_x = tl.where((tl.arange(0, BD) < D)[None, :], b_x, NEVER)
-    b_e = exponential(b_x - tl.max(b_x, 1)[:, None], PRECISION)
+    b_e = exponential(b_x - tl.max(b_x, 1)[:, None])
     return b_e, tl.sum(b_e, 1)
 
 
@@ -216,7 +202,7 @@ def block_softmax(
         b_s = tl.where(ok[None, :], b_s, NEVER)
     if CAUSAL:
         b_s = tl.where(tokens[:, None] >= tokens[None, :], b_s, NEVER)
-    b_p = exponential(b_s - tl.max(b_s, 1)[:, None], PRECISION)
+    b_p = exponential(b_s - tl.max(b_s, 1)[:, None])
     if not EVEN:
         # In a row that sees no key every entry is 2^0; such a row must count for nothing.
         b_p = tl.where(b_s > NEVER * 0.5, b_p, 0.0)
@@ -230,8 +216,8 @@ def block_softmax(
 def add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION: tl.constexpr):
     """Take exponents ``[BD, BT]`` and values ``[BT, BE]`` into a running summary ``[BD, BE]``."""
     b_new = tl.maximum(b_peak, tl.max(b_x, 1))
-    b_shrink = exponential(b_peak - b_new, PRECISION)
-    b_e = exponential(b_x - b_new[:, None], PRECISION)
+    b_shrink = exponential(b_peak - b_new)
+    b_e = exponential(b_x - b_new[:, None])
     b_mass = b_mass * b_shrink + tl.sum(b_e, 1)
     b_sum = b_sum * b_shrink[:, None]
     b_sum = tl.dot(b_e.to(b_v.dtype), b_v, b_sum, input_precision=PRECISION)
