@@ -1,4 +1,4 @@
-"""Write the tables of docs/instruments.md from the results: ``python -m experiments.report``.
+"""Write the tables of the docs from the results: ``python -m experiments.report``.
 
 Nothing between their marks is written by hand; this program puts it there.
 """
@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import fill
+
+from experiments.recovery_table import recovery
+from experiments.tables import table
 
 RESULTS = Path("experiments/results")
 COSTS = Path("benchmarks/results/instruments.json")
@@ -36,7 +39,7 @@ def main() -> None:
     figure_1 = json.loads((RESULTS / "figure-1.json").read_text("utf-8"))
     fill(PAGE, "figure-1", training(figure_1))
     fill(PAGE, "figure-2", distances(figure_2))
-    for name, table in (
+    for name, write in (
         ("theorem-3-3", theorem_3_3),
         ("proposition-3-1", proposition_3_1),
         ("equation-28", equation_28),
@@ -45,14 +48,10 @@ def main() -> None:
         ("temperature", temperature),
         ("small-print", small_print),
     ):
-        fill(PAGE, name, table(theory) + "\n\n" + made_by(theory))
+        fill(PAGE, name, write(theory) + "\n\n" + made_by(theory))
+    found = json.loads((RESULTS / "minilm_recovery.json").read_text("utf-8"))
+    fill(Path("docs/huggingface.md"), "recovery", recovery(found))
     fill(PAGE, "costs", costs(json.loads(COSTS.read_text("utf-8"))))
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def made_by(results: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ def bench(
             metavar="NAME…",
             help="Only these: sdpa sdpa_flash sdpa_cudnn lln lln_matched lln_diag lln_compiled "
             "lln_diag_compiled; sdpa_causal sdpa_flash_causal sdpa_cudnn_causal lln_causal "
-            "fla_causal; flash_packed lln_packed; sdpa_decode lln_decode.",
+            "fla_causal fla_causal_raw; flash_packed lln_packed; sdpa_decode lln_decode.",
         ),
     ] = None,
     passes: Annotated[

@@ -43,12 +43,22 @@ def test_half_precision_is_judged_by_its_own_rounding(name):
 
 def test_the_definition_of_linear_attention_agrees_with_a_loop():
     query, key, value = torch.randn(3, 1, 5, 2, 4, dtype=torch.float64)
-    found = OPERATIONS["fla_causal"].exact(query, key, value)
+    query, key = query.abs(), key.abs()
+    raw = OPERATIONS["fla_causal_raw"].exact(query, key, value)
+    normalised = OPERATIONS["fla_causal"].exact(query, key, value)
     state = torch.zeros(1, 2, 4, 4, dtype=torch.float64)
     for step in range(5):
         state = state + key[:, step].unsqueeze(-1) * value[:, step].unsqueeze(-2)
-        expected = (query[:, step].unsqueeze(-2) @ state).squeeze(-2) / 2
-        torch.testing.assert_close(found[:, step], expected)
+        expected = (query[:, step].unsqueeze(-2) @ state).squeeze(-2)
+        torch.testing.assert_close(raw[:, step], expected / 2)
+        mass = (query[:, step] * key[:, : step + 1].sum(1)).sum(-1, keepdim=True)
+        torch.testing.assert_close(normalised[:, step], expected / mass)
+
+
+def test_inputs_of_normalised_linear_attention_are_positive():
+    query, key, _ = OPERATIONS["fla_causal"].layout.make(case_of("fla_causal"), "cpu", 0)
+    assert (query > 0).all()
+    assert (key > 0).all()
 
 
 def test_a_wrong_output_is_refused():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,12 @@ def _tokens_first(case: Case, device: str, seed: int) -> tuple[Tensor, ...]:
     return _normal(case, device, seed, shape, shape, shape)
 
 
+def _positive_tokens_first(case: Case, device: str, seed: int) -> tuple[Tensor, ...]:
+    """Queries and keys as a feature map leaves them, so that their normaliser cannot vanish."""
+    query, key, value = _tokens_first(case, device, seed)
+    return F.elu(query) + 1, F.elu(key) + 1, value
+
+
 def _packed(case: Case, device: str, seed: int) -> tuple[Tensor, ...]:
     shape = (case.batch * case.tokens, case.heads, case.width)
     ends = torch.tensor(sequence_ends(case.batch, case.tokens), dtype=torch.int32, device=device)
@@ -104,6 +111,7 @@ def _ends_of(tensor: Tensor, dim: int) -> Tensor:
 
 
 DENSE = Layout(_dense, lambda tensor: _ends_of(tensor[-1:], 1))
+POSITIVE_TOKENS_FIRST = Layout(_positive_tokens_first, lambda tensor: _ends_of(tensor[-1:], 2))
 TOKENS_FIRST = Layout(_tokens_first, lambda tensor: _ends_of(tensor[-1:], 2))
 PACKED = Layout(_packed, lambda tensor: _ends_of(tensor, 1) if tensor.dim() == 3 else tensor)
 DECODE = Layout(_decode, lambda tensor: _ends_of(tensor[-1:], 1))

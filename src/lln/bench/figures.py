@@ -31,6 +31,7 @@ _LOOKS: dict[str, tuple[str, str]] = {
     "sdpa_cudnn_causal": ("#000000", "o"),
     "lln_causal": ("#0072B2", "^"),
     "fla_causal": ("#009E73", "v"),
+    "fla_causal_raw": ("#9AD1BE", "v"),
 }
 # Whose crossover against the fastest softmax is marked.
 _MARKED = {"bidirectional": ("lln_matched", "lln_diag"), "causal": ("lln_causal",)}

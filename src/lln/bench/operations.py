@@ -18,7 +18,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lln
-from lln.bench.cases import DECODE, DENSE, PACKED, TOKENS_FIRST, Case, Layout
+from lln.bench.cases import (
+    DECODE,
+    DENSE,
+    PACKED,
+    POSITIVE_TOKENS_FIRST,
+    TOKENS_FIRST,
+    Case,
+    Layout,
+)
 
 # Matched values for unit-variance inputs at D = 64; any fixed number costs the same.
 ALPHA = BETA = 2.27
@@ -226,17 +234,19 @@ def _summary_bytes(case: Case) -> int:
     return 2 * 4 * case.batch * case.heads * case.width * (case.width + 1)
 
 
-def _linear_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Unnormalised linear attention of ``[B, N, H, D]`` by its definition: (qkᵀ ∘ mask)v / √D."""
+def _linear_causal(query: Tensor, key: Tensor, value: Tensor, normalised: bool = False) -> Tensor:
+    """Linear attention of ``[B, N, H, D]`` by its definition: (qkᵀ ∘ mask)v / √D."""
     query, key, value = (side.transpose(1, 2) for side in (query, key, value))
     scores = (query @ key.mT * query.shape[-1] ** -0.5).tril()
+    if normalised:
+        scores = scores / scores.sum(-1, keepdim=True)
     return (scores @ value).transpose(1, 2)
 
 
-def _fla(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _fla(query: Tensor, key: Tensor, value: Tensor, normalised: bool = False) -> Tensor:
     from fla.ops.linear_attn import chunk_linear_attn
 
-    return chunk_linear_attn(query, key, value, normalize=False)[0]
+    return chunk_linear_attn(query, key, value, normalize=normalised)[0]
 
 
 def _needs(module: str, sentence: str) -> Callable[[], str | None]:
@@ -248,6 +258,18 @@ def _needs(module: str, sentence: str) -> Callable[[], str | None]:
 
     return missing
 
+
+_FLA = Operation(
+    "fla chunk_linear_attn, not normalised",
+    _fla,
+    _linear_causal,
+    _linear_causal,
+    kind="linear",
+    group="causal",
+    linear=False,
+    layout=TOKENS_FIRST,
+    missing=_needs("fla", "it needs the package fla (pip install flash-linear-attention)"),
+)
 
 OPERATIONS: dict[str, Operation] = {
     "sdpa": _softmax("softmax (SDPA)", None),
@@ -264,17 +286,15 @@ OPERATIONS: dict[str, Operation] = {
     "sdpa_flash_causal": _softmax("softmax (flash)", "FLASH_ATTENTION", causal=True),
     "sdpa_cudnn_causal": _softmax("softmax (cuDNN)", "CUDNN_ATTENTION", causal=True),
     "lln_causal": replace(_lln("LLN, causal", (4, 11), _given_causal), group="causal"),
-    "fla_causal": Operation(
-        "fla chunk_linear_attn",
-        _fla,
-        _linear_causal,
-        _linear_causal,
-        kind="linear",
-        group="causal",
-        linear=False,
-        layout=TOKENS_FIRST,
-        missing=_needs("fla", "it needs the package fla (pip install flash-linear-attention)"),
+    "fla_causal": replace(
+        _FLA,
+        label="fla chunk_linear_attn",
+        run=partial(_fla, normalised=True),
+        exact=partial(_linear_causal, normalised=True),
+        plain=partial(_linear_causal, normalised=True),
+        layout=POSITIVE_TOKENS_FIRST,
     ),
+    "fla_causal_raw": _FLA,
     "flash_packed": Operation(
         "softmax (flash), packed",
         _flash_packed,

@@ -18,7 +18,13 @@ PASSES = {"forward": False, "both": True}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 _GPU_DENSE = ("sdpa_flash", "sdpa_cudnn", "lln", "lln_matched", "lln_diag")
-_GPU_CAUSAL = ("sdpa_flash_causal", "sdpa_cudnn_causal", "lln_causal", "fla_causal")
+_GPU_CAUSAL = (
+    "sdpa_flash_causal",
+    "sdpa_cudnn_causal",
+    "lln_causal",
+    "fla_causal",
+    "fla_causal_raw",
+)
 _GPU_FEW = ("sdpa_flash", "sdpa_cudnn", "lln", "lln_diag")
 _CPU = ("sdpa", "lln", "lln_matched", "lln_diag", "sdpa_causal", "lln_causal")
 

@@ -1,0 +1,57 @@
+"""The tables of recovery training in docs/huggingface.md, from the experiment's results."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from experiments.tables import table
+
+NAMES = {
+    "softmax": "softmax (the original)",
+    "lln": "LLN",
+    "lln_diag": "LLN + Diag",
+    "lln_diag_gate": "LLN + Diag, learned gate",
+    "diag": "Diag alone",
+    "elu": "ELU + 1",
+    "hedgehog": "Hedgehog",
+}
+STAGES = ("converted", "layers", "output")
+
+
+def recovery(results: dict[str, Any]) -> str:
+    """Cosine and rank correlation with the original, before, between and after."""
+    setup, rows = results["setup"], results["rows"]
+    lengths = list(setup["documents"])
+    parts = []
+    for measure, title in (("cosine", "cosine"), ("spearman", "Spearman")):
+        head = [title, "seeds", *(f"{int(tokens):,} tokens" for tokens in lengths)]
+        lines = []
+        for name, label in NAMES.items():
+            found = [row for key, row in rows.items() if key.split()[0] == name]
+            if found:
+                cells = [_cell(found, tokens, measure) for tokens in lengths]
+                lines.append([label, str(len(found)) if name != "softmax" else "", *cells])
+        parts.append(table(head, lines))
+    held_out = ", ".join(f"{count} of {tokens}" for tokens, count in setup["documents"].items())
+    parts.append(
+        "Converted → every layer trained by itself → the whole trained; means over the seeds, ± "
+        "their standard deviation at the end. Held-out texts: "
+        f"{held_out} tokens. Training: {setup['layer_steps']} + {setup['end_steps']} steps of "
+        f"{setup['batch_tokens']:,} tokens, 512 a text, bfloat16 by autocast. {setup['note']} "
+        f"{setup['device']}, torch {setup['torch']}, transformers {setup['transformers']}, commit "
+        f"`{setup['commit']}`; made by `{setup['command']}`."
+    )
+    return "\n\n".join(parts)
+
+
+def _cell(found: list[dict[str, Any]], tokens: str, measure: str) -> str:
+    stages = []
+    for stage in STAGES:
+        numbers = [row[stage][tokens][measure] for row in found if stage in row]
+        if numbers:
+            stages.append(f"{statistics.mean(numbers):.3f}")
+    if len(stages) == len(STAGES) and len(found) > 1:
+        last = [row["output"][tokens][measure] for row in found]
+        stages[-1] += f" ± {statistics.stdev(last):.3f}"
+    return " → ".join(stages)
