@@ -30,6 +30,8 @@ class Card:
         adds: Parameters beyond the four projections (of a core), or all of them in words.
         oracle: What the tests compare it with.
         departures: Where the default differs from published code, and which ``compat`` undoes it.
+        layers_per_block: Blocks only: how many of them replace one layer of attention and
+            feed-forward, so that parameters come out alike (FLASH: 2).
     """
 
     name: str
@@ -48,3 +50,4 @@ class Card:
     random: str = ""
     adds: str = "none"
     departures: str = ""
+    layers_per_block: int = 1
