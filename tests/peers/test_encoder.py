@@ -16,8 +16,9 @@ SIZES = {"embed_dim": WIDTH, "num_heads": HEADS, "max_len": MAX_LEN}
 
 def encoder(name="softmax", seed=0, **changes):
     torch.manual_seed(seed)
-    options = {"depth": 2, **SIZES, **SMALL.get(name, {}), **changes}
-    return Encoder(name, **options).double().eval()
+    # The place of a layer is the encoder's to tell.
+    small = {k: v for k, v in SMALL.get(name, {}).items() if k not in ("layer", "layers")}
+    return Encoder(name, **{"depth": 2, **SIZES, **small, **changes}).double().eval()
 
 
 def vectors(length=40):

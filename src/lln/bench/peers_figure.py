@@ -107,8 +107,8 @@ def _name_lines(axes: Axes) -> None:
         heights[-1 - index] = min(heights[-1 - index], 1.0 - index * _APART)
     for height, line in zip(heights, lines, strict=True):
         axes.annotate(
-            str(line.get_label()), (1.02, height), xycoords="axes fraction", va="center", fontsize=7.5,
-            color=line.get_color(), annotation_clip=False,
+            str(line.get_label()), (1.02, height), xycoords="axes fraction", va="center",
+            fontsize=7.5, color=line.get_color(), annotation_clip=False,
         )  # fmt: skip
 
 
