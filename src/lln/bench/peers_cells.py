@@ -1,5 +1,7 @@
 """Time and memory of one layer of any attention system at one shape.
 
+Where the layers of a system differ, the mean over one period of them.
+
 Cores and mixers are measured as `lln.peers.build` gives them, projections included. A block also
 does the work of a feed-forward, so blocks are measured as what stands for one encoder layer, and
 `FRAME`, softmax attention with its feed-forward, is the row to compare them with.
@@ -60,20 +62,32 @@ class PeerCell:
         return f"{self.part}: {self.system} {self.passes} B{self.batch} N{self.tokens}"
 
 
-def build_layer(system: str, size: LayerSize, tokens: int) -> nn.Module:
-    """What stands for one layer of the system, called with ``[B, N, W]``.
+def layers_of(system: str) -> int:
+    """How many layers are measured at once: one, or a period of those that differ."""
+    return 1 if system == FRAME else peers.card(system).period
+
+
+def build_layers(system: str, size: LayerSize, tokens: int, **options: Any) -> nn.Module:
+    """What stands for `layers_of` layers of the system, called with ``[B, N, W]``.
 
     Args:
         system: Of `lln.peers.available`, or `FRAME`.
-        size: Of the layer.
+        size: Of a layer.
         tokens: The longest sequence it will see.
+        **options: Of the system.
     """
-    sizes: dict[str, Any] = {"embed_dim": size.width, "num_heads": size.heads, "max_len": tokens}
+    sizes: dict[str, Any] = options | {
+        "embed_dim": size.width,
+        "num_heads": size.heads,
+        "max_len": tokens,
+    }
+    layers = layers_of(system)
     if system == FRAME:
         return peers.Encoder("softmax", depth=1, **sizes)
     if peers.card(system).kind == "block":
-        return peers.Encoder(system, depth=1, **sizes)
-    return peers.build(system, **sizes)
+        return peers.Encoder(system, depth=layers, **sizes)
+    built = (peers.build(system, **sizes, layer=n, layers=layers) for n in range(layers))
+    return nn.Sequential(*built)
 
 
 def is_linear(system: str) -> bool:
@@ -111,37 +125,38 @@ def _measure(
     torch.manual_seed(0)
     begin = time.perf_counter()
     dtype, backward = getattr(torch, size.dtype), cell.passes == "both"
-    layer = build_layer(cell.system, size, cell.tokens).to(device, dtype).train(backward)
+    layers = build_layers(cell.system, size, cell.tokens).to(device, dtype).train(backward)
     x = torch.randn(cell.batch, cell.tokens, size.width, device=device, dtype=dtype)
     row: dict[str, Any] = {
         "setup_seconds": time.perf_counter() - begin,
-        "weights_bytes": sum(one.nbytes for one in (*layer.parameters(), *layer.buffers())),
+        "weights_bytes": sum(one.nbytes for one in (*layers.parameters(), *layers.buffers())),
     }
-    call, held = _bind(layer, x, backward)
+    call, held = _bind(layers, x, backward)
     # The first call also compiles kernels.
     if _seconds_of(call) >= limit and _seconds_of(call) >= limit:
         return {**row, **over(limit)}
     on_gpu = device == "cuda"
-    row["peak_bytes"] = held + (gpu_peak(call) if on_gpu else cpu_peak(call))
-    row["milliseconds"] = gpu_median(call, seconds) if on_gpu else cpu_median(call, seconds)
+    count = layers_of(cell.system)
+    row["peak_bytes"] = (held + (gpu_peak(call) if on_gpu else cpu_peak(call))) / count
+    row["milliseconds"] = (gpu_median if on_gpu else cpu_median)(call, seconds) / count
     return {**row, "status": "timed"}
 
 
-def _bind(layer: nn.Module, x: Tensor, backward: bool) -> tuple[Callable[[], Tensor], int]:
+def _bind(layers: nn.Module, x: Tensor, backward: bool) -> tuple[Callable[[], Tensor], int]:
     """The call to time, which returns the output, and the bytes it holds before it starts."""
-    weights = [weight for weight in layer.parameters() if weight.requires_grad]
-    held = x.nbytes + sum(one.nbytes for one in (*layer.parameters(), *layer.buffers()))
+    weights = [weight for weight in layers.parameters() if weight.requires_grad]
+    held = x.nbytes + sum(one.nbytes for one in (*layers.parameters(), *layers.buffers()))
     if not backward:
 
         def forward() -> Tensor:
             with torch.no_grad():
-                return layer(x)
+                return layers(x)
 
         return forward, held
     leaf, upstream = x.detach().requires_grad_(), torch.randn_like(x)
 
     def both() -> Tensor:
-        out = layer(leaf)
+        out = layers(leaf)
         torch.autograd.grad(out, (leaf, *weights), upstream)
         return out.detach()
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lln.errors import InvalidInputError
+from lln.peers.card import Card
 from lln.peers.encoder import compare_parameters
 from lln.peers.families import FAMILIES
 from lln.peers.options import options_of
@@ -100,9 +101,7 @@ def description(name: str) -> str:
         "random": one.random,
         "adds": one.adds,
         "parameters": f"{count.total:,}, {count.relative:.3f}× softmax, {SIZE_IN_WORDS}",
-        "layers": f"{one.layers_per_block} blocks stand for one layer"
-        if one.layers_per_block > 1
-        else "",
+        "layers": _layers(one),
         "checked with": one.oracle,
         "departures": one.departures,
     }
@@ -126,6 +125,15 @@ def check_names(names: Iterable[str], option: str) -> None:
         raise InvalidInputError(
             f"{option} must be of {', '.join(available())}; got {', '.join(unknown)}."
         )
+
+
+def _layers(one: Card) -> str:
+    said = []
+    if one.layers_per_block > 1:
+        said.append(f"{one.layers_per_block} blocks stand for one layer")
+    if one.period > 1:
+        said.append(f"they differ, {one.period} of them hold the pattern")
+    return "; ".join(said)
 
 
 def _yes(value: bool) -> str:

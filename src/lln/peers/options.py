@@ -41,7 +41,10 @@ def options_of(name: str) -> tuple[Option, ...]:
 
 
 def _own(system: type) -> tuple[Option, ...]:
-    said = _arguments(inspect.getdoc(system)) | _arguments(inspect.getdoc(system.__init__))
+    said: dict[str, str] = {}
+    # What a class says goes over what its bases say.
+    for one in reversed(system.__mro__):
+        said |= _arguments(one.__doc__) | _arguments(vars(one).get("__init__", one).__doc__)
     parameters = inspect.signature(system).parameters.values()
     return tuple(
         Option(one.name, one.default, said.get(one.name, ""))
@@ -54,7 +57,7 @@ def _arguments(documentation: str | None) -> dict[str, str]:
     """What the ``Args:`` of a docstring say, each on one line."""
     found: dict[str, str] = {}
     indent, current = None, ""
-    lines = iter((documentation or "").splitlines())
+    lines = iter(inspect.cleandoc(documentation or "").splitlines())
     for line in lines:
         if line.strip() == "Args:":
             break
