@@ -6,6 +6,7 @@ work, sorting, and Fourier transforms, whose N log N then counts as N.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from lln.bench.timing import cpu_peak
 # So narrow that what grows with N² shows beside the projections.
 WIDTH, HEADS = 16, 2
 SHORT, LONG = 512, 2048
-# N log N is N^1.11 between these lengths, N √N is N^1.5.
-LINEAR, FASTER = 1.12, 1.2
+# N log N is N^1.14 between these lengths, and nobody has as much of it. N √N, diluted by
+# projections, is more than N^1.2.
+LINEAR, FASTER = 1.1, 1.2
 
 
 class Written(TorchDispatchMode):
@@ -45,37 +47,35 @@ class Written(TorchDispatchMode):
         return out
 
 
-def layers_of(name):
+def step(name, length):
+    """Forward and backward of a system built for sequences of this length."""
     torch.manual_seed(0)
     small = {k: v for k, v in SMALL.get(name, {}).items() if k not in ("layer", "layers")}
-    return build_layers(name, LayerSize(WIDTH, HEADS, "float32"), LONG, **small).train()
+    layers = build_layers(name, LayerSize(WIDTH, HEADS, "float32"), length, **small).train()
+    return backward_of(layers, length)
 
 
-def step(layers, length):
+def backward_of(function, length):
     x = torch.randn(1, length, WIDTH, requires_grad=True)
-    return lambda: torch.autograd.grad(layers(x).sum(), (x, *layers.parameters()))
+    return lambda: function(x).sum().backward()
 
 
-def work(layers, length):
-    call = step(layers, length)
+def work(call):
     # Fused softmax does not say what it does; written out, it does the same work.
-    with (
-        sdpa_kernel(SDPBackend.MATH),
-        FlopCounterMode(display=False) as products,
-        Written() as all_,
-    ):
+    products, numbers = FlopCounterMode(display=False), Written()
+    with sdpa_kernel(SDPBackend.MATH), products, numbers:
         call()
-    return products.get_total_flops() + all_.total
+    return products.get_total_flops() + numbers.total
 
 
-def exponent(measure, layers):
-    few, many = (measure(layers, length) for length in (SHORT, LONG))
+def exponent(measure, make):
+    few, many = (measure(make(length)) for length in (SHORT, LONG))
     return math.log(many / few) / math.log(LONG / SHORT)
 
 
 @pytest.mark.parametrize("name", peers.available())
 def test_work_grows_as_the_card_says(name):
-    found = exponent(work, layers_of(name))
+    found = exponent(work, partial(step, name))
     if peers.card(name).is_linear:
         assert found < LINEAR
     else:
@@ -84,20 +84,23 @@ def test_work_grows_as_the_card_says(name):
 
 @pytest.mark.parametrize("name", [name for name in peers.available() if peers.card(name).is_linear])
 def test_memory_of_linear_systems_grows_linearly(name):
-    layers = layers_of(name)
-    assert exponent(lambda layers, length: cpu_peak(step(layers, length)), layers) < LINEAR
+    assert exponent(cpu_peak, partial(step, name)) < LINEAR
 
 
 def test_what_is_counted():
-    class Square(torch.nn.Module):
-        def forward(self, x):
-            return torch.softmax(x @ x.mT, -1) @ x
+    def square(x):
+        return torch.softmax(x @ x.mT, -1) @ x
+
+    def fused(x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    def without_products(x):
+        return (x.unsqueeze(1) - x.unsqueeze(2)).square().sum(1)
 
     def transform(x):
         return torch.fft.irfft(torch.fft.rfft(x, dim=1), n=x.shape[1], dim=1)
 
-    assert exponent(work, Square()) > 1.9
-    assert exponent(lambda layers, length: cpu_peak(step(layers, length)), Square()) > 1.9
-    transforming = Square()
-    transforming.forward = transform
-    assert 0.95 < exponent(work, transforming) < 1.05
+    for function in (square, fused, without_products):
+        assert exponent(work, partial(backward_of, function)) > 1.9
+    assert exponent(cpu_peak, partial(backward_of, square)) > 1.9
+    assert 0.95 < exponent(work, partial(backward_of, transform)) < LINEAR
