@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 # In every panel, so that each family is seen beside them; the frame beside blocks only.
 _BESIDE = {"softmax": "#000000", "lln": "#0072B2", "lln_diag": "#D55E00"}
 _FRAME_COLOUR = "#777777"
-_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8B6914", "#6A3D9A")
+# Ten that differ in lightness too; markers say it again.
+_COLOURS = (
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#8B6914",
+    "#6A3D9A",
+    "#B22222",
+    "#2F6B6B",
+    "#8DB600",
+    "#FF8FA3",
+)
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<", ">")
 # Names stand below each other at this distance, in shares of the panel's height.
 _APART = 0.062
@@ -80,7 +92,7 @@ def _panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], field: str) ->
     others = [name for name in names if name not in _BESIDE]
     for name in names:
         index = others.index(name) if name in others else 0
-        colour = _BESIDE.get(name, _COLOURS[index % len(_COLOURS)])
+        colour = _BESIDE.get(name, _COLOURS[index])
         _line(axes, rows, name, field, color=colour, marker=_MARKERS[index])
 
 
