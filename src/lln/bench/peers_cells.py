@@ -115,7 +115,7 @@ def measure_cell(cell: PeerCell, size: LayerSize, device: str, seconds: float, l
             lines = str(error).strip().splitlines() or [""]
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
     # Here the exception and the frames it kept alive, layer included, are gone.
-    free_memory()
+    free_memory(collect=row["status"] != "timed")
     return row
 
 
