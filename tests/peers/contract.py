@@ -9,6 +9,10 @@ WIDTH, HEADS, MAX_LEN = 32, 2, 96
 # Sizes at which a system does at test length what it does at full length.
 SMALL: dict[str, dict[str, object]] = {
     "nystromformer": {"landmarks": 8},
+    "diag": {"block_size": 16},
+    "lln_diag": {"block_size": 16},
+    "performer": {"features": 24},
+    "rfa": {"features": 12, "pool": 8},
 }
 
 

@@ -1,0 +1,76 @@
+"""Block-diagonal softmax attention alone: the short-range half of LLN+Diag."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lln.attention import block_diagonal_attention
+from lln.checks import check_block_size
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Core, visible
+from lln.precision import accumulation_dtype
+
+
+class BlockDiagonal(Core):
+    """Softmax attention inside consecutive blocks: P_ij = 0 unless ⌊i/b⌋ = ⌊j/b⌋.
+
+    Args:
+        host: Sizes and place of the layer.
+        block_size: b, tokens in a block; the last block may be short.
+    """
+
+    card = Card(
+        name="diag",
+        title="Block-diagonal attention",
+        kind="core",
+        citation="Qin et al. 2022 (DiagAttention), arXiv 2210.10340; LLN, section 4.2",
+        equation="P = softmax(QKᵀ/√d) inside blocks of b tokens, 0 outside",
+        complexity="O(N b d)",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=False,
+        oracle="dense form; softmax where b ≥ N",
+    )
+
+    def __init__(self, host: Host, *, block_size: int = 64) -> None:
+        """See the class."""
+        super().__init__(host)
+        check_block_size(block_size)
+        self.block_size = block_size
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `Core.forward`."""
+        return block_diagonal_attention(
+            query,
+            key,
+            value,
+            block_size=self.block_size,
+            key_mask=key_mask,
+            is_causal=self.host.is_causal,
+        )
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """See `Core.matrix`."""
+        return block_matrix(query, key, self.block_size, key_mask, self.host.is_causal)
+
+
+def block_matrix(
+    query: Tensor, key: Tensor, block_size: int, key_mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """The dense form ``[B, H, N, N]``; rows that see no key are zero."""
+    wide = accumulation_dtype(query.dtype)
+    scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
+    block = torch.arange(query.shape[-2], device=query.device) // block_size
+    allowed = block[:, None] == block
+    seen = visible(query, key_mask, is_causal)
+    if seen is not None:
+        allowed = allowed & seen
+    return scores.masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(0.0)

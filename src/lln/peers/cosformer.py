@@ -1,0 +1,53 @@
+"""cosFormer: ReLU features weighted by the cosine of the distance."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lln.peers.card import Card
+from lln.peers.linear import LinearCore
+
+
+class CosFormer(LinearCore):
+    """Linear attention with weights max(0, q_i)·max(0, k_j) · cos(π/2 · (i − j)/L), no 1/√d.
+
+    cos(a − b) = cos a cos b + sin a sin b splits the weight, so that the features of token i are
+    [φ(x) sin(πi/2L) ; φ(x) cos(πi/2L)] with φ(x) = max(0, x). L is the host's ``max_len``, never
+    the length of the batch: padding then changes nothing. A row whose features meet no key's is
+    zero.
+    """
+
+    card = Card(
+        name="cosformer",
+        title="cosFormer",
+        kind="core",
+        citation="Qin et al. 2022, arXiv 2202.08791",
+        equation="P_ij ∝ max(0, q_i)·max(0, k_j) cos(π(i − j)/2L)",
+        complexity="O(N d²)",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=False,
+        needs_max_len=True,
+        oracle="dense form",
+        departures="L is max_len, where the authors' code takes the length of the batch, which "
+        "makes a sample depend on its padding",
+    )
+
+    def features(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `LinearCore.features`."""
+        tokens = query.shape[-2]
+        position = torch.arange(tokens, device=query.device, dtype=query.dtype)
+        angle = (position * (math.pi / 2 / self.host.max_len)).unsqueeze(-1)
+        sine, cosine = angle.sin(), angle.cos()
+        query, key = query.relu(), key.relu()
+        return (
+            torch.cat((query * sine, query * cosine), dim=-1),
+            torch.cat((key * sine, key * cosine), dim=-1),
+        )

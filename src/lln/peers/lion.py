@@ -1,0 +1,272 @@
+"""LION-D and LION-S: full linear attention whose weights fade with the distance.
+
+Both triangles of the fading mask are products of decays, so that two running sums over chunks of
+tokens, one from each end, replace the N×N mask.
+
+Dimension legend: B batch, H heads, N tokens, D head width, M features, E value width, G chunks,
+C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Core, Peer
+from lln.precision import accumulation_dtype, without_autocast
+
+# Tokens whose part of the mask is formed at once.
+CHUNK = 64
+
+# Denominators below this are raised to it.
+_FLOOR = 1e-6
+
+
+class LionD(Core):
+    """LION-D: P_ij ∝ φ(q_i)·φ(k_j) a^|i−j|, a = sigmoid(w) learned per head.
+
+    φ(x) = (silu(x) + ½)/‖silu(x) + ½‖, which is positive. |i − j| counts real tokens, so that
+    padding anywhere is as if it were not there.
+
+    Args:
+        host: Sizes and place of the layer.
+        features: ``"silu"``, or ``"elu"`` for φ(x) = elu(x) + 1: with a = 1 the Linear Transformer
+            (LION-LIT).
+    """
+
+    card = Card(
+        name="lion_d",
+        title="LION-D",
+        kind="core",
+        citation="Afzal et al. 2025, arXiv 2502.16249",
+        equation="P_ij ∝ φ(q_i)·φ(k_j) a^|i−j|, a = sigmoid(w), φ(x) = (silu(x)+½)/‖silu(x)+½‖",
+        complexity="O(N d² + N C d)",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=False,
+        random="w ~ N(0, 1) at construction",
+        adds="H (w)",
+        oracle="dense form",
+        departures="by chunks in linear time, where the authors train with the N×N mask; the "
+        "denominator is clamped at 1e-6 instead of 1e-6 being added; causal = the lower triangle",
+    )
+
+    def __init__(self, host: Host, *, features: Literal["silu", "elu"] = "silu") -> None:
+        """See the class."""
+        super().__init__(host)
+        _check_features(features)
+        self.features = features
+        self.decay = nn.Parameter(torch.randn(host.num_heads))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `Core.forward`."""
+        batch, heads, tokens, _ = query.shape
+        with without_autocast(query):
+            decay = F.logsigmoid(self.decay.to(accumulation_dtype(query.dtype)))
+            log_decay = decay[:, None].expand(batch, heads, tokens)
+            return fading_attention(
+                query, key, value, log_decay, key_mask, self.features, self.host.is_causal
+            )
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """See `Core.matrix`."""
+        wide = accumulation_dtype(query.dtype)
+        real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+        real = real if key_mask is None else key_mask
+        position = real.to(wide).cumsum(-1)
+        distance = (position[:, None, :, None] - position[:, None, None, :]).abs()
+        mask = self.decay.to(wide).sigmoid()[:, None, None] ** distance
+        mask = torch.where(real[:, None, None, :], mask, 0.0)
+        kernel = _map(query.to(wide), self.features) @ _map(key.to(wide), self.features).mT
+        weights = (kernel * mask).tril() if self.host.is_causal else kernel * mask
+        return weights / weights.sum(-1, keepdim=True).clamp_min(_FLOOR)
+
+
+class LionS(Peer):
+    """LION-S: P_ij ∝ φ(q_i)·φ(k_j) M_ij with decays a_i = 1 − sigmoid(w·x_i + b) per head.
+
+        M_ij = a_j a_{j+1} … a_{i−1} for j < i, 1 for j = i, a_{i+1} … a_j for j > i
+
+    A key's own decay counts, a query's own does not, from both sides. The decays come from the
+    tokens and not from q and k, hence a mixer. φ as in `LionD`; padding does not decay.
+
+    Args:
+        host: Sizes and place of the layer.
+        features: As in `LionD`.
+    """
+
+    card = Card(
+        name="lion_s",
+        title="LION-S",
+        kind="mixer",
+        citation="Afzal et al. 2025, arXiv 2502.16249",
+        equation="P_ij ∝ φ(q_i)·φ(k_j) ∏ a over the gap, a_i = 1 − sigmoid(w·x_i + b)",
+        complexity="O(N d² + N C d)",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=False,
+        adds="projections and (D + 1) H of the decays",
+        oracle="dense form",
+        departures="as lion_d; no token is exempt from decay, where the authors' vision code "
+        "exempts the class token",
+    )
+
+    def __init__(self, host: Host, *, features: Literal["silu", "elu"] = "silu") -> None:
+        """See the class."""
+        super().__init__(host)
+        _check_features(features)
+        self.features = features
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
+        )
+        self.decay = nn.Linear(host.embed_dim, host.num_heads)
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Peer.mix`."""
+        query, key, value = self._heads(x)
+        log_decay = self._log_decay(x)
+        with without_autocast(x):
+            out = fading_attention(
+                query, key, value, log_decay, key_mask, self.features, self.host.is_causal
+            )
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """The attention matrix ``[B, H, N, N]``, dense, written as in the class."""
+        self._check(x, key_mask)
+        query, key, _ = self._heads(x)
+        log_decay = self._log_decay(x)
+        if key_mask is not None:
+            log_decay = torch.where(key_mask[:, None], log_decay, 0.0)
+        up_to = log_decay.cumsum(-1)
+        before = up_to - log_decay
+        below = (before[..., :, None] - before[..., None, :]).tril(-1)
+        above = (up_to[..., None, :] - up_to[..., :, None]).triu(1)
+        wide = log_decay.dtype
+        kernel = _map(query.to(wide), self.features) @ _map(key.to(wide), self.features).mT
+        weights = kernel * (below + above).exp()
+        if self.host.is_causal:
+            weights = weights.tril()
+        if key_mask is not None:
+            weights = torch.where(key_mask[:, None, None], weights, 0.0)
+        return weights / weights.sum(-1, keepdim=True).clamp_min(_FLOOR)
+
+    def _log_decay(self, x: Tensor) -> Tensor:
+        # log(1 − sigmoid(y)) = logsigmoid(−y), without the cancellation.
+        logits = self.decay(x).to(accumulation_dtype(x.dtype))
+        return F.logsigmoid(-logits).transpose(1, 2)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (
+            project(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        return query, key, value
+
+
+def fading_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    key_mask: Tensor | None,
+    features: str,
+    is_causal: bool,
+) -> Tensor:
+    """The row-normalised attention of both systems, ``[B, H, N, E]``.
+
+    Args:
+        query: ``[B, H, N, D]``.
+        key: Like query.
+        value: ``[B, H, N, E]``.
+        log_decay: log a ``[B, H, N]``, at most 0, in the accumulation dtype.
+        key_mask: bool ``[B, N]``.
+        features: ``"silu"`` or ``"elu"``.
+        is_causal: Whether only the lower triangle counts.
+    """
+    wide = log_decay.dtype
+    features_q, features_k = _map(query.to(wide), features), _map(key.to(wide), features)
+    if key_mask is not None:
+        features_k = torch.where(key_mask[:, None, :, None], features_k, 0.0)
+        log_decay = torch.where(key_mask[:, None], log_decay, 0.0)
+    values = F.pad(value.to(wide), (0, 1), value=1.0)
+    out = fading_sums(features_q, features_k, values, log_decay, is_causal)
+    return (out[..., :-1] / out[..., -1:].clamp_min(_FLOOR)).to(value.dtype)
+
+
+def fading_sums(
+    features_q: Tensor, features_k: Tensor, values: Tensor, log_decay: Tensor, is_causal: bool
+) -> Tensor:
+    """Σ_j φ(q_i)·φ(k_j) M_ij v_j with the M of `LionS`, ``[B, H, N, E]``, in linear time."""
+    tokens = features_q.shape[-2]
+    short = -tokens % CHUNK
+    chunks_q, chunks_k, chunks_v = (
+        F.pad(tensor, (0, 0, 0, short)).unflatten(-2, (-1, CHUNK))
+        for tensor in (features_q, features_k, values)
+    )
+    decay = F.pad(log_decay, (0, short)).unflatten(-1, (-1, CHUNK))
+    up_to = decay.cumsum(-1)
+    before, total = up_to - decay, up_to[..., -1:]
+    gap = before[..., :, None] - before[..., None, :]
+    if is_causal:
+        # Above the diagonal the gap is negative and exp might overflow before it is cut off.
+        gap = gap.tril()
+    else:
+        lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).tril()
+        gap = torch.where(lower, gap, up_to[..., None, :] - up_to[..., :, None])
+    weights = chunks_q @ chunks_k.mT * gap.exp()
+    own = (weights.tril() if is_causal else weights) @ chunks_v
+
+    # What each chunk leaves behind at its end, and what has come in at its start.
+    left = (chunks_k * (total - before).exp().unsqueeze(-1)).mT @ chunks_v
+    come = F.pad(running_sums(left, total)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
+    out = own + (chunks_q * before.exp().unsqueeze(-1)) @ come
+    if not is_causal:
+        # The same from the other end.
+        left = (chunks_k * up_to.exp().unsqueeze(-1)).mT @ chunks_v
+        come = running_sums(left.flip(-3), total.flip(-2)).flip(-3)
+        come = F.pad(come[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
+        out = out + (chunks_q * (total - up_to).exp().unsqueeze(-1)) @ come
+    return out.flatten(-3, -2)[..., :tokens, :]
+
+
+def running_sums(states: Tensor, log_decay: Tensor) -> Tensor:
+    """R_g = e^{L_g} R_{g−1} + S_g for all g at once, by doubling the reach ⌈log₂ G⌉ times.
+
+    Args:
+        states: S ``[B, H, G, M, E]``.
+        log_decay: L ``[B, H, G, 1]``.
+    """
+    count, reach = states.shape[-3], 1
+    while reach < count:
+        factor = log_decay[..., reach:, :].exp().unsqueeze(-1)
+        added = states[..., reach:, :, :] + factor * states[..., :-reach, :, :]
+        states = torch.cat((states[..., :reach, :, :], added), dim=-3)
+        longer = log_decay[..., reach:, :] + log_decay[..., :-reach, :]
+        log_decay = torch.cat((log_decay[..., :reach, :], longer), dim=-2)
+        reach *= 2
+    return states
+
+
+def _map(x: Tensor, features: str) -> Tensor:
+    if features == "elu":
+        return F.elu(x) + 1
+    positive = F.silu(x) + 0.5
+    return positive / torch.linalg.vector_norm(positive, dim=-1, keepdim=True)
+
+
+def _check_features(features: str) -> None:
+    if features not in ("silu", "elu"):
+        raise InvalidInputError(f"features must be 'silu' or 'elu', got {features!r}.")

@@ -1,0 +1,47 @@
+"""NaLaFormer: the query's length sets the sharpness of its row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln.peers.card import Card
+from lln.peers.linear import LinearCore
+
+
+class NaLaFormer(LinearCore):
+    """Linear attention whose query features are a direction to a power that grows with its length.
+
+    φ(q) = [max(0, q/n)^p ; max(0, −q/n)^p] with n = ‖q‖ and p = 3 (½ + tanh n), and
+    φ(k) = [max(0, k)³ ; max(0, −k)³].
+    """
+
+    card = Card(
+        name="nalaformer",
+        title="NaLaFormer",
+        kind="core",
+        citation="Meng et al. 2025, arXiv 2506.21137",
+        equation="P_ij ∝ φ(q_i)·φ(k_j), φ(q) = [(q/n)₊^p ; (−q/n)₊^p], p = 3(½ + tanh n), n = ‖q‖, "
+        "φ(k) = [k₊³ ; (−k)₊³]",
+        complexity="O(N d²)",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=True,
+        oracle="dense form",
+        departures="the kernel alone, without the authors' rotary positions, convolution, "
+        "LayerNorm and gate; the denominator is clamped at 1e-6 instead of 1e-6 being added",
+    )
+
+    def features(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `LinearCore.features`."""
+        length = torch.linalg.vector_norm(query, dim=-1, keepdim=True)
+        direction = query / length.clamp_min(1e-12)
+        power = 3 * (0.5 + length.tanh())
+        # One side of every pair is zero; a power of at least 1.5 has no gradient there.
+        features_q = torch.cat((direction, -direction), dim=-1).relu() ** power
+        features_k = torch.cat((key, -key), dim=-1).relu() ** 3
+        return features_q, features_k

@@ -1,0 +1,187 @@
+"""Performer: positive random features of the softmax kernel (FAVOR+).
+
+Dimension legend: B batch, H heads, N tokens, D head width, M features.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_count
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.linear import LinearCore
+
+# Added to the features of the relu kernel, as in the authors' code.
+_RELU_OFFSET = 1e-3
+
+# exp of this, summed over any number of keys and multiplied by any value, stays in float32.
+_LARGEST_EXPONENT = 60.0
+
+
+class Performer(LinearCore):
+    """Linear attention with φ(x) = M^(−½) (exp(Wx′ − ‖x′‖²/2 − c) + ε), x′ = x d^(−¼).
+
+    W is M×d: blocks of d orthogonal rows of independent χ_d lengths. c keeps exp in range: the
+    row's own largest (Wx′)_m for a query, the largest over all real keys for the keys; without ε
+    both cancel.
+
+    In a causal layer c of the keys is a constant of W, because a row may not look at later keys:
+    Wx′ − ‖x′‖²/2 ≤ ‖w‖²/2 for every x, so that c = max(0, max_m ‖w_m‖²/2 − 60) is enough.
+
+    Args:
+        host: Sizes and place of the layer.
+        features: M; None = ⌊d ln d⌋.
+        kernel: ``"exp"``, or ``"relu"`` for the generalised φ(x) = max(0, Wx′) + 10⁻³.
+        epsilon: ε.
+        haar: Whether the orthogonal blocks are uniform (signs of QR corrected). False = as QR
+            returns them: the mean of W is then not 0 and the kernel biased, as in
+            performer-pytorch.
+        redraw_every: Training calls between two drawings of W; 0 = never. None = 1000.
+        compat: ``"skyformer"`` for the Performer of its LRA tables: x′ = x d^(−½), so that the
+            kernel is exp(q·k/d); padded keys stay in the denominator as φ(0); M = 128 and W is
+            never redrawn unless told otherwise.
+    """
+
+    card = Card(
+        name="performer",
+        title="Performer (FAVOR+)",
+        kind="core",
+        citation="Choromanski et al. 2020, arXiv 2009.14794",
+        equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = M^(−½)(exp(Wx′ − ‖x′‖²/2 − c) + ε), x′ = x d^(−¼)",
+        complexity="O(N M d)",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=True,
+        random="W, at construction and every 1000 training calls",
+        oracle="performer-pytorch 1.1.4, sharing W; Monte-Carlo mean of the kernel",
+        departures="signs of the orthogonal blocks corrected (haar=False undoes it); the causal "
+        "form takes a constant c for the keys; compat='skyformer' computes exp(q·k/d) and leaves "
+        "padded keys in the denominator",
+    )
+
+    # ε makes every mass at least ε² times the number of keys.
+    floor: ClassVar[float] = 1e-12
+
+    projection: Tensor
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        features: int | None = None,
+        kernel: Literal["exp", "relu"] = "exp",
+        epsilon: float = 1e-4,
+        haar: bool = True,
+        redraw_every: int | None = None,
+        compat: Literal["skyformer"] | None = None,
+    ) -> None:
+        """See the class."""
+        super().__init__(host)
+        if kernel not in ("exp", "relu"):
+            raise InvalidInputError(f"kernel must be 'exp' or 'relu', got {kernel!r}.")
+        if compat not in (None, "skyformer"):
+            raise InvalidInputError(f"compat must be None or 'skyformer', got {compat!r}.")
+        if not epsilon >= 0:
+            raise InvalidInputError(f"epsilon must be at least 0, got {epsilon!r}.")
+        width = host.head_dim
+        if features is None:
+            features = 128 if compat else max(1, int(width * math.log(width)))
+        if redraw_every is None:
+            redraw_every = 0 if compat else 1000
+        check_count("features", features)
+        check_count("redraw_every", redraw_every, least=0)
+        self.kernel, self.epsilon, self.haar = kernel, epsilon, haar
+        self.redraw_every, self.compat = redraw_every, compat
+        self.calls = 0
+        self.register_buffer("projection", draw_projection(features, width, haar=haar))
+
+    def features(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `LinearCore.features`."""
+        width = query.shape[-1]
+        scale = width**-0.5 if self.compat == "skyformer" else width**-0.25
+        weights = self.projection.to(query.dtype)
+        query, key = query * scale, key * scale
+        along_q, along_k = query @ weights.mT, key @ weights.mT
+        if self.kernel == "relu":
+            return along_q.relu() + _RELU_OFFSET, along_k.relu() + _RELU_OFFSET
+        top_q = along_q.detach().amax(-1, keepdim=True)
+        if self.host.is_causal:
+            top_k = (weights.square().sum(-1).amax() / 2 - _LARGEST_EXPONENT).clamp_min(0.0)
+        else:
+            if key_mask is not None:
+                along_k = along_k.masked_fill(~key_mask[:, None, :, None], -torch.inf)
+            top_k = along_k.detach().amax((-2, -1), keepdim=True)
+            top_k = top_k.masked_fill(top_k == -torch.inf, 0.0)
+        ratio = weights.shape[0] ** -0.5
+        half_q, half_k = (x.square().sum(-1, keepdim=True) / 2 for x in (query, key))
+        return (
+            ratio * ((along_q - half_q - top_q).exp() + self.epsilon),
+            ratio * ((along_k - half_k - top_k).exp() + self.epsilon),
+        )
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `Core.forward`; in training every so many calls begin with a new W."""
+        if self.training and self.redraw_every:
+            self._count_call()
+        if self.compat == "skyformer" and key_mask is not None:
+            value = torch.where(key_mask[:, None, :, None], value, 0.0)
+        return super().forward(query, key, value, key_mask)
+
+    def _masked(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.compat == "skyformer" and key_mask is not None:
+            # Zeroed and left in, as its code has it: φ(0) of padding weighs on the denominator.
+            key = torch.where(key_mask[:, None, :, None], key, 0.0)
+            return self.features(query, key, None)
+        return super()._masked(query, key, key_mask)
+
+    @torch.no_grad()
+    def redraw(self) -> None:
+        """Draw W anew from torch's default generator."""
+        features, width = self.projection.shape
+        self.projection.copy_(draw_projection(features, width, haar=self.haar))
+        self.calls = 0
+
+    @torch.compiler.disable()
+    def _count_call(self) -> None:
+        # A checkpointed forward runs again inside the backward and must find the same W.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self.calls >= self.redraw_every:
+            self.redraw()
+        self.calls += 1
+
+    def get_extra_state(self) -> Tensor:
+        """Training calls since W was drawn: a resumed run keeps the schedule."""
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """See `get_extra_state`."""
+        self.calls = int(state)
+
+
+def draw_projection(features: int, width: int, *, haar: bool = True) -> Tensor:
+    """W ``[M, D]``: orthogonal blocks of D rows, each row as long as a Gaussian vector.
+
+    Args:
+        features: M.
+        width: D.
+        haar: Whether the signs of R's diagonal go into Q, which makes Q uniform over rotations.
+    """
+    blocks = -(-features // width)
+    orthogonal, triangle = torch.linalg.qr(torch.randn(blocks, width, width))
+    if haar:
+        orthogonal = orthogonal * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    lengths = torch.randn(features, width).norm(dim=1, keepdim=True)
+    return lengths * orthogonal.mT.flatten(0, 1)[:features]

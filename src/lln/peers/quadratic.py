@@ -1,0 +1,57 @@
+"""Quadratic attention: squares as features, or the exact square of the score."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.linear import LinearCore
+
+
+class Quadratic(LinearCore):
+    """Linear attention with φ(x) = x² elementwise, no 1/√d.
+
+    The kernel is positively homogeneous: P(a q, b k) = P(q, k) for all a, b > 0.
+
+    Args:
+        host: Sizes and place of the layer.
+        exact: Whether the kernel is (q·k)², through its feature map of d(d + 1)/2 products
+            x_a x_b, those with a < b weighted by √2.
+    """
+
+    card = Card(
+        name="quadratic",
+        title="Quadratic attention",
+        kind="core",
+        citation="Figure 2 of Nahshan et al. 2023, arXiv 2311.13541",
+        equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = x²; exact=True: P_ij ∝ (q_i·k_j)²",
+        complexity="O(N d²); O(N d³) with exact=True",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=True,
+        oracle="dense form; invariance to scale",
+    )
+
+    def __init__(self, host: Host, *, exact: bool = False) -> None:
+        """See the class."""
+        super().__init__(host)
+        self.exact = exact
+
+    def features(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `LinearCore.features`."""
+        if self.exact:
+            return outer_features(query), outer_features(key)
+        return query.square(), key.square()
+
+
+def outer_features(x: Tensor) -> Tensor:
+    """``[..., D]`` → ``[..., D(D + 1)/2]`` with φ(q)·φ(k) = (q·k)²."""
+    first, second = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+    weights = (1 + (first != second).to(x.dtype)).sqrt()
+    return x[..., first] * x[..., second] * weights

@@ -1,0 +1,85 @@
+"""LLN in the registry is the library's LLN."""
+
+import pytest
+import torch
+from tests.peers.contract import build, tokens
+
+import lln
+from lln.errors import InvalidInputError
+
+
+def heads(length=40):
+    return torch.randn(3, 2, 2, length, 16, dtype=torch.float64)
+
+
+def some_padding():
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[1, 30:] = False
+    return mask
+
+
+@pytest.mark.parametrize("matching", ["variance", "entropy", "paper"])
+def test_lln_is_lln_attention(matching):
+    query, key, value = heads()
+    mask = some_padding()
+    found = build("lln", matching=matching).core(query, key, value, mask)
+    expected = lln.lln_attention(query, key, value, key_mask=mask, matching=matching)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_lln_diag_is_lln_diag_attention():
+    query, key, value = heads()
+    mask = some_padding()
+    found = build("lln_diag", block_size=16).core(query, key, value, mask)
+    expected = lln.lln_diag_attention(query, key, value, key_mask=mask, block_size=16)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert build("lln_diag", block_size=64).core.attention.block_size == 64
+
+
+def test_lln_with_the_common_diagonal_branch_is_lln_diag():
+    x = tokens()
+    plain, joined = build("lln", diagonal=16), build("lln_diag", block_size=16)
+    joined.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(plain(x), joined(x))
+
+
+@pytest.mark.parametrize("name", ["lln", "lln_diag"])
+def test_a_causal_layer_learns_running_statistics_and_freezes_them(name):
+    layer = build(name, is_causal=True)
+    source = layer.core.attention.statistics
+    x = tokens()
+    before = layer(x)
+    layer.train()(3 * x)
+    assert source.updates == 1
+    layer.eval()
+    assert (layer(x) - before).abs().max() > 1e-6
+    layer(x)
+    assert source.updates == 1
+
+
+def test_the_matrix_of_a_training_layer_updates_nothing():
+    layer = build("lln", statistics="running").train()
+    source = layer.core.attention.statistics
+    layer.matrix(tokens())
+    assert source.updates == 0
+    assert source.training
+
+
+def test_fixed_temperatures_reach_the_attention():
+    query, key, value = heads()
+    found = build("lln", statistics="fixed", alpha=0.7, beta=1.3).core(query, key, value)
+    weights = torch.einsum("bhic,bhjc->bhij", (0.7 * query).exp(), (1.3 * key).exp())
+    expected = weights / weights.sum(-1, keepdim=True) @ value
+    # α, β are kept in float32.
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_options_that_do_not_fit_are_refused():
+    with pytest.raises(InvalidInputError, match="running"):
+        build("lln", is_causal=True, statistics="sample")
+    with pytest.raises(InvalidInputError, match="matching"):
+        build("lln", matching="hope")
+    with pytest.raises(InvalidInputError, match="statistics"):
+        build("lln_diag", statistics="guessed")
+    with pytest.raises(InvalidInputError, match="block_size"):
+        build("lln_diag", block_size=0)
