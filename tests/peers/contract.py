@@ -9,6 +9,14 @@ WIDTH, HEADS, MAX_LEN = 32, 2, 96
 # Sizes at which a system does at test length what it does at full length.
 SMALL: dict[str, dict[str, object]] = {
     "nystromformer": {"landmarks": 8},
+    "linformer": {"mixtures": 8},
+    "skyformer": {"landmarks": 16},
+}
+
+# Input scales beyond which a system's own equation is zero in float32, and its gradient with it.
+SILENT_ABOVE: dict[str, float] = {
+    # exp(−‖q − k‖²/2√d) without a row sum to divide by.
+    "skyformer": 10.0,
 }
 
 

@@ -232,8 +232,13 @@ def pseudo_inverse(matrix: Tensor, iterations: int = 6, *, couples_batch: bool =
     if couples_batch:
         columns, rows = columns.amax(), rows.amax()
     norms = columns * rows
-    inverse = matrix.mT / torch.where(norms > 0, norms, 1.0)
+    return cubic_inverse(matrix, matrix.mT / torch.where(norms > 0, norms, 1.0), iterations)
+
+
+def cubic_inverse(matrix: Tensor, start: Tensor, iterations: int) -> Tensor:
+    """The iteration of `pseudo_inverse` from a given Z₀."""
     unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    inverse = start
     for _ in range(iterations):
         product = matrix @ inverse
         inner = 15 * unit - product @ (7 * unit - product)
