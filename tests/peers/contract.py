@@ -11,6 +11,9 @@ SMALL: dict[str, dict[str, object]] = {
     "nystromformer": {"landmarks": 8},
     "linformer": {"mixtures": 8},
     "skyformer": {"landmarks": 16},
+    # T1 is tested as its upper layers, T2 as its lower; the other halves in their own file.
+    "transnormer_t1": {"chunk": 16, "layer": 1, "layers": 2},
+    "transnormer_t2": {"chunk": 16, "layer": 0, "layers": 2},
 }
 
 # Input scales beyond which a system's own equation is zero in float32, and its gradient with it.
