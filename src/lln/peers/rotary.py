@@ -18,9 +18,11 @@ def check_even(name: str, width: int) -> None:
         raise InvalidInputError(f"{name} must be even for rotary positions, got {width}.")
 
 
-def frequencies(width: int) -> Tensor:
-    """10000^(−2i/D), ``[D/2]``."""
-    return 10000.0 ** (-torch.arange(0, width, 2) / width)
+def frequencies(
+    width: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> Tensor:
+    """10000^(−2i/D), ``[D/2]``; width is D."""
+    return 10000.0 ** (-torch.arange(0, width, 2, dtype=dtype, device=device) / width)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
