@@ -95,6 +95,8 @@ def test_a_sequence_without_real_tokens_is_zero(name):
     out.sum().backward()
     assert x.grad.isfinite().all()
     assert (x.grad[1] == 0).all()
+    for label, parameter in layer.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), label
 
 
 @every

@@ -61,7 +61,7 @@ def dense(layer, x, real, *, chunk=8, scale=1 / 8, causal=False, rope=True):
         ({"scale": "tokens"}, {"scale": None}),
     ],
 )
-@pytest.mark.parametrize("tokens", [5, 16, 21])
+@pytest.mark.parametrize("tokens", [5, 21])
 def test_agrees_with_the_dense_formula(tokens, options, form):
     layer = build(**options)
     x = torch.randn(2, tokens, 6, dtype=torch.float64)

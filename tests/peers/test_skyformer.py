@@ -40,11 +40,12 @@ def dense(query, key, value, uniforms, steps=6, ridge=0.1):
     return kernel(query, landmarks) @ middle @ kernel(landmarks, key) @ value
 
 
-def test_agrees_with_the_dense_formula_whatever_is_masked():
+@pytest.mark.parametrize("steps", [1, 6])
+def test_agrees_with_the_dense_formula_whatever_is_masked(steps):
     query, key, value = torch.randn(3, 3, 2, 24, 8, dtype=torch.float64)
     order = torch.rand(3, 24, generator=torch.Generator().manual_seed(1)).argsort(-1)
     mask = order < torch.tensor([[17], [24], [2]])
-    module = core(landmarks=6)
+    module = core(landmarks=6, iterations=steps)
     for found, used in (
         (module(query, key, value), torch.ones_like(mask)),
         (module(query, key, value, mask), mask),
@@ -53,7 +54,7 @@ def test_agrees_with_the_dense_formula_whatever_is_masked():
             real = used[sample]
             for head in range(2):
                 one = (side[sample, head, real] for side in (query, key, value))
-                expected = dense(*one, module.uniforms)
+                expected = dense(*one, module.uniforms, steps)
                 torch.testing.assert_close(found[sample, head, real], expected)
 
 
