@@ -13,6 +13,19 @@ SMALL: dict[str, dict[str, object]] = {
     "lln_diag": {"block_size": 16},
     "performer": {"features": 24},
     "rfa": {"features": 12, "pool": 8},
+    "linformer": {"mixtures": 8},
+    "skyformer": {"landmarks": 16},
+    # T1 is tested as its upper layers, T2 as its lower; the other halves in their own file.
+    "transnormer_t1": {"chunk": 16, "layer": 1, "layers": 2},
+    "transnormer_t2": {"chunk": 16, "layer": 0, "layers": 2},
+    "tnn": {"rpe_width": 16, "rpe_layers": 2},
+    "flash": {"chunk": 16, "key_width": 8},
+}
+
+# Input scales beyond which a system's own equation is zero in float32, and its gradient with it.
+SILENT_ABOVE: dict[str, float] = {
+    # exp(−‖q − k‖²/2√d) without a row sum to divide by.
+    "skyformer": 10.0,
 }
 
 
