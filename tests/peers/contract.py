@@ -9,6 +9,8 @@ WIDTH, HEADS, MAX_LEN = 32, 2, 96
 # Sizes at which a system does at test length what it does at full length.
 SMALL: dict[str, dict[str, object]] = {
     "nystromformer": {"landmarks": 8},
+    "local_global": {"window": 16, "layer": 1, "layers": 3},
+    "longformer": {"window": 16},
 }
 
 
