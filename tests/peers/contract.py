@@ -11,6 +11,7 @@ SMALL: dict[str, dict[str, object]] = {
     "nystromformer": {"landmarks": 8},
     "local_global": {"window": 16, "layer": 1, "layers": 3},
     "longformer": {"window": 16},
+    "transformer_ls": {"window": 8, "landmarks": 4},
 }
 
 
