@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.peers.contract import HEADS, MAX_LEN, WIDTH, build, tokens
+from tests.peers.contract import HEADS, MAX_LEN, WIDTH, build, disturb, tokens
 
 from lln import peers
 from lln.errors import InvalidInputError
@@ -123,7 +123,7 @@ def test_a_claim_of_order_is_true(name):
 def test_causal_rows_do_not_see_later_tokens(name, cut):
     layer, x = build(name, is_causal=True), tokens()
     changed = x.clone()
-    changed[:, cut:] += 1.0
+    changed[:, cut:] = disturb(name, x[:, cut:])
     torch.testing.assert_close(layer(changed)[:, :cut], layer(x)[:, :cut], rtol=0, atol=1e-12)
     assert (layer(changed)[:, cut:] - layer(x)[:, cut:]).abs().max() > 1e-6
 
@@ -163,7 +163,9 @@ def test_bfloat16_follows_float32(name):
 
 def bfloat16_budget(name):
     """Relative error, in the norm: systems that sort or hash on rounded numbers jump."""
-    return {}.get(name, 0.03)
+    # A token of the Reformer that rounds into another bucket moves all behind it in the list: up to
+    # 0.16 in three seeds of twelve, 0.003 in the others.
+    return {"reformer": 0.25}.get(name, 0.03)
 
 
 @every
