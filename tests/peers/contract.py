@@ -13,6 +13,7 @@ SMALL: dict[str, dict[str, object]] = {
     "longformer": {"window": 16},
     "transformer_ls": {"window": 8, "landmarks": 4},
     "reformer": {"chunk": 8},
+    "bigbird": {"block": 4, "random_blocks": 2},
 }
 
 # Causal systems that sort all tokens before they hide the later ones: a later token that moves in
