@@ -38,6 +38,7 @@ def test_every_third_layer_is_global(layer):
     moved = ((module(changed) - module(x)).abs().amax((0, 2)) > 1e-12).nonzero().flatten()
     expected = range(90) if layer % 3 == 0 else range(42, 59)
     assert moved.tolist() == list(expected)
+    assert module.core.theta == (160_000.0 if layer % 3 == 0 else 10_000.0)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

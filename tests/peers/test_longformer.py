@@ -78,6 +78,18 @@ def test_fewer_real_tokens_than_global_ones():
     torch.testing.assert_close(layer(x, mask)[mask], expected[mask], rtol=1e-9, atol=1e-10)
 
 
+def test_unused_slots_may_point_anywhere():
+    layer, x = build("longformer"), tokens(length=20)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    is_global = torch.zeros_like(mask)
+    is_global[0, [2, 11]] = is_global[1, 5] = True
+    found = layer.attend(
+        x, mask, torch.tensor([[11, 2], [5, 5]]), torch.tensor([[True, True], [False, True]])
+    )
+    expected = dense(layer, x, mask, is_global)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("with_pads", [False, True])
 @pytest.mark.parametrize("chosen", [[[], []], [[0], [0]], [[0, 9], [3]], [[5], []]])
 def test_agrees_with_transformers(chosen, with_pads):
