@@ -27,7 +27,8 @@ class Longformer(Peer):
 
     Args:
         host: Sizes.
-        window: Tokens of the window, even; w is its half.
+        window: Tokens of the window, even; w is its half. 512 as published: nearly full attention
+            where inputs have 512 tokens, so choose less there.
         global_tokens: How many of the first real tokens of a sequence are global. None: 1, the
             CLS token, and 0 where the host is causal, because a global token sees all.
     """

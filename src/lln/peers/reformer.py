@@ -45,6 +45,7 @@ class Reformer(Peer):
     """
 
     rotations: Tensor
+    of_power: Tensor
 
     card = Card(
         name="reformer",
@@ -79,6 +80,7 @@ class Reformer(Peer):
             nn.Linear(width, width, bias=False) for _ in range(3)
         )
         self.factors = bucket_factors(host.max_len, chunk)
+        self.register_buffer("of_power", torch.tensor(self.factors), persistent=False)
         self.most = math.prod(self.factors[-1])
         self.columns = [max(pair[side] for pair in self.factors) // 2 for side in (0, 1)]
         shape = (host.num_heads, rounds, host.head_dim, sum(self.columns))
@@ -115,11 +117,10 @@ class Reformer(Peer):
             shared: u, ``[B, H, N, D]``.
             lengths: Real tokens of each sample, ``[B]``.
         """
-        factors = torch.tensor(self.factors, device=shared.device)
         powers = 2 ** torch.arange(1, len(self.factors), device=shared.device)
         # 2⌊N/c⌋ rounded down to a power of two, as an index into the factors.
-        ratio = 2 * (lengths // self.chunk)
-        of_first, of_second = factors[torch.bucketize(ratio, 2 * powers, right=True)].unbind(-1)
+        power = torch.bucketize(lengths // self.chunk, powers, right=True)
+        of_first, of_second = self.of_power[power].unbind(-1)
         turned = shared.unsqueeze(2) @ self.rotations.to(shared.dtype)
         first, second = turned.split(self.columns, dim=-1)
         found = _side(first, of_first)

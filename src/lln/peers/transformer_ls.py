@@ -27,6 +27,7 @@ class TransformerLS(Peer):
         O = softmax(Q [K̄; K_window]ᵀ/√d) [V̄; V_window]
 
     Tokens of block ⌊i/w⌋ share one window: the block and w/2 tokens (at least 1) on each side.
+    The norm between values and summary leaves no N×N matrix that would give O from V.
 
     Args:
         host: Sizes.
@@ -44,7 +45,7 @@ class TransformerLS(Peer):
         is_linear=True,
         causal=False,
         padding="longer",
-        row_stochastic=True,
+        row_stochastic=False,
         equivariant=False,
         oracle="dense form",
         adds="query, key, value and output projections; two LayerNorms; W_p of H·r columns",
