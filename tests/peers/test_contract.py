@@ -5,7 +5,16 @@ import math
 
 import pytest
 import torch
-from tests.peers.contract import HEADS, MAX_LEN, SILENT_ABOVE, WIDTH, build, tokens
+from tests.peers.contract import (
+    HEADS,
+    MAX_LEN,
+    SILENT_ABOVE,
+    UNEVEN,
+    WIDTH,
+    build,
+    disturb,
+    tokens,
+)
 
 from lln import peers
 from lln.errors import InvalidInputError
@@ -13,8 +22,6 @@ from lln.peers import Core
 
 NAMES = peers.available()
 CORES = [name for name in NAMES if issubclass(peers.find(name), Core)]
-# A change that no norm over the features takes away.
-UNEVEN = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
 every = pytest.mark.parametrize("name", NAMES)
 
 
@@ -128,7 +135,7 @@ def test_a_claim_of_order_is_true(name):
 def test_causal_rows_do_not_see_later_tokens(name, cut):
     layer, x = build(name, is_causal=True), tokens()
     changed = x.clone()
-    changed[:, cut:] += UNEVEN
+    changed[:, cut:] = disturb(name, x[:, cut:])
     torch.testing.assert_close(layer(changed)[:, :cut], layer(x)[:, :cut], rtol=0, atol=1e-12)
     assert (layer(changed)[:, cut:] - layer(x)[:, cut:]).abs().max() > 1e-6
 
@@ -169,7 +176,9 @@ def test_bfloat16_follows_float32(name):
 
 def bfloat16_budget(name):
     """Relative error, in the norm: systems that sort or hash on rounded numbers jump."""
-    return {}.get(name, 0.03)
+    # A token of the Reformer that rounds into another bucket moves all behind it in the list: up to
+    # 0.16 in three seeds of twelve, 0.003 in the others.
+    return {"reformer": 0.25}.get(name, 0.03)
 
 
 @every
