@@ -9,6 +9,11 @@ WIDTH, HEADS, MAX_LEN = 32, 2, 96
 # Sizes at which a system does at test length what it does at full length.
 SMALL: dict[str, dict[str, object]] = {
     "nystromformer": {"landmarks": 8},
+    "blockwise": {"blocks": 3},
+    "sinkhorn": {"block_size": 8},
+    "routing": {"clusters": 4, "window": 8},
+    "clustered": {"clusters": 6, "exact": 8, "tile": 4},
+    "set_transformer": {"points": 4},
 }
 
 
