@@ -1,6 +1,6 @@
 """Softmax attention over whichever keys a pattern lets a query see; a query that sees none gets 0.
 
-Dimension legend: B batch, H heads, Q queries, K keys, D head width.
+Dimension legend: B batch, H heads, Q queries, K keys, D head width, G blocks of l tokens.
 """
 
 from __future__ import annotations
@@ -39,3 +39,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) ->
     blind = ~allowed.any(-1, keepdim=True)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | blind)
     return torch.where(blind, 0.0, out)
+
+
+def with_neighbours(blocks: Tensor) -> Tensor:
+    """Every block between its neighbours: ``[..., G, l, D]`` → ``[..., G, 3l, D]``.
+
+    Beyond the ends there are zeros (False).
+    """
+    count = blocks.shape[-3]
+    padded = F.pad(blocks, (0, 0, 0, 0, 1, 1))
+    return torch.cat([padded[..., i : i + count, :, :] for i in range(3)], dim=-2)

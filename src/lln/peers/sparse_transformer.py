@@ -15,7 +15,7 @@ from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.masked import masked_softmax
+from lln.peers.masked import masked_softmax, with_neighbours
 from lln.peers.peer import Core, visible
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -170,13 +170,3 @@ class SparseTransformer(Core):
             torch.cat((near, far), -1), torch.cat((near_allowed, far_allowed), -1)
         )
         return weights[..., : near.shape[-1]], weights[..., near.shape[-1] :]
-
-
-def with_neighbours(blocks: Tensor) -> Tensor:
-    """Every block between its neighbours: ``[..., G, l, D]`` → ``[..., G, 3l, D]``.
-
-    Beyond the ends there are zeros (False).
-    """
-    count = blocks.shape[-3]
-    padded = F.pad(blocks, (0, 0, 0, 0, 1, 1))
-    return torch.cat([padded[..., i : i + count, :, :] for i in range(3)], dim=-2)
