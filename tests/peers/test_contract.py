@@ -163,7 +163,12 @@ def test_bfloat16_follows_float32(name):
 
 def bfloat16_budget(name):
     """Relative error, in the norm: systems that sort or hash on rounded numbers jump."""
-    return {}.get(name, 0.03)
+    return {
+        # A rounded token may change places with the last member of a cluster: one in twelve seeds.
+        "routing": 0.15,
+        # A rounded query may fall on the other side of a plane and so into another cluster.
+        "clustered": 0.1,
+    }.get(name, 0.03)
 
 
 @every

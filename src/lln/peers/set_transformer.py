@@ -17,7 +17,7 @@ from lln.peers.peer import Peer
 
 
 class SetTransformer(Peer):
-    """ISAB_m(X) = MAB(X, MAB(I, X)), Eqs. (9) and (10), with m learned points I.
+    """ISAB_m(X) = MAB(X, MAB(I, X)), with m learned points I.
 
     Residuals, norms and feed-forward are inside: it takes the place of a whole encoder layer.
 
@@ -63,7 +63,7 @@ class SetTransformer(Peer):
 
 
 class AttentionBlock(nn.Module):
-    """MAB(X, Y) = LN(H + rFF(H)), H = LN(X + Multihead(X, Y, Y)), Eqs. (6) and (7)."""
+    """MAB(X, Y) = LN(H + rFF(H)), H = LN(X + Multihead(X, Y, Y))."""
 
     def __init__(self, width: int, heads: int) -> None:
         """Args: width is that of both sets."""

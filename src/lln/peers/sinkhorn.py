@@ -24,9 +24,9 @@ LOG_ZERO = -1e9
 class Sinkhorn(Peer):
     """Every block attends its own tokens and a mixture of blocks that a sorting network chose.
 
-        ψ_g = Σ x_i over block g,   R_gh = (W_B relu(W_P ψ_g))_h                the sorting network
-        S⁰ = exp((R + ε) / τ),   Sᵗ = F_c(F_r(Sᵗ⁻¹))                     rows, then columns, sum to 1
-        K̃_g = Σ_h S_gh K_h,  Ṽ_g = Σ_h S_gh V_h,   O_g = softmax(Q_g [K_g; K̃_g]ᵀ/√d) [V_g; Ṽ_g]
+        sorting network:  ψ_g = Σ x_i over block g,  R_gh = (W_B relu(W_P ψ_g))_h
+        rows, then columns made to sum to 1:  S⁰ = exp((R + ε) / τ),  Sᵗ = F_c(F_r(Sᵗ⁻¹))
+        K̃_g = Σ_h S_gh K_h,  Ṽ_g = Σ_h S_gh V_h,  O_g = softmax(Q_g [K_g; K̃_g]ᵀ/√d) [V_g; Ṽ_g]
 
     ε is Gumbel noise in training and 0 in eval mode. Blocks without a real token take no part in
     the sorting. Padded tokens add nothing to a mixture, and an offset at which no block has a real

@@ -41,6 +41,10 @@ class Synthesizer(Peer):
             stay as drawn (its Fixed Random).
     """
 
+    table: Tensor
+    left: Tensor
+    right: Tensor
+
     card = Card(
         name="synthesizer",
         title="Synthesizer",
