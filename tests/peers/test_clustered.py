@@ -73,6 +73,17 @@ def test_clusters_of_the_comparison_have_ties_and_empty_ones():
     assert (few == 0).sum() >= 3
 
 
+def test_empty_clusters_keep_their_centroid():
+    """Few bits and many clusters: centroids coincide, lose their members and may win some back."""
+    core = build("clustered", clusters=6, bits=4, iterations=3).core
+    query = torch.randn(40, 2, 12, 16, dtype=torch.float64)
+    found = core.groups(query, None)
+    for sample in range(40):
+        for head in range(2):
+            expected = cluster(query[sample, head], core.planes, 6, 3)
+            assert found[sample, head].tolist() == expected
+
+
 def test_all_keys_exact_is_softmax():
     core = build("clustered", exact=64).core
     query, key, value = torch.randn(3, 2, 2, 20, 16, dtype=torch.float64)
