@@ -28,6 +28,11 @@ SMALL: dict[str, dict[str, object]] = {
     "transformer_ls": {"window": 8, "landmarks": 4},
     "reformer": {"chunk": 8},
     "bigbird": {"block": 4, "random_blocks": 2},
+    "blockwise": {"blocks": 3},
+    "sinkhorn": {"block_size": 8},
+    "routing": {"clusters": 4, "window": 8},
+    "clustered": {"clusters": 6, "exact": 8, "tile": 4},
+    "set_transformer": {"points": 4},
 }
 
 # Input scales beyond which a system's own equation is zero in float32, and its gradient with it.

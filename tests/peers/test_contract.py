@@ -176,9 +176,15 @@ def test_bfloat16_follows_float32(name):
 
 def bfloat16_budget(name):
     """Relative error, in the norm: systems that sort or hash on rounded numbers jump."""
-    # A token of the Reformer that rounds into another bucket moves all behind it in the list: up to
-    # 0.16 in three seeds of twelve, 0.003 in the others.
-    return {"reformer": 0.25}.get(name, 0.03)
+    return {
+        # A rounded token may change places with the last member of a cluster: one in twelve seeds.
+        "routing": 0.15,
+        # A rounded query may fall on the other side of a plane and so into another cluster.
+        "clustered": 0.1,
+        # A token that rounds into another bucket moves all behind it in the list: up to 0.16 in
+        # three seeds of twelve, 0.003 in the others.
+        "reformer": 0.25,
+    }.get(name, 0.03)
 
 
 @every
