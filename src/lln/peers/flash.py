@@ -55,7 +55,8 @@ class Flash(Peer):
         row_stochastic=False,
         equivariant=False,
         adds="replaces the layer: u, v, out of width 2, z of width 128, 8·128 gains and shifts, "
-        "2C − 1 biases; twice the layers make a model",
+        "2C − 1 biases",
+        layers_per_block=2,
         oracle="flash_pytorch FLASH; dense form",
         departures="Padding is masked; the code behind Table 1 reads no mask and has C = 64. "
         "scale='tokens' is FLASH-pytorch's. Biases beyond the chunk are not kept.",

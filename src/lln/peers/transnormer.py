@@ -165,6 +165,7 @@ class TransNormerT1(TransNormer):
         padding="longer",
         row_stochastic=False,
         equivariant=False,
+        period=2,
         random="the reflection of LRPE, once",
         adds="replaces the layer: q, k, v, out; a GLU of width 8/3; d/2 angles",
         oracle="dense form; its invariances",
