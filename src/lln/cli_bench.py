@@ -233,7 +233,8 @@ def peers(
     out of memory. Cells say which. On a GPU memory is the allocator's peak, on a CPU the tensors
     alive at once; weights and inputs count.
 
-    The results file is whole after every cell: Ctrl-C loses nothing, --resume goes on. A taste:
+    About seven minutes on two CPU cores, a few on a GPU. The results file is whole after every
+    cell: Ctrl-C loses nothing, --resume goes on. A taste:
     lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu
     """
     from lln.bench.options import split_names, split_numbers

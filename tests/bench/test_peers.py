@@ -124,6 +124,13 @@ def test_a_call_over_the_limit_is_made_twice_at_most(monkeypatch):
     assert len(calls) == 2
 
 
+def test_a_slow_call_is_timed_by_the_clock(monkeypatch):
+    times = iter([9.0, 0.5, 0.4, 0.9, 0.6])
+    monkeypatch.setattr(peers_cells, "_seconds_of", lambda call: next(times))
+    found = measure_cell(PeerCell(ALONE, "elu", "forward", 1, 8), TINY, "cpu", 0.1, 5.0)
+    assert found["milliseconds"] == 600.0
+
+
 def test_numbers_that_are_not_finite_fail(tmp_path, monkeypatch):
     class Broken(torch.nn.Module):
         def forward(self, x):
