@@ -175,6 +175,8 @@ def checkout(tmp_path, monkeypatch):
         copy.write_text(path.read_text("utf-8"), "utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["report"])
+    # Drawn in the tests of `lln bench peers`; here it would take most of the time.
+    monkeypatch.setattr(report, "draw_peers", lambda *_: [])
     return tmp_path
 
 
