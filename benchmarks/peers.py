@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from lln import peers
-from lln.bench.peers_cells import ALONE, FRAME
-from lln.bench.peers_table import TABLES, table_of, title_of
+from lln.bench.peers_cells import ALONE, FILLED, FRAME
+from lln.bench.peers_table import TABLES, systems_of, table_of
 from lln.peers import listing
 
 TITLES = {"milliseconds": "time", "peak_bytes": "memory"}
@@ -63,18 +63,47 @@ def efficiency(results: dict, figure: str) -> str:
         f"![Time of every system over the length](figures/{figure}_time.png)",
         f"![Memory of every system over the length](figures/{figure}_memory.png)",
     ]
-    for measure in TABLES:
-        heads, lines = table_of(results, measure)
+    for part in (ALONE, FILLED):
+        lines = _wide_table(results, part)
         if lines:
-            parts += [f"**{title_of(results, measure)}**", _table(["system", *heads[1:]], lines)]
+            parts += [f"**{_part_title(results, part)}**", lines]
     limit = results["limit_seconds"]
     parts.append(
         f"{_setting(results)[0].upper()}{_setting(results)[1:]}; made by "
         f"`{results['environment']['command']}`, commit `{results['environment']['commit'][:10]}`. "
         f"*over {limit:g} s*: one call takes longer, or would by the growth of the shorter ones. "
-        "An empty cell was not run."
+        "Columns: N. An empty cell was not run."
     )
     return "\n\n".join(parts)
+
+
+def _wide_table(results: dict, part: str) -> str:
+    """Time and memory of one part side by side: a line a system."""
+    heads, columns = ["system"], {}
+    shown = [measure for measure in TABLES if measure.part == part]
+    for measure in shown:
+        lengths, lines = table_of(results, measure)
+        unit = "ms" if measure.field == "milliseconds" else "MB"
+        passes = "forward" if measure.passes == "forward" else "fwd + bwd"
+        for index, length in enumerate(lengths[1:], 1):
+            heads.append(f"{passes} {unit}, {length}" if index == 1 else length)
+            for line in lines:
+                columns[line[0], len(heads)] = line[index]
+    names = [name for name in systems_of(results) if any(key[0] == name for key in columns)]
+    if not names:
+        return ""
+    wide = [
+        [f"`{name}`", *(columns.get((name, place), "") for place in range(2, len(heads) + 1))]
+        for name in names
+    ]
+    return _table(heads, wide)
+
+
+def _part_title(results: dict, part: str) -> str:
+    if part == ALONE:
+        return "Batch 1"
+    rows = (row for row in results["cases"] if row["part"] == part)
+    return f"{max(row['batch'] * row['tokens'] for row in rows):,} tokens a batch"
 
 
 def _card_in_full(name: str) -> str:
@@ -82,7 +111,7 @@ def _card_in_full(name: str) -> str:
     # A heading of its own, for the links of the table.
     lines = [f'#### <a id="{name}"></a>`{name}`: {card.title}', ""]
     lines.append(f"{_linked(card.citation)}. {card.kind.capitalize()}, {card.complexity}.")
-    lines += ["", f"> {card.equation}", ""]
+    lines += ["", f"> `{card.equation}`", ""]
     facts = {
         "Options": ", ".join(
             f"`{one.name}={one.default!r}`"
