@@ -10,17 +10,19 @@ import argparse
 import json
 from pathlib import Path
 
+from benchmarks import peers
 from benchmarks.tables import cpu_table, gpu_other_table, gpu_table, roberta_table
 from benchmarks.targets import targets_table
 from lln.bench.compare import add_ratios
 from lln.bench.figures import draw_speed
 from lln.bench.operations import OPERATIONS
+from lln.bench.peers_figure import draw_peers
 from lln.bench.roberta_figure import draw_roberta
 
 RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/constants.json")
-README, BENCHMARKS = Path("README.md"), Path("docs/benchmarks.md")
+README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
 
 
 def main() -> None:
@@ -45,10 +47,26 @@ def main() -> None:
     fill(README, "roberta", roberta_table(roberta, "batch 1") if roberta else command)
     fill(BENCHMARKS, "roberta", roberta_table(roberta, "batch 1") if roberta else command)
     fill(BENCHMARKS, "roberta-filled", roberta_table(roberta, "filled") if roberta else command)
+    fill_peers()
     attempts = json.loads((RESULTS / "attempts.json").read_text())
     fill(Path("docs/kernels.md"), "attempts", attempts_table(attempts))
     constants = json.loads(CONSTANTS.read_text())
     fill(Path("docs/method.md"), "validation", validation_table(constants["fit"]))
+
+
+def fill_peers() -> None:
+    """The page of the attention systems, and their summary in README."""
+    fill(PEERS, "cards", peers.cards_table())
+    fill(PEERS, "cards-in-full", peers.cards_in_full())
+    for device in ("cuda", "cpu"):
+        name = f"peers-{device}"
+        results, section = read(name), missing(f"lln bench peers --device {device}", name)
+        if results:
+            for field, end in peers.TITLES.items():
+                draw_peers(results, FIGURES / f"peers_{device}_{end}.svg", field)
+            section = peers.efficiency(results, f"peers_{device}")
+        fill(PEERS, name, section)
+    fill(README, "peers", peers.summary(read("peers-cuda")))
 
 
 def read(name: str) -> dict | None:
@@ -57,7 +75,7 @@ def read(name: str) -> dict | None:
     if not path.exists():
         return None
     results = json.loads(path.read_text("utf-8"))
-    if name != "roberta":
+    if name in ("cpu", "cuda"):
         # Older files name operations that are timed no more, and carry no ratios.
         results["cases"] = [row for row in results["cases"] if row["operation"] in OPERATIONS]
         add_ratios(results["cases"])

@@ -1,4 +1,4 @@
-"""The command line: ``lln demo | inspect | figure | bench | convert | recover | fit | doctor``."""
+"""The command line: ``lln demo | inspect | figure | bench | peers | convert | recover | …``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lln.cli_bench import bench_app
+from lln.cli_peers import peers
 from lln.errors import LLNError
 
 app = typer.Typer(
@@ -313,6 +314,9 @@ def figure(
         data=data,
         work=work,
     )
+
+
+app.command()(peers)
 
 
 @app.command()

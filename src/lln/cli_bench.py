@@ -1,4 +1,4 @@
-"""The command line's benchmarks: ``lln bench`` and ``lln bench roberta``."""
+"""The command line's benchmarks: ``lln bench``, ``lln bench roberta``, ``lln bench peers``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from lln.errors import InvalidInputError
 
-_ROBERTA = "roberta"
+_ROBERTA, _PEERS = "roberta", "peers"
 
 
 class _ListsGroup(TyperGroup):
@@ -20,7 +20,7 @@ class _ListsGroup(TyperGroup):
         """Join the words of list options before click sees them."""
         from lln.bench.options import join_lists
 
-        return super().parse_args(ctx, join_lists(args, (_ROBERTA,)))
+        return super().parse_args(ctx, join_lists(args, (_ROBERTA, _PEERS)))
 
 
 bench_app = typer.Typer(cls=_ListsGroup, invoke_without_command=True, add_completion=False)
@@ -177,6 +177,79 @@ def roberta(
         out=out,
         resume=resume,
         seconds=seconds,
+        figure=figure,
+        echo=typer.echo,
+    )
+    if not right:
+        raise typer.Exit(1)
+
+
+@bench_app.command(_PEERS)
+def peers(
+    device: Device = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N…", help="Default: 256 1024 4096, on a GPU also 16384 65536."),
+    ] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME…",
+            help="Only these of `lln peers`, or softmax_layer: softmax with its feed-forward.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a batch of the second part; 0 leaves it out. Default: 4096, on a GPU "
+            "65536."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results file. Default: lln-peers-DEVICE.json here.")
+    ] = None,
+    resume: Resume = False,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Repetition of one cell. Default: 0.1 on a CPU, 0.02 on a GPU."),
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="Seconds one call may take. Default: 5 on a CPU, 1 on a GPU."),
+    ] = None,
+    figure: Figure = False,
+) -> None:
+    """Time and memory of one layer of every attention system over the length.
+
+    Forward, and forward + backward with gradients of the tokens and all weights, projections
+    included, no padding: first with batch 1, then with equally many tokens in every batch. On a
+    GPU 768 wide with 12 heads and weights in bfloat16; on a CPU 256 wide with 4 heads in float32.
+    A block (see `lln peers`) does the work of a feed-forward too: compare it with softmax_layer.
+
+    A call over --limit is not repeated, and its system stops growing there; so does one that runs
+    out of memory. Cells say which. On a GPU memory is the allocator's peak, on a CPU the tensors
+    alive at once; weights and inputs count.
+
+    About seven minutes on two CPU cores, a few on a GPU. The results file is whole after every
+    cell: Ctrl-C loses nothing, --resume goes on. A taste:
+    lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu
+    """
+    from lln.bench.options import split_names, split_numbers
+    from lln.bench.peers_run import run_peers
+
+    right = run_peers(
+        device=device,
+        lengths=split_numbers("--lengths", lengths),
+        systems=split_names(systems),
+        tokens=tokens,
+        out=out,
+        resume=resume,
+        threads=threads,
+        seconds=seconds,
+        limit=limit,
         figure=figure,
         echo=typer.echo,
     )

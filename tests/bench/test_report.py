@@ -165,7 +165,8 @@ def test_roberta_table():
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A copy of the files that the report reads and writes."""
-    for name in ("README.md", "docs/benchmarks.md", "docs/kernels.md", "docs/method.md"):
+    pages = ("benchmarks", "kernels", "method", "peers")
+    for name in ("README.md", *(f"docs/{page}.md" for page in pages)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
     for path in [*(ROOT / "benchmarks/results").glob("*.json"), ROOT / report.CONSTANTS]:
@@ -174,6 +175,8 @@ def checkout(tmp_path, monkeypatch):
         copy.write_text(path.read_text("utf-8"), "utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["report"])
+    # Drawn in the tests of `lln bench peers`; here it would take most of the time.
+    monkeypatch.setattr(report, "draw_peers", lambda *_: [])
     return tmp_path
 
 
@@ -197,7 +200,7 @@ def test_published_sections_are_those_the_report_writes(checkout):
 
 
 def test_results_that_are_missing_leave_the_command_that_makes_them(checkout):
-    for name in ("cpu", "cuda", "roberta"):
+    for name in ("cpu", "cuda", "roberta", "peers-cpu", "peers-cuda"):
         (checkout / f"benchmarks/results/{name}.json").unlink(missing_ok=True)
     report.main()
     readme = (checkout / "README.md").read_text("utf-8")

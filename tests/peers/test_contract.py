@@ -1,10 +1,20 @@
 """One contract, every registered name."""
 
 import copy
+import math
 
 import pytest
 import torch
-from tests.peers.contract import HEADS, MAX_LEN, WIDTH, build, tokens
+from tests.peers.contract import (
+    HEADS,
+    MAX_LEN,
+    SILENT_ABOVE,
+    UNEVEN,
+    WIDTH,
+    build,
+    disturb,
+    tokens,
+)
 
 from lln import peers
 from lln.errors import InvalidInputError
@@ -55,7 +65,7 @@ def test_shape_and_dtype(name, length):
 def test_it_mixes_tokens(name):
     layer, x = build(name), tokens()
     changed = x.clone()
-    changed[:, 3] += 1.0
+    changed[:, 3] += UNEVEN
     moved = (layer(changed) - layer(x)).abs().amax((0, 2)) > 1e-9
     assert moved.sum() > 1, "a change of one token must reach another"
 
@@ -92,6 +102,8 @@ def test_a_sequence_without_real_tokens_is_zero(name):
     out.sum().backward()
     assert x.grad.isfinite().all()
     assert (x.grad[1] == 0).all()
+    for label, parameter in layer.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), label
 
 
 @every
@@ -123,7 +135,7 @@ def test_a_claim_of_order_is_true(name):
 def test_causal_rows_do_not_see_later_tokens(name, cut):
     layer, x = build(name, is_causal=True), tokens()
     changed = x.clone()
-    changed[:, cut:] += 1.0
+    changed[:, cut:] = disturb(name, x[:, cut:])
     torch.testing.assert_close(layer(changed)[:, :cut], layer(x)[:, :cut], rtol=0, atol=1e-12)
     assert (layer(changed)[:, cut:] - layer(x)[:, cut:]).abs().max() > 1e-6
 
@@ -141,7 +153,8 @@ def test_gradients_are_finite_at_any_scale(name, scale):
     x = tokens(scale=scale, dtype=torch.float32).requires_grad_()
     layer(x, some_padding()).square().mean().backward()
     assert x.grad.isfinite().all()
-    assert x.grad.abs().max() > 0
+    is_silent = scale > SILENT_ABOVE.get(name, math.inf)
+    assert (x.grad.abs().max() > 0) != is_silent
     for label, parameter in layer.named_parameters():
         assert parameter.grad is not None, f"{label} is never used"
         assert parameter.grad.isfinite().all(), label
@@ -163,7 +176,15 @@ def test_bfloat16_follows_float32(name):
 
 def bfloat16_budget(name):
     """Relative error, in the norm: systems that sort or hash on rounded numbers jump."""
-    return {}.get(name, 0.03)
+    return {
+        # A rounded token may change places with the last member of a cluster: one in twelve seeds.
+        "routing": 0.15,
+        # A rounded query may fall on the other side of a plane and so into another cluster.
+        "clustered": 0.1,
+        # A token that rounds into another bucket moves all behind it in the list: up to 0.16 in
+        # three seeds of twelve, 0.003 in the others.
+        "reformer": 0.25,
+    }.get(name, 0.03)
 
 
 @every

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lln import reference
+from lln import peers, reference
+from lln.errors import InvalidInputError
 from lln.peers.nystromformer import (
-    NystromAttention,
+    Nystromformer,
     nystrom_attention,
     pseudo_inverse,
     segment_means,
@@ -75,15 +76,123 @@ def test_a_sample_does_not_depend_on_its_batch_mates():
     torch.testing.assert_close(whole[2:3], alone)
 
 
-def test_module_adds_a_convolution_of_every_head_over_the_tokens():
-    module = NystromAttention(2, landmarks=4, kernel=3).double()
+def core(heads=2, width=8, **options):
+    host = peers.Host(embed_dim=heads * width, num_heads=heads, max_len=64)
+    return Nystromformer(host, **options)
+
+
+def test_a_convolution_of_every_head_over_the_tokens_is_added():
+    module = core(landmarks=4, kernel=3).double()
     query, key, value = torch.randn(3, 1, 2, 16, 8, dtype=torch.float64)
-    weight = module.convolution.weight.detach().reshape(2, 3)
+    weight = module.convolution.filter.weight.detach().reshape(2, 3)
     padded = F.pad(value, (0, 0, 1, 1))
     added = sum(weight[:, i].view(1, 2, 1, 1) * padded[:, :, i : i + 16] for i in range(3))
     plain = nystrom_attention(query, key, value, landmarks=4)
     torch.testing.assert_close(module(query, key, value).detach(), plain + added)
-    assert sum(p.numel() for p in NystromAttention(12).parameters()) == 12 * 33
+    assert peers.parameter_count(core(heads=12)) == 12 * 33
+    assert peers.parameter_count(core(kernel=0)) == 0
+
+
+def test_masked_samples_equal_their_real_tokens_alone():
+    # 17 and 3 real tokens leave segments empty; the holes are anywhere.
+    query, key, value = torch.randn(3, 3, 2, 24, 8, dtype=torch.float64)
+    mask = torch.rand(3, 24, generator=torch.Generator().manual_seed(1)).argsort(-1)
+    mask = mask < torch.tensor([[17], [24], [3]])
+    module = core(landmarks=8, kernel=0)
+    found = module(query, key, value, mask)
+    for sample in range(3):
+        real = mask[sample]
+        for head in range(2):
+            one = (side[sample, head, real] for side in (query, key, value))
+            expected = dense(*one, 8, six_steps)
+            torch.testing.assert_close(found[sample, head, real], expected)
+
+
+def test_original_start_couples_the_batch():
+    query, key, value = torch.randn(3, 3, 2, 32, 8, dtype=torch.float64)
+    module = core(landmarks=8, kernel=0, compat="original")
+    whole = module(query, key, value)
+    alone = module(query[:1], key[:1], value[:1])
+    assert (whole[:1] - alone).abs().max() > 1e-6
+    exact = core(landmarks=8, kernel=0)
+    assert (exact(query, key, value) - whole).abs().max() > 1e-6
+
+
+def copy_projections(layer, query, key, value, out, convolution):
+    """Weights of an oracle into ours, biases zeroed where the oracle has none."""
+    with torch.no_grad():
+        for ours, theirs in zip(
+            (layer.query, layer.key, layer.value, layer.out), (query, key, value, out), strict=True
+        ):
+            ours.weight.copy_(theirs[0])
+            ours.bias.copy_(theirs[1])
+        layer.core.convolution.filter.weight.copy_(convolution)
+
+
+@pytest.mark.parametrize(("start", "compat"), [("original", "original"), ("exact", None)])
+def test_agrees_with_transformers(start, compat):
+    pytest.importorskip("transformers")
+    from transformers import NystromformerConfig
+    from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+
+    config = NystromformerConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_landmarks=8,
+        segment_means_seq_len=48,
+        conv_kernel_size=5,
+        attention_probs_dropout_prob=0.0,
+    )
+    oracle = NystromformerSelfAttention(config).eval()
+    oracle.init_option = start
+    layer = peers.build(
+        "nystromformer",
+        embed_dim=32,
+        num_heads=2,
+        max_len=48,
+        landmarks=8,
+        kernel=5,
+        compat=compat,
+    )
+    projections = [(part.weight, part.bias) for part in (oracle.query, oracle.key, oracle.value)]
+    unit = (torch.eye(32), torch.zeros(32))
+    copy_projections(layer, *projections, unit, oracle.conv.weight)
+    x = torch.randn(3, 48, 32)
+    torch.testing.assert_close(layer(x), oracle(x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_agrees_with_nystrom_attention():
+    package = pytest.importorskip("nystrom_attention")
+    oracle = package.NystromAttention(
+        dim=32, dim_head=16, heads=2, num_landmarks=8, residual_conv_kernel=33
+    ).eval()
+    layer = peers.build(
+        "nystromformer", embed_dim=32, num_heads=2, max_len=32, landmarks=8, compat="original"
+    )
+    none = torch.zeros(32)
+    projections = [(weight, none) for weight in oracle.to_qkv.weight.chunk(3)]
+    out = (oracle.to_out[0].weight, oracle.to_out[0].bias)
+    copy_projections(layer, *projections, out, oracle.res_conv.weight)
+    x = torch.randn(2, 32, 32)
+    torch.testing.assert_close(layer(x), oracle(x), rtol=1e-5, atol=1e-5)
+    # 30 real tokens fill the same eight segments as 32 with the last two masked.
+    mask = torch.ones(2, 32, dtype=torch.bool)
+    mask[:, 30:] = False
+    torch.testing.assert_close(layer(x, mask)[mask], oracle(x, mask)[mask], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"landmarks": 0}, "landmarks"),
+        ({"iterations": 0}, "iterations"),
+        ({"kernel": 4}, "odd"),
+        ({"compat": "other"}, "'original'"),
+    ],
+)
+def test_bad_options_get_a_sentence(options, said):
+    with pytest.raises(InvalidInputError, match=said):
+        core(**options)
 
 
 def test_gradients():

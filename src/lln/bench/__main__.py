@@ -1,4 +1,4 @@
-"""The benchmarks without the command line program: ``python -m lln.bench [roberta] --help``.
+"""The benchmarks without the command line: ``python -m lln.bench [roberta | peers] --help``.
 
 Needs torch alone (and triton on a GPU), for machines where typer and rich are not installed.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lln.bench.options import join_lists, split_names, split_numbers
+from lln.bench.peers_run import run_peers
 from lln.bench.roberta_table import run_roberta
 from lln.bench.run import run_bench
 from lln.errors import LLNError
@@ -19,9 +20,10 @@ from lln.errors import LLNError
 def main(words: Sequence[str] | None = None) -> None:
     """Parse the options and run; exits like ``lln bench``."""
     given = list(sys.argv[1:] if words is None else words)
-    roberta = given[:1] == ["roberta"]
+    commands = {"roberta": _roberta, "peers": _peers}
     try:
-        right = _roberta(given[1:]) if roberta else _bench(given)
+        command = commands.get(given[0]) if given else None
+        right = command(given[1:]) if command else _bench(given)
     except LLNError as error:
         sys.stderr.write(f"lln: {error}\n")
         raise SystemExit(2) from None
@@ -33,7 +35,8 @@ def main(words: Sequence[str] | None = None) -> None:
 def _bench(words: Sequence[str]) -> bool:
     parser = argparse.ArgumentParser(
         prog="python -m lln.bench",
-        description="Time attention on this machine; `python -m lln.bench roberta` times a model.",
+        description="Time attention on this machine; `python -m lln.bench roberta` times a model, "
+        "`python -m lln.bench peers` every attention system.",
     )
     _add_shared(parser)
     parser.add_argument("--lengths", metavar="N…", help="sequence lengths")
@@ -63,6 +66,23 @@ def _roberta(words: Sequence[str]) -> bool:
     given["lengths"] = split_numbers("--lengths", given["lengths"])
     given["systems"] = split_names(given["systems"])
     return run_roberta(**given, echo=_echo)
+
+
+def _peers(words: Sequence[str]) -> bool:
+    parser = argparse.ArgumentParser(
+        prog="python -m lln.bench peers",
+        description="Time and memory of one layer of every attention system over the length.",
+    )
+    _add_shared(parser)
+    parser.add_argument("--lengths", metavar="N…", help="sequence lengths")
+    parser.add_argument("--systems", metavar="NAME…", help="only these")
+    parser.add_argument("--tokens", type=int, help="tokens in a batch of the second part, 0: none")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--limit", type=float, help="seconds one call may take")
+    given = vars(parser.parse_args(join_lists(words)))
+    given["lengths"] = split_numbers("--lengths", given["lengths"])
+    given["systems"] = split_names(given["systems"])
+    return run_peers(**given, echo=_echo)
 
 
 def _add_shared(parser: argparse.ArgumentParser) -> None:

@@ -120,24 +120,32 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return [names[index] for index in full], [[line[index] for index in full] for line in cells]
 
 
-def show_table(heads: Sequence[str], cells: Sequence[Sequence[str]], title: str) -> None:
-    """Print a table on the standard output."""
+def show_table(
+    heads: Sequence[str], cells: Sequence[Sequence[str]], title: str, *, texts: int = 1
+) -> None:
+    """Print a table on the standard output; the first ``texts`` columns are no numbers."""
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
         for line in (heads, *cells):
-            padded = (f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
-            sys.stdout.write("  ".join((f"{line[0]:<{widths[0]}}", *padded)).rstrip() + "\n")
+            padded = (
+                f"{cell:<{width}}" if index < texts else f"{cell:>{width}}"
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            sys.stdout.write("  ".join(padded).rstrip() + "\n")
         return
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if index else "left", no_wrap=index == 0)
+        table.add_column(head, justify="left" if index < texts else "right", no_wrap=index == 0)
     for line in cells:
         table.add_row(*line)
     # Away from a terminal rich would fold everything into eighty columns.
-    Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    # As a title of the table it would be folded to the table's width.
+    console.print(title, style="italic", highlight=False)
+    console.print(table)
 
 
 def _number(row: Row, field: str, form: str) -> str:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lln
-from lln.peers.nystromformer import NystromAttention
+from lln.peers.host import Host
+from lln.peers.nystromformer import Nystromformer
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -58,11 +59,16 @@ def block_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out.transpose(1, 2).unflatten(0, (query.shape[0], -1)).flatten(1, 2).transpose(1, 2)
 
 
+def nystromformer(size: RobertaSize) -> Attention:
+    """Nyströmformer's attention with its own defaults; it has no longest length."""
+    return Nystromformer(Host(embed_dim=size.width, num_heads=size.heads, max_len=512))
+
+
 # Every layer gets an attention of its own: some have weights.
 SYSTEMS: dict[str, tuple[str, Callable[[RobertaSize], Attention]]] = {
     "softmax_sdpa": ("softmax (SDPA)", lambda _: F.scaled_dot_product_attention),
     "softmax_naive": ("softmax (N×N written)", lambda _: naive_softmax),
-    "nystromformer": ("Nyströmformer", lambda size: NystromAttention(size.heads)),
+    "nystromformer": ("Nyströmformer", nystromformer),
     "lln": ("LLN", lambda _: lln.lln_attention),
     "lln_diag": ("LLN + Diag", lambda _: partial(lln.lln_diag_attention, block_size=BLOCK)),
     "diag": ("Diag alone", lambda _: block_softmax),

@@ -110,14 +110,14 @@ def command_of(program: str, options: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-def check_seconds(seconds: float) -> float:
+def check_seconds(seconds: float, option: str = "--seconds") -> float:
     """A positive number of seconds.
 
     Raises:
         InvalidInputError: If it is none.
     """
     if not (math.isfinite(seconds) and seconds > 0):
-        raise InvalidInputError(f"--seconds must be a positive number, got {seconds!r}.")
+        raise InvalidInputError(f"{option} must be a positive number, got {seconds!r}.")
     return seconds
 
 

@@ -43,14 +43,13 @@ def measure(
     found: dict[str, Any] = {}
     # The compiler steps aside while the CPU's tensors are counted.
     if on_gpu or not operation.is_compiled:
-        peak = held + (_gpu_peak(call) if on_gpu else _cpu_peak(call))
+        peak = held + (gpu_peak(call) if on_gpu else cpu_peak(call))
         found |= {"peak_bytes": peak, "memory_ratio": peak / needed}
     if on_gpu:
-        found["milliseconds"] = _gpu_median(call, seconds)
+        found["milliseconds"] = gpu_median(call, seconds)
         found["graph_milliseconds"] = _time_graph(call, seconds)
     else:
-        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-        found["milliseconds"] = timer.blocked_autorange(min_run_time=seconds).median * 1e3
+        found["milliseconds"] = cpu_median(call, seconds)
     return found
 
 
@@ -85,7 +84,7 @@ def _bind(
     return both, held + output, 2 * needed
 
 
-def _gpu_peak(call: Callable[[], None]) -> int:
+def gpu_peak(call: Callable[[], object]) -> int:
     """Bytes that a call allocates at most at one time."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -124,14 +123,20 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _cpu_peak(call: Callable[[], None]) -> int:
+def cpu_peak(call: Callable[[], object]) -> int:
     """Bytes of the tensors alive at once during a call; what operators use inside is not seen."""
     with _Alive() as alive:
         call()
     return alive.peak
 
 
-def _gpu_median(call: Callable[[], object], seconds: float) -> float:
+def cpu_median(call: Callable[[], object], seconds: float) -> float:
+    """Median milliseconds by torch's timer, on as many threads as torch is set to."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=seconds).median * 1e3
+
+
+def gpu_median(call: Callable[[], object], seconds: float) -> float:
     """Median milliseconds by CUDA events, the L2 cache flushed before every call."""
     from triton.testing import do_bench
 
@@ -157,7 +162,7 @@ def _time_graph(call: Callable[[], None], seconds: float) -> float | None:
         if is_out_of_memory(error):
             raise
         return None
-    milliseconds = _gpu_median(graph.replay, seconds)
+    milliseconds = gpu_median(graph.replay, seconds)
     graph.reset()
     return milliseconds
 
@@ -167,7 +172,7 @@ def copy_speed(device: str) -> float:
     source = torch.randn(_COPIED[device] // 4, device=device)
     target = torch.empty_like(source)
     if device == "cuda":
-        milliseconds = _gpu_median(lambda: target.copy_(source), seconds=0.1)
+        milliseconds = gpu_median(lambda: target.copy_(source), seconds=0.1)
     else:
         timer = Timer(
             "target.copy_(source)",

@@ -30,6 +30,10 @@ class Card:
         adds: Parameters beyond the four projections (of a core), or all of them in words.
         oracle: What the tests compare it with.
         departures: Where the default differs from published code, and which ``compat`` undoes it.
+        layers_per_block: Blocks only: how many of them replace one layer of attention and
+            feed-forward, so that parameters come out alike (FLASH: 2).
+        period: After how many layers their pattern repeats, where layers differ (a host of so many
+            has one of each, in the right proportion): what is measured of a system is the mean.
     """
 
     name: str
@@ -48,3 +52,5 @@ class Card:
     random: str = ""
     adds: str = "none"
     departures: str = ""
+    layers_per_block: int = 1
+    period: int = 1

@@ -1,17 +1,170 @@
 """Nyströmformer: softmax attention through landmarks (Xiong et al., 2021, arXiv 2102.03902).
 
-Departures from the authors' code, each of which makes it right where theirs is not: the start of
-the pseudo-inverse is scaled per sample and head, so that a sample does not depend on its
-batch-mates; a length that is no multiple of the landmarks gets a shorter last segment instead of
-padding; the iteration runs in float32, where half precision overflows.
-
 Dimension legend: B batch, H heads, N tokens, D head width, E value width, m landmarks.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from lln.checks import check_count
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Core
+from lln.peers.projected import TokenConvolution
+from lln.precision import accumulation_dtype, without_autocast
+
+
+class Nystromformer(Core):
+    """O = softmax(QK̃ᵀ/√d) Z softmax(Q̃Kᵀ/√d) V + DWConv(V), Z ≈ softmax(Q̃K̃ᵀ/√d)⁺, Eq. (13).
+
+    Q̃ and K̃ are means over consecutive segments of the real tokens. A sequence whose length is no
+    multiple of the landmarks has a shorter last segment and possibly fewer landmarks.
+
+    Args:
+        host: Sizes and place.
+        landmarks: m.
+        iterations: Of `pseudo_inverse`.
+        kernel: Tokens under the depthwise convolution of the values, an odd number; 0 = none.
+        compat: ``"original"``: the start of the pseudo-inverse is scaled by the largest column
+            sum of the whole batch, so that samples depend on each other, as released.
+    """
+
+    card = Card(
+        name="nystromformer",
+        title="Nyströmformer",
+        kind="core",
+        citation="Xiong et al. 2021, arXiv 2102.03902",
+        equation="O = softmax(QK̃ᵀ/√d) softmax(Q̃K̃ᵀ/√d)⁺ softmax(Q̃Kᵀ/√d) V + DWConv(V)",
+        complexity="O(N m d + m³)",
+        is_linear=True,
+        causal=False,
+        padding="longer",
+        row_stochastic=False,
+        equivariant=False,
+        adds="one filter of 33 tokens a head",
+        oracle="transformers NystromformerSelfAttention; nystrom_attention; dense form",
+        departures="Pseudo-inverse started per sample and head (compat='original' couples the "
+        "batch as released). Landmarks are means over real tokens and empty segments are dropped, "
+        "where the authors average zeroed padding in. As many landmarks as tokens stay an "
+        "approximation; the released code turns into exact softmax there.",
+    )
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        landmarks: int = 64,
+        iterations: int = 6,
+        kernel: int = 33,
+        compat: Literal["original"] | None = None,
+    ) -> None:
+        """Build the convolution; Args as in the class."""
+        super().__init__(host)
+        check_count("landmarks", landmarks)
+        check_count("iterations", iterations)
+        check_count("kernel", kernel, least=0)
+        if kernel and kernel % 2 == 0:
+            raise InvalidInputError(f"kernel must be an odd number of tokens or 0, got {kernel}.")
+        if compat not in (None, "original"):
+            raise InvalidInputError(f"compat must be None or 'original', got {compat!r}.")
+        self.landmarks, self.iterations = landmarks, iterations
+        self.couples_batch = compat == "original"
+        self.convolution = TokenConvolution(host.num_heads, kernel) if kernel else None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `Core.forward`."""
+        out = nystrom_attention(
+            query,
+            key,
+            value,
+            landmarks=self.landmarks,
+            iterations=self.iterations,
+            key_mask=key_mask,
+            couples_batch=self.couples_batch,
+        )
+        if self.convolution is None:
+            return out
+        if key_mask is not None:
+            value = torch.where(key_mask[:, None, :, None], value, 0.0)
+        return out + self.convolution(value)
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """The three factors multiplied, plus the convolution as a band. See `Core.matrix`."""
+        wide = accumulation_dtype(query.dtype)
+        query, key = query.to(wide), key.to(wide)
+        if key_mask is None:
+            key_mask = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)
+        average, filled = segment_average(key_mask, self.landmarks, wide)
+        few_queries, few_keys = average[:, None] @ query, average[:, None] @ key
+        scale = query.shape[-1] ** -0.5
+        columns, rows = filled[:, None, None, :], filled[:, None, :, None]
+        first = masked_softmax(scale * query @ few_keys.mT, columns)
+        middle = masked_softmax(scale * few_queries @ few_keys.mT, columns) * rows
+        last = masked_softmax(scale * few_queries @ key.mT, key_mask[:, None, None, :])
+        inverse = pseudo_inverse(middle, self.iterations, couples_batch=self.couples_batch)
+        out = first @ inverse @ last
+        if self.convolution is None:
+            return out
+        weights = self.convolution.filter.weight[:, 0, :, 0].to(wide)
+        tokens, kernel = query.shape[-2], weights.shape[-1]
+        places = torch.arange(tokens, device=query.device)
+        tap = places - places[:, None] + kernel // 2
+        within = (tap >= 0) & (tap < kernel)
+        band = torch.where(within, weights[:, tap.clamp(0, kernel - 1)], 0.0)
+        return out + band * key_mask[:, None, None, :]
+
+
+def nystrom_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    landmarks: int = 64,
+    iterations: int = 6,
+    key_mask: Tensor | None = None,
+    couples_batch: bool = False,
+) -> Tensor:
+    """Nyström approximation of softmax attention: softmax(QK̃ᵀ) A⁺ softmax(Q̃Kᵀ) V.
+
+    Args:
+        query: ``[B, H, N, D]``.
+        key: Like query.
+        value: ``[B, H, N, E]``.
+        landmarks: Segments whose means stand for all queries and keys.
+        iterations: Of `pseudo_inverse`.
+        key_mask: bool ``[B, N]``, True = a real token.
+        couples_batch: As in `pseudo_inverse`.
+
+    Returns:
+        ``[B, H, N, E]`` in the dtype of value.
+    """
+    with without_autocast(query):
+        wide = accumulation_dtype(query.dtype)
+        scale = query.shape[-1] ** -0.25
+        query, key = query * scale, key * scale
+        filled = columns = None
+        if key_mask is None:
+            few_queries, few_keys = (segment_means(side, landmarks) for side in (query, key))
+        else:
+            average, filled = segment_average(key_mask, landmarks, wide)
+            few_queries, few_keys = (average[:, None] @ side.to(wide) for side in (query, key))
+            columns = filled[:, None, None, :]
+        from_keys = None if key_mask is None else key_mask[:, None, None, :]
+        to_landmarks = masked_softmax(query @ few_keys.mT.to(query.dtype), columns)
+        from_landmarks = masked_softmax(few_queries.to(key.dtype) @ key.mT, from_keys)
+        between = masked_softmax(few_queries.to(wide) @ few_keys.to(wide).mT, columns)
+        if filled is not None:
+            between = between * filled[:, None, :, None]
+        inverse = pseudo_inverse(between, iterations, couples_batch=couples_batch)
+        summary = inverse @ (from_landmarks.to(value.dtype) @ value).to(wide)
+        return to_landmarks.to(value.dtype) @ summary.to(value.dtype)
 
 
 def segment_means(tensor: Tensor, landmarks: int) -> Tensor:
@@ -30,77 +183,64 @@ def segment_means(tensor: Tensor, landmarks: int) -> Tensor:
     return torch.cat((means, tensor[..., whole:, :].mean(-2, keepdim=True)), dim=-2)
 
 
-def pseudo_inverse(matrix: Tensor, iterations: int = 6) -> Tensor:
-    """A⁺ of row-stochastic matrices ``[..., m, m]`` by the cubic iteration of section 3.2.
+def segment_average(key_mask: Tensor, landmarks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The matrix that takes tokens to segment means, for samples of different lengths.
+
+    Segments are counted in real tokens, so that padding moves no border.
+
+    Args:
+        key_mask: bool ``[B, N]``.
+        landmarks: Segments asked for; all are ⌈real tokens / landmarks⌉ long but the last.
+        dtype: Of the matrix.
+
+    Returns:
+        ``[B, m, N]`` whose rows sum to 1, or are zero where a segment is empty, and bool
+        ``[B, m]``, True = not empty.
+    """
+    real = key_mask.sum(-1, keepdim=True)
+    length = ((real + landmarks - 1) // landmarks).clamp_min(1)
+    segment = torch.where(key_mask, (key_mask.cumsum(-1) - 1) // length, -1)
+    names = torch.arange(min(landmarks, key_mask.shape[-1]), device=key_mask.device)
+    member = segment[:, None, :] == names[:, None]
+    count = member.sum(-1, keepdim=True)
+    return member.to(dtype) / count.clamp_min(1), count[..., 0] > 0
+
+
+def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    """Softmax over the allowed columns; a row without any is zero."""
+    if allowed is None:
+        return scores.softmax(-1)
+    # Not −∞: the softmax of a row of −∞ is NaN, in its gradient too.
+    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1) * allowed
+
+
+def pseudo_inverse(matrix: Tensor, iterations: int = 6, *, couples_batch: bool = False) -> Tensor:
+    """A⁺ of non-negative matrices ``[..., m, m]`` by the cubic iteration of section 3.2.
 
         Z ← Z/4 · (13 I − AZ (15 I − AZ (7 I − AZ))),  Z₀ = Aᵀ / (‖A‖₁ ‖A‖_∞)
 
+    Rows and columns of zeros stay so: the rest is inverted as if they were not there.
+
     Args:
-        matrix: A, in float32 or float64.
+        matrix: A, in float32 or float64; half precision overflows.
         iterations: How many.
+        couples_batch: Whether the norms are the largest of all matrices, and not each one's own.
     """
     columns = matrix.abs().sum(-2).amax(-1)[..., None, None]
     rows = matrix.abs().sum(-1).amax(-1)[..., None, None]
-    inverse = matrix.mT / (columns * rows)
+    if couples_batch:
+        columns, rows = columns.amax(), rows.amax()
+    norms = columns * rows
+    return cubic_inverse(matrix, matrix.mT / torch.where(norms > 0, norms, 1.0), iterations)
+
+
+def cubic_inverse(matrix: Tensor, start: Tensor, iterations: int) -> Tensor:
+    """The iteration of `pseudo_inverse` from a given Z₀."""
     unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    inverse = start
     for _ in range(iterations):
         product = matrix @ inverse
         inner = 15 * unit - product @ (7 * unit - product)
         inverse = inverse @ (13 * unit - product @ inner) / 4
     return inverse
-
-
-def nystrom_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, landmarks: int = 64, iterations: int = 6
-) -> Tensor:
-    """Nyström approximation of softmax attention: softmax(QK̃ᵀ) A⁺ softmax(Q̃Kᵀ) V.
-
-    Args:
-        query: ``[B, H, N, D]``.
-        key: Like query.
-        value: ``[B, H, N, E]``.
-        landmarks: Segments whose means stand for all queries and keys.
-        iterations: Of `pseudo_inverse`.
-
-    Returns:
-        ``[B, H, N, E]`` in the dtype of value.
-    """
-    scale = query.shape[-1] ** -0.25
-    query, key = query * scale, key * scale
-    few_queries, few_keys = segment_means(query, landmarks), segment_means(key, landmarks)
-    to_landmarks = (query @ few_keys.mT).softmax(-1).to(value.dtype)
-    from_landmarks = (few_queries @ key.mT).softmax(-1).to(value.dtype)
-    with torch.autocast(query.device.type, enabled=False):
-        wide = torch.promote_types(query.dtype, torch.float32)
-        between = (few_queries.to(wide) @ few_keys.to(wide).mT).softmax(-1)
-        inverse = pseudo_inverse(between, iterations)
-        summary = (inverse @ (from_landmarks @ value).to(wide)).to(value.dtype)
-        return to_landmarks @ summary
-
-
-class NystromAttention(nn.Module):
-    """`nystrom_attention` and a depthwise convolution of the values over the tokens."""
-
-    def __init__(
-        self, heads: int, *, landmarks: int = 64, iterations: int = 6, kernel: int = 33
-    ) -> None:
-        """Args as in the paper.
-
-        Args:
-            heads: H.
-            landmarks: m.
-            iterations: Of the pseudo-inverse.
-            kernel: Tokens under the convolution, an odd number.
-        """
-        super().__init__()
-        self.landmarks, self.iterations = landmarks, iterations
-        self.convolution = nn.Conv2d(
-            heads, heads, (kernel, 1), padding=(kernel // 2, 0), groups=heads, bias=False
-        )
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``[B, H, N, D]`` each → ``[B, H, N, E]``."""
-        attended = nystrom_attention(
-            query, key, value, landmarks=self.landmarks, iterations=self.iterations
-        )
-        return attended + self.convolution(value)

@@ -1,0 +1,109 @@
+"""Axial attention: along the rows of a grid, then along its columns.
+
+Dimension legend: B batch, N tokens, R rows, C columns of the grid, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lln.checks import check_count
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.masked import attend
+from lln.peers.peer import Peer
+
+
+class Axial(Peer):
+    """r = Row(x), y = r + Column(x + r): softmax attention inside each row, then each column.
+
+    Token i stands in row i // C, column i mod C. Rows fill from the top: of a length that is no
+    multiple of C the last row is short, its missing cells are hidden like padding, and rows below
+    it do not exist. So only the number of columns decides what a token sees; neither padding nor
+    max_len does, and a longer sequence has more rows.
+
+    Args:
+        host: The layer it is built for.
+        shape: Rows and columns, for images; they must hold max_len tokens. None = the most square
+            grid that does: C = ⌈√max_len⌉ columns, ⌈max_len / C⌉ rows.
+    """
+
+    card = Card(
+        name="axial",
+        title="Axial attention",
+        kind="mixer",
+        citation="Ho et al. 2019, arXiv 1912.12180",
+        equation="y = r + Column(x + r), r = Row(x): softmax attention along each axis of a grid",
+        complexity="O(N (R + C) d), O(N √N d) on a square grid",
+        is_linear=False,
+        causal=False,
+        padding="longer",
+        row_stochastic=False,
+        equivariant=False,
+        adds="eight projections, four an axis",
+        oracle="dense mask form, one axis after the other",
+        departures="The paper's layer is two residual sublayers with norms and feed-forward "
+        "around each; here the residual between the two is inside, norms and feed-forward are the "
+        "host's. No masked (causal) form, which the paper builds for generation.",
+    )
+
+    def __init__(self, host: Host, *, shape: Sequence[int] | None = None) -> None:
+        """See the class."""
+        super().__init__(host)
+        if shape is None:
+            columns = math.isqrt(host.max_len - 1) + 1
+            shape = (-(-host.max_len // columns), columns)
+        if len(shape) != 2:
+            raise InvalidInputError(f"shape must be rows and columns, got {shape!r}.")
+        for name, size in zip(("rows", "columns"), shape, strict=True):
+            check_count(f"shape's {name}", size)
+        if shape[0] * shape[1] < host.max_len:
+            raise InvalidInputError(
+                f"shape {tuple(shape)} holds {shape[0] * shape[1]} tokens, fewer than max_len "
+                f"{host.max_len}; give a larger grid."
+            )
+        self.shape = tuple(shape)
+        self.row, self.column = AxisAttention(host), AxisAttention(host)
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Peer.mix`."""
+        length, columns = x.shape[1], self.shape[1]
+        short = -length % columns
+        grid = F.pad(x, (0, 0, 0, short)).unflatten(1, (-1, columns))
+        real = None
+        if key_mask is not None or short:
+            if key_mask is None:
+                key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+            real = F.pad(key_mask, (0, short)).unflatten(1, (-1, columns))
+        along_rows = self.row(grid, real)
+        turned = None if real is None else real.mT
+        along_columns = self.column((grid + along_rows).transpose(1, 2), turned)
+        return (along_rows + along_columns.transpose(1, 2)).flatten(1, 2)[:, :length]
+
+
+class AxisAttention(nn.Module):
+    """Multi-head softmax attention inside every row of a grid."""
+
+    def __init__(self, host: Host) -> None:
+        """Four projections of the host's width."""
+        super().__init__()
+        self.heads = host.num_heads
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
+        )
+
+    def forward(self, grid: Tensor, real: Tensor | None) -> Tensor:
+        """``[B, R, C, embed_dim]`` and bool ``[B, R, C]`` → ``[B, R, C, embed_dim]``."""
+        query, key, value = (
+            project(grid).flatten(0, 1).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        allowed = None if real is None else real.flatten(0, 1)[:, None, None, :]
+        attended = attend(query, key, value, allowed).transpose(1, 2).flatten(2)
+        return self.out(attended).unflatten(0, grid.shape[:2])

@@ -1,0 +1,223 @@
+"""BigBird: blocks that see their neighbours, the two ends and a few blocks drawn at random.
+
+Dimension legend: B batch, H heads, N tokens, D head width, b tokens of a block, n blocks,
+r random blocks, S = 5 + r blocks that a block may look at.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lln.checks import check_count
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Core
+from lln.precision import accumulation_dtype
+
+
+class BigBird(Core):
+    """Block-sparse softmax attention.
+
+        P_ij ∝ exp(q_i·k_j/√d) where block(j) is the first, the last, block(i) or next to it, or
+        one of r others drawn for block(i); every j where block(i) is the first or the last.
+
+    The last block is the one with the last real token of the sample, and random blocks are drawn
+    among those before it, so that padding changes nothing. What is drawn are numbers, turned into
+    blocks at every length; blocks beyond ``max_len`` use those of the first ones again.
+
+    Args:
+        host: Its ``max_len`` says for how many blocks to draw.
+        block: b.
+        random_blocks: r.
+        seed: Of the draw, to which the layer's index is added; None = torch's default generator.
+    """
+
+    draws: Tensor
+
+    card = Card(
+        name="bigbird",
+        title="BigBird",
+        kind="core",
+        citation="Zaheer et al. 2020, arXiv 2007.14062",
+        equation="P = softmax(QKᵀ/√d) over first, last, neighbouring and random blocks",
+        complexity="O(N b (5 + r) d)",
+        is_linear=True,
+        causal=False,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=False,
+        random="r blocks for each head and block, once, when built",
+        oracle="transformers BigBirdBlockSparseAttention, sharing its random blocks; dense form",
+        departures="random blocks are the same in training and evaluation (transformers looks at "
+        "the first block r times more in evaluation); the last block is the last real one; short "
+        "inputs stay sparse as far as blocks are left out (transformers turns to full attention "
+        "at 5 + 2r blocks)",
+    )
+
+    def __init__(
+        self, host: Host, *, block: int = 64, random_blocks: int = 3, seed: int | None = None
+    ) -> None:
+        """Draw the random blocks."""
+        super().__init__(host)
+        check_count("block", block)
+        check_count("random_blocks", random_blocks, least=0)
+        self.block, self.random_blocks = block, random_blocks
+        generator = None
+        if seed is not None:
+            check_count("seed", seed, least=0)
+            generator = torch.Generator().manual_seed(seed + host.layer)
+        shape = (host.num_heads, -(-host.max_len // block), random_blocks)
+        # Whole numbers, which no conversion to half precision rounds.
+        self.register_buffer("draws", torch.randint(2**31, shape, generator=generator))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `Core.forward`."""
+        last = self.last_block(query, key_mask)
+        chosen, valid = self.plan(last, -(-query.shape[-2] // self.block))
+        return attend_blocks(query, key, value, key_mask, last, chosen, valid, block=self.block)
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """See `Core.matrix`."""
+        wide = accumulation_dtype(query.dtype)
+        tokens = query.shape[-2]
+        last = self.last_block(query, key_mask)
+        blocks = -(-tokens // self.block)
+        chosen, valid = self.plan(last, blocks)
+        own = torch.arange(blocks, device=query.device)
+        is_end = (own == 0) | (own == last.unsqueeze(-1))
+        seen = is_end[:, None, :, None] | is_end[:, None, None, :]
+        seen = seen | ((own.unsqueeze(-1) - own).abs() <= 1)
+        for one, is_one in zip(chosen.unbind(-1), valid.unbind(-1), strict=True):
+            seen = seen | ((one.unsqueeze(-1) == own) & is_one.unsqueeze(-1))
+        of_token = torch.arange(tokens, device=query.device) // self.block
+        seen = seen[..., of_token, :][..., of_token]
+        if key_mask is not None:
+            seen = seen & key_mask[:, None, None, :]
+        scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
+        return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+
+    def last_block(self, query: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The block of each sample's last real token, int64 ``[B]``."""
+        batch, _, tokens, _ = query.shape
+        if key_mask is None:
+            return torch.full((batch,), (tokens - 1) // self.block, device=query.device)
+        place = torch.arange(tokens, device=query.device)
+        return (key_mask * place).amax(-1) // self.block
+
+    def plan(self, last: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """The random blocks.
+
+        Args:
+            last: ``[B]``, see `last_block`.
+            blocks: n.
+
+        Returns:
+            int64 and bool ``[B, H, n, r]``: which blocks, and whether there were so many left.
+        """
+        own = torch.arange(blocks, device=last.device)
+        # Blocks that nothing else makes visible: 1 … own − 2 and own + 2 … last − 1.
+        before = (torch.minimum(own, last.unsqueeze(-1)) - 2).clamp_min(0)
+        after = (last.unsqueeze(-1) - own - 2).clamp_min(0)
+        left = (before + after).unsqueeze(1)
+        draws = self.draws[:, own % self.draws.shape[1]]
+        ranks = left.new_zeros(*torch.broadcast_shapes(left.shape, draws.shape[:2]), 0)
+        for step in range(self.random_blocks):
+            rank = draws[..., step] % (left - step).clamp_min(1)
+            # Counted among those not drawn yet: step over each drawn one, the lowest first.
+            for drawn in ranks.sort(-1).values.unbind(-1):
+                rank = rank + (rank >= drawn)
+            ranks = torch.cat((ranks, rank.unsqueeze(-1)), dim=-1)
+        before = before[:, None, :, None]
+        chosen = torch.where(ranks < before, ranks + 1, ranks - before + own.unsqueeze(-1) + 2)
+        valid = torch.arange(self.random_blocks, device=last.device) < left.unsqueeze(-1)
+        return chosen.clamp(0, blocks - 1), valid.expand_as(chosen)
+
+
+def attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    last: Tensor,
+    chosen: Tensor,
+    valid: Tensor,
+    *,
+    block: int,
+) -> Tensor:
+    """Attend without the N×N matrix: the keys of S blocks are gathered for every block.
+
+    Args:
+        query: ``[B, H, N, D]``.
+        key: Like query.
+        value: Like query.
+        key_mask: bool ``[B, N]``, True = a real token.
+        last: int64 ``[B]``, the global block at the end.
+        chosen: int64 ``[B, H, n, r]``, random blocks; none of them visible otherwise.
+        valid: bool ``[B, H, n, r]``, which of them count.
+        block: b.
+
+    Returns:
+        ``[B, H, N, D]``; zeros where a query sees nothing.
+    """
+    batch, heads, tokens, _ = query.shape
+    short = -tokens % block
+    if key_mask is None:
+        key_mask = torch.ones(batch, tokens, dtype=torch.bool, device=query.device)
+    real = F.pad(key_mask, (0, short)).unflatten(-1, (-1, block))
+    blocks_q, blocks_k, blocks_v = (
+        F.pad(side, (0, 0, 0, short)).unflatten(-2, (-1, block)) for side in (query, key, value)
+    )
+    looked_at, counts = _looked_at(last, chosen, valid)
+    flat = looked_at.flatten(2)
+    keys, values = (
+        torch.take_along_dim(side, flat[..., None, None], dim=2)
+        .unflatten(2, looked_at.shape[2:])
+        .flatten(3, 4)
+        for side in (blocks_k, blocks_v)
+    )
+    seen = torch.take_along_dim(real.unsqueeze(1), flat.unsqueeze(-1), dim=2)
+    seen = (seen.unflatten(2, looked_at.shape[2:]) & counts.unsqueeze(-1)).flatten(3, 4)
+    out = _attend(
+        blocks_q.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2), seen.flatten(1, 2)
+    ).unflatten(1, (heads, -1))
+    # The two ends see all.
+    at_end = last[:, None, None, None, None]
+    ends = torch.cat((blocks_q[:, :, :1], torch.take_along_dim(blocks_q, at_end, dim=2)), dim=2)
+    rows = _attend(ends.flatten(2, 3), key, value, key_mask.unsqueeze(1))
+    of_first, of_last = rows.unflatten(2, (2, 1, block)).unbind(2)
+    own = torch.arange(out.shape[2], device=query.device)[:, None, None]
+    out = torch.where(own == at_end, of_last, torch.where(own == 0, of_first, out))
+    return out.flatten(2, 3)[..., :tokens, :]
+
+
+def _looked_at(last: Tensor, chosen: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """All S blocks of each block, ``[B, H, n, S]``, and which of them count, each block once."""
+    own = torch.arange(chosen.shape[2], device=chosen.device).expand(chosen.shape[:3])
+    last = last[:, None, None].expand_as(own)
+    fixed = torch.stack((torch.zeros_like(own), own - 1, own, own + 1, last), dim=-1)
+    inside = torch.stack(
+        (
+            torch.ones_like(own, dtype=torch.bool),
+            own > 1,
+            (own > 0) & (own < last),
+            own + 1 < last,
+            last > 0,
+        ),
+        dim=-1,
+    )
+    looked_at = torch.cat((fixed, chosen), dim=-1).clamp(0, chosen.shape[2] - 1)
+    return looked_at, torch.cat((inside, valid), dim=-1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    # Fused kernels disagree on rows that see nothing: let them see all, then blank them.
+    seen = seen.unsqueeze(-2)
+    blind = ~seen.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen | blind)
+    return torch.where(blind, 0.0, out)

@@ -1,0 +1,211 @@
+"""Improved clustered attention: queries share their cluster's row but for its largest entries.
+
+Dimension legend: B batch, H heads, N tokens, D head width, C clusters, t exact keys, T tokens of a
+tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_count
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.masked import attend, masked_softmax
+from lln.peers.peer import Core
+from lln.precision import accumulation_dtype, without_autocast
+
+
+class Clustered(Core):
+    """i-clustered attention: one row a cluster, its largest entries once more for every query.
+
+        A^c = softmax(Q^c Kᵀ/√d), Q^c the mean query of each cluster
+        m_c = Σ A^c_cl over the t keys l of largest A^c_cl
+        A_il = m_c exp(q_i·k_l/√d) / Σ_r exp(q_i·k_r/√d) for those keys (r runs over them)
+        A_il = A^c_cl for all others, c the cluster of i
+
+    Queries are clustered by K-means under the Hamming distance of the signs of random projections.
+    The K-means starts at queries evenly spaced among the real ones, breaks ties towards the first
+    centroid (of votes: towards +1), and so is a function of its input; no gradient passes it.
+
+    Args:
+        host: The layer it is built for.
+        clusters: C.
+        exact: t.
+        bits: How many projections.
+        iterations: Of the K-means.
+        tile: Queries of one cluster that are multiplied with its exact keys at once; changes the
+            time it takes, not the result.
+    """
+
+    planes: Tensor
+
+    card = Card(
+        name="clustered",
+        title="Improved clustered attention",
+        kind="core",
+        citation="Vyas et al. 2020, arXiv 2007.04825",
+        equation="A_il = m_c softmax_l(q_i·k_l/√d) on the top t keys of i's cluster c, else "
+        "softmax_l(q^c·k_l/√d)",
+        complexity="O(N (C + t) d + N C bits · iterations)",
+        is_linear=True,
+        causal=False,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=False,
+        random="projections of the hash, once, at construction",
+        adds="none; the projections are a buffer of bits·d",
+        oracle="dense form",
+        departures="Its code draws the K-means' first centroids and gives the hash a bias; here "
+        "they are evenly spaced queries and there is none.",
+    )
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        clusters: int = 100,
+        exact: int = 32,
+        bits: int = 63,
+        iterations: int = 10,
+        tile: int = 32,
+    ) -> None:
+        """See the class."""
+        super().__init__(host)
+        self.clusters, self.exact, self.bits = clusters, exact, bits
+        self.iterations, self.tile = iterations, tile
+        for name in ("clusters", "exact", "bits", "iterations", "tile"):
+            check_count(name, getattr(self, name))
+        self.register_buffer("planes", torch.randn(bits, host.head_dim))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `Core.forward`."""
+        with without_autocast(query):
+            wide = accumulation_dtype(query.dtype)
+            query, key, values = query.to(wide), key.to(wide), value.to(wide)
+            group = self.groups(query, key_mask)
+            coarse = self._coarse(query, key, key_mask, group)
+            top = coarse.topk(min(self.exact, key.shape[-2]), dim=-1)
+            shared = coarse.scatter(-1, top.indices, 0.0) @ values
+            mass = top.values.sum(-1, keepdim=True)
+            own = self._exact(query, key, values, key_mask, group, top.indices)
+            out = _of_cluster(shared, group) + _of_cluster(mass, group) * own
+            return out.to(value.dtype)
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Both parts of every row, N×N. See `Core.matrix`."""
+        wide = accumulation_dtype(query.dtype)
+        query, key = query.to(wide), key.to(wide)
+        group = self.groups(query, key_mask)
+        rows = _of_cluster(self._coarse(query, key, key_mask, group), group)
+        top = rows.topk(min(self.exact, key.shape[-2]), dim=-1).indices
+        is_exact = torch.zeros_like(rows, dtype=torch.bool).scatter(-1, top, True)
+        mass = torch.where(is_exact, rows, 0.0).sum(-1, keepdim=True)
+        seen = is_exact if key_mask is None else is_exact & key_mask[:, None, None, :]
+        scores = query @ key.mT / math.sqrt(query.shape[-1])
+        return torch.where(is_exact, mass * masked_softmax(scores, seen), rows)
+
+    @torch.no_grad()
+    def groups(self, query: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The cluster ``[B, H, N]`` of every query; masked ones are given one and move none."""
+        batch, heads, tokens = query.shape[:3]
+        real = torch.ones(1, tokens, dtype=torch.bool, device=query.device)
+        real = real.expand(batch, -1) if key_mask is None else key_mask
+        signs = torch.where(query @ self.planes.to(query.dtype).mT >= 0, 1.0, -1.0)
+        order = real.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
+        step = torch.arange(self.clusters, device=query.device)
+        start = order.gather(-1, step * real.sum(-1, keepdim=True) // self.clusters)
+        start = start[:, None, :, None].expand(-1, heads, -1, self.bits)
+        centroids, voting = signs.gather(2, start), real[:, None, :, None]
+        for _ in range(self.iterations):
+            member = self._membership(self._nearest(signs, centroids), voting).to(signs.dtype)
+            votes = torch.where(member.mT @ signs >= 0, 1.0, -1.0)
+            is_empty = member.sum(-2).unsqueeze(-1) == 0
+            centroids = torch.where(is_empty, centroids, votes)
+        return self._nearest(signs, centroids)
+
+    def _nearest(self, signs: Tensor, centroids: Tensor) -> Tensor:
+        """``[B, H, N]``: the first of the nearest centroids."""
+        # Agreement is a whole number: a fraction for the index breaks ties, on any device alike.
+        rank = torch.arange(self.clusters, device=signs.device, dtype=signs.dtype) / self.clusters
+        return (signs @ centroids.mT - rank).argmax(-1)
+
+    def _membership(self, group: Tensor, real: Tensor | None) -> Tensor:
+        """Whether a query is in a cluster, bool ``[B, H, N, C]``; real broadcasts to it."""
+        member = group.unsqueeze(-1) == torch.arange(self.clusters, device=group.device)
+        return member if real is None else member & real
+
+    def _coarse(self, query: Tensor, key: Tensor, key_mask: Tensor | None, group: Tensor) -> Tensor:
+        """A^c ``[B, H, C, N]`` of the mean real query of every cluster."""
+        real = None if key_mask is None else key_mask[:, None, :, None]
+        member = self._membership(group, real).to(query.dtype)
+        if real is not None:
+            query = torch.where(real, query, 0.0)
+        centroid = member.mT @ query / member.sum(-2).clamp_min(1.0).unsqueeze(-1)
+        scores = centroid @ key.mT / math.sqrt(query.shape[-1])
+        return masked_softmax(scores, None if key_mask is None else key_mask[:, None, None, :])
+
+    def _exact(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        group: Tensor,
+        top: Tensor,
+    ) -> Tensor:
+        """Softmax attention ``[B, H, N, D]`` of every query to the keys top ``[B, H, C, t]``.
+
+        Queries are sorted by cluster into tiles of one cluster each, so that a cluster's keys are
+        fetched once a tile and not once a query.
+        """
+        batch, heads, _, width = query.shape
+        slot, source, tile_group = self._tiles(group)
+        tiles = query.gather(2, source.unsqueeze(-1).expand(-1, -1, -1, width))
+        index = _of_cluster(top, tile_group)
+        flat = index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, width)
+        keys, values = (
+            side.gather(2, flat).unflatten(2, index.shape[2:]).flatten(0, 1)
+            for side in (key, value)
+        )
+        seen = None
+        if key_mask is not None:
+            seen = key_mask[:, None].expand(-1, heads, -1).gather(2, index.flatten(2))
+            seen = seen.view_as(index).flatten(0, 1).unsqueeze(-2)
+        out = attend(tiles.unflatten(2, (-1, self.tile)).flatten(0, 1), keys, values, seen)
+        out = out.view(batch, heads, -1, width)
+        return out.gather(2, slot.unsqueeze(-1).expand(-1, -1, -1, width))
+
+    def _tiles(self, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The slot of every query, the query of every slot, the cluster of every tile.
+
+        ``[B, H, N]``, ``[B, H, tiles·T]``, ``[B, H, tiles]``; tiles = N // T + C suffice whatever
+        the clusters' sizes. An empty slot repeats query 0 and is never read.
+        """
+        tokens, device = group.shape[-1], group.device
+        count = self._membership(group, None).sum(-2)
+        ends = (-(-count // self.tile)).cumsum(-1)
+        first_slot = torch.cat((torch.zeros_like(ends[..., :1]), ends[..., :-1]), -1) * self.tile
+        order = group.argsort(dim=-1, stable=True)
+        sorted_group = group.gather(-1, order)
+        before = (count.cumsum(-1) - count).gather(-1, sorted_group)
+        sorted_slot = first_slot.gather(-1, sorted_group) + (
+            torch.arange(tokens, device=device) - before
+        )
+        tiles = tokens // self.tile + self.clusters
+        slot = torch.empty_like(group).scatter(-1, order, sorted_slot)
+        source = group.new_zeros(*group.shape[:-1], tiles * self.tile)
+        source = source.scatter(-1, sorted_slot, order)
+        tile = torch.arange(tiles, device=device).expand(*group.shape[:-1], -1).contiguous()
+        tile_group = torch.searchsorted(ends, tile, right=True).clamp_max(self.clusters - 1)
+        return slot, source, tile_group
+
+
+def _of_cluster(rows: Tensor, group: Tensor) -> Tensor:
+    """Row ``group`` ``[B, H, M]`` of rows ``[B, H, C, E]`` for every member: ``[B, H, M, E]``."""
+    return rows.gather(2, group.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))

@@ -1,0 +1,217 @@
+"""A host encoder for any system: the same residuals, norms and feed-forward around every one.
+
+Dimension legend: B batch, N tokens, W width of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln.errors import InvalidInputError
+from lln.peers.registry import available, build, card, parameter_count
+
+NORMS = ("pre", "post")
+
+
+class Encoder(nn.Module):
+    """Layers of one attention system, and what every system gets around it.
+
+    A core or a mixer stands where attention stands: residual, norm, feed-forward. A block brings
+    all of these, so it replaces the whole layer, by as many blocks as its card says
+    (``layers_per_block``).
+
+    Args:
+        name: One of `lln.peers.available`.
+        depth: Layers of attention and feed-forward, or what replaces as many.
+        embed_dim: W.
+        num_heads: Heads; divides embed_dim.
+        max_len: The longest sequence it will see.
+        feed_forward: Inner width of the feed-forward; None = 4 · embed_dim.
+        vocabulary: Number of words: the encoder takes words and embeds them and their positions.
+            None: it takes token vectors as they are.
+        norm: ``"pre"`` (norm before attention and feed-forward, one more at the end) or ``"post"``
+            (after each residual). Blocks place theirs themselves and get the one at the end.
+        **options: Of the system, as for `lln.peers.build`, ``is_causal`` included.
+
+    Raises:
+        InvalidInputError: One sentence on what does not fit.
+
+    Example:
+        >>> encoder = Encoder("elu", depth=2, embed_dim=16, num_heads=2, max_len=64, vocabulary=50)
+        >>> encoder(torch.randint(50, (3, 10))).shape
+        torch.Size([3, 10, 16])
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        depth: int,
+        embed_dim: int,
+        num_heads: int,
+        max_len: int,
+        feed_forward: int | None = None,
+        vocabulary: int | None = None,
+        norm: str = "pre",
+        **options: Any,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        if norm not in NORMS:
+            raise InvalidInputError(f"norm must be of {', '.join(NORMS)}, got {norm!r}.")
+        sizes = {"depth": depth, "feed_forward": feed_forward, "vocabulary": vocabulary}
+        for label, size in sizes.items():
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise InvalidInputError(f"{label} must be a positive whole number, got {size!r}.")
+        self.card, self.max_len, self.vocabulary = card(name), max_len, vocabulary
+        is_block = self.card.kind == "block"
+        layers = depth * (self.card.layers_per_block if is_block else 1)
+        systems = [
+            build(
+                name,
+                embed_dim=embed_dim,
+                num_heads=num_heads,
+                max_len=max_len,
+                layer=layer,
+                layers=layers,
+                **options,
+            )
+            for layer in range(layers)
+        ]
+        inner = feed_forward or 4 * embed_dim
+        wrapped = systems if is_block else [_Layer(one, embed_dim, inner, norm) for one in systems]
+        self.layers = nn.ModuleList(wrapped)
+        self.norm = nn.LayerNorm(embed_dim) if norm == "pre" or is_block else nn.Identity()
+        if vocabulary is not None:
+            self.word = nn.Embedding(vocabulary, embed_dim)
+            self.position = nn.Embedding(max_len, embed_dim)
+
+    @property
+    def parameter_count(self) -> int:
+        """Trainable numbers, embeddings included."""
+        return parameter_count(self)
+
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Encode a batch.
+
+        Args:
+            tokens: Words, int64 ``[B, N]``, where there is a vocabulary; else ``[B, N, W]``.
+            key_mask: bool ``[B, N]``, True = a real token.
+
+        Returns:
+            ``[B, N, W]``; padded tokens are zero.
+        """
+        hidden = tokens if self.vocabulary is None else self._embed(tokens)
+        if key_mask is None:
+            for layer in self.layers:
+                hidden = layer(hidden, None)
+            return self.norm(hidden)
+        real = key_mask.unsqueeze(-1)
+        # What padded tokens hold would reach the weights' gradients through norm and feed-forward.
+        hidden = torch.where(real, hidden, 0.0)
+        for layer in self.layers:
+            hidden = layer(hidden, key_mask)
+        return torch.where(real, self.norm(hidden), 0.0)
+
+    def _embed(self, words: Tensor) -> Tensor:
+        if words.dim() != 2 or words.is_floating_point():
+            raise InvalidInputError(
+                "an encoder with a vocabulary takes whole numbers [batch, tokens]; build it with "
+                "vocabulary=None to send token vectors."
+            )
+        if words.shape[1] > self.max_len:
+            raise InvalidInputError(
+                f"the encoder was built for max_len={self.max_len} tokens and got "
+                f"{words.shape[1]}; build it with a larger max_len."
+            )
+        places = torch.arange(words.shape[1], device=words.device)
+        return self.word(words) + self.position(places)
+
+
+class _Layer(nn.Module):
+    """Attention and a feed-forward network, each with a residual and a norm."""
+
+    def __init__(self, attention: nn.Module, width: int, inner: int, norm: str) -> None:
+        super().__init__()
+        self.attention, self.norm_first = attention, norm == "pre"
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width)
+        )
+        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor, key_mask: Tensor | None) -> Tensor:
+        """``[B, N, W]`` → ``[B, N, W]``."""
+        if self.norm_first:
+            hidden = hidden + self.attention(self.attention_norm(hidden), key_mask)
+            return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+        hidden = self.attention_norm(hidden + self.attention(hidden, key_mask))
+        return self.feed_forward_norm(hidden + self.feed_forward(hidden))
+
+
+def masked_mean(hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """Mean over the real tokens, ``[B, N, W]`` → ``[B, W]``; zero where there is none.
+
+    Args:
+        hidden: What an `Encoder` returns.
+        key_mask: bool ``[B, N]``, True = a real token; None = all are.
+
+    Example:
+        >>> masked_mean(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[True, True, False]]))
+        tensor([[2.]])
+    """
+    if key_mask is None:
+        return hidden.mean(1)
+    real = key_mask.unsqueeze(-1)
+    return torch.where(real, hidden, 0.0).sum(1) / real.sum(1).clamp_min(1)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Trainable numbers of an encoder, and how many times softmax's encoder that is."""
+
+    total: int
+    relative: float
+
+
+def compare_parameters(
+    names: Iterable[str] | None = None,
+    *,
+    depth: int,
+    embed_dim: int,
+    num_heads: int,
+    max_len: int,
+    feed_forward: int | None = None,
+) -> dict[str, Parameters]:
+    """Parameters of the host encoder with each system, embeddings left out.
+
+    Args:
+        names: Of `lln.peers.available`; None = all.
+        depth: See `Encoder`, also for the rest.
+        embed_dim: W.
+        num_heads: Heads.
+        max_len: Counts where a system has weights for every position.
+        feed_forward: Inner width.
+    """
+    inner = feed_forward or 4 * embed_dim
+
+    def count(name: str) -> int:
+        # Most of an encoder is its feed-forward, and drawing those weights takes most of the time.
+        thin = Encoder(
+            name,
+            depth=depth,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            max_len=max_len,
+            feed_forward=1,
+        )
+        layers = 0 if thin.card.kind == "block" else depth
+        return thin.parameter_count + layers * (inner - 1) * (2 * embed_dim + 1)
+
+    softmax = count("softmax")
+    totals = {name: count(name) for name in (available() if names is None else names)}
+    return {name: Parameters(total, total / softmax) for name, total in totals.items()}

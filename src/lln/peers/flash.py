@@ -1,0 +1,172 @@
+"""FLASH: gated attention units with mixed chunk attention.
+
+Dimension legend: B batch, N tokens, W width of the tokens, C tokens of a chunk, G chunks,
+S shared width of queries and keys, E inner width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lln.checks import check_count
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Peer
+from lln.peers.rotary import check_even, frequencies, rotate
+from lln.precision import accumulation_dtype, without_autocast
+
+# Chunks up to here have one bias for every distance, longer ones a product of two vectors.
+LONGEST_TABLE = 512
+
+
+class Flash(Peer):
+    """O = x + W_o[u ⊙ (quad + lin)] from xn = LayerNorm(x).
+
+    u = silu(W_u xn), v = silu(W_v xn), z = silu(W_z xn); queries and keys are four affine maps
+    γz + β with rotary positions. In every chunk quad = relu(q kᵀ/C + bias)² v, and across chunks
+    lin = c q'(Σ k'ᵀ v); causal: over earlier chunks only. There are no heads, and one layer
+    replaces attention or feed-forward: a model has twice the layers.
+
+    Args:
+        host: Sizes and place.
+        chunk: C; at least N tokens make it FLASH-quad if `linear` is off.
+        key_width: S.
+        expansion: E / W.
+        scale: c: ``"chunk"`` 1/C, ``"tokens"`` 1/N with N the real tokens of the sample.
+        linear: Whether there is the linear branch.
+        rope: Whether queries and keys have rotary positions.
+    """
+
+    card = Card(
+        name="flash",
+        title="FLASH (GAU, mixed chunk attention)",
+        kind="block",
+        citation="Hua et al. 2022, arXiv 2202.10447",
+        equation="O = x + W_o[u ⊙ (relu(qkᵀ/C + b)² v in chunks + q'(Σ k'ᵀv)/C)]",
+        complexity="O(N C E + N S E)",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=False,
+        equivariant=False,
+        adds="replaces the layer: u, v, out of width 2, z of width 128, 8·128 gains and shifts, "
+        "2C − 1 biases",
+        layers_per_block=2,
+        oracle="flash_pytorch FLASH; dense form",
+        departures="Padding is masked; the code behind Table 1 reads no mask and has C = 64. "
+        "scale='tokens' is FLASH-pytorch's. Biases beyond the chunk are not kept.",
+    )
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        chunk: int = 256,
+        key_width: int = 128,
+        expansion: int = 2,
+        scale: Literal["chunk", "tokens"] = "chunk",
+        linear: bool = True,
+        rope: bool = True,
+    ) -> None:
+        """Build the layer; Args as in the class."""
+        super().__init__(host)
+        check_count("chunk", chunk)
+        check_count("key_width", key_width)
+        check_count("expansion", expansion)
+        if scale not in ("chunk", "tokens"):
+            raise InvalidInputError(f"scale must be 'chunk' or 'tokens', got {scale!r}.")
+        if scale == "tokens" and host.is_causal:
+            raise InvalidInputError(
+                "scale='tokens' counts later tokens; take scale='chunk' where is_causal=True."
+            )
+        if rope or chunk > LONGEST_TABLE:
+            check_even("key_width", key_width)
+        width, inner = host.embed_dim, expansion * host.embed_dim
+        self.chunk, self.scale, self.linear, self.rope = chunk, scale, linear, rope
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.value = nn.Linear(width, inner), nn.Linear(width, inner)
+        self.shared = nn.Linear(width, key_width)
+        # Rows: query and key of the chunk, query and key across chunks.
+        sides = 4 if linear else 2
+        self.gains = nn.Parameter(0.02 * torch.randn(sides, key_width))
+        self.shifts = nn.Parameter(torch.zeros(sides, key_width))
+        self.bias = ChunkBias(chunk, key_width)
+        self.out = nn.Linear(inner, width)
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Peer.mix`."""
+        normed = self.norm(x)
+        value = F.silu(self.value(normed))
+        if key_mask is not None:
+            # Neither branch has a denominator: a key without a value is no key.
+            value = torch.where(key_mask.unsqueeze(-1), value, 0.0)
+        shared = F.silu(self.shared(normed))
+        with without_autocast(x):
+            mixed = self._attend(shared, value, key_mask)
+        return x + self.out(F.silu(self.gate(normed)) * mixed.to(value.dtype))
+
+    def _attend(self, shared: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Both branches, quad + lin ``[B, N, E]`` of z ``[B, N, S]`` and v ``[B, N, E]``."""
+        wide = accumulation_dtype(value.dtype)
+        gains, shifts = self.gains.to(wide)[:, None, None], self.shifts.to(wide)[:, None, None]
+        sides = gains * shared.to(wide) + shifts
+        if self.rope:
+            sides = rotate(sides, frequencies(shared.shape[-1], wide, shared.device))
+        tokens = value.shape[1]
+        # A sequence shorter than a chunk is not filled up; C in the formula stays.
+        length = min(self.chunk, tokens)
+        values = _chunks(value.to(wide), length)
+        query, key = (_chunks(side, length) for side in sides[:2])
+        weights = (query @ key.mT / self.chunk + self.bias(length).to(wide)).relu().square()
+        out = (weights.tril() if self.host.is_causal else weights) @ values
+        if self.linear:
+            query, key = (_chunks(side, length) for side in sides[2:])
+            out = out + query @ self._summary(key, values, tokens, key_mask)
+        return out.flatten(1, 2)[:, :tokens]
+
+    def _summary(self, key: Tensor, values: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
+        """The sum c Σ k'ᵀ v ``[B, 1, S, E]``, or of the chunks before each ``[B, G, S, E]``."""
+        if self.host.is_causal:
+            states = key.mT @ values / self.chunk
+            return states.cumsum(1) - states
+        state = (key.flatten(1, 2).mT @ values.flatten(1, 2)).unsqueeze(1)
+        if self.scale == "chunk":
+            return state / self.chunk
+        if key_mask is None:
+            return state / tokens
+        return state / key_mask.sum(-1).clamp_min(1)[:, None, None, None]
+
+
+class ChunkBias(nn.Module):
+    """What is added to the scores inside a chunk: bias_ij by j − i.
+
+    Up to 512 tokens a table of 2C − 1 numbers; for longer chunks a_i·b_j, two learned vectors with
+    rotary positions.
+    """
+
+    def __init__(self, chunk: int, width: int) -> None:
+        """Args: chunk is C, width that of the vectors."""
+        super().__init__()
+        self.chunk = chunk
+        shape = (2 * chunk - 1,) if chunk <= LONGEST_TABLE else (2, width)
+        self.weight = nn.Parameter(0.02 * torch.randn(shape))
+
+    def forward(self, length: int) -> Tensor:
+        """``[length, length]`` for the first `length` tokens of a chunk."""
+        if self.weight.dim() == 1:
+            places = torch.arange(length, device=self.weight.device)
+            return self.weight[self.chunk - 1 + places - places[:, None]]
+        wide = accumulation_dtype(self.weight.dtype)
+        angles = frequencies(self.weight.shape[-1], wide, self.weight.device)
+        rows, columns = rotate(self.weight[:, None, :].expand(-1, length, -1), angles)
+        return rows @ columns.mT
+
+
+def _chunks(tokens: Tensor, length: int) -> Tensor:
+    """``[B, N, ·]`` → ``[B, G, length, ·]``, filled up with zeros."""
+    return F.pad(tokens, (0, 0, 0, -tokens.shape[1] % length)).unflatten(1, (-1, length))

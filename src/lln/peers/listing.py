@@ -1,0 +1,144 @@
+"""The systems as a table and one by one, for the command line and the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.encoder import compare_parameters
+from lln.peers.families import FAMILIES
+from lln.peers.options import options_of
+from lln.peers.registry import available, card, find
+
+# Where parameters are counted: two layers of RoBERTa-base, whose layers may differ.
+SIZE = {"depth": 2, "embed_dim": 768, "num_heads": 12, "max_len": 512}
+SIZE_IN_WORDS = (
+    f"an encoder of {SIZE['depth']} layers, {SIZE['embed_dim']} wide, {SIZE['num_heads']} heads, "
+    f"{SIZE['max_len']} tokens"
+)
+KINDS = {
+    "core": "heads in, heads out: standard projections go around it",
+    "mixer": "owns its projections",
+    "block": "replaces attention and feed-forward",
+}
+HEADS = ("name", "kind", "complexity", "causal", "padding", "row-stochastic", "parameters")
+
+
+def in_order(names: Iterable[str] | None = None) -> list[str]:
+    """Names by family, as tables list them; None = every one."""
+    chosen = set(available() if names is None else names)
+    return [name for family in FAMILIES.values() for name in family if name in chosen]
+
+
+def table() -> tuple[list[str], list[list[str]]]:
+    """Headings and cells, a line a system.
+
+    Example:
+        >>> heads, lines = table()
+        >>> lines[0]
+        ['softmax', 'core', 'O(N² d)', 'yes', 'longer', 'yes', '14.2 M (1.00×)']
+    """
+    parameters = compare_parameters(in_order(), **SIZE)
+    lines = []
+    for name, count in parameters.items():
+        one = card(name)
+        lines.append(
+            [
+                name,
+                one.kind,
+                one.complexity,
+                _yes(one.causal),
+                one.padding,
+                _yes(one.row_stochastic),
+                f"{count.total / 1e6:.1f} M ({count.relative:.2f}×)",
+            ]
+        )
+    return list(HEADS), lines
+
+
+def data(names: Iterable[str] | None = None) -> list[dict[str, Any]]:
+    """Everything that is known of the systems, fit for JSON."""
+    parameters = compare_parameters(in_order(names), **SIZE)
+    return [
+        {
+            **asdict(card(name)),
+            "options": {
+                option.name: {"default": _plain(option.default), "text": option.text}
+                for option in options_of(name)
+            },
+            "parameters": count.total,
+            "parameters_relative": round(count.relative, 4),
+            "parameters_of": SIZE,
+        }
+        for name, count in parameters.items()
+    ]
+
+
+def description(name: str) -> str:
+    """The full card of a system, as text.
+
+    Raises:
+        InvalidInputError: If there is none of this name, with the names there are.
+    """
+    find(name)
+    one, count = card(name), compare_parameters([name], **SIZE)[name]
+    facts = {
+        "equation": one.equation,
+        "citation": one.citation,
+        "kind": f"{one.kind}: {KINDS[one.kind]}",
+        "complexity": one.complexity + (", linear or N log N" if one.is_linear else ""),
+        "causal": "yes, is_causal=True" if one.causal else "no such form",
+        "padding": {
+            "longer": "appending padded tokens changes no real token",
+            "values": "depends on the padded length, never on what padded tokens hold",
+        }[one.padding],
+        "row-stochastic": _yes(one.row_stochastic),
+        "permutation": "equivariant" if one.equivariant else "the order of the tokens matters",
+        "max_len": "longer inputs are refused" if one.needs_max_len else "",
+        "random": one.random,
+        "adds": one.adds,
+        "parameters": f"{count.total:,}, {count.relative:.3f}× softmax, {SIZE_IN_WORDS}",
+        "layers": _layers(one),
+        "checked with": one.oracle,
+        "departures": one.departures,
+    }
+    lines = [f"{one.title} ({name})", ""]
+    lines += [f"{label:15} {text}" for label, text in facts.items() if text]
+    options = options_of(name)
+    lines += ["", "options:" if options else "no options"]
+    lines += [f"  {one.name}={one.default!r}: {one.text}" for one in options]
+    example = f'lln.peers.build("{name}", embed_dim=768, num_heads=12, max_len=512)'
+    return "\n".join([*lines, "", f"build it: {example}"])
+
+
+def check_names(names: Iterable[str], option: str) -> None:
+    """Refuse names that are no systems.
+
+    Raises:
+        InvalidInputError: With the names there are.
+    """
+    unknown = [name for name in names if name not in available()]
+    if unknown:
+        raise InvalidInputError(
+            f"{option} must be of {', '.join(available())}; got {', '.join(unknown)}."
+        )
+
+
+def _layers(one: Card) -> str:
+    said = []
+    if one.layers_per_block > 1:
+        said.append(f"{one.layers_per_block} blocks stand for one layer")
+    if one.period > 1:
+        said.append(f"they differ, {one.period} of them hold the pattern")
+    return "; ".join(said)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

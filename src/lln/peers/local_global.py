@@ -1,0 +1,128 @@
+"""Local and global layers in turn, with rotary positions: the pattern of ModernBERT.
+
+Dimension legend: B batch, H heads, N tokens, D head width, w reach of the window.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_count
+from lln.errors import InvalidInputError
+from lln.peers.band import band_attention
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Core, visible
+from lln.peers.softmax import Softmax
+from lln.precision import accumulation_dtype, without_autocast
+
+
+class LocalGlobal(Core):
+    """Softmax attention of rotated queries and keys, in a window in two layers of three.
+
+        P_ij ∝ exp((R_i q_i)·(R_j k_j)/√d),  |i − j| ≤ w, or any j in layers 0, 3, 6, …
+
+    R_i turns the pair of coordinates (t, t + d/2) by the angle i·θ^(−2t/d).
+
+    Args:
+        host: Its ``layer`` decides which kind this one is.
+        window: Tokens of the window; w is its half.
+        every: One layer in so many is global, the first among them.
+        local_theta: θ of windowed layers.
+        global_theta: θ of global layers.
+    """
+
+    card = Card(
+        name="local_global",
+        title="Local and global layers (ModernBERT)",
+        kind="core",
+        citation="Warner et al. 2024, arXiv 2412.13663",
+        equation="P = softmax(RoPE(Q) RoPE(K)ᵀ/√d) over |i−j| ≤ w; over all in every third layer",
+        complexity="O(N w d), in every third layer O(N² d)",
+        is_linear=False,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=False,
+        period=3,
+        oracle="transformers ModernBertAttention, both kinds of layer; dense form",
+        departures="the projections have biases, as every core's here; published ones have none",
+    )
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        window: int = 128,
+        every: int = 3,
+        local_theta: float = 10_000.0,
+        global_theta: float = 160_000.0,
+    ) -> None:
+        """Choose the kind of the layer."""
+        super().__init__(host)
+        check_count("window", window, least=2)
+        check_count("every", every)
+        for name, theta in (("local_theta", local_theta), ("global_theta", global_theta)):
+            if not theta > 0:
+                raise InvalidInputError(f"{name} must be a positive number, got {theta!r}.")
+        if host.head_dim % 2:
+            raise InvalidInputError(
+                f"local_global turns pairs of coordinates and needs an even head width, got "
+                f"{host.head_dim}; choose num_heads so that embed_dim / num_heads is even."
+            )
+        self.is_global = host.layer % every == 0
+        self.reach = window // 2
+        self.theta = global_theta if self.is_global else local_theta
+        self.full = Softmax(host)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `Core.forward`."""
+        query, key = (rotate(side, self.theta).to(value.dtype) for side in (query, key))
+        if self.is_global:
+            return self.full(query, key, value, key_mask)
+        return band_attention(
+            query,
+            key,
+            value,
+            reach=self.reach,
+            key_mask=key_mask,
+            is_causal=self.host.is_causal,
+        )
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """See `Core.matrix`."""
+        turned_q, turned_k = rotate(query, self.theta), rotate(key, self.theta)
+        scores = turned_q @ turned_k.mT / math.sqrt(query.shape[-1])
+        place = torch.arange(query.shape[-2], device=query.device)
+        near = (place.unsqueeze(-1) - place).abs() <= self.reach
+        allowed = torch.ones_like(near) if self.is_global else near
+        hidden = visible(query, key_mask, self.host.is_causal)
+        if hidden is not None:
+            allowed = allowed & hidden
+        return scores.masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(0.0)
+
+
+def rotate(heads: Tensor, theta: float) -> Tensor:
+    """Turn the coordinates (t, t + D/2) of token i by i·θ^(−2t/D).
+
+    Args:
+        heads: ``[B, H, N, D]``.
+        theta: θ.
+
+    Returns:
+        ``[B, H, N, D]`` in the accumulation dtype: half precision cannot tell late angles apart.
+    """
+    with without_autocast(heads):
+        wide = accumulation_dtype(heads.dtype)
+        tokens, width = heads.shape[-2:]
+        exponents = torch.arange(0, width, 2, device=heads.device, dtype=wide) / -width
+        place = torch.arange(tokens, device=heads.device, dtype=wide)
+        angles = place.unsqueeze(-1) * theta**exponents
+        first, second = heads.to(wide).chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

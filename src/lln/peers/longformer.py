@@ -1,0 +1,145 @@
+"""Longformer: a sliding window, and a few tokens that see and are seen by all.
+
+Dimension legend: B batch, H heads, N tokens, D head width, G global tokens, w reach of the window.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lln.checks import check_count
+from lln.errors import InvalidInputError
+from lln.peers.band import Everywhere, band_attention
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Peer
+
+
+class Longformer(Peer):
+    """Windowed softmax attention with global tokens.
+
+        P_ij ∝ exp(q_i·k_j/√d),     |i − j| ≤ w or j global;
+        P_ij ∝ exp(q^g_i·k^g_j/√d), every j, where i is global,
+
+    the second with projections of its own, for keys and values too.
+
+    Args:
+        host: Sizes.
+        window: Tokens of the window, even; w is its half. 512 as published: nearly full attention
+            where inputs have 512 tokens, so choose less there.
+        global_tokens: How many of the first real tokens of a sequence are global. None: 1, the
+            CLS token, and 0 where the host is causal, because a global token sees all.
+    """
+
+    card = Card(
+        name="longformer",
+        title="Longformer",
+        kind="mixer",
+        citation="Beltagy et al. 2020, arXiv 2004.05150",
+        equation="P = softmax(QKᵀ/√d) over |i−j| ≤ w and global j; global rows over all j",
+        complexity="O(N w d + N g d)",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=False,
+        oracle="transformers LongformerSelfAttention; dense form",
+        adds="query, key, value and output projections; three more for global tokens",
+        departures="the first real token is global unless global_tokens says otherwise (published "
+        "code takes a mask); any length, where published code wants a multiple of the window",
+    )
+
+    def __init__(self, host: Host, *, window: int = 512, global_tokens: int | None = None) -> None:
+        """Build the projections; those of global tokens only where there are any."""
+        super().__init__(host)
+        check_count("window", window, least=2)
+        if window % 2:
+            raise InvalidInputError(
+                f"window must be even, half of it on each side of a token, got {window}."
+            )
+        if global_tokens is None:
+            global_tokens = 0 if host.is_causal else 1
+        check_count("global_tokens", global_tokens, least=0)
+        if global_tokens and host.is_causal:
+            raise InvalidInputError(
+                "a global token sees later tokens; leave global_tokens 0 where is_causal=True."
+            )
+        self.reach, self.global_tokens = window // 2, global_tokens
+        self.query, self.key, self.value, self.out = _projections(host, 4)
+        if global_tokens:
+            self.global_query, self.global_key, self.global_value = _projections(host, 3)
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Peer.mix`."""
+        if not self.global_tokens:
+            return self.out(self._join(self._local(x, key_mask, None)))
+        if key_mask is None:
+            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        count = min(self.global_tokens, x.shape[1])
+        # A stable sort brings the real tokens to the front in their order.
+        places = (~key_mask).byte().argsort(dim=-1, stable=True)[:, :count]
+        return self.attend(x, key_mask, places, key_mask.gather(1, places))
+
+    def attend(self, x: Tensor, key_mask: Tensor, places: Tensor, valid: Tensor) -> Tensor:
+        """Mix with global tokens that differ between samples.
+
+        Args:
+            x: ``[B, N, embed_dim]``.
+            key_mask: bool ``[B, N]``, True = a real token.
+            places: int64 ``[B, G]``, where the global tokens stand.
+            valid: bool ``[B, G]``: samples with fewer than G have some False, at any place.
+
+        Returns:
+            ``[B, N, embed_dim]``.
+        """
+        is_global = torch.zeros_like(key_mask, dtype=torch.uint8)
+        is_global = is_global.scatter_reduce(1, places, valid.byte(), "amax").bool()
+        local = self._local(x, key_mask & ~is_global, (places, valid))
+        rows = self._global(_take(x, places), x, key_mask)
+        rows = torch.where(valid[:, None, :, None], rows, 0.0)
+        where = places[:, None, :, None].expand_as(rows)
+        spread = torch.zeros_like(local).scatter_add(2, where, rows.to(local.dtype))
+        return self.out(self._join(torch.where(is_global[:, None, :, None], spread, local)))
+
+    def _local(
+        self, x: Tensor, key_mask: Tensor | None, chosen: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        query, key, value = (self._split(p(x)) for p in (self.query, self.key, self.value))
+        everywhere = None
+        if chosen is not None:
+            places, valid = chosen
+            where = places[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
+            everywhere = Everywhere(key.gather(2, where), value.gather(2, where), valid)
+        return band_attention(
+            query,
+            key,
+            value,
+            reach=self.reach,
+            key_mask=key_mask,
+            is_causal=self.host.is_causal,
+            everywhere=everywhere,
+        )
+
+    def _global(self, few: Tensor, x: Tensor, key_mask: Tensor) -> Tensor:
+        """Rows ``[B, H, G, D]`` of the global tokens."""
+        query = self._split(self.global_query(few))
+        key, value = self._split(self.global_key(x)), self._split(self.global_value(x))
+        # A sample without a real key may look anywhere: its rows are dropped.
+        seen = (key_mask | ~key_mask.any(-1, keepdim=True))[:, None, None, :]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+    def _split(self, tokens: Tensor) -> Tensor:
+        return tokens.unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
+
+    def _join(self, heads: Tensor) -> Tensor:
+        return heads.transpose(1, 2).flatten(2)
+
+
+def _projections(host: Host, count: int) -> list[nn.Linear]:
+    return [nn.Linear(host.embed_dim, host.embed_dim) for _ in range(count)]
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

@@ -1,0 +1,51 @@
+"""Softmax attention over whichever keys a pattern lets a query see; a query that sees none gets 0.
+
+Dimension legend: B batch, H heads, Q queries, K keys, D head width, G blocks of l tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    """Softmax over the last axis among allowed entries; a row without one is zeros.
+
+    Args:
+        scores: ``[..., K]``.
+        allowed: bool, broadcasts to scores; None = every entry.
+    """
+    if allowed is None:
+        return scores.softmax(-1)
+    # Not -inf: a row without an allowed key would have NaN in its gradient.
+    lowest = torch.finfo(scores.dtype).min
+    return scores.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+    """softmax(QKᵀ/√D) V among allowed keys, through torch's fused kernels.
+
+    Args:
+        query: ``[B, H, Q, D]``.
+        key: ``[B, H, K, D]``.
+        value: Like key.
+        allowed: bool, broadcasts to ``[B, H, Q, K]``; None = every key.
+    """
+    if allowed is None:
+        return F.scaled_dot_product_attention(query, key, value)
+    # Fused kernels disagree on rows that see nothing: let them see all, then blank them.
+    blind = ~allowed.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | blind)
+    return torch.where(blind, 0.0, out)
+
+
+def with_neighbours(blocks: Tensor) -> Tensor:
+    """Every block between its neighbours: ``[..., G, l, D]`` → ``[..., G, 3l, D]``.
+
+    Beyond the ends there are zeros (False).
+    """
+    count = blocks.shape[-3]
+    padded = F.pad(blocks, (0, 0, 0, 0, 1, 1))
+    return torch.cat([padded[..., i : i + count, :, :] for i in range(3)], dim=-2)

@@ -1,0 +1,185 @@
+"""Routing Transformer: tokens attend inside the clusters their directions fall into.
+
+Dimension legend: B batch, H heads, N tokens, D head width, k clusters, w members of a cluster.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lln.checks import check_count
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.masked import attend, with_neighbours
+from lln.peers.peer import Peer
+from lln.precision import accumulation_dtype, without_autocast
+
+
+class Routing(Peer):
+    """Half of the heads attend a window, the others the members of k learned clusters.
+
+        u = LN(W_q x), no affine: queries and keys in one, on the sphere of radius √d
+        members of centroid μ_c: the w = ⌈n/k⌉ tokens of largest u·μ_c, n real tokens
+        O_i = mean over the clusters with i of Σ_j softmax_j(u_i·u_j/√d) v_j, j a member
+
+    A token may be a member of several clusters: its outputs are averaged. A token of no cluster
+    gets 0 from that head, as published: its residual carries it on. In training, after the use,
+
+        μ_c ← λ μ_c + (1 − λ) · mean of u/√d over tokens nearest to μ_c, back on the unit sphere
+
+    and centroids nobody is nearest to stay. They are a buffer, drawn at construction; eval mode
+    changes nothing. Train with float32 weights (autocast is fine): in bfloat16 a step of
+    1 − λ = 0.001 is lost in rounding.
+
+    Args:
+        host: The layer it is built for.
+        clusters: k; None = ⌈√max_len⌉.
+        window: Tokens to either side that a local head sees; None = ⌈max_len / k⌉.
+        local_heads: How many heads are local, the first ones; None = half, rounded down.
+        decay: λ.
+    """
+
+    centroids: Tensor
+
+    card = Card(
+        name="routing",
+        title="Routing Transformer",
+        kind="mixer",
+        citation="Roy et al. 2020, arXiv 2003.05997",
+        equation="O_i = Σ_j softmax_j(u_i·u_j/√d) v_j over j in i's clusters, u = LN(W x)",
+        complexity="O(N (k + N/k + window) d), O(N √N d) at k = √N",
+        is_linear=False,
+        causal=False,
+        padding="longer",
+        row_stochastic=False,
+        equivariant=False,
+        random="centroids, once, at construction",
+        adds="none; routing heads share queries and keys and save a projection. Centroids are a "
+        "buffer of k·d a routing head",
+        oracle="dense mask form",
+        departures="A token sees itself as its paper's equation has it (the routing-transformer "
+        "package hides it). Centroids start at random and are kept on the sphere; they follow the "
+        "mean of their tokens, the paper's equation has the sum. No causal form: which tokens are "
+        "a cluster's w nearest depends on later ones, so the paper's causal mask leaks.",
+    )
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        clusters: int | None = None,
+        window: int | None = None,
+        local_heads: int | None = None,
+        decay: float = 0.999,
+    ) -> None:
+        """See the class."""
+        super().__init__(host)
+        heads, width = host.num_heads, host.head_dim
+        self.clusters = math.isqrt(host.max_len - 1) + 1 if clusters is None else clusters
+        check_count("clusters", self.clusters)
+        self.window = -(-host.max_len // self.clusters) if window is None else window
+        check_count("window", self.window)
+        self.local_heads = heads // 2 if local_heads is None else local_heads
+        check_count("local_heads", self.local_heads, least=0)
+        if self.local_heads > heads:
+            raise InvalidInputError(
+                f"local_heads must be at most num_heads, {heads}, got {self.local_heads}."
+            )
+        if not 0 <= decay < 1:
+            raise InvalidInputError(f"decay must be in [0, 1), got {decay!r}.")
+        self.decay = decay
+        self.query, self.value, self.out = (
+            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(3)
+        )
+        self.key = nn.Linear(host.embed_dim, self.local_heads * width) if self.local_heads else None
+        start = torch.randn(heads - self.local_heads, self.clusters, width)
+        self.register_buffer("centroids", F.normalize(start, dim=-1))
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Peer.mix`."""
+        width, local = self.host.head_dim, self.local_heads
+        if key_mask is None:
+            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        query, value = (
+            project(x).unflatten(-1, (-1, width)).transpose(1, 2)
+            for project in (self.query, self.value)
+        )
+        parts = []
+        if self.key is not None:
+            key = self.key(x).unflatten(-1, (-1, width)).transpose(1, 2)
+            parts.append(self._attend_window(query[:, :local], key, value[:, :local], key_mask))
+        if local < self.host.num_heads:
+            parts.append(self._attend_clusters(query[:, local:], value[:, local:], key_mask))
+        return self.out(torch.cat(parts, dim=1).transpose(1, 2).flatten(2))
+
+    def _attend_clusters(self, tokens: Tensor, value: Tensor, real: Tensor) -> Tensor:
+        """``[B, H, N, D]`` of tokens (before the norm) and value, real ``[B, N]``."""
+        batch, heads, length, width = tokens.shape
+        with without_autocast(tokens):
+            wide = accumulation_dtype(tokens.dtype)
+            sphere = F.layer_norm(tokens.to(wide), (width,))
+            member, is_member = self._members(sphere.detach(), real)
+            # Rows of one long list: selecting and adding rows can be made deterministic.
+            first = torch.arange(batch * heads, device=tokens.device).view(batch, heads, 1, 1)
+            rows = (first * length + member).flatten()
+
+            def pick(side: Tensor) -> Tensor:
+                picked = side.flatten(0, 2).index_select(0, rows)
+                return picked.view(batch * heads, *member.shape[2:], width)
+
+            sphere = sphere.to(value.dtype)
+            seen = is_member.flatten(0, 1)
+            out = attend(pick(sphere), pick(sphere), pick(value), seen.unsqueeze(-2)).to(wide)
+            share = seen.flatten().to(wide).unsqueeze(-1)
+            total = out.new_zeros(batch * heads * length, width)
+            total = total.index_add(0, rows, out.flatten(0, 2) * share)
+            times = share.new_zeros(len(total), 1).index_add(0, rows, share)
+            return (total / times.clamp_min(1.0)).view_as(value).to(value.dtype)
+
+    @torch.no_grad()
+    def _members(self, sphere: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Token of every place ``[B, H, k, w]`` in the clusters, and which places are taken."""
+        length = sphere.shape[-2]
+        unit = sphere / math.sqrt(sphere.shape[-1])
+        nearness = self.centroids.to(unit.dtype) @ unit.mT
+        hidden = ~real[:, None, None, :]
+        places = -(-length // self.clusters)
+        member = nearness.masked_fill(hidden, -math.inf).topk(places, dim=-1).indices
+        # As many as the real length gives, so that padding adds no members.
+        taken = (real.sum(-1) + self.clusters - 1) // self.clusters
+        is_member = torch.arange(places, device=real.device) < taken[:, None, None, None]
+        is_real = real[:, None, None, :].expand_as(nearness).gather(-1, member)
+        if self.training:
+            self._follow(nearness, unit, real)
+        return member, is_member & is_real
+
+    def _follow(self, nearness: Tensor, unit: Tensor, real: Tensor) -> None:
+        """Move the centroids towards the mean of their nearest tokens."""
+        cluster = torch.arange(self.clusters, device=unit.device)
+        is_nearest = nearness.argmax(-2).unsqueeze(-1) == cluster
+        nearest = (is_nearest & real[:, None, :, None]).to(unit.dtype)
+        total = (nearest.mT @ unit).sum(0)
+        count = nearest.sum((0, 2)).unsqueeze(-1)
+        old = self.centroids.to(unit.dtype)
+        moved = self.decay * old + (1.0 - self.decay) * total / count.clamp_min(1.0)
+        self.centroids.copy_(torch.where(count > 0, F.normalize(moved, dim=-1), old))
+
+    def _attend_window(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
+        """Softmax over |i − j| ≤ window: ``[B, H, N, D]`` thrice, real ``[B, N]``."""
+        heads, length = query.shape[1:3]
+        size, short = self.window, -query.shape[2] % self.window
+        query, key, value = (
+            F.pad(side, (0, 0, 0, short)).unflatten(2, (-1, size)) for side in (query, key, value)
+        )
+        is_real = F.pad(real, (0, short)).unflatten(1, (-1, size)).unsqueeze(-1)
+        place = torch.arange(-size, 2 * size, device=query.device)
+        band = (place - place[size : 2 * size, None]).abs() <= size
+        seen = (with_neighbours(is_real).mT & band).unsqueeze(1).expand(-1, heads, -1, -1, -1)
+        keys, values = (with_neighbours(side).flatten(0, 1) for side in (key, value))
+        out = attend(query.flatten(0, 1), keys, values, seen.flatten(0, 1))
+        return out.unflatten(0, (-1, heads)).flatten(2, 3)[:, :, :length]

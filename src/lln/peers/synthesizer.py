@@ -1,0 +1,159 @@
+"""Synthesizer: attention weights that no pair of tokens decides.
+
+Dimension legend: B batch, H heads, N tokens, L max_len, D head width, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lln.checks import check_count
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.masked import masked_softmax
+from lln.peers.peer import Peer
+from lln.precision import accumulation_dtype, without_autocast
+
+VARIANTS = ("dense", "random", "factorised_dense", "factorised_random")
+
+
+class Synthesizer(Peer):
+    """O = softmax(B) V with B from each token alone, or from no token at all.
+
+        dense:              B_i = W₂ relu(W₁ x_i + b₁) + b₂                       in Rᴸ
+        random:             B = R                                                 in Rᴸˣᴸ, learned
+        factorised_dense:   B_ij = a_i[j // s] · c_i[j mod s], a_i and c_i as dense B_i, s = ⌈√L⌉
+        factorised_random:  B = R₁ R₂ᵀ,  R₁, R₂                                   in Rᴸˣʳ
+
+    each for every head. A shorter sequence uses the first N rows and columns; the softmax is over
+    real columns.
+
+    Args:
+        host: The layer it is built for.
+        variant: One of the four.
+        rank: r of ``"factorised_random"``.
+        learned: Whether the matrices of the random variants are trained (the paper's Random) or
+            stay as drawn (its Fixed Random).
+    """
+
+    table: Tensor
+    left: Tensor
+    right: Tensor
+
+    card = Card(
+        name="synthesizer",
+        title="Synthesizer",
+        kind="mixer",
+        citation="Tay et al. 2020, arXiv 2005.00743",
+        equation="O = softmax(B) V, B_i = W₂ relu(W₁ x_i) (dense), R (random), R₁R₂ᵀ (factorised)",
+        complexity="O(N² d)",
+        is_linear=False,
+        causal=True,
+        padding="longer",
+        row_stochastic=True,
+        equivariant=False,
+        needs_max_len=True,
+        random="with learned=False the matrices of the random variants, once, at construction",
+        adds="value and output projections; per head d·L + d·D (dense), L² (random), "
+        "2·L·r (factorised random), 2·d·√L + 2·d·D (factorised dense)",
+        oracle="dense form",
+        departures="W₁ maps the whole token to H slices, W₂ each head's slice to its row.",
+    )
+
+    def __init__(
+        self, host: Host, *, variant: str = "dense", rank: int = 8, learned: bool = True
+    ) -> None:
+        """See the class."""
+        super().__init__(host)
+        if variant not in VARIANTS:
+            raise InvalidInputError(
+                f"variant must be one of {', '.join(map(repr, VARIANTS))}, got {variant!r}."
+            )
+        check_count("rank", rank)
+        is_random = variant.endswith("random")
+        if not learned and not is_random:
+            raise InvalidInputError(
+                f"learned=False fixes the matrices of the random variants; {variant} has none."
+            )
+        self.variant = variant
+        self.value = nn.Linear(host.embed_dim, host.embed_dim)
+        self.out = nn.Linear(host.embed_dim, host.embed_dim)
+        # Columns of one factor; the other has as many as it takes.
+        self.columns = math.isqrt(host.max_len - 1) + 1
+        for name, shape, deviation in self._tables(rank):
+            table = torch.randn(shape) * deviation
+            if learned:
+                self.register_parameter(name, nn.Parameter(table))
+            else:
+                self.register_buffer(name, table)
+        rows = -(-host.max_len // self.columns)
+        if variant == "dense":
+            self.synthesis = _Synthesis(host, host.max_len)
+        elif variant == "factorised_dense":
+            self.coarse, self.fine = _Synthesis(host, rows), _Synthesis(host, self.columns)
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Peer.mix`."""
+        value = self.value(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
+        weights = self.matrix(x, key_mask)
+        with without_autocast(x):
+            out = (weights @ value.to(weights.dtype)).to(value.dtype)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """The attention matrix ``[B or 1, H, N, N]`` in the accumulation dtype."""
+        length = x.shape[1]
+        allowed = None if key_mask is None else key_mask[:, None, None, :]
+        if self.host.is_causal:
+            earlier = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+            allowed = earlier if allowed is None else allowed & earlier
+        return masked_softmax(self.scores(x), allowed)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """B ``[B or 1, H, N, N]`` of tokens ``[B, N, embed_dim]``, before masks."""
+        length, wide = x.shape[1], accumulation_dtype(x.dtype)
+        if self.variant == "dense":
+            return self.synthesis(x, length)
+        if self.variant == "factorised_dense":
+            coarse = self.coarse(x).unsqueeze(-1)
+            return (coarse * self.fine(x).unsqueeze(-2)).flatten(-2)[..., :length]
+        if self.variant == "random":
+            return self.table[:, :length, :length].to(wide).unsqueeze(0)
+        left, right = self.left[:, :length].to(wide), self.right[:, :length].to(wide)
+        with without_autocast(x):
+            return (left @ right.mT).unsqueeze(0)
+
+    def _tables(self, rank: int) -> list[tuple[str, tuple[int, ...], float]]:
+        """Name, shape and standard deviation of the random variants' matrices."""
+        heads, length = self.host.num_heads, self.host.max_len
+        if self.variant == "random":
+            return [("table", (heads, length, length), 1.0)]
+        if self.variant == "factorised_random":
+            # So that the entries of the product have variance 1, as those of the whole matrix.
+            return [(name, (heads, length, rank), rank**-0.25) for name in ("left", "right")]
+        return []
+
+
+class _Synthesis(nn.Module):
+    """``[B, N, embed_dim]`` → ``[B, H, N, size]``: two layers, the second one a head."""
+
+    def __init__(self, host: Host, size: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(host.embed_dim, host.embed_dim)
+        bound = 1.0 / math.sqrt(host.head_dim)
+        self.weight = nn.Parameter(
+            torch.empty(host.num_heads, host.head_dim, size).uniform_(-bound, bound)
+        )
+        self.bias = nn.Parameter(torch.empty(host.num_heads, 1, size).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor, size: int | None = None) -> Tensor:
+        wide = accumulation_dtype(x.dtype)
+        hidden = F.relu(self.hidden(x)).unflatten(-1, (self.weight.shape[0], -1))
+        weight, bias = self.weight[..., :size].to(wide), self.bias[..., :size].to(wide)
+        with without_autocast(x):
+            return hidden.to(wide).transpose(1, 2) @ weight + bias

@@ -1,0 +1,132 @@
+"""Transformer-LS: a window of neighbours and a learned summary of all tokens in one softmax.
+
+Dimension legend: B batch, H heads, N tokens, D head width, r landmarks, w tokens of a block,
+n blocks, K keys that a block looks at.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lln.checks import check_count
+from lln.peers.card import Card
+from lln.peers.host import Host
+from lln.peers.peer import Peer
+from lln.precision import accumulation_dtype, without_autocast
+
+
+class TransformerLS(Peer):
+    """Long-short attention, bidirectional.
+
+        K = LN_l(W_k x), V = LN_l(W_v x), P = softmax over tokens of W_p x
+        K̄ = LN_s(Pᵀ K), V̄ = LN_s(Pᵀ V), head by head, r rows; the norms over all heads
+        O = softmax(Q [K̄; K_window]ᵀ/√d) [V̄; V_window]
+
+    Tokens of block ⌊i/w⌋ share one window: the block and w/2 tokens (at least 1) on each side.
+    The norm between values and summary leaves no N×N matrix that would give O from V.
+
+    Args:
+        host: Sizes.
+        window: w.
+        landmarks: r; 0 leaves the window alone.
+    """
+
+    card = Card(
+        name="transformer_ls",
+        title="Transformer-LS",
+        kind="mixer",
+        citation="Zhu et al. 2021, arXiv 2107.02192",
+        equation="P = softmax(Q [LN(PᵀK); K_window]ᵀ/√d), P = softmax over tokens of W_p x",
+        complexity="O(N (2w + r) d)",
+        is_linear=True,
+        causal=False,
+        padding="longer",
+        row_stochastic=False,
+        equivariant=False,
+        oracle="dense form",
+        adds="query, key, value and output projections; two LayerNorms; W_p of H·r columns",
+        departures="W_p has no bias, which the softmax over tokens would cancel; no CLS token kept "
+        "apart; any length, where published code wants a multiple of w. The RoBERTa run behind "
+        "Table 1 ignores padding: give no key_mask to reproduce it",
+    )
+
+    def __init__(self, host: Host, *, window: int = 8, landmarks: int = 32) -> None:
+        """Build the projections and the two norms."""
+        super().__init__(host)
+        check_count("window", window)
+        check_count("landmarks", landmarks, least=0)
+        self.window, self.landmarks = window, landmarks
+        width = host.embed_dim
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.long_norm = nn.LayerNorm(width)
+        if landmarks:
+            self.summary = nn.Linear(width, host.num_heads * landmarks, bias=False)
+            self.short_norm = nn.LayerNorm(width)
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Peer.mix`."""
+        query = self._split(self.query(x))
+        key, value = (self._split(self.long_norm(p(x))) for p in (self.key, self.value))
+        if key_mask is None:
+            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        few = self._compress(x, key, value, key_mask) if self.landmarks else None
+        with without_autocast(x):
+            wide = accumulation_dtype(x.dtype)
+            far = None if few is None else (few[0].to(wide), few[1].to(wide))
+            out = self._attend(query.to(wide), key.to(wide), value.to(wide), far, key_mask)
+        return self.out(self._join(out).to(x.dtype))
+
+    def _compress(
+        self, x: Tensor, key: Tensor, value: Tensor, key_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """K̄ and V̄, ``[B, H, r, D]``."""
+        scores = self.summary(x)
+        with without_autocast(x):
+            wide = accumulation_dtype(x.dtype)
+            # Finite, so that a sample without real tokens stays finite.
+            scores = scores.to(wide).masked_fill(~key_mask.unsqueeze(-1), -1e30)
+            weights = scores.softmax(1).unflatten(-1, (self.host.num_heads, -1))
+            weights = weights.permute(0, 2, 3, 1)
+            means = [self._join(weights @ side.to(wide)) for side in (key, value)]
+        norm = self.short_norm
+        few = [self._split(norm(side.to(norm.weight.dtype))) for side in means]
+        return few[0], few[1]
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        few: tuple[Tensor, Tensor] | None,
+        key_mask: Tensor,
+    ) -> Tensor:
+        tokens, size = query.shape[-2], self.window
+        # Blocks longer than the sequence would be filled up with padding for nothing.
+        size = min(size, tokens)
+        margin = max(size // 2, 1)
+        short = -tokens % size
+        query = F.pad(query / math.sqrt(query.shape[-1]), (0, 0, 0, short))
+        windows_k, windows_v = (
+            F.pad(side, (0, 0, margin, margin + short)).unfold(-2, size + 2 * margin, size)
+            for side in (key, value)
+        )
+        real = F.pad(key_mask, (margin, margin + short)).unfold(-1, size + 2 * margin, size)
+        blocks = query.unflatten(-2, (-1, size))
+        near = (blocks @ windows_k).masked_fill(~real[:, None, :, None, :], -1e30)
+        if few is None:
+            return (near.softmax(-1) @ windows_v.mT).flatten(2, 3)[..., :tokens, :]
+        far = (query @ few[0].mT).unflatten(-2, (-1, size))
+        weights = torch.cat((far, near), dim=-1).softmax(-1)
+        of_far, of_near = weights.split((far.shape[-1], near.shape[-1]), dim=-1)
+        out = (of_near @ windows_v.mT).flatten(2, 3) + of_far.flatten(2, 3) @ few[1]
+        return out[..., :tokens, :]
+
+    def _split(self, tokens: Tensor) -> Tensor:
+        return tokens.unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
+
+    def _join(self, heads: Tensor) -> Tensor:
+        return heads.transpose(1, 2).flatten(2)

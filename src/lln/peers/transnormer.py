@@ -1,0 +1,202 @@
+"""TransNormer T1 and T2: local attention in the lower layers, normed linear attention above.
+
+Dimension legend: B batch, H heads, N tokens, D head width, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lln.checks import check_count
+from lln.errors import InvalidInputError
+from lln.peers.card import Card
+from lln.peers.gated import GatedLinearUnit, srms
+from lln.peers.host import Host
+from lln.peers.linear import causal_sums, full_sums
+from lln.peers.peer import Peer
+from lln.peers.rotary import LearnedRotation
+from lln.precision import accumulation_dtype, without_autocast
+
+
+class TransNormer(Peer):
+    """x ← SRMS(x + attention(x)), x ← SRMS(x + GLU(x)).
+
+    The first half of the host's layers has DiagAttention, in chunks of C tokens, the second half
+    NormAttention, O = SRMS(φ(Q)(φ(K)ᵀV)): no denominator, the norm runs over all heads. Positions
+    are LRPE (`LearnedRotation`): after φ in NormAttention, within the chunk in DiagAttention.
+
+    Args:
+        host: Sizes and place; `layer` and `layers` choose the attention.
+        chunk: C.
+        lrpe: Whether there are positions inside the attention.
+        compat: ``"released"``: the gate of the GLU has no activation, as in the released code,
+            which does not find the one it asks for.
+    """
+
+    # Whether DiagAttention is a softmax, and not a ReLU with a norm behind it.
+    has_local_softmax: ClassVar[bool]
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        chunk: int = 64,
+        lrpe: bool = True,
+        compat: Literal["released"] | None = None,
+    ) -> None:
+        """Build the layer; Args as in the class."""
+        super().__init__(host)
+        check_count("chunk", chunk)
+        if compat not in (None, "released"):
+            raise InvalidInputError(f"compat must be None or 'released', got {compat!r}.")
+        width = host.embed_dim
+        self.chunk, self.is_local = chunk, host.layer < host.layers // 2
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.positions = LearnedRotation(host.head_dim) if lrpe else None
+        activation = F.silu if compat is None else _nothing
+        self.glu = GatedLinearUnit(width, int(8 * width / 3), activation)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    @staticmethod
+    @abstractmethod
+    def features(x: Tensor) -> Tensor:
+        """φ of NormAttention."""
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Peer.mix`."""
+        x = srms(x + self.attend(x, key_mask))
+        return srms(x + self.glu(x))
+
+    def attend(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The attention of this layer with its projections, ``[B, N, H·D]`` → the same."""
+        query, key, value = (
+            project(x).unflatten(-1, (self.host.num_heads, -1))
+            for project in (self.query, self.key, self.value)
+        )
+        if key_mask is not None:
+            # Without a denominator, a key without a value is no key.
+            value = torch.where(key_mask[:, :, None, None], value, 0.0)
+        attention = self._local if self.is_local else self._linear
+        with without_autocast(x):
+            out = attention(query, key, value, key_mask).flatten(2)
+            if not (self.is_local and self.has_local_softmax):
+                out = srms(out)
+        return self.out(out.to(value.dtype))
+
+    def _linear(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+        """φ(Q)(φ(K)ᵀV), ``[B, N, H, D]`` each, in the accumulation dtype: sums grow with N."""
+        wide = accumulation_dtype(value.dtype)
+        features_q, features_k = (
+            self._place(self.features(side.to(wide)).transpose(1, 2)) for side in (query, key)
+        )
+        sums = causal_sums if self.host.is_causal else full_sums
+        return sums(features_q, features_k, value.to(wide).transpose(1, 2)).transpose(1, 2)
+
+    def _local(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Attention inside chunks, ``[B, N, H, D]`` each."""
+        batch, tokens = value.shape[:2]
+        chunk = min(self.chunk, tokens)
+        short = -tokens % chunk
+        # The chunks are a batch of short sequences, [B·N/C, H, C, D].
+        query, key, value = (
+            F.pad(side, (0, 0, 0, 0, 0, short))
+            .unflatten(1, (-1, chunk))
+            .flatten(0, 1)
+            .transpose(1, 2)
+            for side in (query, key, value)
+        )
+        query, key = self._place(query), self._place(key)
+        if self.has_local_softmax:
+            allowed = self._visible(batch, tokens, chunk, key_mask, value.device)
+            query, key = query.to(value.dtype), key.to(value.dtype)
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        else:
+            wide = accumulation_dtype(value.dtype)
+            scores = query.to(wide) @ key.to(wide).mT * self.host.head_dim**-0.5
+            weights = scores.tril().relu() if self.host.is_causal else scores.relu()
+            out = weights @ value.to(wide)
+        return out.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)[:, :tokens]
+
+    def _visible(
+        self, batch: int, tokens: int, chunk: int, key_mask: Tensor | None, device: torch.device
+    ) -> Tensor | None:
+        """bool, broadcasts to ``[B·N/C, 1, C, C]``; rows that would see nothing see all."""
+        short = -tokens % chunk
+        allowed = None
+        if key_mask is not None or short:
+            if key_mask is None:
+                key_mask = torch.ones(batch, tokens, dtype=torch.bool, device=device)
+            real = F.pad(key_mask, (0, short)).unflatten(1, (-1, chunk)).flatten(0, 1)
+            allowed = real[:, None, None, :]
+        if self.host.is_causal:
+            earlier = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril()
+            allowed = earlier if allowed is None else allowed & earlier
+        # Only padded queries can be blind; fused kernels disagree on what those get.
+        return None if allowed is None else allowed | ~allowed.any(-1, keepdim=True)
+
+    def _place(self, x: Tensor) -> Tensor:
+        return x if self.positions is None else self.positions(x)
+
+
+class TransNormerT1(TransNormer):
+    """φ = elu; DiagAttention is SRMS(relu(QKᵀ/√d) V)."""
+
+    has_local_softmax = False
+
+    card = Card(
+        name="transnormer_t1",
+        title="TransNormer T1",
+        kind="block",
+        citation="Qin et al. 2022, arXiv 2210.10340",
+        equation="lower half of the layers: SRMS(relu(QKᵀ/√d) V) in chunks; upper half: "
+        "SRMS(φ(Q)(φ(K)ᵀV)), φ = elu; LRPE; then a GLU",
+        complexity="O(N d² + N C d)",
+        is_linear=True,
+        causal=True,
+        padding="longer",
+        row_stochastic=False,
+        equivariant=False,
+        period=2,
+        random="the reflection of LRPE, once",
+        adds="replaces the layer: q, k, v, out; a GLU of width 8/3; d/2 angles",
+        oracle="dense form; its invariances",
+        departures="The GLU's gate is SiLU as in the paper (compat='released': none, as in the "
+        "released code). Padding is masked; released code reads no mask.",
+    )
+
+    @staticmethod
+    def features(x: Tensor) -> Tensor:
+        """See `TransNormer.features`."""
+        return F.elu(x)
+
+
+class TransNormerT2(TransNormer):
+    """φ = 1 + elu; DiagAttention is softmax(QKᵀ/√d) V."""
+
+    has_local_softmax = True
+
+    card = dataclasses.replace(
+        TransNormerT1.card,
+        name="transnormer_t2",
+        title="TransNormer T2",
+        equation="lower half of the layers: softmax(QKᵀ/√d) V in chunks; upper half: "
+        "SRMS(φ(Q)(φ(K)ᵀV)), φ = 1 + elu; LRPE; then a GLU",
+    )
+
+    @staticmethod
+    def features(x: Tensor) -> Tensor:
+        """See `TransNormer.features`."""
+        return 1 + F.elu(x)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x

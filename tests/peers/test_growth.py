@@ -1,0 +1,106 @@
+"""Work and memory grow as the cards say: counted, not timed, so the same on every machine.
+
+Work is the floating-point operations of products and convolutions (torch's counter) plus every
+number that an operator writes. The latter stands for what the counter does not know: elementwise
+work, sorting, and Fourier transforms, whose N log N then counts as N.
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from tests.peers.contract import SMALL
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from lln import peers
+from lln.bench.peers_cells import LayerSize, build_layers
+from lln.bench.timing import cpu_peak
+
+# So narrow that what grows with N² shows beside the projections.
+WIDTH, HEADS = 16, 2
+SHORT, LONG = 512, 2048
+# N log N is N^1.14 between these lengths, and nobody has as much of it. N √N, diluted by
+# projections, is more than N^1.2.
+LINEAR, FASTER = 1.1, 1.2
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operators write; views write none."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {one.data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        self.total += sum(
+            one.numel()
+            for one in tree_leaves(out)
+            if isinstance(one, Tensor) and one.data_ptr() not in given
+        )
+        return out
+
+
+def step(name, length):
+    """Forward and backward of a system built for sequences of this length."""
+    torch.manual_seed(0)
+    small = {k: v for k, v in SMALL.get(name, {}).items() if k not in ("layer", "layers")}
+    layers = build_layers(name, LayerSize(WIDTH, HEADS, "float32"), length, **small).train()
+    return backward_of(layers, length)
+
+
+def backward_of(function, length):
+    x = torch.randn(1, length, WIDTH, requires_grad=True)
+    return lambda: function(x).sum().backward()
+
+
+def work(call):
+    # Fused softmax does not say what it does; written out, it does the same work.
+    products, numbers = FlopCounterMode(display=False), Written()
+    with sdpa_kernel(SDPBackend.MATH), products, numbers:
+        call()
+    return products.get_total_flops() + numbers.total
+
+
+def exponent(measure, make):
+    few, many = (measure(make(length)) for length in (SHORT, LONG))
+    return math.log(many / few) / math.log(LONG / SHORT)
+
+
+@pytest.mark.parametrize("name", peers.available())
+def test_work_grows_as_the_card_says(name):
+    found = exponent(work, partial(step, name))
+    if peers.card(name).is_linear:
+        assert found < LINEAR
+    else:
+        assert found > FASTER
+
+
+@pytest.mark.parametrize("name", [name for name in peers.available() if peers.card(name).is_linear])
+def test_memory_of_linear_systems_grows_linearly(name):
+    assert exponent(cpu_peak, partial(step, name)) < LINEAR
+
+
+def test_what_is_counted():
+    def square(x):
+        return torch.softmax(x @ x.mT, -1) @ x
+
+    def fused(x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    def without_products(x):
+        return (x.unsqueeze(1) - x.unsqueeze(2)).square().sum(1)
+
+    def transform(x):
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1), n=x.shape[1], dim=1)
+
+    for function in (square, fused, without_products):
+        assert exponent(work, partial(backward_of, function)) > 1.9
+    assert exponent(cpu_peak, partial(backward_of, square)) > 1.9
+    assert 0.95 < exponent(work, partial(backward_of, transform)) < LINEAR

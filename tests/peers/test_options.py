@@ -1,0 +1,54 @@
+"""Options are read from the classes, so that the command and the page cannot lag behind."""
+
+import inspect
+
+import pytest
+
+from lln import peers
+from lln.peers.options import Option, options_of
+
+
+@pytest.mark.parametrize("name", peers.available())
+def test_every_option_is_documented(name):
+    options = options_of(name)
+    keywords = {
+        parameter.name
+        for parameter in inspect.signature(peers.find(name)).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    assert keywords <= {option.name for option in options}
+    for option in options:
+        assert option.text, f"{name} does not say what {option.name} is"
+        assert option.default is not inspect.Parameter.empty, f"{name} must have a {option.name}"
+
+
+def test_arguments_of_class_and_init_are_read(monkeypatch):
+    class Example:
+        """A class.
+
+        Args:
+            host: Not an option.
+            first: One line.
+            second: Two
+                lines: with a colon.
+
+        Example:
+            third: not here
+        """
+
+        def __init__(self, host, *, first=1, second="a", third=None):
+            """Args: here.
+
+            Args:
+                third: From the initialiser.
+
+            Raises:
+                third: Nothing.
+            """
+
+    monkeypatch.setattr("lln.peers.options.find", lambda name: Example)
+    assert options_of("example") == (
+        Option("first", 1, "One line."),
+        Option("second", "a", "Two lines: with a colon."),
+        Option("third", None, "From the initialiser."),
+    )
