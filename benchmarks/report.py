@@ -23,6 +23,12 @@ RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
+# What README shows of the GPU's main table: the ends, and two lengths between.
+SHOWN = (512, 2048, 8192, 65536)
+ELSEWHERE = (
+    "All lengths, causal, packed and decoding, other widths and B = 1: "
+    "[docs/benchmarks.md](docs/benchmarks.md#gpu)."
+)
 
 
 def main() -> None:
@@ -37,14 +43,14 @@ def main() -> None:
     if gpu:
         draw_speed(gpu, FIGURES / "gpu_speed.svg")
         draw_speed(gpu, FIGURES / "gpu_speed_causal.svg", "causal")
-    fill(README, "gpu-speed", gpu_table(gpu) if gpu else command)
+    fill(README, "gpu-speed", gpu_table(gpu, SHOWN, ELSEWHERE) if gpu else command)
+    fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
     fill(README, "gpu-targets", targets_table(gpu) if gpu else command)
     fill(BENCHMARKS, "gpu-other", gpu_other_table(gpu) if gpu else command)
     roberta = read("roberta")
     command = missing("lln bench roberta --device cuda", "roberta")
     if roberta:
         draw_roberta(roberta, FIGURES / "roberta.svg")
-    fill(README, "roberta", roberta_table(roberta, "batch 1") if roberta else command)
     fill(BENCHMARKS, "roberta", roberta_table(roberta, "batch 1") if roberta else command)
     fill(BENCHMARKS, "roberta-filled", roberta_table(roberta, "filled") if roberta else command)
     fill_peers()

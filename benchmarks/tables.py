@@ -45,8 +45,14 @@ def cpu_table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def gpu_table(results: dict) -> str:
-    """GPU time and floors, replayed as a CUDA graph and called from Python."""
+def gpu_table(results: dict, only: tuple[int, ...] = (), rest: str = "") -> str:
+    """GPU time and floors, replayed as a CUDA graph and called from Python.
+
+    Args:
+        results: Content of a results file.
+        only: The lengths to show; all of them without.
+        rest: A sentence after the caption, that says where the rest is.
+    """
     rows = {(row["operation"], row["backward"], row["tokens"]): row for row in main_rows(results)}
     lines = [
         "| N | pass | best softmax | LLN | LLN + Diag | from Python: best softmax | LLN "
@@ -54,6 +60,7 @@ def gpu_table(results: dict) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lengths = sorted({n for name, _, n in rows if name in ("lln", "lln_diag")})
+    lengths = [n for n in lengths if not only or n in only]
     for backward, what in PASSES:
         for tokens in lengths:
             cells = [str(tokens), what]
@@ -70,16 +77,16 @@ def gpu_table(results: dict) -> str:
         "Milliseconds (times faster than the better of flash and cuDNN; floors), α and β given: on "
         f"the left replayed as a CUDA graph, on the right called from Python. "
         f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}, "
-        f"copy {results['copy_terabytes_per_second']:.2f} TB/s; {_source(environment)}. Causal, "
-        "packed and decoding, other widths and B = 1: [docs/benchmarks.md](docs/benchmarks.md).",
+        f"copy {results['copy_terabytes_per_second']:.2f} TB/s; {_source(environment)}."
+        + (f" {rest}" if rest else ""),
     ]
     return "\n".join(lines)
 
 
 def gpu_other_table(results: dict) -> str:
-    """Every GPU case that is not in README's table."""
-    in_readme = ("lln", "lln_diag", "sdpa_flash", "sdpa_cudnn")
-    shown = {row["name"] for row in main_rows(results) if row["operation"] in in_readme}
+    """Every GPU case that is not in the main table."""
+    main = ("lln", "lln_diag", "sdpa_flash", "sdpa_cudnn")
+    shown = {row["name"] for row in main_rows(results) if row["operation"] in main}
     lines = [
         "| operation | pass | B | N | D | graph ms | floors | ms | floors | vs best softmax "
         "| vs compiled | vs fla | memory |",

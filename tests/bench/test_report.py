@@ -132,6 +132,14 @@ def test_gpu_table_leaves_cells_that_were_not_run_empty():
     assert "0123456789`" in table
 
 
+def test_gpu_table_shows_the_lengths_it_is_asked_for():
+    cases = [row("lln", tokens, 0.5) for tokens in (512, 1024, 2048)]
+    table = gpu_table(results(*cases), (512, 2048), "The rest is there.")
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:6]] == ["512", "2048"] * 2
+    assert "1024" not in table
+    assert table.endswith("The rest is there.")
+
+
 def test_the_rest_of_the_gpu_run_has_a_table():
     table = gpu_other_table(
         results(
@@ -184,9 +192,14 @@ def test_report_fills_every_section_and_changes_nothing_twice(checkout):
     report.main()
     texts = {path: path.read_text("utf-8") for path in checkout.rglob("*.md")}
     readme = texts[checkout / "README.md"]
-    for name in ("cpu-speed", "gpu-speed", "gpu-targets", "roberta"):
-        section = readme.split(f"<!-- {name}: begin -->")[1].split(f"<!-- {name}: end -->")[0]
-        assert section.strip(), name
+    page = texts[checkout / "docs/benchmarks.md"]
+    for text, names in (
+        (readme, ("cpu-speed", "gpu-speed", "gpu-targets")),
+        (page, ("gpu-speed", "gpu-other", "roberta", "roberta-filled")),
+    ):
+        for name in names:
+            section = text.split(f"<!-- {name}: begin -->")[1].split(f"<!-- {name}: end -->")[0]
+            assert section.strip(), name
     report.main()
     assert texts == {path: path.read_text("utf-8") for path in checkout.rglob("*.md")}
     assert (checkout / "docs/figures/gpu_speed.svg").exists()
@@ -214,5 +227,5 @@ def test_a_roberta_file_fills_its_sections(checkout):
     path = checkout / "benchmarks/results/roberta.json"
     path.write_text(json.dumps(results(cell)))
     report.main()
-    assert "| ms, LLN | 25 |" in (checkout / "README.md").read_text("utf-8")
+    assert "| ms, LLN | 25 |" in (checkout / "docs/benchmarks.md").read_text("utf-8")
     assert (checkout / "docs/figures/roberta.png").exists()
