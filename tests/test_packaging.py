@@ -190,6 +190,11 @@ def test_command_line(arguments, fragments, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_command_line_as_a_module():
+    done = run("-m", "lln.cli", "--version")
+    assert (done.returncode, done.stdout) == (0, f"lln {lln.__version__}\n"), done.stderr
+
+
 def test_installed_command_is_the_command_line():
     (entry,) = (e for e in metadata.distribution("lln").entry_points if e.name == "lln")
     assert (entry.group, entry.value) == ("console_scripts", "lln.cli:main")
