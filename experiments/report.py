@@ -48,17 +48,18 @@ def main() -> None:
         ("temperature", temperature),
         ("small-print", small_print),
     ):
-        fill(PAGE, name, write(theory) + "\n\n" + made_by(theory))
+        fill(PAGE, name, write(theory) + "\n\n" + made_by(theory, name != "proposition-3-1"))
     found = json.loads((RESULTS / "minilm_recovery.json").read_text("utf-8"))
     fill(Path("docs/huggingface.md"), "recovery", recovery(found))
     fill(PAGE, "costs", costs(json.loads(COSTS.read_text("utf-8"))))
 
 
-def made_by(results: dict[str, Any]) -> str:
-    """Where the numbers come from."""
+def made_by(results: dict[str, Any], one_length: bool = True) -> str:
+    """Where the numbers come from; tables over several lengths name them in their heads."""
     made = results["made_by"]
+    length = f"N = {results['tokens']}, " if one_length else ""
     return (
-        f"d = {results['head_width']}, N = {results['tokens']}, {results['draws']} draws; made by "
+        f"d = {results['head_width']}, {length}{results['draws']} draws; made by "
         f"`{made['command']}`, torch {made['torch']}, commit `{made['commit'][:10]}`."
     )
 

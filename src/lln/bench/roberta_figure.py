@@ -50,6 +50,7 @@ def draw_roberta(results: dict[str, Any], path: Path) -> list[Path]:
             axes.set_xlabel("tokens N")
             axes.set_ylabel("gigabytes at peak" if field == "peak_bytes" else "milliseconds a step")
             plain_ticks(axes, sorted({row["tokens"] for row in rows if row.get(field)}))
+            _label_between(axes)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=6)
         environment = results["environment"]
@@ -61,6 +62,14 @@ def draw_roberta(results: dict[str, Any], path: Path) -> list[Path]:
         )
 
     return save_figure(path, (9.5, 4.2), fill)
+
+
+def _label_between(axes: Any) -> None:
+    """Numbers at 2 and 5 too: a training step seldom spans two powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _mark_end(axes: Any, rows: Any, name: str, last: tuple[int, float], colour: str) -> None:
