@@ -14,8 +14,9 @@ from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
+from lln.peers.masked import masked_softmax
 from lln.peers.peer import Core
-from lln.peers.projected import TokenConvolution
+from lln.peers.projected import TokenConvolution, check_kernel
 from lln.precision import accumulation_dtype, without_autocast
 
 
@@ -67,9 +68,7 @@ class Nystromformer(Core):
         super().__init__(host)
         check_count("landmarks", landmarks)
         check_count("iterations", iterations)
-        check_count("kernel", kernel, least=0)
-        if kernel and kernel % 2 == 0:
-            raise InvalidInputError(f"kernel must be an odd number of tokens or 0, got {kernel}.")
+        check_kernel("kernel", kernel)
         if compat not in (None, "original"):
             raise InvalidInputError(f"compat must be None or 'original', got {compat!r}.")
         self.landmarks, self.iterations = landmarks, iterations
@@ -89,11 +88,7 @@ class Nystromformer(Core):
             key_mask=key_mask,
             couples_batch=self.couples_batch,
         )
-        if self.convolution is None:
-            return out
-        if key_mask is not None:
-            value = torch.where(key_mask[:, None, :, None], value, 0.0)
-        return out + self.convolution(value)
+        return out if self.convolution is None else out + self.convolution(value, key_mask)
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """The three factors multiplied, plus the convolution as a band. See `Core.matrix`."""
@@ -204,15 +199,6 @@ def segment_average(key_mask: Tensor, landmarks: int, dtype: torch.dtype) -> tup
     member = segment[:, None, :] == names[:, None]
     count = member.sum(-1, keepdim=True)
     return member.to(dtype) / count.clamp_min(1), count[..., 0] > 0
-
-
-def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """Softmax over the allowed columns; a row without any is zero."""
-    if allowed is None:
-        return scores.softmax(-1)
-    # Not −∞: the softmax of a row of −∞ is NaN, in its gradient too.
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    return scores.softmax(-1) * allowed
 
 
 def pseudo_inverse(matrix: Tensor, iterations: int = 6, *, couples_batch: bool = False) -> Tensor:
