@@ -18,12 +18,19 @@ from lln.precision import accumulation_dtype, without_autocast
 # Tokens whose N×N part is formed at once in the causal form.
 CHUNK = 64
 
+# What released code clamps denominators at.
+PUBLISHED_FLOOR = 1e-6
+
+# For kernels with κ(a q, b k) = aʳ bˢ κ(q, k), whose rows do not depend on a and b: a floor that
+# small q and k reach would shrink their rows. Not zero, so that gradients stay finite.
+HOMOGENEOUS_FLOOR = 1e-24
+
 
 class LinearCore(Core):
     """A core that is a feature map: a subclass writes `features` and its `floor`."""
 
     # Denominators below this are raised to it, so that a row of zeros stays zeros.
-    floor: ClassVar[float] = 1e-6
+    floor: ClassVar[float] = PUBLISHED_FLOOR
 
     @abstractmethod
     def features(
@@ -90,7 +97,17 @@ def causal_sums(features_q: Tensor, features_k: Tensor, values: Tensor) -> Tenso
         F.pad(tensor, (0, 0, 0, short)).unflatten(-2, (-1, CHUNK))
         for tensor in (features_q, features_k, values)
     )
-    states = chunks_k.mT @ chunks_v
-    before = states.cumsum(-3) - states
+    before = earlier_sums(chunks_k.mT @ chunks_v, -3)
     own = (chunks_q @ chunks_k.mT).tril() @ chunks_v
     return (chunks_q @ before + own).flatten(-3, -2)[..., :tokens, :]
+
+
+def earlier_sums(states: Tensor, dim: int) -> Tensor:
+    """Sums along an axis without the own entry.
+
+    Not ``cumsum − states``: what a large entry rounds away from its sum would be missing from the
+    rows before it, which must not notice it.
+    """
+    sums = states.cumsum(dim)
+    none = torch.zeros_like(sums.narrow(dim, 0, 1))
+    return torch.cat((none, sums.narrow(dim, 0, sums.shape[dim] - 1)), dim)
