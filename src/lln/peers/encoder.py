@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.errors import InvalidInputError
+from lln.peers.peer import check_key_mask
 from lln.peers.registry import available, build, card, parameter_count
 
 NORMS = ("pre", "post")
@@ -111,6 +112,7 @@ class Encoder(nn.Module):
             for layer in self.layers:
                 hidden = layer(hidden, None)
             return self.norm(hidden)
+        check_key_mask(hidden, key_mask)
         real = key_mask.unsqueeze(-1)
         # What padded tokens hold would reach the weights' gradients through norm and feed-forward.
         hidden = torch.where(real, hidden, 0.0)
@@ -197,20 +199,19 @@ def compare_parameters(
         max_len: Counts where a system has weights for every position.
         feed_forward: Inner width.
     """
-    inner = feed_forward or 4 * embed_dim
 
     def count(name: str) -> int:
-        # Most of an encoder is its feed-forward, and drawing those weights takes most of the time.
-        thin = Encoder(
-            name,
-            depth=depth,
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            max_len=max_len,
-            feed_forward=1,
-        )
-        layers = 0 if thin.card.kind == "block" else depth
-        return thin.parameter_count + layers * (inner - 1) * (2 * embed_dim + 1)
+        # Counting needs the shapes alone; drawing the weights would take most of the time.
+        with torch.device("meta"):
+            encoder = Encoder(
+                name,
+                depth=depth,
+                embed_dim=embed_dim,
+                num_heads=num_heads,
+                max_len=max_len,
+                feed_forward=feed_forward,
+            )
+        return encoder.parameter_count
 
     softmax = count("softmax")
     totals = {name: count(name) for name in (available() if names is None else names)}
