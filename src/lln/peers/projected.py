@@ -15,6 +15,7 @@ from lln.checks import check_block_size, check_count
 from lln.errors import InvalidInputError
 from lln.peers.host import Host
 from lln.peers.peer import Core, Peer
+from lln.precision import without_autocast
 
 
 class Branched(Peer):
@@ -78,7 +79,8 @@ class Branched(Peer):
         if key_mask is not None:
             x = torch.where(key_mask.unsqueeze(-1), x, 0.0)
         query, key, _ = self.heads(x)
-        return self.weights(x, query, key, key_mask)
+        with without_autocast(x):
+            return self.weights(x, query, key, key_mask)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value ``[B, H, N, D]`` of tokens ``[B, N, embed_dim]``."""
