@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lln.peers.card import Card
-from lln.peers.linear import HOMOGENEOUS_FLOOR, LinearCore
+from lln.peers.linear import LEAST_FLOOR, LinearCore
 
 
 class CosFormer(LinearCore):
@@ -39,7 +39,7 @@ class CosFormer(LinearCore):
         "would shrink the rows of small q and k",
     )
 
-    floor = HOMOGENEOUS_FLOOR
+    floor = LEAST_FLOOR
 
     def features(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.peers.peer import Core
+from lln.peers.peer import Core, zero_padding
 from lln.precision import accumulation_dtype, without_autocast
 
 # Tokens whose N×N part is formed at once in the causal form.
@@ -21,9 +21,10 @@ CHUNK = 64
 # What released code clamps denominators at.
 PUBLISHED_FLOOR = 1e-6
 
-# For kernels with κ(a q, b k) = aʳ bˢ κ(q, k), whose rows do not depend on a and b: a floor that
-# small q and k reach would shrink their rows. Not zero, so that gradients stay finite.
-HOMOGENEOUS_FLOOR = 1e-24
+# Keeps rows of zeros apart from all others and their gradients finite. For kernels with
+# κ(a q, b k) = aʳ bˢ κ(q, k), whose rows do not depend on a and b: a floor that small q and k reach
+# would shrink their rows.
+LEAST_FLOOR = 1e-24
 
 
 class LinearCore(Core):
@@ -78,10 +79,8 @@ class LinearCore(Core):
 
     def _masked(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         features_q, features_k = self.features(query, key, key_mask)
-        if key_mask is not None:
-            # After the map, because φ(0) ≠ 0 (common rule 1).
-            features_k = torch.where(key_mask[:, None, :, None], features_k, 0.0)
-        return features_q, features_k
+        # After the map, because φ(0) ≠ 0 (common rule 1).
+        return features_q, zero_padding(features_k, key_mask)
 
 
 def full_sums(features_q: Tensor, features_k: Tensor, values: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.peer import Core
-from lln.peers.projected import Branched, zero_padding
+from lln.peers.peer import Core, zero_padding
+from lln.peers.projected import Branched
 from lln.precision import accumulation_dtype, without_autocast
 
 # Tokens whose part of the mask is formed at once.
@@ -192,8 +192,8 @@ def fading_attention(
     """
     wide = log_decay.dtype
     features_q, features_k = _map(query.to(wide), features), _map(key.to(wide), features)
+    features_k = zero_padding(features_k, key_mask)
     if key_mask is not None:
-        features_k = zero_padding(features_k, key_mask)
         log_decay = torch.where(key_mask[:, None], log_decay, 0.0)
     values = F.pad(value.to(wide), (0, 1), value=1.0)
     out = fading_sums(features_q, features_k, values, log_decay, is_causal)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lln.peers.card import Card
-from lln.peers.linear import HOMOGENEOUS_FLOOR, LinearCore
+from lln.peers.linear import LEAST_FLOOR, LinearCore
 
 
 class NaLaFormer(LinearCore):
@@ -35,7 +35,7 @@ class NaLaFormer(LinearCore):
         "which shrinks the rows of small keys",
     )
 
-    floor = HOMOGENEOUS_FLOOR
+    floor = LEAST_FLOOR
 
     def features(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None

@@ -15,8 +15,8 @@ from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Core
-from lln.peers.projected import TokenConvolution, check_kernel, zero_padding
+from lln.peers.peer import Core, zero_padding
+from lln.peers.projected import TokenConvolution, check_kernel
 from lln.precision import accumulation_dtype, without_autocast
 
 

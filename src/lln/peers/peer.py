@@ -134,3 +134,8 @@ def visible(tokens: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor 
     length = tokens.shape[-2]
     earlier = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
     return earlier[None, None] if allowed is None else allowed & earlier
+
+
+def zero_padding(heads: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Heads or features ``[B, H, N, ·]`` with zeros for padded tokens."""
+    return heads if key_mask is None else torch.where(key_mask[:, None, :, None], heads, 0.0)

@@ -13,7 +13,8 @@ from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.linear import full_sums
-from lln.peers.projected import Branched, check_kernel, zero_padding
+from lln.peers.peer import zero_padding
+from lln.peers.projected import Branched, check_kernel
 from lln.precision import accumulation_dtype, without_autocast
 
 # Added to the mean weight of a row, as in the authors' code.

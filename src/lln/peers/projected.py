@@ -14,7 +14,7 @@ from lln.attention import block_diagonal_attention
 from lln.checks import check_block_size, check_count
 from lln.errors import InvalidInputError
 from lln.peers.host import Host
-from lln.peers.peer import Core, Peer
+from lln.peers.peer import Core, Peer, zero_padding
 from lln.precision import without_autocast
 
 
@@ -126,12 +126,8 @@ class TokenConvolution(nn.Module):
 
     def forward(self, value: Tensor, key_mask: Tensor | None) -> Tensor:
         """``[B, H, N, D]`` → the same."""
+        # Projected zeros are the bias: real neighbours must not see it.
         return self.filter(zero_padding(value, key_mask))
-
-
-def zero_padding(heads: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Heads ``[B, H, N, D]`` with zeros for padded tokens: projected zeros are the bias."""
-    return heads if key_mask is None else torch.where(key_mask[:, None, :, None], heads, 0.0)
 
 
 def check_kernel(name: str, kernel: int) -> None:

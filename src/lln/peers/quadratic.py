@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.linear import HOMOGENEOUS_FLOOR, LinearCore
+from lln.peers.linear import LEAST_FLOOR, LinearCore
 
 
 class Quadratic(LinearCore):
@@ -36,7 +36,7 @@ class Quadratic(LinearCore):
         oracle="dense form; invariance to scale",
     )
 
-    floor = HOMOGENEOUS_FLOOR
+    floor = LEAST_FLOOR
 
     def __init__(self, host: Host, *, exact: bool = False) -> None:
         """See the class."""
