@@ -5,6 +5,7 @@ Dimension legend: B batch, N tokens, W width of the tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -199,20 +200,24 @@ def compare_parameters(
         max_len: Counts where a system has weights for every position.
         feed_forward: Inner width.
     """
-
-    def count(name: str) -> int:
-        # Counting needs the shapes alone; drawing the weights would take most of the time.
-        with torch.device("meta"):
-            encoder = Encoder(
-                name,
-                depth=depth,
-                embed_dim=embed_dim,
-                num_heads=num_heads,
-                max_len=max_len,
-                feed_forward=feed_forward,
-            )
-        return encoder.parameter_count
-
-    softmax = count("softmax")
-    totals = {name: count(name) for name in (available() if names is None else names)}
+    sizes = (depth, embed_dim, num_heads, max_len, feed_forward)
+    softmax = _count("softmax", *sizes)
+    totals = {name: _count(name, *sizes) for name in (available() if names is None else names)}
     return {name: Parameters(total, total / softmax) for name, total in totals.items()}
+
+
+@functools.cache
+def _count(
+    name: str, depth: int, embed_dim: int, num_heads: int, max_len: int, feed_forward: int | None
+) -> int:
+    # Counting needs the shapes alone; drawing the weights would take most of the time.
+    with torch.device("meta"):
+        encoder = Encoder(
+            name,
+            depth=depth,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            max_len=max_len,
+            feed_forward=feed_forward,
+        )
+    return encoder.parameter_count
