@@ -110,3 +110,5 @@ def test_a_low_temperature_leaves_a_floor_to_divide_by():
     mask[1] = False
     layer(x, mask).sum().backward()
     assert x.grad.isfinite().all()
+    for label, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all(), label
