@@ -188,3 +188,14 @@ def test_every_system_has_one_family():
         assert name in peers.FAMILIES[peers.family_of(name)]
     with pytest.raises(InvalidInputError, match="no family"):
         peers.family_of("magic")
+
+
+def test_a_wrong_mask_gets_a_sentence():
+    host = encoder("elu")
+    for wrong, said in (
+        (torch.ones(2, 40), "bool"),
+        (torch.ones(2, 7, dtype=torch.bool), "shape"),
+        ([[True] * 40] * 2, "bool"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            host(vectors(), wrong)

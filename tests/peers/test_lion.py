@@ -101,6 +101,36 @@ def test_lion_s_agrees_with_the_formula(causal):
     torch.testing.assert_close(found[mask], dense[mask])
 
 
+def test_two_recurrences_count_the_own_token_half_each():
+    features_q, features_k = torch.rand(2, 1, 1, 70, 5, dtype=torch.float64)
+    values = torch.randn(1, 1, 70, 3, dtype=torch.float64)
+    decays = 0.5 + torch.rand(70, dtype=torch.float64) / 2
+    q, k, v = features_q[0, 0], features_k[0, 0], values[0, 0]
+
+    def half_of(q, k, v, decays):
+        """One direction: a token's own decay is the state's before the next token comes in."""
+        state, out = torch.zeros(5, 3, dtype=torch.float64), []
+        for i in range(70):
+            state = (decays[i - 1] if i else 1.0) * state + torch.outer(k[i], v[i])
+            out.append(q[i] @ state - (q[i] @ k[i]) * v[i] / 2)
+        return torch.stack(out)
+
+    back = half_of(q.flip(0), k.flip(0), v.flip(0), decays.flip(0)).flip(0)
+    found = fading_sums(features_q, features_k, values, decays.log()[None, None], False)
+    torch.testing.assert_close(found[0, 0], half_of(q, k, v, decays) + back)
+
+
+def test_the_mask_is_symmetric_only_where_all_decays_are_equal():
+    layer, x = build("lion_s"), tokens(length=20)[:1]
+    ours = mask_of((1 - layer.decay(x).sigmoid()).detach()[0, :, 0])
+    assert (ours - ours.T).abs().max() > 0.01
+    decays = (1 - layer.decay(x).sigmoid()).detach()[0, :, 0]
+    ratio = (decays[None, :] / decays[:, None]).tril(-1)
+    torch.testing.assert_close((ours / ours.T).tril(-1), ratio)
+    equal = mask_of(torch.full((20,), 0.7, dtype=torch.float64))
+    torch.testing.assert_close(equal, equal.T)
+
+
 @pytest.mark.parametrize("name", ["lion_d", "lion_s"])
 def test_padding_in_the_middle_is_as_if_it_were_not_there(name):
     layer, x = build(name), tokens(length=80)

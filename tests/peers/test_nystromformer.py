@@ -118,6 +118,44 @@ def test_original_start_couples_the_batch():
     assert (exact(query, key, value) - whole).abs().max() > 1e-6
 
 
+def test_released_landmarks_average_the_padding_in():
+    query, key, value = torch.randn(3, 2, 2, 24, 8, dtype=torch.float64)
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[:, 17:] = False
+    module = core(landmarks=8, kernel=0, compat="released")
+    found = module(query, key, value, mask)
+    kept = mask[:, None, :, None]
+    zeroed = [torch.where(kept, side, 0.0) for side in (query, key)]
+    few_q, few_k = (side.unflatten(2, (8, 3)).mean(3) for side in zeroed)
+    scale = 8**-0.5
+    first = torch.softmax(scale * zeroed[0] @ few_k.mT, -1)
+    middle = torch.softmax(scale * few_q @ few_k.mT, -1)
+    last = (scale * few_q @ zeroed[1].mT).masked_fill(~mask[:, None, None], float("-inf"))
+    start = middle.mT / middle.sum(-2).max()
+    inverse = start
+    unit = torch.eye(8, dtype=torch.float64)
+    for _ in range(6):
+        az = middle @ inverse
+        inverse = inverse @ (13 * unit - 15 * az + 7 * az @ az - az @ az @ az) / 4
+    expected = first @ inverse @ last.softmax(-1) @ value
+    torch.testing.assert_close(found[:, :, :17], expected[:, :, :17])
+    dense_form = module.matrix(query, key, mask) @ value
+    torch.testing.assert_close(found[:, :, :17], dense_form[:, :, :17])
+    original = core(landmarks=8, kernel=0, compat="original")
+    assert (original(query, key, value, mask) - found)[:, :, :17].abs().max() > 1e-3
+
+
+def test_released_with_as_many_landmarks_as_tokens_is_softmax():
+    query, key, value = torch.randn(3, 2, 2, 24, 8, dtype=torch.float64)
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[:, 17:] = False
+    module = core(landmarks=24, kernel=0, compat="released")
+    expected = reference.softmax_attention(query, key[:, :, :17], value[:, :, :17])
+    torch.testing.assert_close(module(query, key, value, mask)[:, :, :17], expected[:, :, :17])
+    found = module.matrix(query, key, mask)[:, :, :17, :17] @ value[:, :, :17]
+    torch.testing.assert_close(found, expected[:, :, :17])
+
+
 def copy_projections(layer, query, key, value, out, convolution):
     """Weights of an oracle into ours, biases zeroed where the oracle has none."""
     with torch.no_grad():

@@ -70,19 +70,19 @@ def test_the_two_matrices_are_those_of_the_output():
     torch.testing.assert_close(layer(x, mask)[mask], layer.out(joined)[mask])
 
 
-def test_gate_and_convolution_are_what_they_say():
-    layer = trained(gate=True, convolution=5)
+def test_gate_and_own_convolution_are_what_they_say():
+    layer = trained(gate=True, local=5)
     x = tokens()[:1]
     value = torch.nn.functional.pad(per_head(layer.value(x))[0], (0, 0, 2, 2))
-    filters, bias = layer.convolution.weight[:, 0], layer.convolution.bias
+    filters, bias = layer.local.weight[:, 0], layer.local.bias
     local = sum(filters[:, i] * value[:, i : i + 40] for i in range(5)) + bias
     inner = dense(layer, x[0]) + local.transpose(0, 1).flatten(1)
     expected = layer.out(inner * layer.gate(x[0]))
     torch.testing.assert_close(layer(x)[0], expected)
 
 
-def test_the_convolution_does_not_see_padding():
-    layer, x, mask = trained(convolution=5), tokens(), some_padding()
+def test_the_own_convolution_does_not_see_padding():
+    layer, x, mask = trained(local=5), tokens(), some_padding()
     alone = layer(x[1:, :31])
     torch.testing.assert_close(layer(x, mask)[1:, :31], alone)
 
@@ -111,6 +111,7 @@ def test_equal_powers_are_blind_to_the_length_of_q_and_different_ones_are_not():
 def test_options_that_do_not_fit_are_refused():
     for options, said in (
         ({"alpha": 0.0}, "alpha"),
+        ({"local": 4}, "odd"),
         ({"convolution": 4}, "odd"),
         ({"diagonal": -1}, "block_size"),
         ({"embed_dim": 6, "num_heads": 2}, "even"),

@@ -100,3 +100,15 @@ def test_options_that_do_not_fit_are_refused():
     ):
         with pytest.raises(InvalidInputError, match=said):
             build("rfa", **options)
+
+
+def test_a_low_temperature_leaves_a_floor_to_divide_by():
+    # e^{−2/τ²} is 0 in float32.
+    layer = build("rfa", temperature=0.1, dtype=torch.float32)
+    x = tokens(dtype=torch.float32).requires_grad_()
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[1] = False
+    layer(x, mask).sum().backward()
+    assert x.grad.isfinite().all()
+    for label, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all(), label

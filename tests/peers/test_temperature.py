@@ -26,11 +26,37 @@ def entropy(matrix):
 
 
 @pytest.mark.parametrize(("name", "options"), HOMOGENEOUS)
-@pytest.mark.parametrize(("a", "b"), [(0.1, 1.0), (30.0, 1.0), (1.0, 7.0), (5.0, 0.2)])
+@pytest.mark.parametrize(
+    ("a", "b"), [(0.1, 1.0), (30.0, 1.0), (1.0, 7.0), (5.0, 0.2), (1e-3, 1.0), (1e-3, 1e-3)]
+)
 def test_a_homogeneous_kernel_does_not_see_the_scale(name, options, a, b):
     core = build(name, **options).core
     query, key = heads()
-    torch.testing.assert_close(core.matrix(a * query, b * key), core.matrix(query, key))
+    expected = core.matrix(query, key)
+    torch.testing.assert_close(core.matrix(a * query, b * key), expected)
+    torch.testing.assert_close(core(a * query, b * key, key), expected @ key)
+
+
+@pytest.mark.parametrize(("name", "options"), HOMOGENEOUS)
+@pytest.mark.parametrize("scale", [1e-5, 1e-3, 1e3])
+def test_nor_does_it_in_float32_and_its_gradients_stay_finite(name, options, scale):
+    core = build(name, dtype=torch.float32, **options).core
+    query, key = (side.float() for side in heads())
+    # A row that meets no key: its denominator is the floor.
+    query[0, 0, 3] = 0.0
+    small, value = (scale * query).requires_grad_(), 1e3 * key
+    found = core(small, scale * key, value)
+    torch.testing.assert_close(found, core(query, key, value), rtol=1e-4, atol=1e-2)
+    assert (found[0, 0, 3] == 0).all()
+    (1e3 * found).sum().backward()
+    assert small.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("b", [1e-3, 0.1, 20.0])
+def test_nalaformer_does_not_see_the_length_of_the_keys(b):
+    core = build("nalaformer").core
+    query, key = heads()
+    torch.testing.assert_close(core.matrix(query, b * key), core.matrix(query, key))
 
 
 @pytest.mark.parametrize("name", FOLLOWING)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lln.peers.masked import attend
+
 # Narrow windows share chunks of this size, or the products would be too small to be fast.
 SMALLEST_CHUNK = 16
 
@@ -76,7 +78,7 @@ def band_attention(
         )
         always = everywhere.valid[:, None, None, None, :].expand(-1, chunks, -1, size, -1)
         seen = torch.cat((always, seen), dim=-1)
-    out = _attend(*(tensor.flatten(0, 1) for tensor in (queries, keys, values, seen)))
+    out = attend(*(tensor.flatten(0, 1) for tensor in (queries, keys, values, seen)))
     out = out.unflatten(0, (query.shape[0], -1)).transpose(1, 2).flatten(2, 3)
     return out[..., :tokens, :]
 
@@ -91,10 +93,3 @@ def _ahead(size: int, margin: int, device: torch.device) -> Tensor:
     """``[c, K]``: how many tokens after its query each key of a chunk stands."""
     rows = torch.arange(size, device=device).unsqueeze(-1)
     return torch.arange(size + 2 * margin, device=device) - margin - rows
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-    # Fused kernels disagree on rows that see nothing: let them see all, then blank them.
-    blind = ~seen.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen | blind)
-    return torch.where(blind, 0.0, out)

@@ -11,6 +11,7 @@ from lln.attention import block_diagonal_attention
 from lln.checks import check_block_size
 from lln.peers.card import Card
 from lln.peers.host import Host
+from lln.peers.masked import masked_softmax
 from lln.peers.peer import Core, visible
 from lln.precision import accumulation_dtype
 
@@ -71,6 +72,4 @@ def block_matrix(
     block = torch.arange(query.shape[-2], device=query.device) // block_size
     allowed = block[:, None] == block
     seen = visible(query, key_mask, is_causal)
-    if seen is not None:
-        allowed = allowed & seen
-    return scores.masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(0.0)
+    return masked_softmax(scores, allowed if seen is None else allowed & seen)

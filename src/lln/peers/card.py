@@ -23,7 +23,9 @@ class Card:
         causal: Whether ``is_causal=True`` is possible.
         padding: ``"longer"``: appending padded tokens changes no real token. ``"values"``: the
             method depends on the padded length, but what padded tokens hold never matters.
-        row_stochastic: Whether each row of its matrix is non-negative and sums to 1.
+        row_stochastic: Whether each row of its matrix is non-negative and sums to 1, up to a floor
+            of the denominator. A row that weighs no key at all is zero, which kernels with a ReLU
+            can have.
         equivariant: Whether permuting the tokens permutes the outputs.
         needs_max_len: Whether longer inputs than ``max_len`` are refused.
         random: What is drawn at random, empty if nothing.

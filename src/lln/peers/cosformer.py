@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lln.peers.card import Card
-from lln.peers.linear import LinearCore
+from lln.peers.linear import LEAST_FLOOR, LinearCore
 
 
 class CosFormer(LinearCore):
@@ -17,7 +17,7 @@ class CosFormer(LinearCore):
     cos(a − b) = cos a cos b + sin a sin b splits the weight, so that the features of token i are
     [φ(x) sin(πi/2L) ; φ(x) cos(πi/2L)] with φ(x) = max(0, x). L is the host's ``max_len``, never
     the length of the batch: padding then changes nothing. A row whose features meet no key's is
-    zero.
+    zero. P(a q, b k) = P(q, k) for all a, b > 0.
     """
 
     card = Card(
@@ -35,8 +35,11 @@ class CosFormer(LinearCore):
         needs_max_len=True,
         oracle="dense form",
         departures="L is max_len, where the authors' code takes the length of the batch, which "
-        "makes a sample depend on its padding",
+        "makes a sample depend on its padding; the denominator is clamped at 1e-24, because 1e-6 "
+        "would shrink the rows of small q and k",
     )
+
+    floor = LEAST_FLOOR
 
     def features(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None

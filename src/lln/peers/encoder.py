@@ -5,6 +5,7 @@ Dimension legend: B batch, N tokens, W width of the tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.errors import InvalidInputError
+from lln.peers.peer import check_key_mask
 from lln.peers.registry import available, build, card, parameter_count
 
 NORMS = ("pre", "post")
@@ -111,6 +113,7 @@ class Encoder(nn.Module):
             for layer in self.layers:
                 hidden = layer(hidden, None)
             return self.norm(hidden)
+        check_key_mask(hidden, key_mask)
         real = key_mask.unsqueeze(-1)
         # What padded tokens hold would reach the weights' gradients through norm and feed-forward.
         hidden = torch.where(real, hidden, 0.0)
@@ -197,21 +200,24 @@ def compare_parameters(
         max_len: Counts where a system has weights for every position.
         feed_forward: Inner width.
     """
-    inner = feed_forward or 4 * embed_dim
+    sizes = (depth, embed_dim, num_heads, max_len, feed_forward)
+    softmax = _count("softmax", *sizes)
+    totals = {name: _count(name, *sizes) for name in (available() if names is None else names)}
+    return {name: Parameters(total, total / softmax) for name, total in totals.items()}
 
-    def count(name: str) -> int:
-        # Most of an encoder is its feed-forward, and drawing those weights takes most of the time.
-        thin = Encoder(
+
+@functools.cache
+def _count(
+    name: str, depth: int, embed_dim: int, num_heads: int, max_len: int, feed_forward: int | None
+) -> int:
+    # Counting needs the shapes alone; drawing the weights would take most of the time.
+    with torch.device("meta"):
+        encoder = Encoder(
             name,
             depth=depth,
             embed_dim=embed_dim,
             num_heads=num_heads,
             max_len=max_len,
-            feed_forward=1,
+            feed_forward=feed_forward,
         )
-        layers = 0 if thin.card.kind == "block" else depth
-        return thin.parameter_count + layers * (inner - 1) * (2 * embed_dim + 1)
-
-    softmax = count("softmax")
-    totals = {name: count(name) for name in (available() if names is None else names)}
-    return {name: Parameters(total, total / softmax) for name, total in totals.items()}
+    return encoder.parameter_count

@@ -16,6 +16,7 @@ from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
+from lln.peers.linear import earlier_sums
 from lln.peers.peer import Peer
 from lln.peers.rotary import check_even, frequencies, rotate
 from lln.precision import accumulation_dtype, without_autocast
@@ -132,8 +133,7 @@ class Flash(Peer):
     def _summary(self, key: Tensor, values: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
         """The sum c Σ k'ᵀ v ``[B, 1, S, E]``, or of the chunks before each ``[B, G, S, E]``."""
         if self.host.is_causal:
-            states = key.mT @ values / self.chunk
-            return states.cumsum(1) - states
+            return earlier_sums(key.mT @ values / self.chunk, 1)
         state = (key.flatten(1, 2).mT @ values.flatten(1, 2)).unsqueeze(1)
         if self.scale == "chunk":
             return state / self.chunk

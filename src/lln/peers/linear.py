@@ -12,18 +12,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.peers.peer import Core
+from lln.peers.peer import Core, zero_padding
 from lln.precision import accumulation_dtype, without_autocast
 
 # Tokens whose N×N part is formed at once in the causal form.
 CHUNK = 64
+
+# What released code clamps denominators at.
+PUBLISHED_FLOOR = 1e-6
+
+# Keeps rows of zeros apart from all others and their gradients finite. For kernels with
+# κ(a q, b k) = aʳ bˢ κ(q, k), whose rows do not depend on a and b: a floor that small q and k reach
+# would shrink their rows.
+LEAST_FLOOR = 1e-24
 
 
 class LinearCore(Core):
     """A core that is a feature map: a subclass writes `features` and its `floor`."""
 
     # Denominators below this are raised to it, so that a row of zeros stays zeros.
-    floor: ClassVar[float] = 1e-6
+    floor: ClassVar[float] = PUBLISHED_FLOOR
 
     @abstractmethod
     def features(
@@ -71,10 +79,8 @@ class LinearCore(Core):
 
     def _masked(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         features_q, features_k = self.features(query, key, key_mask)
-        if key_mask is not None:
-            # After the map, because φ(0) ≠ 0 (common rule 1).
-            features_k = torch.where(key_mask[:, None, :, None], features_k, 0.0)
-        return features_q, features_k
+        # After the map, because φ(0) ≠ 0 (common rule 1).
+        return features_q, zero_padding(features_k, key_mask)
 
 
 def full_sums(features_q: Tensor, features_k: Tensor, values: Tensor) -> Tensor:
@@ -90,7 +96,17 @@ def causal_sums(features_q: Tensor, features_k: Tensor, values: Tensor) -> Tenso
         F.pad(tensor, (0, 0, 0, short)).unflatten(-2, (-1, CHUNK))
         for tensor in (features_q, features_k, values)
     )
-    states = chunks_k.mT @ chunks_v
-    before = states.cumsum(-3) - states
+    before = earlier_sums(chunks_k.mT @ chunks_v, -3)
     own = (chunks_q @ chunks_k.mT).tril() @ chunks_v
     return (chunks_q @ before + own).flatten(-3, -2)[..., :tokens, :]
+
+
+def earlier_sums(states: Tensor, dim: int) -> Tensor:
+    """Sums along an axis without the own entry.
+
+    Not ``cumsum − states``: what a large entry rounds away from its sum would be missing from the
+    rows before it, which must not notice it.
+    """
+    sums = states.cumsum(dim)
+    none = torch.zeros_like(sums.narrow(dim, 0, 1))
+    return torch.cat((none, sums.narrow(dim, 0, sums.shape[dim] - 1)), dim)

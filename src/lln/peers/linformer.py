@@ -15,7 +15,7 @@ from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.peer import Core
+from lln.peers.peer import Core, zero_padding
 from lln.precision import accumulation_dtype
 
 SHARING = ("none", "headwise", "key_value")
@@ -89,9 +89,7 @@ class Linformer(Core):
     ) -> Tensor:
         """See `Core.forward`."""
         for_keys, for_values = self._sides(key)
-        if key_mask is not None:
-            real = key_mask[:, None, :, None]
-            key, value = torch.where(real, key, 0.0), torch.where(real, value, 0.0)
+        key, value = zero_padding(key, key_mask), zero_padding(value, key_mask)
         few_keys = torch.einsum("hnk,bhnd->bhkd", for_keys, key)
         few_values = torch.einsum("hnk,bhnd->bhkd", for_values, value)
         return F.scaled_dot_product_attention(query.to(few_keys.dtype), few_keys, few_values)
@@ -100,9 +98,7 @@ class Linformer(Core):
         """P = softmax(Q(EᵀK)ᵀ/√d) Fᵀ. See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
         for_keys, for_values = (side.to(wide) for side in self._sides(key))
-        if key_mask is not None:
-            key = key * key_mask[:, None, :, None]
-            for_values = for_values * key_mask[:, None, :, None]
+        key, for_values = zero_padding(key, key_mask), zero_padding(for_values, key_mask)
         scores = query.to(wide) @ (for_keys.mT @ key.to(wide)).mT / query.shape[-1] ** 0.5
         return scores.softmax(-1) @ for_values.mT
 

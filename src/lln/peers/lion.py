@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.peer import Core, Peer
+from lln.peers.peer import Core, zero_padding
+from lln.peers.projected import Branched
 from lln.precision import accumulation_dtype, without_autocast
 
 # Tokens whose part of the mask is formed at once.
@@ -31,8 +32,8 @@ _FLOOR = 1e-6
 class LionD(Core):
     """LION-D: P_ij ∝ φ(q_i)·φ(k_j) a^|i−j|, a = sigmoid(w) learned per head.
 
-    φ(x) = (silu(x) + ½)/‖silu(x) + ½‖, which is positive. |i − j| counts real tokens, so that
-    padding anywhere is as if it were not there.
+    φ(x) = (silu(x) + ½)/‖silu(x) + ½‖, which is positive. The mask is symmetric and 1 on the
+    diagonal. |i − j| counts real tokens, so that padding anywhere is as if it were not there.
 
     Args:
         host: Sizes and place of the layer.
@@ -81,28 +82,30 @@ class LionD(Core):
     def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
-        real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-        real = real if key_mask is None else key_mask
-        position = real.to(wide).cumsum(-1)
+        real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool)
+        position = (real if key_mask is None else key_mask).to(wide).cumsum(-1)
         distance = (position[:, None, :, None] - position[:, None, None, :]).abs()
         mask = self.decay.to(wide).sigmoid()[:, None, None] ** distance
-        mask = torch.where(real[:, None, None, :], mask, 0.0)
-        kernel = _map(query.to(wide), self.features) @ _map(key.to(wide), self.features).mT
-        weights = (kernel * mask).tril() if self.host.is_causal else kernel * mask
-        return weights / weights.sum(-1, keepdim=True).clamp_min(_FLOOR)
+        return _dense(query, key, mask, key_mask, self.features, self.host.is_causal)
 
 
-class LionS(Peer):
+class LionS(Branched):
     """LION-S: P_ij ∝ φ(q_i)·φ(k_j) M_ij with decays a_i = 1 − sigmoid(w·x_i + b) per head.
 
         M_ij = a_j a_{j+1} … a_{i−1} for j < i, 1 for j = i, a_{i+1} … a_j for j > i
 
-    A key's own decay counts, a query's own does not, from both sides. The decays come from the
-    tokens and not from q and k, hence a mixer. φ as in `LionD`; padding does not decay.
+    This is the authors' mask. The key's own decay counts and the query's own does not, from both
+    sides, so that M_ij / M_ji = a_j / a_i for j < i: M is not symmetric unless all decays are
+    equal, as in `LionD`. Turning the sequence round turns the outputs round. The diagonal of M is
+    1, once: as two recurrences, one from each end, both of them reach token i and each counts it
+    half.
+
+    The decays come from the tokens and not from q and k, hence a mixer. φ as in `LionD`; padding
+    does not decay. The branches are those of `Branched`, as for every core.
 
     Args:
         host: Sizes and place of the layer.
-        features: As in `LionD`.
+        features: ``"silu"``, or ``"elu"`` for φ(x) = elu(x) + 1.
     """
 
     card = Card(
@@ -110,43 +113,46 @@ class LionS(Peer):
         title="LION-S",
         kind="mixer",
         citation="Afzal et al. 2025, arXiv 2502.16249",
-        equation="P_ij ∝ φ(q_i)·φ(k_j) ∏ a over the gap, a_i = 1 − sigmoid(w·x_i + b)",
+        equation="P_ij ∝ φ(q_i)·φ(k_j) M_ij, M_ij = a_j … a_{i−1} below the diagonal, 1 on it, "
+        "a_{i+1} … a_j above, a_i = 1 − sigmoid(w·x_i + b)",
         complexity="O(N d² + N C d)",
         is_linear=True,
         causal=True,
         padding="longer",
         row_stochastic=True,
         equivariant=False,
-        adds="projections and (D + 1) H of the decays",
+        adds="projections and (W + 1) H of the decays, W the width of the tokens",
         oracle="dense form",
         departures="as lion_d; no token is exempt from decay, where the authors' vision code "
         "exempts the class token",
     )
 
-    def __init__(self, host: Host, *, features: Literal["silu", "elu"] = "silu") -> None:
+    def __init__(
+        self,
+        host: Host,
+        *,
+        features: Literal["silu", "elu"] = "silu",
+        diagonal: int = 0,
+        convolution: int = 0,
+    ) -> None:
         """See the class."""
-        super().__init__(host)
+        super().__init__(host, diagonal=diagonal, convolution=convolution)
         _check_features(features)
         self.features = features
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
-        )
         self.decay = nn.Linear(host.embed_dim, host.num_heads)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
-        query, key, value = self._heads(x)
+    def attend(
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+    ) -> Tensor:
+        """See `Branched.attend`."""
         log_decay = self._log_decay(x)
         with without_autocast(x):
-            out = fading_attention(
+            return fading_attention(
                 query, key, value, log_decay, key_mask, self.features, self.host.is_causal
             )
-        return self.out(out.transpose(1, 2).flatten(2))
 
-    def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """The attention matrix ``[B, H, N, N]``, dense, written as in the class."""
-        self._check(x, key_mask)
-        query, key, _ = self._heads(x)
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Branched.weights`."""
         log_decay = self._log_decay(x)
         if key_mask is not None:
             log_decay = torch.where(key_mask[:, None], log_decay, 0.0)
@@ -154,26 +160,14 @@ class LionS(Peer):
         before = up_to - log_decay
         below = (before[..., :, None] - before[..., None, :]).tril(-1)
         above = (up_to[..., None, :] - up_to[..., :, None]).triu(1)
-        wide = log_decay.dtype
-        kernel = _map(query.to(wide), self.features) @ _map(key.to(wide), self.features).mT
-        weights = kernel * (below + above).exp()
-        if self.host.is_causal:
-            weights = weights.tril()
-        if key_mask is not None:
-            weights = torch.where(key_mask[:, None, None], weights, 0.0)
-        return weights / weights.sum(-1, keepdim=True).clamp_min(_FLOOR)
+        return _dense(
+            query, key, (below + above).exp(), key_mask, self.features, self.host.is_causal
+        )
 
     def _log_decay(self, x: Tensor) -> Tensor:
         # log(1 − sigmoid(y)) = logsigmoid(−y), without the cancellation.
         logits = self.decay(x).to(accumulation_dtype(x.dtype))
         return F.logsigmoid(-logits).transpose(1, 2)
-
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = (
-            project(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        return query, key, value
 
 
 def fading_attention(
@@ -198,8 +192,8 @@ def fading_attention(
     """
     wide = log_decay.dtype
     features_q, features_k = _map(query.to(wide), features), _map(key.to(wide), features)
+    features_k = zero_padding(features_k, key_mask)
     if key_mask is not None:
-        features_k = torch.where(key_mask[:, None, :, None], features_k, 0.0)
         log_decay = torch.where(key_mask[:, None], log_decay, 0.0)
     values = F.pad(value.to(wide), (0, 1), value=1.0)
     out = fading_sums(features_q, features_k, values, log_decay, is_causal)
@@ -258,6 +252,24 @@ def running_sums(states: Tensor, log_decay: Tensor) -> Tensor:
         log_decay = torch.cat((log_decay[..., :reach, :], longer), dim=-2)
         reach *= 2
     return states
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor,
+    key_mask: Tensor | None,
+    features: str,
+    is_causal: bool,
+) -> Tensor:
+    """P ``[B, H, N, N]`` of a fading mask that broadcasts to it."""
+    wide = mask.dtype
+    weights = _map(query.to(wide), features) @ _map(key.to(wide), features).mT * mask
+    if is_causal:
+        weights = weights.tril()
+    if key_mask is not None:
+        weights = torch.where(key_mask[:, None, None], weights, 0.0)
+    return weights / weights.sum(-1, keepdim=True).clamp_min(_FLOOR)
 
 
 def _map(x: Tensor, features: str) -> Tensor:

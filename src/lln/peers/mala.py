@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lln.peers.card import Card
 from lln.peers.linear import causal_sums, full_sums
-from lln.peers.peer import Core, visible
+from lln.peers.peer import Core, visible, zero_padding
 from lln.precision import accumulation_dtype, without_autocast
 
 # Row sums below this are raised to it.
@@ -48,10 +48,7 @@ class Mala(Core):
             wide = accumulation_dtype(query.dtype)
             features_q = F.elu(query.to(wide)) + 1
             features_k, values = F.elu(key.to(wide)) + 1, F.pad(value.to(wide), (0, 1), value=1.0)
-            if key_mask is not None:
-                real = key_mask[:, None, :, None]
-                features_k = torch.where(real, features_k, 0.0)
-                values = torch.where(real, values, 0.0)
+            features_k, values = (zero_padding(one, key_mask) for one in (features_k, values))
             if self.host.is_causal:
                 products, plain = causal_sums(features_q, features_k, values), values.cumsum(-2)
             else:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from lln.peers.card import Card
-from lln.peers.linear import LinearCore
+from lln.peers.linear import LEAST_FLOOR, LinearCore
 
 
 class NaLaFormer(LinearCore):
     """Linear attention whose query features are a direction to a power that grows with its length.
 
     φ(q) = [max(0, q/n)^p ; max(0, −q/n)^p] with n = ‖q‖ and p = 3 (½ + tanh n), and
-    φ(k) = [max(0, k)³ ; max(0, −k)³].
+    φ(k) = [max(0, k)³ ; max(0, −k)³]. The length of the keys cancels: P(q, b k) = P(q, k), b > 0.
     """
 
     card = Card(
@@ -31,8 +31,11 @@ class NaLaFormer(LinearCore):
         equivariant=True,
         oracle="dense form",
         departures="the kernel alone, without the authors' rotary positions, convolution, "
-        "LayerNorm and gate; the denominator is clamped at 1e-6 instead of 1e-6 being added",
+        "LayerNorm and gate; the denominator is clamped at 1e-24, where theirs has 1e-6 added, "
+        "which shrinks the rows of small keys",
     )
+
+    floor = LEAST_FLOOR
 
     def features(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None

@@ -14,8 +14,9 @@ from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.peer import Core
-from lln.peers.projected import TokenConvolution
+from lln.peers.masked import attend, masked_softmax
+from lln.peers.peer import Core, zero_padding
+from lln.peers.projected import TokenConvolution, check_kernel
 from lln.precision import accumulation_dtype, without_autocast
 
 
@@ -32,6 +33,9 @@ class Nystromformer(Core):
         kernel: Tokens under the depthwise convolution of the values, an odd number; 0 = none.
         compat: ``"original"``: the start of the pseudo-inverse is scaled by the largest column
             sum of the whole batch, so that samples depend on each other, as released.
+            ``"released"``: this, and landmarks are means over padded tokens too, whose queries and
+            keys are zero, so that real tokens see the padding; and with as many landmarks as
+            tokens the attention is exact softmax. The LRA tables were made so.
     """
 
     card = Card(
@@ -49,9 +53,9 @@ class Nystromformer(Core):
         adds="one filter of 33 tokens a head",
         oracle="transformers NystromformerSelfAttention; nystrom_attention; dense form",
         departures="Pseudo-inverse started per sample and head (compat='original' couples the "
-        "batch as released). Landmarks are means over real tokens and empty segments are dropped, "
-        "where the authors average zeroed padding in. As many landmarks as tokens stay an "
-        "approximation; the released code turns into exact softmax there.",
+        "batch). Landmarks are means over real tokens and empty segments are dropped, where the "
+        "authors average zeroed padding in; as many landmarks as tokens stay an approximation, "
+        "where theirs turns into exact softmax (compat='released' undoes all three).",
     )
 
     def __init__(
@@ -61,19 +65,19 @@ class Nystromformer(Core):
         landmarks: int = 64,
         iterations: int = 6,
         kernel: int = 33,
-        compat: Literal["original"] | None = None,
+        compat: Literal["original", "released"] | None = None,
     ) -> None:
         """Build the convolution; Args as in the class."""
         super().__init__(host)
         check_count("landmarks", landmarks)
         check_count("iterations", iterations)
-        check_count("kernel", kernel, least=0)
-        if kernel and kernel % 2 == 0:
-            raise InvalidInputError(f"kernel must be an odd number of tokens or 0, got {kernel}.")
-        if compat not in (None, "original"):
-            raise InvalidInputError(f"compat must be None or 'original', got {compat!r}.")
+        check_kernel("kernel", kernel)
+        if compat not in (None, "original", "released"):
+            raise InvalidInputError(
+                f"compat must be None, 'original' or 'released', got {compat!r}."
+            )
         self.landmarks, self.iterations = landmarks, iterations
-        self.couples_batch = compat == "original"
+        self.couples_batch, self.is_released = compat is not None, compat == "released"
         self.convolution = TokenConvolution(host.num_heads, kernel) if kernel else None
 
     def forward(
@@ -88,12 +92,9 @@ class Nystromformer(Core):
             iterations=self.iterations,
             key_mask=key_mask,
             couples_batch=self.couples_batch,
+            is_released=self.is_released,
         )
-        if self.convolution is None:
-            return out
-        if key_mask is not None:
-            value = torch.where(key_mask[:, None, :, None], value, 0.0)
-        return out + self.convolution(value)
+        return out if self.convolution is None else out + self.convolution(value, key_mask)
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """The three factors multiplied, plus the convolution as a band. See `Core.matrix`."""
@@ -101,7 +102,11 @@ class Nystromformer(Core):
         query, key = query.to(wide), key.to(wide)
         if key_mask is None:
             key_mask = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)
-        average, filled = segment_average(key_mask, self.landmarks, wide)
+        averaged = key_mask
+        if self.is_released:
+            query, key = zero_padding(query, key_mask), zero_padding(key, key_mask)
+            averaged = torch.ones_like(key_mask)
+        average, filled = segment_average(averaged, self.landmarks, wide)
         few_queries, few_keys = average[:, None] @ query, average[:, None] @ key
         scale = query.shape[-1] ** -0.5
         columns, rows = filled[:, None, None, :], filled[:, None, :, None]
@@ -109,7 +114,8 @@ class Nystromformer(Core):
         middle = masked_softmax(scale * few_queries @ few_keys.mT, columns) * rows
         last = masked_softmax(scale * few_queries @ key.mT, key_mask[:, None, None, :])
         inverse = pseudo_inverse(middle, self.iterations, couples_batch=self.couples_batch)
-        out = first @ inverse @ last
+        is_exact = self.is_released and self.landmarks == query.shape[-2]
+        out = last if is_exact else first @ inverse @ last
         if self.convolution is None:
             return out
         weights = self.convolution.filter.weight[:, 0, :, 0].to(wide)
@@ -130,6 +136,7 @@ def nystrom_attention(
     iterations: int = 6,
     key_mask: Tensor | None = None,
     couples_batch: bool = False,
+    is_released: bool = False,
 ) -> Tensor:
     """Nyström approximation of softmax attention: softmax(QK̃ᵀ) A⁺ softmax(Q̃Kᵀ) V.
 
@@ -141,22 +148,27 @@ def nystrom_attention(
         iterations: Of `pseudo_inverse`.
         key_mask: bool ``[B, N]``, True = a real token.
         couples_batch: As in `pseudo_inverse`.
+        is_released: As ``compat="released"`` of `Nystromformer`.
 
     Returns:
         ``[B, H, N, E]`` in the dtype of value.
     """
+    from_keys = None if key_mask is None else key_mask[:, None, None, :]
+    if is_released and landmarks == query.shape[-2]:
+        return attend(query, key, value, from_keys)
     with without_autocast(query):
         wide = accumulation_dtype(query.dtype)
         scale = query.shape[-1] ** -0.25
         query, key = query * scale, key * scale
         filled = columns = None
-        if key_mask is None:
+        if is_released:
+            query, key = zero_padding(query, key_mask), zero_padding(key, key_mask)
+        if key_mask is None or is_released:
             few_queries, few_keys = (segment_means(side, landmarks) for side in (query, key))
         else:
             average, filled = segment_average(key_mask, landmarks, wide)
             few_queries, few_keys = (average[:, None] @ side.to(wide) for side in (query, key))
             columns = filled[:, None, None, :]
-        from_keys = None if key_mask is None else key_mask[:, None, None, :]
         to_landmarks = masked_softmax(query @ few_keys.mT.to(query.dtype), columns)
         from_landmarks = masked_softmax(few_queries.to(key.dtype) @ key.mT, from_keys)
         between = masked_softmax(few_queries.to(wide) @ few_keys.to(wide).mT, columns)
@@ -204,15 +216,6 @@ def segment_average(key_mask: Tensor, landmarks: int, dtype: torch.dtype) -> tup
     member = segment[:, None, :] == names[:, None]
     count = member.sum(-1, keepdim=True)
     return member.to(dtype) / count.clamp_min(1), count[..., 0] > 0
-
-
-def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """Softmax over the allowed columns; a row without any is zero."""
-    if allowed is None:
-        return scores.softmax(-1)
-    # Not −∞: the softmax of a row of −∞ is NaN, in its gradient too.
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    return scores.softmax(-1) * allowed
 
 
 def pseudo_inverse(matrix: Tensor, iterations: int = 6, *, couples_batch: bool = False) -> Tensor:

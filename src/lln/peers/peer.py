@@ -66,15 +66,8 @@ class Peer(nn.Module, ABC):
                 f"{self.card.name} was built for max_len={host.max_len} tokens and got "
                 f"{x.shape[1]}; build it with a larger max_len."
             )
-        if key_mask is None:
-            return
-        if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-            seen = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
-            raise InvalidInputError(f"key_mask must be bool, True = a real token, got {seen}.")
-        if key_mask.shape != x.shape[:2]:
-            raise InvalidInputError(
-                f"key_mask must have shape {shape_of(x[..., 0])}, got {shape_of(key_mask)}."
-            )
+        if key_mask is not None:
+            check_key_mask(x, key_mask)
 
 
 class Core(nn.Module, ABC):
@@ -113,6 +106,20 @@ class Core(nn.Module, ABC):
         """The attention matrix ``[B, H, N, N]``, dense, in the accumulation dtype."""
 
 
+def check_key_mask(x: Tensor, key_mask: Tensor) -> None:
+    """Refuse anything but bool ``[B, N]`` on the device of the tokens ``[B, N, …]``."""
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        seen = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
+        raise InvalidInputError(f"key_mask must be bool, True = a real token, got {seen}.")
+    if key_mask.shape != x.shape[:2]:
+        expected = f"[{x.shape[0]}, {x.shape[1]}]"
+        raise InvalidInputError(f"key_mask must have shape {expected}, got {shape_of(key_mask)}.")
+    if key_mask.device != x.device:
+        raise InvalidInputError(
+            f"key_mask must be on the device of x, {x.device}, got {key_mask.device}."
+        )
+
+
 def visible(tokens: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor | None:
     """bool, broadcasts to ``[B, 1, N, N]``: which key each query may see; None = every one.
 
@@ -127,3 +134,8 @@ def visible(tokens: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor 
     length = tokens.shape[-2]
     earlier = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
     return earlier[None, None] if allowed is None else allowed & earlier
+
+
+def zero_padding(heads: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Heads or features ``[B, H, N, ·]`` with zeros for padded tokens."""
+    return heads if key_mask is None else torch.where(key_mask[:, None, :, None], heads, 0.0)

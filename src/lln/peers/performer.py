@@ -16,6 +16,7 @@ from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.linear import LinearCore
+from lln.peers.peer import zero_padding
 
 # Added to the features of the relu kernel, as in the authors' code.
 _RELU_OFFSET = 1e-3
@@ -135,15 +136,14 @@ class Performer(LinearCore):
         """See `Core.forward`; in training every so many calls begin with a new W."""
         if self.training and self.redraw_every:
             self._count_call()
-        if self.compat == "skyformer" and key_mask is not None:
-            value = torch.where(key_mask[:, None, :, None], value, 0.0)
+        if self.compat == "skyformer":
+            value = zero_padding(value, key_mask)
         return super().forward(query, key, value, key_mask)
 
     def _masked(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.compat == "skyformer" and key_mask is not None:
+        if self.compat == "skyformer":
             # Zeroed and left in, as its code has it: φ(0) of padding weighs on the denominator.
-            key = torch.where(key_mask[:, None, :, None], key, 0.0)
-            return self.features(query, key, None)
+            return self.features(query, zero_padding(key, key_mask), None)
         return super()._masked(query, key, key_mask)
 
     @torch.no_grad()

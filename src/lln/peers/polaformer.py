@@ -9,20 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.attention import block_diagonal_attention
-from lln.checks import check_block_size
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.linear import full_sums
-from lln.peers.peer import Peer
+from lln.peers.peer import zero_padding
+from lln.peers.projected import Branched, check_kernel
 from lln.precision import accumulation_dtype, without_autocast
 
 # Added to the mean weight of a row, as in the authors' code.
 _OFFSET = 1e-6
 
 
-class PolaFormer(Peer):
+class PolaFormer(Branched):
     """Polarity-aware linear attention.
 
         q± = max(0, ±q/s)^p, k± likewise, s = softplus(scale), p = 1 + α sigmoid(w)
@@ -30,16 +29,15 @@ class PolaFormer(Peer):
         other side: [q₋ ; q₊]·[k₊ ; k₋] the second half; both divided by their row's sum
 
     Two matrices a head, hence a mixer and not a core. While w = 0 all powers are equal, and the
-    kernel is as blind to the length of a query as ReLU's.
+    kernel is as blind to the length of a query as ReLU's. The branches are those of `Branched`, as
+    for every core.
 
     Args:
         host: Sizes and place of the layer; the head width must be even.
         alpha: α, the range of the learned powers; 3 in the authors' LRA runs.
-        convolution: Tokens under a depthwise convolution of the values (one filter a channel,
-            shared by the heads), added to the output; odd, 0 = none.
+        local: Tokens under the authors' own depthwise convolution of the values (one filter and
+            bias a channel, shared by the heads), added to the attention; odd, 0 = none.
         gate: Whether the output is multiplied by a linear map of x.
-        diagonal: Block size of a block-diagonal softmax averaged with the output, as every core
-            can take it; 0 = none.
     """
 
     card = Card(
@@ -55,10 +53,10 @@ class PolaFormer(Peer):
         padding="longer",
         row_stochastic=True,
         equivariant=True,
-        adds="projections, H d powers and H d scales; with options a convolution and a gate",
+        adds="projections, H d powers and H d scales; with options its own convolution and a gate",
         oracle="dense form",
-        departures="no learned position added to k; convolution (5×5 over an image there) and "
-        "gate are options, off by default; means over real tokens only",
+        departures="no learned position added to k; its own convolution (5×5 over an image there; "
+        "local=5) and its gate are options, off by default; means over real tokens only",
     )
 
     def __init__(
@@ -66,12 +64,13 @@ class PolaFormer(Peer):
         host: Host,
         *,
         alpha: float = 3.0,
-        convolution: int = 0,
+        local: int = 0,
         gate: bool = False,
         diagonal: int = 0,
+        convolution: int = 0,
     ) -> None:
         """See the class."""
-        super().__init__(host)
+        super().__init__(host, diagonal=diagonal, convolution=convolution)
         width = host.head_dim
         if width % 2:
             raise InvalidInputError(
@@ -79,61 +78,39 @@ class PolaFormer(Peer):
             )
         if not alpha > 0:
             raise InvalidInputError(f"alpha must be positive, got {alpha!r}.")
-        if convolution < 0 or (convolution and convolution % 2 == 0):
-            raise InvalidInputError(
-                f"convolution must be an odd number of tokens or 0, got {convolution}."
-            )
-        if diagonal:
-            check_block_size(diagonal)
-        self.alpha, self.diagonal = alpha, diagonal
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
-        )
+        check_kernel("local", local)
+        self.alpha = alpha
         self.power = nn.Parameter(torch.zeros(host.num_heads, 1, width))
         self.scale = nn.Parameter(torch.zeros(host.num_heads, 1, width))
-        self.convolution = (
-            nn.Conv1d(width, width, convolution, padding=convolution // 2, groups=width)
-            if convolution
-            else None
+        self.local = (
+            nn.Conv1d(width, width, local, padding=local // 2, groups=width) if local else None
         )
         self.gate = nn.Linear(host.embed_dim, host.embed_dim) if gate else None
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
-        query, key, value = self._heads(x)
+    def attend(
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+    ) -> Tensor:
+        """See `Branched.attend`."""
         out = self._attend(query, key, value, key_mask)
-        if self.diagonal:
-            short = block_diagonal_attention(
-                query, key, value, block_size=self.diagonal, key_mask=key_mask
-            )
-            out = 0.5 * (out + short)
-        if self.convolution is not None:
-            if key_mask is not None:
-                # Projected zeros are the bias: real neighbours must not see it.
-                value = torch.where(key_mask[:, None, :, None], value, 0.0)
-            local = self.convolution(value.flatten(0, 1).mT).mT
-            out = out + local.unflatten(0, value.shape[:2])
-        out = out.transpose(1, 2).flatten(2)
-        if self.gate is not None:
-            out = out * self.gate(x)
-        return self.out(out)
+        if self.local is None:
+            return out
+        channels = zero_padding(value, key_mask).flatten(0, 1).mT
+        return out + self.local(channels).mT.unflatten(0, value.shape[:2])
 
-    def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """The two attention matrices ``[B, H, 2, N, N]`` of the halves of the values."""
-        self._check(x, key_mask)
-        query, key, _ = self._heads(x)
-        sides_q, sides_k = self._sides(query), self._sides(key)
-        if key_mask is not None:
-            sides_k = torch.where(key_mask[:, None, :, None], sides_k, 0.0)
+    def project(self, out: Tensor, x: Tensor) -> Tensor:
+        """See `Branched.project`."""
+        return self.out(out if self.gate is None else out * self.gate(x))
+
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The two matrices ``[B, H, 2, N, N]`` of the halves of the values."""
+        sides_q, sides_k = self._sides(query), zero_padding(self._sides(key), key_mask)
         weights = torch.stack((sides_q @ sides_k.mT, _swap(sides_q) @ sides_k.mT), dim=2)
         real = _count(weights[:, :, 0], key_mask)
         return weights / (weights.sum(-1, keepdim=True) + real.unsqueeze(2) * _OFFSET)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         with without_autocast(query):
-            sides_q, sides_k = self._sides(query), self._sides(key)
-            if key_mask is not None:
-                sides_k = torch.where(key_mask[:, None, :, None], sides_k, 0.0)
+            sides_q, sides_k = self._sides(query), zero_padding(self._sides(key), key_mask)
             sides_k = sides_k / _count(sides_k, key_mask)
             same, other = (
                 F.pad(half, (0, 1), value=1.0) for half in value.to(sides_q.dtype).chunk(2, dim=-1)
@@ -150,13 +127,6 @@ class PolaFormer(Peer):
         scaled = x.to(wide) / F.softplus(self.scale.to(wide))
         power = 1 + self.alpha * self.power.to(wide).sigmoid()
         return torch.cat((scaled.relu() ** power, (-scaled).relu() ** power), dim=-1)
-
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = (
-            project(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        return query, key, value
 
 
 def _swap(sides: Tensor) -> Tensor:

@@ -5,43 +5,56 @@ Dimension legend: B batch, H heads, N tokens, D head width.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor, nn
 
 from lln.attention import block_diagonal_attention
-from lln.checks import check_block_size
+from lln.checks import check_block_size, check_count
 from lln.errors import InvalidInputError
 from lln.peers.host import Host
-from lln.peers.peer import Core, Peer
+from lln.peers.peer import Core, Peer, zero_padding
+from lln.precision import without_autocast
 
 
-class Projected(Peer):
-    """q, k, v and output projections around a `Core`.
+class Branched(Peer):
+    """Standard projections, an attention between them, and two optional branches beside it.
+
+    A subclass writes `attend` and `weights`.
 
     Args:
-        core: The attention.
-        diagonal: Block size of a block-diagonal softmax averaged with the core's output, as in
-            LLN+Diag; 0 = none.
+        host: Sizes and place of the layer.
+        diagonal: Block size of a block-diagonal softmax averaged with the attention's output, as
+            in LLN+Diag; 0 = none.
         convolution: Tokens under a depthwise convolution of the values (one filter a head, as in
             Nyströmformer) added to the output; odd, 0 = none.
     """
 
-    def __init__(self, core: Core, *, diagonal: int = 0, convolution: int = 0) -> None:
+    def __init__(self, host: Host, *, diagonal: int = 0, convolution: int = 0) -> None:
         """Build the projections and the branches."""
-        super().__init__(core.host)
-        self.card = core.card
-        host = core.host
+        super().__init__(host)
         _check_branches(host, diagonal, convolution)
-        self.core, self.diagonal = core, diagonal
+        self.diagonal = diagonal
         self.query, self.key, self.value, self.out = (
             nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
         )
         self.convolution = TokenConvolution(host.num_heads, convolution) if convolution else None
 
+    @abstractmethod
+    def attend(
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+    ) -> Tensor:
+        """The attention, ``[B, H, N, D]``; x are the tokens that the heads were made of."""
+
+    @abstractmethod
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+        """What `attend` multiplies the values by, dense."""
+
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """See `Peer.mix`."""
         query, key, value = self.heads(x)
-        out = self.core(query, key, value, key_mask)
+        out = self.attend(x, query, key, value, key_mask)
         if self.diagonal:
             short = block_diagonal_attention(
                 query,
@@ -53,17 +66,21 @@ class Projected(Peer):
             )
             out = 0.5 * (out + short)
         if self.convolution is not None:
-            if key_mask is not None:
-                # Projected zeros are the bias: real neighbours must not see it.
-                value = torch.where(key_mask[:, None, :, None], value, 0.0)
-            out = out + self.convolution(value)
-        return self.out(out.transpose(1, 2).flatten(2))
+            out = out + self.convolution(value, key_mask)
+        return self.project(out.transpose(1, 2).flatten(2), x)
+
+    def project(self, out: Tensor, x: Tensor) -> Tensor:
+        """The output projection of joined heads ``[B, N, embed_dim]``."""
+        return self.out(out)
 
     def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """The core's attention matrix ``[B, H, N, N]`` for these tokens, branches not included."""
+        """The attention matrix ``[B, H, N, N]`` of these tokens, branches not included."""
         self._check(x, key_mask)
+        if key_mask is not None:
+            x = torch.where(key_mask.unsqueeze(-1), x, 0.0)
         query, key, _ = self.heads(x)
-        return self.core.matrix(query, key, key_mask)
+        with without_autocast(x):
+            return self.weights(x, query, key, key_mask)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value ``[B, H, N, D]`` of tokens ``[B, N, embed_dim]``."""
@@ -72,6 +89,29 @@ class Projected(Peer):
             for project in (self.query, self.key, self.value)
         )
         return query, key, value
+
+
+class Projected(Branched):
+    """q, k, v and output projections around a `Core`.
+
+    Args:
+        core: The attention; the branches are those of `Branched`.
+    """
+
+    def __init__(self, core: Core, *, diagonal: int = 0, convolution: int = 0) -> None:
+        """See the class."""
+        super().__init__(core.host, diagonal=diagonal, convolution=convolution)
+        self.card, self.core = core.card, core
+
+    def attend(
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+    ) -> Tensor:
+        """See `Branched.attend`."""
+        return self.core(query, key, value, key_mask)
+
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Branched.weights`."""
+        return self.core.matrix(query, key, key_mask)
 
 
 class TokenConvolution(nn.Module):
@@ -84,18 +124,23 @@ class TokenConvolution(nn.Module):
             heads, heads, (kernel, 1), padding=(kernel // 2, 0), groups=heads, bias=False
         )
 
-    def forward(self, value: Tensor) -> Tensor:
+    def forward(self, value: Tensor, key_mask: Tensor | None) -> Tensor:
         """``[B, H, N, D]`` → the same."""
-        return self.filter(value)
+        # Projected zeros are the bias: real neighbours must not see it.
+        return self.filter(zero_padding(value, key_mask))
+
+
+def check_kernel(name: str, kernel: int) -> None:
+    """Refuse a number of tokens under a convolution that has no middle; 0 = no convolution."""
+    check_count(name, kernel, least=0)
+    if kernel and kernel % 2 == 0:
+        raise InvalidInputError(f"{name} must be an odd number of tokens or 0, got {kernel}.")
 
 
 def _check_branches(host: Host, diagonal: int, convolution: int) -> None:
     if diagonal:
         check_block_size(diagonal)
-    if convolution < 0 or (convolution and convolution % 2 == 0):
-        raise InvalidInputError(
-            f"convolution must be an odd number of tokens or 0, got {convolution}."
-        )
+    check_kernel("convolution", convolution)
     if convolution and host.is_causal:
         raise InvalidInputError(
             "convolution looks at later tokens; leave it 0 where is_causal=True."

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.linear import LinearCore
+from lln.peers.linear import LEAST_FLOOR, LinearCore
 
 
 class Quadratic(LinearCore):
@@ -35,6 +35,8 @@ class Quadratic(LinearCore):
         equivariant=True,
         oracle="dense form; invariance to scale",
     )
+
+    floor = LEAST_FLOOR
 
     def __init__(self, host: Host, *, exact: bool = False) -> None:
         """See the class."""

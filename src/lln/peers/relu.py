@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.linear import LinearCore
+from lln.peers.linear import LEAST_FLOOR, LinearCore
 from lln.peers.peer import visible
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -36,6 +36,8 @@ class Relu(LinearCore):
         equivariant=True,
         oracle="dense form; invariance to scale",
     )
+
+    floor = LEAST_FLOOR
 
     def __init__(self, host: Host, *, dense: bool = False) -> None:
         """See the class."""

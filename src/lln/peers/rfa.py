@@ -15,7 +15,7 @@ from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.linear import LinearCore
+from lln.peers.linear import LEAST_FLOOR, LinearCore
 
 
 class RandomFeatureAttention(LinearCore):
@@ -98,7 +98,7 @@ class RandomFeatureAttention(LinearCore):
 
     def normalise(self, total: Tensor, mass: Tensor) -> Tensor:
         """See `LinearCore.normalise`."""
-        least = 1.0 if self.compat == "released" else math.exp(-2 / self.temperature**2)
+        least = 1.0 if self.compat else max(math.exp(-2 / self.temperature**2), LEAST_FLOOR)
         return total / mass.abs().clamp_min(least)
 
 

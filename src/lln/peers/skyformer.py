@@ -15,7 +15,7 @@ from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.nystromformer import cubic_inverse
-from lln.peers.peer import Core
+from lln.peers.peer import Core, zero_padding
 from lln.precision import accumulation_dtype, without_autocast
 
 # A uniform number is kept as a whole number of 2⁻³¹: a cast of the module cannot round it.
@@ -97,10 +97,7 @@ class Skyformer(Core):
             scale = query.shape[-1] ** -0.25
             query, key = query.to(wide) * scale, key.to(wide) * scale
             landmarks = self.landmark_rows(query, key, key_mask)
-            values = value.to(wide)
-            if key_mask is not None:
-                values = torch.where(key_mask[:, None, :, None], values, 0.0)
-            summary = gaussian(landmarks, key) @ values
+            summary = gaussian(landmarks, key) @ zero_padding(value.to(wide), key_mask)
             weights, inverse = self._inverse(gaussian(landmarks, landmarks))
             summary = weights * (inverse @ (weights * summary))
             return (gaussian(query, landmarks) @ summary).to(value.dtype)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lln.peers.card import Card
+from lln.peers.masked import attend, masked_softmax
 from lln.peers.peer import Core, visible
 from lln.precision import accumulation_dtype
 
@@ -37,18 +37,10 @@ class Softmax(Core):
         """See `Core.forward`."""
         if key_mask is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=self.host.is_causal)
-        allowed = visible(query, key_mask, self.host.is_causal)
-        # Fused kernels disagree on rows that see nothing: let them see all, then blank them.
-        assert allowed is not None
-        blind = ~allowed.any(-1, keepdim=True)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | blind)
-        return torch.where(blind, 0.0, out)
+        return attend(query, key, value, visible(query, key_mask, self.host.is_causal))
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
         scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
-        allowed = visible(query, key_mask, self.host.is_causal)
-        if allowed is None:
-            return scores.softmax(-1)
-        return scores.masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(0.0)
+        return masked_softmax(scores, visible(query, key_mask, self.host.is_causal))
