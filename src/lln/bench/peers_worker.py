@@ -52,8 +52,7 @@ class Worker:
 
     def __call__(self, cell: PeerCell) -> Row:
         """The row of a cell; ``fatal`` is set where the cell cost the process."""
-        if self._process is None:
-            self._start()
+        process = self._process or self._start()
         try:
             self._pipe.send(cell)
             if self._pipe.poll(self._patience):
@@ -64,8 +63,8 @@ class Worker:
                 return row
             reason = f"no answer after {self._patience:g} s"
         except (EOFError, OSError):
-            self._process.join(1.0)
-            reason = f"the process ended with {self._process.exitcode}"
+            process.join(1.0)
+            reason = f"the process ended with {process.exitcode}"
         self._end()
         return {
             "name": cell.name,
@@ -75,7 +74,7 @@ class Worker:
             "fatal": True,
         }
 
-    def _start(self) -> None:
+    def _start(self) -> Any:
         self._pipe, theirs = self._context.Pipe()
         arguments = (theirs, self._measure, self._arguments, torch.get_num_threads())
         self._process = self._context.Process(target=_serve, args=arguments, daemon=True)
@@ -84,6 +83,7 @@ class Worker:
         # Importing torch is not the first cell's time.
         with suppress(EOFError, OSError):
             self._pipe.recv()
+        return self._process
 
     def _end(self) -> None:
         if self._process is None:
