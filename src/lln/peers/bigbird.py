@@ -178,8 +178,8 @@ def attend_blocks(
 
     def spread(side: Tensor) -> Tensor:
         """What every block looks at: ``[B, H, n, b, D]`` → ``[B, H, n, S·b, D]``."""
-        # The ends are spread, not fetched: a thousand blocks' gradients for them are then summed
-        # in float32 and in order.
+        # The ends are spread, not fetched: their gradients, one from every block, are then summed
+        # in float32 and in order, where a GPU's gather would add them up in half precision.
         ends = side[:, :, :1], torch.take_along_dim(side, at_end, dim=2)
         index = chosen.flatten(2)[..., None, None]
         picked = torch.take_along_dim(side, index, dim=2).unflatten(2, chosen.shape[2:])

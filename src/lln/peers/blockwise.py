@@ -127,7 +127,7 @@ class Blockwise(Core):
             side.unflatten(2, (self.blocks, -1)) for side in (query, key, value)
         )
         keys, values = (torch.take_along_dim(side, index, dim=2) for side in (blocks_k, blocks_v))
-        out = attend(*(side.flatten(0, 1) for side in (blocks_q, keys, values)), None)
+        out = attend(blocks_q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), None)
         return out.unflatten(0, query.shape[:2]).flatten(2, 3)
 
     def _cuts(self, real: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class Routing(Peer):
         row_stochastic=False,
         equivariant=False,
         random="centroids, once, at construction",
-        adds="none; routing heads share queries and keys and save a projection. Centroids are a "
+        adds="query, value and output projections, and keys of the local heads; centroids are a "
         "buffer of k·d a routing head",
         oracle="dense mask form",
         departures="A token sees itself as its paper's equation has it (the routing-transformer "
