@@ -125,10 +125,12 @@ def test_a_call_over_the_limit_is_made_twice_at_most(monkeypatch):
 
 
 def test_a_slow_call_is_timed_by_the_clock(monkeypatch):
-    times = iter([9.0, 0.5, 0.4, 0.9, 0.6])
+    # The first call compiles; the median of the three after it.
+    times = iter([9.0, 0.4, 0.9, 0.6])
     monkeypatch.setattr(peers_cells, "_seconds_of", lambda call: next(times))
     found = measure_cell(PeerCell(ALONE, "elu", "forward", 1, 8), TINY, "cpu", 0.1, 5.0)
     assert found["milliseconds"] == 600.0
+    assert next(times, None) is None
 
 
 def test_numbers_that_are_not_finite_fail(tmp_path, monkeypatch):
@@ -225,6 +227,13 @@ def test_layers_that_differ_are_measured_by_their_period(monkeypatch):
     assert found["peak_bytes"] == (weights + 4 * 64 * 32) / 3
 
 
+def test_a_system_that_cost_the_process_is_not_tried_again():
+    fatal = row(64, "elu", "failed", fatal=True)
+    told = foreseen(PeerCell(FILLED, "elu", "forward", 4, 32), [fatal], "cpu", 1.0)
+    assert told == {"status": "failed", "reason": "not tried after batch 1: elu both B1 N64"}
+    assert foreseen(PeerCell(FILLED, "lln", "forward", 4, 32), [fatal], "cpu", 1.0) is None
+
+
 def test_plan():
     cells = plan([256, 1024], None, 1024)
     assert {cell.system for cell in cells} == {FRAME, *peers.available()}
@@ -232,6 +241,8 @@ def test_plan():
     shapes = {(cell.part, cell.batch, cell.tokens) for cell in own}
     assert shapes == {(ALONE, 1, 256), (ALONE, 1, 1024), (FILLED, 4, 256)}
     assert len(own) == 2 * len(shapes)
+    parts = [cell.part for cell in cells]
+    assert parts == sorted(parts, key=[ALONE, FILLED].index)
 
 
 def test_page_and_readme_are_made_of_results(tmp_path):

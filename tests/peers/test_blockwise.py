@@ -44,6 +44,18 @@ def test_every_block_attends_its_partner(blocks, length):
             torch.testing.assert_close(dense[sample, head][real], expected)
 
 
+@pytest.mark.parametrize("length", [12, 14])
+def test_without_padding(length):
+    # 12 tokens are three equal blocks, which need no mask; 14 are not.
+    core = build("blockwise", blocks=3, shifts=[1, 2]).core
+    query, key, value = torch.randn(3, 2, 2, length, 16, dtype=torch.float64)
+    found = core(query, key, value)
+    for sample in range(2):
+        for head in range(2):
+            one = (side[sample, head] for side in (query, key, value))
+            torch.testing.assert_close(found[sample, head], loop(*one, (1, 2)[head], 3))
+
+
 def test_one_block_is_softmax():
     core = build("blockwise", blocks=1).core
     query, key, value = torch.randn(3, 2, 2, 20, 16, dtype=torch.float64)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -33,8 +34,9 @@ PASSES = ("forward", "both")
 
 # A cell is not tried if the last shorter one says that a call takes this many times the limit.
 _HOPELESS = 3.0
-# Seconds from which a call is timed by the clock, three times.
-_BRIEF = 0.2
+# Seconds from which a call is timed by the clock, three times: launching is nothing beside it, and
+# a timer would repeat it ten times.
+_BRIEF = {"cpu": 0.2, "cuda": 0.02}
 # Seconds to draw a layer's weights; N×N of them are not waited for.
 _SETUP_LIMIT = 10.0
 _USABLE = 0.6
@@ -117,8 +119,12 @@ def measure_cell(cell: PeerCell, size: LayerSize, device: str, seconds: float, l
         else:
             lines = str(error).strip().splitlines() or [""]
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
-    # Here the exception and the frames it kept alive, layer included, are gone.
-    free_memory(collect=row["status"] != "timed")
+    # Here the exception and the frames it kept alive, layer included, are gone. A timed cell leaves
+    # no cycles, and what torch keeps for the next one is given back when memory gets short.
+    if row["status"] != "timed":
+        # A GPU that an error has cost does not even take its memory back.
+        with suppress(RuntimeError):
+            free_memory()
     return row
 
 
@@ -128,15 +134,19 @@ def _measure(
     torch.manual_seed(0)
     begin = time.perf_counter()
     dtype, backward = getattr(torch, size.dtype), cell.passes == "both"
-    layers = build_layers(cell.system, size, cell.tokens).to(device, dtype).train(backward)
+    # Drawn where they are used: on a GPU drawing takes no time.
+    with torch.device(device):
+        layers = build_layers(cell.system, size, cell.tokens)
+    layers = layers.to(device, dtype).train(backward)
     x = torch.randn(cell.batch, cell.tokens, size.width, device=device, dtype=dtype)
     row: dict[str, Any] = {
         "setup_seconds": time.perf_counter() - begin,
         "weights_bytes": sum(one.nbytes for one in (*layers.parameters(), *layers.buffers())),
     }
     call, held = _bind(layers, x, backward)
+    brief = _BRIEF[device]
     spent = _seconds_of(call)
-    if spent >= min(limit, _BRIEF):
+    if spent >= min(limit, brief):
         # The first call also compiles kernels.
         spent = min(spent, _seconds_of(call))
     if spent >= limit:
@@ -144,9 +154,8 @@ def _measure(
     on_gpu = device == "cuda"
     count = layers_of(cell.system)
     row["peak_bytes"] = (held + (gpu_peak(call) if on_gpu else cpu_peak(call))) / count
-    if spent >= _BRIEF:
-        # Launching is nothing beside it, and a timer would repeat it ten times.
-        milliseconds = 1e3 * median(_seconds_of(call) for _ in range(3))
+    if spent >= brief:
+        milliseconds = 1e3 * median((spent, _seconds_of(call), _seconds_of(call)))
     else:
         milliseconds = (gpu_median if on_gpu else cpu_median)(call, seconds)
     row["milliseconds"] = milliseconds / count
@@ -175,11 +184,15 @@ def _bind(layers: nn.Module, x: Tensor, backward: bool) -> tuple[Callable[[], Te
 
 
 def _seconds_of(call: Callable[[], Tensor]) -> float:
-    """Wall time of one call; reading whether the output is finite waits for the device."""
+    """Wall time of one call, the look at its output not included."""
     begin = time.perf_counter()
-    if not call().isfinite().all().item():
+    out = call()
+    if out.is_cuda:
+        torch.cuda.synchronize()
+    spent = time.perf_counter() - begin
+    if not out.isfinite().all().item():
         raise FloatingPointError("the output is not finite")
-    return time.perf_counter() - begin
+    return spent
 
 
 def over(limit: float) -> Row:
@@ -196,6 +209,10 @@ def foreseen(cell: PeerCell, rows: Sequence[Row], device: str, limit: float) -> 
         device: ``"cpu"`` or ``"cuda"``.
         limit: Seconds that one call may take.
     """
+    for row in rows:
+        if row["system"] == cell.system and row.get("fatal"):
+            # A system that cost the process once would cost minutes if tried again and again.
+            return {"status": "failed", "reason": f"not tried after {row['name']}"}
     kind = (cell.part, cell.system, cell.passes)
     shorter = [
         row

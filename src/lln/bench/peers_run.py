@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from lln import peers
 from lln.bench.compare import Row
@@ -23,6 +25,7 @@ from lln.bench.peers_cells import (
 )
 from lln.bench.peers_figure import draw_peers
 from lln.bench.peers_table import TABLES, table_of, text_of, title_of
+from lln.bench.peers_worker import Worker
 from lln.bench.record import Record
 from lln.bench.run import check_seconds, command_of, threads_set
 from lln.errors import InvalidInputError
@@ -100,7 +103,7 @@ def run_peers(
 
 
 def plan(lengths: Sequence[int], systems: Sequence[str] | None, tokens: int) -> list[PeerCell]:
-    """All cells, lengths of one system and pass in increasing order.
+    """All cells, part after part, lengths of one system and pass in increasing order.
 
     Args:
         lengths: N, increasing.
@@ -110,10 +113,12 @@ def plan(lengths: Sequence[int], systems: Sequence[str] | None, tokens: int) -> 
     if systems is None:
         systems = [FRAME, *peers.available()]
     ordered = [name for name in systems if name == FRAME] + in_order(systems)
-    shapes = [(ALONE, 1, n) for n in lengths]
-    shapes += [(FILLED, tokens // n, n) for n in lengths if tokens // n > 1]
+    alone = [(ALONE, 1, n) for n in lengths]
+    filled = [(FILLED, tokens // n, n) for n in lengths if tokens // n > 1]
+    # The part that every page is made of comes first, whatever ends the run.
     return [
         PeerCell(part, name, passes, batch, n)
+        for shapes in (alone, filled)
         for name in ordered
         for passes in PASSES
         for part, batch, n in shapes
@@ -128,20 +133,26 @@ def _run_cells(
     limit: float,
     echo: Echo,
 ) -> None:
-    size = SIZES[device]
-    with progress(len(cells), echo) as (advance, tell):
+    arguments = (SIZES[device], device, seconds, limit)
+    with progress(len(cells), echo) as (advance, tell), _measurer(device, arguments) as measure:
         for cell in cells:
             advance(cell.name)
             if cell.name in record.done:
                 continue
             told = foreseen(cell, record.rows, device, limit)
-            row: Row
-            if told is not None:
-                row = {"name": cell.name, **asdict(cell), **told}
-            else:
-                row = measure_cell(cell, size, device, seconds, limit)
+            row = {"name": cell.name, **asdict(cell), **told} if told else measure(cell)
             (echo if row["status"] == "failed" else tell)(f"{cell.name}: {text_of(row)}")
             record.add(row)
+
+
+@contextmanager
+def _measurer(device: str, arguments: tuple[Any, ...]) -> Iterator[Callable[[PeerCell], Row]]:
+    """What measures a cell: here on a CPU, on a GPU in a process that may be lost."""
+    if device == "cpu":
+        yield lambda cell: measure_cell(cell, *arguments)
+        return
+    with Worker(measure_cell, arguments) as worker:
+        yield worker
 
 
 def _report(record: Record, figure: bool, echo: Echo) -> None:

@@ -58,7 +58,10 @@ def band_attention(
     """
     tokens = query.shape[-2]
     reach = min(reach, tokens - 1)
-    size = min(max(reach, SMALLEST_CHUNK), tokens)
+    size = max(reach, SMALLEST_CHUNK)
+    if tokens <= size + 2 * reach:
+        # Chunks would look at as many keys as there are, and more of them beyond the ends.
+        size = tokens
     short = -tokens % size
     # A single chunk holds all there is to see.
     margin = reach if tokens > size else 0

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lln.checks import check_count
 from lln.peers.card import Card
 from lln.peers.host import Host
+from lln.peers.masked import with_neighbours
 from lln.peers.peer import Core
 from lln.precision import accumulation_dtype
 
@@ -173,21 +174,25 @@ def attend_blocks(
     blocks_q, blocks_k, blocks_v = (
         F.pad(side, (0, 0, 0, short)).unflatten(-2, (-1, block)) for side in (query, key, value)
     )
-    looked_at, counts = _looked_at(last, chosen, valid)
-    flat = looked_at.flatten(2)
-    keys, values = (
-        torch.take_along_dim(side, flat[..., None, None], dim=2)
-        .unflatten(2, looked_at.shape[2:])
-        .flatten(3, 4)
-        for side in (blocks_k, blocks_v)
-    )
-    seen = torch.take_along_dim(real.unsqueeze(1), flat.unsqueeze(-1), dim=2)
-    seen = (seen.unflatten(2, looked_at.shape[2:]) & counts.unsqueeze(-1)).flatten(3, 4)
+    at_end = last[:, None, None, None, None]
+
+    def spread(side: Tensor) -> Tensor:
+        """What every block looks at: ``[B, H, n, b, D]`` → ``[B, H, n, S·b, D]``."""
+        # The ends are spread, not fetched: their gradients, one from every block, are then summed
+        # in float32 and in order, where a GPU's gather would add them up in half precision.
+        ends = side[:, :, :1], torch.take_along_dim(side, at_end, dim=2)
+        index = chosen.flatten(2)[..., None, None]
+        picked = torch.take_along_dim(side, index, dim=2).unflatten(2, chosen.shape[2:])
+        spread_ends = [end.expand_as(side) for end in ends]
+        return torch.cat((*spread_ends, with_neighbours(side), picked.flatten(3, 4)), dim=3)
+
+    is_real = real[:, None, :, :, None].expand(-1, heads, -1, -1, -1)
+    counts = torch.cat((_counted(last, blocks_k.shape[2], heads), valid), dim=-1)
+    seen = spread(is_real).squeeze(-1) & counts.repeat_interleave(block, dim=-1)
     out = _attend(
-        blocks_q.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2), seen.flatten(1, 2)
+        *(side.flatten(1, 2) for side in (blocks_q, spread(blocks_k), spread(blocks_v), seen))
     ).unflatten(1, (heads, -1))
     # The two ends see all.
-    at_end = last[:, None, None, None, None]
     ends = torch.cat((blocks_q[:, :, :1], torch.take_along_dim(blocks_q, at_end, dim=2)), dim=2)
     rows = _attend(ends.flatten(2, 3), key, value, key_mask.unsqueeze(1))
     of_first, of_last = rows.unflatten(2, (2, 1, block)).unbind(2)
@@ -196,23 +201,12 @@ def attend_blocks(
     return out.flatten(2, 3)[..., :tokens, :]
 
 
-def _looked_at(last: Tensor, chosen: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """All S blocks of each block, ``[B, H, n, S]``, and which of them count, each block once."""
-    own = torch.arange(chosen.shape[2], device=chosen.device).expand(chosen.shape[:3])
-    last = last[:, None, None].expand_as(own)
-    fixed = torch.stack((torch.zeros_like(own), own - 1, own, own + 1, last), dim=-1)
-    inside = torch.stack(
-        (
-            torch.ones_like(own, dtype=torch.bool),
-            own > 1,
-            (own > 0) & (own < last),
-            own + 1 < last,
-            last > 0,
-        ),
-        dim=-1,
-    )
-    looked_at = torch.cat((fixed, chosen), dim=-1).clamp(0, chosen.shape[2] - 1)
-    return looked_at, torch.cat((inside, valid), dim=-1)
+def _counted(last: Tensor, blocks: int, heads: int) -> Tensor:
+    """Which of first, last, previous, own and next block count, each once: ``[B, H, n, 5]``."""
+    own, last = torch.arange(blocks, device=last.device), last.unsqueeze(-1)
+    counted = (own >= 0, last > 0, (own > 1) & (own <= last), (own > 0) & (own < last))
+    counted = torch.broadcast_tensors(*counted, own + 1 < last)
+    return torch.stack(counted, dim=-1).unsqueeze(1).expand(-1, heads, -1, -1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:

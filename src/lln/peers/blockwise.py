@@ -34,6 +34,8 @@ class Blockwise(Core):
             12 heads and n = 2, 8 : 2 : 2 for n = 3.
     """
 
+    shift: Tensor
+
     card = Card(
         name="blockwise",
         title="Blockwise attention (BlockBERT)",
@@ -64,12 +66,15 @@ class Blockwise(Core):
                 f"shifts must hold {host.num_heads} whole numbers from 0 to {blocks - 1}, one a "
                 f"head, got {shifts!r}."
             )
+        self.register_buffer("shift", torch.tensor(self.shifts)[:, None], persistent=False)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
     ) -> Tensor:
         """See `Core.forward`."""
         heads, tokens = query.shape[1:3]
+        if key_mask is None and tokens % self.blocks == 0:
+            return self._attend_equal(query, key, value)
         real = _all_real(query) if key_mask is None else key_mask
         starts, lengths = self._cuts(real)
         # Where the r-th real token stands.
@@ -109,11 +114,21 @@ class Blockwise(Core):
         place = real.cumsum(-1) - 1
         # The block that holds place r starts at or before it: the inverse of ⌊a · count / n⌋.
         block = ((place + 1) * used - 1).clamp_min(0) // count.clamp_min(1)
-        shift = torch.tensor(self.shifts, device=query.device)[:, None]
-        partner = (block.unsqueeze(1) + shift) % used.unsqueeze(1)
+        partner = (block.unsqueeze(1) + self.shift) % used.unsqueeze(1)
         allowed = partner.unsqueeze(-1) == block[:, None, None, :]
         scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
         return masked_softmax(scores, allowed & real[:, None, None, :])
+
+    def _attend_equal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Blocks of one length without padding: no mask, which the fastest kernels do not take."""
+        block = torch.arange(self.blocks, device=query.device)
+        index = ((block + self.shift) % self.blocks)[None, :, :, None, None]
+        blocks_q, blocks_k, blocks_v = (
+            side.unflatten(2, (self.blocks, -1)) for side in (query, key, value)
+        )
+        keys, values = (torch.take_along_dim(side, index, dim=2) for side in (blocks_k, blocks_v))
+        out = attend(blocks_q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), None)
+        return out.unflatten(0, query.shape[:2]).flatten(2, 3)
 
     def _cuts(self, real: Tensor) -> tuple[Tensor, Tensor]:
         """First rank and length ``[B, n]`` of every block; blocks past the used ones are empty."""
@@ -126,8 +141,7 @@ class Blockwise(Core):
     def _partners(self, lengths: Tensor) -> Tensor:
         """The key block ``[B, H, n]`` of every query block."""
         used = (lengths > 0).sum(-1).clamp_min(1)[:, None, None]
-        shift = torch.tensor(self.shifts, device=lengths.device)[:, None]
-        return (torch.arange(self.blocks, device=lengths.device) + shift) % used
+        return (torch.arange(self.blocks, device=lengths.device) + self.shift) % used
 
     def _block_of(self, rank: Tensor, starts: Tensor) -> Tensor:
         """The last block that starts at or before each rank ``[B, N]``, empty ones left out."""

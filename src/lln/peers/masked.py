@@ -24,7 +24,14 @@ def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
     return scores.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+    *,
+    scale: float | None = None,
+) -> Tensor:
     """softmax(QKᵀ/√D) V among allowed keys, through torch's fused kernels.
 
     Args:
@@ -32,12 +39,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) ->
         key: ``[B, H, K, D]``.
         value: Like key.
         allowed: bool, broadcasts to ``[B, H, Q, K]``; None = every key.
+        scale: Instead of 1/√D.
     """
     if allowed is None:
-        return F.scaled_dot_product_attention(query, key, value)
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
     # Fused kernels disagree on rows that see nothing: let them see all, then blank them.
     blind = ~allowed.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | blind)
+    seen = allowed | blind
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
     return torch.where(blind, 0.0, out)
 
 

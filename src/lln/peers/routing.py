@@ -59,7 +59,7 @@ class Routing(Peer):
         row_stochastic=False,
         equivariant=False,
         random="centroids, once, at construction",
-        adds="none; routing heads share queries and keys and save a projection. Centroids are a "
+        adds="query, value and output projections, and keys of the local heads; centroids are a "
         "buffer of k·d a routing head",
         oracle="dense mask form",
         departures="A token sees itself as its paper's equation has it (the routing-transformer "
@@ -103,6 +103,7 @@ class Routing(Peer):
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """See `Peer.mix`."""
         width, local = self.host.head_dim, self.local_heads
+        is_full = key_mask is None
         if key_mask is None:
             key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         query, value = (
@@ -114,10 +115,13 @@ class Routing(Peer):
             key = self.key(x).unflatten(-1, (-1, width)).transpose(1, 2)
             parts.append(self._attend_window(query[:, :local], key, value[:, :local], key_mask))
         if local < self.host.num_heads:
-            parts.append(self._attend_clusters(query[:, local:], value[:, local:], key_mask))
+            routed = query[:, local:], value[:, local:]
+            parts.append(self._attend_clusters(*routed, key_mask, is_full))
         return self.out(torch.cat(parts, dim=1).transpose(1, 2).flatten(2))
 
-    def _attend_clusters(self, tokens: Tensor, value: Tensor, real: Tensor) -> Tensor:
+    def _attend_clusters(
+        self, tokens: Tensor, value: Tensor, real: Tensor, is_full: bool
+    ) -> Tensor:
         """``[B, H, N, D]`` of tokens (before the norm) and value, real ``[B, N]``."""
         batch, heads, length, width = tokens.shape
         with without_autocast(tokens):
@@ -134,7 +138,10 @@ class Routing(Peer):
 
             sphere = sphere.to(value.dtype)
             seen = is_member.flatten(0, 1)
-            out = attend(pick(sphere), pick(sphere), pick(value), seen.unsqueeze(-2)).to(wide)
+            # Without padding every place is taken, and the fastest kernels take no mask.
+            allowed = None if is_full else seen.unsqueeze(-2)
+            together = pick(sphere)
+            out = attend(together, together, pick(value), allowed).to(wide)
             share = seen.flatten().to(wide).unsqueeze(-1)
             total = out.new_zeros(batch * heads * length, width)
             total = total.index_add(0, rows, out.flatten(0, 2) * share)

@@ -53,7 +53,7 @@ class Sinkhorn(Peer):
         equivariant=False,
         needs_max_len=True,
         random="Gumbel noise on the sorting logits, in training only",
-        adds="sorting network of D² + D·H·⌈max_len/b⌉",
+        adds="query, key, value and output projections; a sorting network of D² + D·H·⌈max_len/b⌉",
         oracle="dense form",
         departures="Logits go to the exponential as they are (the sinkhorn-transformer package "
         "takes the logarithm of their positive part); one network sorts for all heads, a row of "
@@ -86,6 +86,7 @@ class Sinkhorn(Peer):
         """See `Peer.mix`."""
         length, heads = x.shape[1], self.host.num_heads
         short = -length % self.block_size
+        is_full = key_mask is None and not short
         if key_mask is None:
             key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         real = F.pad(key_mask, (0, short)).unflatten(1, (-1, self.block_size))
@@ -101,10 +102,14 @@ class Sinkhorn(Peer):
                 torch.cat((side, _mixed(order, torch.where(keep, side, 0.0))), dim=-2)
                 for side in (key, value)
             )
-        # At which offsets a mixture holds anything.
-        filled = real.any(1, keepdim=True).expand_as(real)
-        seen = torch.cat((real, filled), dim=-1)[:, None, :, None, :].expand(-1, heads, -1, -1, -1)
-        out = attend(*(side.flatten(0, 1) for side in (query, key, value, seen)))
+        seen = None
+        if not is_full:
+            # At which offsets a mixture holds anything.
+            filled = real.any(1, keepdim=True).expand_as(real)
+            seen = torch.cat((real, filled), dim=-1)[:, None, :, None, :]
+            seen = seen.expand(-1, heads, -1, -1, -1).flatten(0, 1)
+        query, key, value = (side.flatten(0, 1) for side in (query, key, value))
+        out = attend(query, key, value, seen)
         out = out.unflatten(0, (-1, heads)).permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)
         return self.out(out[:, :length])
 

@@ -15,8 +15,8 @@ from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.peers.masked import masked_softmax
-from lln.peers.peer import Peer
+from lln.peers.masked import attend, masked_softmax
+from lln.peers.peer import Peer, visible
 from lln.precision import accumulation_dtype, without_autocast
 
 VARIANTS = ("dense", "random", "factorised_dense", "factorised_random")
@@ -100,18 +100,33 @@ class Synthesizer(Peer):
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """See `Peer.mix`."""
         value = self.value(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
-        weights = self.matrix(x, key_mask)
-        with without_autocast(x):
-            out = (weights @ value.to(weights.dtype)).to(value.dtype)
+        if self.variant in ("dense", "factorised_random"):
+            out = self._fused(x, value, key_mask)
+        else:
+            weights = self.matrix(x, key_mask)
+            with without_autocast(x):
+                out = (weights @ value.to(weights.dtype)).to(value.dtype)
         return self.out(out.transpose(1, 2).flatten(2))
+
+    def _fused(self, x: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        """O ``[B, H, N, D]`` where B is a product: softmax attention without 1/√d, no N×N kept."""
+        length, width = x.shape[1], value.shape[-1]
+        if self.variant == "dense":
+            query, key = self.synthesis.factors(x, length)
+        else:
+            query, key = self.left[:, :length].unsqueeze(0), self.right[:, :length].unsqueeze(0)
+        # Kernels want one width, a multiple of eight.
+        wide = -(-max(query.shape[-1], width) // 8) * 8
+        query, key, padded = (
+            F.pad(side.to(value.dtype), (0, wide - side.shape[-1])).expand(*value.shape[:3], -1)
+            for side in (query, key, value)
+        )
+        allowed = visible(value, key_mask, self.host.is_causal)
+        return attend(query, key, padded, allowed, scale=1.0)[..., :width]
 
     def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """The attention matrix ``[B or 1, H, N, N]`` in the accumulation dtype."""
-        length = x.shape[1]
-        allowed = None if key_mask is None else key_mask[:, None, None, :]
-        if self.host.is_causal:
-            earlier = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-            allowed = earlier if allowed is None else allowed & earlier
+        allowed = visible(x.unsqueeze(1), key_mask, self.host.is_causal)
         return masked_softmax(self.scores(x), allowed)
 
     def scores(self, x: Tensor) -> Tensor:
@@ -157,3 +172,9 @@ class _Synthesis(nn.Module):
         weight, bias = self.weight[..., :size].to(wide), self.bias[..., :size].to(wide)
         with without_autocast(x):
             return hidden.to(wide).transpose(1, 2) @ weight + bias
+
+    def factors(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """``[B, H, N, D + 1]`` and ``[1, H, size, D + 1]``, whose product `forward` is."""
+        hidden = F.relu(self.hidden(x)).unflatten(-1, (self.weight.shape[0], -1)).transpose(1, 2)
+        columns = torch.cat((self.weight, self.bias), dim=1)[..., :size].mT
+        return F.pad(hidden, (0, 1), value=1.0), columns.unsqueeze(0)
