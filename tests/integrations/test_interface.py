@@ -11,7 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lln
-from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.errors import BackendUnavailableError, InvalidInputError, UnsupportedModelError
 from lln.integrations import attend
 from lln.integrations.convert import convert
 from lln.integrations.transformers import register
@@ -547,17 +547,56 @@ def test_settings_are_checked(tiny, text, settings, message):
         model(**text())
 
 
-def test_without_transformers_a_sentence_says_what_to_install():
-    script = """
+IMPORTS = """
 import sys
-sys.modules["transformers"] = None
-for name in ("transformers", "convert", "cache", "recover", "folders"):
-    try:
-        __import__(f"lln.integrations.{name}")
-    except Exception as error:
-        assert "pip install 'lln[hf]'" in str(error), (name, error)
-    else:
-        raise AssertionError(name)
+import lln
+
+missing = {"transformers", "safetensors", "tokenizers", "huggingface_hub", "accelerate"}
+for folder in ("", *sys.argv[1:]):
+    if folder:
+        sys.path.insert(0, folder)
+    for name in "transformers convert cache recover folders masks trainer_callback".split():
+        for other in list(sys.modules):
+            if other.split(".")[0] in missing or other.startswith("lln.integrations"):
+                del sys.modules[other]
+        if not folder:
+            sys.modules.update(dict.fromkeys(missing))
+        try:
+            __import__(f"lln.integrations.{name}")
+        except Exception as error:
+            print(type(error).__name__, error)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+def test_without_a_transformers_that_works_a_sentence_says_what_to_install(tmp_path):
+    """Not there, with all that comes with it; years old; installed, but broken."""
+    for folder, source in {
+        "old": "__version__ = '4.57.1'",
+        "broken": "raise ImportError('hub>=1.5,<2 is required.\\nTry this or that')",
+    }.items():
+        (tmp_path / folder / "transformers").mkdir(parents=True)
+        (tmp_path / folder / "transformers" / "__init__.py").write_text(source)
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTS, str(tmp_path / "old"), str(tmp_path / "broken")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
+    sentences = (
+        "Hugging Face models need transformers; pip install 'lln[hf]'.",
+        "lln needs transformers 5.17 or newer, found 4.57.1; pip install 'lln[hf]'.",
+        "transformers is installed but cannot be imported: hub>=1.5,<2 is required; "
+        "pip install --upgrade 'lln[hf]'.",
+    )
+    expected = [f"BackendUnavailableError {sentence}" for sentence in sentences for _ in range(7)]
+    assert run.stdout.splitlines() == expected
+
+
+def test_a_transformers_that_is_a_little_too_old_is_refused(monkeypatch):
+    from lln.integrations import transformers as ours
+
+    monkeypatch.setattr(ours, "_registered", False)
+    monkeypatch.setattr(transformers, "__version__", "5.16.3")
+    with pytest.raises(BackendUnavailableError, match=r"5\.17 or newer, found 5\.16\.3; pip"):
+        register()
