@@ -146,6 +146,16 @@ def test_left_padding_changes_nothing_in_a_causal_lln_model(tiny, text, attentio
     assert change(padded, alone) < 1e-6
 
 
+@each_attention
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_right_padding_changes_nothing_in_a_causal_model(tiny, text, attention, name):
+    model = tiny(name, attention, FIXED | {"block_size": 4})
+    inputs = text(12, padding=5)
+    padded = model(**inputs)[0][1, :7]
+    alone = model(input_ids=inputs["input_ids"][1:, :7])[0][0]
+    assert change(padded, alone) < 1e-6
+
+
 def test_batch_mates_change_nothing(tiny, text):
     model = tiny("roberta", "lln_diag")
     ids = text(12)["input_ids"]
@@ -241,6 +251,9 @@ def test_packing_refuses_what_does_not_fit(tiny, text):
         model(ids, attention_mask=torch.ones_like(ids), cu_seq_lens_q=bounds)
     with pytest.raises(InvalidInputError, match="must be equal"):
         model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=torch.tensor([0, 6]))
+    with pytest.raises(InvalidInputError, match="must be equal"):
+        model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=torch.tensor([0, 3, 6]))
+    model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds.int())
     with pytest.raises(InvalidInputError, match="without cu_seq_lens_q"):
         model(ids, cu_seq_lens_k=bounds)
 
@@ -327,6 +340,29 @@ def test_trap_4_a_saved_model_comes_back_with_its_attention(tiny, text, tmp_path
     assert twice.config._attn_implementation == attention
     chosen = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert chosen.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"),
+    [
+        ("bert", "AutoModel"),
+        ("modernbert", "AutoModel"),
+        ("vit", "AutoModel"),
+        ("llama", "AutoModelForCausalLM"),
+        ("gpt2", "AutoModelForCausalLM"),
+    ],
+)
+def test_trap_4_every_kind_of_model_comes_back(tiny, text, tmp_path, name, auto):
+    model = tiny(name, "lln_diag", FIXED | {"sliding_window": "softmax", "block_size": 4})
+    model.save_pretrained(tmp_path)
+    again = getattr(transformers, auto).from_pretrained(tmp_path).eval()
+    assert type(again) is type(model)
+    assert again.config._attn_implementation == "lln_diag"
+    assert again.config.lln == model.config.lln
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32)} if name == "vit" else text()
+    assert torch.equal(again(**inputs)[0], model(**inputs)[0])
+    soft = tiny(name)
+    assert change(soft(**inputs)[0], model(**inputs)[0]) > 1e-6
 
 
 def test_trap_4_loading_without_us_fails_loudly(tiny, tmp_path):
