@@ -1,7 +1,7 @@
 """Export a model with LLN attention: torch.export with any length, and ONNX.
 
 python examples/export.py                 # a tiny random RoBERTa
-python examples/export.py --onnx FILE     # also ONNX; needs: pip install onnx onnxscript
+python examples/export.py --onnx FILE     # also ONNX; needs: pip install 'lln[onnx]'
 """
 
 import argparse
@@ -32,11 +32,8 @@ def batch_of(tokens):
     return ids, mask
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--onnx", type=Path, help="where to write the ONNX file")
-    options = parser.parse_args(arguments)
-
+def build():
+    """The encoder to export, the same in every call."""
     register()
     torch.manual_seed(0)
     config = RobertaConfig(
@@ -48,8 +45,15 @@ def main(arguments=None):
         max_position_embeddings=1026,
         attn_implementation="lln_diag",
     )
-    encoder = Encoder(RobertaModel(config)).eval()
+    return Encoder(RobertaModel(config)).eval()
 
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--onnx", type=Path, help="where to write the ONNX file")
+    options = parser.parse_args(arguments)
+
+    encoder = build()
     # A length with several diagonal blocks, so that their number is not taken for a constant.
     example = batch_of(300)
     length = {1: torch.export.Dim.DYNAMIC}
@@ -63,11 +67,9 @@ def main(arguments=None):
 
     if options.onnx:
         torch.onnx.export(
-            encoder,
-            example,
-            options.onnx,
+            program,
+            f=options.onnx,
             dynamo=True,
-            dynamic_shapes=(length, length),
             input_names=["input_ids", "attention_mask"],
             output_names=["last_hidden_state"],
         )

@@ -72,6 +72,15 @@ MODELS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small lose to the threads that wait for each other, many times over."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def tiny():
     """Make a tiny random model: ``tiny("roberta", attention="lln")``."""

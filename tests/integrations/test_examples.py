@@ -12,11 +12,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def run(name, *arguments):
+def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main(list(arguments))
+    return module
+
+
+def run(name, *arguments):
+    return load(name).main(list(arguments))
 
 
 def test_there_is_a_test_for_every_example_and_none_is_long():
@@ -41,7 +45,7 @@ def test_classify_roberta(capsys):
 
 @pytest.mark.slow
 def test_classify_roberta_learns():
-    assert run("classify_roberta", "--steps", "200") > 0.95
+    assert run("classify_roberta", "--steps", "60") > 0.95
 
 
 def test_embed_long_documents(capsys):
@@ -58,7 +62,7 @@ def test_vision():
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["lln", "lln_diag"])
 def test_vision_learns(attention):
-    assert run("vision", "--attention", attention, "--steps", "120") > 0.9
+    assert run("vision", "--attention", attention, "--steps", "50") > 0.9
 
 
 def test_generate(capsys):
@@ -88,7 +92,8 @@ def test_recover():
 def test_recover_brings_accuracy_back():
     right = run("recover")
     assert right["softmax"] > 0.99
-    assert right["recovered"] > 0.99
+    assert right["converted"] < 0.95
+    assert right["recovered"] > 0.98
 
 
 def test_export():
@@ -96,10 +101,17 @@ def test_export():
 
 
 def test_export_to_onnx(tmp_path):
+    """The file gives the model's values at lengths and with padding it was not traced with."""
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    run("export", "--onnx", str(tmp_path / "model.onnx"))
+    example = load("export")
+    example.main(["--onnx", str(tmp_path / "model.onnx")])
     session = runtime.InferenceSession(tmp_path / "model.onnx")
-    ids = torch.randint(5, 100, (2, 200))
-    out = session.run(None, {"input_ids": ids.numpy(), "attention_mask": ids.ne(0).long().numpy()})
-    assert out[0].shape == (2, 200, 64)
+    encoder = example.build()
+    for tokens in (90, 700):
+        ids, mask = example.batch_of(tokens)
+        inputs = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+        found = torch.from_numpy(session.run(None, inputs)[0])
+        with torch.no_grad():
+            expected = encoder(ids, mask)
+        assert (found - expected).abs().max() < 1e-5

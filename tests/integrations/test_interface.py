@@ -11,7 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lln
-from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.errors import BackendUnavailableError, InvalidInputError, UnsupportedModelError
 from lln.integrations import attend
 from lln.integrations.convert import convert
 from lln.integrations.transformers import register
@@ -146,6 +146,16 @@ def test_left_padding_changes_nothing_in_a_causal_lln_model(tiny, text, attentio
     assert change(padded, alone) < 1e-6
 
 
+@each_attention
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_right_padding_changes_nothing_in_a_causal_model(tiny, text, attention, name):
+    model = tiny(name, attention, FIXED | {"block_size": 4})
+    inputs = text(12, padding=5)
+    padded = model(**inputs)[0][1, :7]
+    alone = model(input_ids=inputs["input_ids"][1:, :7])[0][0]
+    assert change(padded, alone) < 1e-6
+
+
 def test_batch_mates_change_nothing(tiny, text):
     model = tiny("roberta", "lln_diag")
     ids = text(12)["input_ids"]
@@ -241,6 +251,9 @@ def test_packing_refuses_what_does_not_fit(tiny, text):
         model(ids, attention_mask=torch.ones_like(ids), cu_seq_lens_q=bounds)
     with pytest.raises(InvalidInputError, match="must be equal"):
         model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=torch.tensor([0, 6]))
+    with pytest.raises(InvalidInputError, match="must be equal"):
+        model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=torch.tensor([0, 3, 6]))
+    model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds.int())
     with pytest.raises(InvalidInputError, match="without cu_seq_lens_q"):
         model(ids, cu_seq_lens_k=bounds)
 
@@ -327,6 +340,29 @@ def test_trap_4_a_saved_model_comes_back_with_its_attention(tiny, text, tmp_path
     assert twice.config._attn_implementation == attention
     chosen = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert chosen.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"),
+    [
+        ("bert", "AutoModel"),
+        ("modernbert", "AutoModel"),
+        ("vit", "AutoModel"),
+        ("llama", "AutoModelForCausalLM"),
+        ("gpt2", "AutoModelForCausalLM"),
+    ],
+)
+def test_trap_4_every_kind_of_model_comes_back(tiny, text, tmp_path, name, auto):
+    model = tiny(name, "lln_diag", FIXED | {"sliding_window": "softmax", "block_size": 4})
+    model.save_pretrained(tmp_path)
+    again = getattr(transformers, auto).from_pretrained(tmp_path).eval()
+    assert type(again) is type(model)
+    assert again.config._attn_implementation == "lln_diag"
+    assert again.config.lln == model.config.lln
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32)} if name == "vit" else text()
+    assert torch.equal(again(**inputs)[0], model(**inputs)[0])
+    soft = tiny(name)
+    assert change(soft(**inputs)[0], model(**inputs)[0]) > 1e-6
 
 
 def test_trap_4_loading_without_us_fails_loudly(tiny, tmp_path):
@@ -547,17 +583,56 @@ def test_settings_are_checked(tiny, text, settings, message):
         model(**text())
 
 
-def test_without_transformers_a_sentence_says_what_to_install():
-    script = """
+IMPORTS = """
 import sys
-sys.modules["transformers"] = None
-for name in ("transformers", "convert", "cache", "recover", "folders"):
-    try:
-        __import__(f"lln.integrations.{name}")
-    except Exception as error:
-        assert "pip install 'lln[hf]'" in str(error), (name, error)
-    else:
-        raise AssertionError(name)
+import lln
+
+missing = {"transformers", "safetensors", "tokenizers", "huggingface_hub", "accelerate"}
+for folder in ("", *sys.argv[1:]):
+    if folder:
+        sys.path.insert(0, folder)
+    for name in "transformers convert cache recover folders masks trainer_callback".split():
+        for other in list(sys.modules):
+            if other.split(".")[0] in missing or other.startswith("lln.integrations"):
+                del sys.modules[other]
+        if not folder:
+            sys.modules.update(dict.fromkeys(missing))
+        try:
+            __import__(f"lln.integrations.{name}")
+        except Exception as error:
+            print(type(error).__name__, error)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+def test_without_a_transformers_that_works_a_sentence_says_what_to_install(tmp_path):
+    """Not there, with all that comes with it; years old; installed, but broken."""
+    for folder, source in {
+        "old": "__version__ = '4.57.1'",
+        "broken": "raise ImportError('hub>=1.5,<2 is required.\\nTry this or that')",
+    }.items():
+        (tmp_path / folder / "transformers").mkdir(parents=True)
+        (tmp_path / folder / "transformers" / "__init__.py").write_text(source)
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTS, str(tmp_path / "old"), str(tmp_path / "broken")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
+    sentences = (
+        "Hugging Face models need transformers; pip install 'lln[hf]'.",
+        "lln needs transformers 5.17 or newer, found 4.57.1; pip install 'lln[hf]'.",
+        "transformers is installed but cannot be imported: hub>=1.5,<2 is required; "
+        "pip install --upgrade 'lln[hf]'.",
+    )
+    expected = [f"BackendUnavailableError {sentence}" for sentence in sentences for _ in range(7)]
+    assert run.stdout.splitlines() == expected
+
+
+def test_a_transformers_that_is_a_little_too_old_is_refused(monkeypatch):
+    from lln.integrations import transformers as ours
+
+    monkeypatch.setattr(ours, "_registered", False)
+    monkeypatch.setattr(transformers, "__version__", "5.16.3")
+    with pytest.raises(BackendUnavailableError, match=r"5\.17 or newer, found 5\.16\.3; pip"):
+        register()

@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch.utils.data import Dataset
 
-from lln.errors import InvalidInputError
+from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.integrations.convert import convert
 from lln.integrations.imitation import Imitation, divergence, measure, relative_error
-from lln.integrations.recover import layer_names, recover, softmax_teacher
+from lln.integrations.recover import layer_names, load_checkpoint, recover, softmax_teacher
 
 # Trainer and torch warn about GPUs that are not there.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -150,6 +150,98 @@ def test_an_interrupted_recovery_resumes_bit_for_bit(tiny, tmp_path, patience):
     third = converted(tiny)
     assert recover(third, Sequences(0), output_dir=tmp_path / "parts", **options) == expected
     assert torch.equal(third.eval()(**batch())[0], whole.eval()(**batch())[0])
+
+
+def extra_attention(module, query, key, value, attention_mask, **kwargs):
+    """Softmax of keys that pass a layer of their own, as an attention with a core would be."""
+    keep = attention_mask[:, None, None, :]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, module.core(key), value, attn_mask=keep
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def with_cores(tiny):
+    """A student whose attention is not ours and has submodules that no configuration names."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from lln.integrations.masks import slicing_mask
+
+    AttentionInterface.register("extra", extra_attention)
+    AttentionMaskInterface.register("extra", slicing_mask)
+    original = tiny("bert")
+    reference = copy.deepcopy(original)
+    convert(reference, "lln", layers=[], batch=batch(), verbose=False)
+    torch.manual_seed(1)
+    for layer in original.encoder.layer:
+        layer.attention.self.core = torch.nn.Linear(8, 8)
+    original.config._attn_implementation_internal = "extra"
+    return original, softmax_teacher(reference)
+
+
+def test_a_model_with_further_submodules_resumes_bit_for_bit(tiny, tmp_path):
+    options = {"layer_steps": 3, "end_steps": 6, "save_steps": 2, "probe": batch(), **QUICK}
+    whole, teacher = with_cores(tiny)
+    start = whole.encoder.layer[0].attention.self.core.weight.detach().clone()
+    expected = recover(whole, Sequences(), output_dir=tmp_path / "a", teacher=teacher, **options)
+    stopped, teacher = with_cores(tiny)
+    with pytest.raises(KeyboardInterrupt):
+        recover(stopped, Sequences(60), output_dir=tmp_path / "b", teacher=teacher, **options)
+    resumed, teacher = with_cores(tiny)
+    found = recover(resumed, Sequences(), output_dir=tmp_path / "b", teacher=teacher, **options)
+    assert found == expected
+    assert not torch.equal(whole.encoder.layer[0].attention.self.core.weight, start)
+    for (name, one), two in zip(
+        whole.state_dict().items(), resumed.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, two), name
+
+
+@pytest.mark.parametrize("shard", ["20KB", "1GB"])
+def test_weights_come_back_from_one_file_or_several(tiny, tmp_path, shard):
+    """The output layer shares its weights with the embedding and is saved once."""
+    model = converted(tiny, "bert", model="BertForMaskedLM")
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "20KB")
+    other = copy.deepcopy(model)
+    for tensor in (*other.parameters(), *other.buffers()):
+        tensor.data = torch.zeros_like(tensor)
+    other.tie_weights()
+    assert other.cls.predictions.decoder.weight is other.bert.embeddings.word_embeddings.weight
+    load_checkpoint(other, tmp_path)
+    for (name, one), two in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, two), name
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tiny, tmp_path):
+    model = converted(tiny)
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        load_checkpoint(model, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        load_checkpoint(model, tmp_path)
+    converted(tiny, hidden_size=64).save_pretrained(tmp_path)
+    with pytest.raises(InvalidInputError, match="of another model"):
+        load_checkpoint(model, tmp_path)
+    converted(tiny, statistics="fixed").save_pretrained(tmp_path)
+    with pytest.raises(InvalidInputError, match=r"of another model: .*statistics"):
+        load_checkpoint(model, tmp_path)
+
+
+def test_a_dataset_smaller_than_a_batch(tiny, tmp_path):
+    data = [Sequences()[index] for index in range(3)]
+    report = recover(
+        converted(tiny), data, output_dir=tmp_path, layer_steps=1, end_steps=1, **QUICK
+    )
+    assert report.done == ["layers", "output"]
+
+
+def test_without_accelerate_a_sentence_says_what_to_install(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(BackendUnavailableError, match=r"needs accelerate; pip install 'lln\[hf\]'"):
+        recover(converted(tiny), Sequences(), output_dir=tmp_path, **QUICK)
 
 
 @pytest.mark.parametrize("end_loss", ["hidden", "embedding", "custom"])

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.errors import BackendUnavailableError, InvalidInputError, LLNError
-from lln.integrations import NEEDS_TRANSFORMERS
+from lln.errors import InvalidInputError, LLNError
+from lln.integrations import unavailable
 from lln.integrations.heads import Heads, attached_to
 from lln.integrations.settings import ATTENTIONS, Settings
 from lln.integrations.streaming import Past
@@ -23,7 +23,7 @@ try:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 except ImportError as error:
-    raise BackendUnavailableError(NEEDS_TRANSFORMERS) from error
+    raise unavailable(error) from error
 
 
 class LLNCacheLayer(CacheLayerMixin):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -188,6 +187,9 @@ class Pieces(Dataset[dict[str, Tensor]]):
 
 def load_model(source: Path, **options: Any) -> PreTrainedModel:
     """The model of a checkpoint folder, of the class it was saved as, in eval mode."""
+    # Here, because without transformers it is missing too, and their sentence is ours to give.
+    from safetensors import SafetensorError
+
     register()
     if not (source / "config.json").is_file():
         raise InvalidInputError(

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.integrations import NEEDS_TRANSFORMERS
+from lln.errors import InvalidInputError
+from lln.integrations import unavailable
 
 try:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 except ImportError as error:
-    raise BackendUnavailableError(NEEDS_TRANSFORMERS) from error
+    raise unavailable(error) from error
 
 _UNKNOWN_PATTERN = (
     "LLN attention cannot apply this model's pattern of masked pairs in linear time; give a 2-D "

@@ -31,7 +31,7 @@ def boundaries(kwargs: dict[str, Any], mask: Tensor | None, query: Tensor) -> Te
     if given is None and of_keys is not None:
         raise InvalidInputError("cu_seq_lens_k came without cu_seq_lens_q; pass both, equal.")
     if given is not None:
-        if of_keys is not None and of_keys is not given and of_keys.shape != given.shape:
+        if of_keys is not None and of_keys is not given and _differ(given, of_keys):
             raise InvalidInputError(
                 "cu_seq_lens_q and cu_seq_lens_k must be equal: packed sequences attend to "
                 "themselves."
@@ -49,6 +49,13 @@ def boundaries(kwargs: dict[str, Any], mask: Tensor | None, query: Tensor) -> Te
     begins[:, 1:] = mask[:, 1:] != mask[:, :-1]
     starts = begins.flatten().nonzero().squeeze(-1)
     return torch.cat([starts, starts.new_tensor([mask.numel()])])
+
+
+def _differ(one: Tensor, two: Tensor) -> bool:
+    # A trace cannot look at values.
+    if one.shape != two.shape or torch.compiler.is_compiling():
+        return one.shape != two.shape
+    return bool((one != two.to(one.device)).any())
 
 
 def numbered(cu_seqlens: Tensor, query: Tensor) -> Tensor:

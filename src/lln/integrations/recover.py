@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sized
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -113,7 +114,9 @@ def recover(
     teacher = softmax_teacher(model) if teacher is None else teacher
     names = layer_names(teacher)
     if probe is None:
-        probe = _collate([dataset[index] for index in range(batch_size)])
+        probe = _collate(
+            [dataset[index] for index in range(min(batch_size, len(cast("Sized", dataset))))]
+        )
     steps = {"layers": layer_steps, "output": end_steps}
     rates = {"layers": layer_learning_rate, "output": end_learning_rate}
     report = _read(folder)
@@ -123,7 +126,7 @@ def recover(
         if steps[phase] == 0:
             continue
         if phase in report.done:
-            _load(model, folder / phase / "final")
+            load_checkpoint(model, folder / phase / "final")
             continue
         trainer = _trainer(
             Imitation(model, teacher, names, phase, end_loss),
@@ -179,10 +182,11 @@ def _trainer(imitation: Imitation, dataset: Dataset[Any], folder: Path, **option
 
     class RecoveryTrainer(transformers.Trainer):
         def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-            imitation.student.save_pretrained(output_dir or str(folder))
+            # Under the names the model itself uses, so that `load_checkpoint` finds them.
+            imitation.student.save_pretrained(output_dir or str(folder), save_original_format=False)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-            _load(imitation.student, Path(resume_from_checkpoint))
+            load_checkpoint(imitation.student, Path(resume_from_checkpoint))
 
     defaults = {
         "output_dir": str(folder),
@@ -213,10 +217,36 @@ def _collate(entries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def _load(model: PreTrainedModel, folder: Path) -> None:
-    """Put a checkpoint's weights and statistics into a model."""
-    saved = type(model).from_pretrained(folder, local_files_only=True, dtype=model.dtype)
-    model.load_state_dict(saved.state_dict())
+def load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
+    """Put a checkpoint's weights and statistics into a model, whatever submodules it has."""
+    # Here, because without transformers it is missing too, and their sentence is ours to give.
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    saved: dict[str, Tensor] = {}
+    try:
+        for name in sorted(names):
+            saved |= load_file(folder / name)
+    except (OSError, SafetensorError) as error:
+        raise InvalidInputError(
+            f"the checkpoint {str(folder)!r} cannot be read ({error}); remove that folder to go on "
+            "from an earlier one."
+        ) from error
+    own = model.state_dict()
+    # Of weights that are shared, one is saved.
+    loaded = {own[name].data_ptr() for name in saved if name in own}
+    missing = [name for name in own if name not in saved and own[name].data_ptr() not in loaded]
+    strange = [name for name in saved if name not in own or saved[name].shape != own[name].shape]
+    if missing or strange:
+        raise InvalidInputError(
+            f"the checkpoint {str(folder)!r} is of another model: {(missing + strange)[0]} does "
+            "not fit; start anew with another output_dir."
+        )
+    model.load_state_dict(saved, strict=False)
 
 
 def _last_checkpoint(folder: Path) -> str | None:

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lln.errors import InvalidInputError
 from lln.instruments.capture import DEFAULT_INSTRUMENTS
 from lln.instruments.training import ConcentrationLogger, gradient_norm
+from lln.integrations import unavailable
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise unavailable(error) from error
 
 
 class ConcentrationCallback(TrainerCallback):

@@ -15,25 +15,23 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.integrations import NEEDS_TRANSFORMERS
+from torch import nn
+
+from lln.errors import InvalidInputError
+from lln.integrations import too_old, unavailable
 from lln.integrations.settings import ATTENTIONS, Settings
 
 try:
     import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.generation.utils import GenerationMixin
 except ImportError as error:
-    raise BackendUnavailableError(NEEDS_TRANSFORMERS) from error
-
-from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.generation.utils import GenerationMixin
+    raise unavailable(error) from error
 
 from lln.integrations.attend import lln_diag_forward, lln_forward
 from lln.integrations.cache import LLNCache
 from lln.integrations.heads import ATTRIBUTE, Heads, attached_to, rebuild
 from lln.integrations.masks import slicing_mask
-
-OLDEST = (5, 17)
 
 __all__ = ["LLNCache", "register"]
 
@@ -53,12 +51,9 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version < OLDEST:
-        raise BackendUnavailableError(
-            f"lln needs transformers {'.'.join(map(str, OLDEST))} or newer, found "
-            f"{transformers.__version__}; pip install 'lln[hf]'."
-        )
+    old = too_old(transformers.__version__)
+    if old is not None:
+        raise old
     for name, function in (("lln", lln_forward), ("lln_diag", lln_diag_forward)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, slicing_mask)
