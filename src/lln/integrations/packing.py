@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lln.checks import values_are_readable
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
 from lln.integrations.masks import is_packed
@@ -52,10 +53,12 @@ def boundaries(kwargs: dict[str, Any], mask: Tensor | None, query: Tensor) -> Te
 
 
 def _differ(one: Tensor, two: Tensor) -> bool:
-    # A trace cannot look at values.
-    if one.shape != two.shape or torch.compiler.is_compiling():
-        return one.shape != two.shape
-    return bool((one != two.to(one.device)).any())
+    """Whether the shapes differ, or the values where looking at them costs no wait."""
+    if one.shape != two.shape:
+        return True
+    if not (values_are_readable(one) and values_are_readable(two)):
+        return False
+    return bool((one != two).any())
 
 
 def numbered(cu_seqlens: Tensor, query: Tensor) -> Tensor:
