@@ -284,12 +284,12 @@ def test_trap_2_compiles_and_exports(tiny, text):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["modernbert", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "gpt2"])
 def test_trap_2_other_models_compile_and_export(tiny, text, name):
     lln_settings = FIXED | {"sliding_window": "softmax"}
     model = tiny(name, "lln_diag", lln_settings)
     inputs = text(300, padding=60)
-    options = {} if name == "modernbert" else {"use_cache": False}
+    options = {} if "bert" in name else {"use_cache": False}
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     valid = inputs["attention_mask"].bool()
     found, expected = compiled(**inputs, **options)[0], model(**inputs, **options)[0]
@@ -299,6 +299,19 @@ def test_trap_2_other_models_compile_and_export(tiny, text, name):
     exported = torch.export.export(model, (), {**inputs, **options}, dynamic_shapes=shapes).module()
     other = text(190)
     assert change(exported(**other, **options)[0], model(**other, **options)[0]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trap_2_a_vision_model_compiles_and_exports(tiny):
+    model = tiny("vit", "lln_diag")
+    size = model.config.image_size
+    images = torch.randn(2, 3, size, size)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert change(compiled(images)[0], model(images)[0]) < 1e-6
+    exported = torch.export.export(model, (images,)).module()
+    others = torch.randn(2, 3, size, size)
+    assert change(exported(others)[0], model(others)[0]) < 1e-6
 
 
 def test_trap_2_a_trace_without_a_mask_is_refused(tiny, text):
