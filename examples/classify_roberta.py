@@ -22,7 +22,7 @@ from transformers import (
 
 from lln.integrations.transformers import register
 
-LENGTH, MARKER = 32, 7
+LENGTH, MARKER = 64, 7
 
 
 class FirstOrSecondHalf(Dataset):
@@ -45,12 +45,11 @@ class FirstOrSecondHalf(Dataset):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a checkpoint folder; default: a tiny random model")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", type=Path, help="where to save the model; default: nowhere")
     options = parser.parse_args(arguments)
 
     register()
-    torch.manual_seed(0)
     if options.model:
         model = AutoModelForSequenceClassification.from_pretrained(
             options.model, attn_implementation="lln_diag"
@@ -75,7 +74,7 @@ def main(arguments=None):
                 folder,
                 max_steps=options.steps,
                 per_device_train_batch_size=32,
-                learning_rate=3e-3,
+                learning_rate=1e-3,
                 save_strategy="no",
                 report_to=[],
                 disable_tqdm=True,

@@ -37,7 +37,7 @@ def accuracy(model):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pretraining", type=int, default=120, help="steps with softmax")
-    parser.add_argument("--steps", type=int, default=40, help="steps of either recovery phase")
+    parser.add_argument("--steps", type=int, default=100, help="steps of either recovery phase")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)

@@ -17,19 +17,19 @@ SIZE = 32
 
 
 def pictures(count, generator):
-    """Noise with a coloured square of 10 × 10 pixels, and its colour."""
+    """Noise with a coloured square of 6 × 6 pixels, and its colour."""
     images = torch.randn(count, 3, SIZE, SIZE, generator=generator)
     colours = torch.randint(3, (count,), generator=generator)
-    corners = torch.randint(SIZE - 10, (count, 2), generator=generator)
+    corners = torch.randint(SIZE - 6, (count, 2), generator=generator)
     for image, colour, (x, y) in zip(images, colours, corners.tolist(), strict=True):
-        image[colour, y : y + 10, x : x + 10] += 3
+        image[colour, y : y + 6, x : x + 6] += 2
     return images, colours
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--attention", default="lln", choices=["lln", "lln_diag", "sdpa"])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     options = parser.parse_args(arguments)
 
     register()
@@ -48,7 +48,7 @@ def main(arguments=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(1)
     for step in range(options.steps):
-        images, labels = pictures(32, generator)
+        images, labels = pictures(64, generator)
         loss = F.cross_entropy(model(images).logits, labels)
         optimizer.zero_grad()
         loss.backward()

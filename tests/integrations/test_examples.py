@@ -45,7 +45,7 @@ def test_classify_roberta(capsys):
 
 @pytest.mark.slow
 def test_classify_roberta_learns():
-    assert run("classify_roberta", "--steps", "60") > 0.95
+    assert run("classify_roberta", "--steps", "200") > 0.95
 
 
 def test_embed_long_documents(capsys):
@@ -62,7 +62,7 @@ def test_vision():
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["lln", "lln_diag"])
 def test_vision_learns(attention):
-    assert run("vision", "--attention", attention, "--steps", "50") > 0.9
+    assert run("vision", "--attention", attention, "--steps", "120") > 0.9
 
 
 def test_generate(capsys):
@@ -93,7 +93,7 @@ def test_recover_brings_accuracy_back():
     right = run("recover")
     assert right["softmax"] > 0.99
     assert right["converted"] < 0.95
-    assert right["recovered"] > 0.98
+    assert right["recovered"] > 0.99
 
 
 def test_export():

@@ -84,15 +84,6 @@ def compare(dtype=torch.float32, extra=None, layout="contiguous", **options):
     # A gradient may cancel to zero (one token: dq = 0); its terms are as large as the others'.
     size = max(gradient.abs().max().item() for gradient in expected_grads[:3])
     names = ["query", "key", "value", *(n for n, side in extra.items() if torch.is_tensor(side))]
-    sums = {"alpha": 0, "beta": 1}
-    for index, name in enumerate(names):
-        magnitude = size
-        if name in sums:
-            # dα = Σ dq·q / α: the roundings of its terms add up as squares do.
-            side = sums[name]
-            squares = (wide[side] * expected_grads[side]).square().sum((2, 3))
-            shared = [axis for axis in (0, 1) if ([1] * 4 + [*extra[name].shape])[axis - 4] == 1]
-            squares = squares.sum(shared) if shared else squares
-            magnitude = (squares.sqrt().max() / extra[name].min()).item()
-        sides = (found_grads[index], expected_grads[index], eager_grads[index])
-        assert_close(*sides, backward=True, magnitude=magnitude, what=f"gradient of {name}")
+    for name, got, want, plain in zip(names, found_grads, expected_grads, eager_grads, strict=True):
+        what = f"gradient of {name}"
+        assert_close(got, want, plain, backward=True, magnitude=size, what=what)
