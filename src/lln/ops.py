@@ -12,7 +12,7 @@ sequences.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,16 @@ from lln.checks import is_transformed
 from lln.kernels.shapes import output_like, summary_heads
 from lln.kernels.tuning import widest_value
 
+if TYPE_CHECKING:
+    from lln.kernels.arguments import Gradients
+
 # query, key, value, alpha, beta, key_mask, mix, bounds, then nine numbers: alpha, beta, mix,
 # block_size, scale, dropout_p, seed, causal, longest.
 _TENSORS, _NUMBERS = 8, 9
 _NONE = (None,) * _NUMBERS
 
 
-def _forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from lln.kernels import causal, launch
     from lln.kernels.arguments import Call
 
@@ -39,10 +42,10 @@ def _forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor, Te
 def _gradients(
     gradient: Tensor,
     arguments: tuple[Any, ...],
-    log_mass: Tensor,
-    centroid: Tensor,
+    log_mass: Tensor | None,
+    centroid: Tensor | None,
     asked: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:
     from lln.kernels import causal, launch
     from lln.kernels.arguments import Call
 
@@ -108,7 +111,12 @@ def attend_saving(
     """
     tensors = (query, key, value, alpha, beta, key_mask, mix, bounds)
     numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
-    return _forward((*tensors, *numbers, causal, longest), save=True)
+    out, log_mass, centroid = _forward((*tensors, *numbers, causal, longest), save=True)
+    if log_mass is None or centroid is None:
+        nothing = (0, summary_heads(query, key, beta), query.shape[-1])
+        log_mass = query.new_empty(nothing, dtype=torch.float32)
+        centroid = value.new_empty((*nothing, value.shape[-1]))
+    return out, log_mass, centroid
 
 
 @attend_saving.register_fake
@@ -164,7 +172,13 @@ def attend_backward(
     tensors = (query, key, value, alpha, beta, key_mask, mix, bounds)
     numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
     arguments = (*tensors, *numbers, causal, longest)
-    return _gradients(gradient, arguments, log_mass, centroid, (alpha_grad, beta_grad, mix_grad))
+    asked = (alpha_grad, beta_grad, mix_grad)
+    dq, dk, dv, *rest = _gradients(gradient, arguments, log_mass, centroid, asked)
+    # An operator returns tensors, and no tensor twice.
+    dalpha, dbeta, dmix = (
+        query.new_empty((0,), dtype=torch.float32) if side is None else side for side in rest
+    )
+    return dq, dk, dv, dalpha, dbeta, dmix
 
 
 @attend_backward.register_fake
@@ -222,13 +236,14 @@ attend_saving.register_autograd(_backward, setup_context=_save)
 
 
 class _Attend(torch.autograd.Function):
-    """`attend_saving` without the price of an operator."""
+    """`attend_saving` without the price of an operator; the numbers come as one argument."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        out, log_mass, centroid = _forward(inputs, save=True)
-        ctx.save_for_backward(*inputs[:_TENSORS], log_mass, centroid)
-        ctx.numbers = inputs[_TENSORS:]
+        *tensors, numbers = inputs
+        out, log_mass, centroid = _forward((*tensors, *numbers), save=True)
+        ctx.save_for_backward(*tensors, log_mass, centroid)
+        ctx.numbers = numbers
         ctx.set_materialize_grads(False)
         return out
 
@@ -239,12 +254,13 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         (gradient,) = grad_outputs
         if gradient is None:
-            return (None,) * (_TENSORS + _NUMBERS)
+            return (None,) * (_TENSORS + 1)
         needs = ctx.needs_input_grad
         asked = needs[3], needs[4], needs[6]
         *tensors, log_mass, centroid = ctx.saved_tensors
-        grads = _gradients(gradient, (*tensors, *ctx.numbers), log_mass, centroid, asked)
-        return _of_inputs(grads, asked)
+        arguments = (*tensors, *ctx.numbers)
+        dq, dk, dv, dalpha, dbeta, dmix = _gradients(gradient, arguments, log_mass, centroid, asked)
+        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None
 
 
 def fused_attention(
@@ -318,7 +334,9 @@ def _call(*arguments: Any) -> Tensor:
     )
     if is_watched(arguments[0]):
         return attend_saving(*arguments)[0] if tracked else attend(*arguments)
-    return _Attend.apply(*arguments) if tracked else _forward(arguments, save=False)[0]
+    if not tracked:
+        return _forward(arguments, save=False)[0]
+    return _Attend.apply(*tensors, arguments[_TENSORS:])
 
 
 def is_watched(query: Tensor) -> bool:

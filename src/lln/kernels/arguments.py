@@ -6,17 +6,20 @@ Dimension legend: see `lln.kernels.launch`.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lln.kernels.recipes import look_of
 from lln.kernels.shapes import summary_heads
 from lln.kernels.tuning import overrides
 
+# Of query, key, value, and of alpha, beta and mix where they are asked for.
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-@dataclass(frozen=True)
-class Call:
+
+class Call(NamedTuple):
     """One call: its tensors, and what it computes of them.
 
     Attributes:
@@ -82,13 +85,16 @@ class Call:
             self.longest,
         )
 
-    def no_gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def looks(self, *others: Tensor) -> Hashable:
+        """How everything looks that launches depend on; what is made of it looks accordingly."""
+        own = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, self.mix)
+        return tuple([look_of(tensor) for tensor in (*own, *others)])
+
+    def no_gradients(self) -> Gradients:
         """Zeros of the shape of every gradient."""
         sides = (self.query, self.key, self.value, self.alpha, self.beta, self.mix)
-        zeros = [
-            self.query.new_zeros(0) if side is None else torch.zeros_like(side) for side in sides
-        ]
-        return zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], zeros[5]
+        zeros = [None if side is None else torch.zeros_like(side) for side in sides]
+        return zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], zeros[5]  # pyright: ignore
 
 
 def strides_of(call: Call, *tensors: Tensor | None) -> list[int]:

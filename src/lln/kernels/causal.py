@@ -15,6 +15,7 @@ from torch import Tensor
 from lln.kernels import causal_walks as walks
 from lln.kernels.arguments import (
     Call,
+    Gradients,
     flat_scale,
     mask_bytes,
     mix_kind,
@@ -22,9 +23,9 @@ from lln.kernels.arguments import (
     precision_of,
     strides_of,
 )
-from lln.kernels.gradients import finish_gradients, per_summary
+from lln.kernels.gradients import finish_gradients, mix_shape, parts_of, per_summary
 from lln.kernels.launch import summarise_steps
-from lln.kernels.recipes import Recipe, Step, follow, look_of, places
+from lln.kernels.recipes import Recipe, Step, follow, places
 from lln.kernels.shapes import output_like
 from lln.kernels.tuning import Plan, cdiv, make_plan
 
@@ -36,78 +37,67 @@ _EXPONENT = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _EXPONENT[torch.float32] = torch.float64
 
 
-def attend(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[B, H, T, E]`` and two empty tensors: nothing but the inputs is saved."""
+def attend(call: Call, save: bool) -> tuple[Tensor, None, None]:
+    """Output ``[B, H, T, E]``; nothing but the inputs is saved."""
     query, value = call.query, call.value
     out = output_like(query, value.shape[3])
-    nothing = (0, call.summary_heads, query.shape[3])
-    log_mass = torch.empty(nothing, dtype=torch.float32, device=query.device)
-    centroid = torch.empty((*nothing, value.shape[3]), dtype=value.dtype, device=query.device)
     if out.numel() == 0:
-        return out, log_mass, centroid
-    live, looks = _shared(call, out)
+        return out, None, None
+    live = _shared(call, out)
     live["out"] = out
-    kind = ("causal", looks, call.options())
+    kind = ("causal", call.looks(), call.options())
     family = ("causal", query.device, query.dtype, query.shape[3], value.shape[3], call.block_size)
 
     def write(plan: Plan) -> Recipe:
         return _write_attend(call, out, live["mix"], plan)
 
     follow(kind, family, live, query.device, lambda: _plan_of(call), write)
-    return out, log_mass, centroid
+    return out, None, None
 
 
 def attend_backward(
     call: Call,
     gradient: Tensor,
-    log_mass: Tensor,
-    centroid: Tensor,
+    log_mass: Tensor | None,
+    centroid: Tensor | None,
     alpha_grad: bool,
     beta_grad: bool,
     mix_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, and (empty unless asked for) of alpha, beta and mix."""
+) -> Gradients:
+    """Gradients of query, key, value, and where asked for of alpha, beta and mix."""
     query, key, value = call.query, call.key, call.value
-    heads, tokens, width = query.shape[1:]
+    heads, width, value_width = query.shape[1], query.shape[3], value.shape[3]
     if query.numel() == 0 or value.numel() == 0:
         return call.no_gradients()
-    plan = _plan_of(call)
-    segments, _ = _segments(call, plan)
-    live, looks = _shared(call, gradient)
+    live = _shared(call, gradient)
     dq = torch.empty_like(query)
     dk, dv = per_summary(key, heads), per_summary(value, heads)
     mode = mix_mode(call.mix, 1) if mix_grad and call.mix is not None else 0
-    batch, value_width = call.samples, value.shape[3]
-    parts = (batch, heads, segments)
-    dalpha, dbeta, dmix = (
-        torch.empty(shape, dtype=torch.float32, device=query.device)
-        for shape in (
-            parts if alpha_grad else (0,),
-            parts if beta_grad else (0,),
-            [
-                (0,),
-                (query.shape[0], heads, tokens, 1),
-                (query.shape[0], heads, tokens, value_width),
-                (*parts, value_width),
-            ][mode],
-        )
-    )
+    dalpha = dbeta = dmix = None
+    if alpha_grad or beta_grad or mode:
+        segments, _ = _segments(call, _plan_of(call))
+        parts = (call.samples, heads, segments)
+        of_mix = mix_shape(mode, query, value_width, parts)
+        asked_of = (parts if alpha_grad else None, parts if beta_grad else None, of_mix)
+        dalpha, dbeta, dmix = parts_of(query.device, *asked_of)
     live |= {"gradient": gradient, "dq": dq, "dk": dk, "dv": dv}
-    live |= {"dalpha": dalpha, "dbeta": dbeta, "dmix": dmix}
-    looks = (*looks, look_of(gradient))
+    for name, side in (("dalpha", dalpha), ("dbeta", dbeta), ("dmix", dmix)):
+        live[name] = gradient if side is None else side
+    looks = call.looks(gradient)
     kind = ("causal backward", alpha_grad, beta_grad, mode, looks, call.options())
     family = ("causal backward", query.device, query.dtype, width, value_width, call.block_size)
 
     def write(chosen: Plan) -> Recipe:
         asked = (alpha_grad, beta_grad, mode)
-        return _write_backward(call, gradient, live["mix"], (dq, dk, dv), asked, plan, chosen)
+        first = _plan_of(call)
+        return _write_backward(call, gradient, live["mix"], (dq, dk, dv), asked, first, chosen)
 
-    follow(kind, family, live, query.device, lambda: plan, write)
+    follow(kind, family, live, query.device, lambda: _plan_of(call), write)
     return finish_gradients(call, (dq, dk, dv), dalpha, dbeta, dmix, heads // key.shape[1])
 
 
-def _shared(call: Call, like: Tensor) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """What both passes fill in, and how its tensors look."""
+def _shared(call: Call, like: Tensor) -> dict[str, Any]:
+    """What both passes fill in."""
     query, key, value = call.query, call.key, call.value
     alpha = flat_scale(call.alpha, call.samples, query)
     beta = call.beta
@@ -116,7 +106,7 @@ def _shared(call: Call, like: Tensor) -> tuple[dict[str, Any], tuple[Any, ...]]:
     beta = flat_scale(beta, call.samples, query)
     mask = mask_bytes(call.mask, query)
     mix = like if call.mix is None else call.mix.expand(like.shape)
-    live = {
+    return {
         "query": query,
         "key": key,
         "value": value,
@@ -130,7 +120,6 @@ def _shared(call: Call, like: Tensor) -> tuple[dict[str, Any], tuple[Any, ...]]:
         "mix_number": call.mix_number,
         "seed": call.seed,
     }
-    return live, tuple(look_of(side) for side in (query, key, value, alpha, beta, mask, mix))
 
 
 def _plan_of(call: Call) -> Plan:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.kernels.arguments import Call
+from lln.kernels.arguments import Call, Gradients
 
 
 def finish_gradients(
     call: Call,
     grads: tuple[Tensor, Tensor, Tensor],
-    dalpha: Tensor,
-    dbeta: Tensor,
-    dmix: Tensor,
+    dalpha: Tensor | None,
+    dbeta: Tensor | None,
+    dmix: Tensor | None,
     group: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Sum what was computed per summary or per program into the shapes of the inputs."""
     dq, dk, dv = grads
     if group > 1:
@@ -26,14 +26,14 @@ def finish_gradients(
             side.unflatten(1, (-1, group)).sum(2).to(like.dtype)
             for side, like in ((dk, call.key), (dv, call.value))
         )
-    if dalpha.numel() and call.alpha is not None:
+    if dalpha is not None and call.alpha is not None:
         dalpha = _total(dalpha).sum_to_size(call.alpha.shape).to(call.alpha.dtype)
-    if dbeta.numel() and call.beta is not None:
+    if dbeta is not None and call.beta is not None:
         dbeta = _total(dbeta)
         if dbeta.shape[1] > call.beta.shape[1] > 1:
             dbeta = dbeta.unflatten(1, (call.beta.shape[1], -1)).sum(2)
         dbeta = dbeta.sum_to_size(call.beta.shape).to(call.beta.dtype)
-    if dmix.numel() and call.mix is not None:
+    if dmix is not None and call.mix is not None:
         if call.mix.shape[2] == 1:
             dmix = dmix.sum(2, keepdim=True)
         dmix = dmix.sum_to_size(call.mix.shape).to(call.mix.dtype)
@@ -43,6 +43,22 @@ def finish_gradients(
 def _total(parts: Tensor) -> Tensor:
     """The programs' parts of a head's gradient, summed in float64: few numbers, many terms each."""
     return parts.sum(-1, dtype=torch.float64)[..., None, None]
+
+
+def parts_of(device: torch.device, *shapes: tuple[int, ...] | None) -> list[Tensor | None]:
+    """Room for every program's part of what is asked for."""
+    return [
+        None if shape is None else torch.empty(shape, dtype=torch.float32, device=device)
+        for shape in shapes
+    ]
+
+
+def mix_shape(
+    mode: int, query: Tensor, value_width: int, parts: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Shape of dmix as the kernels write it; see `lln.kernels.arguments.mix_mode`."""
+    rows = query.shape[:3]
+    return [None, (*rows, 1), (*rows, value_width), (*parts, value_width)][mode]
 
 
 def per_summary(like: Tensor, slots: int) -> Tensor:

@@ -16,6 +16,7 @@ from lln.kernels import backward as bwd
 from lln.kernels import forward as fwd
 from lln.kernels.arguments import (
     Call,
+    Gradients,
     flat_scale,
     mask_bytes,
     mix_kind,
@@ -23,29 +24,27 @@ from lln.kernels.arguments import (
     precision_of,
     strides_of,
 )
-from lln.kernels.gradients import finish_gradients, per_summary
-from lln.kernels.recipes import Recipe, Step, follow, look_of, places
+from lln.kernels.gradients import finish_gradients, mix_shape, parts_of, per_summary
+from lln.kernels.recipes import Recipe, Step, follow, places
 from lln.kernels.shapes import output_like
 from lln.kernels.tuning import Plan, cdiv, make_plan
 
 
-def attend(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[B, H, T, E]``, log-mass ``[B, SH, D]``, centroid ``[B, SH, D, E]``.
-
-    The last two are empty unless they had to be made or ``save`` asks for them.
-    """
+def attend(call: Call, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output ``[B, H, T, E]``; to ``save``, log-mass ``[B, SH, D]``, centroid ``[B, SH, D, E]``."""
     query, key, value = call.query, call.key, call.value
-    batch, slots, width = call.samples, call.summary_heads, query.shape[3]
-    value_width = value.shape[3]
+    batch, width, value_width = call.samples, query.shape[3], value.shape[3]
     out = output_like(query, value_width)
-    plan = None
-    if not save:
-        plan = _plan_of(call)
-    saved = (batch, slots, width) if plan is None or not plan.short else (0, slots, width)
-    log_mass = torch.empty(saved, dtype=torch.float32, device=query.device)
-    centroid = torch.empty((*saved, value_width), dtype=value.dtype, device=query.device)
+    log_mass = centroid = None
+    if save:
+        saved = (batch, call.summary_heads, width)
+        log_mass = torch.empty(saved, dtype=torch.float32, device=query.device)
+        centroid = torch.empty((*saved, value_width), dtype=value.dtype, device=query.device)
     if out.numel() == 0 or key.shape[2] == 0:
-        return out.zero_(), log_mass.zero_(), centroid.zero_()
+        for made in (log_mass, centroid):
+            if made is not None:
+                made.zero_()
+        return out.zero_(), log_mass, centroid
     alpha = flat_scale(call.alpha, batch, query)
     beta = flat_scale(call.beta, batch, query)
     mask = mask_bytes(call.mask, query)
@@ -60,22 +59,21 @@ def attend(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
         "mask": mask,
         "mix": mix,
         "bounds": query if call.bounds is None else call.bounds,
-        "log_mass": log_mass,
-        "centroid": centroid,
+        "log_mass": log_mass if save else query,
+        "centroid": centroid if save else query,
         "alpha_number": call.alpha_number,
         "beta_number": call.beta_number,
         "mix_number": call.mix_number,
         "seed": call.seed,
     }
-    looks = tuple(look_of(tensor) for tensor in (query, key, value, alpha, beta, mask, mix))
-    kind = ("attend", save, looks, call.options())
+    kind = ("attend", save, call.looks(), call.options())
     family = ("attend", query.device, query.dtype, width, value_width, call.block_size)
     follow(
         kind,
         family,
         live,
         query.device,
-        lambda: plan or _plan_of(call),
+        lambda: _plan_of(call),
         lambda chosen: _write_attend(call, out, mix, save, chosen),
     )
     return out, log_mass, centroid
@@ -127,6 +125,9 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, save: bool, plan: Plan) 
     stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, plan.cores)
     splits = cdiv(longest_keys, stretch)
     steps, room = summarise_steps(call, plan, constants, slots, splits, stretch)
+    if not save:
+        kept = (batch, slots, width)
+        room |= {"log_mass": (kept, torch.float32), "centroid": ((*kept, value_width), value.dtype)}
     rows = min(8, plan.width)
     merge = [*places("peak mass total log_mass centroid"), splits]
     grid = (plan.width // rows, batch * slots)
@@ -167,17 +168,16 @@ def summarise_steps(
 def attend_backward(
     call: Call,
     gradient: Tensor,
-    log_mass: Tensor,
-    centroid: Tensor,
+    log_mass: Tensor | None,
+    centroid: Tensor | None,
     alpha_grad: bool,
     beta_grad: bool,
     mix_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, and (empty unless asked for) of alpha, beta and mix."""
+) -> Gradients:
+    """Gradients of query, key, value, and where asked for of alpha, beta and mix."""
     query, key, value = call.query, call.key, call.value
-    batch, slots = call.samples, call.summary_heads
-    heads, tokens, width = query.shape[1:]
-    value_width = value.shape[3]
+    slots, heads, width = call.summary_heads, query.shape[1], query.shape[3]
+    batch, value_width = call.samples, value.shape[3]
     if query.numel() == 0 or value.numel() == 0:
         return call.no_gradients()
     alpha = flat_scale(call.alpha, batch, query)
@@ -186,24 +186,15 @@ def attend_backward(
     mix = gradient if call.mix is None else call.mix.expand(gradient.shape)
     dq = torch.empty_like(query)
     dk, dv = per_summary(key, slots), per_summary(value, slots)
-    plan = _plan_of(call)
-    cut = _cut(call, plan)
-    splits, key_splits = cut.query_programs, cut.key_programs
     mode = mix_mode(call.mix, heads // slots) if mix_grad and call.mix is not None else 0
     device = query.device
-    dalpha, dbeta, dmix = (
-        torch.empty(shape, dtype=torch.float32, device=device)
-        for shape in (
-            (batch, heads, splits) if alpha_grad else (0,),
-            (batch, slots, key_splits) if beta_grad else (0,),
-            [
-                (0,),
-                (query.shape[0], heads, tokens, 1),
-                (query.shape[0], heads, tokens, value_width),
-                (batch, heads, key_splits, value_width),
-            ][mode],
-        )
-    )
+    dalpha = dbeta = dmix = None
+    if alpha_grad or beta_grad or mode:
+        parts = _cut(call, _plan_of(call))
+        of_alpha = (batch, heads, parts.query_programs) if alpha_grad else None
+        of_beta = (batch, slots, parts.key_programs) if beta_grad else None
+        of_mix = mix_shape(mode, query, value_width, (batch, heads, parts.key_programs))
+        dalpha, dbeta, dmix = parts_of(device, of_alpha, of_beta, of_mix)
     live = {
         "query": query,
         "key": key,
@@ -212,9 +203,9 @@ def attend_backward(
         "dq": dq,
         "dk": dk,
         "dv": dv,
-        "dalpha": dalpha,
-        "dbeta": dbeta,
-        "dmix": dmix,
+        "dalpha": gradient if dalpha is None else dalpha,
+        "dbeta": gradient if dbeta is None else dbeta,
+        "dmix": gradient if dmix is None else dmix,
         "alpha": alpha,
         "beta": beta,
         "mask": mask,
@@ -227,16 +218,15 @@ def attend_backward(
         "mix_number": call.mix_number,
         "seed": call.seed,
     }
-    sides = (query, key, value, gradient, alpha, beta, mask, mix)
-    looks = tuple(look_of(tensor) for tensor in sides)
-    kind = ("backward", alpha_grad, beta_grad, mode, looks, call.options())
+    kind = ("backward", alpha_grad, beta_grad, mode, call.looks(gradient), call.options())
     family = ("backward", device, query.dtype, width, value_width, call.block_size)
 
     def write(chosen: Plan) -> Recipe:
         asked = (alpha_grad, beta_grad, mode)
+        cut = _cut(call, _plan_of(call))
         return _write_backward(call, gradient, mix, (dq, dk, dv), asked, cut, chosen)
 
-    follow(kind, family, live, device, lambda: plan, write)
+    follow(kind, family, live, device, lambda: _plan_of(call), write)
     return finish_gradients(call, (dq, dk, dv), dalpha, dbeta, dmix, slots // key.shape[1])
 
 

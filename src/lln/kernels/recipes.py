@@ -91,6 +91,11 @@ class Recipe:
             room: Name → (shape, dtype) of every intermediate tensor.
         """
         self.steps, self.room = steps, room
+        names = {name for step in steps for _, name in step.fills}
+        self.names = sorted(names - room.keys())
+        # Which of them are tensors; known when the recipe first runs.
+        self.tensors: list[str] = []
+        self.numbers: list[str] = []
         # One allocation for all: each costs more than filling in its addresses.
         self.offsets: dict[str, int] = {}
         self.bytes = 0
@@ -102,15 +107,16 @@ class Recipe:
         """Launch every step on the device's current stream."""
         space = torch.empty(self.bytes, dtype=torch.uint8, device=device) if self.bytes else None
         if first or is_interpreted():
+            self.tensors = [name for name in self.names if isinstance(live[name], Tensor)]
+            self.numbers = [name for name in self.names if not isinstance(live[name], Tensor)]
             live = live | self._tensors(space)
             with _on(device):
                 for step in self.steps:
                     step.record(live)
             return
-        addresses = {
-            name: side.data_ptr() if isinstance(side, Tensor) else side
-            for name, side in live.items()
-        }
+        addresses: dict[str, Any] = {name: live[name].data_ptr() for name in self.tensors}
+        for name in self.numbers:
+            addresses[name] = live[name]
         if space is not None:
             begin = space.data_ptr()
             for name, offset in self.offsets.items():

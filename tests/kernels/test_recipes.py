@@ -1,0 +1,70 @@
+"""Recipes: what a repeated launch hands to a compiled kernel, without any kernel."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from lln.kernels import recipes
+from lln.kernels.recipes import Recipe, Step, places
+
+
+class Kernel:
+    """Takes the place of a Triton kernel: notes every launch, compiled or not."""
+
+    arg_names = ("first", "second", "number", "room", "stride", "SIZE")
+
+    def __init__(self):
+        self.launches = []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, **constants):
+            self.launches.append(("through Triton", grid, arguments, constants, num_warps))
+            return self
+
+        def run(*arguments):
+            self.launches.append(("compiled", grid, arguments))
+
+        return run if len(grid) == 3 else launch
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(recipes, "is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    return Kernel()
+
+
+def live_of(*tensors, number):
+    first, second = tensors
+    return {"first": first, "second": second, "number": number, "unused": object()}
+
+
+def test_repeated_launches_get_addresses_numbers_and_room(kernel):
+    arguments = [*places("first second number room"), 7]
+    step = Step(kernel, (3, 2), arguments, {"SIZE": 16, "OTHER": 1}, 4)
+    recipe = Recipe([step], {"spare": ((5,), torch.float32), "room": ((3,), torch.float32)})
+    cpu = torch.device("cpu")
+    one, two, three, four = (torch.zeros(4) for _ in range(4))
+    recipe.run(live_of(one, two, number=0.5), cpu, first=True)
+    recipe.run(live_of(three, four, number=2.5), cpu, first=False)
+    recorded, repeated = kernel.launches
+    assert recorded[0] == "through Triton"
+    assert recorded[2][:3] == (one, two, 0.5)
+    assert recorded[2][3].shape == (3,)
+    assert recorded[3] == {"SIZE": 16}
+    assert repeated[:2] == ("compiled", (3, 2, 1))
+    assert repeated[2][:3] == (three.data_ptr(), four.data_ptr(), 2.5)
+    # Behind 256 bytes for the other piece of room, in one allocation.
+    assert repeated[2][3] % 4 == 0
+    assert repeated[2][4:] == (7, 16)
+
+
+def test_room_stands_before_what_the_call_brings(kernel):
+    step = Step(kernel, (1,), [*places("first second number room"), 7], {"SIZE": 16}, 4)
+    recipe = Recipe([step], {"room": ((3,), torch.float32), "second": ((2,), torch.float32)})
+    cpu = torch.device("cpu")
+    one, two = torch.zeros(4), torch.zeros(4)
+    for first in (True, False):
+        recipe.run(live_of(one, two, number=1), cpu, first=first)
+    assert kernel.launches[0][2][1] is not two
+    assert kernel.launches[1][2][1] != two.data_ptr()
