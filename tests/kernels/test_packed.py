@@ -84,8 +84,11 @@ def test_grouped_heads(plan):
     compare(key_heads=1)
 
 
+@pytest.mark.parametrize("cores", [1, 64])
 @pytest.mark.parametrize("channels", [1, 16])
-def test_causal(channels):
+def test_causal(monkeypatch, channels, cores):
+    # Many cores: sequences are cut into stretches.
+    monkeypatch.setitem(tuning.overrides, "cores", cores)
     mix = torch.rand(BOUNDS[-1], 2, channels)
     compare(is_causal=True)
     compare(is_causal=True, block_size=16, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})

@@ -52,6 +52,39 @@ def row_weights(p_mix, mix, offset, stride_mt, inside, BT: tl.constexpr, MIX: tl
 
 
 @triton.jit
+def centred_queries(b_q, b_e, b_norm, BD: tl.constexpr):
+    """Queries less their mean over the slots, each row's by its own weights.
+
+    Every row's part of dα is Σ_f g_f q_f, and its g sum to zero: any constant may be taken off its
+    q. The roundings of g then weigh as little as the distance of q from that constant.
+    """
+    b_wide = widen(b_q, BD)
+    return b_wide - (tl.sum(b_e * b_wide, 1) / b_norm)[:, None]
+
+
+@triton.jit
+def add_beta_grad(b_dbeta, b_residue, b_centre, b_g, b_b, b_k, BD: tl.constexpr):
+    """Three sums over tokens and slots: g·k, which is dβ, g itself, which is zero, and B·k.
+
+    What rounding has left of the zero tells how much too much of k's mean is in the first; see
+    `lln.kernels.gradients.beta_gradient`.
+    """
+    b_wide = widen(b_k, BD)
+    b_dbeta += tl.sum(b_g * b_wide)
+    b_residue += tl.sum(b_g)
+    b_centre += tl.sum(b_b * b_wide)
+    return b_dbeta, b_residue, b_centre
+
+
+@triton.jit
+def store_beta_grad(p_dbeta, part, b_dbeta, b_residue, b_centre):
+    """The three sums of a program, side by side."""
+    tl.store(p_dbeta + part * 3, b_dbeta)
+    tl.store(p_dbeta + part * 3 + 1, b_residue)
+    tl.store(p_dbeta + part * 3 + 2, b_centre)
+
+
+@triton.jit
 def query_grad_range(
     p_q, p_do, p_dq, p_mix, p_mask, start, end, alpha, b_log_mass, b_c, b_dc, b_shift, mix,
     stride_qt, stride_qd, stride_gt, stride_gd, stride_dqt, stride_dqd, stride_mt, stride_me,
@@ -86,7 +119,7 @@ def query_grad_range(
         b_dc = tl.dot(tl.trans(b_do), b_a.to(b_do.dtype), b_dc, input_precision=PRECISION)
         b_shift -= b_a * b_mean[:, None]
         if ALPHA_GRAD:
-            b_dalpha += tl.sum(b_g * widen(b_q, BD))
+            b_dalpha += tl.sum(b_g * centred_queries(b_q, b_e, b_norm, BD))
         if MIX == 0:
             p_out = p_dq + offset * stride_dqt
             store_rows(p_out, b_g * alpha, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
@@ -113,7 +146,7 @@ def key_grad_range(
     BETA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of the tokens ``start … end − 1``; returns their part of dβ."""
-    b_dbeta = 0.0
+    b_dbeta, b_residue, b_centre = 0.0, 0.0, 0.0
     for first in tl.range(start, end, BT, num_stages=STAGES):
         inside = first + tl.arange(0, BT) < end
         ok = token_ok(p_mask, first, end, BT, HAS_MASK)
@@ -131,12 +164,14 @@ def key_grad_range(
         b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)
         b_g = b_b * (b_db + b_shift[None, :])
         if BETA_GRAD:
-            b_dbeta += tl.sum(b_g * widen(b_k, BD))
+            b_dbeta, b_residue, b_centre = add_beta_grad(
+                b_dbeta, b_residue, b_centre, b_g, b_b, b_k, BD
+            )
         p_out = p_dk + offset * stride_dkt
         store_rows(p_out, b_g * beta, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
         p_out = p_dv + offset * stride_dvt
         store_rows(p_out, b_dv, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
-    return b_dbeta
+    return b_dbeta, b_residue, b_centre
 
 
 @triton.jit
@@ -157,7 +192,7 @@ def joint_grad_range(
 
     MIX_GRAD: 0 none, 1 a value a token, 2 a value a token and channel, 3 a value a channel (R = 1).
     """
-    b_dbeta = 0.0
+    b_dbeta, b_residue, b_centre = 0.0, 0.0, 0.0
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
         inside = first + tl.arange(0, BT) < last
@@ -229,7 +264,9 @@ def joint_grad_range(
         b_g = b_b * (b_db + b_shift[None, :])
         b_dk += b_g * beta
         if BETA_GRAD:
-            b_dbeta += tl.sum(b_g * widen(b_k, BD))
+            b_dbeta, b_residue, b_centre = add_beta_grad(
+                b_dbeta, b_residue, b_centre, b_g, b_b, b_k, BD
+            )
         if HAS_MASK:
             b_dk, b_dv = hide_rows(b_dk, ok), hide_rows(b_dv, ok)
         if HAS_DROPOUT:
@@ -238,7 +275,7 @@ def joint_grad_range(
         store_rows(p_out, b_dk, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
         p_out = p_dv + offset * stride_dvt
         store_rows(p_out, b_dv, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
-    return b_dbeta, b_dmix
+    return b_dbeta, b_residue, b_centre, b_dmix
 
 
 @triton.jit
@@ -320,7 +357,7 @@ def short_bwd_kernel(
     drop_first = (batch * (SH // KG) + key_head) * S
     MIX_STEP: tl.constexpr = E if MIX_GRAD == 2 else 1
     if MIX > 0:
-        b_dbeta, b_dmix = joint_grad_range(
+        b_dbeta, b_residue, b_centre, b_dmix = joint_grad_range(
             p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mix,
             p_dmix + mix_rows(index, first_query, begin, T, R, PACKED) * MIX_STEP,
             p_mask, p_alpha, 0, keys, alpha, beta_here, b_log_mass, b_c, b_dc_low, b_shift,
@@ -336,14 +373,14 @@ def short_bwd_kernel(
             columns = tl.arange(0, BE)
             tl.store(p_dmix + index * E + columns, b_dmix, mask=columns < E)
     else:
-        b_dbeta = key_grad_range(
+        b_dbeta, b_residue, b_centre = key_grad_range(
             p_k, p_v, p_dk, p_dv, p_mask, 0, keys, beta_here, b_log_mass, b_dc_low, b_shift,
             stride_kt, stride_kd, stride_vt, stride_vd, stride_dkt, stride_dkd,
             stride_dvt, stride_dvd, seed, drop_first, dropout_p,
             D, E, BD, BE, BK, EVEN, HAS_MASK, HAS_DROPOUT, BETA_GRAD, PRECISION, STAGES,
         )  # fmt: skip
     if BETA_GRAD:
-        tl.store(p_dbeta + index, b_dbeta)
+        store_beta_grad(p_dbeta, index, b_dbeta, b_residue, b_centre)
 
 
 @triton.jit
@@ -444,7 +481,7 @@ def key_bwd_kernel(
     drop_first = (batch * (SH // KG) + key_head) * S
     MIX_STEP: tl.constexpr = E if MIX_GRAD == 2 else 1
     if MIX > 0:
-        b_dbeta, b_dmix = joint_grad_range(
+        b_dbeta, b_residue, b_centre, b_dmix = joint_grad_range(
             p_q + batch * stride_qb + begin * stride_qt + first_query * stride_qh, p_k, p_v,
             p_do + batch * stride_gb + begin * stride_gt + first_query * stride_gh,
             p_dq + batch * stride_dqb + begin * stride_dqt + first_query * stride_dqh, p_dk, p_dv,
@@ -463,11 +500,11 @@ def key_bwd_kernel(
             columns = tl.arange(0, BE)
             tl.store(p_dmix + (index * splits + split) * E + columns, b_dmix, mask=columns < E)
     else:
-        b_dbeta = key_grad_range(
+        b_dbeta, b_residue, b_centre = key_grad_range(
             p_k, p_v, p_dk, p_dv, p_mask, start, end, beta_here, b_log_mass, b_dc, b_shift,
             stride_kt, stride_kd, stride_vt, stride_vd, stride_dkt, stride_dkd,
             stride_dvt, stride_dvd, seed, drop_first, dropout_p,
             D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, BETA_GRAD, PRECISION, STAGES,
         )  # fmt: skip
     if BETA_GRAD:
-        tl.store(p_dbeta + index * splits + split, b_dbeta)
+        store_beta_grad(p_dbeta, index * splits + split, b_dbeta, b_residue, b_centre)

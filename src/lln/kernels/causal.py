@@ -27,7 +27,7 @@ from lln.kernels.gradients import finish_gradients, mix_shape, parts_of, per_sum
 from lln.kernels.launch import summarise_steps
 from lln.kernels.recipes import Recipe, Step, follow, places
 from lln.kernels.shapes import output_like
-from lln.kernels.tuning import Plan, cdiv, make_plan
+from lln.kernels.tuning import Plan, cdiv, make_plan, walk_stretch
 
 # What a weight is rounded to for a product: float16 has too few exponents for e^{x − max}, so it
 # goes through the tensor cores as TF32, which has as many digits.
@@ -137,7 +137,7 @@ def _segments(call: Call, plan: Plan) -> tuple[int, int]:
         # Tiles that hold whole blocks of an odd size fit no other walk; masks see to the rest.
         whole = plan.block_rows == plan.walk.tokens
         rows = max(rows, plan.block_rows) if whole else plan.block_rows
-    stretch = plan.walk.stretch(longest, rows, programs, plan.cores)
+    stretch = walk_stretch(plan.walk, longest, rows, programs, plan.cores)
     return cdiv(longest, stretch), stretch
 
 

@@ -40,6 +40,16 @@ def finish_gradients(
     return dq, dk, dv, dalpha, dbeta, dmix
 
 
+def beta_gradient(sums: Tensor, width: int) -> Tensor:
+    """Every head's dβ ``[B, H, 1]`` from what its programs summed ``[B, H, programs, 3]``.
+
+    dβ = Σ g·k over tokens and slots, and Σ g = 0, so that dβ = Σ g·(k − c) for any c. With c the
+    mean of k by its weights in the slots, roundings that g has in common count less.
+    """
+    product, residue, weighted = sums.sum(2, keepdim=True, dtype=torch.float64).unbind(-1)
+    return product - residue * weighted / width
+
+
 def _total(parts: Tensor) -> Tensor:
     """The programs' parts of a head's gradient, summed in float64: few numbers, many terms each."""
     return parts.sum(-1, dtype=torch.float64)[..., None, None]

@@ -24,7 +24,7 @@ from lln.kernels.arguments import (
     precision_of,
     strides_of,
 )
-from lln.kernels.gradients import finish_gradients, mix_shape, parts_of, per_summary
+from lln.kernels.gradients import beta_gradient, finish_gradients, mix_shape, parts_of, per_summary
 from lln.kernels.recipes import Recipe, Step, follow, places
 from lln.kernels.shapes import output_like
 from lln.kernels.tuning import Plan, cdiv, make_plan
@@ -192,7 +192,7 @@ def attend_backward(
     if alpha_grad or beta_grad or mode:
         parts = _cut(call, _plan_of(call))
         of_alpha = (batch, heads, parts.query_programs) if alpha_grad else None
-        of_beta = (batch, slots, parts.key_programs) if beta_grad else None
+        of_beta = (batch, slots, parts.key_programs, 3) if beta_grad else None
         of_mix = mix_shape(mode, query, value_width, (batch, heads, parts.key_programs))
         dalpha, dbeta, dmix = parts_of(device, of_alpha, of_beta, of_mix)
     live = {
@@ -227,6 +227,8 @@ def attend_backward(
         return _write_backward(call, gradient, mix, (dq, dk, dv), asked, cut, chosen)
 
     follow(kind, family, live, device, lambda: _plan_of(call), write)
+    if dbeta is not None:
+        dbeta = beta_gradient(dbeta, width)
     return finish_gradients(call, (dq, dk, dv), dalpha, dbeta, dmix, slots // key.shape[1])
 
 

@@ -28,6 +28,10 @@ MAX_GRID = 65535
 # blocks, and in causal calls, tiles of q, k, v, dO and two summaries have to fit beside it.
 MAX_SUMMARY = 128 * 128
 MAX_SUMMARY_BESIDE_TILES = 64 * 128
+# A causal walk takes so many registers that this many warps of walks run on a multiprocessor.
+WALKING_WARPS = 8
+# The passes that a walk in stretches needs on top, as a share of the walk: 0.30 to 0.35 measured.
+SHARE_OF_STRETCHES = 0.35
 
 
 def _is_installed(package: str) -> bool:
@@ -49,7 +53,8 @@ class Tile(NamedTuple):
         tokens: In a tile; a power of two.
         warps: Of a program.
         stages: Depth of the pipeline of loads.
-        programs: For every multiprocessor, at least; the sequence is split for that.
+        programs: For every multiprocessor, at least; the sequence is split for that. Causal walks
+            have a rule of their own, `walk_stretch`.
     """
 
     tokens: int
@@ -62,6 +67,28 @@ class Tile(NamedTuple):
         tiles = -(-tokens // rows)
         programs = min(max(1, -(-self.programs * cores // max(heads, 1))), tiles)
         return -(-tiles // programs) * rows
+
+
+@lru_cache(4096)
+def walk_stretch(tile: Tile, tokens: int, rows: int, heads: int, cores: int) -> int:
+    """Tokens of one program of a causal walk: whole tiles of ``rows`` tokens.
+
+    Programs run in waves of as many as there is room for, and the last wave takes as long as a full
+    one. A sequence is cut into stretches where that fills the waves better by more than the states
+    that stretches start from cost.
+    """
+    tiles = cdiv(tokens, rows)
+    together = cores * max(1, WALKING_WARPS // tile.warps)
+
+    def duration(stretches: int) -> float:
+        """In tiles of one program."""
+        length = cdiv(tiles, stretches)
+        waves = cdiv(heads * cdiv(tiles, length), together)
+        extra = 0.0 if length == tiles else SHARE_OF_STRETCHES * heads * tiles / together
+        return waves * length + extra
+
+    most = max(1, min(tiles, cdiv(8 * together, max(heads, 1))))
+    return cdiv(tiles, min(range(1, most + 1), key=duration)) * rows
 
 
 @dataclass(frozen=True)
@@ -173,8 +200,7 @@ def _plan(
     block_warps = 4 if max(widest, block_tile) <= 64 else 8
     walk_warps = 4 if width <= 64 and block_tile <= 64 else 8
     walk_tokens = block_tile if block_size else 16 if room > 128 else 32
-    walk_stages = 1 if room > 128 else 2
-    wide_walk = not block_size and width == value_width == room == 64
+    walk_stages = 1 if room > 128 else 2 if room > 64 else 3
     cores = multiprocessors(device)
     chosen = {
         "width": width,
@@ -186,9 +212,9 @@ def _plan(
         "query_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
         "joint_grad": Tile(block_tile, block_warps, 2, 8),
-        "walk": Tile(walk_tokens, walk_warps, 3 if room <= 64 else walk_stages, 8),
-        "walk_query": Tile(64 if wide_walk else walk_tokens, walk_warps, walk_stages, 8),
-        "walk_key": Tile(walk_tokens, walk_warps, walk_stages, 8),
+        "walk": Tile(walk_tokens, walk_warps, walk_stages),
+        "walk_query": Tile(walk_tokens, walk_warps, walk_stages),
+        "walk_key": Tile(walk_tokens, walk_warps, walk_stages),
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "short": (longest <= 1024 and summaries >= 2 * cores) or heads > MAX_GRID,
