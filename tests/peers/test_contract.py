@@ -414,3 +414,20 @@ def test_unknown_names_and_refusals():
     ):
         with pytest.raises(InvalidInputError, match=said):
             build("elu", **wrong)
+
+
+@every
+@pytest.mark.parametrize("masked", [False, True])
+def test_any_memory_order_of_the_fused_softmax(name, masked, monkeypatch):
+    """On a GPU, SDPA's output lies in memory as ``[B, N, H, D]``: no view of it may assume else."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def turned(*inputs, **options):
+        out = attend(*inputs, **options)
+        return out.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+    x, mask = tokens(), some_padding() if masked else None
+    layer = build(name)
+    expected = layer(x, mask)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", turned)
+    assert torch.equal(layer(x, mask), expected)
