@@ -11,7 +11,13 @@ import json
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.tables import cpu_table, gpu_other_table, gpu_table, roberta_table
+from benchmarks.tables import (
+    cpu_table,
+    gpu_earlier_table,
+    gpu_other_table,
+    gpu_table,
+    roberta_table,
+)
 from benchmarks.targets import targets_table
 from lln.bench.compare import add_ratios
 from lln.bench.figures import draw_speed
@@ -47,6 +53,9 @@ def main() -> None:
     fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
     fill(README, "gpu-targets", targets_table(gpu) if gpu else command)
     fill(BENCHMARKS, "gpu-other", gpu_other_table(gpu) if gpu else command)
+    earlier = read("cuda-earlier")
+    section = gpu_earlier_table(earlier, gpu) if gpu and earlier else "None."
+    fill(BENCHMARKS, "gpu-earlier", section)
     roberta = read("roberta")
     command = missing("lln bench roberta --device cuda", "roberta")
     if roberta:
@@ -81,7 +90,7 @@ def read(name: str) -> dict | None:
     if not path.exists():
         return None
     results = json.loads(path.read_text("utf-8"))
-    if name in ("cpu", "cuda"):
+    if name in ("cpu", "cuda", "cuda-earlier"):
         # Older files name operations that are timed no more, and carry no ratios.
         results["cases"] = [row for row in results["cases"] if row["operation"] in OPERATIONS]
         add_ratios(results["cases"])

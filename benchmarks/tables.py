@@ -86,7 +86,19 @@ def gpu_table(results: dict, only: tuple[int, ...] = (), rest: str = "") -> str:
 def gpu_other_table(results: dict) -> str:
     """Every GPU case that is not in the main table."""
     main = ("lln", "lln_diag", "sdpa_flash", "sdpa_cudnn")
-    shown = {row["name"] for row in main_rows(results) if row["operation"] in main}
+    return _cases(results, {row["name"] for row in main_rows(results) if row["operation"] in main})
+
+
+def gpu_earlier_table(results: dict, latest: dict) -> str:
+    """The cases of an earlier run that the latest one did not get to."""
+    environment = results["environment"]
+    caption = f"{environment['device']}, copy {results['copy_terabytes_per_second']:.2f} TB/s; "
+    names = {row["name"] for row in latest["cases"]}
+    return f"{_cases(results, names)}\n\n{caption}{_source(environment)}."
+
+
+def _cases(results: dict, shown: set[str]) -> str:
+    """Every case but those shown elsewhere."""
     lines = [
         "| operation | pass | B | N | D | graph ms | floors | ms | floors | vs best softmax "
         "| vs compiled | vs fla | memory |",
