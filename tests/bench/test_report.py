@@ -195,7 +195,7 @@ def test_report_fills_every_section_and_changes_nothing_twice(checkout):
     page = texts[checkout / "docs/benchmarks.md"]
     for text, names in (
         (readme, ("cpu-speed", "gpu-speed", "gpu-targets")),
-        (page, ("gpu-speed", "gpu-other", "roberta", "roberta-filled")),
+        (page, ("gpu-speed", "gpu-other", "gpu-earlier", "roberta", "roberta-filled")),
     ):
         for name in names:
             section = text.split(f"<!-- {name}: begin -->")[1].split(f"<!-- {name}: end -->")[0]

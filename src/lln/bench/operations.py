@@ -5,6 +5,7 @@ Dimension legend: B batch, H heads, N tokens, D head width.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -244,6 +245,9 @@ def _linear_causal(query: Tensor, key: Tensor, value: Tensor, normalised: bool =
 
 
 def _fla(query: Tensor, key: Tensor, value: Tensor, normalised: bool = False) -> Tensor:
+    # fla times its tiles when first called and keeps the choice on disk: one made while something
+    # else used the GPU would slow it down for good. It chooses anew here.
+    os.environ.setdefault("FLA_CACHE_RESULTS", "0")
     from fla.ops.linear_attn import chunk_linear_attn
 
     return chunk_linear_attn(query, key, value, normalize=normalised)[0]
