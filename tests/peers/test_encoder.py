@@ -199,3 +199,22 @@ def test_a_wrong_mask_gets_a_sentence():
     ):
         with pytest.raises(InvalidInputError, match=said):
             host(vectors(), wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1, 50, 2**40])
+def test_words_outside_the_vocabulary_get_a_sentence(wrong):
+    host = encoder(vocabulary=50)
+    words = torch.randint(50, (2, 40))
+    words[1, 7] = wrong
+    # What stands under the padding is embedded too.
+    for mask in (None, padding(), torch.zeros(2, 40, dtype=torch.bool)):
+        with pytest.raises(InvalidInputError, match=rf"0 … 49,.* got {wrong}; .*larger vocabulary"):
+            host(words, mask)
+    words[1, 7] = 49
+    assert host(words).isfinite().all()
+
+
+def test_words_are_not_looked_at_before_use():
+    # A meta tensor has no values: a check of them, which a GPU would have to wait for, fails.
+    host = encoder(vocabulary=50).to("meta")
+    assert host(torch.empty(2, 40, dtype=torch.int64, device="meta")).shape == (2, 40, WIDTH)

@@ -133,7 +133,20 @@ class Encoder(nn.Module):
                 f"{words.shape[1]}; build it with a larger max_len."
             )
         places = torch.arange(words.shape[1], device=words.device)
-        return self.word(words) + self.position(places)
+        try:
+            return self.word(words) + self.position(places)
+        except IndexError as error:
+            # Afterwards, because looking at the words first would make every call wait for the GPU.
+            # There torch stops the program itself, with an assertion of the device.
+            raise self._unknown_words(words) from error
+
+    def _unknown_words(self, words: Tensor) -> InvalidInputError:
+        last = len(self.word.weight) - 1
+        outside = words[(words < 0) | (words > last)]
+        return InvalidInputError(
+            f"words must be of 0 … {last}, padded ones too, got {outside[0].item()}; build the "
+            f"encoder with a larger vocabulary than {last + 1} or send other numbers."
+        )
 
 
 class _Layer(nn.Module):
