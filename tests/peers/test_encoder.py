@@ -176,8 +176,17 @@ def test_bad_options_get_a_sentence(changes, said):
 
 def test_bad_words_get_a_sentence():
     host = encoder(vocabulary=50)
-    with pytest.raises(InvalidInputError, match="vocabulary=None"):
-        host(vectors())
+    words = torch.zeros(2, 40, dtype=torch.int64)
+    for wrong, said in (
+        (vectors(), "float64"),
+        (words.bool(), "bool"),
+        (words.to(torch.int16), "int16"),
+        (words[0], r"int64 \[40\]"),
+        (words.tolist(), "list"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"{said}.*vocabulary=None"):
+            host(wrong)
+    assert torch.equal(host(words.int()), host(words))
     with pytest.raises(InvalidInputError, match="larger max_len"):
         host(torch.zeros(1, MAX_LEN + 1, dtype=torch.long))
 
