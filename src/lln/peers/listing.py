@@ -24,7 +24,7 @@ KINDS = {
     "mixer": "owns its projections",
     "block": "replaces attention and feed-forward",
 }
-HEADS = ("name", "kind", "complexity", "causal", "padding", "row-stochastic", "parameters")
+HEADS = ("name", "kind", "complexity", "causal", "row-stochastic", "parameters")
 
 
 def in_order(names: Iterable[str] | None = None) -> list[str]:
@@ -39,7 +39,7 @@ def table() -> tuple[list[str], list[list[str]]]:
     Example:
         >>> heads, lines = table()
         >>> lines[0]
-        ['softmax', 'core', 'O(N² d)', 'yes', 'longer', 'yes', '14.2 M (1.00×)']
+        ['softmax', 'core', 'O(N² d)', 'yes', 'yes', '14.2 M (1.00×)']
     """
     parameters = compare_parameters(in_order(), **SIZE)
     lines = []
@@ -51,7 +51,6 @@ def table() -> tuple[list[str], list[list[str]]]:
                 one.kind,
                 one.complexity,
                 _yes(one.causal),
-                one.padding,
                 _yes(one.row_stochastic),
                 f"{count.total / 1e6:.1f} M ({count.relative:.2f}×)",
             ]
