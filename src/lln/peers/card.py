@@ -21,8 +21,8 @@ class Card:
         complexity: Time in N and its own sizes.
         is_linear: Whether time grows no faster than N log N at a fixed setting.
         causal: Whether ``is_causal=True`` is possible.
-        padding: ``"longer"``: appending padded tokens changes no real token. ``"values"``: the
-            method depends on the padded length, but what padded tokens hold never matters.
+        padding: ``"longer"``, which every system keeps: appending padded tokens changes no real
+            token.
         row_stochastic: Whether each row of its matrix is non-negative and sums to 1, up to a floor
             of the denominator. A row that weighs no key at all is zero, which kernels with a ReLU
             can have.
@@ -46,7 +46,7 @@ class Card:
     complexity: str
     is_linear: bool
     causal: bool
-    padding: Literal["longer", "values"]
+    padding: Literal["longer"]
     row_stochastic: bool
     equivariant: bool
     oracle: str

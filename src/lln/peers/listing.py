@@ -90,10 +90,7 @@ def description(name: str) -> str:
         "kind": f"{one.kind}: {KINDS[one.kind]}",
         "complexity": one.complexity + (", linear or N log N" if one.is_linear else ""),
         "causal": "yes, is_causal=True" if one.causal else "no such form",
-        "padding": {
-            "longer": "appending padded tokens changes no real token",
-            "values": "depends on the padded length, never on what padded tokens hold",
-        }[one.padding],
+        "padding": "appending padded tokens changes no real token",
         "row-stochastic": _yes(one.row_stochastic),
         "permutation": "equivariant" if one.equivariant else "the order of the tokens matters",
         "max_len": "longer inputs are refused" if one.needs_max_len else "",
