@@ -86,6 +86,8 @@ def test_card_says_everything(name):
     facts = (card.title, card.equation, card.citation, card.complexity, card.oracle)
     for fact in (*facts, card.departures, card.random):
         assert " ".join(fact.split()) in output
+    only_told = "torch.use_deterministic_algorithms(True)" in output
+    assert only_told != card.repeats_on_gpu
     for option in peers.options_of(name):
         assert f"{option.name}={option.default!r}: {' '.join(option.text.split())}" in output
 

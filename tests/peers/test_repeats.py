@@ -1,5 +1,8 @@
 """Whether the same call gives the same bits twice: on a CPU always, on a GPU as the cards say."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from tests.peers.contract import build, tokens
@@ -94,6 +97,27 @@ def test_deterministic_algorithms_change_nothing_on_a_cpu(name):
 def test_every_order_of_adding_is_fixed_on_a_cpu(name):
     # By the operators: at this size torch has no use for several threads.
     assert not called_by(name) & ANY_ORDER_ON_A_CPU
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cards_say_what_repeats_on_a_gpu(name, monkeypatch):
+    attend, is_fused = torch.nn.functional.scaled_dot_product_attention, False
+
+    def noticed(*inputs, **options):
+        nonlocal is_fused
+        is_fused = True
+        return attend(*inputs, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noticed)
+    repeats = not called_by(name) & ANY_ORDER_ON_A_GPU and not is_fused
+    assert peers.card(name).repeats_on_gpu == repeats
+
+
+def test_the_page_names_what_differs_on_a_gpu():
+    page = (Path(__file__).parents[2] / "docs" / "peers.md").read_text(encoding="utf-8")
+    listed = page.split("**The same bits twice.**")[1].split("`torch.use_deterministic")[0]
+    differing = [name for name in NAMES if not peers.card(name).repeats_on_gpu]
+    assert set(re.findall(r"`([a-z_0-9]+)`", listed)) == set(differing)
 
 
 def test_what_the_operators_are_seen_by():

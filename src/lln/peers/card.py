@@ -27,6 +27,10 @@ class Card:
             of the denominator. A row that weighs no key at all is zero, which kernels with a ReLU
             can have.
         equivariant: Whether permuting the tokens permutes the outputs.
+        repeats_on_gpu: Whether the same call gives the same bits twice on a GPU, as it does on a
+            CPU, gradients included. False where floats are added in whichever order threads arrive
+            (gradients of gathers, of convolutions, of fused softmax attention): the same bits then
+            take ``torch.use_deterministic_algorithms(True)``.
         needs_max_len: Whether longer inputs than ``max_len`` are refused.
         random: What is drawn at random, empty if nothing.
         adds: Parameters beyond the four projections (of a core), or all of them in words.
@@ -50,6 +54,7 @@ class Card:
     row_stochastic: bool
     equivariant: bool
     oracle: str
+    repeats_on_gpu: bool = True
     needs_max_len: bool = False
     random: str = ""
     adds: str = "none"

@@ -24,6 +24,7 @@ KINDS = {
     "mixer": "owns its projections",
     "block": "replaces attention and feed-forward",
 }
+GPU_REPEATS = "the same bits every time only under torch.use_deterministic_algorithms(True)"
 HEADS = ("name", "kind", "complexity", "causal", "row-stochastic", "parameters")
 
 
@@ -93,6 +94,7 @@ def description(name: str) -> str:
         "padding": "appending padded tokens changes no real token",
         "row-stochastic": _yes(one.row_stochastic),
         "permutation": "equivariant" if one.equivariant else "the order of the tokens matters",
+        "on a GPU": "the same bits every time" if one.repeats_on_gpu else GPU_REPEATS,
         "max_len": "longer inputs are refused" if one.needs_max_len else "",
         "random": one.random,
         "adds": one.adds,

@@ -53,6 +53,7 @@ class Skyformer(Core):
         padding="longer",
         row_stochastic=False,
         equivariant=False,
+        repeats_on_gpu=False,
         random="which tokens are landmarks: at construction and at every training step",
         oracle="dense form; all rows as landmarks give exact GV",
         departures="Evaluation keeps the last landmarks and the inverse starts per sample and head "
