@@ -119,6 +119,7 @@ def _card_in_full(name: str) -> str:
             if one.name not in ("diagonal", "convolution")
         ),
         "Random": card.random,
+        "On a GPU": "" if card.repeats_on_gpu else listing.GPU_REPEATS,
         "Adds": "" if card.adds == "none" else card.adds,
         "Checked with": card.oracle,
         "Departures": card.departures,

@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+# Columns that text is folded to where the terminal does not decide.
+WIDTH = 100
+
 
 def peers(
     name: Annotated[
@@ -19,11 +22,9 @@ def peers(
 
     Columns: kind is core (heads in, heads out), mixer (owns its projections) or block (replaces
     attention and feed-forward). complexity is time in N tokens, d the head width. causal: whether
-    there is a form for decoders. padding: "longer" means that appending padded tokens changes no
-    real token, "values" that the padded length matters but not what padded tokens hold.
-    row-stochastic: rows of the attention matrix are non-negative and sum to 1, so that entropy and
-    spectral gap mean something. parameters: of an encoder of a stated size, and relative to
-    softmax's.
+    there is a form for decoders. row-stochastic: rows of the attention matrix are non-negative and
+    sum to 1, so that entropy and spectral gap mean something. parameters: of an encoder of a stated
+    size, and relative to softmax's. In any system, appending padded tokens changes no real token.
 
     Try `lln peers performer`, then in Python:
     `lln.peers.build("performer", embed_dim=256, num_heads=4, max_len=512)`. How fast they are:
@@ -39,11 +40,24 @@ def peers(
     elif name:
         typer.echo(_folded(listing.description(name)))
     else:
-        from lln.bench.display import show_table
-
-        show_table(*listing.table(), title="Attention systems", texts=6)
-        typer.echo(f"Parameters: {listing.SIZE_IN_WORDS}; × relative to softmax's.")
+        _show(*listing.table())
+        typer.echo(f"Parameters: {listing.SIZE_IN_WORDS},")
+        typer.echo("embeddings left out; × is relative to softmax's.")
         typer.echo("The card of one: lln peers NAME. Speed and memory: lln bench peers.")
+
+
+def _show(heads: list[str], lines: list[list[str]]) -> None:
+    """The table, at most as wide as the terminal; away from one 100 columns or $COLUMNS."""
+    import shutil
+
+    from lln.peers.columns import in_columns
+
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    top, rest = in_columns(heads, lines, folded="complexity", width=width)
+    for line in top:
+        typer.secho(line, bold=True)
+    typer.echo("─" * len(top[-1]))
+    typer.echo("\n".join(rest) + "\n")
 
 
 def _folded(text: str) -> str:
@@ -51,7 +65,7 @@ def _folded(text: str) -> str:
     import shutil
     import textwrap
 
-    width = min(shutil.get_terminal_size().columns, 100)
+    width = min(shutil.get_terminal_size().columns, WIDTH)
     lines: list[str] = []
     for line in text.splitlines():
         indent = " " * (6 if line.startswith("  ") else 16)

@@ -176,8 +176,17 @@ def test_bad_options_get_a_sentence(changes, said):
 
 def test_bad_words_get_a_sentence():
     host = encoder(vocabulary=50)
-    with pytest.raises(InvalidInputError, match="vocabulary=None"):
-        host(vectors())
+    words = torch.zeros(2, 40, dtype=torch.int64)
+    for wrong, said in (
+        (vectors(), "float64"),
+        (words.bool(), "bool"),
+        (words.to(torch.int16), "int16"),
+        (words[0], r"int64 \[40\]"),
+        (words.tolist(), "list"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"{said}.*vocabulary=None"):
+            host(wrong)
+    assert torch.equal(host(words.int()), host(words))
     with pytest.raises(InvalidInputError, match="larger max_len"):
         host(torch.zeros(1, MAX_LEN + 1, dtype=torch.long))
 
@@ -199,3 +208,22 @@ def test_a_wrong_mask_gets_a_sentence():
     ):
         with pytest.raises(InvalidInputError, match=said):
             host(vectors(), wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1, 50, 2**40])
+def test_words_outside_the_vocabulary_get_a_sentence(wrong):
+    host = encoder(vocabulary=50)
+    words = torch.randint(50, (2, 40))
+    words[1, 7] = wrong
+    # What stands under the padding is embedded too.
+    for mask in (None, padding(), torch.zeros(2, 40, dtype=torch.bool)):
+        with pytest.raises(InvalidInputError, match=rf"0 … 49,.* got {wrong}; .*larger vocabulary"):
+            host(words, mask)
+    words[1, 7] = 49
+    assert host(words).isfinite().all()
+
+
+def test_words_are_not_looked_at_before_use():
+    # A meta tensor has no values: a check of them, which a GPU would have to wait for, fails.
+    host = encoder(vocabulary=50).to("meta")
+    assert host(torch.empty(2, 40, dtype=torch.int64, device="meta")).shape == (2, 40, WIDTH)

@@ -120,10 +120,8 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return [names[index] for index in full], [[line[index] for index in full] for line in cells]
 
 
-def show_table(
-    heads: Sequence[str], cells: Sequence[Sequence[str]], title: str, *, texts: int = 1
-) -> None:
-    """Print a table on the standard output; the first ``texts`` columns are no numbers."""
+def show_table(heads: Sequence[str], cells: Sequence[Sequence[str]], title: str) -> None:
+    """Print a table on the standard output; all columns but the first are numbers."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -131,14 +129,14 @@ def show_table(
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
         for line in (heads, *cells):
             padded = (
-                f"{cell:<{width}}" if index < texts else f"{cell:>{width}}"
+                f"{cell:>{width}}" if index else f"{cell:<{width}}"
                 for index, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
             sys.stdout.write("  ".join(padded).rstrip() + "\n")
         return
     table = Table()
     for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index < texts else "right", no_wrap=index == 0)
+        table.add_column(head, justify="right" if index else "left", no_wrap=index == 0)
     for line in cells:
         table.add_row(*line)
     # Away from a terminal rich would fold everything into eighty columns.

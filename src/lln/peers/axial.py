@@ -46,6 +46,7 @@ class Axial(Peer):
         padding="longer",
         row_stochastic=False,
         equivariant=False,
+        repeats_on_gpu=False,
         adds="eight projections, four an axis",
         oracle="dense mask form, one axis after the other",
         departures="The paper's layer is two residual sublayers with norms and feed-forward "

@@ -51,6 +51,7 @@ class BigBird(Core):
         padding="longer",
         row_stochastic=True,
         equivariant=False,
+        repeats_on_gpu=False,
         random="r blocks for each head and block, once, when built",
         oracle="transformers BigBirdBlockSparseAttention, sharing its random blocks; dense form",
         departures="random blocks are the same in training and evaluation (transformers looks at "

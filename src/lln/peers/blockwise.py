@@ -48,6 +48,7 @@ class Blockwise(Core):
         padding="longer",
         row_stochastic=True,
         equivariant=False,
+        repeats_on_gpu=False,
         oracle="dense mask form",
         departures="Blocks are cut from the real tokens of each sample, not from the padded "
         "length, and need not be equally long.",

@@ -21,12 +21,16 @@ class Card:
         complexity: Time in N and its own sizes.
         is_linear: Whether time grows no faster than N log N at a fixed setting.
         causal: Whether ``is_causal=True`` is possible.
-        padding: ``"longer"``: appending padded tokens changes no real token. ``"values"``: the
-            method depends on the padded length, but what padded tokens hold never matters.
+        padding: ``"longer"``, which every system keeps: appending padded tokens changes no real
+            token.
         row_stochastic: Whether each row of its matrix is non-negative and sums to 1, up to a floor
             of the denominator. A row that weighs no key at all is zero, which kernels with a ReLU
             can have.
         equivariant: Whether permuting the tokens permutes the outputs.
+        repeats_on_gpu: Whether the same call gives the same bits twice on a GPU, as it does on a
+            CPU, gradients included. False where floats are added in whichever order threads arrive
+            (gradients of gathers, of convolutions, of fused softmax attention): the same bits then
+            take ``torch.use_deterministic_algorithms(True)``.
         needs_max_len: Whether longer inputs than ``max_len`` are refused.
         random: What is drawn at random, empty if nothing.
         adds: Parameters beyond the four projections (of a core), or all of them in words.
@@ -46,10 +50,11 @@ class Card:
     complexity: str
     is_linear: bool
     causal: bool
-    padding: Literal["longer", "values"]
+    padding: Literal["longer"]
     row_stochastic: bool
     equivariant: bool
     oracle: str
+    repeats_on_gpu: bool = True
     needs_max_len: bool = False
     random: str = ""
     adds: str = "none"

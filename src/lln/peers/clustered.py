@@ -57,6 +57,7 @@ class Clustered(Core):
         padding="longer",
         row_stochastic=True,
         equivariant=False,
+        repeats_on_gpu=False,
         random="projections of the hash, once, at construction",
         adds="none; the projections are a buffer of bits·d",
         oracle="dense form",

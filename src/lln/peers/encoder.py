@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln.checks import shape_of
 from lln.errors import InvalidInputError
 from lln.peers.peer import check_key_mask
 from lln.peers.registry import available, build, card, parameter_count
 
 NORMS = ("pre", "post")
+# What torch looks up in an embedding.
+WORD_DTYPES = (torch.int64, torch.int32)
 
 
 class Encoder(nn.Module):
@@ -122,10 +125,12 @@ class Encoder(nn.Module):
         return torch.where(real, self.norm(hidden), 0.0)
 
     def _embed(self, words: Tensor) -> Tensor:
-        if words.dim() != 2 or words.is_floating_point():
+        is_tensor = isinstance(words, Tensor)
+        if not is_tensor or words.dim() != 2 or words.dtype not in WORD_DTYPES:
+            seen = f"{words.dtype} {shape_of(words)}" if is_tensor else type(words).__name__
             raise InvalidInputError(
-                "an encoder with a vocabulary takes whole numbers [batch, tokens]; build it with "
-                "vocabulary=None to send token vectors."
+                f"an encoder with a vocabulary takes int64 or int32 [batch, tokens], got {seen}; "
+                "build it with vocabulary=None to send token vectors."
             )
         if words.shape[1] > self.max_len:
             raise InvalidInputError(
@@ -133,7 +138,20 @@ class Encoder(nn.Module):
                 f"{words.shape[1]}; build it with a larger max_len."
             )
         places = torch.arange(words.shape[1], device=words.device)
-        return self.word(words) + self.position(places)
+        try:
+            return self.word(words) + self.position(places)
+        except IndexError as error:
+            # Afterwards, because looking at the words first would make every call wait for the GPU.
+            # There torch stops the program itself, with an assertion of the device.
+            raise self._unknown_words(words) from error
+
+    def _unknown_words(self, words: Tensor) -> InvalidInputError:
+        last = len(self.word.weight) - 1
+        outside = words[(words < 0) | (words > last)]
+        return InvalidInputError(
+            f"words must be of 0 … {last}, padded ones too, got {outside[0].item()}; build the "
+            f"encoder with a larger vocabulary than {last + 1} or send other numbers."
+        )
 
 
 class _Layer(nn.Module):

@@ -158,10 +158,11 @@ class ChunkBias(nn.Module):
 
     def forward(self, length: int) -> Tensor:
         """``[length, length]`` for the first `length` tokens of a chunk."""
-        if self.weight.dim() == 1:
-            places = torch.arange(length, device=self.weight.device)
-            return self.weight[self.chunk - 1 + places - places[:, None]]
         wide = accumulation_dtype(self.weight.dtype)
+        if self.weight.dim() == 1:
+            near = self.weight.to(wide)[self.chunk - length : self.chunk + length - 1]
+            # Windows, not an index: its gradient would be added up in any order, on a CPU too.
+            return near.unfold(0, length, 1).flip(0)
         angles = frequencies(self.weight.shape[-1], wide, self.weight.device)
         rows, columns = rotate(self.weight[:, None, :].expand(-1, length, -1), angles)
         return rows @ columns.mT

@@ -48,6 +48,7 @@ class Linformer(Core):
         padding="longer",
         row_stochastic=False,
         equivariant=False,
+        repeats_on_gpu=False,
         needs_max_len=True,
         adds="2·max_len·k (headwise; times heads if not shared, half if key_value)",
         oracle="linformer LinformerSelfAttention; dense form",

@@ -24,7 +24,8 @@ KINDS = {
     "mixer": "owns its projections",
     "block": "replaces attention and feed-forward",
 }
-HEADS = ("name", "kind", "complexity", "causal", "padding", "row-stochastic", "parameters")
+GPU_REPEATS = "the same bits every time only under torch.use_deterministic_algorithms(True)"
+HEADS = ("name", "kind", "complexity", "causal", "row-stochastic", "parameters")
 
 
 def in_order(names: Iterable[str] | None = None) -> list[str]:
@@ -39,7 +40,7 @@ def table() -> tuple[list[str], list[list[str]]]:
     Example:
         >>> heads, lines = table()
         >>> lines[0]
-        ['softmax', 'core', 'O(N² d)', 'yes', 'longer', 'yes', '14.2 M (1.00×)']
+        ['softmax', 'core', 'O(N² d)', 'yes', 'yes', '14.2 M (1.00×)']
     """
     parameters = compare_parameters(in_order(), **SIZE)
     lines = []
@@ -51,7 +52,6 @@ def table() -> tuple[list[str], list[list[str]]]:
                 one.kind,
                 one.complexity,
                 _yes(one.causal),
-                one.padding,
                 _yes(one.row_stochastic),
                 f"{count.total / 1e6:.1f} M ({count.relative:.2f}×)",
             ]
@@ -91,12 +91,10 @@ def description(name: str) -> str:
         "kind": f"{one.kind}: {KINDS[one.kind]}",
         "complexity": one.complexity + (", linear or N log N" if one.is_linear else ""),
         "causal": "yes, is_causal=True" if one.causal else "no such form",
-        "padding": {
-            "longer": "appending padded tokens changes no real token",
-            "values": "depends on the padded length, never on what padded tokens hold",
-        }[one.padding],
+        "padding": "appending padded tokens changes no real token",
         "row-stochastic": _yes(one.row_stochastic),
         "permutation": "equivariant" if one.equivariant else "the order of the tokens matters",
+        "on a GPU": "the same bits every time" if one.repeats_on_gpu else GPU_REPEATS,
         "max_len": "longer inputs are refused" if one.needs_max_len else "",
         "random": one.random,
         "adds": one.adds,

@@ -68,8 +68,8 @@ class LLN(_Matched):
         equivariant=True,
         oracle="dense form; the tests of lln.lln_attention",
         departures="α, β per sample and head over real tokens, where the authors' code takes one "
-        "pair from the whole tensor, padding and batch-mates included (matching='paper'); causal "
-        "layers use running statistics",
+        "pair from the whole tensor, padding and batch-mates included (matching='paper': one pair "
+        "from all real tokens); causal layers use running statistics",
     )
 
     def __init__(

@@ -47,6 +47,7 @@ class LocalGlobal(Core):
         padding="longer",
         row_stochastic=True,
         equivariant=False,
+        repeats_on_gpu=False,
         period=3,
         oracle="transformers ModernBertAttention, both kinds of layer; dense form",
         departures="the projections have biases, as every core's here; published ones have none",

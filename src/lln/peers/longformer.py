@@ -45,6 +45,7 @@ class Longformer(Peer):
         padding="longer",
         row_stochastic=True,
         equivariant=False,
+        repeats_on_gpu=False,
         oracle="transformers LongformerSelfAttention; dense form",
         adds="query, key, value and output projections; three more for global tokens",
         departures="the first real token is global unless global_tokens says otherwise (published "

@@ -50,6 +50,7 @@ class Nystromformer(Core):
         padding="longer",
         row_stochastic=False,
         equivariant=False,
+        repeats_on_gpu=False,
         adds="one filter of 33 tokens a head",
         oracle="transformers NystromformerSelfAttention; nystrom_attention; dense form",
         departures="Pseudo-inverse started per sample and head (compat='original' couples the "

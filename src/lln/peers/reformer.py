@@ -59,6 +59,7 @@ class Reformer(Peer):
         padding="longer",
         row_stochastic=True,
         equivariant=False,
+        repeats_on_gpu=False,
         random="the rotations of the hash; drawn anew in every training step",
         oracle="transformers LSHSelfAttention, sharing its buckets; dense form",
         adds="one projection for queries and keys, one for values, one for the output; no biases",

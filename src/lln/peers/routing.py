@@ -58,6 +58,7 @@ class Routing(Peer):
         padding="longer",
         row_stochastic=False,
         equivariant=False,
+        repeats_on_gpu=False,
         random="centroids, once, at construction",
         adds="query, value and output projections, and keys of the local heads; centroids are a "
         "buffer of k·d a routing head",

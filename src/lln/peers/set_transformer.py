@@ -39,6 +39,7 @@ class SetTransformer(Peer):
         padding="longer",
         row_stochastic=False,
         equivariant=True,
+        repeats_on_gpu=False,
         adds="two MABs of 5·D² (four projections and one feed-forward layer) and m·D points",
         oracle="dense form",
         departures="As in the paper, not its code: scores over √d of a head (code: √D of the "

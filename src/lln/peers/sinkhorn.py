@@ -51,6 +51,7 @@ class Sinkhorn(Peer):
         padding="longer",
         row_stochastic=False,
         equivariant=False,
+        repeats_on_gpu=False,
         needs_max_len=True,
         random="Gumbel noise on the sorting logits, in training only",
         adds="query, key, value and output projections; a sorting network of D² + D·H·⌈max_len/b⌉",

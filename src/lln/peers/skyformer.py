@@ -53,6 +53,7 @@ class Skyformer(Core):
         padding="longer",
         row_stochastic=False,
         equivariant=False,
+        repeats_on_gpu=False,
         random="which tokens are landmarks: at construction and at every training step",
         oracle="dense form; all rows as landmarks give exact GV",
         departures="Evaluation keeps the last landmarks and the inverse starts per sample and head "
@@ -119,16 +120,15 @@ class Skyformer(Core):
 
     def landmark_rows(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
         """``[B, H, m, D]``: the rows ⌊U · real tokens⌋ among the real ones."""
-        tokens = query.shape[-2]
+        batch, _, tokens, width = query.shape
         if key_mask is None:
-            places = self.uniforms * tokens >> BITS
-            sides = (side[:, :, place] for side, place in zip((query, key), places, strict=True))
-            return torch.cat(tuple(sides), dim=-2)
-        seen = key_mask.cumsum(-1)
-        ranks = self.uniforms.flatten() * seen[:, -1:] >> BITS
-        # The place of the r-th real token is the first where r + 1 have been seen.
-        places = torch.searchsorted(seen, ranks + 1).clamp_max(tokens - 1)
-        width = query.shape[-1]
+            places = (self.uniforms.flatten() * tokens >> BITS).expand(batch, -1)
+        else:
+            seen = key_mask.cumsum(-1)
+            ranks = self.uniforms.flatten() * seen[:, -1:] >> BITS
+            # The place of the r-th real token is the first where r + 1 have been seen.
+            places = torch.searchsorted(seen, ranks + 1).clamp_max(tokens - 1)
+        # Not an index, whose gradient would be added up in any order, on a CPU too.
         sides = (
             side.gather(2, place[:, None, :, None].expand(-1, side.shape[1], -1, width))
             for side, place in zip((query, key), places.chunk(2, dim=-1), strict=True)

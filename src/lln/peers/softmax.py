@@ -28,6 +28,7 @@ class Softmax(Core):
         padding="longer",
         row_stochastic=True,
         equivariant=True,
+        repeats_on_gpu=False,
         oracle="torch scaled_dot_product_attention; dense form",
     )
 

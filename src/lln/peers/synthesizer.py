@@ -57,6 +57,7 @@ class Synthesizer(Peer):
         padding="longer",
         row_stochastic=True,
         equivariant=False,
+        repeats_on_gpu=False,
         needs_max_len=True,
         random="with learned=False the matrices of the random variants, once, at construction",
         adds="value and output projections; per head d·L + d·D (dense), L² (random), "

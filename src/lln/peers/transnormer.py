@@ -188,6 +188,7 @@ class TransNormerT2(TransNormer):
         TransNormerT1.card,
         name="transnormer_t2",
         title="TransNormer T2",
+        repeats_on_gpu=False,
         equation="lower half of the layers: softmax(QKᵀ/√d) V in chunks; upper half: "
         "SRMS(φ(Q)(φ(K)ᵀV)), φ = 1 + elu; LRPE; then a GLU",
     )
