@@ -239,6 +239,39 @@ def test_switching_a_converted_model_to_the_other_attention_is_refused(tiny, tex
         model(**text())
 
 
+def test_settings_replaced_after_conversion_are_refused(tiny, text):
+    """They would be saved without the layers, and the model loaded with other α and β."""
+    model = tiny("roberta")
+    convert(model, calibrate=text(), verbose=False)
+    model.config.lln = {"block_size": 4}
+    with pytest.raises(InvalidInputError, match="replaced after conversion"):
+        model(**text())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mix", 0.9), ("mix", "gate"), ("matching", "entropy"), ("statistics", "sample")],
+)
+def test_settings_that_conversion_built_in_cannot_be_changed_alone(tiny, text, name, value):
+    model = tiny("roberta")
+    convert(model, calibrate=text(), verbose=False)
+    model.config.lln[name] = value
+    with pytest.raises(InvalidInputError, match=f"convert again with {name}={value!r}"):
+        model(**text())
+
+
+def test_other_settings_can_be_changed_after_conversion(tiny, text):
+    """As if the model had been converted with them."""
+    inputs = text(20)
+    changed, converted = tiny("roberta"), tiny("roberta")
+    convert(changed, calibrate=inputs, verbose=False)
+    convert(converted, calibrate=inputs, block_size=4, verbose=False)
+    before = changed(**inputs)[0]
+    changed.config.lln["block_size"] = 4
+    assert change(changed(**inputs)[0], before) > 1e-5
+    assert torch.equal(changed(**inputs)[0], converted(**inputs)[0])
+
+
 @pytest.mark.parametrize("mix", ["ratio", "scale", "gate"])
 def test_learned_parts_learn(tiny, text, mix):
     model = tiny("roberta")

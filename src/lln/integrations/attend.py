@@ -172,11 +172,13 @@ def _forward(
             f"config.lln says that {type(module).__name__} was converted, but its statistics are "
             "not there: call lln.integrations.transformers.register() before loading the model."
         )
-    if isinstance(attached, Heads) and attached.attention != attention and _observer is None:
-        raise InvalidInputError(
-            f"this model was converted to {attached.attention!r} and cannot run as {attention!r}; "
-            "convert it again."
-        )
+    if isinstance(attached, Heads) and _observer is None:
+        if attached.attention != attention:
+            raise InvalidInputError(
+                f"this model was converted to {attached.attention!r} and cannot run as "
+                f"{attention!r}; convert it again."
+            )
+        attached.check_settings(settings)
     past = getattr(key, "lln_past", None)
     past = None if past is None else past.take()
     if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
