@@ -12,8 +12,9 @@ import transformers
 import lln
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations import attend
-from lln.integrations.convert import convert, example_inputs
+from lln.integrations.convert import convert
 from lln.integrations.heads import Heads, KeptSoftmax
+from lln.integrations.inputs import example_inputs
 
 FIXED = {"statistics": "fixed", "alpha": 2.0, "beta": 2.0}
 NAME = "encoder.layer.{}.attention.self"
@@ -365,6 +366,26 @@ def test_options_are_checked_before_anything_runs(tiny, text):
         convert(model, statistics="fixed", verbose=False)
     with pytest.raises(InvalidInputError, match="mix"):
         convert(model, mix="both", verbose=False)
+
+
+def test_what_is_no_batch_is_refused_with_how_to_make_one(tiny, text):
+    model = tiny("roberta")
+    for name in ("calibrate", "batch"):
+        for wrong, message in (
+            (["a text"], f"{name} must be a dictionary .*return_tensors='pt'.* got list"),
+            (text()["input_ids"], f"{name} must be a dictionary .* got Tensor"),
+            ({"input_ids": [[5, 6]]}, rf"{name}\['input_ids'\] must be a tensor, got a list"),
+            ({"input_ids": text()["input_ids"].to("meta")}, f"{name} is on meta and the model on"),
+        ):
+            with pytest.raises(InvalidInputError, match=message):
+                convert(model, verbose=False, **{name: wrong})
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("model", ["folder", torch.nn.Linear(2, 2)], ids=["path", "module"])
+def test_what_is_no_model_of_transformers_is_refused(model):
+    with pytest.raises(InvalidInputError, match=f"got {type(model).__name__}; a Sent"):
+        convert(model)
 
 
 def test_the_table_says_what_changed(tiny, text, capsys):

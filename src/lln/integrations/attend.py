@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lln.attention import block_diagonal_attention, join, lln_attention, lln_diag_attention
 from lln.dropout import drop_keys
-from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.errors import CausalStatisticsError, InvalidInputError, UnsupportedModelError
 from lln.integrations import streaming
 from lln.integrations.heads import Heads, KeptSoftmax, attached_to
 from lln.integrations.masks import check_mask, is_packed
@@ -286,6 +286,12 @@ def temperatures(call: Call) -> tuple[float | Tensor | None, float | Tensor | No
         return call.heads.temperatures(call.query, call.key, call.value, mask, call.is_causal)
     if call.settings.statistics == "fixed":
         return call.settings.alpha, call.settings.beta
+    if call.is_causal:
+        raise CausalStatisticsError(
+            "causal LLN attention needs α and β that do not come from the sequence itself: use "
+            "lln.integrations.convert.convert(model, calibrate=batch), or config.lln = "
+            "{'statistics': 'fixed', 'alpha': ..., 'beta': ...}."
+        )
     return None, None
 
 
@@ -316,13 +322,8 @@ def _continue(call: Call, past: streaming.Past | None) -> Tensor:
         value=call.value[:, :, keys - tokens :],
         mask=None if call.mask is None else call.mask[:, -tokens:],
     )
-    alpha, beta = temperatures(new)
-    if alpha is None or beta is None:
-        raise InvalidInputError(
-            "causal LLN attention needs α and β that do not come from the sequence itself: use "
-            "lln.integrations.convert.convert(model, calibrate=batch), or config.lln = "
-            "{'statistics': 'fixed', 'alpha': ..., 'beta': ...}."
-        )
+    # Of a causal call they are never None.
+    alpha, beta = cast("tuple[float | Tensor, float | Tensor]", temperatures(new))
     if past is None:
         if tokens == 1:
             warnings.warn(_LINEAR_DECODING, stacklevel=2)
