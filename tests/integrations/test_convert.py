@@ -421,6 +421,7 @@ def test_command_converts_a_folder(tiny, text, tmp_path, save_with_tokenizer):
     done = run(*arguments, "--mix", "gate", "--layers", "1")
     assert done.returncode == 0, done.stderr
     assert "1 of 2 attention layers run lln_diag" in done.stdout
+    assert "random inputs" not in done.stdout
     assert (out / "1_Pooling" / "config.json").exists()
     assert (out / "tokenizer.json").exists()
     assert json.loads((out / "config.json").read_text())["attn_implementation"] == "lln_diag"
@@ -433,6 +434,7 @@ def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
     from lln.integrations.folders import convert_folder
 
     tiny("bert").save_pretrained(tmp_path / "in")
+    said = []
     options = {
         "attention": "lln",
         "layers": None,
@@ -440,7 +442,7 @@ def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
         "samples": 4,
         "tokens": 16,
         "overwrite": False,
-        "echo": lambda line: None,
+        "echo": said.append,
     }
     with pytest.raises(InvalidInputError, match=r"no config\.json"):
         convert_folder(tmp_path / "nowhere", tmp_path / "out", **options)
@@ -463,6 +465,8 @@ def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
     with pytest.raises(InvalidInputError, match="cannot be loaded"):
         convert_folder(tmp_path / "broken", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+    assert not said
     convert_folder(tmp_path / "in", tmp_path / "out", **options)
+    assert any("measured on random inputs" in line for line in said)
     convert_folder(tmp_path / "in", tmp_path / "out", **(options | {"overwrite": True}))
     assert (tmp_path / "out" / "model.safetensors").exists()
