@@ -1,6 +1,6 @@
 """Fine-tune a RoBERTa classifier with LLN + Diag attention, and load it again.
 
-    python examples/classify_roberta.py                     # a tiny random model, seconds on a CPU
+    python examples/classify_roberta.py                     # a tiny random model, half a minute
     python examples/classify_roberta.py --model FOLDER      # a checkpoint folder of yours
 
 The made-up task: does the marker token occur in the first or the second half of the sequence?
@@ -52,7 +52,7 @@ def main(arguments=None):
     register()
     if options.model:
         model = AutoModelForSequenceClassification.from_pretrained(
-            options.model, attn_implementation="lln_diag"
+            options.model, attn_implementation="lln_diag", local_files_only=True
         )
     else:
         config = RobertaConfig(
@@ -77,7 +77,7 @@ def main(arguments=None):
                 learning_rate=1e-3,
                 save_strategy="no",
                 report_to=[],
-                disable_tqdm=True,
+                dataloader_pin_memory=torch.cuda.is_available(),
             ),
             train_dataset=FirstOrSecondHalf(2048, seed=0),
             eval_dataset=FirstOrSecondHalf(256, seed=1),

@@ -24,7 +24,7 @@ def main(arguments=None):
 
     torch.manual_seed(0)
     if options.model:
-        model = AutoModel.from_pretrained(options.model).eval()
+        model = AutoModel.from_pretrained(options.model, local_files_only=True).eval()
     else:
         model = BertModel(
             BertConfig(vocab_size=200, hidden_size=64, num_hidden_layers=4, num_attention_heads=4)

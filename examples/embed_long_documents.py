@@ -18,12 +18,19 @@ from lln.integrations.convert import convert
 
 
 def extend_positions(model, tokens):
-    """Let a BERT-like model read ``tokens`` tokens by repeating its position embeddings."""
+    """Let a model like BERT or RoBERTa read ``tokens`` tokens by repeating its positions."""
     embeddings = model.embeddings
-    learned = embeddings.position_embeddings.weight.data
+    padding = embeddings.position_embeddings.padding_idx
+    # RoBERTa counts positions from behind its padding index, BERT from 0.
+    first = 0 if padding is None else padding + 1
+    before, learned = embeddings.position_embeddings.weight.data.split_with_sizes(
+        [first, len(embeddings.position_embeddings.weight) - first]
+    )
     repeats = -(-tokens // len(learned))
-    table = learned.repeat(repeats, 1)[: max(tokens, len(learned))]
-    embeddings.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
+    table = torch.cat([before, learned.repeat(repeats, 1)[: max(tokens, len(learned))]])
+    embeddings.position_embeddings = nn.Embedding.from_pretrained(
+        table, freeze=False, padding_idx=padding
+    )
     places = torch.arange(len(table), device=table.device)
     embeddings.register_buffer("position_ids", places[None], persistent=False)
     embeddings.register_buffer("token_type_ids", torch.zeros_like(places)[None], persistent=False)
@@ -45,7 +52,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
 
     if options.model:
-        model = AutoModel.from_pretrained(options.model).eval()
+        model = AutoModel.from_pretrained(options.model, local_files_only=True).eval()
     else:
         config = BertConfig(
             vocab_size=500, hidden_size=64, num_hidden_layers=2, num_attention_heads=4

@@ -1,7 +1,9 @@
 """Export a model with LLN attention: torch.export with any length, and ONNX.
 
-python examples/export.py                 # a tiny random RoBERTa
-python examples/export.py --onnx FILE     # also ONNX; needs: pip install 'lln[onnx]'
+    python examples/export.py                 # a tiny random RoBERTa
+    python examples/export.py --onnx FILE     # also ONNX; needs: pip install 'lln[onnx]'
+
+What is exported takes any number of tokens, padded or not.
 """
 
 import argparse

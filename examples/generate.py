@@ -36,7 +36,7 @@ def main(arguments=None):
 
     torch.manual_seed(0)
     if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model).eval()
+        model = AutoModelForCausalLM.from_pretrained(options.model, local_files_only=True).eval()
     else:
         config = LlamaConfig(
             vocab_size=200,

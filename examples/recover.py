@@ -1,6 +1,6 @@
 """Convert a model and train it to imitate its softmax original on text without labels.
 
-    python examples/recover.py                 # a tiny model that first learns a task, on a CPU
+    python examples/recover.py     # a tiny model that first learns a task, half a minute
 
 The same for a checkpoint folder: ``lln recover FOLDER NEW_FOLDER --text text.txt``.
 """

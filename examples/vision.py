@@ -1,6 +1,6 @@
 """A vision transformer with LLN attention: Hugging Face's ViT, trained for a few steps.
 
-    python examples/vision.py                   # a tiny random ViT, seconds on a CPU
+    python examples/vision.py                   # a tiny random ViT, half a minute
 
 The made-up task: is the bright square somewhere in the picture red, green or blue?
 """

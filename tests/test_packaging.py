@@ -166,6 +166,21 @@ def test_no_source_file_reads_a_shared_folder_or_names_a_machine_path(path):
     assert not re.search(r"""["'](/\w+/|[A-Z]:\\)""", text)
 
 
+def test_the_oldest_transformers_is_the_one_promised_checked_and_tested():
+    from lln.integrations import OLDEST_TRANSFORMERS
+
+    root = Path(__file__).parents[1]
+    promised = re.search(r'"transformers>=([\d.]+)"', (root / "pyproject.toml").read_text("utf-8"))
+    tested = re.search(
+        r"^transformers==(\d+\.\d+)\.0$",
+        (root / "requirements-oldest.txt").read_text("utf-8"),
+        re.MULTILINE,
+    )
+    assert promised is not None
+    assert tested is not None
+    assert promised[1] == tested[1] == ".".join(map(str, OLDEST_TRANSFORMERS))
+
+
 # The command line
 
 

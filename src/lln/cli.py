@@ -8,8 +8,11 @@ from typing import Annotated
 import typer
 
 from lln.cli_bench import bench_app
+from lln.cli_models import convert, recover
 from lln.cli_peers import peers
 from lln.errors import LLNError
+
+START, MODELS, MEASURE = "Start here", "Your Hugging Face model", "Measure and compare"
 
 app = typer.Typer(
     name="lln",
@@ -19,10 +22,10 @@ app = typer.Typer(
     help=(
         "Linear Log-Normal attention: softmax's concentration at linear cost.\n\n"
         "Start with `lln demo` (a page with plots, two minutes); `lln doctor` says what this "
-        "machine can run, `lln bench` how fast."
+        "machine can run, `lln bench` how fast. With a model of your own: `lln inspect` looks into "
+        "its attention, `lln recover` makes it linear and trains it back."
     ),
 )
-app.add_typer(bench_app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
@@ -36,7 +39,7 @@ def _options(
         raise typer.Exit
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def demo(
     out: Annotated[
         Path, typer.Option(help="Where to write the page; its numbers go beside it as JSON.")
@@ -70,175 +73,19 @@ def demo(
     )
 
 
-@app.command()
-def fit(
-    out: Annotated[
-        Path, typer.Option(help="Where to write the constants the library loads.")
-    ] = Path("constants.json"),
-    figures: Annotated[
-        Path | None, typer.Option(help="Folder for the paper's Figures 5b and 7 (PNG and SVG).")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seeds: Annotated[int, typer.Option(help="Independent draws at every point of the grid.")] = 3,
-    quick: Annotated[bool, typer.Option(help="A coarse grid, about a minute on a laptop.")] = False,
-    work: Annotated[
-        Path, typer.Option(help="Measurements so far; an interrupted fit goes on from here.")
-    ] = Path("lln-fit.jsonl"),
-) -> None:
-    """Fit the constants of moment matching again from scratch (appendix A.7).
+@app.command(rich_help_panel=START)
+def doctor() -> None:
+    """Say what this machine can run, and prove it on a small example.
 
-    Draws Gaussian queries and keys, measures softmax and LLN attention on them, solves for the
-    spread s at which both agree, and fits the curves s(p, D, N). Prints our values beside the
-    published ones and checks the fit on fresh draws.
+    Exits with 1 if attention gives a wrong number here.
     """
-    from lln.fitting.command import run
+    from lln.doctor import examine
 
-    run(
-        out=out,
-        figures=figures,
-        device=device,
-        seeds=seeds,
-        quick=quick,
-        work=work,
-        echo=typer.echo,
-    )
+    if not examine(typer.echo):
+        raise typer.Exit(1)
 
 
-@app.command("convert")
-def convert_model(
-    source: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
-    target: Annotated[Path, typer.Argument(help="Folder to write the converted one to.")],
-    attention: Annotated[str, typer.Option(help="lln or lln_diag.")] = "lln_diag",
-    layers: Annotated[
-        str | None,
-        typer.Option(help="Layers to convert, as 0,1,2 or by name. Default: all of them."),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(help="Text to find α and β of every head on: a file or folder, .txt[.xz]."),
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Lines of that text to use.", min=1)] = 32,
-    tokens: Annotated[int, typer.Option(help="Longest sample, in tokens.", min=2)] = 512,
-    statistics: Annotated[
-        str | None,
-        typer.Option(
-            help="Where α and β come from: sample, running, fixed or learned. "
-            "Default: fixed with --calibrate, else sample."
-        ),
-    ] = None,
-    matching: Annotated[str, typer.Option(help="variance, entropy or paper.")] = "variance",
-    mix: Annotated[
-        str,
-        typer.Option(help="Weight of LLN beside Diag: a number, or ratio, scale, gate, heads."),
-    ] = "0.5",
-    block_size: Annotated[
-        int | None, typer.Option(help="Tokens in a diagonal block. Default: the head width.")
-    ] = None,
-    sliding_window: Annotated[
-        str, typer.Option(help="Layers with a sliding window: refuse, or softmax to leave them.")
-    ] = "refuse",
-    overwrite: Annotated[bool, typer.Option(help="Replace the target folder.")] = False,
-) -> None:
-    """Turn a Hugging Face checkpoint linear and prove by running it that every layer is.
-
-    Prints which layers changed and how far their outputs moved. A converted model is less accurate
-    until it is trained further. Nothing is downloaded.
-    """
-    from lln.integrations.folders import convert_folder
-
-    convert_folder(
-        source,
-        target,
-        attention=attention,
-        layers=layers,
-        calibrate=calibrate,
-        samples=samples,
-        tokens=tokens,
-        statistics=statistics,
-        matching=matching,
-        mix=_number_or_name(mix),
-        block_size=block_size,
-        sliding_window=sliding_window,
-        overwrite=overwrite,
-        echo=typer.echo,
-    )
-
-
-@app.command()
-def recover(
-    source: Annotated[Path, typer.Argument(help="Folder of a checkpoint with softmax attention.")],
-    target: Annotated[Path, typer.Argument(help="Folder to write the recovered model to.")],
-    text: Annotated[
-        Path, typer.Option(help="Text to train on: a file or folder, .txt[.xz]; no labels.")
-    ],
-    attention: Annotated[str, typer.Option(help="lln or lln_diag.")] = "lln_diag",
-    layers: Annotated[
-        str | None,
-        typer.Option(help="Layers to convert, as 0,1,2 or by name. Default: all of them."),
-    ] = None,
-    statistics: Annotated[
-        str, typer.Option(help="Where α and β come from: sample, running, fixed or learned.")
-    ] = "running",
-    mix: Annotated[
-        str,
-        typer.Option(help="Weight of LLN beside Diag: a number, or ratio, scale, gate, heads."),
-    ] = "gate",
-    block_size: Annotated[
-        int | None, typer.Option(help="Tokens in a diagonal block. Default: the head width.")
-    ] = None,
-    sliding_window: Annotated[
-        str, typer.Option(help="Layers with a sliding window: refuse, or softmax to leave them.")
-    ] = "refuse",
-    tokens: Annotated[int, typer.Option(help="Length of a sample.", min=2)] = 128,
-    batch_size: Annotated[int, typer.Option(help="Samples in a step, a device.", min=1)] = 16,
-    layer_steps: Annotated[int, typer.Option(help="Steps on single layers.", min=0)] = 500,
-    end_steps: Annotated[int, typer.Option(help="Steps on the model's output.", min=0)] = 500,
-    layer_learning_rate: Annotated[float, typer.Option()] = 1e-3,
-    end_learning_rate: Annotated[float, typer.Option()] = 1e-4,
-    end_loss: Annotated[str, typer.Option(help="auto, hidden, logits or embedding.")] = "auto",
-    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Of the order of the data.")] = 0,
-    work: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints. Default: TARGET.work.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace the target folder.")] = False,
-) -> None:
-    """Convert a Hugging Face checkpoint and train it to imitate its softmax original.
-
-    First every attention layer learns its original's output, then the model learns the model's.
-    Interrupt it as you like: the same command resumes. On several GPUs:
-    `torchrun --nproc-per-node 2 --no-python lln recover ...`. Nothing is downloaded.
-    """
-    from lln.integrations.folders import recover_folder
-
-    recover_folder(
-        source,
-        target,
-        attention=attention,
-        layers=layers,
-        text=text,
-        tokens=tokens,
-        work=work,
-        overwrite=overwrite,
-        echo=typer.echo,
-        statistics=statistics,
-        mix=_number_or_name(mix),
-        block_size=block_size,
-        sliding_window=sliding_window,
-        training={
-            "batch_size": batch_size,
-            "layer_steps": layer_steps,
-            "end_steps": end_steps,
-            "layer_learning_rate": layer_learning_rate,
-            "end_learning_rate": end_learning_rate,
-            "end_loss": end_loss,
-            "save_steps": save_steps,
-            "seed": seed,
-        },
-    )
-
-
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def inspect(
     model: Annotated[
         str, typer.Argument(help="A folder with a Hugging Face model, or a hub name in the cache.")
@@ -272,7 +119,12 @@ def inspect(
     run_inspect(model, out, text=text, tokens=tokens, samples=samples, heads=heads, echo=typer.echo)
 
 
-@app.command()
+app.command(rich_help_panel=MODELS)(convert)
+app.command(rich_help_panel=MODELS)(recover)
+app.command(rich_help_panel=MEASURE)(peers)
+
+
+@app.command(rich_help_panel=MEASURE)
 def figure(
     name: Annotated[
         str, typer.Argument(help="1, 2, 5a, 5b, 6a, 6b or 7 of the paper; theory: its claims.")
@@ -316,26 +168,41 @@ def figure(
     )
 
 
-app.command()(peers)
+@app.command(rich_help_panel=MEASURE)
+def fit(
+    out: Annotated[
+        Path, typer.Option(help="Where to write the constants the library loads.")
+    ] = Path("constants.json"),
+    figures: Annotated[
+        Path | None, typer.Option(help="Folder for the paper's Figures 5b and 7 (PNG and SVG).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seeds: Annotated[int, typer.Option(help="Independent draws at every point of the grid.")] = 3,
+    quick: Annotated[bool, typer.Option(help="A coarse grid, about a minute on a laptop.")] = False,
+    work: Annotated[
+        Path, typer.Option(help="Measurements so far; an interrupted fit goes on from here.")
+    ] = Path("lln-fit.jsonl"),
+) -> None:
+    """Fit the constants of moment matching again from scratch (appendix A.7).
 
-
-@app.command()
-def doctor() -> None:
-    """Say what this machine can run, and prove it on a small example.
-
-    Exits with 1 if attention gives a wrong number here.
+    Draws Gaussian queries and keys, measures softmax and LLN attention on them, solves for the
+    spread s at which both agree, and fits the curves s(p, D, N). Prints our values beside the
+    published ones and checks the fit on fresh draws.
     """
-    from lln.doctor import examine
+    from lln.fitting.command import run
 
-    if not examine(typer.echo):
-        raise typer.Exit(1)
+    run(
+        out=out,
+        figures=figures,
+        device=device,
+        seeds=seeds,
+        quick=quick,
+        work=work,
+        echo=typer.echo,
+    )
 
 
-def _number_or_name(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 
 
 def main() -> None:

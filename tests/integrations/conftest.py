@@ -1,9 +1,26 @@
-"""Tiny random Hugging Face models; without transformers these tests do not run."""
+"""Tiny random Hugging Face models; without transformers these tests do not run.
+
+`make test-oldest` sets ``LLN_TEST_OLDEST``: then they run with the oldest promised version or fail.
+"""
+
+import os
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+from lln.integrations import OLDEST_TRANSFORMERS
+
+if os.environ.get("LLN_TEST_OLDEST"):
+    # Not importorskip: an installation that does not work would skip every test, and pass.
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) != OLDEST_TRANSFORMERS:
+        raise pytest.UsageError(
+            f"transformers {transformers.__version__} is not the oldest promised, "
+            f"{'.'.join(map(str, OLDEST_TRANSFORMERS))}; see requirements-oldest.txt."
+        )
+else:
+    transformers = pytest.importorskip("transformers")
 
 VOCAB, WIDTH, LAYERS, HEADS = 99, 32, 2, 4
 COMMON = {
@@ -70,6 +87,10 @@ MODELS = {
     "t5": "T5EncoderModel",
     "deberta": "DebertaV2Model",
 }
+
+
+def pytest_report_header():
+    return f"transformers: {transformers.__version__}"
 
 
 @pytest.fixture(autouse=True)

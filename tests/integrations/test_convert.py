@@ -12,8 +12,9 @@ import transformers
 import lln
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations import attend
-from lln.integrations.convert import convert, example_inputs
+from lln.integrations.convert import convert
 from lln.integrations.heads import Heads, KeptSoftmax
+from lln.integrations.inputs import example_inputs
 
 FIXED = {"statistics": "fixed", "alpha": 2.0, "beta": 2.0}
 NAME = "encoder.layer.{}.attention.self"
@@ -239,6 +240,39 @@ def test_switching_a_converted_model_to_the_other_attention_is_refused(tiny, tex
         model(**text())
 
 
+def test_settings_replaced_after_conversion_are_refused(tiny, text):
+    """They would be saved without the layers, and the model loaded with other α and β."""
+    model = tiny("roberta")
+    convert(model, calibrate=text(), verbose=False)
+    model.config.lln = {"block_size": 4}
+    with pytest.raises(InvalidInputError, match="replaced after conversion"):
+        model(**text())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mix", 0.9), ("mix", "gate"), ("matching", "entropy"), ("statistics", "sample")],
+)
+def test_settings_that_conversion_built_in_cannot_be_changed_alone(tiny, text, name, value):
+    model = tiny("roberta")
+    convert(model, calibrate=text(), verbose=False)
+    model.config.lln[name] = value
+    with pytest.raises(InvalidInputError, match=f"convert again with {name}={value!r}"):
+        model(**text())
+
+
+def test_other_settings_can_be_changed_after_conversion(tiny, text):
+    """As if the model had been converted with them."""
+    inputs = text(20)
+    changed, converted = tiny("roberta"), tiny("roberta")
+    convert(changed, calibrate=inputs, verbose=False)
+    convert(converted, calibrate=inputs, block_size=4, verbose=False)
+    before = changed(**inputs)[0]
+    changed.config.lln["block_size"] = 4
+    assert change(changed(**inputs)[0], before) > 1e-5
+    assert torch.equal(changed(**inputs)[0], converted(**inputs)[0])
+
+
 @pytest.mark.parametrize("mix", ["ratio", "scale", "gate"])
 def test_learned_parts_learn(tiny, text, mix):
     model = tiny("roberta")
@@ -334,6 +368,26 @@ def test_options_are_checked_before_anything_runs(tiny, text):
         convert(model, mix="both", verbose=False)
 
 
+def test_what_is_no_batch_is_refused_with_how_to_make_one(tiny, text):
+    model = tiny("roberta")
+    for name in ("calibrate", "batch"):
+        for wrong, message in (
+            (["a text"], f"{name} must be a dictionary .*return_tensors='pt'.* got list"),
+            (text()["input_ids"], f"{name} must be a dictionary .* got Tensor"),
+            ({"input_ids": [[5, 6]]}, rf"{name}\['input_ids'\] must be a tensor, got a list"),
+            ({"input_ids": text()["input_ids"].to("meta")}, f"{name} is on meta and the model on"),
+        ):
+            with pytest.raises(InvalidInputError, match=message):
+                convert(model, verbose=False, **{name: wrong})
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("model", ["folder", torch.nn.Linear(2, 2)], ids=["path", "module"])
+def test_what_is_no_model_of_transformers_is_refused(model):
+    with pytest.raises(InvalidInputError, match=f"got {type(model).__name__}; a Sent"):
+        convert(model)
+
+
 def test_the_table_says_what_changed(tiny, text, capsys):
     model = tiny("roberta")
     report = convert(model, layers=[0], calibrate=text())
@@ -367,6 +421,7 @@ def test_command_converts_a_folder(tiny, text, tmp_path, save_with_tokenizer):
     done = run(*arguments, "--mix", "gate", "--layers", "1")
     assert done.returncode == 0, done.stderr
     assert "1 of 2 attention layers run lln_diag" in done.stdout
+    assert "random inputs" not in done.stdout
     assert (out / "1_Pooling" / "config.json").exists()
     assert (out / "tokenizer.json").exists()
     assert json.loads((out / "config.json").read_text())["attn_implementation"] == "lln_diag"
@@ -379,6 +434,7 @@ def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
     from lln.integrations.folders import convert_folder
 
     tiny("bert").save_pretrained(tmp_path / "in")
+    said = []
     options = {
         "attention": "lln",
         "layers": None,
@@ -386,7 +442,7 @@ def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
         "samples": 4,
         "tokens": 16,
         "overwrite": False,
-        "echo": lambda line: None,
+        "echo": said.append,
     }
     with pytest.raises(InvalidInputError, match=r"no config\.json"):
         convert_folder(tmp_path / "nowhere", tmp_path / "out", **options)
@@ -409,6 +465,8 @@ def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
     with pytest.raises(InvalidInputError, match="cannot be loaded"):
         convert_folder(tmp_path / "broken", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+    assert not said
     convert_folder(tmp_path / "in", tmp_path / "out", **options)
+    assert any("measured on random inputs" in line for line in said)
     convert_folder(tmp_path / "in", tmp_path / "out", **(options | {"overwrite": True}))
     assert (tmp_path / "out" / "model.safetensors").exists()

@@ -55,6 +55,30 @@ def test_embed_long_documents(capsys):
     assert moved < 1e-6
 
 
+def test_embed_long_documents_with_positions_behind_the_padding(tmp_path, capsys):
+    """RoBERTa's first position is not 0; one row too few and the longest document fails."""
+    from transformers import RobertaConfig, RobertaModel
+
+    config = RobertaConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=37,
+        max_position_embeddings=66,
+    )
+    torch.manual_seed(0)
+    model = RobertaModel(config)
+    learned = model.embeddings.position_embeddings.weight
+    model.save_pretrained(tmp_path)
+    run("embed_long_documents", "--tokens", "150", "--model", str(tmp_path))
+    assert float(capsys.readouterr().out.split("moves an embedding by ")[1]) < 1e-6
+    load("embed_long_documents").extend_positions(model, 150)
+    table = model.embeddings.position_embeddings.weight
+    assert torch.equal(table, torch.cat([learned, learned[2:], learned[2:24]]))
+    assert model.embeddings.position_embeddings.padding_idx == 1
+
+
 def test_vision():
     assert run("vision", "--steps", "2") >= 0
 

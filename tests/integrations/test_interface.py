@@ -563,8 +563,12 @@ def test_causal_windows_equal_transformers_own_when_left_softmax(tiny, text):
 
 def test_causal_statistics_of_the_sequence_are_refused(tiny, text):
     model = tiny("llama", "lln")
-    with pytest.raises(lln.CausalStatisticsError):
+    with pytest.raises(lln.CausalStatisticsError, match="calibrate=batch"):
         model(**text())
+    with pytest.raises(lln.CausalStatisticsError, match="calibrate=batch"):
+        model.generate(**text(), max_new_tokens=2)
+    with pytest.raises(lln.CausalStatisticsError, match="calibrate=batch"):
+        model(text()["input_ids"], position_ids=torch.arange(6).repeat(2, 2))
 
 
 def test_static_caches_are_refused(tiny, text):

@@ -277,6 +277,18 @@ def test_losses_are_what_they_are_called():
     assert torch.allclose(divergence(found, expected, None), exact.mean())
 
 
+def test_what_is_no_dataset_of_inputs_is_refused_with_how_to_make_one(tiny, tmp_path):
+    model = converted(tiny)
+    ragged = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in (5, 9, 7)]
+    for wrong, message in (
+        ([], "it is empty; make them with tokenizer"),
+        (["a text"], "got str; make them with tokenizer"),
+        (ragged, r"input_ids has shapes \(5,\) and \(9,\); make them with tokenizer"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            recover(model, wrong, output_dir=tmp_path, **QUICK)
+
+
 def test_refusals(tiny, tmp_path):
     with pytest.raises(InvalidInputError, match="converted model"):
         recover(tiny("bert"), Sequences(), output_dir=tmp_path, **QUICK)

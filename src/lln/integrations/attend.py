@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lln.attention import block_diagonal_attention, join, lln_attention, lln_diag_attention
 from lln.dropout import drop_keys
-from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.errors import CausalStatisticsError, InvalidInputError, UnsupportedModelError
 from lln.integrations import streaming
 from lln.integrations.heads import Heads, KeptSoftmax, attached_to
 from lln.integrations.masks import check_mask, is_packed
@@ -172,11 +172,13 @@ def _forward(
             f"config.lln says that {type(module).__name__} was converted, but its statistics are "
             "not there: call lln.integrations.transformers.register() before loading the model."
         )
-    if isinstance(attached, Heads) and attached.attention != attention and _observer is None:
-        raise InvalidInputError(
-            f"this model was converted to {attached.attention!r} and cannot run as {attention!r}; "
-            "convert it again."
-        )
+    if isinstance(attached, Heads) and _observer is None:
+        if attached.attention != attention:
+            raise InvalidInputError(
+                f"this model was converted to {attached.attention!r} and cannot run as "
+                f"{attention!r}; convert it again."
+            )
+        attached.check_settings(settings)
     past = getattr(key, "lln_past", None)
     past = None if past is None else past.take()
     if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
@@ -284,6 +286,12 @@ def temperatures(call: Call) -> tuple[float | Tensor | None, float | Tensor | No
         return call.heads.temperatures(call.query, call.key, call.value, mask, call.is_causal)
     if call.settings.statistics == "fixed":
         return call.settings.alpha, call.settings.beta
+    if call.is_causal:
+        raise CausalStatisticsError(
+            "causal LLN attention needs α and β that do not come from the sequence itself: use "
+            "lln.integrations.convert.convert(model, calibrate=batch), or config.lln = "
+            "{'statistics': 'fixed', 'alpha': ..., 'beta': ...}."
+        )
     return None, None
 
 
@@ -314,13 +322,8 @@ def _continue(call: Call, past: streaming.Past | None) -> Tensor:
         value=call.value[:, :, keys - tokens :],
         mask=None if call.mask is None else call.mask[:, -tokens:],
     )
-    alpha, beta = temperatures(new)
-    if alpha is None or beta is None:
-        raise InvalidInputError(
-            "causal LLN attention needs α and β that do not come from the sequence itself: use "
-            "lln.integrations.convert.convert(model, calibrate=batch), or config.lln = "
-            "{'statistics': 'fixed', 'alpha': ..., 'beta': ...}."
-        )
+    # Of a causal call they are never None.
+    alpha, beta = cast("tuple[float | Tensor, float | Tensor]", temperatures(new))
     if past is None:
         if tokens == 1:
             warnings.warn(_LINEAR_DECODING, stacklevel=2)

@@ -23,6 +23,7 @@ from lln.calibration import calibrate as calibrate_temperatures
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attend import Call, attend, observed, softmax
 from lln.integrations.heads import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
+from lln.integrations.inputs import check_inputs, example_inputs
 from lln.integrations.masks import is_packed
 from lln.integrations.report import Conversion, LayerReport, relative_change, span
 from lln.integrations.settings import ATTENTIONS, Settings
@@ -79,6 +80,7 @@ def convert(
         InvalidInputError: One sentence on what does not fit. The model is then as it was.
     """
     register()
+    _check_model(model)
     if attention not in ATTENTIONS:
         raise InvalidInputError(f"attention must be 'lln' or 'lln_diag', got {attention!r}.")
     if statistics is None:
@@ -97,7 +99,9 @@ def convert(
         impl=impl,
         attached=True,
     )
-    inputs = dict(calibrate or batch or example_inputs(model))
+    given = {"calibrate": calibrate, "batch": batch}
+    checked = [check_inputs(name, it, model) for name, it in given.items() if it is not None]
+    inputs = checked[0] if checked else example_inputs(model)
     with _undone_on_error(model), _evaluating(model):
         _switch(model, attention)
         surgeon = _Surgeon(model, attention, settings, layers, calibrate is not None)
@@ -114,28 +118,6 @@ def convert(
         console = Console()
         console.print(report.render(console.width), highlight=False)
     return report
-
-
-def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A small batch that the model can run on, made up from its configuration."""
-    config, device = model.config, model.device
-    if model.main_input_name == "pixel_values" and getattr(config, "image_size", None):
-        size = config.image_size
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        shape = (1, getattr(config, "num_channels", 3), height, width)
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        return {"pixel_values": noise.to(device, model.dtype)}
-    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-    if model.main_input_name != "input_ids" or not vocabulary:
-        raise InvalidInputError(
-            f"no example can be made up for {type(model).__name__}, whose main input is "
-            f"{model.main_input_name!r}; pass batch= or calibrate= with its inputs."
-        )
-    ids = torch.randint(vocabulary, (2, 32), generator=torch.Generator().manual_seed(0)).to(device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-    return inputs
 
 
 class _Surgeon:
@@ -286,6 +268,16 @@ def _prove(model: PreTrainedModel, inputs: dict[str, Tensor], surgeon: _Surgeon)
             f"LLN attention did not run in {', '.join(missing)} of {type(model).__name__}."
         )
     return _output(outputs)
+
+
+def _check_model(model: Any) -> None:
+    """Refuse what is no model of transformers, with where to find one."""
+    if not hasattr(model, "set_attn_implementation"):
+        raise InvalidInputError(
+            f"convert takes a model that from_pretrained loaded, got {type(model).__name__}; a "
+            "SentenceTransformer holds it as model[0].auto_model, and "
+            "lln.integrations.timm.convert takes timm's."
+        )
 
 
 def _switch(model: PreTrainedModel, attention: str) -> None:

@@ -71,6 +71,8 @@ def convert_folder(
         **options,
     )
     echo(report.render(shutil.get_terminal_size((100, 24)).columns))
+    if batch is None:
+        echo("measured on random inputs; with --calibrate text.txt, on your text.")
     with new_folder(target, overwrite) as folder:
         model.save_pretrained(folder)
         copy_companions(source, folder)

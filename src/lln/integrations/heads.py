@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from lln.core import LLNDiagCore
-from lln.errors import UnsupportedModelError
+from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.settings import Settings
 from lln.statistics import FixedTemperatures
 
 # The name of the submodule in every converted attention module.
 ATTRIBUTE = "lln"
+
+# Settings that are built into `Heads`: changed in the configuration alone, they would do nothing.
+_BUILT_IN = ("matching", "statistics", "momentum", "mix")
 
 
 class KeptSoftmax(nn.Module):
@@ -82,6 +85,23 @@ class Heads(LLNDiagCore):
             "head_dim": self.head_dim,
             "value_dim": self.value_dim,
         }
+
+    def check_settings(self, settings: Settings) -> None:
+        """Refuse a configuration that was changed since and says what this module does not do."""
+        if not settings.attached:
+            raise InvalidInputError(
+                "config.lln was replaced after conversion, and the model would be saved without "
+                "its α and β; change single entries, as in config.lln['block_size'] = 64, or "
+                "convert again with the new settings."
+            )
+        for name in _BUILT_IN:
+            found, kept = getattr(settings, name), getattr(self.settings, name)
+            if found != kept:
+                raise InvalidInputError(
+                    f"config.lln[{name!r}] was changed from {kept!r} to {found!r} after "
+                    f"conversion, which built it into the model; convert again with "
+                    f"{name}={found!r}."
+                )
 
     @torch.no_grad()
     def set_temperatures(self, alpha: Tensor, beta: Tensor) -> None:

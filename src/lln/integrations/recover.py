@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PHASES = ("layers", "output")
+
+_TOKENIZE = (
+    "make them with tokenizer(text, padding='max_length', truncation=True, max_length=128), one "
+    "text at a time"
+)
 
 
 @dataclass
@@ -211,10 +216,24 @@ def _trainer(imitation: Imitation, dataset: Dataset[Any], folder: Path, **option
 
 
 def _collate(entries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    names = [name for name in entries[0] if name != "labels"]
-    return {
-        name: torch.stack([torch.as_tensor(entry[name]) for entry in entries]) for name in names
+    if not entries or not isinstance(entries[0], Mapping):
+        found = f"got {type(entries[0]).__name__}" if entries else "it is empty"
+        raise InvalidInputError(
+            f"the dataset must hold dictionaries of the model's inputs, {found}; {_TOKENIZE}."
+        )
+    columns = {
+        name: [torch.as_tensor(entry[name]) for entry in entries]
+        for name in entries[0]
+        if name != "labels"
     }
+    for name, column in columns.items():
+        shapes = sorted({tuple(entry.shape) for entry in column})
+        if len(shapes) > 1:
+            raise InvalidInputError(
+                f"the dataset's entries must be of one length, {name} has shapes {shapes[0]} and "
+                f"{shapes[-1]}; {_TOKENIZE}."
+            )
+    return {name: torch.stack(column) for name, column in columns.items()}
 
 
 def load_checkpoint(model: PreTrainedModel, folder: Path) -> None:

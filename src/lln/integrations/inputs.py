@@ -1,0 +1,67 @@
+"""The batch that a model is run on while it is converted: checked, or made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lln.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TOKENIZE = "tokenizer(texts, padding=True, return_tensors='pt')"
+
+
+def check_inputs(name: str, inputs: Any, model: PreTrainedModel) -> dict[str, Tensor]:
+    """The batch as a dictionary, or one sentence on how to make one.
+
+    Args:
+        name: Of the argument it was passed as.
+        inputs: What a user took for a batch.
+        model: That will run on it.
+    """
+    if not isinstance(inputs, Mapping):
+        raise InvalidInputError(
+            f"{name} must be a dictionary of the model's inputs, as {_TOKENIZE} gives, got "
+            f"{type(inputs).__name__}."
+        )
+    main = inputs.get(model.main_input_name)
+    if isinstance(main, list):
+        raise InvalidInputError(
+            f"{name}[{model.main_input_name!r}] must be a tensor, got a list; tokenize with "
+            f"{_TOKENIZE}."
+        )
+    # A model spread over several devices moves its inputs itself.
+    spread = getattr(model, "hf_device_map", None) is not None
+    if isinstance(main, Tensor) and main.device != model.device and not spread:
+        raise InvalidInputError(
+            f"{name} is on {main.device} and the model on {model.device}; pass "
+            f"{name}=batch.to(model.device)."
+        )
+    return dict(inputs)
+
+
+def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A small batch that the model can run on, made up from its configuration."""
+    config, device = model.config, model.device
+    if model.main_input_name == "pixel_values" and getattr(config, "image_size", None):
+        size = config.image_size
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        shape = (1, getattr(config, "num_channels", 3), height, width)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return {"pixel_values": noise.to(device, model.dtype)}
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    if model.main_input_name != "input_ids" or not vocabulary:
+        raise InvalidInputError(
+            f"no example can be made up for {type(model).__name__}, whose main input is "
+            f"{model.main_input_name!r}; pass batch= or calibrate= with its inputs."
+        )
+    ids = torch.randint(vocabulary, (2, 32), generator=torch.Generator().manual_seed(0)).to(device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    return inputs
