@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from lln.kernels import recipes
+from lln.kernels.arguments import Call
 from lln.kernels.recipes import Recipe, Step, places
 
 
@@ -68,3 +69,20 @@ def test_room_stands_before_what_the_call_brings(kernel):
         recipe.run(live_of(one, two, number=1), cpu, first=first)
     assert kernel.launches[0][2][1] is not two
     assert kernel.launches[1][2][1] != two.data_ptr()
+
+
+def test_every_tensor_of_a_call_shows_in_its_looks():
+    """Compiled kernels rely on alignment: a call whose tensors lie elsewhere is another kind."""
+    heads = torch.zeros(2, 3, 5, 4)
+    numbers = (1.0, 1.0, 1.0, 0, 1.0, 0.0, 0, False, 5)
+    scale, bounds = torch.zeros(3, 1, 1, 1), torch.tensor([0, 2, 5])
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    tensors = [heads, heads, heads, scale, scale, mask, heads, bounds]
+    looks = Call(*tensors, *numbers).looks()
+    for index, tensor in enumerate(tensors):
+        moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+        others = [*tensors[:index], moved, *tensors[index + 1 :]]
+        assert Call(*others, *numbers).looks() != looks
+        others[index] = None
+        if index > 2:
+            assert Call(*others, *numbers).looks() != looks

@@ -72,23 +72,12 @@ class Call(NamedTuple):
 
     def options(self) -> Hashable:
         """The part of a call that its tensors do not show and its kernels depend on."""
-        return (
-            self.query.device,
-            self.alpha is None,
-            self.beta is None,
-            self.mask is None,
-            self.mix is None,
-            None if self.bounds is None else (self.bounds.shape[0], self.bounds.dtype),
-            self.block_size,
-            self.scale,
-            self.dropout_p,
-            self.longest,
-        )
+        return self.query.device, self.block_size, self.scale, self.dropout_p, self.longest
 
     def looks(self, *others: Tensor) -> Hashable:
         """How everything looks that launches depend on; what is made of it looks accordingly."""
-        own = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, self.mix)
-        return tuple([look_of(tensor) for tensor in (*own, *others)])
+        given = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, self.mix)
+        return tuple([look_of(tensor) for tensor in (*given, self.bounds, *others)])
 
     def no_gradients(self) -> Gradients:
         """Zeros of the shape of every gradient."""
