@@ -52,11 +52,16 @@ def run(inputs, extra, options, impl):
     return out, grads
 
 
-def compare(dtype=torch.float32, extra=None, layout="contiguous", **options):
-    """Kernels against reference and eager, forward and backward, within budget."""
+def compare(dtype=torch.float32, extra=None, layout="contiguous", offset=0.0, **options):
+    """Kernels against reference and eager, forward and backward, within budget.
+
+    offset: Added to all queries and keys, which changes no attention.
+    """
     shape = {name: options.pop(name) for name in list(options) if name in SHAPE}
     sizes = {**SHAPE, **shape}
     inputs = make_qkv(**sizes, dtype=dtype, device=DEVICE, layout=layout, requires_grad=True)
+    if offset:
+        inputs = [(side.detach() + offset).requires_grad_() for side in inputs[:2]] + [inputs[2]]
     extra = {
         name: side.to(DEVICE).requires_grad_() if torch.is_tensor(side) else side
         for name, side in (extra or {"alpha": 2.0, "beta": 2.0}).items()

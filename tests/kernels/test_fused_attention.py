@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, compare, holes
 
 import lln
 from lln.kernels import tuning
+from lln.kernels.backward import centred_queries
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
 
 
@@ -46,6 +49,30 @@ def test_beta_that_differs_within_a_group(plan):
 @pytest.mark.parametrize("shape", [(2, 1, 1, 1), ()])
 def test_gradients_of_alpha_and_beta(plan, shape):
     compare(extra={"alpha": torch.rand(shape) + 1, "beta": torch.rand(shape) + 1})
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_gradients_of_alpha_and_beta_far_from_zero(plan, block_size):
+    """Sums of q and k times gradients that cancel: the mean must not weigh in."""
+    blocks = {} if block_size is None else {"block_size": block_size}
+    shape = (2, 1, 1, 1)
+    extra = {"alpha": torch.rand(shape) + 1, "beta": torch.rand(shape) + 1}
+    compare(extra=extra, offset=128.0, **blocks)
+
+
+@triton.jit
+def centre_kernel(p_q, p_e, p_out, ROWS: tl.constexpr, BD: tl.constexpr):
+    places = tl.arange(0, ROWS)[:, None] * BD + tl.arange(0, BD)[None, :]
+    b_e = tl.load(p_e + places)
+    tl.store(p_out + places, centred_queries(tl.load(p_q + places), b_e, tl.sum(b_e, 1), BD))
+
+
+def test_centred_queries_have_mean_zero_in_every_row():
+    query, weight = torch.randn(16, 16, device=DEVICE) + 128, torch.rand(16, 16, device=DEVICE)
+    out = torch.empty_like(query)
+    centre_kernel[(1,)](query, weight, out, 16, 16)
+    mean = (weight * query).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
+    torch.testing.assert_close(out, query - mean, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 64, 100] if ON_GPU else [7, 40])
