@@ -312,7 +312,8 @@ def fused_attention(
         is_causal,
         longest,
     )
-    most = widest_value(query.shape[-1], query.dtype, block_size, is_causal)
+    mix_grad = mix_t is not None and mix_t.requires_grad
+    most = widest_value(query.shape[-1], query.dtype, block_size, is_causal, mix_grad)
     if value.shape[-1] <= most:
         return _call(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
     # Every channel of the output is a sum over the same channel of the values: wide values are

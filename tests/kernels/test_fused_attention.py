@@ -264,6 +264,27 @@ def test_wide_values_are_read_in_slices(monkeypatch, block_size):
     compare(tokens=40, value_width=40, extra=extra, **blocks)
 
 
+@pytest.fixture
+def split(plan, monkeypatch):
+    """The diagonal's gradients by a pass of their own, as with wide heads."""
+    monkeypatch.setitem(tuning.overrides, "split_blocks", True)
+
+
+@pytest.mark.parametrize("block_size", [7, 16, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_blocks_by_themselves(split, dtype, block_size):
+    compare(dtype, block_size=block_size)
+    compare(dtype, block_size=block_size, key_mask=holes(2, 70))
+
+
+def test_gradients_of_blocks_by_themselves_with_options(split):
+    scales = {"alpha": torch.rand(2, 1, 1, 1) + 1, "beta": torch.rand(2, 1, 1, 1) + 1}
+    compare(extra=scales, block_size=16, heads=4, key_heads=2, tokens=40)
+    compare(extra={"alpha": 2.0, "beta": 2.0, "mix": 0.3}, block_size=16, layout="transposed")
+    # dmix needs both parts at once.
+    compare(extra=scales | {"mix": torch.rand(2, 1, 70, 1)}, block_size=16)
+
+
 def test_blocks_beside_the_kernels(monkeypatch):
     """Blocks too large for a tile: the LLN part by the kernel, the diagonal in plain PyTorch."""
     monkeypatch.setattr(tuning, "MAX_BLOCK_TOKENS", 16)

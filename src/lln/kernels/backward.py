@@ -89,10 +89,12 @@ def query_grad_range(
     p_q, p_do, p_dq, p_mix, p_mask, start, end, alpha, b_log_mass, b_c, b_dc, b_shift, mix,
     stride_qt, stride_qd, stride_gt, stride_gd, stride_dqt, stride_dqd, stride_mt, stride_me,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
-    EVEN: tl.constexpr, QUIET: tl.constexpr, MIX: tl.constexpr, ALPHA_GRAD: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, QUIET: tl.constexpr, MIX: tl.constexpr, SPLIT: tl.constexpr,
+    ALPHA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries ``start … end − 1`` to dCᵀ and the shift; without diagonal write dq.
+    """Add the queries ``start … end − 1`` to dCᵀ and the shift; write dq.
+
+    With the diagonal part dq is written later, by the pass over both, unless that is ``SPLIT``.
 
     The shift is dL − C·dC, which every token of a slot shares. As Σ_i A_if (dO_i·C_f) = C_f·dC_f,
     it is −Σ_i A_if m_i with m_i = Σ_f A_if (dO_i·C_f), the mean that row i subtracts: nothing
@@ -120,7 +122,7 @@ def query_grad_range(
         b_shift -= b_a * b_mean[:, None]
         if ALPHA_GRAD:
             b_dalpha += tl.sum(b_g * centred_queries(b_q, b_e, b_norm, BD))
-        if MIX == 0:
+        if MIX == 0 or SPLIT:
             p_out = p_dq + offset * stride_dqt
             store_rows(p_out, b_g * alpha, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
     return b_dc, b_shift, b_dalpha
@@ -184,11 +186,13 @@ def joint_grad_range(
     seed, drop_first, dropout_p, tile_tokens, T,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, MIX: tl.constexpr, MIX_GRAD: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, MIX: tl.constexpr, MIX_GRAD: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr, BETA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All gradients of the tokens ``start … end − 1`` of LLN + diagonal, for R query heads.
+
+    SPLIT: only the diagonal's, added to what the passes of LLN alone have left in dq, dk and dv.
 
     MIX_GRAD: 0 none, 1 a value a token, 2 a value a token and channel, 3 a value a channel (R = 1).
     """
@@ -224,12 +228,17 @@ def joint_grad_range(
                 b_long = (b_do.to(tl.float32) * b_mix).to(b_do.dtype)
                 b_short = (b_do.to(tl.float32) * (1.0 - b_mix)).to(b_do.dtype)
                 b_rest = b_row
-            p_in = p_alpha if HAS_ALPHA else p_q
-            alpha_here = load_scale(p_in, alpha, query_index + r, HAS_ALPHA)
-            b_e, b_norm = slot_softmax(b_q, alpha_here, b_log_mass, D, BD)
-            b_da = tl.dot(b_long, tl.trans(b_c), input_precision=PRECISION)
-            b_mean = tl.sum(b_e * b_da, 1) / b_norm
-            b_dq = (b_e * (b_row * alpha_here / b_norm)[:, None]) * (b_da - b_mean[:, None])
+            if SPLIT:
+                p_row = p_dq + r * stride_dqh + offset * stride_dqt
+                b_dq = load_rows(p_row, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
+                b_dq = b_dq.to(tl.float32)
+            else:
+                p_in = p_alpha if HAS_ALPHA else p_q
+                alpha_here = load_scale(p_in, alpha, query_index + r, HAS_ALPHA)
+                b_e, b_norm = slot_softmax(b_q, alpha_here, b_log_mass, D, BD)
+                b_da = tl.dot(b_long, tl.trans(b_c), input_precision=PRECISION)
+                b_mean = tl.sum(b_e * b_da, 1) / b_norm
+                b_dq = (b_e * (b_row * alpha_here / b_norm)[:, None]) * (b_da - b_mean[:, None])
             b_p, b_sum = block_softmax(
                 b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
             )
@@ -257,24 +266,28 @@ def joint_grad_range(
             store_rows(p_out, b_dq, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
             b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
             b_dv = tl.dot(tl.trans(b_p_low), b_short, b_dv, input_precision=PRECISION)
-        # The slots' part comes last: together with the blocks' it would not fit the registers.
-        b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
-        b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), b_dv, input_precision=PRECISION)
-        b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)
-        b_g = b_b * (b_db + b_shift[None, :])
-        b_dk += b_g * beta
-        if BETA_GRAD:
-            b_dbeta, b_residue, b_centre = add_beta_grad(
-                b_dbeta, b_residue, b_centre, b_g, b_b, b_k, BD
-            )
+        if not SPLIT:
+            # The slots' part comes last: together with the blocks' it would not fit the registers.
+            b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
+            b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), b_dv, input_precision=PRECISION)
+            b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)
+            b_g = b_b * (b_db + b_shift[None, :])
+            b_dk += b_g * beta
+            if BETA_GRAD:
+                b_dbeta, b_residue, b_centre = add_beta_grad(
+                    b_dbeta, b_residue, b_centre, b_g, b_b, b_k, BD
+                )
         if HAS_MASK:
             b_dk, b_dv = hide_rows(b_dk, ok), hide_rows(b_dv, ok)
         if HAS_DROPOUT:
             b_dv *= b_factor
         p_out = p_dk + offset * stride_dkt
+        p_out_v = p_dv + offset * stride_dvt
+        if SPLIT:
+            b_dk += load_rows(p_out, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
+            b_dv += load_rows(p_out_v, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
         store_rows(p_out, b_dk, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
-        p_out = p_dv + offset * stride_dvt
-        store_rows(p_out, b_dv, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
+        store_rows(p_out_v, b_dv, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
     return b_dbeta, b_residue, b_centre, b_dmix
 
 
@@ -342,7 +355,7 @@ def short_bwd_kernel(
             b_log_mass, b_c,
             b_dc, b_gather, mix, stride_qt, stride_qd, stride_gt, stride_gd,
             stride_dqt, stride_dqd, stride_mt, stride_me,
-            D, E, BD, BE, BQ, EVEN, QUIET, MIX, ALPHA_GRAD, PRECISION, STAGES,
+            D, E, BD, BE, BQ, EVEN, QUIET, MIX, False, ALPHA_GRAD, PRECISION, STAGES,
         )  # fmt: skip
         if ALPHA_GRAD:
             tl.store(p_dalpha + index * R + r, b_dalpha)
@@ -366,8 +379,8 @@ def short_bwd_kernel(
             stride_gh, stride_gt, stride_gd, stride_dqh, stride_dqt, stride_dqd,
             stride_dkt, stride_dkd, stride_dvt, stride_dvd, stride_mh, stride_mt, stride_me,
             seed, drop_first, dropout_p, tile_tokens, T,
-            R, D, E, BD, BE, BJ, EVEN, QUIET, ONE_BLOCK, HAS_ALPHA, MIX, MIX_GRAD, HAS_MASK,
-            HAS_DROPOUT, CAUSAL, BETA_GRAD, PRECISION, STAGES,
+            R, D, E, BD, BE, BJ, EVEN, QUIET, ONE_BLOCK, HAS_ALPHA, MIX, MIX_GRAD, False,
+            HAS_MASK, HAS_DROPOUT, CAUSAL, BETA_GRAD, PRECISION, STAGES,
         )  # fmt: skip
         if MIX_GRAD == 3:
             columns = tl.arange(0, BE)
@@ -391,8 +404,8 @@ def query_bwd_kernel(
     stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_mb, stride_mh, stride_mt, stride_me,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, ALPHA_GRAD: tl.constexpr, EVEN: tl.constexpr,
-    QUIET: tl.constexpr, MIX: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    QUIET: tl.constexpr, MIX: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One stretch of queries of one (sample, head): dq, and partial dCᵀ and shift in float32."""
     split, splits = tl.program_id(0), tl.num_programs(0)
@@ -410,7 +423,7 @@ def query_bwd_kernel(
         load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log_mass, b_c,
         tl.zeros([BE, BD], tl.float32), tl.zeros([BT, BD], tl.float32), mix,
         stride_qt, stride_qd, stride_gt, stride_gd, stride_dqt, stride_dqd, stride_mt, stride_me,
-        D, E, BD, BE, BT, EVEN, QUIET, MIX, ALPHA_GRAD, PRECISION, STAGES,
+        D, E, BD, BE, BT, EVEN, QUIET, MIX, SPLIT, ALPHA_GRAD, PRECISION, STAGES,
     )  # fmt: skip
     part = index * splits + split
     slots = tl.arange(0, BD)
@@ -454,7 +467,7 @@ def key_bwd_kernel(
     R: tl.constexpr, KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
     BETA_GRAD: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    MIX: tl.constexpr,
+    MIX: tl.constexpr, SPLIT: tl.constexpr,
     MIX_GRAD: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -493,8 +506,8 @@ def key_bwd_kernel(
             stride_gh, stride_gt, stride_gd, stride_dqh, stride_dqt, stride_dqd,
             stride_dkt, stride_dkd, stride_dvt, stride_dvd, stride_mh, stride_mt, stride_me,
             seed, drop_first, dropout_p, tile_tokens, T,
-            R, D, E, BD, BE, BT, EVEN, QUIET, ONE_BLOCK, HAS_ALPHA, MIX, MIX_GRAD, HAS_MASK,
-            HAS_DROPOUT, CAUSAL, BETA_GRAD, PRECISION, STAGES,
+            R, D, E, BD, BE, BT, EVEN, QUIET, ONE_BLOCK, HAS_ALPHA, MIX, MIX_GRAD, SPLIT,
+            HAS_MASK, HAS_DROPOUT, CAUSAL, BETA_GRAD, PRECISION, STAGES,
         )  # fmt: skip
         if MIX_GRAD == 3:
             columns = tl.arange(0, BE)
@@ -506,5 +519,5 @@ def key_bwd_kernel(
             stride_dvt, stride_dvd, seed, drop_first, dropout_p,
             D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, BETA_GRAD, PRECISION, STAGES,
         )  # fmt: skip
-    if BETA_GRAD:
+    if BETA_GRAD and not SPLIT:
         store_beta_grad(p_dbeta, index * splits + split, b_dbeta, b_residue, b_centre)

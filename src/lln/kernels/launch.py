@@ -190,7 +190,7 @@ def attend_backward(
     device = query.device
     dalpha = dbeta = dmix = None
     if alpha_grad or beta_grad or mode:
-        parts = _cut(call, _plan_of(call))
+        parts = _cut(call, _plan_of(call), mode)
         of_alpha = (batch, heads, parts.query_programs) if alpha_grad else None
         of_beta = (batch, slots, parts.key_programs, 3) if beta_grad else None
         of_mix = mix_shape(mode, query, value_width, (batch, heads, parts.key_programs))
@@ -223,7 +223,7 @@ def attend_backward(
 
     def write(chosen: Plan) -> Recipe:
         asked = (alpha_grad, beta_grad, mode)
-        cut = _cut(call, _plan_of(call))
+        cut = _cut(call, _plan_of(call), mode)
         return _write_backward(call, gradient, mix, (dq, dk, dv), asked, cut, chosen)
 
     follow(kind, family, live, device, lambda: _plan_of(call), write)
@@ -241,14 +241,21 @@ class _Cut(NamedTuple):
     key_tokens: int
 
 
-def _cut(call: Call, plan: Plan) -> _Cut:
+def _is_split(plan: Plan, mode: int) -> bool:
+    """Whether the diagonal's gradients have a pass of their own; dmix needs both parts at once."""
+    return plan.split_blocks and not mode
+
+
+def _cut(call: Call, plan: Plan, mode: int) -> _Cut:
     batch, heads, slots = call.samples, call.query.shape[1], call.summary_heads
     tokens, keys = call.longest or call.query.shape[2], call.longest or call.key.shape[2]
-    walker = plan.joint_grad if call.block_size else plan.key_grad
-    rows = plan.block_rows if call.block_size else walker.tokens
+    split = _is_split(plan, mode)
+    is_joint = call.block_size > 0 and not split
+    walker = plan.joint_grad if is_joint else plan.key_grad
+    rows = plan.block_rows if is_joint else walker.tokens
     stretch = plan.query_grad.stretch(tokens, plan.query_grad.tokens, batch * heads, plan.cores)
     key_stretch = walker.stretch(keys, rows, batch * slots, plan.cores)
-    if plan.short:
+    if plan.short and not split:
         return _Cut(1, 1, stretch, key_stretch)
     return _Cut(cdiv(tokens, stretch), cdiv(keys, key_stretch), stretch, key_stretch)
 
@@ -274,8 +281,9 @@ def _write_backward(
     shared = heads // slots
     alpha_grad, beta_grad, mode = asked
     splits, key_splits, stretch, key_stretch = cut
-    walker = plan.joint_grad if call.block_size else plan.key_grad
-    constants = {
+    split = _is_split(plan, mode)
+    walker = plan.joint_grad if call.block_size and not split else plan.key_grad
+    constants: dict[str, object] = {
         "R": shared,
         "KG": slots // key.shape[1],
         "D": width,
@@ -296,6 +304,7 @@ def _write_backward(
         "ALPHA_GRAD": alpha_grad,
         "BETA_GRAD": beta_grad,
         "MIX_GRAD": mode,
+        "SPLIT": split,
     }
     numbers = [
         *places("alpha_number beta_number mix_number"), call.scale, max(call.block_size, 1),
@@ -303,7 +312,7 @@ def _write_backward(
     ]  # fmt: skip
     mixed = None if call.mix is None else mix
     strides = strides_of(call, query, key, value, gradient, *grads, mixed)
-    if plan.short:
+    if plan.short and not split:
         arguments = [
             *places("query key value gradient dq dk dv mix dmix mask alpha beta dalpha dbeta"),
             *places("log_mass centroid bounds"), *numbers, tokens, keys, slots, *strides,
@@ -338,14 +347,23 @@ def _write_backward(
     arguments = [*places("shift_parts dc_parts shift dc"), shared * splits]
     grid = (plan.value_width // rows, batch * slots)
     steps.append(Step(bwd.gather_kernel, grid, arguments, constants | {"ROWS": rows}, 4))
-    arguments = [
+    tensors = [
         *places("query key value gradient dq dk dv mix dmix mask alpha beta dbeta"),
-        *places("log_mass centroid shift dc bounds"), *numbers, key_stretch, tokens, keys, slots,
-        *strides,
-    ]  # fmt: skip
+        *places("log_mass centroid shift dc bounds"),
+    ]
+    arguments = [*tensors, *numbers, key_stretch, tokens, keys, slots, *strides]
     own = {"BT": walker.tokens, "STAGES": walker.stages}
     grid = (key_splits, batch * slots)
-    steps.append(Step(bwd.key_bwd_kernel, grid, arguments, constants | own, walker.warps))
+    alone = {"MIX": 0, "SPLIT": False} if split else {}
+    sizes = constants | own | alone
+    steps.append(Step(bwd.key_bwd_kernel, grid, arguments, sizes, walker.warps))
+    if split:
+        tile, longest = plan.joint_grad, call.longest or keys
+        stretch = tile.stretch(longest, plan.block_rows, batch * slots, plan.cores)
+        arguments = [*tensors, *numbers, stretch, tokens, keys, slots, *strides]
+        sizes = constants | {"BT": tile.tokens, "STAGES": tile.stages}
+        grid = (cdiv(longest, stretch), batch * slots)
+        steps.append(Step(bwd.key_bwd_kernel, grid, arguments, sizes, tile.warps))
     return Recipe(steps, room)
 
 

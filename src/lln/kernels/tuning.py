@@ -110,6 +110,8 @@ class Plan:
         walk_key: Its backward, backward over the tiles.
         block_rows: Tokens of a tile with the diagonal part: whole blocks of it.
         has_blocks: Whether there is a diagonal part.
+        split_blocks: Whether its gradients have a pass of their own: together with those of wide
+            summaries they do not fit the registers.
         short: Whether one program does a whole (sample, head).
         cores: Multiprocessors to fill.
     """
@@ -128,6 +130,7 @@ class Plan:
     walk_key: Tile
     block_rows: int
     has_blocks: bool
+    split_blocks: bool
     short: bool
     cores: int
 
@@ -217,6 +220,7 @@ def _plan(
         "walk_key": Tile(walk_tokens, walk_warps, walk_stages),
         "block_rows": rows,
         "has_blocks": block_size > 0,
+        "split_blocks": block_size > 0 and widest > 64 and dtype != torch.float32,
         "short": (longest <= 1024 and summaries >= 2 * cores) or heads > MAX_GRID,
         "cores": cores,
     }
@@ -224,9 +228,13 @@ def _plan(
     return Plan(**chosen)
 
 
-def widest_value(head_width: int, dtype: torch.dtype, block_size: int, is_causal: bool) -> int:
+def widest_value(
+    head_width: int, dtype: torch.dtype, block_size: int, is_causal: bool, mix_grad: bool
+) -> int:
     """How many channels of the values one call takes; a power of two."""
-    most = MAX_SUMMARY_BESIDE_TILES if block_size or is_causal else MAX_SUMMARY
+    # Tiles and summaries share the chip, unless the diagonal part has a pass of its own.
+    is_joint = block_size > 0 and (dtype == torch.float32 or mix_grad)
+    most = MAX_SUMMARY_BESIDE_TILES if is_joint or is_causal else MAX_SUMMARY
     if dtype == torch.float32 and not is_causal and head_width > 64:
         most //= 2
     return max(16, most // max(16, power_of_two(head_width)))
