@@ -313,7 +313,9 @@ def fused_attention(
         longest,
     )
     mix_grad = mix_t is not None and mix_t.requires_grad
-    most = widest_value(query.shape[-1], query.dtype, block_size, is_causal, mix_grad)
+    samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
+    heads = samples * query.shape[1]
+    most = widest_value(query.shape[-1], query.dtype, heads, block_size, is_causal, mix_grad)
     if value.shape[-1] <= most:
         return _call(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
     # Every channel of the output is a sum over the same channel of the values: wide values are

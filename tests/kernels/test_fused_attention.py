@@ -264,6 +264,14 @@ def test_wide_values_are_read_in_slices(monkeypatch, block_size):
     compare(tokens=40, value_width=40, extra=extra, **blocks)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_values_much_wider_than_narrow_heads(dtype, block_size):
+    """Slots are few, yet a tile of values has to fit the chip: 256 channels at a time."""
+    blocks = {} if block_size is None else {"block_size": block_size}
+    compare(dtype, tokens=20, heads=1, width=8, value_width=530, **blocks)
+
+
 @pytest.fixture
 def split(plan, monkeypatch):
     """The diagonal's gradients by a pass of their own, as with wide heads."""
@@ -283,6 +291,24 @@ def test_gradients_of_blocks_by_themselves_with_options(split):
     compare(extra={"alpha": 2.0, "beta": 2.0, "mix": 0.3}, block_size=16, layout="transposed")
     # dmix needs both parts at once.
     compare(extra=scales | {"mix": torch.rand(2, 1, 70, 1)}, block_size=16)
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """A device whose launches have three rows of programs."""
+    monkeypatch.setattr(tuning, "MAX_GRID", 3)
+    tuning._plan.cache_clear()
+    yield
+    tuning._plan.cache_clear()
+
+
+def test_more_heads_than_a_launch_has_rows(few_rows):
+    """Each head is then one program, wide heads too: their diagonal part gets no own pass."""
+    query, key, value = make_qkv(2, 2, 20, 128, device=DEVICE, dtype=HALF[-1])
+    plan = tuning.make_plan(query, key, value, 2, 2, 16)
+    assert plan.short
+    assert not plan.split_blocks
+    compare(HALF[-1], tokens=20, heads=2, width=128, value_width=128, block_size=16)
 
 
 def test_blocks_beside_the_kernels(monkeypatch):

@@ -26,7 +26,7 @@ MAX_BLOCK_TOKENS = 128
 MAX_GRID = 65535
 # Slots times channels of a summary on the chip; wider values are read in slices. With diagonal
 # blocks, and in causal calls, tiles of q, k, v, dO and two summaries have to fit beside it.
-MAX_SUMMARY = 128 * 128
+MAX_SUMMARY = 256 * 128
 MAX_SUMMARY_BESIDE_TILES = 64 * 128
 # A causal walk takes so many registers that this many warps of walks run on a multiprocessor.
 WALKING_WARPS = 8
@@ -67,6 +67,23 @@ class Tile(NamedTuple):
         tiles = -(-tokens // rows)
         programs = min(max(1, -(-self.programs * cores // max(heads, 1))), tiles)
         return -(-tiles // programs) * rows
+
+
+# Heads wider than 64 in half types: the fastest of a sweep on an H200 (docs/kernels.md).
+WIDE_TILES = {
+    128: {
+        "summarise": Tile(128, 8, 3, 2),
+        "read": Tile(128, 8, 3, 8),
+        "query_grad": Tile(64, 8, 3, 2),
+        "key_grad": Tile(64, 8, 3, 8),
+    },
+    256: {
+        "summarise": Tile(64, 8, 3, 2),
+        "read": Tile(64, 8, 3, 8),
+        "query_grad": Tile(16, 8, 3, 2),
+        "key_grad": Tile(64, 8, 3, 8),
+    },
+}
 
 
 @lru_cache(4096)
@@ -195,6 +212,7 @@ def _plan(
     tokens = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32, 512: 16}[room]
     warps = 4 if widest <= 64 else 8
     stages = 3 if room <= 64 else 2
+    is_wide = widest > 64 and dtype != torch.float32
     # As many blocks as a tile has room for, at least one.
     rows = block_size * max(1, tokens // block_size) if block_size else tokens
     block_tile = max(16, power_of_two(rows))
@@ -211,7 +229,7 @@ def _plan(
         "measure": Tile(tokens, warps, stages, 4),
         "summarise": Tile(tokens, warps, stages, 2),
         "read": Tile(tokens, warps, stages, 8),
-        "joint_read": Tile(block_tile, block_warps, min(stages, 3), 4),
+        "joint_read": Tile(block_tile, block_warps, stages, 4),
         "query_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
         "joint_grad": Tile(block_tile, block_warps, 2, 8),
@@ -220,24 +238,35 @@ def _plan(
         "walk_key": Tile(walk_tokens, walk_warps, walk_stages),
         "block_rows": rows,
         "has_blocks": block_size > 0,
-        "split_blocks": block_size > 0 and widest > 64 and dtype != torch.float32,
-        "short": (longest <= 1024 and summaries >= 2 * cores) or heads > MAX_GRID,
+        "split_blocks": block_size > 0 and is_wide and heads <= MAX_GRID,
+        # Two wide summaries of one program leave no room to load ahead.
+        "short": (longest <= 1024 and summaries >= 2 * cores and not is_wide) or heads > MAX_GRID,
         "cores": cores,
     }
+    if is_wide:
+        chosen |= WIDE_TILES[widest]
+        reading, updating = (3, 2) if widest == 128 else (2, 1)
+        chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
+        chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
     chosen |= {name: size for name, size in overridden if name in chosen}
     return Plan(**chosen)
 
 
 def widest_value(
-    head_width: int, dtype: torch.dtype, block_size: int, is_causal: bool, mix_grad: bool
+    head_width: int,
+    dtype: torch.dtype,
+    heads: int,
+    block_size: int,
+    is_causal: bool,
+    mix_grad: bool,
 ) -> int:
     """How many channels of the values one call takes; a power of two."""
     # Tiles and summaries share the chip, unless the diagonal part has a pass of its own.
-    is_joint = block_size > 0 and (dtype == torch.float32 or mix_grad)
+    is_joint = block_size > 0 and (dtype == torch.float32 or mix_grad or heads > MAX_GRID)
     most = MAX_SUMMARY_BESIDE_TILES if is_joint or is_causal else MAX_SUMMARY
     if dtype == torch.float32 and not is_causal and head_width > 64:
-        most //= 2
-    return max(16, most // max(16, power_of_two(head_width)))
+        most //= 2 if is_joint else 4
+    return min(MAX_WIDTH, max(16, most // max(16, power_of_two(head_width))))
 
 
 def smaller(plan: Plan) -> Plan | None:
