@@ -13,9 +13,9 @@ from pathlib import Path
 from benchmarks import peers
 from benchmarks.tables import (
     cpu_table,
-    gpu_earlier_table,
     gpu_other_table,
     gpu_table,
+    roberta_summary,
     roberta_table,
 )
 from benchmarks.targets import targets_table
@@ -31,6 +31,8 @@ CONSTANTS = Path("src/lln/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
 # What README shows of the GPU's main table: the ends, and two lengths between.
 SHOWN = (512, 2048, 8192, 65536)
+# And of the training steps.
+STEPS = (512, 4096, 16384)
 ELSEWHERE = (
     "All lengths, causal, packed and decoding, other widths and B = 1: "
     "[docs/benchmarks.md](docs/benchmarks.md#gpu)."
@@ -53,15 +55,16 @@ def main() -> None:
     fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
     fill(README, "gpu-targets", targets_table(gpu) if gpu else command)
     fill(BENCHMARKS, "gpu-other", gpu_other_table(gpu) if gpu else command)
-    earlier = read("cuda-earlier")
-    section = gpu_earlier_table(earlier, gpu) if gpu and earlier else "None."
-    fill(BENCHMARKS, "gpu-earlier", section)
     roberta = read("roberta")
     command = missing("lln bench roberta --device cuda", "roberta")
     if roberta:
         draw_roberta(roberta, FIGURES / "roberta.svg")
     fill(BENCHMARKS, "roberta", roberta_table(roberta, "batch 1") if roberta else command)
     fill(BENCHMARKS, "roberta-filled", roberta_table(roberta, "filled") if roberta else command)
+    fill(README, "roberta", roberta_summary(roberta, STEPS) if roberta else command)
+    fewer = read("roberta-fewer")
+    command = missing("lln bench roberta --device cuda --tokens 65536", "roberta-fewer")
+    fill(BENCHMARKS, "roberta-fewer", roberta_table(fewer, "filled") if fewer else command)
     fill_peers()
     attempts = json.loads((RESULTS / "attempts.json").read_text())
     fill(Path("docs/kernels.md"), "attempts", attempts_table(attempts))
@@ -90,7 +93,7 @@ def read(name: str) -> dict | None:
     if not path.exists():
         return None
     results = json.loads(path.read_text("utf-8"))
-    if name in ("cpu", "cuda", "cuda-earlier"):
+    if name in ("cpu", "cuda"):
         # Older files name operations that are timed no more, and carry no ratios.
         results["cases"] = [row for row in results["cases"] if row["operation"] in OPERATIONS]
         add_ratios(results["cases"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.targets import GRAPH, PYTHON, main_rows
 from lln.bench.compare import fastest
 from lln.bench.operations import OPERATIONS
+from lln.bench.roberta import SYSTEMS
 from lln.bench.roberta_table import table_of, title_of
 
 CPU_COLUMNS = ("sdpa", "lln", "lln_matched", "lln_diag")
@@ -89,14 +90,6 @@ def gpu_other_table(results: dict) -> str:
     return _cases(results, {row["name"] for row in main_rows(results) if row["operation"] in main})
 
 
-def gpu_earlier_table(results: dict, latest: dict) -> str:
-    """The cases of an earlier run that the latest one did not get to."""
-    environment = results["environment"]
-    caption = f"{environment['device']}, copy {results['copy_terabytes_per_second']:.2f} TB/s; "
-    names = {row["name"] for row in latest["cases"]}
-    return f"{_cases(results, names)}\n\n{caption}{_source(environment)}."
-
-
 def _cases(results: dict, shown: set[str]) -> str:
     """Every case but those shown elsewhere."""
     lines = [
@@ -142,6 +135,33 @@ def roberta_table(results: dict, part: str) -> str:
         f"{title_of(results['cases'], part)}: GB at peak and milliseconds, forward and backward in "
         f"bfloat16 by autocast and AdamW. {environment['device']}, torch {environment['torch']}; "
         f"{_source(environment)}. An empty cell was not run.",
+    ]
+    return "\n".join(lines)
+
+
+def roberta_summary(results: dict, lengths: tuple[int, ...]) -> str:
+    """Milliseconds of a training step at some lengths, both parts side by side, for README."""
+    times = {
+        (row["part"], row["system"], row["tokens"]): row.get("milliseconds")
+        for row in results["cases"]
+    }
+    filled = max((row["batch"] * row["tokens"] for row in results["cases"]), default=0)
+    parts = {"batch 1": "batch 1", "filled": f"{filled:,} tokens"}
+    heads = [f"{title}, N = {n:,}" for title in parts.values() for n in lengths]
+    lines = [f"| ms a step | {' | '.join(heads)} |", "|" + "---|" * (1 + len(heads))]
+    for name in ("softmax_sdpa", "lln", "lln_diag", "diag"):
+        cells = [SYSTEMS[name][0]]
+        for part in parts:
+            for tokens in lengths:
+                own, base = (times.get((part, key, tokens)) for key in (name, "softmax_sdpa"))
+                faster = f" ({base / own:.2f}×)" if own and base and name != "softmax_sdpa" else ""
+                cells.append(f"{own:.0f}{faster}" if own else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    environment = results["environment"]
+    lines += [
+        "",
+        "Milliseconds (times faster than SDPA), forward and backward in bfloat16 by autocast and "
+        f"AdamW; {environment['device']}, torch {environment['torch']}; {_source(environment)}.",
     ]
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.report import fill
 
 from experiments.recovery_table import recovery
+from experiments.step_table import training_steps
 from experiments.tables import table
 
 RESULTS = Path("experiments/results")
@@ -51,6 +52,8 @@ def main() -> None:
         fill(PAGE, name, write(theory) + "\n\n" + made_by(theory, name != "proposition-3-1"))
     found = json.loads((RESULTS / "minilm_recovery.json").read_text("utf-8"))
     fill(Path("docs/huggingface.md"), "recovery", recovery(found))
+    steps = json.loads((RESULTS / "roberta_step.json").read_text("utf-8"))
+    fill(Path("docs/huggingface.md"), "steps", training_steps(steps))
     fill(PAGE, "costs", costs(json.loads(COSTS.read_text("utf-8"))))
 
 

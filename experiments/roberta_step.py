@@ -76,6 +76,17 @@ def measure(model, ids, repeats, bf16):
     return seconds[2:], peak
 
 
+def command_without_out(words):
+    """The command, less where it wrote: that is a place on somebody's machine."""
+    kept, skip = [], False
+    for word in words:
+        if skip or word == "--out" or word.startswith("--out="):
+            skip = word == "--out"
+            continue
+        kept.append(word)
+    return " ".join(["python", *kept])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 16384])
@@ -89,7 +100,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     results["setup"] = {
-        **describe(device, " ".join(["python", *sys.argv])),
+        **describe(device, command_without_out(sys.argv)),
         "transformers": transformers.__version__,
         "layers": options.layers,
         "tokens": options.tokens,

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from experiments.recovery_table import NAMES, recovery
+from experiments.step_table import training_steps
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results/minilm_recovery.json"
@@ -27,3 +28,21 @@ def test_cells_are_means_over_the_seeds():
     }
     text = recovery({"setup": setup, "rows": rows})
     assert "| LLN | 2 | 0.110 → 0.210 → 0.310 ± 0.014 |" in text
+
+
+def test_the_published_table_of_training_steps_is_the_one_of_its_results():
+    results = json.loads((ROOT / "experiments/results/roberta_step.json").read_text("utf-8"))
+    assert training_steps(results) in (ROOT / "docs/huggingface.md").read_text("utf-8")
+
+
+def test_training_steps_that_were_not_run_are_empty():
+    results = json.loads((ROOT / "experiments/results/roberta_step.json").read_text("utf-8"))
+    rows = {
+        "sdpa N=512": {"milliseconds": 30.0},
+        "lln fixed N=512": {"milliseconds": 20.0},
+        "lln fixed N=1024": {"milliseconds": 21.0},
+    }
+    lines = training_steps(results | {"rows": rows}).splitlines()
+    assert lines[2] == "| softmax (SDPA) | 30 |  |"
+    assert lines[3] == "| LLN, fixed statistics | 20 (1.50×) | 21 |"
+    assert lines[4] == "| LLN, running |  |  |"

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 from benchmarks import report
-from benchmarks.tables import cpu_table, gpu_other_table, gpu_table, roberta_table
+from benchmarks.tables import (
+    cpu_table,
+    gpu_other_table,
+    gpu_table,
+    roberta_summary,
+    roberta_table,
+)
 from benchmarks.targets import TARGETS, targets_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +176,20 @@ def test_roberta_table():
     assert roberta_table(results(), "filled") == "Not measured."
 
 
+def test_roberta_summary_leaves_what_was_not_run_empty():
+    def step(part, system, batch, milliseconds):
+        cell = {"part": part, "system": system, "batch": batch, "tokens": 512}
+        return cell | {"status": "timed", "milliseconds": milliseconds}
+
+    cells = [step("batch 1", "softmax_sdpa", 1, 20.0), step("batch 1", "lln", 1, 40.0)]
+    cells += [step("filled", "softmax_sdpa", 64, 30.0), step("filled", "lln", 64, 15.0)]
+    lines = roberta_summary(results(*cells), (512, 1024)).splitlines()
+    assert "| 32,768 tokens, N = 1,024 |" in lines[0]
+    assert lines[2] == "| softmax (SDPA) | 20 |  | 30 |  |"
+    assert lines[3] == "| LLN | 40 (0.50×) |  | 15 (2.00×) |  |"
+    assert lines[5] == "| Diag alone |  |  |  |  |"
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A copy of the files that the report reads and writes."""
@@ -194,8 +214,8 @@ def test_report_fills_every_section_and_changes_nothing_twice(checkout):
     readme = texts[checkout / "README.md"]
     page = texts[checkout / "docs/benchmarks.md"]
     for text, names in (
-        (readme, ("cpu-speed", "gpu-speed", "gpu-targets")),
-        (page, ("gpu-speed", "gpu-other", "gpu-earlier", "roberta", "roberta-filled")),
+        (readme, ("cpu-speed", "gpu-speed", "gpu-targets", "roberta")),
+        (page, ("gpu-speed", "gpu-other", "roberta", "roberta-filled", "roberta-fewer")),
     ):
         for name in names:
             section = text.split(f"<!-- {name}: begin -->")[1].split(f"<!-- {name}: end -->")[0]
@@ -213,7 +233,7 @@ def test_published_sections_are_those_the_report_writes(checkout):
 
 
 def test_results_that_are_missing_leave_the_command_that_makes_them(checkout):
-    for name in ("cpu", "cuda", "roberta", "peers-cpu", "peers-cuda"):
+    for name in ("cpu", "cuda", "roberta", "roberta-fewer", "peers-cpu", "peers-cuda"):
         (checkout / f"benchmarks/results/{name}.json").unlink(missing_ok=True)
     report.main()
     readme = (checkout / "README.md").read_text("utf-8")
