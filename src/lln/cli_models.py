@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from lln.errors import InvalidInputError
 
 _STATISTICS = (
     "Where α and β come from: sample (every sequence itself), running (an average that training "
@@ -82,22 +88,23 @@ def convert(
     """
     from lln.integrations.folders import convert_folder
 
-    convert_folder(
-        source,
-        target,
-        attention=attention,
-        layers=layers,
-        calibrate=calibrate,
-        samples=samples,
-        tokens=tokens,
-        statistics=statistics,
-        matching=matching,
-        mix=_number_or_name(mix),
-        block_size=block_size,
-        sliding_window=sliding_window,
-        overwrite=overwrite,
-        echo=typer.echo,
-    )
+    with _naming_options(convert):
+        convert_folder(
+            source,
+            target,
+            attention=attention,
+            layers=layers,
+            calibrate=calibrate,
+            samples=samples,
+            tokens=tokens,
+            statistics=statistics,
+            matching=matching,
+            mix=_number_or_name(mix),
+            block_size=block_size,
+            sliding_window=sliding_window,
+            overwrite=overwrite,
+            echo=typer.echo,
+        )
 
 
 def recover(
@@ -152,31 +159,32 @@ def recover(
     """
     from lln.integrations.folders import recover_folder
 
-    recover_folder(
-        source,
-        target,
-        attention=attention,
-        layers=layers,
-        text=text,
-        tokens=tokens,
-        work=work,
-        overwrite=overwrite,
-        echo=typer.echo,
-        statistics=statistics,
-        mix=_number_or_name(mix),
-        block_size=block_size,
-        sliding_window=sliding_window,
-        training={
-            "batch_size": batch_size,
-            "layer_steps": layer_steps,
-            "end_steps": end_steps,
-            "layer_learning_rate": layer_learning_rate,
-            "end_learning_rate": end_learning_rate,
-            "end_loss": end_loss,
-            "save_steps": save_steps,
-            "seed": seed,
-        },
-    )
+    with _naming_options(recover, output_dir="--work"):
+        recover_folder(
+            source,
+            target,
+            attention=attention,
+            layers=layers,
+            text=text,
+            tokens=tokens,
+            work=work,
+            overwrite=overwrite,
+            echo=typer.echo,
+            statistics=statistics,
+            mix=_number_or_name(mix),
+            block_size=block_size,
+            sliding_window=sliding_window,
+            training={
+                "batch_size": batch_size,
+                "layer_steps": layer_steps,
+                "end_steps": end_steps,
+                "layer_learning_rate": layer_learning_rate,
+                "end_learning_rate": end_learning_rate,
+                "end_loss": end_loss,
+                "save_steps": save_steps,
+                "seed": seed,
+            },
+        )
 
 
 def _number_or_name(text: str) -> float | str:
@@ -184,3 +192,44 @@ def _number_or_name(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
+
+
+@contextmanager
+def _naming_options(command: Callable[..., Any], **others: str) -> Iterator[None]:
+    """Refusals of the body name the command's options where Python's name arguments.
+
+    Args:
+        command: Whose parameters are the options.
+        **others: Options whose argument in Python has another name.
+    """
+    options = {
+        name: f"--{name.replace('_', '-')}" for name in inspect.signature(command).parameters
+    }
+    try:
+        yield
+    except InvalidInputError as error:
+        raise type(error)(in_options(str(error), options | others)) from error
+
+
+def in_options(sentence: str, options: dict[str, str]) -> str:
+    """A refusal in the words of the command line.
+
+    ``name='value'``, ``name=`` and a name that begins the sentence are arguments; elsewhere only
+    names with an underscore are, because the others may be plain words. Calls are left as they are.
+
+    Args:
+        sentence: As Python's users read it.
+        options: Name of an argument → its option.
+    """
+    names = "|".join(options)
+    joined = "|".join(name for name in options if "_" in name) or "(?!)"
+    sentence = re.sub(
+        rf"(?<![\w(/])({names})=(?:'([^']*)'|(?![\w\"]))",
+        lambda found: " ".join(filter(None, (options[found[1]], found[2]))),
+        sentence,
+    )
+    return re.sub(
+        rf"^({names})(?= must | has )|(?<![\w(/'-])({joined})(?![\w='/])",
+        lambda found: options[found[0]],
+        sentence,
+    )

@@ -87,7 +87,7 @@ def convert(
         statistics = "sample" if calibrate is None else "fixed"
     if statistics in ("fixed", "learned") and calibrate is None:
         raise InvalidInputError(
-            f"statistics={statistics!r} needs calibrate=, a batch of inputs to find α and β on."
+            f"statistics={statistics!r} needs calibrate=, inputs to find α and β on."
         )
     settings = Settings(
         matching=matching,
@@ -215,10 +215,11 @@ class _Surgeon:
             return wanted
         if self.settings.sliding_window == "softmax" and self.wanted is None:
             return False
+        fix = "pass sliding_window='softmax' to leave such layers as they are."
         raise UnsupportedModelError(
             f"layer {number} ({name}) attends within a sliding window of {call.window} tokens, "
-            "which LLN attention does not have; pass sliding_window='softmax' to leave such layers "
-            "as they are."
+            "which LLN attention does not have; "
+            + (fix if self.wanted is None else "leave it out of layers=.")
         )
 
     def _fit(self, call: Call) -> Heads:
@@ -227,7 +228,12 @@ class _Surgeon:
         if self.settings.statistics == "sample" and call.is_causal:
             raise InvalidInputError(
                 f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "
-                "show it the future; pass calibrate=, a batch of inputs to find them on."
+                "show it the future; "
+                + (
+                    "use statistics='fixed', 'running' or 'learned'."
+                    if self.calibrated
+                    else "pass calibrate=, inputs to find them on."
+                )
             )
         fitted = Heads(
             self.attention,

@@ -218,8 +218,8 @@ def load_tokenizer(source: Path) -> Any:
     # Without files transformers would make up a tokenizer that knows no word.
     if not any((source / name).is_file() for name in _TOKENIZERS):
         raise InvalidInputError(
-            f"{str(source)!r} has no tokenizer to read the text with; leave the text out, or "
-            "convert in Python with calibrate=batch."
+            f"{str(source)!r} has no tokenizer to read the text with; put its files "
+            "(tokenizer.json) there, or convert in Python with calibrate=batch."
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
     if tokenizer.pad_token is None:

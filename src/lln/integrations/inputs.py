@@ -58,7 +58,8 @@ def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     if model.main_input_name != "input_ids" or not vocabulary:
         raise InvalidInputError(
             f"no example can be made up for {type(model).__name__}, whose main input is "
-            f"{model.main_input_name!r}; pass batch= or calibrate= with its inputs."
+            f"{model.main_input_name!r}; call lln.integrations.convert.convert(model, "
+            "batch=inputs), or with calibrate=inputs, with some of yours."
         )
     ids = torch.randint(vocabulary, (2, 32), generator=torch.Generator().manual_seed(0)).to(device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

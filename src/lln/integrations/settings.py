@@ -68,13 +68,10 @@ class Settings:
         checks.check_impl(self.impl)
         if self.statistics not in STATISTICS:
             known = ", ".join(map(repr, STATISTICS))
-            raise InvalidInputError(
-                f"config.lln['statistics'] must be one of {known}, got {self.statistics!r}."
-            )
+            raise InvalidInputError(f"statistics must be one of {known}, got {self.statistics!r}.")
         if self.sliding_window not in WINDOWS:
             raise InvalidInputError(
-                f"config.lln['sliding_window'] must be 'refuse' or 'softmax', got "
-                f"{self.sliding_window!r}."
+                f"sliding_window must be 'refuse' or 'softmax', got {self.sliding_window!r}."
             )
         if self.block_size is not None:
             checks.check_block_size(self.block_size)
