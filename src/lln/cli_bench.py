@@ -85,11 +85,11 @@ def bench(
     case that errs beyond its budget prints its error and gets no time (exit code 1).
 
     Columns: ms is the median of calls from Python, graph ms of replays as a CUDA graph (what the
-    GPU takes by itself). One unit is the time to copy one tensor [B, H, N, D] at this machine's
-    measured copy speed; floors is the time over the fewest units that must move. vs softmax,
-    vs compiled, vs fla: how many times faster than the fastest softmax, than the eager form under
-    torch.compile, than fla's linear attention (causal, where that package is installed). memory is
-    the peak over the tensors nobody can do without.
+    GPU takes by itself). One unit is the time to read or write one tensor [B, H, N, D] at this
+    machine's measured copy speed; floors is the time over the fewest units that must move.
+    vs softmax, vs compiled, vs fla: how many times faster than the fastest softmax, than the eager
+    form under torch.compile, than fla's linear attention (causal, where that package is installed).
+    memory is the peak over the tensors nobody can do without.
 
     The results file is whole after every case: Ctrl-C loses nothing, --resume goes on.
     """
