@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.backward import row_weights
 from lln.kernels.causal_walks.states import load_state
 from lln.kernels.causal_walks.tiles import (
     any_lost,
@@ -19,6 +18,7 @@ from lln.kernels.causal_walks.tiles import (
     take_tile,
     weigh_rows,
 )
+from lln.kernels.mixing import row_weights
 from lln.kernels.steps import (
     block_softmax,
     key_exponents,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.backward import mix_rows, row_weights
 from lln.kernels.causal_walks.queries import ALWAYS
 from lln.kernels.causal_walks.tiles import query_exponents
+from lln.kernels.mixing import mix_rows, row_weights
 from lln.kernels.steps import (
     NEVER,
     exponential,

@@ -14,11 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.backward import mix_rows
 from lln.kernels.causal_walks.exact import exact_products, exact_scores
 from lln.kernels.causal_walks.gathering import gather_tile, load_gradient
 from lln.kernels.causal_walks.states import load_state
 from lln.kernels.causal_walks.tiles import load_tile, query_exponents
+from lln.kernels.mixing import mix_rows
 from lln.kernels.steps import (
     NEVER,
     block_softmax,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.backward import mix_rows, row_weights
 from lln.kernels.causal_walks.exact import exact_products
 from lln.kernels.causal_walks.states import load_state
 from lln.kernels.causal_walks.tiles import (
@@ -21,6 +20,7 @@ from lln.kernels.causal_walks.tiles import (
     take_tile,
     weigh_rows,
 )
+from lln.kernels.mixing import mix_rows, row_weights
 from lln.kernels.steps import (
     block_softmax,
     key_exponents,
