@@ -8,7 +8,7 @@ from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, compare, holes
 
 import lln
 from lln.kernels import tuning
-from lln.kernels.backward import centred_queries
+from lln.kernels.backward_ranges import centred_queries
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lln.kernels import backward as bwd
 from lln.kernels import forward as fwd
+from lln.kernels import summaries
 from lln.kernels.arguments import (
     Call,
     Gradients,
@@ -131,7 +132,7 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, save: bool, plan: Plan) 
     rows = min(8, plan.width)
     merge = [*places("peak mass total log_mass centroid"), splits]
     grid = (plan.width // rows, batch * slots)
-    steps.append(Step(fwd.merge_kernel, grid, merge, constants | {"ROWS": rows}, 4))
+    steps.append(Step(summaries.merge_kernel, grid, merge, constants | {"ROWS": rows}, 4))
     stretch = reader.stretch(longest, tile_tokens, batch * heads, plan.cores)
     arguments = [
         *places("query key value out mix mask alpha log_mass centroid bounds"),
@@ -162,7 +163,7 @@ def summarise_steps(
         value.shape[2], slots, stretch, *strides_of(call, key, value),
     ]  # fmt: skip
     own = constants | {"BT": tile.tokens, "STAGES": tile.stages}
-    return [Step(fwd.summarise_kernel, (splits, programs), arguments, own, tile.warps)], room
+    return [Step(summaries.summarise_kernel, (splits, programs), arguments, own, tile.warps)], room
 
 
 def attend_backward(
