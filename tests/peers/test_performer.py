@@ -214,6 +214,56 @@ def test_skyformers_performer_scales_twice_and_counts_padding():
     assert leak.min() > 0.01
 
 
+def test_opennlplabs_performer_has_its_offset_and_its_floor():
+    core = build("performer", compat="opennlplab", features=None).core
+    assert core.projection.shape == (64, D)
+    query, key, value = heads()
+    # So small a mass that the floor counts.
+    key[..., 20:, :] *= 20
+    found = core(query, key, value)
+    weights, scale = core.projection.double(), D**-0.25
+    low = 0
+    for sample in range(2):
+        for head in range(HEADS):
+            q, k = (side[sample, head] * scale for side in (query, key))
+            top = (k @ weights.T).max()
+            along = q @ weights.T
+            phi_q = (along - q.square().sum(-1, keepdim=True) / 2 - along.amax(-1, True)).exp()
+            phi_k = (k @ weights.T - k.square().sum(-1, keepdim=True) / 2 - top).exp()
+            products = (phi_q / 8 + 1e-4) @ (phi_k / 8 + 1e-4).T
+            mass = products.sum(-1, keepdim=True)
+            low += int((mass < 0.01).sum())
+            expected = products @ value[sample, head] / mass.clamp_min(0.01)
+            torch.testing.assert_close(found[sample, head], expected)
+    assert low > 0
+
+
+def test_opennlplabs_performer_trains_with_a_new_gaussian_w_a_call():
+    layer, x = build("performer", compat="opennlplab").train(), tokens()
+    fixed, seen = layer.core.projection.clone(), []
+    for _ in range(3):
+        seen.append(layer(x))
+        assert not torch.equal(layer.core.gaussian, fixed)
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert torch.equal(layer.core.projection, fixed)
+    assert "core.gaussian" not in layer.state_dict()
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+    torch.manual_seed(0)
+    draws = [(layer.train()(x), layer.core.gaussian.clone())[1] for _ in range(50)]
+    assert torch.stack(draws).std().item() == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_checkpointed_call_keeps_opennlplabs_draw():
+    layer = build("performer", compat="opennlplab").train()
+    x = tokens().requires_grad_()
+    out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    used = layer.core.gaussian.clone()
+    out.sum().backward()
+    assert torch.equal(layer.core.gaussian, used)
+
+
 def test_options_that_do_not_fit_are_refused():
     for options, said in (
         ({"features": 0}, "features"),

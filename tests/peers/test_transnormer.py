@@ -93,6 +93,39 @@ def test_attention_agrees_with_the_dense_formula(name, half, causal, tokens):
 
 @both
 @pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [5, 16, 29])
+def test_released_code_masks_nothing(name, half, causal, tokens):
+    layer = build(name, half, compat="released", is_causal=causal)
+    x = torch.randn(2, tokens, 12, dtype=torch.float64)
+    found = layer.attend(x, None)
+    holes = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) < 0.7
+    assert torch.equal(layer.attend(x, holes), found)
+    plain = build(name, half, is_causal=causal)
+    plain.load_state_dict(layer.state_dict())
+    if (name, half, causal) != ("transnormer_t2", "local", False) or tokens == 16:
+        torch.testing.assert_close(found, plain.attend(x, None))
+        return
+    # Zero keys have a score of 0 and a value of 0: they only add to the softmax's sum.
+    filling = -tokens % 8
+    for sample in range(2):
+        heads = []
+        for head in range(2):
+            query, key, value = (
+                part(x[sample]).unflatten(-1, (2, 6))[:, head]
+                for part in (layer.query, layer.key, layer.value)
+            )
+            places = (torch.arange(tokens) % 8).tolist()
+            scores = placed(layer, query, places) @ placed(layer, key, places).T / 6**0.5
+            block = torch.arange(tokens) // 8
+            weights = scores.exp() * (block[:, None] == block)
+            last = (block == block[-1]).double() * filling
+            heads.append(weights @ value / (weights.sum(-1) + last)[:, None])
+        torch.testing.assert_close(found[sample], layer.out(torch.cat(heads, -1)))
+
+
+@both
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("compat", [None, "released"])
 def test_the_layer_is_two_normed_residuals(name, half, compat):
     layer = build(name, half, compat=compat)

@@ -21,6 +21,10 @@ from lln.peers.peer import zero_padding
 # Added to the features of the relu kernel, as in the authors' code.
 _RELU_OFFSET = 1e-3
 
+# M where nobody says otherwise.
+_PUBLISHED_FEATURES = {"skyformer": 128, "opennlplab": 64}
+_OPENNLPLAB_FLOOR = 1e-2
+
 # exp of this, summed over any number of keys and multiplied by any value, stays in float32.
 _LARGEST_EXPONENT = 60.0
 
@@ -46,7 +50,10 @@ class Performer(LinearCore):
         redraw_every: Training calls between two drawings of W; 0 = never. None = 1000.
         compat: ``"skyformer"`` for the Performer of its LRA tables: x′ = x d^(−½), so that the
             kernel is exp(q·k/d); padded keys stay in the denominator as φ(0); M = 128 and W is
-            never redrawn unless told otherwise.
+            never redrawn unless told otherwise. ``"opennlplab"`` for the Performer behind the
+            paper's Table 1: M = 64, a new W of independent Gaussians for every training call and
+            the orthogonal one in evaluation, never redrawn; ε outside M^(−½); denominators of at
+            least 0.01.
     """
 
     card = Card(
@@ -65,13 +72,15 @@ class Performer(LinearCore):
         oracle="performer-pytorch 1.1.4, sharing W; Monte-Carlo mean of the kernel",
         departures="signs of the orthogonal blocks corrected (haar=False undoes it); the causal "
         "form takes a constant c for the keys; compat='skyformer' computes exp(q·k/d) and leaves "
-        "padded keys in the denominator",
+        "padded keys in the denominator; compat='opennlplab' trains with a Gaussian W a call",
     )
 
     # ε makes every mass at least ε² times the number of keys.
     floor: ClassVar[float] = 1e-12
 
     projection: Tensor
+    # W of this training call, compat='opennlplab' only.
+    gaussian: Tensor
 
     def __init__(
         self,
@@ -82,19 +91,23 @@ class Performer(LinearCore):
         epsilon: float = 1e-4,
         haar: bool = True,
         redraw_every: int | None = None,
-        compat: Literal["skyformer"] | None = None,
+        compat: Literal["skyformer", "opennlplab"] | None = None,
     ) -> None:
         """See the class."""
         super().__init__(host)
         if kernel not in ("exp", "relu"):
             raise InvalidInputError(f"kernel must be 'exp' or 'relu', got {kernel!r}.")
-        if compat not in (None, "skyformer"):
-            raise InvalidInputError(f"compat must be None or 'skyformer', got {compat!r}.")
+        if compat not in (None, *_PUBLISHED_FEATURES):
+            raise InvalidInputError(
+                f"compat must be None, 'skyformer' or 'opennlplab', got {compat!r}."
+            )
         if not epsilon >= 0:
             raise InvalidInputError(f"epsilon must be at least 0, got {epsilon!r}.")
         width = host.head_dim
         if features is None:
-            features = 128 if compat else max(1, int(width * math.log(width)))
+            features = (
+                _PUBLISHED_FEATURES[compat] if compat else max(1, int(width * math.log(width)))
+            )
         if redraw_every is None:
             redraw_every = 0 if compat else 1000
         check_count("features", features)
@@ -103,6 +116,8 @@ class Performer(LinearCore):
         self.redraw_every, self.compat = redraw_every, compat
         self.calls = 0
         self.register_buffer("projection", draw_projection(features, width, haar=haar))
+        if compat == "opennlplab":
+            self.register_buffer("gaussian", torch.randn(features, width), persistent=False)
 
     def features(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None
@@ -110,7 +125,7 @@ class Performer(LinearCore):
         """See `LinearCore.features`."""
         width = query.shape[-1]
         scale = width**-0.5 if self.compat == "skyformer" else width**-0.25
-        weights = self.projection.to(query.dtype)
+        weights = (self.gaussian if self._has_own_draw else self.projection).to(query.dtype)
         query, key = query * scale, key * scale
         along_q, along_k = query @ weights.mT, key @ weights.mT
         if self.kernel == "relu":
@@ -125,16 +140,23 @@ class Performer(LinearCore):
             top_k = top_k.masked_fill(top_k == -torch.inf, 0.0)
         ratio = weights.shape[0] ** -0.5
         half_q, half_k = (x.square().sum(-1, keepdim=True) / 2 for x in (query, key))
+        offset = self.epsilon if self.compat == "opennlplab" else ratio * self.epsilon
         return (
-            ratio * ((along_q - half_q - top_q).exp() + self.epsilon),
-            ratio * ((along_k - half_k - top_k).exp() + self.epsilon),
+            ratio * (along_q - half_q - top_q).exp() + offset,
+            ratio * (along_k - half_k - top_k).exp() + offset,
         )
+
+    def normalise(self, total: Tensor, mass: Tensor) -> Tensor:
+        """See `LinearCore.normalise`."""
+        if self.compat == "opennlplab":
+            return total / mass.clamp_min(_OPENNLPLAB_FLOOR)
+        return super().normalise(total, mass)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
     ) -> Tensor:
         """See `Core.forward`; in training every so many calls begin with a new W."""
-        if self.training and self.redraw_every:
+        if self._has_own_draw or (self.training and self.redraw_every):
             self._count_call()
         if self.compat == "skyformer":
             value = zero_padding(value, key_mask)
@@ -145,6 +167,10 @@ class Performer(LinearCore):
             # Zeroed and left in, as its code has it: φ(0) of padding weighs on the denominator.
             return self.features(query, zero_padding(key, key_mask), None)
         return super()._masked(query, key, key_mask)
+
+    @property
+    def _has_own_draw(self) -> bool:
+        return self.compat == "opennlplab" and self.training
 
     @torch.no_grad()
     def redraw(self) -> None:
@@ -158,7 +184,9 @@ class Performer(LinearCore):
         # A checkpointed forward runs again inside the backward and must find the same W.
         if torch._C._current_graph_task_id() != -1:
             return
-        if self.calls >= self.redraw_every:
+        if self._has_own_draw:
+            self.gaussian.normal_()
+        if self.redraw_every and self.calls >= self.redraw_every:
             self.redraw()
         self.calls += 1
 

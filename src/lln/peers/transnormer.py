@@ -35,8 +35,9 @@ class TransNormer(Peer):
         host: Sizes and place; `layer` and `layers` choose the attention.
         chunk: C.
         lrpe: Whether there are positions inside the attention.
-        compat: ``"released"``: the gate of the GLU has no activation, as in the released code,
-            which does not find the one it asks for.
+        compat: ``"released"``, as in the released code: the gate of the GLU has no activation,
+            because the one asked for is not found; padding is not masked; and the zeros that fill
+            up the last chunk are keys like others, which T2's softmax counts.
     """
 
     # Whether DiagAttention is a softmax, and not a ReLU with a norm behind it.
@@ -56,7 +57,7 @@ class TransNormer(Peer):
         if compat not in (None, "released"):
             raise InvalidInputError(f"compat must be None or 'released', got {compat!r}.")
         width = host.embed_dim
-        self.chunk, self.is_local = chunk, host.layer < host.layers // 2
+        self.chunk, self.is_local, self.compat = chunk, host.layer < host.layers // 2, compat
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.positions = LearnedRotation(host.head_dim) if lrpe else None
         activation = F.silu if compat is None else _nothing
@@ -78,6 +79,8 @@ class TransNormer(Peer):
 
     def attend(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """The attention of this layer with its projections, ``[B, N, H·D]`` → the same."""
+        if self.compat == "released":
+            key_mask = None
         query, key, value = (
             project(x).unflatten(-1, (self.host.num_heads, -1))
             for project in (self.query, self.key, self.value)
@@ -104,7 +107,7 @@ class TransNormer(Peer):
     def _local(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         """Attention inside chunks, ``[B, N, H, D]`` each."""
         batch, tokens = value.shape[:2]
-        chunk = min(self.chunk, tokens)
+        chunk = self.chunk if self.compat == "released" else min(self.chunk, tokens)
         short = -tokens % chunk
         # The chunks are a batch of short sequences, [B·N/C, H, C, D].
         query, key, value = (
@@ -130,7 +133,7 @@ class TransNormer(Peer):
         self, batch: int, tokens: int, chunk: int, key_mask: Tensor | None, device: torch.device
     ) -> Tensor | None:
         """bool, broadcasts to ``[B·N/C, 1, C, C]``; rows that would see nothing see all."""
-        short = -tokens % chunk
+        short = 0 if self.compat == "released" else -tokens % chunk
         allowed = None
         if key_mask is not None or short:
             if key_mask is None:
@@ -169,8 +172,8 @@ class TransNormerT1(TransNormer):
         random="the reflection of LRPE, once",
         adds="replaces the layer: q, k, v, out; a GLU of width 8/3; d/2 angles",
         oracle="dense form; its invariances",
-        departures="The GLU's gate is SiLU as in the paper (compat='released': none, as in the "
-        "released code). Padding is masked; released code reads no mask.",
+        departures="The GLU's gate is SiLU as in the paper, padding is masked and nothing but "
+        "tokens is attended to; compat='released' undoes all three.",
     )
 
     @staticmethod
