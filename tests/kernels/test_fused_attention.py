@@ -293,6 +293,29 @@ def test_gradients_of_blocks_by_themselves_with_options(split):
     compare(extra=scales | {"mix": torch.rand(2, 1, 70, 1)}, block_size=16)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_both_ways_to_the_gradients_of_blocks_agree(monkeypatch, packed):
+    """With dropped keys, and in packed sequences, of which the reference has no seeded form."""
+    inputs = make_qkv(1, 2, 70, 16, device=DEVICE, requires_grad=True)
+    options = {"alpha": 2.0, "beta": 2.0, "block_size": 16, "impl": "triton", "dropout_p": 0.4}
+    monkeypatch.setitem(tuning.overrides, "short", False)
+    found = []
+    for split in (False, True):
+        monkeypatch.setitem(tuning.overrides, "split_blocks", split)
+        torch.manual_seed(3)
+        if packed:
+            tokens_first = [side[0].transpose(0, 1) for side in inputs]
+            bounds = torch.tensor([0, 23, 23, 70], device=DEVICE)
+            out = lln.lln_diag_attention_varlen(*tokens_first, bounds, max_seqlen=47, **options)
+        else:
+            out = lln.lln_diag_attention(*inputs, **options)
+        upstream = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out)
+        found.append(torch.autograd.grad(out, inputs, upstream))
+    for one, other in zip(*found, strict=True):
+        assert one.abs().max() > 0.01
+        torch.testing.assert_close(one, other)
+
+
 @pytest.fixture
 def few_rows(monkeypatch):
     """A device whose launches have three rows of programs."""
