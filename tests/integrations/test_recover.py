@@ -295,16 +295,11 @@ def test_refusals(tiny, tmp_path):
     model = converted(tiny)
     with pytest.raises(InvalidInputError, match="end_loss must be"):
         recover(model, Sequences(), output_dir=tmp_path, end_loss="mse", **QUICK)
-    with pytest.raises(InvalidInputError, match="does not fit BertModel"):
-        recover(
-            model,
-            Sequences(),
-            output_dir=tmp_path,
-            layer_steps=0,
-            end_steps=1,
-            end_loss="logits",
-            **QUICK,
-        )
+    # Before any step: not after hours of the first phase.
+    steps = {"layer_steps": 1, "end_steps": 1}
+    with pytest.raises(InvalidInputError, match=r"does not fit BertModel.*'auto'"):
+        recover(model, Sequences(), output_dir=tmp_path, end_loss="logits", **steps, **QUICK)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -44,9 +44,6 @@ class Imitation(nn.Module):
     ) -> None:
         """Choose what learns: attention modules in the first phase, everything in the second."""
         super().__init__()
-        if isinstance(end_loss, str) and end_loss not in LOSSES:
-            known = ", ".join(map(repr, LOSSES))
-            raise InvalidInputError(f"end_loss must be one of {known}, got {end_loss!r}.")
         self.student, self.names, self.phase, self.end_loss = student, names, phase, end_loss
         # In a list: the teacher is neither trained nor saved.
         self._teacher = [teacher]
@@ -73,14 +70,7 @@ class Imitation(nn.Module):
     def _output_loss(self, found: Any, expected: Any, inputs: dict[str, Tensor]) -> Tensor:
         if not isinstance(self.end_loss, str):
             return self.end_loss(found, expected, inputs)
-        kind = self.end_loss
-        if kind == "auto":
-            kind = "logits" if "logits" in expected else "hidden"
-        if (kind == "logits") != ("logits" in expected):
-            raise InvalidInputError(
-                f"end_loss={kind!r} does not fit {type(self.student).__name__}, whose output has "
-                f"{', '.join(expected)}."
-            )
+        kind = "logits" if "logits" in expected else self.end_loss
         if kind == "logits":
             return divergence(found.logits, expected.logits, mask_of(inputs, expected.logits))
         found, expected = found.last_hidden_state, expected.last_hidden_state
@@ -90,6 +80,33 @@ class Imitation(nn.Module):
             pooled = mean_hidden(found, mask), mean_hidden(expected, mask)
             loss = loss + (1 - F.cosine_similarity(*pooled, dim=-1)).mean()
         return loss
+
+
+def check_end_loss(
+    end_loss: str | OutputLoss, model: PreTrainedModel, inputs: dict[str, Tensor]
+) -> None:
+    """Refuse an unknown loss, and one that a model of this kind has no output for.
+
+    Args:
+        end_loss: As in `lln.integrations.recover.recover`.
+        model: Runs once.
+        inputs: For it.
+    """
+    if not isinstance(end_loss, str):
+        return
+    if end_loss not in LOSSES:
+        known = ", ".join(map(repr, LOSSES))
+        raise InvalidInputError(f"end_loss must be one of {known}, got {end_loss!r}.")
+    if end_loss == "auto":
+        return
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    with torch.no_grad():
+        output = model(**ready(model, inputs))
+    if (end_loss == "logits") != ("logits" in output):
+        raise InvalidInputError(
+            f"end_loss={end_loss!r} does not fit {type(model).__name__}, whose output has "
+            f"{', '.join(output)}; use end_loss='auto'."
+        )
 
 
 def layer_outputs(

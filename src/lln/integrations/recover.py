@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.integrations.heads import KeptSoftmax, attach
-from lln.integrations.imitation import Imitation, OutputLoss, measure
+from lln.integrations.imitation import Imitation, OutputLoss, check_end_loss, measure
 from lln.integrations.settings import Settings
 from lln.integrations.transformers import find_module, transformers
 
@@ -122,6 +122,7 @@ def recover(
         probe = _collate(
             [dataset[index] for index in range(min(batch_size, len(cast("Sized", dataset))))]
         )
+    check_end_loss(end_loss, teacher, probe)
     steps = {"layers": layer_steps, "output": end_steps}
     rates = {"layers": layer_learning_rate, "output": end_learning_rate}
     report = _read(folder)
