@@ -145,7 +145,8 @@ def roberta_summary(results: dict, lengths: tuple[int, ...]) -> str:
         (row["part"], row["system"], row["tokens"]): row.get("milliseconds")
         for row in results["cases"]
     }
-    filled = max((row["batch"] * row["tokens"] for row in results["cases"]), default=0)
+    batches = [row["batch"] * row["tokens"] for row in results["cases"] if row["part"] == "filled"]
+    filled = max(batches, default=0)
     parts = {"batch 1": "batch 1", "filled": f"{filled:,} tokens"}
     heads = [f"{title}, N = {n:,}" for title in parts.values() for n in lengths]
     lines = [f"| ms a step | {' | '.join(heads)} |", "|" + "---|" * (1 + len(heads))]

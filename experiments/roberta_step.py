@@ -9,8 +9,8 @@ same number of tokens at every length. Medians go to a JSON file as they are mea
 
 import argparse
 import json
+import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import transformers
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from lln.bench.environment import describe
+from lln.bench.run import command_of
 from lln.integrations.convert import convert
 
 # Name → (implementation, statistics); None = softmax.
@@ -76,17 +77,6 @@ def measure(model, ids, repeats, bf16):
     return seconds[2:], peak
 
 
-def command_without_out(words):
-    """The command, less where it wrote: that is a place on somebody's machine."""
-    kept, skip = [], False
-    for word in words:
-        if skip or word == "--out" or word.startswith("--out="):
-            skip = word == "--out"
-            continue
-        kept.append(word)
-    return " ".join(["python", *kept])
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 16384])
@@ -97,10 +87,16 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("experiments/results/roberta_step.json"))
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
+    given = {
+        name: [shlex.quote(str(one)) for one in value] if isinstance(value, list) else value
+        for name, value in vars(options).items()
+        if name not in ("out", "cpu") and value != parser.get_default(name)
+    }
+    program = "python experiments/roberta_step.py" + (" --cpu" if options.cpu else "")
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     results["setup"] = {
-        **describe(device, command_without_out(sys.argv)),
+        **describe(device, command_of(program, given)),
         "transformers": transformers.__version__,
         "layers": options.layers,
         "tokens": options.tokens,

@@ -177,12 +177,14 @@ def test_roberta_table():
 
 
 def test_roberta_summary_leaves_what_was_not_run_empty():
-    def step(part, system, batch, milliseconds):
-        cell = {"part": part, "system": system, "batch": batch, "tokens": 512}
+    def step(part, system, batch, milliseconds, tokens=512):
+        cell = {"part": part, "system": system, "batch": batch, "tokens": tokens}
         return cell | {"status": "timed", "milliseconds": milliseconds}
 
     cells = [step("batch 1", "softmax_sdpa", 1, 20.0), step("batch 1", "lln", 1, 40.0)]
     cells += [step("filled", "softmax_sdpa", 64, 30.0), step("filled", "lln", 64, 15.0)]
+    # One sequence may be longer than what the batches of many hold.
+    cells.append(step("batch 1", "lln", 1, 900.0, tokens=1 << 20))
     lines = roberta_summary(results(*cells), (512, 1024)).splitlines()
     assert "| 32,768 tokens, N = 1,024 |" in lines[0]
     assert lines[2] == "| softmax (SDPA) | 20 |  | 30 |  |"

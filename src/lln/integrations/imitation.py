@@ -70,7 +70,9 @@ class Imitation(nn.Module):
     def _output_loss(self, found: Any, expected: Any, inputs: dict[str, Tensor]) -> Tensor:
         if not isinstance(self.end_loss, str):
             return self.end_loss(found, expected, inputs)
-        kind = "logits" if "logits" in expected else self.end_loss
+        kind = self.end_loss
+        if kind == "auto":
+            kind = "logits" if "logits" in expected else "hidden"
         if kind == "logits":
             return divergence(found.logits, expected.logits, mask_of(inputs, expected.logits))
         found, expected = found.last_hidden_state, expected.last_hidden_state
