@@ -293,6 +293,12 @@ def test_gradients_of_blocks_by_themselves_with_options(split):
     compare(extra=scales | {"mix": torch.rand(2, 1, 70, 1)}, block_size=16)
 
 
+def test_a_gate_of_wide_heads():
+    """dmix needs both parts in one pass, so that the values come in slices again."""
+    extra = {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(2, 1, 20, 1)}
+    compare(HALF[-1], tokens=20, width=128, value_width=128, block_size=16, extra=extra)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_both_ways_to_the_gradients_of_blocks_agree(monkeypatch, packed):
     """With dropped keys, and in packed sequences, of which the reference has no seeded form."""
