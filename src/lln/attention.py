@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from lln import checks, reference
+from lln.block_ops import fused_blocks
 from lln.causal import causal_attention
 from lln.diagonal import block_diagonal
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
+from lln.errors import BackendUnavailableError
 from lln.kernels.tuning import blocks_fit
 from lln.measure import match_inputs
 from lln.observers import Announcement, announce, is_observed
@@ -127,6 +129,7 @@ def block_diagonal_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention inside consecutive blocks of the sequence (section 4.2).
 
@@ -141,6 +144,8 @@ def block_diagonal_attention(
         is_causal: Whether a token sees only itself and earlier tokens of its block.
         scale: Factor of the scores; None = 1/√D.
         enable_gqa: Whether H may be a multiple of Hk.
+        impl: As in `lln_attention`; ``"auto"`` takes plain PyTorch for blocks that do not fit the
+            kernel's tiles, ``"triton"`` refuses them.
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query. A block without any valid key gives zeros.
@@ -155,9 +160,28 @@ def block_diagonal_attention(
     if is_observed():
         parts = {"block_size": block_size, "key_mask": key_mask, "is_causal": is_causal}
         announce(Announcement("diag", query, key, scale=scale, **parts))
+    chosen = choose_implementation(impl, query)
+    rows = min(block_size, max(query.shape[2], 1))
+    if chosen == "triton" and not blocks_fit(query, rows, is_causal=False):
+        if impl == "triton":
+            raise BackendUnavailableError(
+                f"impl='triton' has no tile for blocks of {rows} tokens by {query.shape[-1]} "
+                "channels; use smaller blocks, or impl='auto' to let lln choose."
+            )
+        chosen = "eager"
     with without_autocast(query):
+        if chosen == "triton":
+            return fused_blocks(
+                query,
+                key,
+                drop_keys(value, dropout_p),
+                key_mask=key_mask,
+                block_size=rows,
+                scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+                is_causal=is_causal,
+            )
         widened = _widen(query, key, value, key_mask, dropout_p)
-        out = _short_range(*widened, block_size, scale, key_mask, is_causal, "eager")
+        out = _short_range(*widened, block_size, scale, key_mask, is_causal, chosen)
         return out.to(query.dtype)
 
 

@@ -314,6 +314,12 @@ def blocks_fit(query: Tensor, block_size: int, is_causal: bool) -> bool:
     return tokens <= MAX_BLOCK_TOKENS and tokens * width * query.itemsize <= room
 
 
+def widest_block_value(query: Tensor, block_size: int) -> int:
+    """How many channels of the values block-diagonal attention alone takes; a power of two."""
+    tokens = max(16, power_of_two(block_size))
+    return min(MAX_WIDTH, MAX_BLOCK_BYTES // (tokens * query.itemsize))
+
+
 def why_unavailable(query: Tensor) -> str | None:
     """Why the kernels cannot run a call here, as the middle of a sentence; None if they can."""
     if query.device.type != "cuda" and not is_interpreted():

@@ -1,0 +1,173 @@
+"""Block-diagonal attention alone by its kernel, against the float64 reference."""
+
+import pytest
+import torch
+from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, SHAPE, holes
+
+import lln
+from lln.kernels import tuning
+from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
+
+
+def run(inputs, options, impl):
+    out = lln.block_diagonal_attention(*inputs, **options, enable_gqa=True, impl=impl)
+    generator = torch.Generator().manual_seed(7)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    return out, torch.autograd.grad(out, inputs, upstream.to(out.device, out.dtype))
+
+
+def compare(dtype=torch.float32, layout="contiguous", **options):
+    shape = {name: options.pop(name) for name in list(options) if name in SHAPE}
+    inputs = make_qkv(
+        **{**SHAPE, **shape}, dtype=dtype, device=DEVICE, layout=layout, requires_grad=True
+    )
+    if isinstance(options.get("scores"), float):
+        options["scale"] = options.pop("scores")
+    found, found_grads = run(inputs, options, "triton")
+    wide, plain = (
+        [side.detach().to(kind).requires_grad_() for side in inputs]
+        for kind in (torch.float64, dtype)
+    )
+    expected, expected_grads = run(wide, options, "reference")
+    eager, eager_grads = run(plain, options, "eager")
+    assert found.dtype == dtype
+    assert_close(found, expected, eager, what="output")
+    size = max(gradient.abs().max().item() for gradient in expected_grads)
+    for name, got, want, simple in zip(
+        ("query", "key", "value"), found_grads, expected_grads, eager_grads, strict=True
+    ):
+        what = f"gradient of {name}"
+        assert_close(got, want, simple, backward=True, magnitude=size, what=what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 17, 64, 150] if ON_GPU else [1, 40])
+@pytest.mark.parametrize("block_size", [1, 7, 16, 64])
+def test_lengths(dtype, tokens, block_size):
+    compare(dtype, tokens=tokens, block_size=block_size)
+
+
+WIDTHS = [(1, 1), (8, 24), (40, 16), (64, 64), (72, 80), (128, 128), (256, 256)]
+
+
+@pytest.mark.parametrize(("width", "value_width"), WIDTHS if ON_GPU else WIDTHS[1:3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_widths(dtype, width, value_width):
+    compare(dtype, tokens=40, width=width, value_width=value_width, block_size=16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout):
+    compare(layout=layout, heads=2, block_size=16)
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (3, 1)])
+def test_grouped_heads(heads, key_heads):
+    compare(heads=heads, key_heads=key_heads, block_size=16)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block_size", [7, 16, 32])
+def test_masks_and_causal_blocks(is_causal, block_size):
+    compare(block_size=block_size, is_causal=is_causal, scores=0.7)
+    compare(block_size=block_size, is_causal=is_causal, key_mask=holes(2, 70))
+
+
+def test_values_in_slices(monkeypatch):
+    monkeypatch.setattr(tuning, "MAX_BLOCK_BYTES", 16 * 16 * 4)
+    compare(tokens=20, value_width=40, block_size=16)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e4])
+def test_inputs_far_from_one(scale):
+    compare(scale=scale, tokens=40, block_size=16)
+
+
+def test_what_is_masked_has_no_effect_whatever_it_holds():
+    mask = holes(2, 70)
+    query, key, value = make_qkv(2, 2, 70, 16, device=DEVICE, requires_grad=True)
+    options = {"block_size": 16, "key_mask": mask, "impl": "triton"}
+    clean = lln.block_diagonal_attention(query, key, value, **options)
+    hidden = ~mask[:, None, :, None]
+    spoilt = [side.detach().masked_fill(hidden, float("nan")) for side in (query, key, value)]
+    spoilt = [side.requires_grad_() for side in spoilt]
+    out = lln.block_diagonal_attention(*spoilt, **options)
+    kept = mask[:, None, :, None].expand_as(out)
+    torch.testing.assert_close(out[kept], clean[kept])
+    grads = torch.autograd.grad(torch.where(kept, out, 0.0).sum(), spoilt)
+    assert all(gradient.isfinite().all() for gradient in grads)
+
+
+def test_no_buffer_is_read_before_it_is_written(monkeypatch):
+    inputs = make_qkv(1, 2, 40, 16, device=DEVICE, requires_grad=True)
+    expected, expected_grads = run(inputs, {"block_size": 16}, "triton")
+    with poison_empty():
+        found, grads = run(inputs, {"block_size": 16}, "triton")
+    assert torch.equal(found, expected)
+    for one, other in zip(grads, expected_grads, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_dropped_keys_keep_the_mean():
+    query, key, value = make_qkv(1, 1, 16, 8, device=DEVICE)
+    torch.manual_seed(0)
+    options = {"block_size": 16, "impl": "triton"}
+    draws = [
+        lln.block_diagonal_attention(query, key, value, dropout_p=0.5, **options)
+        for _ in range(200)
+    ]
+    plain = lln.block_diagonal_attention(query, key, value, **options)
+    assert (torch.stack(draws).mean(0) - plain).abs().max() < 0.5
+    assert not torch.equal(draws[0], draws[1])
+
+
+def test_registration():
+    inputs = make_qkv(1, 2, 20, 16, device=DEVICE, requires_grad=True)
+    arguments = (*inputs, None, 16, 0.25, False)
+    torch.library.opcheck(torch.ops.lln.attend_blocks.default, arguments)
+
+
+def test_compiles_whole_with_dynamic_shapes():
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def layer(query, key, value):
+        return lln.block_diagonal_attention(query, key, value, block_size=16, impl="triton")
+
+    for tokens in (40, 50):
+        inputs = make_qkv(2, 3, tokens, 16, device=DEVICE, requires_grad=True)
+        out = layer(*inputs)
+        plain = lln.block_diagonal_attention(*inputs, block_size=16, impl="triton")
+        torch.testing.assert_close(out, plain)
+        for one, other in zip(
+            torch.autograd.grad(out.sum(), inputs),
+            torch.autograd.grad(plain.sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [HALF[-1], torch.float32])
+def test_bit_equal_over_repetitions(dtype):
+    tokens = 300 if ON_GPU else 70
+    inputs = make_qkv(2, 4, tokens, 16, key_heads=2, device=DEVICE, dtype=dtype, requires_grad=True)
+    first, first_grads = run(inputs, {"block_size": 16}, "triton")
+    for _ in range(50 if ON_GPU else 1):
+        found, grads = run(inputs, {"block_size": 16}, "triton")
+        assert torch.equal(found, first)
+        assert all(torch.equal(one, other) for one, other in zip(grads, first_grads, strict=True))
+
+
+def test_empty_calls():
+    for sizes in ((0, 2, 8, 4), (2, 2, 0, 4)):
+        inputs = [torch.zeros(sizes, device=DEVICE, requires_grad=True) for _ in range(3)]
+        out, grads = run(inputs, {"block_size": 4}, "triton")
+        assert out.shape == sizes
+        assert all(gradient.shape == sizes for gradient in grads)
+
+
+def test_blocks_without_a_tile_are_refused_or_left_to_pytorch():
+    inputs = make_qkv(1, 1, 300, 16, device=DEVICE)
+    with pytest.raises(lln.BackendUnavailableError, match=r"blocks of 256 tokens.*impl='auto'"):
+        lln.block_diagonal_attention(*inputs, block_size=256, impl="triton")
+    out = lln.block_diagonal_attention(*inputs, block_size=256)
+    plain = lln.block_diagonal_attention(*inputs, block_size=256, impl="eager")
+    assert torch.equal(out, plain)
