@@ -16,7 +16,7 @@ from lln.bench.operations import OPERATIONS
 Echo = Callable[[str], object]
 Advance = Callable[[str], None]
 
-_GROUPS = ("bidirectional", "causal", "packed", "decode")
+_GROUPS = ("bidirectional", "diagonal", "causal", "packed", "decode")
 _WIDE = 200
 
 

@@ -137,6 +137,31 @@ _LLN = _lln("LLN", (4, 11), _given)
 _LLN_DIAG = _lln("LLN + Diag", (6, 15), _given_diag)
 
 
+# Tokens in a block of the diagonal part alone.
+BLOCK = 64
+
+
+def _diag_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Blocks as a batch of short sequences, and the short last block by itself."""
+    whole = query.shape[2] - query.shape[2] % BLOCK
+    parts = []
+    for start, end, size in ((0, whole, BLOCK), (whole, query.shape[2], query.shape[2] - whole)):
+        if end > start:
+            q, k, v = (
+                side[:, :, start:end].unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+                for side in (query, key, value)
+            )
+            out = F.scaled_dot_product_attention(q, k, v)
+            parts.append(out.unflatten(0, (query.shape[0], -1)).transpose(1, 2).flatten(2, 3))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+_DIAG = replace(
+    _lln("Diag alone", (4, 11), partial(lln.block_diagonal_attention, block_size=BLOCK)),
+    group="diagonal",
+)
+
+
 def _compile(operation: Operation) -> Operation:
     """The eager form under ``torch.compile``, compiled anew for every case."""
 
@@ -284,6 +309,10 @@ OPERATIONS: dict[str, Operation] = {
         _lln("LLN, moments matched", (6, 13), lln.lln_attention), compiled="lln_compiled"
     ),
     "lln_diag": replace(_LLN_DIAG, compiled="lln_diag_compiled"),
+    "diag": _DIAG,
+    "diag_sdpa": replace(
+        _DIAG, label="Diag alone (SDPA by blocks)", run=_diag_sdpa, kind="softmax", units=None
+    ),
     "lln_compiled": _compile(_LLN),
     "lln_diag_compiled": _compile(_LLN_DIAG),
     "sdpa_causal": _softmax("softmax (SDPA)", None, causal=True),

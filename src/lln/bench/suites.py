@@ -147,6 +147,7 @@ def _gpu_cases() -> Iterator[Case]:
         (_GPU_DENSE, GPU_LENGTHS, 64, None),
         (_GPU_CAUSAL, (512, 2048, 4096, 16384, 65536), 64, None),
         (("lln_compiled", "lln_diag_compiled"), (512, 4096), 64, None),
+        (("diag_sdpa", "diag"), (512, 4096, 65536), 64, None),
         (("flash_packed", "lln_packed"), (4096,), 64, None),
         (("sdpa_decode", "lln_decode"), (4096,), 64, 64),
         (_GPU_FEW, (512, 4096, 16384), 32, None),
@@ -167,4 +168,5 @@ def _cpu_cases() -> Iterator[Case]:
         for tokens in CPU_LENGTHS:
             yield from _cases(_CPU, 1, tokens, 64, "float32", backward)
         yield from _cases(("lln_packed",), 8, 256, 64, "float32", backward)
+        yield from _cases(("diag_sdpa", "diag"), 1, 2048, 64, "float32", backward)
     yield from _cases(("sdpa_decode", "lln_decode"), 1, 2048, 64, "float32", backward=False)

@@ -130,8 +130,6 @@ def blocks_bwd_kernel(
             store_rows(p_out, b_dq, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
             b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
             b_dv = tl.dot(tl.trans(b_p_low), b_do, b_dv, input_precision=PRECISION)
-        if HAS_MASK:
-            b_dk, b_dv = hide_rows(b_dk, ok), hide_rows(b_dv, ok)
         p_out = p_dk + offset * stride_dkt
         store_rows(p_out, b_dk, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
         p_out = p_dv + offset * stride_dvt
