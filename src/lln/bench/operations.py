@@ -142,17 +142,17 @@ BLOCK = 64
 
 
 def _diag_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Blocks as a batch of short sequences, and the short last block by itself."""
+    """Blocks as heads of short sequences, without a copy, and the short last block by itself."""
     whole = query.shape[2] - query.shape[2] % BLOCK
     parts = []
     for start, end, size in ((0, whole, BLOCK), (whole, query.shape[2], query.shape[2] - whole)):
         if end > start:
             q, k, v = (
-                side[:, :, start:end].unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+                side[:, :, start:end].unflatten(2, (-1, size)).flatten(0, 1)
                 for side in (query, key, value)
             )
             out = F.scaled_dot_product_attention(q, k, v)
-            parts.append(out.unflatten(0, (query.shape[0], -1)).transpose(1, 2).flatten(2, 3))
+            parts.append(out.unflatten(0, query.shape[:2]).flatten(2, 3))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 

@@ -45,20 +45,6 @@ def naive_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return weights.to(value.dtype) @ value
 
 
-def block_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention inside blocks of 64 tokens, as fast as PyTorch has it.
-
-    N must be a multiple of 64; the blocks are a batch of short sequences.
-    """
-    blocks = (
-        side.transpose(1, 2).unflatten(1, (-1, BLOCK)).flatten(0, 1).transpose(1, 2)
-        for side in (query, key, value)
-    )
-    query_blocks, key_blocks, value_blocks = blocks
-    out = F.scaled_dot_product_attention(query_blocks, key_blocks, value_blocks)
-    return out.transpose(1, 2).unflatten(0, (query.shape[0], -1)).flatten(1, 2).transpose(1, 2)
-
-
 def nystromformer(size: RobertaSize) -> Attention:
     """Nyströmformer's attention with its own defaults; it has no longest length."""
     return Nystromformer(Host(embed_dim=size.width, num_heads=size.heads, max_len=512))
@@ -71,7 +57,10 @@ SYSTEMS: dict[str, tuple[str, Callable[[RobertaSize], Attention]]] = {
     "nystromformer": ("Nyströmformer", nystromformer),
     "lln": ("LLN", lambda _: lln.lln_attention),
     "lln_diag": ("LLN + Diag", lambda _: partial(lln.lln_diag_attention, block_size=BLOCK)),
-    "diag": ("Diag alone", lambda _: block_softmax),
+    "diag": (
+        "Diag alone",
+        lambda _: partial(lln.block_diagonal_attention, block_size=BLOCK),
+    ),
 }
 
 

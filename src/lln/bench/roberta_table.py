@@ -19,7 +19,7 @@ from lln.bench.display import Echo, progress, show_table
 from lln.bench.environment import check_device, describe
 from lln.bench.figures import check_matplotlib
 from lln.bench.record import Record
-from lln.bench.roberta import BLOCK, SYSTEMS, RobertaSize, Training
+from lln.bench.roberta import SYSTEMS, RobertaSize, Training
 from lln.bench.roberta_figure import draw_roberta
 from lln.bench.run import check_seconds, command_of
 from lln.bench.timing import free_memory, is_out_of_memory
@@ -66,7 +66,7 @@ def run_roberta(
 
     Args:
         device: ``"cpu"`` or ``"cuda"``; None = the GPU if there is one.
-        lengths: N, multiples of 64; None = 512 … 16,384 and doubling until memory runs out.
+        lengths: N; None = 512 … 16,384 and doubling until memory runs out.
         systems: Names of `lln.bench.roberta.SYSTEMS`; None = all.
         tokens: B·N of the second part; None = what fills the device, 0 = leave the part out.
         layers: Of the encoder.
@@ -292,9 +292,11 @@ def _check(
         raise InvalidInputError(
             f"--systems must be of {', '.join(SYSTEMS)}, got {', '.join(unknown)}."
         )
-    odd = [n for n in lengths or () if n < BLOCK or n % BLOCK]
-    if odd:
-        raise InvalidInputError(f"--lengths must be multiples of {BLOCK}, got {odd[0]}.")
-    for option, value, least in (("--layers", layers, 1), ("--tokens", tokens, 0)):
+    numbers = (
+        ("--lengths", min(lengths or (1,)), 1),
+        ("--layers", layers, 1),
+        ("--tokens", tokens, 0),
+    )
+    for option, value, least in numbers:
         if value is not None and value < least:
             raise InvalidInputError(f"{option} must be at least {least}, got {value}.")
