@@ -55,21 +55,37 @@ def main() -> None:
     fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
     fill(README, "gpu-targets", targets_table(gpu) if gpu else command)
     fill(BENCHMARKS, "gpu-other", gpu_other_table(gpu) if gpu else command)
-    roberta = read("roberta")
-    command = missing("lln bench roberta --device cuda", "roberta")
-    if roberta:
-        draw_roberta(roberta, FIGURES / "roberta.svg")
-    fill(BENCHMARKS, "roberta", roberta_table(roberta, "batch 1") if roberta else command)
-    fill(BENCHMARKS, "roberta-filled", roberta_table(roberta, "filled") if roberta else command)
-    fill(README, "roberta", roberta_summary(roberta, STEPS) if roberta else command)
-    fewer = read("roberta-fewer")
-    command = missing("lln bench roberta --device cuda --tokens 65536", "roberta-fewer")
-    fill(BENCHMARKS, "roberta-fewer", roberta_table(fewer, "filled") if fewer else command)
+    fill_roberta()
     fill_peers()
     attempts = json.loads((RESULTS / "attempts.json").read_text())
     fill(Path("docs/kernels.md"), "attempts", attempts_table(attempts))
     constants = json.loads(CONSTANTS.read_text())
     fill(Path("docs/method.md"), "validation", validation_table(constants["fit"]))
+
+
+def fill_roberta() -> None:
+    """Training steps: over the length and by a smaller batch, and by one that fills the GPU."""
+    tokens = {"roberta": 65536, "roberta-filled": 262144}
+    found = {name: read(name) for name in tokens}
+    lacking = {
+        name: missing(f"lln bench roberta --device cuda --tokens {count}", name)
+        for name, count in tokens.items()
+        if not found[name]
+    }
+    if found["roberta"]:
+        draw_roberta(found["roberta"], FIGURES / "roberta.svg")
+    for section, name, part in (
+        ("roberta", "roberta", "batch 1"),
+        ("roberta-graph", "roberta", "graph"),
+        ("roberta-fewer", "roberta", "filled"),
+        ("roberta-filled", "roberta-filled", "filled"),
+    ):
+        fill(BENCHMARKS, section, lacking.get(name) or roberta_table(found[name], part))
+    parts = [("roberta", "batch 1"), ("roberta", "graph"), ("roberta-filled", "filled")]
+    summary = "\n\n".join(lacking.values())
+    if not lacking:
+        summary = roberta_summary([(found[name], part) for name, part in parts], STEPS)
+    fill(README, "roberta", summary)
 
 
 def fill_peers() -> None:

@@ -122,6 +122,10 @@ def _cases(results: dict, shown: set[str]) -> str:
     return "\n".join(lines)
 
 
+# What README shows of the training steps.
+SUMMARISED = ("softmax_sdpa", "lln", "lln_diag", "diag")
+
+
 def roberta_table(results: dict, part: str) -> str:
     """One part of the table of training steps."""
     heads, cells = table_of(results["cases"], part)
@@ -132,39 +136,41 @@ def roberta_table(results: dict, part: str) -> str:
     lines += [f"| {' | '.join(line)} |" for line in cells]
     lines += [
         "",
-        f"{title_of(results['cases'], part)}: GB at peak and milliseconds, forward and backward in "
+        f"{title_of(results['cases'], part)}: "
+        f"{'' if part == 'graph' else 'GB at peak and '}milliseconds, forward and backward in "
         f"bfloat16 by autocast and AdamW. {environment['device']}, torch {environment['torch']}; "
         f"{_source(environment)}. An empty cell was not run.",
     ]
     return "\n".join(lines)
 
 
-def roberta_summary(results: dict, lengths: tuple[int, ...]) -> str:
-    """Milliseconds of a training step at some lengths, both parts side by side, for README."""
-    times = {
-        (row["part"], row["system"], row["tokens"]): row.get("milliseconds")
-        for row in results["cases"]
-    }
-    batches = [row["batch"] * row["tokens"] for row in results["cases"] if row["part"] == "filled"]
-    filled = max(batches, default=0)
-    parts = {"batch 1": "batch 1", "filled": f"{filled:,} tokens"}
-    heads = [f"{title}, N = {n:,}" for title in parts.values() for n in lengths]
-    lines = [f"| ms a step | {' | '.join(heads)} |", "|" + "---|" * (1 + len(heads))]
-    for name in ("softmax_sdpa", "lln", "lln_diag", "diag"):
-        cells = [SYSTEMS[name][0]]
-        for part in parts:
+def roberta_summary(parts: list[tuple[dict, str]], lengths: tuple[int, ...]) -> str:
+    """Milliseconds of a training step at some lengths, parts side by side, for README."""
+    lines: list[list[str]] = [["ms a step"]]
+    lines += [[SYSTEMS[name][0]] for name in SUMMARISED]
+    for results, part in parts:
+        rows = [row for row in results["cases"] if row["part"] == part]
+        times = {(row["system"], row["tokens"]): row.get("milliseconds") for row in rows}
+        filled = max((row["batch"] * row["tokens"] for row in rows), default=0)
+        titles = {"batch 1": "batch 1", "graph": "as a CUDA graph", "filled": f"{filled:,} tokens"}
+        lines[0] += [f"{titles[part]}, N = {n:,}" for n in lengths]
+        for name, line in zip(SUMMARISED, lines[1:], strict=True):
             for tokens in lengths:
-                own, base = (times.get((part, key, tokens)) for key in (name, "softmax_sdpa"))
+                own, base = (times.get((key, tokens)) for key in (name, "softmax_sdpa"))
                 faster = f" ({base / own:.2f}×)" if own and base and name != "softmax_sdpa" else ""
-                cells.append(f"{own:.0f}{faster}" if own else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    environment = results["environment"]
-    lines += [
-        "",
-        "Milliseconds (times faster than SDPA), forward and backward in bfloat16 by autocast and "
-        f"AdamW; {environment['device']}, torch {environment['torch']}; {_source(environment)}.",
-    ]
-    return "\n".join(lines)
+                line.append(f"{own:.0f}{faster}" if own else "")
+    lines.insert(1, ["---"] * len(lines[0]))
+    environments = [results["environment"] for results, _ in parts]
+    sources = dict.fromkeys(_source(environment) for environment in environments)
+    machine = environments[0]
+    return "\n".join(
+        [
+            *(f"| {' | '.join(line)} |" for line in lines),
+            "",
+            "Milliseconds (times faster than SDPA), forward and backward in bfloat16 by autocast "
+            f"and AdamW; {machine['device']}, torch {machine['torch']}; {'; '.join(sources)}.",
+        ]
+    )
 
 
 def _cell(row: dict | None, field: str, floors: str, best: float | None) -> str:

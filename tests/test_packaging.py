@@ -239,7 +239,7 @@ main()
         ("demo", "--data", "no/such/file"),
         ("demo", "--seconds", "-1"),
         ("bench", "--device", "abacus"),
-        ("bench", "roberta", "--lengths", "100"),
+        ("bench", "roberta", "--lengths", "0"),
         ("fit", "--device", "abacus"),
         ("fit", "--seeds", "0"),
         ("figure", "3"),

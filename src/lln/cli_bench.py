@@ -129,7 +129,7 @@ def roberta(
         str | None,
         typer.Option(
             metavar="N…",
-            help="Multiples of 64. Default: 512 to 16384, and on until memory runs out.",
+            help="Default: 512 to 16384, and on until memory runs out.",
         ),
     ] = None,
     systems: Annotated[
@@ -142,8 +142,7 @@ def roberta(
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens in a batch of the second part; 0 leaves it out. Default: what fills the "
-            "GPU."
+            help="Tokens in a batch of the last part; 0 leaves it out. Default: what fills the GPU."
         ),
     ] = None,
     layers: Annotated[int, typer.Option(help="Layers of the encoder.")] = 12,
@@ -159,10 +158,11 @@ def roberta(
     Forward (bfloat16 by autocast on a GPU, float32 on a CPU), backward and AdamW of a 12-layer
     masked-language model with each attention: PyTorch's softmax, softmax with its N×N matrix
     written down, Nyströmformer, LLN, LLN + Diag, and the diagonal part alone. First with batch 1
-    over the length, doubling until memory runs out; then with batches of equally many tokens that
-    fill the GPU.
+    over the length, doubling until memory runs out; then, on a GPU, the same up to 16,384 tokens
+    replayed as CUDA graphs, which shows what launching from Python takes; then with batches of
+    equally many tokens that fill the GPU.
 
-    About four minutes on an H200. A taste on a CPU: --device cpu --lengths 64 128 --layers 2.
+    About five minutes on an H200. A taste on a CPU: --device cpu --lengths 64 128 --layers 2.
     A cell that does not fit says "out of memory", and the next one starts clean.
     """
     from lln.bench.options import split_names, split_numbers

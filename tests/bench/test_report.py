@@ -185,11 +185,15 @@ def test_roberta_summary_leaves_what_was_not_run_empty():
     cells += [step("filled", "softmax_sdpa", 64, 30.0), step("filled", "lln", 64, 15.0)]
     # One sequence may be longer than what the batches of many hold.
     cells.append(step("batch 1", "lln", 1, 900.0, tokens=1 << 20))
-    lines = roberta_summary(results(*cells), (512, 1024)).splitlines()
+    graphs = [step("graph", "softmax_sdpa", 1, 9.0), step("graph", "lln", 1, 6.0)]
+    one, other = results(*cells), results(*graphs)
+    parts = [(one, "batch 1"), (other, "graph"), (one, "filled")]
+    lines = roberta_summary(parts, (512, 1024)).splitlines()
     assert "| 32,768 tokens, N = 1,024 |" in lines[0]
-    assert lines[2] == "| softmax (SDPA) | 20 |  | 30 |  |"
-    assert lines[3] == "| LLN | 40 (0.50×) |  | 15 (2.00×) |  |"
-    assert lines[5] == "| Diag alone |  |  |  |  |"
+    assert "| as a CUDA graph, N = 512 |" in lines[0]
+    assert lines[2] == "| softmax (SDPA) | 20 |  | 9 |  | 30 |  |"
+    assert lines[3] == "| LLN | 40 (0.50×) |  | 6 (1.50×) |  | 15 (2.00×) |  |"
+    assert lines[5] == "| Diag alone |  |  |  |  |  |  |"
 
 
 @pytest.fixture
@@ -217,7 +221,8 @@ def test_report_fills_every_section_and_changes_nothing_twice(checkout):
     page = texts[checkout / "docs/benchmarks.md"]
     for text, names in (
         (readme, ("cpu-speed", "gpu-speed", "gpu-targets", "roberta")),
-        (page, ("gpu-speed", "gpu-other", "roberta", "roberta-filled", "roberta-fewer")),
+        (page, ("gpu-speed", "gpu-other", "roberta", "roberta-graph", "roberta-filled")),
+        (page, ("roberta-fewer",)),
     ):
         for name in names:
             section = text.split(f"<!-- {name}: begin -->")[1].split(f"<!-- {name}: end -->")[0]
@@ -235,7 +240,7 @@ def test_published_sections_are_those_the_report_writes(checkout):
 
 
 def test_results_that_are_missing_leave_the_command_that_makes_them(checkout):
-    for name in ("cpu", "cuda", "roberta", "roberta-fewer", "peers-cpu", "peers-cuda"):
+    for name in ("cpu", "cuda", "roberta", "roberta-filled", "peers-cpu", "peers-cuda"):
         (checkout / f"benchmarks/results/{name}.json").unlink(missing_ok=True)
     report.main()
     readme = (checkout / "README.md").read_text("utf-8")

@@ -28,25 +28,37 @@ def draw_roberta(results: dict[str, Any], path: Path) -> list[Path]:
         results: Content of a results file of ``lln bench roberta``.
         path: Where to write; the suffix is replaced.
     """
-    rows = [row for row in results["cases"] if row["part"] == "batch 1"]
+    rows = [row for row in results["cases"] if row["part"] in ("batch 1", "graph")]
     fields = [name for name in ("milliseconds", "peak_bytes") if any(r.get(name) for r in rows)]
     if not fields:
         return []
+    has_graphs = any(row["part"] == "graph" for row in rows)
 
     def fill(figure: Figure) -> None:
         panels = figure.subplots(1, len(fields), squeeze=False)[0]
         for axes, field in zip(panels, fields, strict=True):
-            scale = 1e-9 if field == "peak_bytes" else 1.0
+            ends: dict[tuple[int, str], float] = {}
             for name, (colour, marker) in _LOOKS.items():
-                points = sorted(
-                    (row["tokens"], row[field] * scale)
-                    for row in rows
-                    if row["system"] == name and row.get(field) is not None
-                )
-                if points:
-                    label = SYSTEMS[name][0]
-                    axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
-                    _mark_end(axes, rows, name, points[-1], colour)
+                own = [row for row in rows if row["system"] == name]
+                for part, line in (("batch 1", "-"), ("graph", "--")):
+                    points = _points(own, part, field)
+                    if points:
+                        label = SYSTEMS[name][0] if part == "batch 1" else None
+                        axes.plot(
+                            *zip(*points, strict=True), line, color=colour, marker=marker,
+                            label=label,
+                        )  # fmt: skip
+                last = max(_points(own, "batch 1", field), default=None)
+                why = _why_it_ends(own)
+                if last is not None and why is not None:
+                    ends[last[0], why] = max(last[1], ends.get((last[0], why), 0.0))
+            # Curves that end together are told so once.
+            for (tokens, why), height in ends.items():
+                axes.annotate(
+                    why, (tokens, height), xytext=(0, 7), textcoords="offset points", fontsize=7,
+                    color="#555555", ha="center",
+                )  # fmt: skip
+            axes.margins(x=0.09, y=0.08)
             axes.set_xlabel("tokens N")
             axes.set_ylabel("gigabytes at peak" if field == "peak_bytes" else "milliseconds a step")
             plain_ticks(axes, sorted({row["tokens"] for row in rows if row.get(field)}))
@@ -57,11 +69,25 @@ def draw_roberta(results: dict[str, Any], path: Path) -> list[Path]:
         figure.suptitle(
             f"One training step of RoBERTa-base, batch 1, "
             f"{'bfloat16 autocast' if results.get('autocast') else 'float32'}, "
-            f"{environment['device']}, torch {environment['torch']}",
+            f"{environment['device']}, torch {environment['torch']}"
+            + ("; dashed: replayed as a CUDA graph" if has_graphs else ""),
             fontsize=9,
         )
 
     return save_figure(path, (9.5, 4.2), fill)
+
+
+def _points(rows: list[dict[str, Any]], part: str, field: str) -> list[tuple[int, float]]:
+    """Length and value of what was measured, by length."""
+    scale = 1e-9 if field == "peak_bytes" else 1.0
+    measured = [row for row in rows if row["part"] == part and row.get(field) is not None]
+    return sorted((row["tokens"], row[field] * scale) for row in measured)
+
+
+def _why_it_ends(rows: list[dict[str, Any]]) -> str | None:
+    """Why no longer sequence was measured, if that is known."""
+    states = {row["status"] for row in rows if row["part"] == "batch 1"} - {"timed"}
+    return min(states, default=None)
 
 
 def _label_between(axes: Any) -> None:
@@ -70,12 +96,3 @@ def _label_between(axes: Any) -> None:
 
     axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _mark_end(axes: Any, rows: Any, name: str, last: tuple[int, float], colour: str) -> None:
-    """Say where a curve ends because memory does."""
-    if any(row["system"] == name and row["status"] == "out of memory" for row in rows):
-        axes.annotate(
-            "out of memory", last, xytext=(-3, 6), textcoords="offset points", fontsize=7,
-            color=colour, ha="right",
-        )  # fmt: skip

@@ -1,18 +1,20 @@
 """``lln bench roberta``: memory and time of one training step, the paper's Table 2.
 
-Two parts: batch 1 over the length, as in the paper, doubling until memory runs out; and batches
-that all hold the same number of tokens and fill the device.
+Three parts: batch 1 over the length, as in the paper, doubling until memory runs out; the same
+replayed as CUDA graphs, which leaves out what launching from Python takes; and batches that all
+hold the same number of tokens and fill the device.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from lln.bench.compare import Row
 from lln.bench.display import Echo, progress, show_table
@@ -68,7 +70,7 @@ def run_roberta(
         device: ``"cpu"`` or ``"cuda"``; None = the GPU if there is one.
         lengths: N; None = 512 … 16,384 and doubling until memory runs out.
         systems: Names of `lln.bench.roberta.SYSTEMS`; None = all.
-        tokens: B·N of the second part; None = what fills the device, 0 = leave the part out.
+        tokens: B·N of the last part; None = what fills the device, 0 = leave the part out.
         layers: Of the encoder.
         out: The results file; None = ``lln-roberta-DEVICE.json`` here.
         resume: Whether to keep what ``out`` already holds.
@@ -97,7 +99,7 @@ def run_roberta(
     filling = filling_tokens(device, lengths or LENGTHS) if tokens is None else tokens
     record.extra = {"model": asdict(size), "filling_tokens": filling}
     record.extra["autocast"] = "bfloat16" if device == "cuda" else None
-    cells = plan(lengths, list(systems or SYSTEMS), filling)
+    cells = plan(lengths, list(systems or SYSTEMS), filling, graphs=device == "cuda")
     try:
         _run_cells(cells, record, size, device, seconds, echo)
     except KeyboardInterrupt:
@@ -113,13 +115,18 @@ def run_roberta(
     return all(row["status"] != "failed" for row in record.rows)
 
 
-def plan(lengths: Sequence[int] | None, systems: Sequence[str], filling: int) -> list[Cell]:
+def plan(
+    lengths: Sequence[int] | None, systems: Sequence[str], filling: int, *, graphs: bool
+) -> list[Cell]:
     """All cells; those behind a system's out of memory are left out when their turn comes."""
     lengths = sorted(lengths) if lengths else [*LENGTHS, *_doublings(LENGTHS[-1])]
     cells = [Cell("batch 1", name, 1, n) for name in systems for n in lengths]
+    # Behind the paper's lengths the GPU takes longer than launching does.
+    short = [n for n in lengths if n <= LENGTHS[-1]]
+    if graphs:
+        cells += [Cell("graph", name, 1, n) for name in systems for n in short]
     for name in systems:
-        fitting = [n for n in lengths if n <= min(filling, LENGTHS[-1])]
-        cells += [Cell("filled", name, filling // n, n) for n in fitting]
+        cells += [Cell("filled", name, filling // n, n) for n in short if n <= filling]
     return cells
 
 
@@ -158,24 +165,26 @@ def _measure(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     training = Training(size, SYSTEMS[cell.system][1], cell.batch, cell.tokens, device)
-    first = _timed_step(training)
+    first = _timed_step(training.step)
     # The first step also compiles kernels, so it counts only where that is little beside it.
     times = [first] if first > PATIENCE / 4 and cell.tokens > LENGTHS[-1] else []
     fewest, most = (1, 1) if times else (1 if device == "cpu" else 3, MOST_STEPS)
+    step = training.captured() if cell.part == "graph" else training.step
     begin = time.perf_counter()
     while len(times) < fewest or (len(times) < most and time.perf_counter() - begin < seconds):
-        times.append(_timed_step(training))
+        times.append(_timed_step(step))
     row: Row = {"status": "timed", "milliseconds": 1e3 * median(times), "steps": len(times)}
-    if device == "cuda":
+    # A graph keeps its own pool beside that of the steps before it: no measure of a step.
+    if device == "cuda" and cell.part != "graph":
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
         row["reserved_bytes"] = torch.cuda.max_memory_reserved()
     return row
 
 
-def _timed_step(training: Training) -> float:
+def _timed_step(step: Callable[[], Tensor]) -> float:
     """Seconds of one step; reading the loss waits for the device."""
     begin = time.perf_counter()
-    loss = training.step().item()
+    loss = step().item()
     seconds = time.perf_counter() - begin
     if loss != loss:
         raise FloatingPointError("the loss is not a number")
@@ -206,13 +215,13 @@ def _run_cells(
 
 
 def _last_shorter(cell: Cell, rows: Sequence[Row]) -> Row | None:
-    """The longest of the shorter sequences with batch 1."""
+    """The longest of the shorter sequences in the same part, if its batch is one."""
     shorter = [
         row
         for row in rows
         if (row["part"], row["system"]) == (cell.part, cell.system) and row["tokens"] < cell.tokens
     ]
-    if cell.part != "batch 1":
+    if cell.part == "filled":
         return None
     return max(shorter, key=lambda row: row["tokens"], default=None)
 
@@ -242,7 +251,7 @@ def table_of(rows: Sequence[Row], part: str) -> tuple[list[str], list[list[str]]
             own = {row["tokens"]: row for row in rows if row["system"] == name}
             cells = [_cell(own.get(n), field) for n in lengths]
             ends = [n for n, row in own.items() if row["status"] == "out of memory"]
-            if part == "batch 1" and ends:
+            if part != "filled" and ends:
                 # What does not fit does not fit at twice the length either.
                 cells = [
                     "out of memory" if n > min(ends) else cell
@@ -255,8 +264,8 @@ def table_of(rows: Sequence[Row], part: str) -> tuple[list[str], list[list[str]]
 
 def title_of(rows: Sequence[Row], part: str) -> str:
     """What a part measures."""
-    if part == "batch 1":
-        return "One training step, batch 1"
+    if part != "filled":
+        return "One training step, batch 1" + (", as a CUDA graph" if part == "graph" else "")
     tokens = max(row["batch"] * row["tokens"] for row in rows if row["part"] == part)
     return f"One training step, {tokens:,} tokens a batch"
 
