@@ -6,7 +6,7 @@ from benchmarks.targets import GRAPH, PYTHON, main_rows
 from lln.bench.compare import fastest
 from lln.bench.operations import OPERATIONS
 from lln.bench.roberta import SYSTEMS
-from lln.bench.roberta_table import table_of, title_of
+from lln.bench.roberta_table import as_milliseconds, table_of, title_of
 
 CPU_COLUMNS = ("sdpa", "lln", "lln_matched", "lln_diag")
 PASSES = ((False, "forward"), (True, "fwd + bwd"))
@@ -158,7 +158,7 @@ def roberta_summary(parts: list[tuple[dict, str]], lengths: tuple[int, ...]) -> 
             for tokens in lengths:
                 own, base = (times.get((key, tokens)) for key in (name, "softmax_sdpa"))
                 faster = f" ({base / own:.2f}×)" if own and base and name != "softmax_sdpa" else ""
-                line.append(f"{own:.0f}{faster}" if own else "")
+                line.append(f"{as_milliseconds(own)}{faster}" if own else "")
     lines.insert(1, ["---"] * len(lines[0]))
     environments = [results["environment"] for results, _ in parts]
     sources = dict.fromkeys(_source(environment) for environment in environments)

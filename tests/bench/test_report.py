@@ -172,7 +172,7 @@ def test_roberta_table():
     cell |= {"milliseconds": 25.2, "peak_bytes": 4.04e9}
     table = roberta_table(results(cell), "batch 1")
     assert "| GB, LLN | 4.0 |" in table
-    assert "| ms, LLN | 25 |" in table
+    assert "| ms, LLN | 25.2 |" in table
     assert roberta_table(results(), "filled") == "Not measured."
 
 
@@ -191,8 +191,8 @@ def test_roberta_summary_leaves_what_was_not_run_empty():
     lines = roberta_summary(parts, (512, 1024)).splitlines()
     assert "| 32,768 tokens, N = 1,024 |" in lines[0]
     assert "| as a CUDA graph, N = 512 |" in lines[0]
-    assert lines[2] == "| softmax (SDPA) | 20 |  | 9 |  | 30 |  |"
-    assert lines[3] == "| LLN | 40 (0.50×) |  | 6 (1.50×) |  | 15 (2.00×) |  |"
+    assert lines[2] == "| softmax (SDPA) | 20.0 |  | 9.0 |  | 30.0 |  |"
+    assert lines[3] == "| LLN | 40.0 (0.50×) |  | 6.0 (1.50×) |  | 15.0 (2.00×) |  |"
     assert lines[5] == "| Diag alone |  |  |  |  |  |  |"
 
 
@@ -254,5 +254,5 @@ def test_a_roberta_file_fills_its_sections(checkout):
     path = checkout / "benchmarks/results/roberta.json"
     path.write_text(json.dumps(results(cell)))
     report.main()
-    assert "| ms, LLN | 25 |" in (checkout / "docs/benchmarks.md").read_text("utf-8")
+    assert "| ms, LLN | 25.2 |" in (checkout / "docs/benchmarks.md").read_text("utf-8")
     assert (checkout / "docs/figures/roberta.png").exists()

@@ -50,6 +50,9 @@ def draw_roberta(results: dict[str, Any], path: Path) -> list[Path]:
                         )  # fmt: skip
                 last = max(_points(own, "batch 1", field), default=None)
                 why = _why_it_ends(own)
+                # Each panel tells the ends of its own quantity.
+                if len(fields) > 1 and (why == "out of memory") != (field == "peak_bytes"):
+                    continue
                 if last is not None and why is not None:
                     ends[last[0], why] = max(last[1], ends.get((last[0], why), 0.0))
             # Curves that end together are told so once.

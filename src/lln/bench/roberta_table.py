@@ -270,12 +270,17 @@ def title_of(rows: Sequence[Row], part: str) -> str:
     return f"One training step, {tokens:,} tokens a batch"
 
 
+def as_milliseconds(value: float) -> str:
+    """Three digits, and no more than there is sense in."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
+
+
 def _cell(row: Row | None, field: str) -> str:
     """A cell that was not run is empty."""
     if row is None:
         return ""
     if row.get(field) is not None:
-        return f"{row[field] / 1e9:.1f}" if field == "peak_bytes" else f"{row[field]:.0f}"
+        return f"{row[field] / 1e9:.1f}" if field == "peak_bytes" else as_milliseconds(row[field])
     return "" if row["status"] == "timed" else row["status"]
 
 
