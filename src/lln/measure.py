@@ -38,8 +38,7 @@ def match_inputs(
         impl: ``"triton"`` takes the kernel, ``"auto"`` takes it on a GPU where it runs.
     """
     if matching != "paper" and _takes_kernel(query, impl):
-        results = fused_moments(query, key, key_mask, None, matching, 0)
-        return results[0, :, :, None, None], results[1, :, :, None, None]
+        return _first_two(fused_moments(query, key, key_mask, None, matching, 0))
     scope = "tensor" if matching == "paper" else "head"
     return match_moments(query, key, criterion=matching, scope=scope, key_mask=key_mask)
 
@@ -59,8 +58,7 @@ def match_packed(
     """
     if matching != "paper" and impl == "triton":
         query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-        results = fused_moments(query, key, None, cu_seqlens, matching, longest)
-        return results[0, :, :, None, None], results[1, :, :, None, None]
+        return _first_two(fused_moments(query, key, None, cu_seqlens, matching, longest))
     whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
     moments = packed_moments(query, key, whole.long(), centred=matching == "paper")
     return temperatures(moments, query.shape[-1], matching)
@@ -127,6 +125,12 @@ def _match(
     from lln.kernels import moments
 
     return moments.match(query, key, key_mask, bounds, _curve(query.shape[-1], criterion), longest)
+
+
+def _first_two(results: Tensor) -> tuple[Tensor, Tensor]:
+    """α and β of `fused_moments` as ``[B or n, H, 1, 1]``, in two views: indexing takes ten."""
+    alpha, beta, *_ = results.view(*results.shape, 1, 1).unbind()
+    return alpha, beta
 
 
 # Never traced: a compiled call goes through the operator.

@@ -355,4 +355,4 @@ def is_watched(query: Tensor) -> bool:
 def _as_4d(side: float | Tensor) -> Tensor | None:
     if not isinstance(side, Tensor):
         return None
-    return side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))
+    return side if side.dim() == 4 else side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))

@@ -31,7 +31,7 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         tensor.to(dtype)
-        if tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+        if tensor.dtype not in (dtype, torch.float64) and tensor.dtype.is_floating_point
         else tensor
         for tensor in tensors
     )
