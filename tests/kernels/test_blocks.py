@@ -73,6 +73,15 @@ def test_masks_and_causal_blocks(is_causal, block_size):
     compare(block_size=block_size, is_causal=is_causal, key_mask=holes(2, 70))
 
 
+@pytest.mark.parametrize("cores", [1, 64], ids=["long stretches", "short stretches"])
+@pytest.mark.parametrize("stages", [1, 2, 3] if ON_GPU else [1])
+def test_stretches_and_stages(cores, stages, monkeypatch):
+    monkeypatch.setitem(tuning.overrides, "cores", cores)
+    for name in ("joint_read", "joint_grad"):
+        monkeypatch.setitem(tuning.overrides, name, tuning.Tile(64, 4, stages, 4))
+    compare(tokens=300 if ON_GPU else 150, block_size=16)
+
+
 def test_values_in_slices(monkeypatch):
     monkeypatch.setattr(tuning, "MAX_BLOCK_BYTES", 16 * 16 * 4)
     compare(tokens=20, value_width=40, block_size=16)

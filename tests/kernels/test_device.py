@@ -24,6 +24,7 @@ KINDS = {
     "lln_diag": lambda *inputs: lln.lln_diag_attention(
         *inputs, **GIVEN, block_size=64, impl="triton"
     ),
+    "diag": lambda *inputs: lln.block_diagonal_attention(*inputs, block_size=64, impl="triton"),
     "causal": lambda *inputs: lln.lln_attention(*inputs, **GIVEN, is_causal=True, impl="triton"),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -68,6 +69,8 @@ def test_past_2_to_the_31_elements(kind, room):
     attend = lln.lln_attention
     if kind == "lln_diag":
         attend, options = lln.lln_diag_attention, {**GIVEN, "block_size": 64}
+    if kind == "diag":
+        attend, options = lln.block_diagonal_attention, {"block_size": 64}
     if kind == "causal":
         options["is_causal"] = True
 
