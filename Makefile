@@ -34,7 +34,8 @@ test-oldest: $(OLDEST)/.stamp  ## run the Hugging Face tests with the oldest sup
 		tests/instruments/test_capture_transformers.py
 
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
-	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py \
+		tests/bench/test_roberta.py
 
 bench: setup  ## time attention on this machine, table and figure (CPU: three minutes)
 	$(BIN)/lln bench --figure
