@@ -12,6 +12,7 @@ sequences.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +32,18 @@ _TENSORS, _NUMBERS = 8, 9
 _NONE = (None,) * _NUMBERS
 
 
-def _forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+@cache
+def _kernels() -> tuple[Any, Any, Any]:
+    """Launches of causal and of other calls, and what they take; found once, when first needed."""
     from lln.kernels import causal, launch
     from lln.kernels.arguments import Call
 
-    call = Call(*arguments)
+    return causal, launch, Call
+
+
+def _forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    causal, launch, kind = _kernels()
+    call = kind(*arguments)
     return (causal if call.causal else launch).attend(call, save)
 
 
@@ -46,10 +54,8 @@ def _gradients(
     centroid: Tensor | None,
     asked: tuple[bool, bool, bool],
 ) -> Gradients:
-    from lln.kernels import causal, launch
-    from lln.kernels.arguments import Call
-
-    call = Call(*arguments)
+    causal, launch, kind = _kernels()
+    call = kind(*arguments)
     module = causal if call.causal else launch
     return module.attend_backward(call, gradient, log_mass, centroid, *asked)
 
@@ -296,7 +302,9 @@ def fused_attention(
         bounds: Integers ``[n + 1]`` that part the packed sequences.
         longest: No packed sequence is longer; 0 = not packed.
     """
-    alpha_t, beta_t, mix_t = (_as_4d(side) for side in (alpha, beta, mix))
+    alpha_t, alpha_number = _apart(alpha)
+    beta_t, beta_number = _apart(beta)
+    mix_t, mix_number = _apart(mix)
     if beta_t is not None and beta_t.shape[1] == 1:
         # One value for all heads: the query heads of a group can share a summary.
         beta_t = beta_t.expand(-1, key.shape[1], 1, 1)
@@ -304,7 +312,9 @@ def fused_attention(
         alpha_t = alpha_t.expand(-1, query.shape[1], 1, 1)
     seed = int(torch.randint(0, 2**31 - 1, ()).item()) if dropout_p > 0 else 0
     numbers = (
-        *(1.0 if isinstance(side, Tensor) else float(side) for side in (alpha, beta, mix)),
+        alpha_number,
+        beta_number,
+        mix_number,
         block_size,
         scale,
         dropout_p,
@@ -352,7 +362,8 @@ def is_watched(query: Tensor) -> bool:
     )
 
 
-def _as_4d(side: float | Tensor) -> Tensor | None:
+def _apart(side: float | Tensor) -> tuple[Tensor | None, float]:
+    """A tensor ``[·, ·, ·, ·]`` or None, and a number, of which the kernels take one."""
     if not isinstance(side, Tensor):
-        return None
-    return side if side.dim() == 4 else side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))
+        return None, float(side)
+    return side if side.dim() == 4 else side.reshape((1,) * (4 - side.dim()) + side.shape), 1.0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln import checks
+from lln import checks, checks_packed
 from lln.attention import join, lln_attention, lln_diag_attention, repeat_heads
 from lln.causal import CHUNK, LEAF, attend_chunks
 from lln.diagonal import attend_blocks
@@ -77,7 +77,7 @@ def lln_attention_varlen(
     """
     query, key, value = cast_for_autocast(query, key, value)
     _check_packed(query, key, value, cu_seqlens, key_mask, enable_gqa)
-    longest = checks.check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
+    longest = checks_packed.check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
     checks.check_options(
         query,
         key,
@@ -166,7 +166,7 @@ def lln_diag_attention_varlen(
     """
     query, key, value = cast_for_autocast(query, key, value)
     _check_packed(query, key, value, cu_seqlens, key_mask, enable_gqa)
-    longest = checks.check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
+    longest = checks_packed.check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
     checks.check_options(
         query,
         key,
@@ -338,7 +338,7 @@ def _check_packed(
     enable_gqa: bool,
 ) -> None:
     checks.check_qkv(query, key, value, layout="packed", enable_gqa=enable_gqa)
-    checks.check_cu_seqlens(cu_seqlens, query.shape[0], query.device)
+    checks_packed.check_cu_seqlens(cu_seqlens, query.shape[0], query.device)
     if key_mask is not None:
         raise InvalidInputError(
             "key_mask and cu_seqlens cannot be combined: packed sequences carry no padding; drop "

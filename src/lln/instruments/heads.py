@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lln import checks
+from lln import checks, checks_packed
 from lln.attention import match_inputs, repeat_heads
 from lln.errors import InvalidInputError
 from lln.matching import packed_moments, temperatures
@@ -143,7 +143,7 @@ def select(
     if kind not in KINDS:
         raise InvalidInputError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}.")
     if cu_seqlens is not None:
-        checks.check_cu_seqlens(cu_seqlens, query.shape[0], query.device)
+        checks_packed.check_cu_seqlens(cu_seqlens, query.shape[0], query.device)
         if key_mask is not None:
             raise InvalidInputError(
                 "key_mask and cu_seqlens cannot be combined: packed sequences carry no padding; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,9 @@ def summary_heads(query: Tensor, key: Tensor, beta: Tensor | None) -> int:
 def output_like(query: Tensor, width: int) -> Tensor:
     """An empty ``[B, H, T, E]`` in the memory order of query, so that transposing back is free."""
     batch, heads, tokens, _ = query.shape
-    if query.stride(1) < query.stride(2):
-        return query.new_empty(batch, tokens, heads, width).transpose(1, 2)
-    return query.new_empty(batch, heads, tokens, width)
+    row, plane = (
+        (heads * width, width) if query.stride(1) < query.stride(2) else (width, tokens * width)
+    )
+    strides = (heads * tokens * width, plane, row, 1)
+    sizes = (batch, heads, tokens, width)
+    return torch.empty_strided(sizes, strides, dtype=query.dtype, device=query.device)
