@@ -180,3 +180,24 @@ def test_blocks_without_a_tile_are_refused_or_left_to_pytorch():
     out = lln.block_diagonal_attention(*inputs, block_size=256)
     plain = lln.block_diagonal_attention(*inputs, block_size=256, impl="eager")
     assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("name", ["block", "lln_diag"])
+def test_query_heads_of_a_group_further_apart_than_32_bits_reach(name):
+    # Only the pages that hold the heads are ever touched.
+    stride = 1 << 30
+    room = torch.empty(3 * stride + 20 * 16, dtype=torch.float16, device=DEVICE)
+    query, key, value = make_qkv(1, 4, 20, 16, key_heads=1, dtype=torch.float16, device=DEVICE)
+    far = room.as_strided(query.shape, (16, stride, 16, 1))
+    far.copy_(query)
+    attend = {
+        "block": lln.block_diagonal_attention,
+        "lln_diag": lambda *a, **o: lln.lln_diag_attention(*a, alpha=1.0, beta=1.0, **o),
+    }[name]
+    found = []
+    for first in (query, far):
+        inputs = [side.detach().requires_grad_() for side in (first, key, value)]
+        out = attend(*inputs, block_size=16, enable_gqa=True, impl="triton")
+        found.append((out, *torch.autograd.grad(out.sum(), inputs)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

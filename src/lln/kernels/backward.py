@@ -75,8 +75,10 @@ def short_bwd_kernel(
     b_dc = tl.zeros([BE, BD], tl.float32)
     b_gather = tl.zeros([BQ, BD], tl.float32)
     for r in range(R):
+        own = tl.cast(r, tl.int64)
         b_dc, b_gather, b_dalpha = query_grad_range(
-            p_q + r * stride_qh, p_do + r * stride_gh, p_dq + r * stride_dqh, p_mix + r * stride_mh,
+            p_q + own * stride_qh, p_do + own * stride_gh, p_dq + own * stride_dqh,
+            p_mix + own * stride_mh,
             p_mask + batch * S, 0, queries, load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA),
             b_log_mass, b_c,
             b_dc, b_gather, mix, stride_qt, stride_qd, stride_gt, stride_gd,

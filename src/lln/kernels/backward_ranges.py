@@ -195,13 +195,14 @@ def joint_grad_range(
         b_dk = tl.zeros([BT, BD], tl.float32)
         b_dv = tl.zeros([BT, BE], tl.float32)
         for r in tl.static_range(R):
-            p_row = p_q + r * stride_qh + offset * stride_qt
+            own = tl.cast(r, tl.int64)
+            p_row = p_q + own * stride_qh + offset * stride_qt
             b_q = load_rows(p_row, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
-            p_row = p_do + r * stride_gh + offset * stride_gt
+            p_row = p_do + own * stride_gh + offset * stride_gt
             b_do = load_rows(p_row, stride_gt, stride_gd, inside, BT, E, BE, EVEN)
             if QUIET:
                 b_q = quiet_rows(b_q, ok)
-            p_m = p_mix + r * stride_mh
+            p_m = p_mix + own * stride_mh
             b_row = row_weights(p_m, mix, offset, stride_mt, inside, BT, MIX)
             b_long, b_short, b_rest = b_do, b_do, 1.0 - b_row
             if MIX == 3:
@@ -212,7 +213,7 @@ def joint_grad_range(
                 b_short = (b_do.to(tl.float32) * (1.0 - b_mix)).to(b_do.dtype)
                 b_rest = b_row
             if SPLIT:
-                p_row = p_dq + r * stride_dqh + offset * stride_dqt
+                p_row = p_dq + own * stride_dqh + offset * stride_dqt
                 b_dq = load_rows(p_row, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
                 b_dq = b_dq.to(tl.float32)
             else:
@@ -230,14 +231,14 @@ def joint_grad_range(
             if MIX_GRAD == 1:
                 # dO·(A C) and dO·(P v) are the row sums that the softmax gradients need anyway.
                 rows = first + tl.arange(0, BT)
-                tl.store(p_dmix + r * T + rows, b_mean - b_level, mask=inside)
+                tl.store(p_dmix + own * T + rows, b_mean - b_level, mask=inside)
             elif MIX_GRAD > 1:
                 b_out = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION)
                 b_out = b_out / b_norm[:, None]
                 b_near = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
                 b_dm = b_do.to(tl.float32) * (b_out - b_near / b_sum[:, None])
                 if MIX_GRAD == 2:
-                    p_out = p_dmix + (tl.cast(r, tl.int64) * T + offset) * E
+                    p_out = p_dmix + (own * T + offset) * E
                     store_rows(p_out, b_dm, E, 1, inside, BT, E, BE, EVEN)
                 else:
                     b_dmix += tl.sum(b_dm, 0)
@@ -245,7 +246,7 @@ def joint_grad_range(
             b_ds = (b_p * (b_dp - b_level[:, None]) * scale).to(b_q.dtype)
             b_p_low = b_p.to(b_short.dtype)
             b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-            p_out = p_dq + r * stride_dqh + offset * stride_dqt
+            p_out = p_dq + own * stride_dqh + offset * stride_dqt
             store_rows(p_out, b_dq, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
             b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
             b_dv = tl.dot(tl.trans(b_p_low), b_short, b_dv, input_precision=PRECISION)

@@ -111,9 +111,10 @@ def blocks_bwd_kernel(
         b_dk = tl.zeros([BT, BD], tl.float32)
         b_dv = tl.zeros([BT, BE], tl.float32)
         for r in tl.static_range(R):
-            p_row = p_q + r * stride_qh + offset * stride_qt
+            own = tl.cast(r, tl.int64)
+            p_row = p_q + own * stride_qh + offset * stride_qt
             b_q = load_rows(p_row, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
-            p_row = p_do + r * stride_gh + offset * stride_gt
+            p_row = p_do + own * stride_gh + offset * stride_gt
             b_do = load_rows(p_row, stride_gt, stride_gd, inside, BT, E, BE, EVEN)
             if HAS_MASK:
                 b_q = quiet_rows(b_q, ok)
@@ -126,7 +127,7 @@ def blocks_bwd_kernel(
             b_ds = (b_p * (b_dp - b_level[:, None]) * scale).to(b_q.dtype)
             b_p_low = b_p.to(b_do.dtype)
             b_dq = tl.dot(b_ds, b_k, input_precision=PRECISION)
-            p_out = p_dq + r * stride_dqh + offset * stride_dqt
+            p_out = p_dq + own * stride_dqh + offset * stride_dqt
             store_rows(p_out, b_dq, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
             b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
             b_dv = tl.dot(tl.trans(b_p_low), b_do, b_dv, input_precision=PRECISION)
