@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lln.kernels.shapes import output_like
 from lln.kernels.tuning import widest_block_value
-from lln.ops import is_watched
+from lln.ops import is_watched, once_differentiable
 
 if TYPE_CHECKING:
     from lln.kernels.blocks import BlockCall
@@ -99,9 +98,7 @@ class _AttendBlocks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         from lln.kernels import blocks
 
         call = _call(*ctx.saved_tensors, *ctx.numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import Tensor
 
 from lln import checks
@@ -27,6 +28,10 @@ def choose_implementation(impl: str, query: Tensor) -> str:
     if impl == "auto" and query.device.type != "cuda":
         return "eager"
     reason = why_unavailable(query)
+    if reason is None and not torch.compiler.is_compiling() and checks.is_transformed():
+        # An operator whose gradient is written in Python has none under torch.func: grad would
+        # fail, and jvp would give zeros without a word.
+        reason = "does not run under torch.func's transforms"
     if reason is None:
         return "triton"
     if impl == "triton":

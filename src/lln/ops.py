@@ -12,12 +12,12 @@ sequences.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lln.checks import is_transformed
 from lln.kernels.shapes import output_like, summary_heads
@@ -241,6 +241,26 @@ def _of_inputs(grads: tuple[Tensor, ...], asked: tuple[bool, bool, bool]) -> tup
 attend_saving.register_autograd(_backward, setup_context=_save)
 
 
+def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    """Let the gradients refuse to be differentiated again; the kernels have no second derivative.
+
+    PyTorch's own decorator refuses only where dO carries a gradient. Elsewhere the gradients would
+    pass for constants, and a penalty on them would train nothing without a word.
+    """
+
+    @wraps(backward)
+    def first(ctx: Any, *gradients: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        message = b"lln's fused kernels have no second derivative; use impl='eager'."
+        refuse = torch._C._functions.DelayedError(message, len(found))  # pyright: ignore
+        return refuse(*[None if side is None else side.detach().requires_grad_() for side in found])
+
+    return first
+
+
 class _Attend(torch.autograd.Function):
     """`attend_saving` without the price of an operator; the numbers come as one argument."""
 
@@ -255,9 +275,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor | None
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         (gradient,) = grad_outputs
         if gradient is None:
             return (None,) * (_TENSORS + 1)
