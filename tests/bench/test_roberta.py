@@ -122,6 +122,16 @@ def test_interrupt_and_resume(tmp_path, monkeypatch):
     assert len(calls) == 3 + 6
 
 
+def test_resume_refuses_cells_of_another_model(tmp_path):
+    out = tmp_path / "roberta.json"
+    words = (*SMALL, "--systems", "lln", "--tokens", "0", "--out", str(out))
+    assert roberta(*words).exit_code == 0
+    before = out.read_text()
+    with pytest.raises(InvalidInputError, match=r"its model is .*'layers': 1.*'layers': 2"):
+        roberta(*words, "--layers", "2", "--resume")
+    assert out.read_text() == before
+
+
 def test_out_of_memory_is_a_cell_and_longer_ones_are_not_tried(tmp_path, monkeypatch):
     tried = []
 

@@ -24,7 +24,12 @@ class Record:
     """
 
     def __init__(
-        self, path: Path, kind: str, environment: dict[str, Any], resume: bool = False
+        self,
+        path: Path,
+        kind: str,
+        environment: dict[str, Any],
+        resume: bool = False,
+        subject: dict[str, Any] | None = None,
     ) -> None:
         """Start a file, or go on with one.
 
@@ -33,6 +38,8 @@ class Record:
             kind: What the rows are about; rows of another kind are not gone on with.
             environment: As `lln.bench.environment.describe` gives it.
             resume: Whether to keep the rows that are there.
+            subject: Entries of the file that say what the rows are measured on; rows of another
+                subject are not gone on with.
 
         Raises:
             InvalidInputError: If the file cannot be used.
@@ -43,7 +50,8 @@ class Record:
         if path.is_dir():
             raise InvalidInputError(f"--out must name a file, got the folder {str(path)!r}.")
         if resume and path.exists():
-            self._load()
+            self._load(subject or {})
+        self.extra |= subject or {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.save()
@@ -52,7 +60,7 @@ class Record:
                 f"--out {str(path)!r} cannot be written: {error.strerror or error}."
             ) from error
 
-    def _load(self) -> None:
+    def _load(self, subject: dict[str, Any]) -> None:
         try:
             stored = json.loads(self.path.read_text("utf-8"))
             rows, environment = list(stored["cases"]), dict(stored["environment"])
@@ -64,6 +72,12 @@ class Record:
                 "leave --resume out to start anew."
             ) from error
         check_same(environment, self.environment, self.path)
+        for name, here in subject.items():
+            if stored.get(name) != here:
+                raise InvalidInputError(
+                    f"--resume cannot go on with {self.path}: its {name} is {stored.get(name)}, "
+                    f"here it is {here}; leave --resume out to start anew, or choose another --out."
+                )
         # What failed may have been repaired since; what is slow or too large stays so.
         self.rows = [row for row in rows if row.get("status") != "failed"]
         self.extra = {k: v for k, v in stored.items() if k not in _FIXED}

@@ -94,10 +94,11 @@ def run_roberta(
     options |= {"layers": None if layers == 12 else layers}
     options |= {"seconds": None if seconds == 1.0 else seconds}
     environment = describe(device, command_of("lln bench roberta", options))
-    record = Record(out or Path(f"lln-roberta-{device}.json"), "roberta", environment, resume)
     size = RobertaSize(layers=layers)
+    path = out or Path(f"lln-roberta-{device}.json")
+    record = Record(path, "roberta", environment, resume, {"model": asdict(size)})
     filling = filling_tokens(device, lengths or LENGTHS) if tokens is None else tokens
-    record.extra = {"model": asdict(size), "filling_tokens": filling}
+    record.extra["filling_tokens"] = filling
     record.extra["autocast"] = "bfloat16" if device == "cuda" else None
     cells = plan(lengths, list(systems or SYSTEMS), filling, graphs=device == "cuda")
     try:
