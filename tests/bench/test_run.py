@@ -1,6 +1,7 @@
 """`lln bench`: the file it leaves behind, whatever happens on the way."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -331,3 +332,9 @@ def test_a_problem_is_written_where_the_time_would_be():
     assert cells[0][heads.index("ms")] == "out of memory"
     assert "graph ms" not in heads
     assert display.line_of(case) == "x: out of memory"
+
+
+def test_help_names_every_operation():
+    help_text = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "500"}).output
+    words = set(re.findall(r"[a-z_]+", help_text))
+    assert words >= set(OPERATIONS)
