@@ -24,7 +24,8 @@ class Target:
         limit: What it may be.
         at_least: Whether the limit is a lower one.
         form: How to print the number.
-        timed: Whether there are two answers, as a CUDA graph and called from Python.
+        timed: Whether there are two answers, as a CUDA graph and called from Python; else the
+            second only.
     """
 
     asked: str
@@ -59,12 +60,10 @@ def targets_table(results: dict) -> str:
         "|---|---|---|---|---|",
     ]
     for target in TARGETS:
-        cells = [target.asked]
+        cells = [target.asked] if target.timed else [target.asked, "", ""]
         for field in (GRAPH, PYTHON) if target.timed else (PYTHON,):
             found = target.measure(rows, field)
             cells += ["" if found is None else target.form.format(found), target.verdict(found)]
-        if not target.timed:
-            cells += cells[1:]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "The worst of all lengths; an empty cell was not measured."]
     return "\n".join(lines)

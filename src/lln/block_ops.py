@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lln.kernels.shapes import output_like
+from lln.kernels.shapes import output_like, within_reach
 from lln.kernels.tuning import widest_block_value
 from lln.ops import is_watched, once_differentiable
 
@@ -63,7 +63,7 @@ def attend_blocks_backward(
     from lln.kernels import blocks
 
     call = _call(query, key, value, key_mask, block_size, scale, causal)
-    return blocks.attend_blocks_backward(call, gradient)
+    return blocks.attend_blocks_backward(call, within_reach(gradient))
 
 
 @attend_blocks_backward.register_fake
@@ -102,7 +102,7 @@ class _AttendBlocks(torch.autograd.Function):
         from lln.kernels import blocks
 
         call = _call(*ctx.saved_tensors, *ctx.numbers)
-        grads = blocks.attend_blocks_backward(call, grad_outputs[0])
+        grads = blocks.attend_blocks_backward(call, within_reach(grad_outputs[0]))
         return (*grads, None, *(None,) * _NUMBERS)
 
 
@@ -127,6 +127,7 @@ def fused_blocks(
         scale: Of the scores.
         is_causal: Whether a token sees only itself and earlier tokens of its block.
     """
+    query, key, value = within_reach(query), within_reach(key), within_reach(value)
     attend = attend_blocks if is_watched(query) else _AttendBlocks.apply
     numbers = (block_size, scale, is_causal)
     most = widest_block_value(query, block_size)

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lln.kernels.shapes import within_reach
 from lln.kernels.tuning import is_interpreted, why_unavailable
 from lln.matching import (
     Moments,
@@ -87,6 +88,7 @@ def fused_moments(
     longest: int,
 ) -> Tensor:
     """α, β, σq², σk² and whether a spread is zero, by the kernel: ``[5, B or n, H]``."""
+    query, key = within_reach(query), within_reach(key)
     if is_watched(query):
         return match(query.detach(), key.detach(), key_mask, bounds, criterion, longest)
     # Autograd does not see kernels: nothing to detach from.

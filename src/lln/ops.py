@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from lln.checks import is_transformed
-from lln.kernels.shapes import output_like, summary_heads
+from lln.dropout import drop_keys
+from lln.kernels.shapes import output_like, summary_heads, within_reach
 from lln.kernels.tuning import widest_value
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _gradients(
     causal, launch, kind = _kernels()
     call = kind(*arguments)
     module = causal if call.causal else launch
-    return module.attend_backward(call, gradient, log_mass, centroid, *asked)
+    return module.attend_backward(call, within_reach(gradient), log_mass, centroid, *asked)
 
 
 @torch.library.custom_op("lln::attend", mutates_args=())
@@ -320,6 +321,10 @@ def fused_attention(
         bounds: Integers ``[n + 1]`` that part the packed sequences.
         longest: No packed sequence is longer; 0 = not packed.
     """
+    query, key, value = within_reach(query), within_reach(key), within_reach(value)
+    if dropout_p > 0 and is_capturing():
+        # A seed is a number: every replay of the graph would drop the same keys.
+        value, dropout_p = drop_keys(value, dropout_p), 0.0
     alpha_t, alpha_number = _apart(alpha)
     beta_t, beta_number = _apart(beta)
     mix_t, mix_number = _apart(mix)
@@ -368,6 +373,13 @@ def _call(*arguments: Any) -> Tensor:
     if not tracked:
         return _forward(arguments, save=False)[0]
     return _Attend.apply(*tensors, arguments[_TENSORS:])
+
+
+def is_capturing() -> bool:
+    """Whether calls are being recorded for a CUDA graph."""
+    return not torch.compiler.is_compiling() and (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def is_watched(query: Tensor) -> bool:

@@ -82,6 +82,16 @@ def test_stretches_and_stages(cores, stages, monkeypatch):
     compare(tokens=300 if ON_GPU else 150, block_size=16)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "block_size"),
+    [(HALF[-1], 128, 128), (HALF[-1], 256, 64), (HALF[-1], 64, 128), (torch.float32, 64, 128)],
+    ids=str,
+)
+def test_largest_tiles(dtype, width, block_size):
+    tokens = 300 if ON_GPU else 140
+    compare(dtype, batch=1, tokens=tokens, width=width, block_size=block_size)
+
+
 def test_values_in_slices(monkeypatch):
     monkeypatch.setattr(tuning, "MAX_BLOCK_BYTES", 16 * 16 * 4)
     compare(tokens=20, value_width=40, block_size=16)

@@ -170,6 +170,23 @@ def test_cuda_graph_replays_on_new_numbers(kind):
         assert torch.equal(got, want)
 
 
+def test_replays_drop_other_keys():
+    inputs = [tensor.detach() for tensor in some()]
+
+    def attend():
+        return lln.lln_attention(*inputs, **GIVEN, dropout_p=0.5, impl="triton")
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    draws = []
+    for _ in range(2):
+        graph.replay()
+        draws.append(out.clone())
+    assert not torch.equal(*draws)
+
+
 @kinds
 def test_activation_checkpointing(kind):
     inputs = some()

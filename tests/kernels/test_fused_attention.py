@@ -7,6 +7,7 @@ import triton.language as tl
 from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, compare, holes
 
 import lln
+from lln.dropout import drop_keys
 from lln.kernels import tuning
 from lln.kernels.backward_ranges import centred_queries
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
@@ -177,6 +178,19 @@ def test_unwritten_memory_never_shows(plan):
         grads = torch.autograd.grad(out.sum(), inputs)
     assert out.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in grads)
+
+
+def test_dropout_is_drawn_on_the_device_while_a_graph_is_recorded(plan, monkeypatch):
+    query, key, value = make_qkv(1, 2, 40, 16, device=DEVICE)
+    options = {"alpha": 2.0, "beta": 2.0, "impl": "triton"}
+    monkeypatch.setattr("lln.ops.is_capturing", lambda: True)
+    torch.manual_seed(0)
+    found = [lln.lln_attention(query, key, value, dropout_p=0.4, **options) for _ in range(2)]
+    torch.manual_seed(0)
+    dropped = [lln.lln_attention(query, key, drop_keys(value, 0.4), **options) for _ in range(2)]
+    for one, other in zip(found, dropped, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(*found)
 
 
 def test_dropout_drops_whole_keys_and_its_gradient_agrees(plan):

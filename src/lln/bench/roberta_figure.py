@@ -58,8 +58,8 @@ def draw_roberta(results: dict[str, Any], path: Path) -> list[Path]:
             # Curves that end together are told so once.
             for (tokens, why), height in ends.items():
                 axes.annotate(
-                    why, (tokens, height), xytext=(0, 7), textcoords="offset points", fontsize=7,
-                    color="#555555", ha="center",
+                    why, (tokens, height), xytext=(-4, 6), textcoords="offset points", fontsize=7,
+                    color="#555555", ha="right",
                 )  # fmt: skip
             axes.margins(x=0.09, y=0.08)
             axes.set_xlabel("tokens N")

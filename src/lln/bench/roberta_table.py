@@ -120,14 +120,16 @@ def plan(
     lengths: Sequence[int] | None, systems: Sequence[str], filling: int, *, graphs: bool
 ) -> list[Cell]:
     """All cells; those behind a system's out of memory are left out when their turn comes."""
-    lengths = sorted(lengths) if lengths else [*LENGTHS, *_doublings(LENGTHS[-1])]
+    asked = sorted(lengths or ())
+    lengths = asked or [*LENGTHS, *_doublings(LENGTHS[-1])]
     cells = [Cell("batch 1", name, 1, n) for name in systems for n in lengths]
     # Behind the paper's lengths the GPU takes longer than launching does.
     short = [n for n in lengths if n <= LENGTHS[-1]]
     if graphs:
         cells += [Cell("graph", name, 1, n) for name in systems for n in short]
     for name in systems:
-        cells += [Cell("filled", name, filling // n, n) for n in short if n <= filling]
+        fitting = [n for n in (asked or short) if n <= filling]
+        cells += [Cell("filled", name, filling // n, n) for n in fitting]
     return cells
 
 

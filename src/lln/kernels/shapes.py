@@ -5,6 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# A tile has at most so many tokens or channels, and its offsets have 31 bits.
+_FARTHEST = 2**31 // 256
+
+
+def within_reach(tensor: Tensor) -> Tensor:
+    """``[B, H, T, D]``, copied if its tokens or channels lie too far apart for a tile's offsets."""
+    _, _, token, channel = tensor.stride()
+    return tensor if token < _FARTHEST and channel < _FARTHEST else tensor.contiguous()
+
 
 def summary_heads(query: Tensor, key: Tensor, beta: Tensor | None) -> int:
     """SH: the key heads, unless β tells the query heads of a group apart."""
