@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 from lln import peers
+from lln.errors import InvalidInputError
 from lln.peers.options import Option, options_of
 
 
@@ -52,3 +53,26 @@ def test_arguments_of_class_and_init_are_read(monkeypatch):
         Option("second", "a", "Two lines: with a colon."),
         Option("third", None, "From the initialiser."),
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        (name, option.name)
+        for name in peers.available()
+        for option in options_of(name)
+        if type(option.default) in (int, float) or option.name in ("shape", "shifts")
+        # Asked for by running statistics alone.
+        if option.name != "momentum"
+    ],
+)
+@pytest.mark.parametrize("wrong", [-1, "two", float("nan"), float("inf")])
+def test_what_is_no_number_of_the_kind_gets_a_sentence(name, option, wrong):
+    with pytest.raises(InvalidInputError, match="must "):
+        peers.build(name, embed_dim=32, num_heads=2, max_len=64, **{option: wrong})
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 0.5, "first", True, None])
+def test_a_layer_that_the_host_does_not_have_gets_a_sentence(layer):
+    with pytest.raises(InvalidInputError, match="layer must be one of 0 … 1"):
+        peers.build("elu", embed_dim=32, num_heads=2, max_len=64, layer=layer, layers=2)

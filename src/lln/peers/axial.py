@@ -60,7 +60,7 @@ class Axial(Peer):
         if shape is None:
             columns = math.isqrt(host.max_len - 1) + 1
             shape = (-(-host.max_len // columns), columns)
-        if len(shape) != 2:
+        if not isinstance(shape, Sequence) or len(shape) != 2:
             raise InvalidInputError(f"shape must be rows and columns, got {shape!r}.")
         for name, size in zip(("rows", "columns"), shape, strict=True):
             check_count(f"shape's {name}", size)

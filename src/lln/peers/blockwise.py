@@ -59,7 +59,9 @@ class Blockwise(Core):
         super().__init__(host)
         check_count("blocks", blocks)
         self.blocks = blocks
-        self.shifts = _usual_shifts(host.num_heads, blocks) if shifts is None else tuple(shifts)
+        if shifts is None:
+            shifts = _usual_shifts(host.num_heads, blocks)
+        self.shifts = tuple(shifts) if isinstance(shifts, Sequence) else ()
         if len(self.shifts) != host.num_heads or any(
             shift not in range(blocks) for shift in self.shifts
         ):

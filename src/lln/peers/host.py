@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 from lln.errors import InvalidInputError
 
@@ -37,7 +39,7 @@ class Host:
             raise InvalidInputError(
                 f"embed_dim {self.embed_dim} must be a multiple of num_heads {self.num_heads}."
             )
-        if not 0 <= self.layer < self.layers:
+        if isinstance(self.layer, bool) or self.layer not in range(self.layers):
             raise InvalidInputError(
                 f"layer must be one of 0 … {self.layers - 1}, got {self.layer!r}."
             )
@@ -46,3 +48,8 @@ class Host:
     def head_dim(self) -> int:
         """Width of a head."""
         return self.embed_dim // self.num_heads
+
+
+def is_number(value: object) -> bool:
+    """Whether an option is a finite number, and no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))

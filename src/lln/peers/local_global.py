@@ -14,7 +14,7 @@ from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.band import band_attention
 from lln.peers.card import Card
-from lln.peers.host import Host
+from lln.peers.host import Host, is_number
 from lln.peers.peer import Core, visible
 from lln.peers.softmax import Softmax
 from lln.precision import accumulation_dtype, without_autocast
@@ -67,7 +67,7 @@ class LocalGlobal(Core):
         check_count("window", window, least=2)
         check_count("every", every)
         for name, theta in (("local_theta", local_theta), ("global_theta", global_theta)):
-            if not theta > 0:
+            if not (is_number(theta) and theta > 0):
                 raise InvalidInputError(f"{name} must be a positive number, got {theta!r}.")
         if host.head_dim % 2:
             raise InvalidInputError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
-from lln.peers.host import Host
+from lln.peers.host import Host, is_number
 from lln.peers.linear import LinearCore
 from lln.peers.peer import zero_padding
 
@@ -101,7 +101,7 @@ class Performer(LinearCore):
             raise InvalidInputError(
                 f"compat must be None, 'skyformer' or 'opennlplab', got {compat!r}."
             )
-        if not epsilon >= 0:
+        if not (is_number(epsilon) and epsilon >= 0):
             raise InvalidInputError(f"epsilon must be at least 0, got {epsilon!r}.")
         width = host.head_dim
         if features is None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
-from lln.peers.host import Host
+from lln.peers.host import Host, is_number
 from lln.peers.linear import full_sums
 from lln.peers.peer import zero_padding
 from lln.peers.projected import Branched, check_kernel
@@ -76,7 +76,7 @@ class PolaFormer(Branched):
             raise InvalidInputError(
                 f"polaformer halves the heads: embed_dim/num_heads must be even, got {width}."
             )
-        if not alpha > 0:
+        if not (is_number(alpha) and alpha > 0):
             raise InvalidInputError(f"alpha must be positive, got {alpha!r}.")
         check_kernel("local", local)
         self.alpha = alpha

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
-from lln.peers.host import Host
+from lln.peers.host import Host, is_number
 from lln.peers.linear import LEAST_FLOOR, LinearCore
 
 
@@ -74,7 +74,7 @@ class RandomFeatureAttention(LinearCore):
             raise InvalidInputError(
                 f"pool must hold a matrix for each of the {host.num_heads} heads, got {pool}."
             )
-        if not temperature > 0:
+        if not (is_number(temperature) and temperature > 0):
             raise InvalidInputError(f"temperature must be positive, got {temperature!r}.")
         if compat not in (None, "released"):
             raise InvalidInputError(f"compat must be None or 'released', got {compat!r}.")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
-from lln.peers.host import Host
+from lln.peers.host import Host, is_number
 from lln.peers.masked import attend, with_neighbours
 from lln.peers.peer import Peer
 from lln.precision import accumulation_dtype, without_autocast
@@ -91,7 +91,7 @@ class Routing(Peer):
             raise InvalidInputError(
                 f"local_heads must be at most num_heads, {heads}, got {self.local_heads}."
             )
-        if not 0 <= decay < 1:
+        if not (is_number(decay) and 0 <= decay < 1):
             raise InvalidInputError(f"decay must be in [0, 1), got {decay!r}.")
         self.decay = decay
         self.query, self.value, self.out = (

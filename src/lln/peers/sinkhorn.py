@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
-from lln.peers.host import Host
+from lln.peers.host import Host, is_number
 from lln.peers.masked import attend
 from lln.peers.peer import Peer
 from lln.precision import accumulation_dtype, without_autocast
@@ -73,7 +73,7 @@ class Sinkhorn(Peer):
         super().__init__(host)
         check_count("block_size", block_size)
         check_count("iterations", iterations)
-        if not temperature > 0:
+        if not (is_number(temperature) and temperature > 0):
             raise InvalidInputError(f"temperature must be positive, got {temperature!r}.")
         self.block_size, self.temperature, self.iterations = block_size, temperature, iterations
         self.query, self.key, self.value, self.out = (

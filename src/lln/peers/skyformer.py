@@ -13,7 +13,7 @@ from torch import Tensor
 from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
-from lln.peers.host import Host
+from lln.peers.host import Host, is_number
 from lln.peers.nystromformer import cubic_inverse
 from lln.peers.peer import Core, zero_padding
 from lln.precision import accumulation_dtype, without_autocast
@@ -78,7 +78,7 @@ class Skyformer(Core):
             raise InvalidInputError(
                 f"landmarks must be even, half from queries and half from keys, got {landmarks}."
             )
-        if not ridge >= 0:
+        if not (is_number(ridge) and ridge >= 0):
             raise InvalidInputError(f"ridge must be at least 0, got {ridge!r}.")
         if compat not in (None, "original"):
             raise InvalidInputError(f"compat must be None or 'original', got {compat!r}.")

@@ -13,7 +13,7 @@ from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.gated import GatedLinearUnit, srms
-from lln.peers.host import Host
+from lln.peers.host import Host, is_number
 from lln.peers.peer import Peer
 from lln.peers.toeplitz import Toeplitz
 
@@ -64,7 +64,7 @@ class ToeplitzNetwork(Peer):
         check_count("expansion", expansion)
         check_count("rpe_width", rpe_width)
         check_count("rpe_layers", rpe_layers, least=0)
-        if not 0 < gamma <= 1:
+        if not (is_number(gamma) and 0 < gamma <= 1):
             raise InvalidInputError(f"gamma must be above 0 and at most 1, got {gamma!r}.")
         width, inner = host.embed_dim, expansion * host.embed_dim
         self.gate, self.value = nn.Linear(width, inner), nn.Linear(width, inner)
