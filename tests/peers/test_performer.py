@@ -274,3 +274,16 @@ def test_options_that_do_not_fit_are_refused():
     ):
         with pytest.raises(InvalidInputError, match=said):
             build("performer", **options)
+
+
+@pytest.mark.parametrize("options", [{"redraw_every": 1}, {"compat": "opennlplab"}])
+def test_a_layer_may_be_called_twice_before_its_backward(options):
+    layer = build("performer", **options).train()
+    layer(tokens())  # the first call after which the next one draws
+    alone = tokens(seed=2).requires_grad_()
+    torch.manual_seed(7)
+    layer(alone).sum().backward()
+    first, second = tokens(seed=2).requires_grad_(), tokens(seed=3)
+    torch.manual_seed(7)
+    (layer(first).sum() + 0 * layer(second).sum()).backward()
+    torch.testing.assert_close(first.grad, alone.grad, rtol=1e-9, atol=1e-12)

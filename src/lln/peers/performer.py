@@ -126,6 +126,9 @@ class Performer(LinearCore):
         width = query.shape[-1]
         scale = width**-0.5 if self.compat == "skyformer" else width**-0.25
         weights = (self.gaussian if self._has_own_draw else self.projection).to(query.dtype)
+        if self.training:
+            # The next call may draw anew in place, before the backward of this one.
+            weights = weights.clone()
         query, key = query * scale, key * scale
         along_q, along_k = query @ weights.mT, key @ weights.mT
         if self.kernel == "relu":
