@@ -151,3 +151,14 @@ def test_parameters_are_those_of_the_card():
 def test_bad_options(options, said):
     with pytest.raises(InvalidInputError, match=said):
         build("routing", **options)
+
+
+def test_a_checkpointed_call_moves_the_centroids_once_and_keeps_its_members():
+    plain, checkpointed = (build("routing", decay=0.5).train() for _ in range(2))
+    x, weights = tokens(length=96).requires_grad_(), torch.linspace(-1, 1, WIDTH)
+    (plain(x) * weights).sum().backward()
+    expected, x.grad = x.grad, None
+    out = torch.utils.checkpoint.checkpoint(checkpointed, x, use_reentrant=False)
+    (out * weights).sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+    torch.testing.assert_close(checkpointed.centroids, plain.centroids)

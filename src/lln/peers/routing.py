@@ -45,6 +45,7 @@ class Routing(Peer):
     """
 
     centroids: Tensor
+    previous: Tensor
 
     card = Card(
         name="routing",
@@ -100,6 +101,8 @@ class Routing(Peer):
         self.key = nn.Linear(host.embed_dim, self.local_heads * width) if self.local_heads else None
         start = torch.randn(heads - self.local_heads, self.clusters, width)
         self.register_buffer("centroids", F.normalize(start, dim=-1))
+        # Those of the last training call, before it moved them.
+        self.register_buffer("previous", self.centroids.clone(), persistent=False)
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """See `Peer.mix`."""
@@ -154,7 +157,10 @@ class Routing(Peer):
         """Token of every place ``[B, H, k, w]`` in the clusters, and which places are taken."""
         length = sphere.shape[-2]
         unit = sphere / math.sqrt(sphere.shape[-1])
-        nearness = self.centroids.to(unit.dtype) @ unit.mT
+        # A checkpointed forward runs again inside the backward: it must find the same members.
+        is_rerun = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        centroids = self.previous if self.training and is_rerun else self.centroids
+        nearness = centroids.to(unit.dtype) @ unit.mT
         hidden = ~real[:, None, None, :]
         places = -(-length // self.clusters)
         member = nearness.masked_fill(hidden, -math.inf).topk(places, dim=-1).indices
@@ -162,7 +168,8 @@ class Routing(Peer):
         taken = (real.sum(-1) + self.clusters - 1) // self.clusters
         is_member = torch.arange(places, device=real.device) < taken[:, None, None, None]
         is_real = real[:, None, None, :].expand_as(nearness).gather(-1, member)
-        if self.training:
+        if self.training and not is_rerun:
+            self.previous.copy_(self.centroids)
             self._follow(nearness, unit, real)
         return member, is_member & is_real
 
