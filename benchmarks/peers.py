@@ -16,8 +16,7 @@ def cards_table() -> str:
     """Markdown: a line a system, as ``lln peers`` prints it."""
     heads, lines = listing.table()
     marked = [[f"[`{line[0]}`](#{line[0]})", *line[1:]] for line in lines]
-    note = f"Parameters: {listing.SIZE_IN_WORDS}, embeddings left out (× softmax's)."
-    return f"{_table(heads, marked)}\n\n{note}"
+    return f"{_table(heads, marked)}\n\n{' '.join(listing.notes())}"
 
 
 def cards_in_full() -> str:

@@ -8,6 +8,8 @@ import typer
 
 # Columns that text is folded to where the terminal does not decide.
 WIDTH = 100
+# Columns of the table that give way to the terminal, and how far: narrower, formulas fall apart.
+FOLDED = {"oracle": 13, "complexity": 16}
 
 
 def peers(
@@ -22,9 +24,10 @@ def peers(
 
     Columns: kind is core (heads in, heads out), mixer (owns its projections) or block (replaces
     attention and feed-forward). complexity is time in N tokens, d the head width. causal: whether
-    there is a form for decoders. row-stochastic: rows of the attention matrix are non-negative and
-    sum to 1, so that entropy and spectral gap mean something. parameters: of an encoder of a stated
-    size, and relative to softmax's. In any system, appending padded tokens changes no real token.
+    there is a form for decoders. mask: appending padded tokens changes no real token.
+    row-stochastic: rows of the attention matrix are non-negative and sum to 1, so that entropy and
+    spectral gap mean something. oracle: the library that the tests compare it with, besides its
+    dense form. adds: parameters beyond softmax's in an encoder of a stated size.
 
     Try `lln peers performer`, then in Python:
     `lln.peers.build("performer", embed_dim=256, num_heads=4, max_len=512)`. How fast they are:
@@ -40,27 +43,39 @@ def peers(
     elif name:
         typer.echo(_folded(listing.description(name)))
     else:
-        _show(*listing.table())
-        typer.echo(f"Parameters: {listing.SIZE_IN_WORDS},")
-        typer.echo("embeddings left out; × is relative to softmax's.")
+        _show(*listing.table(), listing.notes())
         typer.echo("The card of one: lln peers NAME. Speed and memory: lln bench peers.")
 
 
-def _show(heads: list[str], lines: list[list[str]]) -> None:
+def _show(heads: list[str], lines: list[list[str]], notes: list[str]) -> None:
     """The table, at most as wide as the terminal; away from one 100 columns or $COLUMNS."""
     import shutil
 
     from lln.peers.columns import in_columns
 
     width = shutil.get_terminal_size((WIDTH, 24)).columns
-    top, rest = in_columns(heads, lines, folded="complexity", width=width)
+    folded = dict(FOLDED)
+    if width < WIDTH:
+        # Last in importance: every system has the dense form besides.
+        at = heads.index("oracle")
+        heads, lines = _without(heads, at), [_without(line, at) for line in lines]
+        folded.pop("oracle")
+        notes = [note for note in notes if not note.startswith("oracle")]
+        notes.append(f"{WIDTH} columns have room for the oracles too.")
+    top, rest = in_columns(heads, lines, folded=folded, width=width)
     for line in top:
         typer.secho(line, bold=True)
     typer.echo("─" * len(top[-1]))
     typer.echo("\n".join(rest) + "\n")
+    for note in notes:
+        typer.echo(_folded(note, indent=2))
 
 
-def _folded(text: str) -> str:
+def _without(cells: list[str], at: int) -> list[str]:
+    return cells[:at] + cells[at + 1 :]
+
+
+def _folded(text: str, indent: int = 16) -> str:
     """Long lines folded to the terminal, continued under their text."""
     import shutil
     import textwrap
@@ -68,9 +83,9 @@ def _folded(text: str) -> str:
     width = min(shutil.get_terminal_size().columns, WIDTH)
     lines: list[str] = []
     for line in text.splitlines():
-        indent = " " * (6 if line.startswith("  ") else 16)
+        under = " " * (6 if line.startswith("  ") else indent)
         folded = textwrap.wrap(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            line, width, subsequent_indent=under, break_long_words=False, break_on_hyphens=False
         )
         lines += folded or [""]
     return "\n".join(lines)

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from lln import peers
 from lln.cli import app
+from lln.cli_peers import FOLDED
 from lln.errors import InvalidInputError
 from lln.peers import listing
-from lln.peers.columns import NARROWEST, in_columns
+from lln.peers.columns import in_columns
 
 
 def run(*words):
@@ -29,23 +30,28 @@ def test_table_has_every_system_once():
     for line in lines:
         assert line[0] in output
         assert line[-1] in output
-    assert "12 heads" in output
+    assert "12 heads" in " ".join(output.split())
 
 
 def read_columns(output):
-    """Cells of the printed table, folded ones joined again."""
+    """Headings and cells of the printed table, folded ones joined again."""
     lines = output.splitlines()
     top = next(index for index, line in enumerate(lines) if line.startswith("name "))
-    starts = [lines[top].index(word) for word in ("name", "kind", "complexity", "causal")]
+    heads = lines[top].split()
+    # Numbers end at the right, so the column of them begins at the end of the one before.
+    starts = [lines[top].index(head) for head in heads[:-1]]
+    starts.append(lines[top].index(heads[-1]) - 3)
     rows = []
     for line in lines[top + 2 : lines.index("", top)]:
         cells = [line[a:b].strip() for a, b in itertools.pairwise([*starts, None])]
         if cells[0]:
             rows.append(cells)
-        else:
-            assert cells[1] == cells[3] == "", "only the complexity is folded"
-            rows[-1][2] += f" {cells[2]}"
-    return rows
+            continue
+        for index, (head, cell) in enumerate(zip(heads, cells, strict=True)):
+            assert not cell or head in FOLDED, head
+            between = "" if rows[-1][index].endswith("-") else " "
+            rows[-1][index] += between + cell if cell else ""
+    return heads, rows
 
 
 @pytest.mark.parametrize(("columns", "width"), [("80", 80), ("100", 100), ("160", 160), ("", 100)])
@@ -55,10 +61,38 @@ def test_table_fits_and_loses_nothing(columns, width, monkeypatch):
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((0, 0)))
     output = run()
     assert max(map(len, output.splitlines())) <= width
-    rows = read_columns(output)
-    _, lines = listing.table()
-    assert [row[:3] for row in rows] == [line[:3] for line in lines]
-    assert [row[3].split(maxsplit=2) for row in rows] == [line[3:] for line in lines]
+    found_heads, rows = read_columns(output)
+    heads, lines = listing.table()
+    # A narrow terminal shows all but the oracles, and says so.
+    shown = [index for index, head in enumerate(heads) if head != "oracle" or width >= 100]
+    assert found_heads == [heads[index].removeprefix("row-") for index in shown]
+    assert rows == [[line[index] for index in shown] for line in lines]
+    assert ("room for the oracles" in output) == (width < 100)
+    for word in ("mask:", "adds:", "14.2 M"):
+        assert word in output
+
+
+def test_table_has_what_each_card_claims():
+    heads, lines = listing.table()
+    for line in lines:
+        cells = dict(zip(heads, line, strict=True))
+        card = peers.card(cells["name"])
+        assert cells["mask"] == "yes"
+        assert cells["oracle"] == "dense form" or cells["oracle"] in card.oracle
+    adds = {line[0]: line[-1] for line in lines}
+    oracles = {line[0]: line[heads.index("oracle")] for line in lines}
+    # 2 H d² in each of two layers; w of every head; nothing.
+    assert (adds["hedgehog"], adds["lion_d"], adds["elu"]) == ("+197 k", "+24", "0")
+    assert adds["reformer"].startswith("−")
+    assert (oracles["performer"], oracles["elu"]) == ("performer-pytorch", "dense form")
+
+
+def test_every_library_of_a_card_is_known_to_the_table():
+    own = ("dense", "softmax", "the", "Monte-Carlo", "invariance", "its", "all", "compat='fla'")
+    for name in peers.available():
+        for part in peers.card(name).oracle.split(";"):
+            first = part.split()[0].rstrip(",")
+            assert first in (*own, *listing.LIBRARIES), (name, first)
 
 
 def test_formulas_are_folded_between_their_terms():
@@ -71,13 +105,13 @@ def test_formulas_are_folded_between_their_terms():
         (0, ["O(N (l + N/l) d)", "strided, O(N (l", "+ cN/l) d) fixed"]),
     ):
         top, rest = in_columns(
-            ["name", "time-of-it", "size"], cells, folded="time-of-it", width=width
+            ["name", "time-of-it", "size"], cells, folded={"time-of-it": 16}, width=width
         )
         assert [line[8:].removesuffix("1.0").strip() for line in rest] == expected
         assert [line.split() for line in top] == [["time-"], ["of-"], ["name", "it", "size"]]
         assert top[-1].endswith("size")
         assert rest[0].endswith(" 1.0")
-        assert len(rest[0]) == len(top[-1]) <= max(width, 8 + NARROWEST + 6)
+        assert len(rest[0]) == len(top[-1]) <= max(width, 8 + 16 + 6)
 
 
 @pytest.mark.parametrize("name", peers.available())

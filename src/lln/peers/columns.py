@@ -1,15 +1,13 @@
-"""A table as text in columns, one of which is folded so that all fit into a width."""
+"""A table as text in columns, some of which are folded so that all fit into a width."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 GAP = "  "
-# Folded narrower than this a formula falls apart; a terminal may then wrap the lines.
-NARROWEST = 16
 # A term of a complexity, brackets in brackets included.
 _TERM = re.compile(r"O\((?:[^()]|\([^()]*\))*\)")
 # What a line is not broken at, unlike at a space.
@@ -17,14 +15,15 @@ _HARD_SPACE = "\N{NO-BREAK SPACE}"
 
 
 def in_columns(
-    heads: Sequence[str], lines: Sequence[Sequence[str]], *, folded: str, width: int
+    heads: Sequence[str], lines: Sequence[Sequence[str]], *, folded: Mapping[str, int], width: int
 ) -> tuple[list[str], list[str]]:
     """Lay a table out; the last column is one of numbers and ends at the right.
 
     Args:
         heads: Headings; a hyphen is a place to break one.
         lines: Cells.
-        folded: Heading of the column that gives way.
+        folded: Headings of the columns that give way, the first of them first, each with what
+            it is not made narrower than.
         width: Characters a line may have.
 
     Returns:
@@ -32,7 +31,7 @@ def in_columns(
 
     Example:
         >>> lines = [["relu", "O(N d²); O(N² d) with dense=True", "1.0"]]
-        >>> top, rest = in_columns(["name", "time", "size"], lines, folded="time", width=30)
+        >>> top, rest = in_columns(["name", "time", "size"], lines, folded={"time": 16}, width=30)
         >>> for line in (*top, *rest):
         ...     print(line)
         name  time              size
@@ -42,16 +41,20 @@ def in_columns(
     parts = [head.replace("-", "-\n").split("\n") for head in heads]
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, (*part, *column))) for part, column in zip(parts, columns, strict=True)]
-    at = list(heads).index(folded)
-    others = sum(widths) - widths[at] + len(GAP) * (len(widths) - 1)
-    widths[at] = min(widths[at], max(width - others, NARROWEST))
+    for head, narrowest in folded.items():
+        at = list(heads).index(head)
+        others = sum(widths) - widths[at] + len(GAP) * (len(widths) - 1)
+        widths[at] = min(widths[at], max(width - others, narrowest))
     tallest = max(map(len, parts))
     above = [[""] * (tallest - len(part)) + part for part in parts]
     below = [
         text
         for line in lines
         for text in _row(
-            [_fold(cell, widths[at]) if index == at else [cell] for index, cell in enumerate(line)],
+            [
+                _fold(cell, size) if head in folded else [cell]
+                for head, cell, size in zip(heads, line, widths, strict=True)
+            ],
             widths,
         )
     ]

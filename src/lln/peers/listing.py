@@ -25,7 +25,16 @@ KINDS = {
     "block": "replaces attention and feed-forward",
 }
 GPU_REPEATS = "the same bits every time only under torch.use_deterministic_algorithms(True)"
-HEADS = ("name", "kind", "complexity", "causal", "row-stochastic", "parameters")
+HEADS = ("name", "kind", "complexity", "causal", "mask", "row-stochastic", "oracle", "adds")
+# Packages that the tests compare systems with, as cards name them.
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "performer-pytorch",
+    "linformer",
+    "nystrom_attention",
+    "flash_pytorch",
+)
 
 
 def in_order(names: Iterable[str] | None = None) -> list[str]:
@@ -40,9 +49,10 @@ def table() -> tuple[list[str], list[list[str]]]:
     Example:
         >>> heads, lines = table()
         >>> lines[0]
-        ['softmax', 'core', 'O(N² d)', 'yes', 'yes', '14.2 M (1.00×)']
+        ['softmax', 'core', 'O(N² d)', 'yes', 'yes', 'yes', 'torch', '0']
     """
     parameters = compare_parameters(in_order(), **SIZE)
+    softmax = parameters["softmax"].total
     lines = []
     for name, count in parameters.items():
         one = card(name)
@@ -52,11 +62,24 @@ def table() -> tuple[list[str], list[list[str]]]:
                 one.kind,
                 one.complexity,
                 _yes(one.causal),
+                _yes(one.padding == "longer"),
                 _yes(one.row_stochastic),
-                f"{count.total / 1e6:.1f} M ({count.relative:.2f}×)",
+                _first_library(one),
+                _signed(count.total - softmax),
             ]
         )
     return list(HEADS), lines
+
+
+def notes() -> list[str]:
+    """What is said below the table, a sentence a line."""
+    softmax = compare_parameters(["softmax"], **SIZE)["softmax"].total
+    return [
+        "mask: appending padded tokens changes no real token.",
+        "oracle: the library whose numbers the tests compare with, besides the dense N×N form.",
+        f"adds: parameters beyond softmax's {softmax / 1e6:.1f} M in {SIZE_IN_WORDS}, "
+        "embeddings left out.",
+    ]
 
 
 def data(names: Iterable[str] | None = None) -> list[dict[str, Any]]:
@@ -132,6 +155,27 @@ def _layers(one: Card) -> str:
     if one.period > 1:
         said.append(f"they differ, {one.period} of them hold the pattern")
     return "; ".join(said)
+
+
+def _first_library(one: Card) -> str:
+    """The first package its card is checked with; without one, the dense form alone."""
+    named = [part.split()[0].rstrip(",") for part in one.oracle.split(";")]
+    return next((name for name in named if name in LIBRARIES), "dense form")
+
+
+def _signed(count: int) -> str:
+    """A difference in few characters.
+
+    >>> [_signed(count) for count in (0, 24, 196_608, -2_363_904)]
+    ['0', '+24', '+197 k', '−2.4 M']
+    """
+    size, unit = abs(count), ""
+    sign = "+" if count > 0 else "−" if count else ""
+    if size >= 999_500:
+        return f"{sign}{size / 1e6:.1f} M"
+    if size >= 1000:
+        size, unit = round(size / 1000), " k"
+    return f"{sign}{size}{unit}"
 
 
 def _yes(value: bool) -> str:
