@@ -237,21 +237,25 @@ def fading_sums(
 
 
 def running_sums(states: Tensor, log_decay: Tensor) -> Tensor:
-    """R_g = e^{L_g} R_{g−1} + S_g for all g at once, by doubling the reach ⌈log₂ G⌉ times.
+    """R_g = e^{L_g} R_{g−1} + S_g for all g, by halves: pairs of g are one step of the same sum.
+
+    Time and memory are linear: G + G/2 + G/4 + ….
 
     Args:
         states: S ``[B, H, G, M, E]``.
         log_decay: L ``[B, H, G, 1]``.
     """
-    count, reach = states.shape[-3], 1
-    while reach < count:
-        factor = log_decay[..., reach:, :].exp().unsqueeze(-1)
-        added = states[..., reach:, :, :] + factor * states[..., :-reach, :, :]
-        states = torch.cat((states[..., :reach, :, :], added), dim=-3)
-        longer = log_decay[..., reach:, :] + log_decay[..., :-reach, :]
-        log_decay = torch.cat((log_decay[..., :reach, :], longer), dim=-2)
-        reach *= 2
-    return states
+    count = states.shape[-3]
+    if count == 1:
+        return states
+    odd = count % 2
+    first, second = F.pad(states, (0, 0, 0, 0, 0, odd)).unflatten(-3, (-1, 2)).unbind(-3)
+    first_log, second_log = F.pad(log_decay, (0, 0, 0, odd)).unflatten(-2, (-1, 2)).unbind(-2)
+    pairs = second + second_log.exp().unsqueeze(-1) * first
+    ends = running_sums(pairs, first_log + second_log)
+    before = F.pad(ends[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
+    middles = first + first_log.exp().unsqueeze(-1) * before
+    return torch.stack((middles, ends), dim=-3).flatten(-4, -3)[..., :count, :, :]
 
 
 def _dense(
