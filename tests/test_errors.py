@@ -553,6 +553,8 @@ def test_bad_options_of_calibrate(options, fragments):
         ({"lln_heads": 1}, ("lln_heads", "join='heads'", "'average'")),
         ({"join": "heads", "lln_heads": 5}, ("lln_heads", "between 0 and", "got 5")),
         ({"statistics": "running", "momentum": 0.0}, ("momentum", "(0, 1]", "got 0.0")),
+        ({"statistics": "running", "momentum": "x"}, ("momentum", "(0, 1]", "got 'x'")),
+        ({"momentum": 2.0}, ("momentum", "(0, 1]", "got 2.0")),
         ({"statistics": "running", "alpha": 1.0}, ("alpha", "'fixed' or 'learned'", "'running'")),
         ({"statistics": "fixed", "alpha": -1.0}, ("alpha", "positive", "-1")),
         ({"statistics": "fixed", "beta": torch.ones(3)}, ("beta", "per head (4)", "3 values")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -100,8 +101,7 @@ class RunningStatistics(nn.Module):
         """
         super().__init__()
         checks.check_matching(criterion)
-        if not 0 < momentum <= 1:
-            raise InvalidInputError(f"momentum must be in (0, 1], got {momentum}.")
+        _check_momentum(momentum)
         self.criterion, self.momentum, self.process_group = criterion, momentum, process_group
         self.register_buffer("query_variance", torch.ones(num_heads, device=device))
         self.register_buffer("key_variance", torch.ones(num_heads, device=device))
@@ -276,6 +276,7 @@ def make_statistics(
             f"statistics must be one of {', '.join(map(repr, STATISTICS))}, got {statistics!r}."
         )
     checks.check_matching(matching)
+    _check_momentum(momentum)
     if statistics in ("sample", "running"):
         if alpha is not None or beta is not None:
             raise InvalidInputError(
@@ -294,6 +295,11 @@ def make_statistics(
         default if beta is None else beta,
         device=device,
     )
+
+
+def _check_momentum(momentum: float) -> None:
+    if isinstance(momentum, bool) or not isinstance(momentum, Real) or not 0 < momentum <= 1:
+        raise InvalidInputError(f"momentum must be a number in (0, 1], got {momentum!r}.")
 
 
 def _per_head(

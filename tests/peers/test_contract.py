@@ -407,7 +407,12 @@ def test_unknown_names_and_refusals():
         peers.build("sofmax", embed_dim=8, num_heads=2, max_len=4)
     with pytest.raises(InvalidInputError, match="memory"):
         peers.build("compressive", embed_dim=8, num_heads=2, max_len=4)
+    for wrong in ([], None, 3):
+        with pytest.raises(InvalidInputError, match="must be a string"):
+            peers.build(wrong, embed_dim=8, num_heads=2, max_len=4)
     for wrong, said in (
+        ({"is_causal": "no"}, "is_causal must be True or False"),
+        ({"is_causal": 1}, "is_causal must be True or False"),
         ({"num_heads": 3}, "multiple"),
         ({"embed_dim": 0}, "embed_dim"),
         ({"layer": 2, "layers": 2}, "layer"),

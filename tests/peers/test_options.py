@@ -62,8 +62,6 @@ def test_arguments_of_class_and_init_are_read(monkeypatch):
         for name in peers.available()
         for option in options_of(name)
         if type(option.default) in (int, float) or option.name in ("shape", "shifts")
-        # Asked for by running statistics alone.
-        if option.name != "momentum"
     ],
 )
 @pytest.mark.parametrize("wrong", [-1, "two", float("nan"), float("inf")])

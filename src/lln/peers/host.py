@@ -35,6 +35,8 @@ class Host:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise InvalidInputError(f"{name} must be a positive whole number, got {size!r}.")
+        if not isinstance(self.is_causal, bool):
+            raise InvalidInputError(f"is_causal must be True or False, got {self.is_causal!r}.")
         if self.embed_dim % self.num_heads:
             raise InvalidInputError(
                 f"embed_dim {self.embed_dim} must be a multiple of num_heads {self.num_heads}."

@@ -72,6 +72,10 @@ def find(name: str) -> type[Core] | type[Peer]:
     Raises:
         InvalidInputError: If there is none, with the names there are.
     """
+    if not isinstance(name, str):
+        raise InvalidInputError(
+            f"the name of an attention must be a string such as 'softmax', got {name!r}."
+        )
     if name in _REFUSED:
         raise InvalidInputError(f"{_REFUSED[name]}. See lln.peers.available() for the others.")
     if name not in _WHERE:
