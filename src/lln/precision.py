@@ -26,7 +26,7 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return tensors
     device_type = tensors[0].device.type
-    if not _autocast_enabled(device_type):
+    if not autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
@@ -40,7 +40,7 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """A context in which our float32 arithmetic stays float32."""
     device_type = tensor.device.type
-    if _autocast_enabled(device_type):
+    if autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
@@ -53,5 +53,6 @@ _AUTOCAST_DEVICES = frozenset(
 )
 
 
-def _autocast_enabled(device_type: str) -> bool:
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device."""
     return device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type)

@@ -305,6 +305,24 @@ def test_bad_input_gets_a_sentence(name):
         build(name, colour="red")
 
 
+# The advice of a processor without bfloat16 products; the numbers are the same.
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@every
+def test_tokens_of_another_dtype_than_the_weights_get_a_sentence(name):
+    layer, x = build(name, dtype=torch.float32), tokens()
+    said = r"x is torch.float64 and the weights of \w+ are torch.float32; send x.to\(torch.float32"
+    with pytest.raises(InvalidInputError, match=said):
+        layer(x)
+    with pytest.raises(InvalidInputError, match=r"x is torch\.bfloat16"):
+        layer(x.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        # Autocast leaves float64 alone and casts all else.
+        with pytest.raises(InvalidInputError, match=r"x is torch\.float64"):
+            layer(x)
+        assert layer(x.bfloat16()).isfinite().all()
+    layer.double()(x)
+
+
 @having(needs_max_len=True)
 def test_longer_than_max_len_is_refused(name):
     with pytest.raises(InvalidInputError, match="larger max_len"):

@@ -14,6 +14,7 @@ from lln.checks import FLOAT_DTYPES, shape_of
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
+from lln.precision import autocast_enabled
 
 
 class Peer(nn.Module, ABC):
@@ -59,6 +60,7 @@ class Peer(nn.Module, ABC):
             )
         if x.dtype not in FLOAT_DTYPES:
             raise InvalidInputError(f"x must be floating point, got {x.dtype}.")
+        self._check_dtype(x)
         if x.shape[1] < 1:
             raise InvalidInputError("x must hold at least one token.")
         if self.card.needs_max_len and x.shape[1] > host.max_len:
@@ -68,6 +70,20 @@ class Peer(nn.Module, ABC):
             )
         if key_mask is not None:
             check_key_mask(x, key_mask)
+
+    def _check_dtype(self, x: Tensor) -> None:
+        """Refuse tokens that torch would refuse to multiply with the weights."""
+        held = {weight.dtype for weight in self.parameters() if weight.dtype in FLOAT_DTYPES}
+        if not held or x.dtype in held:
+            return
+        # Autocast brings all but float64 to one dtype.
+        if autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, *held):
+            return
+        weights = min(held, key=str)
+        raise InvalidInputError(
+            f"x is {x.dtype} and the weights of {self.card.name} are {weights}; "
+            f"send x.to({weights}) or cast the module with .to({x.dtype})."
+        )
 
 
 class Core(nn.Module, ABC):
