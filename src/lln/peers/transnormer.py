@@ -173,7 +173,8 @@ class TransNormerT1(TransNormer):
         adds="replaces the layer: q, k, v, out; a GLU of width 8/3; d/2 angles",
         oracle="dense form; its invariances",
         departures="The GLU's gate is SiLU as in the paper, padding is masked and nothing but "
-        "tokens is attended to; compat='released' undoes all three.",
+        "tokens is attended to; compat='released' undoes all three: give no key_mask to reproduce "
+        "it, because padded tokens of a key_mask are zeroed before every layer",
     )
 
     @staticmethod
