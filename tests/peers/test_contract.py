@@ -114,6 +114,20 @@ def test_a_sequence_without_real_tokens_is_zero(name):
 
 
 @every
+@pytest.mark.parametrize("training", [False, True])
+def test_an_empty_batch_stays_empty(name, training):
+    layer, x = build(name).train(training), tokens()[:0].requires_grad_()
+    for mask in (None, some_padding()[:0]):
+        out = layer(x, mask)
+        assert out.shape == x.shape
+        out.sum().backward()
+        for label, parameter in layer.named_parameters():
+            assert parameter.grad is None or (parameter.grad == 0).all(), label
+    for label, buffer in layer.named_buffers():
+        assert buffer.isfinite().all(), label
+
+
+@every
 def test_samples_do_not_see_each_other(name):
     layer, x, mask = build(name), tokens(batch=3), some_padding(batch=3)
     together = layer(x, mask)

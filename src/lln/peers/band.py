@@ -82,7 +82,7 @@ def band_attention(
         always = everywhere.valid[:, None, None, None, :].expand(-1, chunks, -1, size, -1)
         seen = torch.cat((always, seen), dim=-1)
     out = attend(*(tensor.flatten(0, 1) for tensor in (queries, keys, values, seen)))
-    out = out.unflatten(0, (query.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+    out = out.unflatten(0, queries.shape[:2]).transpose(1, 2).flatten(2, 3)
     return out[..., :tokens, :]
 
 

@@ -179,7 +179,7 @@ class Clustered(Core):
             seen = key_mask[:, None].expand(-1, heads, -1).gather(2, index.flatten(2))
             seen = seen.view_as(index).flatten(0, 1).unsqueeze(-2)
         out = attend(tiles.unflatten(2, (-1, self.tile)).flatten(0, 1), keys, values, seen)
-        out = out.reshape(batch, heads, -1, width)
+        out = out.reshape(batch, heads, source.shape[-1], width)
         return out.gather(2, slot.unsqueeze(-1).expand(-1, -1, -1, width))
 
     def _tiles(self, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:

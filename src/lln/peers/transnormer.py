@@ -127,7 +127,8 @@ class TransNormer(Peer):
             scores = query.to(wide) @ key.to(wide).mT * self.host.head_dim**-0.5
             weights = scores.tril().relu() if self.host.is_causal else scores.relu()
             out = weights @ value.to(wide)
-        return out.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)[:, :tokens]
+        count = (tokens + short) // chunk
+        return out.transpose(1, 2).unflatten(0, (batch, count)).flatten(1, 2)[:, :tokens]
 
     def _visible(
         self, batch: int, tokens: int, chunk: int, key_mask: Tensor | None, device: torch.device
