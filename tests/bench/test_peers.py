@@ -79,6 +79,22 @@ def test_command_measures_draws_and_exits_with_zero(tmp_path):
     ]
 
 
+def test_lengths_that_the_second_part_leaves_out_are_said(tmp_path):
+    said = "The second part leaves out N = 40, 64: a batch of 50 tokens does not hold two"
+    words = ("--device", "cpu", "--systems", "elu", "--seconds", "0.001")
+    done = bench(*words, "--lengths", "64", "40", "--tokens", "50", "--out", str(tmp_path / "a"))
+    assert said in " ".join(done.output.split())
+    # One sample of all tokens is the first part's; 0 asks for no second part.
+    for tokens in ("64", "0"):
+        more = ("--lengths", "16", "64", "--tokens", tokens, "--out", str(tmp_path / tokens))
+        assert "leaves out" not in bench(*words, *more).output
+
+
+def test_unknown_systems_get_all_names_that_are_allowed():
+    with pytest.raises(InvalidInputError, match=f"lion_s.*{FRAME}; got foo"):
+        bench("--device", "cpu", "--systems", "foo", FRAME)
+
+
 @pytest.mark.parametrize("name", peers.available())
 @pytest.mark.parametrize("passes", ["forward", "both"])
 def test_every_system_can_be_measured(name, passes):

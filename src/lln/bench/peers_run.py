@@ -84,11 +84,18 @@ def run_peers(
     options = {"device": device, "lengths": lengths, "systems": systems, "tokens": tokens}
     options |= {"threads": threads, "seconds": None if seconds == SECONDS[device] else seconds}
     options |= {"limit": None if limit == LIMITS[device] else limit}
-    cells = plan(
+    steps, in_batch = (
         sorted(lengths or LENGTHS[device]),
-        systems,
         TOKENS[device] if tokens is None else tokens,
     )
+    cells = plan(steps, systems, in_batch)
+    # One sample of exactly so many tokens is in the first part already.
+    left_out = [n for n in steps if in_batch // n < 2 and n != in_batch]
+    if in_batch and left_out:
+        echo(
+            f"The second part leaves out N = {', '.join(map(str, left_out))}: a batch of "
+            f"{in_batch} tokens does not hold two; raise --tokens."
+        )
     with threads_set(threads):
         environment = describe(device, command_of("lln bench peers", options))
         record = Record(out or Path(f"lln-peers-{device}.json"), "peers", environment, resume)
@@ -177,7 +184,7 @@ def _report(record: Record, figure: bool, echo: Echo) -> None:
 def _check(
     lengths: Sequence[int] | None, systems: Sequence[str] | None, tokens: int | None
 ) -> None:
-    check_names([name for name in systems or () if name != FRAME], "--systems")
+    check_names(systems or (), "--systems", also=(FRAME,))
     if any(n < 1 for n in lengths or ()):
         raise InvalidInputError(f"--lengths must be at least 1, got {min(lengths or ())}.")
     if tokens is not None and tokens < 0:

@@ -135,16 +135,17 @@ def description(name: str) -> str:
     return "\n".join([*lines, "", f"build it: {example}"])
 
 
-def check_names(names: Iterable[str], option: str) -> None:
-    """Refuse names that are no systems.
+def check_names(names: Iterable[str], option: str, also: Iterable[str] = ()) -> None:
+    """Refuse names that are neither systems nor among ``also``.
 
     Raises:
         InvalidInputError: With the names there are.
     """
-    unknown = [name for name in names if name not in available()]
+    known = (*available(), *also)
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise InvalidInputError(
-            f"{option} must be of {', '.join(available())}; got {', '.join(unknown)}."
+            f"{option} must be of {', '.join(known)}; got {', '.join(unknown)}."
         )
 
 
