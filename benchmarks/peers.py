@@ -16,7 +16,8 @@ def cards_table() -> str:
     """Markdown: a line a system, as ``lln peers`` prints it."""
     heads, lines = listing.table()
     marked = [[f"[`{line[0]}`](#{line[0]})", *line[1:]] for line in lines]
-    return f"{_table(heads, marked)}\n\n{' '.join(listing.notes())}"
+    notes = " ".join(listing.notes()).replace("*", r"\*")
+    return f"{_table(heads, marked)}\n\n{notes}"
 
 
 def cards_in_full() -> str:
@@ -117,6 +118,7 @@ def _card_in_full(name: str) -> str:
             for one in peers.options_of(name)
             if one.name not in ("diagonal", "convolution")
         ),
+        "Causal": card.causal_limit,
         "Random": card.random,
         "On a GPU": "" if card.repeats_on_gpu else listing.GPU_REPEATS,
         "Adds": "" if card.adds == "none" else card.adds,

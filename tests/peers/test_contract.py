@@ -162,6 +162,15 @@ def test_causal_rows_do_not_see_later_tokens(name, cut):
 
 
 @having(causal=True)
+def test_a_limit_of_the_causal_form_is_true(name):
+    layer, x = build(name, is_causal=True), tokens()
+    changed = x.clone()
+    changed[:, 20:] = tokens(length=20, seed=7)
+    moved = (layer(changed)[:, :20] - layer(x)[:, :20]).abs().max() > 1e-6
+    assert moved == bool(peers.card(name).causal_limit)
+
+
+@having(causal=True)
 def test_a_huge_later_token_leaves_no_trace_of_rounding(name):
     # In float32, and in the same chunk of a running sum as the rows that must not notice it.
     layer = build(name, is_causal=True, dtype=torch.float32)

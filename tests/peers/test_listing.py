@@ -6,6 +6,7 @@ import os
 
 import pytest
 from benchmarks.peers import cards_in_full, cards_table
+from tests.peers.contract import SORTS_ALL
 from typer.testing import CliRunner
 
 from lln import peers
@@ -87,6 +88,16 @@ def test_table_has_what_each_card_claims():
     assert (oracles["performer"], oracles["elu"]) == ("performer-pytorch", "dense form")
 
 
+def test_a_causal_form_that_later_tokens_move_is_marked():
+    heads, lines = listing.table()
+    at = heads.index("causal")
+    marked = [line[0] for line in lines if line[at] == "yes*"]
+    assert marked == list(SORTS_ALL)
+    output = " ".join(run().split())
+    for name in marked:
+        assert f"* {name}: {peers.card(name).causal_limit}." in output
+
+
 def test_every_library_of_a_card_is_known_to_the_table():
     own = ("dense", "softmax", "the", "Monte-Carlo", "invariance", "its", "all", "compat='fla'")
     for name in peers.available():
@@ -118,7 +129,7 @@ def test_formulas_are_folded_between_their_terms():
 def test_card_says_everything(name):
     output, card = " ".join(run(name).split()), peers.card(name)
     facts = (card.title, card.equation, card.citation, card.complexity, card.oracle)
-    for fact in (*facts, card.departures, card.random):
+    for fact in (*facts, card.departures, card.random, card.causal_limit):
         assert " ".join(fact.split()) in output
     only_told = "torch.use_deterministic_algorithms(True)" in output
     assert only_told != card.repeats_on_gpu

@@ -21,6 +21,7 @@ class Card:
         complexity: Time in N and its own sizes.
         is_linear: Whether time grows no faster than N log N at a fixed setting.
         causal: Whether ``is_causal=True`` is possible.
+        causal_limit: In what way later tokens matter even so, empty where they do not.
         padding: ``"longer"``, which every system keeps: appending padded tokens changes no real
             token.
         row_stochastic: Whether each row of its matrix is non-negative and sums to 1, up to a floor
@@ -54,6 +55,7 @@ class Card:
     row_stochastic: bool
     equivariant: bool
     oracle: str
+    causal_limit: str = ""
     repeats_on_gpu: bool = True
     needs_max_len: bool = False
     random: str = ""

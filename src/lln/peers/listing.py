@@ -61,7 +61,7 @@ def table() -> tuple[list[str], list[list[str]]]:
                 name,
                 one.kind,
                 one.complexity,
-                _yes(one.causal),
+                _yes(one.causal) + ("*" if one.causal_limit else ""),
                 _yes(one.padding == "longer"),
                 _yes(one.row_stochastic),
                 _first_library(one),
@@ -74,7 +74,9 @@ def table() -> tuple[list[str], list[list[str]]]:
 def notes() -> list[str]:
     """What is said below the table, a sentence a line."""
     softmax = compare_parameters(["softmax"], **SIZE)["softmax"].total
+    limits = {name: card(name).causal_limit for name in in_order()}
     return [
+        *(f"* {name}: {limit}." for name, limit in limits.items() if limit),
         "mask: appending padded tokens changes no real token.",
         "oracle: the library whose numbers the tests compare with, besides the dense N×N form.",
         f"adds: parameters beyond softmax's {softmax / 1e6:.1f} M in {SIZE_IN_WORDS}, "
@@ -114,6 +116,7 @@ def description(name: str) -> str:
         "kind": f"{one.kind}: {KINDS[one.kind]}",
         "complexity": one.complexity + (", linear or N log N" if one.is_linear else ""),
         "causal": "yes, is_causal=True" if one.causal else "no such form",
+        "causal limit": one.causal_limit,
         "padding": "appending padded tokens changes no real token",
         "row-stochastic": _yes(one.row_stochastic),
         "permutation": "equivariant" if one.equivariant else "the order of the tokens matters",

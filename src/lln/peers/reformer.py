@@ -56,6 +56,8 @@ class Reformer(Peer):
         complexity="O(R N c d + R N log N)",
         is_linear=True,
         causal=True,
+        causal_limit="as published, no later token is attended to, but the hashes of all tokens "
+        "decide which earlier ones share a chunk",
         padding="longer",
         row_stochastic=True,
         equivariant=False,
@@ -65,9 +67,7 @@ class Reformer(Peer):
         adds="one projection for queries and keys, one for values, one for the output; no biases",
         departures="rotations are a buffer, the same in every evaluation (published code draws at "
         "every call); padded tokens go behind the last round instead of behind each, and buckets "
-        "follow the real length, so that padding changes nothing; any length. Causal, as "
-        "published: no later token is attended to, but which earlier ones share a chunk depends "
-        "on the hashes of all",
+        "follow the real length, so that padding changes nothing; any length",
     )
 
     def __init__(self, host: Host, *, rounds: int = 2, chunk: int = 64) -> None:
