@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lln import peers
 from lln.errors import InvalidInputError
 from lln.peers import Core, projected
+from lln.peers.linear import LEAST_FLOOR
 
 NAMES = peers.available()
 CORES = [name for name in NAMES if issubclass(peers.find(name), Core)]
@@ -56,6 +57,12 @@ def test_the_card_is_filled_in(name):
     assert card.name == name
     for field in ("title", "citation", "equation", "complexity", "oracle", "adds"):
         assert getattr(card, field).strip(), field
+
+
+@every
+def test_the_card_names_a_floor_far_below_the_published_one(name):
+    is_least = getattr(peers.find(name), "floor", None) == LEAST_FLOOR
+    assert ("clamped at 1e-24" in peers.card(name).departures) == is_least
 
 
 @every

@@ -35,6 +35,8 @@ class Relu(LinearCore):
         row_stochastic=True,
         equivariant=True,
         oracle="dense form; invariance to scale",
+        departures="the denominator is clamped at 1e-24, because 1e-6 would shrink the rows of "
+        "small q and k",
     )
 
     floor = LEAST_FLOOR
