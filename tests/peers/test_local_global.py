@@ -96,6 +96,7 @@ def test_local_layers_never_form_a_matrix():
 def test_bad_options_get_a_sentence():
     for options, said in (
         ({"window": 1}, "window"),
+        ({"window": 7}, "window must be even"),
         ({"every": 0}, "every"),
         ({"local_theta": -1.0}, "local_theta"),
         ({"embed_dim": 6, "num_heads": 2}, "even head width"),

@@ -29,7 +29,7 @@ class LocalGlobal(Core):
 
     Args:
         host: Its ``layer`` decides which kind this one is.
-        window: Tokens of the window; w is its half.
+        window: Tokens of the window, even; w is its half.
         every: One layer in so many is global, the first among them.
         local_theta: θ of windowed layers.
         global_theta: θ of global layers.
@@ -65,6 +65,10 @@ class LocalGlobal(Core):
         """Choose the kind of the layer."""
         super().__init__(host)
         check_count("window", window, least=2)
+        if window % 2:
+            raise InvalidInputError(
+                f"window must be even, half of it on each side of a token, got {window}."
+            )
         check_count("every", every)
         for name, theta in (("local_theta", local_theta), ("global_theta", global_theta)):
             if not (is_number(theta) and theta > 0):
