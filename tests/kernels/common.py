@@ -34,6 +34,14 @@ SHAPE = {
 }
 
 
+def room_of(elements):
+    """A float16 tensor of gigabytes for a few far apart numbers: other pages are never touched."""
+    try:
+        return torch.empty(elements, device=DEVICE, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip(f"needs {elements * 2 >> 30} GB of address space")
+
+
 def holes(batch, keys, seed=3):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(batch, keys, generator=generator) > 0.3

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, SHAPE, holes
+from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, SHAPE, holes, room_of
 
 import lln
 from lln.kernels import tuning
@@ -194,9 +194,8 @@ def test_blocks_without_a_tile_are_refused_or_left_to_pytorch():
 
 @pytest.mark.parametrize("name", ["block", "lln_diag"])
 def test_query_heads_of_a_group_further_apart_than_32_bits_reach(name):
-    # Only the pages that hold the heads are ever touched.
     stride = 1 << 30
-    room = torch.empty(3 * stride + 20 * 16, dtype=torch.float16, device=DEVICE)
+    room = room_of(3 * stride + 20 * 16)
     query, key, value = make_qkv(1, 4, 20, 16, key_heads=1, dtype=torch.float16, device=DEVICE)
     far = room.as_strided(query.shape, (16, stride, 16, 1))
     far.copy_(query)

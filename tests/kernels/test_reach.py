@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.kernels.common import DEVICE
+from tests.kernels.common import DEVICE, room_of
 
 import lln
 from lln.kernels.shapes import within_reach
@@ -23,11 +23,7 @@ LAYOUTS = {"tokens": (0, 0, FAR, 1), "channels": (0, 0, 1, FAR)}
 
 @pytest.fixture(scope="module")
 def room():
-    """Five gigabytes, of which a few pages are ever touched."""
-    try:
-        return torch.empty(9 * FAR + 16, device=DEVICE, dtype=torch.float16)
-    except RuntimeError:
-        pytest.skip("needs 5 GB of address space")
+    return room_of(9 * FAR + 16)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
