@@ -1,6 +1,7 @@
 """Bad inputs are refused with one clear sentence; legal oddities are not."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -175,6 +176,33 @@ def test_not_a_tensor(attend, name, thing, seen):
 def test_packed_query_and_key_of_different_length(attend):
     tensors = packed(key=(4, H, D), value=(4, H, E))
     refuses_packed(attend, tensors, bounds(0, T), "same number of tokens", "6 and 4")
+
+
+def alike(*shape, **options):
+    return {name: torch.ones(shape, **options) for name in ("query", "key", "value")}
+
+
+@each_dense
+def test_tensors_that_are_alike_but_wrong(attend):
+    """Three tensors of one shape take a shorter way through the checks: the same sentences."""
+    tensors = alike(B, H, T, D)
+    assert attend(**tensors).shape == (B, H, T, D)
+    refuses_dense(attend, alike(H, T, D), "query", "4 dimensions [B, H, T, D]")
+    refuses_dense(attend, alike(B, H, T, 0), "head width", "at least 1", "got 0")
+    refuses_dense(attend, alike(B, H, T, D, dtype=torch.int64), "query", "float64", "int64")
+    for name in ("key", "value"):
+        other = tensors | {name: tensors[name].double()}
+        refuses_dense(attend, other, "one dtype", f"{name} torch.float64")
+        other = tensors | {name: tensors[name].to("meta")}
+        refuses_dense(attend, other, "one device", f"{name} on meta")
+
+
+@each_name
+def test_nested_tensor_of_the_old_layout(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.randn(H, 3, D)], layout=torch.strided)
+    refuses_dense(lln.lln_attention, alike(1, H, 3, D) | {name: nested}, name, "nested", "_varlen")
 
 
 def test_nested_tensor():

@@ -135,13 +135,14 @@ def _are_alike(query: Tensor, key: Tensor, value: Tensor, rank: int) -> bool:
     return (
         type(query) is type(key) is type(value) is Tensor
         and not torch.compiler.is_compiling()
+        # Nested tensors do not even tell their shape.
+        and not (query.is_nested or key.is_nested or value.is_nested)
         and query.shape == key.shape == value.shape
         and query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
         and query.dtype in FLOAT_DTYPES
         and query.dim() == rank
         and query.shape[-1] > 0
-        and not query.is_nested
     )
 
 

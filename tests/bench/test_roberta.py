@@ -217,6 +217,13 @@ def test_plan_doubles_behind_the_papers_lengths_and_fills_with_equal_tokens():
     assert [cell.tokens for cell in filled] == single[:6]
     assert {cell.batch * cell.tokens for cell in filled} == {65536}
     assert filling_tokens("cpu", (64, 128)) == 256
+    asked = plan([32768, 512, 131072], ["lln"], 65536, graphs=True)
+    assert [(cell.part, cell.batch, cell.tokens) for cell in asked] == [
+        *(("batch 1", 1, tokens) for tokens in (512, 32768, 131072)),
+        ("graph", 1, 512),
+        ("filled", 128, 512),
+        ("filled", 2, 32768),
+    ]
 
 
 @pytest.mark.parametrize(

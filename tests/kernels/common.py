@@ -49,6 +49,17 @@ def holes(batch, keys, seed=3):
     return mask.to(DEVICE)
 
 
+def check_compiled(attend, batch, heads, lengths):
+    """One graph for all lengths, whose output and gradients are those of the plain call."""
+    layer = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in lengths:
+        inputs = make_qkv(batch, heads, tokens, 16, device=DEVICE, requires_grad=True)
+        out, plain = layer(*inputs), attend(*inputs)
+        torch.testing.assert_close(out, plain)
+        grads, plain_grads = (torch.autograd.grad(side.sum(), inputs) for side in (out, plain))
+        torch.testing.assert_close(grads, plain_grads)
+
+
 def run(inputs, extra, options, impl):
     """Output and gradients of everything that asks for one."""
     attend = lln.lln_diag_attention if "block_size" in options else lln.lln_attention

@@ -1,8 +1,10 @@
 """Block-diagonal attention alone by its kernel, against the float64 reference."""
 
+from functools import partial
+
 import pytest
 import torch
-from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, SHAPE, holes, room_of
+from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, SHAPE, check_compiled, holes, room_of
 
 import lln
 from lln.kernels import tuning
@@ -147,21 +149,8 @@ def test_registration():
 
 
 def test_compiles_whole_with_dynamic_shapes():
-    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-    def layer(query, key, value):
-        return lln.block_diagonal_attention(query, key, value, block_size=16, impl="triton")
-
-    for tokens in (40, 50):
-        inputs = make_qkv(2, 3, tokens, 16, device=DEVICE, requires_grad=True)
-        out = layer(*inputs)
-        plain = lln.block_diagonal_attention(*inputs, block_size=16, impl="triton")
-        torch.testing.assert_close(out, plain)
-        for one, other in zip(
-            torch.autograd.grad(out.sum(), inputs),
-            torch.autograd.grad(plain.sum(), inputs),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other)
+    attend = partial(lln.block_diagonal_attention, block_size=16, impl="triton")
+    check_compiled(attend, 2, 3, (40, 50))
 
 
 @pytest.mark.parametrize("dtype", [HALF[-1], torch.float32])

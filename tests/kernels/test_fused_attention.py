@@ -1,10 +1,12 @@
 """Bidirectional and cross attention by the kernels, against the float64 reference."""
 
+from functools import partial
+
 import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, compare, holes
+from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, check_compiled, compare, holes
 
 import lln
 from lln.dropout import drop_keys
@@ -226,21 +228,7 @@ def test_registration():
 
 
 def test_compiles_whole_with_dynamic_shapes():
-    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-    def layer(query, key, value):
-        return lln.lln_diag_attention(query, key, value, block_size=16, impl="triton")
-
-    for tokens in (40, 50):
-        inputs = make_qkv(2, 3, tokens, 16, device=DEVICE, requires_grad=True)
-        out = layer(*inputs)
-        plain = lln.lln_diag_attention(*inputs, block_size=16, impl="triton")
-        torch.testing.assert_close(out, plain)
-        for one, other in zip(
-            torch.autograd.grad(out.sum(), inputs),
-            torch.autograd.grad(plain.sum(), inputs),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other)
+    check_compiled(partial(lln.lln_diag_attention, block_size=16, impl="triton"), 2, 3, (40, 50))
 
 
 def test_bit_equal_over_repetitions(plan):
