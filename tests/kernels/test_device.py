@@ -149,6 +149,24 @@ def test_side_stream(kind):
 
 
 @kinds
+def test_profilers_hear_of_repeated_launches(kind):
+    hooks = pytest.importorskip("triton.knobs").runtime.launch_enter_hook
+    attend, inputs = KINDS[kind], some()
+    expected = with_gradients(attend, inputs)
+    heard = []
+    hooks.add(note := lambda launch: heard.append(launch.get()["name"]))
+    try:
+        out = attend(*inputs)
+        forward = len(heard)
+        gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    finally:
+        hooks.remove(note)
+    assert len(heard) > forward > 0
+    assert all(name.endswith("_kernel") for name in heard)
+    assert all(torch.equal(a, b) for a, b in zip((out, *gradients), expected, strict=True))
+
+
+@kinds
 def test_cuda_graph_replays_on_new_numbers(kind):
     static = some()
     with_gradients(KINDS[kind], static)

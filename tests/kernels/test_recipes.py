@@ -10,27 +10,32 @@ from lln.kernels.recipes import Recipe, Step, places
 
 
 class Kernel:
-    """Takes the place of a Triton kernel: notes every launch, compiled or not."""
+    """Takes the place of a Triton kernel and of what it compiles to: notes every launch."""
 
     arg_names = ("first", "second", "number", "room", "stride", "SIZE")
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self):
         self.launches = []
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, **constants):
-            self.launches.append(("through Triton", grid, arguments, constants, num_warps))
+        def launch(*arguments, num_warps):
+            self.launches.append(("through Triton", grid, arguments, num_warps))
             return self
 
-        def run(*arguments):
-            self.launches.append(("compiled", grid, arguments))
+        def runner(*arguments):
+            self.launches.append(("told", grid, arguments))
 
-        return run if len(grid) == 3 else launch
+        return runner if len(grid) == 3 else launch
+
+    def run(self, *arguments):
+        self.launches.append(("compiled", arguments[:3], arguments[9:], arguments[3:9]))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(recipes, "is_interpreted", lambda: False)
+    monkeypatch.setattr(recipes, "_current_stream", lambda device: 77)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     return Kernel()
 
@@ -52,12 +57,47 @@ def test_repeated_launches_get_addresses_numbers_and_room(kernel):
     assert recorded[0] == "through Triton"
     assert recorded[2][:3] == (one, two, 0.5)
     assert recorded[2][3].shape == (3,)
-    assert recorded[3] == {"SIZE": 16}
+    assert recorded[2][4:] == (7, 16)
     assert repeated[:2] == ("compiled", (3, 2, 1))
     assert repeated[2][:3] == (three.data_ptr(), four.data_ptr(), 2.5)
     # Behind 256 bytes for the other piece of room, in one allocation.
     assert repeated[2][3] % 4 == 0
     assert repeated[2][4:] == (7, 16)
+    # The current stream, the code, and nobody to tell.
+    assert repeated[3] == (77, "function", "metadata", None, None, None)
+
+
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_who_watches_launches_hears_of_repeated_ones(kernel, monkeypatch, which, is_chain):
+    """Triton's launch tells profilers; ours, which does not, is taken where nobody listens."""
+    knobs = pytest.importorskip("triton.knobs")
+    step = Step(kernel, (3,), [*places("first second number room"), 7], {"SIZE": 16}, 4)
+    recipe = Recipe([step], {"room": ((3,), torch.float32)})
+    cpu, live = torch.device("cpu"), live_of(torch.zeros(4), torch.zeros(4), number=1)
+    recipe.run(live, cpu, first=True)
+    hook = knobs.HookChain() if is_chain else print
+    if is_chain:
+        hook.add(print)
+    monkeypatch.setattr(knobs.runtime, which, hook)
+    recipe.run(live, cpu, first=False)
+    monkeypatch.setattr(knobs.runtime, which, knobs.HookChain() if is_chain else None)
+    recipe.run(live, cpu, first=False)
+    _, heard, unheard = kernel.launches
+    assert heard[:2] == ("told", (3, 1, 1))
+    assert heard[2][:3] == unheard[2][:3] == (*(live[n].data_ptr() for n in ("first", "second")), 1)
+    assert heard[2][4:] == unheard[2][4:] == (7, 16)
+    assert unheard[0] == "compiled"
+
+
+def test_an_older_triton_launches_by_itself(kernel, monkeypatch):
+    monkeypatch.setattr(recipes, "knobs", None)
+    step = Step(kernel, (3,), [*places("first second number room"), 7], {"SIZE": 16}, 4)
+    recipe = Recipe([step], {"room": ((3,), torch.float32)})
+    live = live_of(torch.zeros(4), torch.zeros(4), number=1)
+    for first in (True, False):
+        recipe.run(live, torch.device("cpu"), first=first)
+    assert [launch[0] for launch in kernel.launches] == ["through Triton", "told"]
 
 
 def test_room_stands_before_what_the_call_brings(kernel):

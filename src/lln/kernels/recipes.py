@@ -4,7 +4,7 @@ Triton looks at every argument of every launch to find the compiled kernel that 
 sixty arguments of ours, more than the kernels take. But calls with the same shapes, strides, types
 and options launch the same kernels with the same numbers; only addresses, temperatures and seeds
 differ. So the first call of a kind leaves a `Recipe`, and the next ones fill in its `Place`s and
-hand the arguments straight to the compiled kernels.
+hand the arguments straight to the compiled kernels, as Triton would at the end of its own way.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from lln.errors import BackendUnavailableError
 from lln.kernels.tuning import Plan, cdiv, is_interpreted, overrides, smaller
+
+try:
+    from triton import knobs
+except ImportError:  # Triton before 3.4
+    knobs = None
 
 # Beyond this many kinds of calls the oldest are forgotten: every length of a sequence is a kind.
 MOST_RECIPES = 4096
@@ -47,30 +53,39 @@ class Step:
         warps: int,
     ) -> None:
         """Constants go by name; the kernel's other parameters come in order."""
-        self.kernel, self.grid = kernel, grid
-        self.arguments, self.warps = list(arguments), warps
-        rest = kernel.arg_names[len(self.arguments) :]
-        self.constants = {name: constants[name] for name in rest}
+        self.kernel, self.grid, self.warps = kernel, grid, warps
+        rest = kernel.arg_names[len(arguments) :]
+        self.arguments = [*arguments, *(constants[name] for name in rest)]
         self.fills = [
             (index, str(argument))
             for index, argument in enumerate(self.arguments)
             if isinstance(argument, Place)
         ]
-        self.runner: Callable[..., None] | None = None
+        self.whole_grid = (*grid, 1, 1)[:3]
+        # What Triton compiled, and the two ways to launch it; known when the step first runs.
+        self.runner: Any = None
+        self.launch: Any = None
+        self.code: tuple[object, ...] = ()
 
     def record(self, live: dict[str, Any]) -> None:
         """Launch through Triton, which compiles, and keep what it compiled."""
-        arguments = self._filled(live)
-        compiled = self.kernel[self.grid](*arguments, **self.constants, num_warps=self.warps)
+        compiled = self.kernel[self.grid](*self._filled(live), num_warps=self.warps)
         if not is_interpreted():
-            self.runner = compiled[(*self.grid, 1, 1)[:3]]
+            self.runner, self.launch = compiled[self.whole_grid], compiled.run
+            # Nobody to tell: no description of the launch, no hook before it, none behind it.
+            self.code = (compiled.function, compiled.packed_metadata, None, None, None)
 
-    def repeat(self, live: dict[str, Any]) -> None:
-        """Launch what was compiled."""
-        if self.runner is None:
-            self.record(live)
+    def repeat(self, live: dict[str, Any], stream: int | None) -> None:
+        """Launch what was compiled.
+
+        Args:
+            live: What fills the places.
+            stream: Where to launch; None = let Triton find out, and tell who watches launches.
+        """
+        if stream is None:
+            self.runner(*self._filled(live))
         else:
-            self.runner(*self._filled(live), *self.constants.values())
+            self.launch(*self.whole_grid, stream, *self.code, *self._filled(live))
 
     def _filled(self, live: dict[str, Any]) -> list[Any]:
         # A copy: the recipe must not keep anybody's tensors alive.
@@ -121,13 +136,14 @@ class Recipe:
             begin = space.data_ptr()
             for name, offset in self.offsets.items():
                 addresses[name] = begin + offset
+        stream = None if _launches_are_watched() else _current_stream(device)
         if device.index == torch.cuda.current_device():
             for step in self.steps:
-                step.repeat(addresses)
+                step.repeat(addresses, stream)
             return
         with _on(device):
             for step in self.steps:
-                step.repeat(addresses)
+                step.repeat(addresses, stream)
 
     def _tensors(self, space: Tensor | None) -> dict[str, Tensor]:
         """The room as tensors."""
@@ -196,6 +212,20 @@ def look_of(tensor: Tensor | None) -> Hashable:
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
+
+
+def _launches_are_watched() -> bool:
+    """Whether a profiler wants to hear of launches, or this Triton does not let us ask."""
+    if knobs is None:
+        return True
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def _current_stream(device: torch.device) -> int:
+    """The device's current stream, as Triton's launches take it."""
+    active: Any = driver.active
+    return active.get_current_stream(device.index)
 
 
 def _on(device: torch.device) -> Any:
