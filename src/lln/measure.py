@@ -39,7 +39,8 @@ def match_inputs(
         impl: ``"triton"`` takes the kernel, ``"auto"`` takes it on a GPU where it runs.
     """
     if matching != "paper" and _takes_kernel(query, impl):
-        return _first_two(fused_moments(query, key, key_mask, None, matching, 0))
+        results = fused_moments(query, key, key_mask, None, matching, 0)
+        return results[0], results[1]
     scope = "tensor" if matching == "paper" else "head"
     return match_moments(query, key, criterion=matching, scope=scope, key_mask=key_mask)
 
@@ -59,7 +60,8 @@ def match_packed(
     """
     if matching != "paper" and impl == "triton":
         query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-        return _first_two(fused_moments(query, key, None, cu_seqlens, matching, longest))
+        results = fused_moments(query, key, None, cu_seqlens, matching, longest)
+        return results[0], results[1]
     whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
     moments = packed_moments(query, key, whole.long(), centred=matching == "paper")
     return temperatures(moments, query.shape[-1], matching)
@@ -69,9 +71,8 @@ def measure_heads(query: Tensor, key: Tensor, key_mask: Tensor | None = None) ->
     """`lln.matching.head_moments`, by the kernel where it runs."""
     if not _takes_kernel(query, "auto"):
         return head_moments(query, key, key_mask)
-    _, _, query_variance, key_variance, flat = fused_moments(
-        query, key, key_mask, None, "variance", 0
-    )
+    results = fused_moments(query, key, key_mask, None, "variance", 0)
+    _, _, query_variance, key_variance, flat = results.flatten(2)
     if key_mask is None:
         keys = query_variance.new_full((query.shape[0], 1), key.shape[2])
     else:
@@ -87,7 +88,7 @@ def fused_moments(
     criterion: str,
     longest: int,
 ) -> Tensor:
-    """α, β, σq², σk² and whether a spread is zero, by the kernel: ``[5, B or n, H]``."""
+    """α, β, σq², σk² and whether a spread is zero, by the kernel: ``[5, B or n, H, 1, 1]``."""
     query, key = within_reach(query), within_reach(key)
     if is_watched(query):
         return match(query.detach(), key.detach(), key_mask, bounds, criterion, longest)
@@ -113,7 +114,7 @@ def _(
     query: Tensor, key: Tensor, key_mask: Tensor | None, bounds: Tensor | None, *_: object
 ) -> Tensor:
     samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
-    return query.new_empty((5, samples, query.shape[1]), dtype=torch.float32)
+    return query.new_empty((5, samples, query.shape[1], 1, 1), dtype=torch.float32)
 
 
 def _match(
@@ -129,18 +130,12 @@ def _match(
     return moments.match(query, key, key_mask, bounds, _curve(query.shape[-1], criterion), longest)
 
 
-def _first_two(results: Tensor) -> tuple[Tensor, Tensor]:
-    """α and β as ``[B or n, H, 1, 1]``, in three views: each takes microseconds."""
-    kinds, samples, heads = results.shape
-    wide = results.view(kinds, samples, heads, 1, 1)
-    return wide[0], wide[1]
-
-
 # Never traced: a compiled call goes through the operator.
 _curve = cache(spread_curve)
 
 
 def _takes_kernel(query: Tensor, impl: str) -> bool:
-    if impl == "auto" and (not query.is_cuda or is_interpreted()):
-        return False
-    return impl in ("auto", "triton") and why_unavailable(query) is None
+    if impl != "auto":
+        # An entry point has chosen, and what it chose can run.
+        return impl == "triton"
+    return query.is_cuda and not is_interpreted() and why_unavailable(query) is None

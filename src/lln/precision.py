@@ -23,11 +23,12 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     float64 stays as it is, and outside autocast nothing happens. Doing it before the checks makes
     a float32 query next to a bfloat16 key legal there, as users of autocast expect.
     """
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not autocast_enabled(first.device.type):
+        return tensors
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return tensors
-    device_type = tensors[0].device.type
-    if not autocast_enabled(device_type):
-        return tensors
+    device_type = first.device.type
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         tensor.to(dtype)

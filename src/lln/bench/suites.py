@@ -11,7 +11,7 @@ from lln.errors import InvalidInputError
 HEADS = 12
 # Tokens in a batch on a GPU, whatever their length: B·N.
 GPU_TOKENS = 65536
-GPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 65536)
+GPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CPU_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
 PASSES = {"forward": False, "both": True}

@@ -138,7 +138,7 @@ def match(
     curve: Curve,
     longest: int,
 ) -> Tensor:
-    """α, β, σq², σk² and whether the head is degenerate: ``[5, B, H]`` in float32.
+    """α, β, σq², σk² and whether the head is degenerate: ``[5, B, H, 1, 1]`` in float32.
 
     Args:
         query: ``[B, H, T, D]``; packed sequences come as one sample.
@@ -150,7 +150,8 @@ def match(
     """
     samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
     heads = query.shape[1]
-    results = torch.empty((_RESULTS, samples, heads), dtype=torch.float32, device=query.device)
+    shape = (_RESULTS, samples, heads, 1, 1)
+    results = torch.empty(shape, dtype=torch.float32, device=query.device)
     if results.numel() == 0:
         return results
     if key.shape[1] == 0 or query.shape[2] == 0 or key.shape[2] == 0:

@@ -121,7 +121,7 @@ class Recipe:
     def run(self, live: dict[str, Any], device: torch.device, *, first: bool) -> None:
         """Launch every step on the device's current stream."""
         space = torch.empty(self.bytes, dtype=torch.uint8, device=device) if self.bytes else None
-        if first or is_interpreted():
+        if first or self.steps[0].runner is None:
             self.tensors = [name for name in self.names if isinstance(live[name], Tensor)]
             self.numbers = [name for name in self.names if not isinstance(live[name], Tensor)]
             live = live | self._tensors(space)
