@@ -79,8 +79,8 @@ def bench(
 ) -> None:
     """Time LLN attention and its rivals on this machine, forward and forward + backward.
 
-    Without options the suite of the device runs: about three minutes on two CPU cores, about
-    eight on an H200. With --lengths, --dtype or --width every operation runs at just these.
+    Without options the suite of the device runs: about three minutes on two CPU cores, ten
+    to fifteen on an H200. With --lengths, --dtype or --width every operation runs at just these.
 
     Correctness comes first: each case is compared with a float64 reference, gradients too, and a
     case that errs beyond its budget prints its error and gets no time (exit code 1).

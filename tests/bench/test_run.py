@@ -325,6 +325,18 @@ def test_peak_memory_counts_the_square_matrices_of_naive_softmax():
     assert timing.cpu_peak(lambda: query.view(-1)) == 0
 
 
+def test_gpu_peak_waits_until_the_last_calls_gradients_are_gone(monkeypatch):
+    allocated = iter([700, 400, 100, 100])
+    order = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: order.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 900)
+    assert timing.gpu_peak(lambda: order.append("call")) == 800
+    assert order == ["reset", "call"]
+    assert next(allocated, None) is None
+
+
 def test_a_problem_is_written_where_the_time_would_be():
     case = {"name": "x", "operation": "lln", "backward": False, "batch": 1, "tokens": 8}
     case |= {"width": 4, "status": "out of memory"}
