@@ -18,7 +18,7 @@ from lln.diagonal import block_diagonal
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.errors import BackendUnavailableError
-from lln.kernels.tuning import blocks_fit
+from lln.kernels.chips import blocks_fit, blocks_join
 from lln.measure import match_inputs
 from lln.observers import Announcement, announce, is_observed
 from lln.ops import fused_attention
@@ -260,7 +260,9 @@ def lln_diag_attention(
             parts |= {"block_size": block_size, "mix": mix, "scale": scale}
             announce(Announcement("lln_diag", query, key, **parts))
         rows = min(block_size, max(query.shape[2], 1))
-        if impl == "triton" and blocks_fit(query, rows, is_causal):
+        factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        heads, mix_grad = query.shape[0] * query.shape[1], asks_gradient(mix)
+        if impl == "triton" and blocks_join(query, heads, rows, is_causal, mix_grad):
             return fused_attention(
                 query,
                 key,
@@ -270,18 +272,25 @@ def lln_diag_attention(
                 key_mask=key_mask,
                 mix=mix,
                 block_size=rows,
-                scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+                scale=factor,
                 dropout_p=dropout_p,
                 is_causal=is_causal,
             )
         if impl == "triton":
-            # Blocks that do not fit a kernel's tile run beside it.
+            # Blocks that do not fit the chip together with a summary run beside the kernel.
             value = drop_keys(value, dropout_p)
-            temperatures = {"alpha": alpha, "beta": beta, "key_mask": key_mask}
-            long_range = fused_attention(query, key, value, is_causal=is_causal, **temperatures)
-            widened = _widen(query, key, value, key_mask, 0.0)
-            short_range = _short_range(*widened, block_size, scale, key_mask, is_causal, "eager")
-            return join(long_range.to(short_range.dtype), short_range, mix).to(query.dtype)
+            shared = {"key_mask": key_mask, "is_causal": is_causal}
+            long_range = fused_attention(query, key, value, alpha=alpha, beta=beta, **shared)
+            if blocks_fit(query, rows, is_causal=False):
+                short_range = fused_blocks(
+                    query, key, value, block_size=rows, scale=factor, **shared
+                )
+            else:
+                widened = _widen(query, key, value, key_mask, 0.0)
+                options = (block_size, scale, key_mask, is_causal)
+                short_range = _short_range(*widened, *options, "eager")
+            dtype = accumulation_dtype(query.dtype)
+            return join(long_range.to(dtype), short_range.to(dtype), mix).to(query.dtype)
         widened = _widen(query, key, value, key_mask, dropout_p)
         long_range = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
         short_range = _short_range(*widened, block_size, scale, key_mask, is_causal, impl)
@@ -293,6 +302,11 @@ def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor
     if isinstance(mix, Tensor):
         mix = mix.to(long_range.dtype)
     return mix * long_range + (1 - mix) * short_range
+
+
+def asks_gradient(mix: float | Tensor) -> bool:
+    """Whether a weight is one that learns."""
+    return isinstance(mix, Tensor) and mix.requires_grad and torch.is_grad_enabled()
 
 
 def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:

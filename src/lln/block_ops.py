@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lln.kernels.chips import widest_block_value
 from lln.kernels.shapes import output_like, within_reach
-from lln.kernels.tuning import widest_block_value
 from lln.ops import is_watched, once_differentiable
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def fused_blocks(
         key: ``[B, Hk, T, D]``.
         value: ``[B, Hk, T, E]``.
         key_mask: bool ``[B, T]`` or None.
-        block_size: Tokens in a block; see `lln.kernels.tuning.blocks_fit`.
+        block_size: Tokens in a block; see `lln.kernels.chips.blocks_fit`.
         scale: Of the scores.
         is_causal: Whether a token sees only itself and earlier tokens of its block.
     """

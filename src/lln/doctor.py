@@ -9,6 +9,7 @@ from importlib import metadata
 import torch
 
 from lln.attention import lln_diag_attention
+from lln.kernels.tuning import why_unavailable
 from lln.testing.tolerances import budget, largest_error
 
 OPTIONAL = {
@@ -43,15 +44,24 @@ def examine(echo: Callable[[str], object]) -> bool:
 
 
 def _check(device: str, echo: Callable[[str], object]) -> bool:
-    """Compare eager attention in float32 with the float64 reference."""
+    """Compare what runs on a device, in float32, with the float64 reference."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, 200, 16, generator=generator)
-    expected = lln_diag_attention(*(t.double() for t in (query, key, value)), impl="reference")
-    found = lln_diag_attention(*(t.to(device) for t in (query, key, value)), impl="eager").cpu()
-    error, allowed = largest_error(found, expected), budget(found, expected)
-    verdict = "right" if error <= allowed else "WRONG"
-    echo(f"{device:<12} {verdict}: error {error:.1e} (allowed {allowed:.1e}), impl 'eager'")
-    return error <= allowed
+    inputs = torch.randn(3, 1, 2, 200, 16, generator=generator)
+    expected = lln_diag_attention(*inputs.double(), impl="reference")
+    implementations = ["eager"]
+    reason = why_unavailable(inputs[0].to(device))
+    if reason is None:
+        implementations.append("triton")
+    elif device.startswith("cuda"):
+        echo(f"{device:<12} impl 'triton' {reason}")
+    are_right = True
+    for impl in implementations:
+        found = lln_diag_attention(*inputs.to(device), impl=impl).cpu()
+        error, allowed = largest_error(found, expected), budget(found, expected)
+        verdict = "right" if error <= allowed else "WRONG"
+        echo(f"{device:<12} {verdict}: error {error:.1e} (allowed {allowed:.1e}), impl {impl!r}")
+        are_right = are_right and error <= allowed
+    return are_right
 
 
 def _version(package: str) -> str | None:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lln.checks import is_transformed
 from lln.dropout import drop_keys
+from lln.kernels.chips import widest_value
 from lln.kernels.shapes import output_like, summary_heads, within_reach
-from lln.kernels.tuning import widest_value
 
 if TYPE_CHECKING:
     from lln.kernels.arguments import Gradients
@@ -348,7 +348,7 @@ def fused_attention(
     mix_grad = mix_t is not None and mix_t.requires_grad
     samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
     heads = samples * query.shape[1]
-    most = widest_value(query.shape[-1], query.dtype, heads, block_size, is_causal, mix_grad)
+    most = widest_value(query, heads, block_size, is_causal, mix_grad)
     if value.shape[-1] <= most:
         return _call(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
     # Every channel of the output is a sum over the same channel of the values: wide values are

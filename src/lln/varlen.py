@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from lln import checks, checks_packed
-from lln.attention import join, lln_attention, lln_diag_attention, repeat_heads
+from lln.attention import asks_gradient, join, lln_attention, lln_diag_attention, repeat_heads
 from lln.causal import CHUNK, LEAF, attend_chunks
 from lln.diagonal import attend_blocks
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
-from lln.kernels.tuning import blocks_fit
+from lln.kernels.chips import blocks_join
 from lln.measure import match_packed
 from lln.observers import Announcement, announce, is_observed
 from lln.ops import fused_attention
@@ -198,7 +198,8 @@ def lln_diag_attention_varlen(
             announce(Announcement("lln_diag", query, key, **parts))
         rows = block_size if longest is None else min(block_size, longest)
         fused = {"is_causal": is_causal, "bounds": cu_seqlens, "longest": longest or query.shape[0]}
-        if impl == "triton" and blocks_fit(query, rows, is_causal):
+        heads = (cu_seqlens.shape[0] - 1) * query.shape[1]
+        if impl == "triton" and blocks_join(query, heads, rows, is_causal, asks_gradient(mix)):
             if isinstance(mix, Tensor):
                 mix = mix.reshape((1,) * (3 - mix.dim()) + tuple(mix.shape)).transpose(0, 1)[None]
             return _fused(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lln
+from lln.kernels import chips
 from lln.testing import assert_close, make_qkv
 
 pytest.importorskip("triton")
@@ -47,6 +48,11 @@ def holes(batch, keys, seed=3):
     mask = torch.rand(batch, keys, generator=generator) > 0.3
     mask[0, : keys // 2] = False
     return mask.to(DEVICE)
+
+
+def limit_chips(monkeypatch, **limits):
+    """Every chip takes no more than that; see `lln.kernels.chips.Chip`."""
+    monkeypatch.setattr(chips, "CHIPS", tuple(chip._replace(**limits) for chip in chips.CHIPS))
 
 
 def check_compiled(attend, batch, heads, lengths):

@@ -4,7 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, SHAPE, check_compiled, holes, room_of
+from tests.kernels.common import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    ON_GPU,
+    SHAPE,
+    check_compiled,
+    holes,
+    limit_chips,
+    room_of,
+)
 
 import lln
 from lln.kernels import tuning
@@ -95,7 +105,7 @@ def test_largest_tiles(dtype, width, block_size):
 
 
 def test_values_in_slices(monkeypatch):
-    monkeypatch.setattr(tuning, "MAX_BLOCK_BYTES", 16 * 16 * 4)
+    limit_chips(monkeypatch, block_bytes=16 * 16 * 4)
     compare(tokens=20, value_width=40, block_size=16)
 
 

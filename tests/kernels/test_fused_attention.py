@@ -6,11 +6,21 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, check_compiled, compare, holes
+from tests.kernels.common import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    ON_GPU,
+    check_compiled,
+    compare,
+    holes,
+    limit_chips,
+)
 
 import lln
+from lln.doctor import examine
 from lln.dropout import drop_keys
-from lln.kernels import tuning
+from lln.kernels import chips, tuning
 from lln.kernels.backward_ranges import centred_queries
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
 
@@ -255,10 +265,16 @@ def test_refusals_name_the_way_out():
         lln.lln_attention(*inputs, impl="triton")
 
 
+def test_doctor_looks_at_the_kernels_too():
+    lines = []
+    assert examine(lines.append)
+    assert {line.split()[1] for line in lines if line.endswith("impl 'triton'")} == {"right:"}
+
+
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_wide_values_are_read_in_slices(monkeypatch, block_size):
-    monkeypatch.setattr(tuning, "MAX_SUMMARY", 16 * 16)
-    monkeypatch.setattr(tuning, "MAX_SUMMARY_BESIDE_TILES", 16 * 16)
+    limit_chips(monkeypatch, summary=16 * 16)
+    monkeypatch.setattr(chips, "MAX_SUMMARY_BESIDE_TILES", 16 * 16)
     blocks = {} if block_size is None else {"block_size": block_size}
     extra = {"alpha": torch.rand(2, 1, 1, 1) + 1, "beta": torch.rand(2, 1, 1, 1) + 1}
     if blocks:
@@ -327,7 +343,7 @@ def test_both_ways_to_the_gradients_of_blocks_agree(monkeypatch, packed):
 @pytest.fixture
 def few_rows(monkeypatch):
     """A device whose launches have three rows of programs."""
-    monkeypatch.setattr(tuning, "MAX_GRID", 3)
+    monkeypatch.setattr(chips, "MAX_GRID", 3)
     tuning._plan.cache_clear()
     yield
     tuning._plan.cache_clear()
@@ -344,11 +360,24 @@ def test_more_heads_than_a_launch_has_rows(few_rows):
 
 def test_blocks_beside_the_kernels(monkeypatch):
     """Blocks too large for a tile: the LLN part by the kernel, the diagonal in plain PyTorch."""
-    monkeypatch.setattr(tuning, "MAX_BLOCK_TOKENS", 16)
+    limit_chips(monkeypatch, block_tokens=16)
     mask = holes(2, 70)
     extra = {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(2, 1, 70, 1)}
     compare(block_size=40, key_mask=mask, extra=extra)
     compare(HALF[-1], block_size=40, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_in_a_kernel_beside_the_kernels(monkeypatch, dtype):
+    """A chip with room for blocks and for a summary, but not for both at once."""
+    limit_chips(monkeypatch, joint_bytes=0)
+    taken, blocks = [], lln.attention.fused_blocks
+    monkeypatch.setattr(
+        lln.attention, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
+    )
+    compare(dtype, block_size=40, key_mask=holes(2, 70), extra={"alpha": 2.0, "beta": 2.0})
+    compare(dtype, block_size=16, extra={"mix": torch.rand(2, 1, 70, 1)})
+    assert len(taken) == 2
 
 
 WIDE = [(128, 128), (144, 200), (256, 256)]

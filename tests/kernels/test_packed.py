@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from tests.kernels.common import DEVICE, DTYPES, ON_GPU
+from tests.kernels.common import DEVICE, DTYPES, ON_GPU, limit_chips
 
 import lln
 from lln.kernels import tuning
@@ -94,8 +94,9 @@ def test_causal(monkeypatch, channels, cores):
     compare(is_causal=True, block_size=16, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})
 
 
-def test_blocks_beside_the_kernels(monkeypatch):
-    monkeypatch.setattr(tuning, "MAX_BLOCK_TOKENS", 16)
+@pytest.mark.parametrize("limit", ["block_tokens", "joint_tokens"])
+def test_blocks_beside_the_kernels(monkeypatch, limit):
+    limit_chips(monkeypatch, **{limit: 16})
     mix = torch.rand(BOUNDS[-1], 2, 1)
     compare(block_size=40, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})
 

@@ -23,6 +23,7 @@ from lln import peers
 from lln.errors import InvalidInputError
 from lln.peers import Core, projected
 from lln.peers.linear import LEAST_FLOOR
+from lln.peers.options import options_of
 
 NAMES = peers.available()
 CORES = [name for name in NAMES if issubclass(peers.find(name), Core)]
@@ -467,6 +468,16 @@ def test_unknown_names_and_refusals():
     ):
         with pytest.raises(InvalidInputError, match=said):
             build("elu", **wrong)
+
+
+@every
+def test_switches_are_true_or_false(name):
+    """The word "no" would count as true."""
+    for option in options_of(name):
+        if isinstance(option.default, bool):
+            for wrong in ("no", 1, None):
+                with pytest.raises(InvalidInputError, match=f"{option.name} must be True or False"):
+                    build(name, **{option.name: wrong})
 
 
 @every

@@ -14,20 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MAX_WIDTH = 256
-# Bytes of a tile of keys that the diagonal part may take, at most 128 tokens; larger blocks are
-# computed beside the kernels. Causal walks carry a state and need the room.
-MAX_BLOCK_BYTES = 32 * 1024
-MAX_CAUSAL_BLOCK_BYTES = 16 * 1024
-# Tiles of 64 tokens by fewer channels come out wrong of Triton 3.6 in causal walks on Hopper.
-LEAST_CAUSAL_WIDTH = 64
-MAX_BLOCK_TOKENS = 128
-# Programs along the second axis of a launch, where split sequences have their heads.
-MAX_GRID = 65535
-# Slots times channels of a summary on the chip; wider values are read in slices. With diagonal
-# blocks, and in causal calls, tiles of q, k, v, dO and two summaries have to fit beside it.
-MAX_SUMMARY = 256 * 128
-MAX_SUMMARY_BESIDE_TILES = 64 * 128
+from lln.kernels.chips import (
+    CHIPS,
+    LEAST_CAUSAL_WIDTH,
+    MAX_WIDTH,
+    block_rows,
+    chip_of,
+    has_own_pass,
+    is_crowded,
+    power_of_two,
+    tile_tokens,
+)
+
 # A causal walk takes so many registers that this many warps of walks run on a multiprocessor.
 WALKING_WARPS = 8
 # The passes that a walk in stretches needs on top, as a share of the walk: 0.30 to 0.35 measured.
@@ -209,12 +207,11 @@ def _plan(
     widest = max(width, value_width)
     # Wide heads and float32 leave less room on the chip: smaller tiles, more warps.
     room = widest * (2 if dtype == torch.float32 else 1)
-    tokens = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32, 512: 16}[room]
+    tokens = tile_tokens(widest, dtype)
     warps = 4 if widest <= 64 else 8
     stages = 3 if room <= 64 else 2
     is_wide = widest > 64 and dtype != torch.float32
-    # As many blocks as a tile has room for, at least one.
-    rows = block_size * max(1, tokens // block_size) if block_size else tokens
+    rows = block_rows(block_size, tokens)
     block_tile = max(16, power_of_two(rows))
     if causal and block_size and block_tile >= 64:
         width, value_width = (max(size, LEAST_CAUSAL_WIDTH) for size in (width, value_width))
@@ -238,9 +235,9 @@ def _plan(
         "walk_key": Tile(walk_tokens, walk_warps, walk_stages),
         "block_rows": rows,
         "has_blocks": block_size > 0,
-        "split_blocks": block_size > 0 and is_wide and heads <= MAX_GRID,
+        "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
         # Two wide summaries of one program leave no room to load ahead.
-        "short": (longest <= 1024 and summaries >= 2 * cores and not is_wide) or heads > MAX_GRID,
+        "short": (longest <= 1024 and summaries >= 2 * cores and not is_wide) or is_crowded(heads),
         "cores": cores,
     }
     if is_wide:
@@ -250,23 +247,6 @@ def _plan(
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
     chosen |= {name: size for name, size in overridden if name in chosen}
     return Plan(**chosen)
-
-
-def widest_value(
-    head_width: int,
-    dtype: torch.dtype,
-    heads: int,
-    block_size: int,
-    is_causal: bool,
-    mix_grad: bool,
-) -> int:
-    """How many channels of the values one call takes; a power of two."""
-    # Tiles and summaries share the chip, unless the diagonal part has a pass of its own.
-    is_joint = block_size > 0 and (dtype == torch.float32 or mix_grad or heads > MAX_GRID)
-    most = MAX_SUMMARY_BESIDE_TILES if is_joint or is_causal else MAX_SUMMARY
-    if dtype == torch.float32 and not is_causal and head_width > 64:
-        most //= 2 if is_joint else 4
-    return min(MAX_WIDTH, max(16, most // max(16, power_of_two(head_width))))
 
 
 def smaller(plan: Plan) -> Plan | None:
@@ -304,22 +284,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def blocks_fit(query: Tensor, block_size: int, is_causal: bool) -> bool:
-    """Whether the kernels take the diagonal part along."""
-    tokens = max(16, power_of_two(block_size))
-    width = max(16, power_of_two(query.shape[-1]))
-    room = MAX_BLOCK_BYTES
-    if is_causal:
-        width, room = max(width, LEAST_CAUSAL_WIDTH), MAX_CAUSAL_BLOCK_BYTES
-    return tokens <= MAX_BLOCK_TOKENS and tokens * width * query.itemsize <= room
-
-
-def widest_block_value(query: Tensor, block_size: int) -> int:
-    """How many channels of the values block-diagonal attention alone takes; a power of two."""
-    tokens = max(16, power_of_two(block_size))
-    return min(MAX_WIDTH, MAX_BLOCK_BYTES // (tokens * query.itemsize))
-
-
 def why_unavailable(query: Tensor) -> str | None:
     """Why the kernels cannot run a call here, as the middle of a sentence; None if they can."""
     if query.device.type != "cuda" and not is_interpreted():
@@ -332,14 +296,11 @@ def why_unavailable(query: Tensor) -> str | None:
         return "runs in Triton's interpreter here, which multiplies bfloat16 wrongly"
     if query.shape[-1] > MAX_WIDTH:
         return f"takes head widths up to {MAX_WIDTH}, got {query.shape[-1]}"
+    if chip_of(query.device) is None:
+        return f"needs a GPU with {CHIPS[-1].shared >> 10} KB of shared memory for a program"
     return None
 
 
 def cdiv(number: int, part: int) -> int:
     """How many parts cover a number."""
     return -(-number // part)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not smaller."""
-    return 1 << max(number - 1, 0).bit_length()

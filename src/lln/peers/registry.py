@@ -153,10 +153,14 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def _check_options(name: str, system: type[nn.Module], options: dict[str, Any]) -> None:
-    known = list(inspect.signature(system).parameters)[1:]
+    parameters = inspect.signature(system).parameters
+    known = list(parameters)[1:]
     if issubclass(system, Core):
         known += ["diagonal", "convolution"]
     for option in options:
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise InvalidInputError(f"{name} has no option {option!r}; {takes}.")
+        is_switch = option in parameters and isinstance(parameters[option].default, bool)
+        if is_switch and not isinstance(options[option], bool):
+            raise InvalidInputError(f"{option} must be True or False, got {options[option]!r}.")

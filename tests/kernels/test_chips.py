@@ -1,0 +1,148 @@
+"""Every kind of call fits chips that are not here: the kernels are compiled for them, not run."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter does not compile", allow_module_level=True)
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
+
+import lln
+from lln.kernels import chips, recipes, tuning
+
+# Name → compute capability, and the shared memory that a program can have.
+CHIPS = {"A100": (80, 166_912), "RTX 3090": (86, 101_376)}
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+GIVEN = {"alpha": 2.0, "beta": 2.0}
+
+
+@pytest.fixture
+def plug_in(monkeypatch):
+    """Put a chip in the place of the CPU: launches compile, and need no more than it has."""
+
+    def plug(name):
+        capability, shared = CHIPS[name]
+
+        class Driver:
+            get_current_device = staticmethod(lambda: 0)
+            get_current_stream = staticmethod(lambda device: 0)
+            get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
+
+        def record(step, live):
+            compiled = step.kernel.warmup(*step._filled(live), grid=step.grid, num_warps=step.warps)
+            if compiled.metadata.shared > shared:
+                raise OutOfResources(compiled.metadata.shared, shared, "shared memory")
+            needs.append((step.kernel.fn.__name__, compiled.metadata.shared))
+            step.runner = step.launch = lambda *arguments: None
+
+        needs = []
+        monkeypatch.setattr(driver, "_active", Driver())
+        monkeypatch.setattr(recipes.Step, "record", record)
+        monkeypatch.setattr(recipes, "_on", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(recipes, "_recipes", {})
+        monkeypatch.setattr(recipes, "_shrunk", {})
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        monkeypatch.setattr(chips, "_known", {("cpu", None): shared})
+        monkeypatch.setattr(tuning, "multiprocessors", lambda device: 82)
+        monkeypatch.setattr("lln.attention.choose_implementation", lambda impl, query: "triton")
+        return needs
+
+    tuning._plan.cache_clear()
+    yield plug
+    tuning._plan.cache_clear()
+
+
+def fit(dtype, width, value_width=None, block_size=None, learnt_mix=False, **options):
+    """Forward and backward of one call; raises where no plan fits."""
+    batch, heads, tokens = 2, 3, 300
+    query, key = torch.randn(2, batch, heads, tokens, width, dtype=dtype).unbind()
+    value = torch.randn(batch, heads, tokens, value_width or width, dtype=dtype)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    if block_size is None:
+        out = lln.lln_attention(*inputs, **GIVEN, **options)
+    elif options.pop("alone", False):
+        out = lln.block_diagonal_attention(*inputs, block_size=block_size)
+    else:
+        mix = torch.full((batch, heads, tokens, 1), 0.5, requires_grad=True) if learnt_mix else 0.5
+        out = lln.lln_diag_attention(*inputs, **GIVEN, block_size=block_size, mix=mix, **options)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+@pytest.mark.parametrize(
+    ("chip", "call"),
+    [
+        ("RTX 3090", {"dtype": BFLOAT16, "width": 64, "block_size": 64}),
+        ("RTX 3090", {"dtype": BFLOAT16, "width": 128}),
+        ("RTX 3090", {"dtype": FLOAT32, "width": 64, "block_size": 64}),
+        ("A100", {"dtype": BFLOAT16, "width": 64, "block_size": 128}),
+    ],
+    ids=str,
+)
+def test_usual_calls_fit(plug_in, chip, call):
+    needs = plug_in(chip)
+    fit(**call)
+    assert {name for name, _ in needs} >= {"summarise_kernel", "read_kernel", "key_bwd_kernel"}
+    assert 0 < max(shared for _, shared in needs) <= CHIPS[chip][1]
+
+
+# Half types to 256 channels, diagonal blocks to the longest that the kernels take, and beyond.
+MANY = [
+    {"dtype": dtype, "width": width, **extra}
+    for dtype in (BFLOAT16, FLOAT32)
+    for width in (32, 64, 128, 256)
+    for extra in (
+        {},
+        {"value_width": 256},
+        {"is_causal": True},
+        {"block_size": 64},
+        {"block_size": 128},
+        {"block_size": 64, "learnt_mix": True},
+        {"block_size": 64, "is_causal": True},
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("call", MANY, ids=str)
+def test_all_calls_fit(plug_in, chip, call):
+    plug_in(chip)
+    fit(**call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_blocks_alone_fit(plug_in, chip, dtype, width, block_size):
+    plug_in(chip)
+    if chips.blocks_fit(torch.empty(1, width, dtype=dtype), block_size, is_causal=False):
+        fit(dtype, width, block_size=block_size, alone=True)
+
+
+def test_a_chip_with_less_room_runs_plain_pytorch(monkeypatch):
+    monkeypatch.setattr(chips, "_known", {("cpu", None): 65_536})
+    query = torch.empty(1, 1, 1, 8)
+    monkeypatch.setattr(tuning, "is_interpreted", lambda: True)
+    assert tuning.why_unavailable(query) == "needs a GPU with 96 KB of shared memory for a program"
+
+
+@pytest.mark.parametrize(
+    ("shared", "chip"), [(232_448, 0), (166_912, 1), (101_376, 2), (65_536, None)]
+)
+def test_devices_find_their_limits(monkeypatch, shared, chip):
+    class Properties:
+        shared_memory_per_block_optin = shared
+
+    monkeypatch.setattr(chips, "_known", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+    expected = None if chip is None else chips.CHIPS[chip]
+    assert chips.chip_of(torch.device("cuda", 1)) == expected
