@@ -103,6 +103,7 @@ MANY = [
         {"block_size": 64},
         {"block_size": 128},
         {"block_size": 64, "learnt_mix": True},
+        {"block_size": 64, "value_width": 256},
         {"block_size": 64, "is_causal": True},
     )
 ]

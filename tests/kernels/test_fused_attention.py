@@ -273,8 +273,7 @@ def test_doctor_looks_at_the_kernels_too():
 
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_wide_values_are_read_in_slices(monkeypatch, block_size):
-    limit_chips(monkeypatch, summary=16 * 16)
-    monkeypatch.setattr(chips, "MAX_SUMMARY_BESIDE_TILES", 16 * 16)
+    limit_chips(monkeypatch, summary_float32=16 * 16, joint_summary_float32=16 * 16)
     blocks = {} if block_size is None else {"block_size": block_size}
     extra = {"alpha": torch.rand(2, 1, 1, 1) + 1, "beta": torch.rand(2, 1, 1, 1) + 1}
     if blocks:
@@ -370,7 +369,7 @@ def test_blocks_beside_the_kernels(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_in_a_kernel_beside_the_kernels(monkeypatch, dtype):
     """A chip with room for blocks and for a summary, but not for both at once."""
-    limit_chips(monkeypatch, joint_bytes=0)
+    limit_chips(monkeypatch, joint_tokens=0)
     taken, blocks = [], lln.attention.fused_blocks
     monkeypatch.setattr(
         lln.attention, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)

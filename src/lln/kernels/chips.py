@@ -19,11 +19,10 @@ MAX_WIDTH = 256
 MAX_GRID = 65535
 # Tiles of 64 tokens by fewer channels come out wrong of Triton 3.6 in causal walks on Hopper.
 LEAST_CAUSAL_WIDTH = 64
-# Causal walks carry a state: less room for a block than elsewhere.
+# Causal walks carry a state beside their tiles: less room for a block, and for a summary's slots
+# times channels.
 MAX_CAUSAL_BLOCK_BYTES = 16 * 1024
-# Slots times channels of a summary beside tiles of q, k, v, dO and another summary: with diagonal
-# blocks in the same pass, and in causal calls.
-MAX_SUMMARY_BESIDE_TILES = 64 * 128
+MAX_CAUSAL_SUMMARY = 64 * 128
 
 
 class Chip(NamedTuple):
@@ -32,30 +31,52 @@ class Chip(NamedTuple):
     Attributes:
         shared: Bytes of shared memory that a program can have, at least.
         summary: Slots times channels of a summary; wider values are read in slices.
+        summary_float32: The same in float32.
         block_tokens: The longest diagonal block that is one tile; longer ones are computed beside
             the kernels.
         block_bytes: Of such a tile of keys.
         joint_tokens: The longest tile of blocks whose gradients are found in one pass with LLN's.
-        joint_bytes: Of such a tile of keys.
+        joint_summary: Slots times channels of a summary in that pass.
+        joint_summary_float32: The same in float32.
     """
 
     shared: int
     summary: int
+    summary_float32: int
     block_tokens: int
     block_bytes: int
     joint_tokens: int
-    joint_bytes: int
+    joint_summary: int
+    joint_summary_float32: int
 
 
-CHIPS = (
-    # H100, H200, B200: 227 KB.
-    Chip(200 * 1024, 256 * 128, 128, 32 * 1024, 128, 32 * 1024),
-    # A100: 163 KB.
-    Chip(160 * 1024, 256 * 128, 128, 32 * 1024, 64, 32 * 1024),
-    # RTX 30, 40, 50, A10, L4, L40: 99 KB.
-    Chip(96 * 1024, 64 * 128, 64, 16 * 1024, 64, 8 * 1024),
+# H100, H200, B200: 227 KB.
+LARGE = Chip(
+    shared=200 * 1024,
+    summary=256 * 128,
+    summary_float32=64 * 128,
+    block_tokens=128,
+    block_bytes=32 * 1024,
+    joint_tokens=128,
+    joint_summary=64 * 128,
+    joint_summary_float32=64 * 64,
 )
-
+# A100: 163 KB.
+MIDDLE = LARGE._replace(
+    shared=160 * 1024, summary=128 * 128, joint_tokens=64, joint_summary=64 * 64
+)
+# RTX 30, 40 and 50, A10, L4, L40: 99 KB.
+SMALL = Chip(
+    shared=96 * 1024,
+    summary=64 * 128,
+    summary_float32=64 * 64,
+    block_tokens=64,
+    block_bytes=16 * 1024,
+    joint_tokens=64,
+    joint_summary=64 * 64,
+    joint_summary_float32=64 * 32,
+)
+CHIPS = (LARGE, MIDDLE, SMALL)
 
 _known: dict[tuple[str, int | None], int] = {}
 
@@ -112,8 +133,8 @@ def blocks_join(
     width = max(16, power_of_two(query.shape[-1]))
     if is_causal or has_own_pass(width, query.dtype, heads, mix_grad):
         return True
-    tokens = max(16, power_of_two(block_rows(block_size, tile_tokens(width, query.dtype))))
-    return tokens <= chip.joint_tokens and tokens * width * query.itemsize <= chip.joint_bytes
+    rows = block_rows(block_size, tile_tokens(width, query.dtype))
+    return max(16, power_of_two(rows)) <= chip.joint_tokens
 
 
 def has_own_pass(widest: int, dtype: torch.dtype, heads: int, mix_grad: bool) -> bool:
@@ -156,9 +177,12 @@ def widest_value(
     is_float32 = query.dtype == torch.float32
     # Tiles and summaries share the chip, unless the diagonal part has a pass of its own.
     is_joint = block_size > 0 and (is_float32 or mix_grad or is_crowded(heads))
-    most = MAX_SUMMARY_BESIDE_TILES if is_joint or is_causal else chip.summary
-    if is_float32 and not is_causal and query.shape[-1] > 64:
-        most //= 2 if is_joint else 4
+    if is_causal:
+        most = MAX_CAUSAL_SUMMARY
+    elif is_joint:
+        most = chip.joint_summary_float32 if is_float32 else chip.joint_summary
+    else:
+        most = chip.summary_float32 if is_float32 else chip.summary
     return min(MAX_WIDTH, max(16, most // max(16, power_of_two(query.shape[-1]))))
 
 
