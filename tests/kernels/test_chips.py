@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import types
+import warnings
 
 import pytest
 import torch
@@ -147,3 +149,21 @@ def test_devices_find_their_limits(monkeypatch, shared, chip):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
     expected = None if chip is None else chips.CHIPS[chip]
     assert chips.chip_of(torch.device("cuda", 1)) == expected
+
+
+def test_compilers_take_the_answer_and_not_the_question(monkeypatch):
+    def untraceable(index):
+        warnings.warn("asked", stacklevel=1)
+        return types.SimpleNamespace(shared_memory_per_block_optin=[101_376][index])
+
+    def scaled(x):
+        return x * chips.chip_of(torch.device("cuda", 0)).summary
+
+    cuda = types.SimpleNamespace(
+        is_available=lambda: True, get_device_properties=torch.compiler.disable(untraceable)
+    )
+    monkeypatch.setattr(chips, "_known", {})
+    monkeypatch.setattr(chips, "torch", types.SimpleNamespace(cuda=cuda))
+    with pytest.warns(UserWarning, match="asked"):
+        compiled = torch.compile(scaled, fullgraph=True, backend="eager")(torch.ones(2))
+    assert compiled.tolist() == [chips.SMALL.summary] * 2

@@ -81,7 +81,6 @@ CHIPS = (LARGE, MIDDLE, SMALL)
 _known: dict[tuple[str, int | None], int] = {}
 
 
-@torch.compiler.assume_constant_result
 def shared_bytes(kind: str, index: int | None) -> int:
     """Shared memory that a program on a device can have; the largest chip's where nobody knows."""
     if (kind, index) not in _known:
@@ -91,6 +90,10 @@ def shared_bytes(kind: str, index: int | None) -> int:
             found = getattr(properties, "shared_memory_per_block_optin", found)
         _known[kind, index] = found
     return _known[kind, index]
+
+
+# As `torch.compiler.assume_constant_result` marks it, which would import the compiler with lln.
+shared_bytes._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def chip_of(device: torch.device) -> Chip | None:
