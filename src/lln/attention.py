@@ -14,7 +14,7 @@ from torch import Tensor
 from lln import checks, reference
 from lln.block_ops import fused_blocks
 from lln.causal import causal_attention
-from lln.diagonal import block_diagonal
+from lln.diagonal import asks_gradient, block_diagonal, has_channels
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.errors import BackendUnavailableError
@@ -162,7 +162,7 @@ def block_diagonal_attention(
         announce(Announcement("diag", query, key, scale=scale, **parts))
     chosen = choose_implementation(impl, query)
     rows = min(block_size, max(query.shape[2], 1))
-    if chosen == "triton" and not blocks_fit(query, rows, is_causal=False):
+    if chosen == "triton" and not blocks_fit(query, rows, False, key_mask is not None):
         if impl == "triton":
             raise BackendUnavailableError(
                 f"impl='triton' has no tile for blocks of {rows} tokens by {query.shape[-1]} "
@@ -262,7 +262,8 @@ def lln_diag_attention(
         rows = min(block_size, max(query.shape[2], 1))
         factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
         heads, mix_grad = query.shape[0] * query.shape[1], asks_gradient(mix)
-        if impl == "triton" and blocks_join(query, heads, rows, is_causal, mix_grad):
+        extras = key_mask is not None or has_channels(mix)
+        if impl == "triton" and blocks_join(query, heads, rows, is_causal, mix_grad, extras):
             return fused_attention(
                 query,
                 key,
@@ -281,7 +282,7 @@ def lln_diag_attention(
             value = drop_keys(value, dropout_p)
             shared = {"key_mask": key_mask, "is_causal": is_causal}
             long_range = fused_attention(query, key, value, alpha=alpha, beta=beta, **shared)
-            if blocks_fit(query, rows, is_causal=False):
+            if blocks_fit(query, rows, False, key_mask is not None):
                 short_range = fused_blocks(
                     query, key, value, block_size=rows, scale=factor, **shared
                 )
@@ -302,11 +303,6 @@ def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor
     if isinstance(mix, Tensor):
         mix = mix.to(long_range.dtype)
     return mix * long_range + (1 - mix) * short_range
-
-
-def asks_gradient(mix: float | Tensor) -> bool:
-    """Whether a weight is one that learns."""
-    return isinstance(mix, Tensor) and mix.requires_grad and torch.is_grad_enabled()
 
 
 def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:

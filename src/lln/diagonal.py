@@ -96,3 +96,13 @@ def block_diagonal(
         return attend(0, tokens, block_size)
     rest = attend(whole, tokens, tokens - whole)
     return rest if whole == 0 else torch.cat([attend(0, whole, block_size), rest], dim=-2)
+
+
+def asks_gradient(mix: float | Tensor) -> bool:
+    """Whether a weight is one that learns."""
+    return isinstance(mix, Tensor) and mix.requires_grad and torch.is_grad_enabled()
+
+
+def has_channels(mix: float | Tensor) -> bool:
+    """Whether a weight differs from channel to channel."""
+    return isinstance(mix, Tensor) and mix.dim() > 0 and mix.shape[-1] != 1

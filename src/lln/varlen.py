@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lln import checks, checks_packed
-from lln.attention import asks_gradient, join, lln_attention, lln_diag_attention, repeat_heads
+from lln.attention import join, lln_attention, lln_diag_attention, repeat_heads
 from lln.causal import CHUNK, LEAF, attend_chunks
-from lln.diagonal import attend_blocks
+from lln.diagonal import asks_gradient, attend_blocks, has_channels
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
@@ -199,7 +199,8 @@ def lln_diag_attention_varlen(
         rows = block_size if longest is None else min(block_size, longest)
         fused = {"is_causal": is_causal, "bounds": cu_seqlens, "longest": longest or query.shape[0]}
         heads = (cu_seqlens.shape[0] - 1) * query.shape[1]
-        if impl == "triton" and blocks_join(query, heads, rows, is_causal, asks_gradient(mix)):
+        asked = (is_causal, asks_gradient(mix), has_channels(mix))
+        if impl == "triton" and blocks_join(query, heads, rows, *asked):
             if isinstance(mix, Tensor):
                 mix = mix.reshape((1,) * (3 - mix.dim()) + tuple(mix.shape)).transpose(0, 1)[None]
             return _fused(

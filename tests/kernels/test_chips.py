@@ -72,6 +72,8 @@ def fit(dtype, width, value_width=None, block_size=None, learnt_mix=False, **opt
         out = lln.block_diagonal_attention(*inputs, block_size=block_size)
     else:
         mix = torch.full((batch, heads, tokens, 1), 0.5, requires_grad=True) if learnt_mix else 0.5
+        if options.pop("mask", False):
+            options["key_mask"] = torch.rand(batch, tokens) > 0.5
         out = lln.lln_diag_attention(*inputs, **GIVEN, block_size=block_size, mix=mix, **options)
     torch.autograd.grad(out, inputs, torch.ones_like(out))
 
@@ -82,6 +84,7 @@ def fit(dtype, width, value_width=None, block_size=None, learnt_mix=False, **opt
         ("RTX 3090", {"dtype": BFLOAT16, "width": 64, "block_size": 64}),
         ("RTX 3090", {"dtype": BFLOAT16, "width": 128}),
         ("RTX 3090", {"dtype": FLOAT32, "width": 64, "block_size": 64}),
+        ("RTX 3090", {"dtype": BFLOAT16, "width": 128, "block_size": 64, "mask": True}),
         ("A100", {"dtype": BFLOAT16, "width": 64, "block_size": 128}),
     ],
     ids=str,
@@ -107,6 +110,8 @@ MANY = [
         {"block_size": 64, "learnt_mix": True},
         {"block_size": 64, "value_width": 256},
         {"block_size": 64, "is_causal": True},
+        {"block_size": 64, "mask": True},
+        {"block_size": 64, "is_causal": True, "mask": True},
     )
 ]
 
@@ -126,7 +131,7 @@ def test_all_calls_fit(plug_in, chip, call):
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 def test_blocks_alone_fit(plug_in, chip, dtype, width, block_size):
     plug_in(chip)
-    if chips.blocks_fit(torch.empty(1, width, dtype=dtype), block_size, is_causal=False):
+    if chips.blocks_fit(torch.empty(1, width, dtype=dtype), block_size, False, extras=False):
         fit(dtype, width, block_size=block_size, alone=True)
 
 

@@ -38,6 +38,7 @@ class Chip(NamedTuple):
         joint_tokens: The longest tile of blocks whose gradients are found in one pass with LLN's.
         joint_summary: Slots times channels of a summary in that pass.
         joint_summary_float32: The same in float32.
+        takes_extras: Whether blocks fit with a key mask, or a mix by channel, beside them.
     """
 
     shared: int
@@ -48,6 +49,7 @@ class Chip(NamedTuple):
     joint_tokens: int
     joint_summary: int
     joint_summary_float32: int
+    takes_extras: bool
 
 
 # H100, H200, B200: 227 KB.
@@ -60,10 +62,15 @@ LARGE = Chip(
     joint_tokens=128,
     joint_summary=64 * 128,
     joint_summary_float32=64 * 64,
+    takes_extras=True,
 )
 # A100: 163 KB.
 MIDDLE = LARGE._replace(
-    shared=160 * 1024, summary=128 * 128, joint_tokens=64, joint_summary=64 * 64
+    shared=160 * 1024,
+    summary=128 * 128,
+    joint_tokens=64,
+    joint_summary=64 * 64,
+    takes_extras=False,
 )
 # RTX 30, 40 and 50, A10, L4, L40: 99 KB.
 SMALL = Chip(
@@ -75,6 +82,7 @@ SMALL = Chip(
     joint_tokens=64,
     joint_summary=64 * 64,
     joint_summary_float32=64 * 32,
+    takes_extras=False,
 )
 CHIPS = (LARGE, MIDDLE, SMALL)
 
@@ -105,12 +113,19 @@ def chip_of(device: torch.device) -> Chip | None:
     return None
 
 
-def blocks_fit(query: Tensor, block_size: int, is_causal: bool) -> bool:
-    """Whether a kernel takes diagonal blocks of that size at all."""
+def blocks_fit(query: Tensor, block_size: int, is_causal: bool, extras: bool) -> bool:
+    """Whether a kernel takes diagonal blocks of that size at all.
+
+    Args:
+        query: ``[…, D]``.
+        block_size: Tokens in a block.
+        is_causal: Whether the walk of causal LLN attention has to take them along.
+        extras: Whether there is a key mask or a mix by channel.
+    """
     chip = chip_of(query.device)
     tokens = max(16, power_of_two(block_size))
     width = max(16, power_of_two(query.shape[-1]))
-    if chip is None:
+    if chip is None or (extras and not chip.takes_extras):
         return False
     room = chip.block_bytes
     if is_causal:
@@ -119,7 +134,7 @@ def blocks_fit(query: Tensor, block_size: int, is_causal: bool) -> bool:
 
 
 def blocks_join(
-    query: Tensor, heads: int, block_size: int, is_causal: bool, mix_grad: bool
+    query: Tensor, heads: int, block_size: int, is_causal: bool, mix_grad: bool, extras: bool
 ) -> bool:
     """Whether the kernels of LLN attention take the diagonal part along.
 
@@ -129,9 +144,10 @@ def blocks_join(
         block_size: Tokens in a block.
         is_causal: Whether the call is causal.
         mix_grad: Whether a gradient of the mix is asked for, which needs both parts at once.
+        extras: Whether there is a key mask or a mix by channel.
     """
     chip = chip_of(query.device)
-    if chip is None or not blocks_fit(query, block_size, is_causal):
+    if chip is None or not blocks_fit(query, block_size, is_causal, extras):
         return False
     width = max(16, power_of_two(query.shape[-1]))
     if is_causal or has_own_pass(width, query.dtype, heads, mix_grad):
