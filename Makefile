@@ -25,6 +25,7 @@ demo: $(VENV)/.stamp-run  ## see the library at work, on CPU
 test: setup  ## run the CPU tests and the examples in the docstrings
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" --ignore=tests/kernels
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not gpu" tests/kernels
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/kernels/test_chips.py
 	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln
 
 # Absolute, because some tests start Python in another folder.

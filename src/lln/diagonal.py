@@ -99,8 +99,8 @@ def block_diagonal(
 
 
 def asks_gradient(mix: float | Tensor) -> bool:
-    """Whether a weight is one that learns."""
-    return isinstance(mix, Tensor) and mix.requires_grad and torch.is_grad_enabled()
+    """Whether a weight is one that learns; the same in a checkpoint's first pass and its second."""
+    return isinstance(mix, Tensor) and mix.requires_grad
 
 
 def has_channels(mix: float | Tensor) -> bool:
