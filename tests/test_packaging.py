@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lln
+from lln import doctor
 
 PACKAGE = Path(lln.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -260,6 +261,18 @@ def test_unknown_commands_exit_2():
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "nonsense" in done.stderr
+
+
+def test_doctor_reports_what_an_implementation_raises(monkeypatch):
+    def attend(*inputs, impl):
+        if impl == "eager":
+            raise RuntimeError("no compiler")
+        return inputs[0]
+
+    monkeypatch.setattr(doctor, "lln_diag_attention", attend)
+    lines = []
+    assert not doctor.examine(lines.append)
+    assert lines[-1].endswith("FAILED: RuntimeError: no compiler, impl 'eager'")
 
 
 def test_doctor_exits_1_where_attention_is_wrong():

@@ -164,9 +164,10 @@ def block_diagonal_attention(
     rows = min(block_size, max(query.shape[2], 1))
     if chosen == "triton" and not blocks_fit(query, rows, False, key_mask is not None):
         if impl == "triton":
+            masked = "" if key_mask is None else " with a key mask"
             raise BackendUnavailableError(
                 f"impl='triton' has no tile for blocks of {rows} tokens by {query.shape[-1]} "
-                "channels; use smaller blocks, or impl='auto' to let lln choose."
+                f"channels{masked} here; use smaller blocks, or impl='auto' to let lln choose."
             )
         chosen = "eager"
     with without_autocast(query):

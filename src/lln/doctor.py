@@ -56,7 +56,12 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
         echo(f"{device:<12} impl 'triton' {reason}")
     are_right = True
     for impl in implementations:
-        found = lln_diag_attention(*inputs.to(device), impl=impl).cpu()
+        try:
+            found = lln_diag_attention(*inputs.to(device), impl=impl).cpu()
+        except Exception as error:  # Whatever a compiler or a driver raises is a finding.
+            echo(f"{device:<12} FAILED: {type(error).__name__}: {error}, impl {impl!r}")
+            are_right = False
+            continue
         error, allowed = largest_error(found, expected), budget(found, expected)
         verdict = "right" if error <= allowed else "WRONG"
         echo(f"{device:<12} {verdict}: error {error:.1e} (allowed {allowed:.1e}), impl {impl!r}")

@@ -217,7 +217,7 @@ def lln_diag_attention_varlen(
             )
         bounds = cu_seqlens.long()
         if impl == "triton":
-            # Blocks that do not fit a kernel's tile run beside it.
+            # Blocks that do not fit the chip together with a summary run beside the kernel.
             value = drop_keys(value.transpose(0, 1), dropout_p).transpose(0, 1)
             long_range = _fused(query, key, value, alpha=alpha, beta=beta, **fused)
             packed = _widen(query, key, value, 0.0)

@@ -376,7 +376,9 @@ def test_blocks_in_a_kernel_beside_the_kernels(monkeypatch, dtype):
     )
     compare(dtype, block_size=40, key_mask=holes(2, 70), extra={"alpha": 2.0, "beta": 2.0})
     compare(dtype, block_size=16, extra={"mix": torch.rand(2, 1, 70, 1)})
-    assert len(taken) == 2
+    monkeypatch.setattr(chips, "MAX_CAUSAL_BLOCK_BYTES", 0)
+    compare(dtype, block_size=40, is_causal=True)
+    assert len(taken) == 3
 
 
 WIDE = [(128, 128), (144, 200), (256, 256)]
