@@ -161,7 +161,7 @@ def block_diagonal_attention(
         parts = {"block_size": block_size, "key_mask": key_mask, "is_causal": is_causal}
         announce(Announcement("diag", query, key, scale=scale, **parts))
     chosen = choose_implementation(impl, query)
-    rows = min(block_size, max(query.shape[2], 1))
+    rows = _rows_of(block_size, query, chosen)
     if chosen == "triton" and not blocks_fit(query, rows, False, key_mask is not None):
         if impl == "triton":
             masked = "" if key_mask is None else " with a key mask"
@@ -260,7 +260,7 @@ def lln_diag_attention(
             parts = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "is_causal": is_causal}
             parts |= {"block_size": block_size, "mix": mix, "scale": scale}
             announce(Announcement("lln_diag", query, key, **parts))
-        rows = min(block_size, max(query.shape[2], 1))
+        rows = _rows_of(block_size, query, impl)
         factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
         heads, mix_grad = query.shape[0] * query.shape[1], asks_gradient(mix)
         extras = key_mask is not None or has_channels(mix)
@@ -311,6 +311,15 @@ def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:
     if tensor.shape[dim] == heads:
         return tensor
     return tensor.repeat_interleave(heads // tensor.shape[dim], dim)
+
+
+def _rows_of(block_size: int, query: Tensor, impl: str) -> int:
+    """Tokens of the largest block that there is.
+
+    Only the kernels ask: an exported program must not depend on which side of the block size the
+    length lies.
+    """
+    return min(block_size, max(query.shape[2], 1)) if impl == "triton" else block_size
 
 
 def _widen(

@@ -6,11 +6,12 @@ Dimension legend: B batch, H heads, T tokens, D head width, E value width, n blo
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from lln.checks import values_are_readable
 from lln.products import multiply
 from lln.scan import whole_parts
 from lln.summary import LOG_ZERO
@@ -57,9 +58,13 @@ def block_diagonal(
     *,
     scale: float | None = None,
     key_mask: Tensor | None = None,
+    first: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
     """Softmax attention within consecutive blocks of a sequence; the last one may be short.
+
+    Blocks are counted from the first token that is not masked, so that a sequence is cut in the
+    same places with padding before it and without.
 
     Args:
         query: ``[B, H, T, D]`` in the accumulation dtype.
@@ -68,8 +73,33 @@ def block_diagonal(
         block_size: Tokens in a block.
         scale: Factor of the scores; None = 1/√D.
         key_mask: bool ``[B, T]``, True = attend.
+        first: int ``[B]``, with a mask: a place where a block begins; None = `first_tokens`.
         is_causal: Whether a token sees only itself and earlier tokens of its block.
     """
+    options = {"scale": scale, "is_causal": is_causal}
+    gap = None
+    if key_mask is not None and query.shape[-2] > 0:
+        gap = -(first_tokens(key_mask) if first is None else first) % block_size
+        if values_are_readable(gap) and not bool(gap.any()):
+            gap = None
+    if gap is None and not torch.compiler.is_compiling():
+        return _cut_from_zero(query, key, value, block_size, key_mask, options)
+    return _cut_behind_gaps(query, key, value, block_size, key_mask, gap, options)
+
+
+def first_tokens(key_mask: Tensor) -> Tensor:
+    """Where the first token of every row ``[B, T]`` is that counts: int64 ``[B]``; 0 if none."""
+    return key_mask.to(torch.uint8).argmax(-1)
+
+
+def _cut_from_zero(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_size: int,
+    key_mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
     tokens = query.shape[-2]
     token_mask = None if key_mask is None else key_mask[:, None, :]
     whole = tokens - tokens % block_size
@@ -81,21 +111,46 @@ def block_diagonal(
         mask = None
         if token_mask is not None:
             mask = token_mask[..., start:end].unflatten(-1, (-1, size))
-        out = attend_blocks(*blocks, scale=scale, token_mask=mask, is_causal=is_causal)
-        return out.flatten(-3, -2)
+        return attend_blocks(*blocks, token_mask=mask, **options).flatten(-3, -2)
 
-    if torch.compiler.is_compiling():
-        # A trace must hold for every length: pad instead of asking whether a short block is left.
-        padding = whole_parts(tokens, block_size) * block_size - tokens
-        query, key, value = (F.pad(side, (0, 0, 0, padding)) for side in (query, key, value))
-        if token_mask is None:
-            token_mask = torch.ones(1, 1, tokens, dtype=torch.bool, device=query.device)
-        token_mask = F.pad(token_mask, (0, padding))
-        return attend(0, tokens + padding, block_size)[..., :tokens, :]
     if whole == tokens:
         return attend(0, tokens, block_size)
     rest = attend(whole, tokens, tokens - whole)
     return rest if whole == 0 else torch.cat([attend(0, whole, block_size), rest], dim=-2)
+
+
+def _cut_behind_gaps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_size: int,
+    key_mask: Tensor | None,
+    gap: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """The same, once every row has a gap ``[B]`` before it; None = none.
+
+    Tokens are fetched into blocks instead of reshaped: a trace then asks nothing of the length, and
+    holds for every one.
+    """
+    batch, _, tokens, _ = query.shape
+    device = query.device
+    count = whole_parts(tokens + block_size - 1, block_size)
+    within = torch.arange(block_size, device=device)
+    place = torch.arange(count, device=device).unsqueeze(-1) * block_size + within
+    goal = torch.arange(tokens, device=device).expand(batch, -1)
+    if gap is not None:
+        place, goal = place - gap[:, None, None], goal + gap[:, None]
+    place = place.expand(batch, -1, -1)
+    there = (place >= 0) & (place < tokens)
+    place = place.clamp(0, tokens - 1)
+    sample = torch.arange(batch, device=device)[:, None, None]
+    sides = [side.transpose(1, 2)[sample, place].movedim(3, 1) for side in (query, key, value)]
+    # What stands in for a query that is not there must not reach a gradient.
+    sides[0] = torch.where(there[:, None, ..., None], sides[0], 0.0)
+    token_mask = there if key_mask is None else there & key_mask[sample, place]
+    out = attend_blocks(*sides, token_mask=token_mask[:, None], **options)
+    return out.movedim(1, 3)[sample[..., 0], goal // block_size, goal % block_size].transpose(1, 2)
 
 
 def asks_gradient(mix: float | Tensor) -> bool:

@@ -165,10 +165,22 @@ def spectral_gap(matrix: Tensor) -> Tensor:
     return 1 - magnitudes[..., 1]
 
 
-def block_keep(tokens: int, block_size: int, device: torch.device | None = None) -> Tensor:
-    """Which pairs lie in one diagonal block (section 4.2): bool ``[T, T]``."""
-    block = torch.arange(tokens, device=device) // block_size
-    return block.unsqueeze(-1) == block
+def block_keep(
+    tokens: int,
+    block_size: int,
+    device: torch.device | None = None,
+    *,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """Which pairs lie in one diagonal block (section 4.2): bool ``[..., T, T]``.
+
+    Blocks are counted from the first token that ``keep`` lets any query see.
+    """
+    place = torch.arange(tokens, device=device)
+    if keep is not None and tokens > 0:
+        place = place - keep.any(-2).int().argmax(-1, keepdim=True)
+    block = place.div(block_size, rounding_mode="floor")
+    return block.unsqueeze(-1) == block.unsqueeze(-2)
 
 
 def causal_keep(tokens: int, device: torch.device | None = None) -> Tensor:
@@ -186,7 +198,7 @@ def block_diagonal_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Softmax attention whose matrix is zero outside the diagonal blocks (section 4.2)."""
-    blocks = block_keep(query.shape[-2], block_size, query.device)
+    blocks = block_keep(query.shape[-2], block_size, query.device, keep=keep)
     seen = blocks if keep is None else keep & blocks
     # Only the caller's mask hides contents: a NaN in another block must stay where it is.
     key, value = _hide(key, keep), _hide(value, keep)

@@ -189,7 +189,7 @@ def select(
     query, key, mix = query.detach().to(home), key.detach().to(home), mix.expand(rows)
 
     def group(at: slice, q: Tensor, k: Tensor, m: Tensor, place: Tensor) -> Group:
-        """Samples ``[b, H, …]`` whose keys stood at these places."""
+        """Samples ``[b, H, …]`` whose keys stand at these places, counted from the first."""
         q, k = q.double().flatten(0, 1), repeat_heads(k.double(), query_heads).flatten(0, 1)
         a, b = alpha[at].flatten(0, 1), beta[at].flatten(0, 1)
         healthy = q.isfinite().all(-1).all(-1) & k.isfinite().all(-1).all(-1)
@@ -221,7 +221,7 @@ def select(
             if query.shape[2] == key.shape[2]:
                 # As in the attention functions, the mask says which queries count, too.
                 q, m = q[:, :, valid], m[:, :, valid]
-            yield group(at, q, k, m, valid)
+            yield group(at, q, k, m, valid - valid[:1])
 
     if cu_seqlens is None:
         return Selection(batch, query_heads, home, samples)

@@ -65,7 +65,12 @@ class LLNCacheLayer(CacheLayerMixin):
         return key_states, value_states
 
     def take(self) -> Past:
-        """The past, for the attention function to read and extend."""
+        """The past, for the attention function to read and extend once."""
+        if not self._waiting:
+            raise LLNError(
+                "this model attends more than once to the same keys of a layer, and LLNCache would "
+                "count them as often; generate with past_key_values=transformers.DynamicCache()."
+            )
         self._waiting = False
         return self.past
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.attention import block_diagonal_attention, lln_attention
+from lln.attention import block_diagonal_attention, lln_attention, repeat_heads
+from lln.diagonal import block_diagonal, first_tokens
 from lln.precision import accumulation_dtype
 from lln.summary import LOG_ZERO, KeySummary
 
@@ -27,9 +28,10 @@ class Past:
     Attributes:
         log_mass: ``[B, H, D]``, of the summary of all keys.
         centroid: ``[B, H, D, E]``.
-        block_key: ``[B, Hk, n, D]`` with n < b, the unfinished diagonal block; None without one.
+        block_key: ``[B, Hk, n, D]`` with n < b, the last keys; None without a diagonal part.
         block_value: ``[B, Hk, n, E]``.
-        block_mask: bool ``[B, n]``, True = attend.
+        block_mask: bool ``[B, n]``, which of them are in the unfinished diagonal block and count.
+        length: int ``[B]``, positions since the first token that was not masked.
     """
 
     log_mass: Tensor | None = None
@@ -37,6 +39,7 @@ class Past:
     block_key: Tensor | None = None
     block_value: Tensor | None = None
     block_mask: Tensor | None = None
+    length: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by name."""
@@ -96,8 +99,7 @@ def short_range(
 ) -> Tensor:
     """Causal block-diagonal attention of new tokens; keeps the unfinished block in the past.
 
-    Blocks are counted from the first position the model was given, padding included, as they are
-    without a cache.
+    Blocks are counted from the first token that was not masked, as they are without a cache.
 
     Args:
         query: ``[B, H, T, D]``.
@@ -107,51 +109,77 @@ def short_range(
         block_size: b.
         key_mask: bool ``[B, T]``.
     """
-    tokens = query.shape[2]
-    if key_mask is None:
-        key_mask = torch.ones(key.shape[0], tokens, dtype=torch.bool, device=key.device)
-    if past.block_key is not None and past.block_value is not None and past.block_mask is not None:
-        key = torch.cat([past.block_key, key], dim=2)
-        value = torch.cat([past.block_value, value], dim=2)
-        key_mask = torch.cat([past.block_mask, key_mask], dim=1)
-    keys = key.shape[2]
-    if tokens == 1:
-        # All that is kept lies in the token's own block.
-        keep = key_mask[:, None, :, None]
-        out = F.scaled_dot_product_attention(
+    tokens, begun = query.shape[2], past.length
+    sides = keep_block(key, value, past, block_size, key_mask)
+    if begun is None:
+        return block_diagonal_attention(
             query,
-            torch.where(keep, key, 0.0),
-            torch.where(keep, value, 0.0),
-            attn_mask=key_mask[:, None, None, :],
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-    else:
-        padded = F.pad(query, (0, 0, keys - tokens, 0))
-        out = block_diagonal_attention(
-            padded,
             key,
             value,
             block_size=block_size,
             key_mask=key_mask,
             is_causal=True,
             enable_gqa=True,
-        )[:, :, keys - tokens :]
-    keep_block(key, value, past, block_size, key_mask)
-    return out
+        )
+    key, value, key_mask = sides
+    if tokens == 1:
+        # All that is kept and counts lies in the token's own block.
+        keep = key_mask[:, None, :, None]
+        return F.scaled_dot_product_attention(
+            query,
+            torch.where(keep, key, 0.0),
+            torch.where(keep, value, 0.0),
+            attn_mask=key_mask[:, None, None, :],
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    earlier = key.shape[2] - tokens
+    # A row that has begun goes on with its block; another begins with its first token.
+    first = torch.where(begun > 0, earlier - begun, first_tokens(key_mask))
+    dtype = accumulation_dtype(query.dtype)
+    out = block_diagonal(
+        F.pad(query, (0, 0, earlier, 0)).to(dtype),
+        repeat_heads(key, query.shape[1]).to(dtype),
+        repeat_heads(value, query.shape[1]).to(dtype),
+        block_size,
+        key_mask=key_mask,
+        first=first,
+        is_causal=True,
+    )
+    return out[:, :, earlier:].to(query.dtype)
 
 
 def keep_block(
     key: Tensor, value: Tensor, past: Past, block_size: int, key_mask: Tensor | None
-) -> None:
-    """Keep of keys that start a block ``[B, Hk, n, D]`` those of the unfinished one."""
-    keys = key.shape[2]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep of the keys so far those of the unfinished block; returns all that may matter now.
+
+    Rows of a batch may have begun at different tokens, so their unfinished blocks differ in length:
+    as many keys are kept as the longest can have, and the mask says which of them belong to it.
+
+    Returns:
+        Keys, values and mask of what was kept and of the new tokens, one behind the other.
+    """
+    batch, _, tokens, _ = key.shape
     if key_mask is None:
-        key_mask = torch.ones(key.shape[0], keys, dtype=torch.bool, device=key.device)
-    finished = keys - keys % block_size
-    # A copy: a view would keep the whole prompt alive.
-    past.block_key = key[:, :, finished:].clone()
-    past.block_value = value[:, :, finished:].clone()
-    past.block_mask = key_mask[:, finished:].clone()
+        key_mask = torch.ones(batch, tokens, dtype=torch.bool, device=key.device)
+    # A row begins with its first token; masked ones before it are no part of it.
+    length = torch.where(key_mask.any(-1), tokens - first_tokens(key_mask), 0)
+    if past.length is not None:
+        length = torch.where(past.length > 0, past.length + tokens, length)
+    past.length = length
+    if past.block_key is not None and past.block_value is not None and past.block_mask is not None:
+        key = torch.cat([past.block_key, key], dim=2)
+        value = torch.cat([past.block_value, value], dim=2)
+        key_mask = torch.cat([past.block_mask, key_mask], dim=1)
+    kept = min(key.shape[2], block_size - 1)
+    # How far from the end each of them is, the last one 1.
+    back = torch.arange(kept, 0, -1, device=key.device)
+    # Copies: views would keep the whole prompt alive.
+    past.block_key = key[:, :, key.shape[2] - kept :].clone()
+    past.block_value = value[:, :, key.shape[2] - kept :].clone()
+    unfinished = back <= (length % block_size).unsqueeze(-1)
+    past.block_mask = key_mask[:, key.shape[2] - kept :] & unfinished
+    return key, value, key_mask
 
 
 def _within(

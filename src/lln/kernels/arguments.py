@@ -70,6 +70,15 @@ class Call(NamedTuple):
         """SH: the key heads, unless β tells the query heads of a group apart."""
         return summary_heads(self.query, self.key, self.beta)
 
+    @property
+    def is_shifted(self) -> bool:
+        """Whether the first block may begin before the first token: where a mask ends, one does."""
+        return self.mask is not None and self.block_size > 0
+
+    def reach(self, tokens: int) -> int:
+        """How many places the blocks of so many tokens cover at most."""
+        return tokens + self.block_size - 1 if self.is_shifted else tokens
+
     def options(self) -> Hashable:
         """The part of a call that its tensors do not show and its kernels depend on."""
         return self.query.device, self.block_size, self.scale, self.dropout_p, self.longest

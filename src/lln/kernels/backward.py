@@ -22,7 +22,7 @@ from lln.kernels.backward_ranges import (
     store_beta_grad,
 )
 from lln.kernels.mixing import mix_rows
-from lln.kernels.steps import load_rows, load_scale, locate
+from lln.kernels.steps import gap_before, load_rows, load_scale, locate
 
 
 @triton.jit
@@ -98,10 +98,11 @@ def short_bwd_kernel(
     drop_first = (batch * (SH // KG) + key_head) * S
     MIX_STEP: tl.constexpr = E if MIX_GRAD == 2 else 1
     if MIX > 0:
+        gap = gap_before(p_mask, S, block_size, HAS_MASK)
         b_dbeta, b_residue, b_centre, b_dmix = joint_grad_range(
             p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mix,
             p_dmix + mix_rows(index, first_query, begin, T, R, PACKED) * MIX_STEP,
-            p_mask, p_alpha, 0, keys, alpha, beta_here, b_log_mass, b_c, b_dc_low, b_shift,
+            p_mask, p_alpha, -gap, keys, alpha, beta_here, b_log_mass, b_c, b_dc_low, b_shift,
             tl.zeros([BE], tl.float32), index * R, mix, scale, block_size,
             stride_qh, stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
             stride_gh, stride_gt, stride_gd, stride_dqh, stride_dqt, stride_dqd,
@@ -212,13 +213,13 @@ def key_bwd_kernel(
     b_shift = tl.load(p_shift + index * D + slots, mask=slots < D, other=0.0)
     beta_here = load_scale(p_beta, beta, index, HAS_BETA)
     begin, keys = locate(p_bounds, batch, S, PACKED)
-    start = split * program_tokens
+    p_mask += batch * S
+    start = split * program_tokens - gap_before(p_mask, S, block_size, HAS_MASK and MIX > 0)
     end = tl.minimum(start + program_tokens, keys)
     p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
     p_v += batch * stride_vb + begin * stride_vt + key_head * stride_vh
     p_dk += batch * stride_dkb + begin * stride_dkt + head * stride_dkh
     p_dv += batch * stride_dvb + begin * stride_dvt + head * stride_dvh
-    p_mask += batch * S
     drop_first = (batch * (SH // KG) + key_head) * S
     MIX_STEP: tl.constexpr = E if MIX_GRAD == 2 else 1
     if MIX > 0:

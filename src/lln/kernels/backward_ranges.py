@@ -27,6 +27,7 @@ from lln.kernels.steps import (
     load_rows,
     load_scale,
     quiet_rows,
+    rows_inside,
     slot_softmax,
     store_rows,
     token_ok,
@@ -182,7 +183,7 @@ def joint_grad_range(
     b_dbeta, b_residue, b_centre = 0.0, 0.0, 0.0
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
-        inside = first + tl.arange(0, BT) < last
+        inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
         offset = tl.cast(first, tl.int64)
         b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
@@ -224,7 +225,7 @@ def joint_grad_range(
                 b_mean = tl.sum(b_e * b_da, 1) / b_norm
                 b_dq = (b_e * (b_row * alpha_here / b_norm)[:, None]) * (b_da - b_mean[:, None])
             b_p, b_sum = block_softmax(
-                b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
+                b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
             )
             b_dp = tl.dot(b_short, tl.trans(b_v), input_precision=PRECISION)
             b_level = tl.sum(b_p * b_dp, 1) / b_sum

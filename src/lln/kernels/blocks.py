@@ -24,9 +24,11 @@ from lln.kernels.recipes import Recipe, Step, follow, look_of, places
 from lln.kernels.shapes import output_like
 from lln.kernels.steps import (
     block_softmax,
+    gap_before,
     hide_rows,
     load_rows,
     quiet_rows,
+    rows_inside,
     store_rows,
     token_ok,
 )
@@ -52,11 +54,11 @@ def blocks_fwd_kernel(
     p_v += batch * stride_vb + key_head * stride_vh
     p_o += batch * stride_ob + head * stride_oh
     p_mask += batch * T
-    start = split * program_tokens
+    start = split * program_tokens - gap_before(p_mask, T, block_size, HAS_MASK)
     end = tl.minimum(start + program_tokens, T)
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
-        inside = first + tl.arange(0, BT) < last
+        inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
         offset = tl.cast(first, tl.int64)
         b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
@@ -65,7 +67,7 @@ def blocks_fwd_kernel(
         if HAS_MASK:
             b_q, b_k, b_v = quiet_rows(b_q, ok), hide_rows(b_k, ok), hide_rows(b_v, ok)
         b_p, b_sum = block_softmax(
-            b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
+            b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
         )
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
         b_o = b_o * (1.0 / b_sum)[:, None]
@@ -97,11 +99,11 @@ def blocks_bwd_kernel(
     p_dk += batch * stride_dkb + key_head * stride_dkh
     p_dv += batch * stride_dvb + key_head * stride_dvh
     p_mask += batch * T
-    start = split * program_tokens
+    start = split * program_tokens - gap_before(p_mask, T, block_size, HAS_MASK)
     end = tl.minimum(start + program_tokens, T)
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
-        inside = first + tl.arange(0, BT) < last
+        inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
         offset = tl.cast(first, tl.int64)
         b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
@@ -119,7 +121,7 @@ def blocks_bwd_kernel(
             if HAS_MASK:
                 b_q = quiet_rows(b_q, ok)
             b_p, b_sum = block_softmax(
-                b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
+                b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
             )
             b_p = b_p * (1.0 / b_sum)[:, None]
             b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
@@ -204,8 +206,10 @@ def _launch(
     def write(chosen: Plan) -> Recipe:
         tile: Tile = getattr(chosen, walker)
         rows = chosen.block_rows
-        stretch = tile.stretch(tokens, rows, batch * heads, chosen.cores)
-        splits = cdiv(tokens, stretch)
+        # With a mask the first block may begin before the first token.
+        reach = tokens if mask is None else tokens + call.block_size - 1
+        stretch = tile.stretch(reach, rows, batch * heads, chosen.cores)
+        splits = cdiv(reach, stretch)
         constants = {
             "R": query.shape[1] // key.shape[1],
             "D": query.shape[3],

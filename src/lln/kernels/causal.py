@@ -131,7 +131,7 @@ def _plan_of(call: Call) -> Plan:
 def _segments(call: Call, plan: Plan) -> tuple[int, int]:
     """How many stretches a sequence is cut into, and the tokens of one: whole tiles of a walk."""
     programs = call.samples * call.query.shape[1]
-    longest = call.longest or call.query.shape[2]
+    longest = call.reach(call.longest or call.query.shape[2])
     rows = _largest_tile(plan)
     if call.block_size:
         # Tiles that hold whole blocks of an odd size fit no other walk; masks see to the rest.
@@ -170,6 +170,7 @@ def _constants(call: Call, plan: Plan) -> dict[str, object]:
         "ONE_BLOCK": plan.walk.tokens == call.block_size,
         "MIX": mix_kind(call.mix, call.block_size),
         "PACKED": call.bounds is not None,
+        "SHIFTED": call.is_shifted,
     }
 
 
@@ -282,7 +283,7 @@ def _write_backward(
         room |= {f"{name}{suffix}": room[name] for name in _STATE for suffix in ("_own", later)}
         arguments = [
             *places("query gradient mix mask alpha bounds peak_own mass_own total_own z delta"),
-            *places("alpha_number mix_number"), stretch, tokens, heads,
+            *places("alpha_number mix_number"), max(call.block_size, 1), stretch, tokens, heads,
             *strides_of(call, query, gradient, mixed),
         ]  # fmt: skip
         gather = plan.summarise

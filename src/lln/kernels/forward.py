@@ -17,11 +17,13 @@ import triton.language as tl
 from lln.kernels.steps import (
     block_softmax,
     drop_factor,
+    gap_before,
     hide_rows,
     load_rows,
     load_scale,
     locate,
     quiet_rows,
+    rows_inside,
     slot_softmax,
     store_rows,
     token_ok,
@@ -78,7 +80,7 @@ def read_range(
     """Queries ``start … end − 1`` of one head read a summary; writes their outputs."""
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
-        inside = first + tl.arange(0, BT) < last
+        inside = rows_inside(first, last, BT, HAS_MASK)
         offset = tl.cast(first, tl.int64)
         b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
         if QUIET:
@@ -95,7 +97,7 @@ def read_range(
                 b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)
                 b_v = (b_v.to(tl.float32) * b_factor[:, None]).to(b_v.dtype)
             b_p, b_sum = block_softmax(
-                b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
+                b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
             )
             b_d = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
             if MIX == 2:
@@ -207,12 +209,13 @@ def short_fwd_kernel(
         slots = tl.arange(0, BD)
         tl.store(p_log_mass + index * D + slots, b_log_mass, mask=slots < D)
         store_rows(p_centroid + index * D * E, b_c, E, 1, slots < D, BD, E, BE, D == BD)
+    gap = gap_before(p_mask, S, block_size, HAS_MASK and HAS_DIAG)
     for r in range(R):
         query_head = head * R + r
         alpha_here = load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA)
         read_range(
             p_q + query_head * stride_qh, p_k, p_v, p_o + query_head * stride_oh,
-            p_mix + query_head * stride_mh, p_mask, 0, queries, alpha_here, b_log_mass, b_c,
+            p_mix + query_head * stride_mh, p_mask, -gap, queries, alpha_here, b_log_mass, b_c,
             mix, scale, block_size,
             stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
             stride_ot, stride_od, stride_mt, stride_me, seed, drop_first, dropout_p, tile_tokens,
@@ -294,14 +297,16 @@ def read_kernel(
     p_c = p_centroid + summary * D * E
     b_c = load_rows(p_c, E, 1, slots < D, BD, E, BE, D == BD)
     begin, queries = locate(p_bounds, batch, T, PACKED)
+    p_mask += batch * S
     start = tl.program_id(0) * program_tokens
+    start -= gap_before(p_mask, S, block_size, HAS_MASK and HAS_DIAG)
     read_range(
         p_q + batch * stride_qb + begin * stride_qt + head * stride_qh,
         p_k + batch * stride_kb + begin * stride_kt + key_head * stride_kh,
         p_v + batch * stride_vb + begin * stride_vt + key_head * stride_vh,
         p_o + batch * stride_ob + begin * stride_ot + head * stride_oh,
         p_mix + batch * stride_mb + begin * stride_mt + head * stride_mh,
-        p_mask + batch * S, start, tl.minimum(start + program_tokens, queries),
+        p_mask, start, tl.minimum(start + program_tokens, queries),
         load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log_mass, b_c, mix, scale, block_size,
         stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
         stride_ot, stride_od, stride_mt, stride_me,

@@ -125,6 +125,7 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, save: bool, plan: Plan) 
     tile = plan.summarise
     stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, plan.cores)
     splits = cdiv(longest_keys, stretch)
+    constants["SHIFTED"] = False
     steps, room = summarise_steps(call, plan, constants, slots, splits, stretch)
     if not save:
         kept = (batch, slots, width)
@@ -133,6 +134,7 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, save: bool, plan: Plan) 
     merge = [*places("peak mass total log_mass centroid"), splits]
     grid = (plan.width // rows, batch * slots)
     steps.append(Step(summaries.merge_kernel, grid, merge, constants | {"ROWS": rows}, 4))
+    longest = call.reach(longest)
     stretch = reader.stretch(longest, tile_tokens, batch * heads, plan.cores)
     arguments = [
         *places("query key value out mix mask alpha log_mass centroid bounds"),
@@ -160,7 +162,7 @@ def summarise_steps(
     }
     arguments = [
         *places("key value mask beta peak mass total bounds beta_number seed"), call.dropout_p,
-        value.shape[2], slots, stretch, *strides_of(call, key, value),
+        value.shape[2], slots, stretch, max(call.block_size, 1), *strides_of(call, key, value),
     ]  # fmt: skip
     own = constants | {"BT": tile.tokens, "STAGES": tile.stages}
     return [Step(summaries.summarise_kernel, (splits, programs), arguments, own, tile.warps)], room
@@ -254,6 +256,7 @@ def _cut(call: Call, plan: Plan, mode: int) -> _Cut:
     is_joint = call.block_size > 0 and not split
     walker = plan.joint_grad if is_joint else plan.key_grad
     rows = plan.block_rows if is_joint else walker.tokens
+    keys = call.reach(keys) if is_joint else keys
     stretch = plan.query_grad.stretch(tokens, plan.query_grad.tokens, batch * heads, plan.cores)
     key_stretch = walker.stretch(keys, rows, batch * slots, plan.cores)
     if plan.short and not split:
@@ -359,7 +362,7 @@ def _write_backward(
     sizes = constants | own | alone
     steps.append(Step(bwd.key_bwd_kernel, grid, arguments, sizes, walker.warps))
     if split:
-        tile, longest = plan.joint_grad, call.longest or keys
+        tile, longest = plan.joint_grad, call.reach(call.longest or keys)
         stretch = tile.stretch(longest, plan.block_rows, batch * slots, plan.cores)
         arguments = [*tensors, *numbers, stretch, tokens, keys, slots, *strides]
         sizes = constants | {"BT": tile.tokens, "STAGES": tile.stages}

@@ -26,6 +26,8 @@ import triton.language as tl
 NEVER = tl.constexpr(-1e30)
 # A wider identity would take more of the chip than it saves.
 WIDEST_IDENTITY = tl.constexpr(128)
+# Tokens of a mask that are looked at together.
+LOOK = tl.constexpr(256)
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -110,12 +112,37 @@ def locate(p_bounds, batch, tokens, PACKED: tl.constexpr):
 
 
 @triton.jit
+def gap_before(p_mask, tokens, block_size, SHIFTED: tl.constexpr):
+    """How far before token 0 the first block begins, if one begins where the mask ends.
+
+    A walk over the blocks of a masked row starts there, at a negative place.
+    """
+    if not SHIFTED:
+        return 0
+    first, place = tl.cast(tokens, tl.int32), tl.cast(0, tl.int32)
+    while place < first:
+        places = place + tl.arange(0, LOOK)
+        seen = tl.load(p_mask + places, mask=places < tokens, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(seen, places, tokens)))
+        place += LOOK
+    return (block_size - first % block_size) % block_size
+
+
+@triton.jit
+def rows_inside(first, end, BT: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Which rows of a tile are tokens; only with a mask may a tile begin before token 0."""
+    tokens = first + tl.arange(0, BT)
+    if HAS_MASK:
+        return (tokens >= 0) & (tokens < end)
+    return tokens < end
+
+
+@triton.jit
 def token_ok(p_mask, first, end, BT: tl.constexpr, HAS_MASK: tl.constexpr):
     """Which tokens of a tile exist and are not masked."""
-    tokens = first + tl.arange(0, BT)
-    ok = tokens < end
+    ok = rows_inside(first, end, BT, HAS_MASK)
     if HAS_MASK:
-        ok = ok & (tl.load(p_mask + tokens, mask=ok, other=0) != 0)
+        ok = ok & (tl.load(p_mask + first + tl.arange(0, BT), mask=ok, other=0) != 0)
     return ok
 
 
@@ -183,7 +210,6 @@ def block_softmax(
     b_q,
     b_k,
     scale,
-    first,
     ok,
     block_size,
     BT: tl.constexpr,
@@ -192,16 +218,19 @@ def block_softmax(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows of the block-diagonal matrix: unnormalised ``[BT, BT]`` and normalisers ``[BT]``."""
-    tokens = first + tl.arange(0, BT)
+    """Rows of the block-diagonal matrix: unnormalised ``[BT, BT]`` and normalisers ``[BT]``.
+
+    A tile begins with a block.
+    """
+    rows = tl.arange(0, BT)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
     if not ONE_BLOCK:
-        same = (tokens // block_size)[:, None] == (tokens // block_size)[None, :]
+        same = (rows // block_size)[:, None] == (rows // block_size)[None, :]
         b_s = tl.where(same, b_s, NEVER)
     if not EVEN:
         b_s = tl.where(ok[None, :], b_s, NEVER)
     if CAUSAL:
-        b_s = tl.where(tokens[:, None] >= tokens[None, :], b_s, NEVER)
+        b_s = tl.where(rows[:, None] >= rows[None, :], b_s, NEVER)
     b_p = exponential(b_s - tl.max(b_s, 1)[:, None])
     if not EVEN:
         # In a row that sees no key every entry is 2^0; such a row must count for nothing.

@@ -13,10 +13,12 @@ from lln.kernels.steps import (
     add_tile,
     drop_factor,
     exponential,
+    gap_before,
     hide_rows,
     load_rows,
     load_scale,
     locate,
+    rows_inside,
     token_ok,
     widen_turned,
 )
@@ -53,7 +55,7 @@ def summarise_range(
     b_mass = tl.zeros([BD], tl.float32)
     b_sum = tl.zeros([BD, BE], tl.float32)
     for first in tl.range(start, end, BT, num_stages=STAGES):
-        inside = first + tl.arange(0, BT) < end
+        inside = rows_inside(first, end, BT, HAS_MASK)
         ok = token_ok(p_mask, first, end, BT, HAS_MASK)
         offset = tl.cast(first, tl.int64)
         b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
@@ -86,6 +88,7 @@ def summarise_kernel(
     S,
     SH,
     split_tokens,
+    block_size,
     stride_kb,
     stride_kh,
     stride_kt,
@@ -105,20 +108,25 @@ def summarise_kernel(
     HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
+    SHIFTED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One split of one (sample, summary head) → a partial summary in float32."""
+    """One split of one (sample, summary head) → a partial summary in float32.
+
+    SHIFTED: splits begin where the blocks of a causal walk do.
+    """
     split, splits = tl.program_id(0), tl.num_programs(0)
     index = tl.program_id(1).to(tl.int64)
     batch, head = index // SH, index % SH
     key_head = head // KG
     begin, keys = locate(p_bounds, batch, S, PACKED)
-    start = split * split_tokens
+    p_mask += batch * S
+    start = split * split_tokens - gap_before(p_mask, S, block_size, SHIFTED)
     b_peak, b_mass, b_sum = summarise_range(
         p_k + batch * stride_kb + begin * stride_kt + key_head * stride_kh,
         p_v + batch * stride_vb + begin * stride_vt + key_head * stride_vh,
-        p_mask + batch * S, start, tl.minimum(start + split_tokens, keys),
+        p_mask, start, tl.minimum(start + split_tokens, keys),
         load_scale(p_beta, beta, index, HAS_BETA), stride_kt, stride_kd, stride_vt, stride_vd,
         seed, (batch * (SH // KG) + key_head) * S, dropout_p,
         D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,

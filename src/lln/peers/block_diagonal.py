@@ -69,7 +69,11 @@ def block_matrix(
     """The dense form ``[B, H, N, N]``; rows that see no key are zero."""
     wide = accumulation_dtype(query.dtype)
     scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
-    block = torch.arange(query.shape[-2], device=query.device) // block_size
-    allowed = block[:, None] == block
+    place = torch.arange(query.shape[-2], device=query.device)
+    if key_mask is not None and place.numel():
+        # Counted from the first token that is not padding.
+        place = place - key_mask[:, None].int().argmax(-1, keepdim=True)
+    block = place.div(block_size, rounding_mode="floor")
+    allowed = block.unsqueeze(-1) == block.unsqueeze(-2)
     seen = visible(query, key_mask, is_causal)
     return masked_softmax(scores, allowed if seen is None else allowed & seen)

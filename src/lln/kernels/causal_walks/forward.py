@@ -21,10 +21,12 @@ from lln.kernels.causal_walks.tiles import (
 from lln.kernels.mixing import row_weights
 from lln.kernels.steps import (
     block_softmax,
+    gap_before,
     key_exponents,
     load_rows,
     load_scale,
     locate,
+    rows_inside,
     store_rows,
     token_ok,
 )
@@ -40,8 +42,9 @@ def causal_fwd_kernel(
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr,
     QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-    EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
+    SHIFTED: tl.constexpr, EXACT: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head): its outputs, and whether any row was lost."""
     segment, segments = tl.program_id(0), tl.num_programs(0)
@@ -53,23 +56,22 @@ def causal_fwd_kernel(
     batch, head = index // H, index % H
     key_head = head // KG
     begin, tokens = locate(p_bounds, batch, T, PACKED)
-    start = segment * program_tokens
+    p_mask += batch * T
+    start = segment * program_tokens - gap_before(p_mask, T, block_size, SHIFTED)
     end = tl.minimum(start + program_tokens, tokens)
     p_q += batch * stride_qb + begin * stride_qt + head * stride_qh
     p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
     p_v += batch * stride_vb + begin * stride_vt + key_head * stride_vh
     p_o += batch * stride_ob + begin * stride_ot + head * stride_oh
     p_mix += batch * stride_mb + begin * stride_mt + head * stride_mh
-    p_mask += batch * T
     drop_first = (batch * (H // KG) + key_head) * T
     alpha_here = load_scale(p_alpha, alpha, index, HAS_ALPHA)
     beta_here = load_scale(p_beta, beta, index, HAS_BETA)
     b_peak, b_mass, b_sum = load_state(p_peak, p_mass, p_sum, part, BD, BE, HAS_STATE)
-    rows = tl.arange(0, BT)
     lost = 0
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
-        inside = first + rows < last
+        inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
         offset = tl.cast(first, tl.int64)
         p_q_tile, p_k_tile = p_q + offset * stride_qt, p_k + offset * stride_kt
@@ -97,7 +99,7 @@ def causal_fwd_kernel(
         )
         if MIX > 0:
             b_p, b_total = block_softmax(
-                b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
+                b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
             )
             b_d = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
             if MIX == 3:

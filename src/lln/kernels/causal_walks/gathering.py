@@ -16,10 +16,12 @@ from lln.kernels.mixing import mix_rows, row_weights
 from lln.kernels.steps import (
     NEVER,
     exponential,
+    gap_before,
     load_rows,
     load_scale,
     locate,
     quiet_rows,
+    rows_inside,
     token_ok,
 )
 
@@ -64,20 +66,21 @@ def load_gradient(
 @triton.jit
 def causal_gather_kernel(
     p_q, p_do, p_mix, p_mask, p_alpha, p_bounds, p_peak, p_level, p_sum, p_z, p_delta,
-    alpha, mix, program_tokens, T, H,
+    alpha, mix, block_size, program_tokens, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_mb, stride_mh, stride_mt, stride_me,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     HAS_ALPHA: tl.constexpr, QUIET: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
-    PACKED: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    PACKED: tl.constexpr, SHIFTED: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gathered state of one stretch by itself."""
     segment, segments = tl.program_id(0), tl.num_programs(0)
     index = tl.program_id(1).to(tl.int64)
     batch, head = index // H, index % H
     begin, tokens = locate(p_bounds, batch, T, PACKED)
-    start = segment * program_tokens
+    p_mask += batch * T
+    start = segment * program_tokens - gap_before(p_mask, T, block_size, SHIFTED)
     end = tl.minimum(start + program_tokens, tokens)
     p_q += batch * stride_qb + begin * stride_qt + head * stride_qh
     p_do += batch * stride_gb + begin * stride_gt + head * stride_gh
@@ -88,11 +91,11 @@ def causal_gather_kernel(
     b_level = tl.zeros([BD], tl.float32)
     b_sum = tl.zeros([BD, BE], tl.float32)
     for first in tl.range(start, end, BT, num_stages=STAGES):
-        inside = first + tl.arange(0, BT) < end
+        inside = rows_inside(first, end, BT, SHIFTED)
         offset = tl.cast(first, tl.int64)
         b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
         if QUIET:
-            b_q = quiet_rows(b_q, token_ok(p_mask + batch * T, first, end, BT, True))
+            b_q = quiet_rows(b_q, token_ok(p_mask, first, end, BT, True))
         b_do, _, b_z, b_delta, b_row = load_gradient(
             p_do, p_mix, p_z + place, p_delta + place, mix, offset, inside, stride_gt, stride_gd,
             stride_mt, stride_me, E, BE, BT, MIX, EVEN,

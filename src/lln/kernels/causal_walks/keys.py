@@ -23,10 +23,12 @@ from lln.kernels.steps import (
     NEVER,
     block_softmax,
     exponential,
+    gap_before,
     hide_rows,
     key_exponents,
     load_scale,
     locate,
+    rows_inside,
     store_rows,
     token_ok,
     widen,
@@ -46,8 +48,8 @@ def causal_key_kernel(
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr,
     BETA_GRAD: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr,
     EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    EXACT: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    SHIFTED: tl.constexpr, EXACT: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head), backward over its tiles: dk, dv, part of dβ."""
     segment, segments = tl.program_id(0), tl.num_programs(0)
@@ -59,7 +61,8 @@ def causal_key_kernel(
     batch, head = index // H, index % H
     key_head = head // KG
     begin, tokens = locate(p_bounds, batch, T, PACKED)
-    start = segment * program_tokens
+    p_mask += batch * T
+    start = segment * program_tokens - gap_before(p_mask, T, block_size, SHIFTED)
     end = tl.minimum(start + program_tokens, tokens)
     p_q += batch * stride_qb + begin * stride_qt + head * stride_qh
     p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
@@ -68,7 +71,6 @@ def causal_key_kernel(
     p_dk += batch * stride_dkb + begin * stride_dkt + head * stride_dkh
     p_dv += batch * stride_dvb + begin * stride_dvt + head * stride_dvh
     p_mix += batch * stride_mb + begin * stride_mt + head * stride_mh
-    p_mask += batch * T
     place = mix_rows(index, head, begin, T, 1, PACKED)
     drop_first = (batch * (H // KG) + key_head) * T
     alpha_here = load_scale(p_alpha, alpha, index, HAS_ALPHA)
@@ -80,7 +82,7 @@ def causal_key_kernel(
     for step in tl.range(0, tiles, num_stages=STAGES):
         first = start + (tiles - 1 - step) * tile_tokens
         last = tl.minimum(first + tile_tokens, end)
-        inside = first + rows < last
+        inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
         seen = rows[:, None] >= rows[None, :]
         if not EVEN:
@@ -135,7 +137,7 @@ def causal_key_kernel(
         )
         if MIX > 0:
             b_p, b_total = block_softmax(
-                b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
+                b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
             )
             b_rest = 1.0 - b_row
             if MIX == 3:

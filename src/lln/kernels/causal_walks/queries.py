@@ -23,10 +23,12 @@ from lln.kernels.causal_walks.tiles import (
 from lln.kernels.mixing import mix_rows, row_weights
 from lln.kernels.steps import (
     block_softmax,
+    gap_before,
     key_exponents,
     load_rows,
     load_scale,
     locate,
+    rows_inside,
     store_rows,
     token_ok,
     widen,
@@ -48,8 +50,8 @@ def causal_query_kernel(
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr,
     ALPHA_GRAD: tl.constexpr, MIX_GRAD: tl.constexpr, QUIET: tl.constexpr,
     ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, EXP: tl.constexpr,
-    LOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr, EXACT: tl.constexpr,
+    EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head), forward: dq, Z, δ, and parts of dα and dmix."""
     segment, segments = tl.program_id(0), tl.num_programs(0)
@@ -61,7 +63,8 @@ def causal_query_kernel(
     batch, head = index // H, index % H
     key_head = head // KG
     begin, tokens = locate(p_bounds, batch, T, PACKED)
-    start = segment * program_tokens
+    p_mask += batch * T
+    start = segment * program_tokens - gap_before(p_mask, T, block_size, SHIFTED)
     end = tl.minimum(start + program_tokens, tokens)
     p_q += batch * stride_qb + begin * stride_qt + head * stride_qh
     p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
@@ -69,7 +72,6 @@ def causal_query_kernel(
     p_do += batch * stride_gb + begin * stride_gt + head * stride_gh
     p_dq += batch * stride_dqb + begin * stride_dqt + head * stride_dqh
     p_mix += batch * stride_mb + begin * stride_mt + head * stride_mh
-    p_mask += batch * T
     place = mix_rows(index, head, begin, T, 1, PACKED)
     drop_first = (batch * (H // KG) + key_head) * T
     alpha_here = load_scale(p_alpha, alpha, index, HAS_ALPHA)
@@ -80,7 +82,7 @@ def causal_query_kernel(
     b_dmix = tl.zeros([BE], tl.float32)
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
-        inside = first + rows < last
+        inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
         offset = tl.cast(first, tl.int64)
         p_q_tile, p_k_tile = p_q + offset * stride_qt, p_k + offset * stride_kt
@@ -139,7 +141,7 @@ def causal_query_kernel(
         b_dq = b_dx * alpha_here
         if MIX > 0:
             b_p, b_total = block_softmax(
-                b_q, b_k, scale, first, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
+                b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
             )
             if MIX == 3:
                 b_dp = tl.dot(b_short, tl.trans(b_v), input_precision=PRECISION)
