@@ -55,7 +55,9 @@ def demo(
         float | None,
         typer.Option(help="Rough time for the whole demo. Default: about two minutes."),
     ] = None,
-    quick: Annotated[bool, typer.Option(help="A short look, under half a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A short look, under half a minute.")
+    ] = False,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page when done.")] = False,
 ) -> None:
     """Show what LLN attention is: one self-contained HTML page with measured plots.
@@ -136,7 +138,7 @@ def figure(
         Path | None, typer.Option(help="Folder for the numbers (JSON). Default: beside it.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    quick: Annotated[bool, typer.Option(help="A coarse version, in seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A coarse version, in seconds.")] = False,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -178,7 +180,9 @@ def fit(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seeds: Annotated[int, typer.Option(help="Independent draws at every point of the grid.")] = 3,
-    quick: Annotated[bool, typer.Option(help="A coarse grid, about a minute on a laptop.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A coarse grid, about a minute on a laptop.")
+    ] = False,
     work: Annotated[
         Path, typer.Option(help="Measurements so far; an interrupted fit goes on from here.")
     ] = Path("lln-fit.jsonl"),

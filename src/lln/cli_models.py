@@ -34,12 +34,13 @@ Mix = Annotated[
     ),
 ]
 BlockSize = Annotated[
-    int | None, typer.Option(help="Tokens in a diagonal block. Default: the head width.")
+    int | None,
+    typer.Option(metavar="N", help="Tokens in a diagonal block. Default: the head width."),
 ]
 SlidingWindow = Annotated[
     str, typer.Option(help="Layers with a sliding window: refuse, or softmax to leave them.")
 ]
-Overwrite = Annotated[bool, typer.Option(help="Replace NEW_FOLDER.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace NEW_FOLDER.")]
 
 
 def convert(
@@ -58,8 +59,12 @@ def convert(
             ".txt[.xz]."
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Lines of that text to use.", min=1)] = 32,
-    tokens: Annotated[int, typer.Option(help="Longest sample, in tokens.", min=2)] = 512,
+    samples: Annotated[
+        int, typer.Option(metavar="N", help="Lines of that text to use.", min=1)
+    ] = 32,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", help="Longest sample, in tokens.", min=2)
+    ] = 512,
     statistics: Annotated[
         str | None,
         typer.Option(help=f"{_STATISTICS} Default: fixed with --calibrate, else sample."),
@@ -124,16 +129,23 @@ def recover(
     block_size: BlockSize = None,
     sliding_window: SlidingWindow = "refuse",
     tokens: Annotated[
-        int, typer.Option(help="Length of a sample: train at the length you need.", min=2)
+        int,
+        typer.Option(metavar="N", help="Length of a sample: train at the length you need.", min=2),
     ] = 128,
-    batch_size: Annotated[int, typer.Option(help="Samples in a step, a device.", min=1)] = 16,
-    layer_steps: Annotated[int, typer.Option(help="Steps on single layers.", min=0)] = 500,
-    end_steps: Annotated[int, typer.Option(help="Steps on the model's output.", min=0)] = 500,
+    batch_size: Annotated[
+        int, typer.Option(metavar="N", help="Samples in a step, a device.", min=1)
+    ] = 16,
+    layer_steps: Annotated[
+        int, typer.Option(metavar="N", help="Steps on single layers.", min=0)
+    ] = 500,
+    end_steps: Annotated[
+        int, typer.Option(metavar="N", help="Steps on the model's output.", min=0)
+    ] = 500,
     layer_learning_rate: Annotated[
-        float, typer.Option(help="Learning rate of the steps on single layers.")
+        float, typer.Option(metavar="X", help="Learning rate of the steps on single layers.")
     ] = 1e-3,
     end_learning_rate: Annotated[
-        float, typer.Option(help="Learning rate of the steps on the output.")
+        float, typer.Option(metavar="X", help="Learning rate of the steps on the output.")
     ] = 1e-4,
     end_loss: Annotated[
         str,
@@ -142,8 +154,10 @@ def recover(
             "embedding (its mean too), or auto: logits where there are any."
         ),
     ] = "auto",
-    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Of the order of the data.")] = 0,
+    save_steps: Annotated[
+        int, typer.Option(metavar="N", help="Steps between checkpoints.", min=1)
+    ] = 100,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the order of the data.")] = 0,
     work: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints. Default: NEW_FOLDER.work.")
     ] = None,
