@@ -33,9 +33,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from lln import peers
 from lln.bench.environment import describe
 from lln.integrations.convert import convert
-from lln.integrations.folders import load_model, load_tokenizer, read_lines
+from lln.integrations.folders import load_model, load_tokenizer
 from lln.integrations.masks import slicing_mask
 from lln.integrations.recover import recover, softmax_teacher
+from lln.texts import read_lines
 
 # Name of a row → how `convert` is called; None = not ours.
 ROWS = {
@@ -160,7 +161,7 @@ def main():
     tokenizer = load_tokenizer(options.model)
     tokenizer.model_max_length = 10**9
     text = {
-        part: read_lines(next(Path(options.data).glob(f"{part}.txt*")))
+        part: read_lines(next(Path(options.data).glob(f"{part}.txt*")), "--data")
         for part in ("train", "valid")
     }
     original = load_model(options.model)

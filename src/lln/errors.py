@@ -19,3 +19,11 @@ class BackendUnavailableError(LLNError, RuntimeError):
 
 class UnsupportedModelError(InvalidInputError):
     """A model keeps its attention to itself, or asks of it what linear attention cannot do."""
+
+
+class WriteError(LLNError, OSError):
+    """The disk is full or cannot be written; the message says what is left there."""
+
+
+class CalibrationWarning(UserWarning):
+    """α and β were found on few tokens, or lie far from where they usually do."""

@@ -1,21 +1,221 @@
-"""Files that are never half written."""
+"""Files and folders that are never half written, and places that are looked at before the work."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+from lln.errors import InvalidInputError, LLNError, WriteError
+
+_KINDS = (
+    (stat.S_ISDIR, "folder"),
+    (stat.S_ISFIFO, "pipe"),
+    (stat.S_ISSOCK, "socket"),
+    (stat.S_ISCHR, "device"),
+    (stat.S_ISBLK, "device"),
+)
+
+# How safetensors, written in Rust, and torch, written in C++, tell of the disk.
+_NUMBERED = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
+_TORCH = re.compile(r"PytorchStreamWriter failed|iostream error|inline_container\.cc")
+
+
+def check_file(path: Path, name: str) -> None:
+    """Refuse a place where a file could not be written, before there is anything to write.
+
+    Args:
+        path: Of the file to be.
+        name: What it was given as, such as ``--out``.
+
+    Raises:
+        InvalidInputError: One sentence.
+    """
+    kind = _kind(path)
+    if kind:
+        raise InvalidInputError(
+            f"{name} must name a file, got the {kind} {str(path)!r}; name a new file."
+        )
+    _probe(path, path.parent, name)
+
+
+def check_folder(path: Path, name: str) -> None:
+    """Likewise for a folder, which may be there already."""
+    if path.exists() and not path.is_dir():
+        raise InvalidInputError(
+            f"{name} must name a folder, got the {_kind(path) or 'file'} {str(path)!r}; name a new "
+            "folder."
+        )
+    _probe(path, path, name)
+
+
+def check_free(target: Path, overwrite: bool, name: str) -> None:
+    """Refuse a folder to be that cannot be made, or takes a place that is not to be given up.
+
+    Args:
+        target: Where the folder is to be.
+        overwrite: Whether it may replace a checkpoint folder.
+        name: What it was given as.
+    """
+    if not target.exists():
+        _probe(target, target.parent, name)
+        return
+    if not overwrite:
+        raise InvalidInputError(f"{str(target)!r} exists; pass --overwrite to replace it.")
+    check_folder(target.resolve().parent, name)
+    ours = target.is_dir() and ((target / "config.json").is_file() or not any(target.iterdir()))
+    if not ours:
+        raise InvalidInputError(
+            f"--overwrite replaces checkpoint folders, and {str(target)!r} is none; name another "
+            "folder, or remove it yourself."
+        )
+
+
+def check_apart(kept: Path, written: Path, name: str, why: str) -> None:
+    """Refuse to write where something is kept: the same folder, one around it or inside it.
+
+    Args:
+        kept: Must not change.
+        written: Will; links are followed.
+        name: What it was given as.
+        why: What is said of the folder that is kept.
+    """
+    one, other = kept.resolve(), written.resolve()
+    if one == other:
+        where = "the same folder as"
+    elif one in other.parents:
+        where = "inside"
+    elif other in one.parents:
+        where = "around"
+    else:
+        return
+    raise InvalidInputError(
+        f"{name} {str(written)!r} is {where} {str(kept)!r}, which {why}; name a folder beside it."
+    )
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file in one step, so that a reader or an interrupt never sees half of it."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which takes its place in one step when it is complete.
+
+    What is no regular file (a device, a pipe) is refused: it would be replaced by one.
+
+    Args:
+        path: Its place; folders are made, and a link goes on pointing to it.
+
+    Raises:
+        InvalidInputError: If something else than a file is there.
+        WriteError: If the disk is full, or cannot be written; the place is then as it was.
+    """
+    kind = _kind(path)
+    if kind:
+        raise InvalidInputError(f"{str(path)!r} is a {kind}, not a file; name a new file.")
+    path = Path(os.path.realpath(path))
+    with writing(path, "what was there is as it was"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                yield file
+            # mkstemp makes private files; results are there to be shown.
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def new_folder(target: Path, overwrite: bool, name: str) -> Iterator[Path]:
+    """A folder that appears under its name only when it is complete; see `check_free`."""
+    check_free(target, overwrite, name)
+    # A link goes on pointing to it.
+    place = Path(os.path.realpath(target))
+    with writing(target, "nothing was left there, and what was there is as it was"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+        new, old = work / "new", work / "old"
+        try:
+            new.mkdir()
+            yield new
+            if place.exists():
+                place.rename(old)
+            try:
+                new.rename(place)
+            except BaseException:
+                if old.exists():
+                    old.rename(place)
+                raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path, kept: str) -> Iterator[None]:
+    """Tell of a disk that takes no more in one sentence.
+
+    Args:
+        path: What the body writes.
+        kept: What an attempt that fails leaves behind.
+    """
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        # mkstemp makes private files; results are there to be shown.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        yield
+    except LLNError:
         raise
+    except Exception as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        raise WriteError(
+            f"{str(path)!r} cannot be written: {reason}; {kept}: make room there or name another "
+            "place, and run it again."
+        ) from error
+
+
+def _kind(path: Path) -> str:
+    """What is there if it is no regular file, links followed."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return ""
+    return next((kind for test, kind in _KINDS if test(mode)), "")
+
+
+def _probe(path: Path, folder: Path, name: str) -> None:
+    """Make a file for a moment where a folder is or will be: rights alone do not say enough."""
+    folder = folder.absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InvalidInputError(
+            f"{name} {str(path)!r} cannot be written: {error.strerror or error}."
+        ) from error
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """What the disk said, wherever in the chain of errors; None if it said nothing."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return os.strerror(error.errno)
+        numbered = _NUMBERED.search(str(error))
+        if numbered:
+            return os.strerror(int(numbered[1] or numbered[2]))
+        if _TORCH.search(str(error)) and not isinstance(error.__context__, OSError):
+            return "the disk took only a part of it"
+        error = error.__cause__ or error.__context__
+    return None

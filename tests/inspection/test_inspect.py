@@ -358,7 +358,7 @@ def test_refusals(bert, text, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(InvalidInputError, match="holds no text"):
         inspect(text=tmp_path / "empty.txt")
-    with pytest.raises(InvalidInputError, match=r"--out .* cannot be used"):
+    with pytest.raises(InvalidInputError, match=r"--out .* cannot be written: Not a directory"):
         run_inspect(str(bert), text / "below", text=text)
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lln.bench.compare import Row, crossover, fastest
 from lln.bench.operations import OPERATIONS
 from lln.errors import InvalidInputError
+from lln.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,13 +123,13 @@ def save_figure(
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     written = []
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         fill(figure)
         for suffix, metadata in ((".svg", {"Date": None}), (".png", {})):
-            figure.savefig(path.with_suffix(suffix), dpi=140, metadata=metadata)
+            with replacing(path.with_suffix(suffix)) as file:
+                figure.savefig(file, format=suffix[1:], dpi=140, metadata=metadata)
             written.append(path.with_suffix(suffix))
     return written
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from lln.bench.environment import check_same
 from lln.errors import InvalidInputError
+from lln.files import check_file, write_atomically
 
 _FIXED = ("kind", "environment", "cases")
 
@@ -47,18 +46,11 @@ class Record:
         self.path, self.kind, self.environment = path, kind, environment
         self.rows: list[dict[str, Any]] = []
         self.extra: dict[str, Any] = {}
-        if path.is_dir():
-            raise InvalidInputError(f"--out must name a file, got the folder {str(path)!r}.")
+        check_file(path, "--out")
         if resume and path.exists():
             self._load(subject or {})
         self.extra |= subject or {}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.save()
-        except OSError as error:
-            raise InvalidInputError(
-                f"--out {str(path)!r} cannot be written: {error.strerror or error}."
-            ) from error
+        self.save()
 
     def _load(self, subject: dict[str, Any]) -> None:
         try:
@@ -101,14 +93,4 @@ class Record:
         """Replace the file in one step: a reader or an interrupt never sees half of it."""
         whole = {"kind": self.kind, "environment": self.environment}
         whole |= {**self.extra, "cases": self.rows}
-        text = json.dumps(whole, indent=1) + "\n"
-        handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-            # mkstemp makes private files; results are there to be shown.
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self.path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_atomically(self.path, json.dumps(whole, indent=1) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import lzma
 import os
 import platform
@@ -10,12 +9,12 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
 
 import torch
 from torch import Tensor
 
 from lln.errors import InvalidInputError
+from lln.texts import open_unpacked
 
 FEWEST_BYTES = 20_000
 _MOST_BYTES = 32_000_000
@@ -98,7 +97,7 @@ def _tensor(text: bytes) -> Tensor:
 
 def _read_file(path: Path) -> list[bytes]:
     try:
-        with _open(path) as file:
+        with open_unpacked(path) as file:
             text = file.read(_MOST_BYTES)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise InvalidInputError(
@@ -115,7 +114,7 @@ def _read_folder(root: Path, suffixes: tuple[str, ...] | None, skip: set[str]) -
         if suffixes is not None and path.suffix not in suffixes:
             continue
         try:
-            with _open(path) as file:
+            with open_unpacked(path) as file:
                 text = file.read(_MOST_BYTES - size)
         except (OSError, EOFError, lzma.LZMAError):
             continue
@@ -127,15 +126,6 @@ def _read_folder(root: Path, suffixes: tuple[str, ...] | None, skip: set[str]) -
         if size >= _MOST_BYTES:
             break
     return texts
-
-
-def _open(path: Path) -> IO[bytes]:
-    """A file's bytes, unpacked if its name says that they are packed."""
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    return path.open("rb")
 
 
 def _walk(root: Path, skip: set[str]) -> Iterator[Path]:

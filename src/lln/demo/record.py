@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from lln.errors import InvalidInputError
+from lln.files import check_file
 
 
 class State(str, Enum):
@@ -75,12 +74,6 @@ def page_path(out: Path) -> Path:
         InvalidInputError: If nothing can be written there.
     """
     page = out if out.suffix.lower() in (".html", ".htm") else out / "lln-demo.html"
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(
-            f"--out {str(out)!r} cannot be used: {error.strerror or error}."
-        ) from error
-    if page.is_dir() or not os.access(page.parent, os.W_OK):
-        raise InvalidInputError(f"--out {str(out)!r} cannot be written.")
+    for path in (page, page.with_suffix(".json")):
+        check_file(path, "--out")
     return page

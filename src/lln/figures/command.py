@@ -14,8 +14,8 @@ import torch
 from lln.errors import InvalidInputError
 from lln.figures import concentration, evidence, matching, single_head, softmax_moments, sums
 from lln.figures.setting import Results, Setting
-from lln.figures.style import check_matplotlib, save
-from lln.files import write_atomically
+from lln.figures.style import SUFFIXES, check_matplotlib, save
+from lln.files import check_file, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,13 +79,17 @@ def run(
         raise InvalidInputError("--device cuda needs a CUDA device; use --device cpu.")
     check_matplotlib()
     plan = FIGURES[name]
+    path = (out if results is None else results) / f"figure-{name}.json"
+    places = {out / f"figure-{name}{suffix}": "--out" for suffix in SUFFIXES}
+    places[path] = "--out" if results is None else "--results"
+    if name == "1" and work is not None:
+        places[work] = "--work"
+    for place, option in places.items():
+        check_file(place, option)
     with _progress_bar(name) as progress:
         setting = Setting(device=device, quick=quick, progress=progress, data=data, work=work)
         found = plan.measure(setting)
     record = {"figure": name, "made_by": setting.describe(name), **found}
-    folder = out if results is None else results
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"figure-{name}.json"
     # The numbers first: a picture that fails can be drawn again.
     write_atomically(path, dump(record))
     echo(f"wrote {path}")

@@ -6,8 +6,6 @@ bytes: minutes on a CPU instead of days. What is measured is held-out text, the 
 
 from __future__ import annotations
 
-import os
-import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -24,6 +22,7 @@ from lln.errors import InvalidInputError
 from lln.figures.roberta import SingleHeadRoberta, Size, masked
 from lln.figures.setting import Results, Setting
 from lln.figures.style import plain_ticks, title
+from lln.files import replacing
 from lln.instruments import capture
 
 if TYPE_CHECKING:
@@ -153,15 +152,8 @@ class Run:
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                torch.save(state, file)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(path) as file:
+            torch.save(state, file)
 
     def resume(self, path: Path) -> None:
         """Take up what `save` wrote.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lln.errors import BackendUnavailableError
+from lln.files import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,7 @@ NAMES = {
     "relu": "ReLU",
     "quadratic": "quadratic",
 }
+SUFFIXES = (".png", ".svg")
 _STYLE: Any = {
     "axes.grid": True,
     "axes.spines.right": False,
@@ -70,15 +72,16 @@ def save(
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     with mpl.rc_context(_STYLE):
         # A figure of its own, not pyplot's: no window, no state left behind.
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
-        for suffix, metadata in ((".png", {}), (".svg", {"Date": None})):
+        for suffix in SUFFIXES:
             path = folder / f"{name}{suffix}"
-            figure.savefig(path, dpi=160, metadata=metadata)
+            metadata: Any = {"Date": None} if suffix == ".svg" else {}
+            with replacing(path) as file:
+                figure.savefig(file, format=suffix[1:], dpi=160, metadata=metadata)
             written.append(path)
     return written
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lln.errors import BackendUnavailableError, InvalidInputError
+from lln.files import check_file, check_folder, write_atomically
 from lln.fitting.fit import Constants, FitConfig, Progress, fit_constants, scale
 
 Echo = Callable[[str], None]
@@ -57,12 +58,15 @@ def run(
         raise InvalidInputError(f"--device must be cpu or cuda, got {device!r}.")
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError("--device cuda needs a CUDA device; use --device cpu.")
+    check_file(out, "--out")
+    check_file(work, "--work")
+    if figures is not None:
+        check_folder(figures, "--figures")
     command = f"lln fit --device {device} {'--quick' if quick else f'--seeds {seeds}'}"
     config = FitConfig(seeds=seeds, device=device, work=work, command=command)
     with _progress_bar() as progress:
         constants = fit_constants(config.quick() if quick else config, progress)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(dump(constants), encoding="utf-8")
+    write_atomically(out, dump(constants))
     for line in report(constants):
         echo(line)
     echo(f"wrote {out}")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lln.errors import InvalidInputError
+from lln.files import writing
 from lln.fitting.measure import Curves, Request, measure
 
 Progress = Callable[[int, int, str], None]
@@ -363,9 +364,10 @@ class _WorkFile:
         return self.known[name]
 
     def _append(self, text: str) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
+        with writing(self.path, "the measurements before are kept"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
 
 
 def _terms(p: Tensor, d: int, n: int, length_terms: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lln import checks
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.files import write_atomically
+from lln.files import check_file, check_folder, write_atomically
 from lln.inspection.choice import choose_heads, parse_heads
 from lln.inspection.findings import findings
 from lln.inspection.page import render_json, render_page
@@ -172,12 +171,8 @@ def _load(model: str) -> LocalModel:
 
 
 def _page_path(out: Path) -> Path:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(
-            f"--out {str(out)!r} cannot be used: {error.strerror or error}."
-        ) from error
-    if not os.access(out, os.W_OK):
-        raise InvalidInputError(f"--out {str(out)!r} cannot be written.")
-    return out / f"{NAME}.html"
+    check_folder(out, "--out")
+    page = out / f"{NAME}.html"
+    for path in (page, page.with_suffix(".json")):
+        check_file(path, "--out")
+    return page

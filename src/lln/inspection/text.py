@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lln.errors import InvalidInputError
+from lln.texts import read_utf8
 
 # Modules with long documentation in plain English.
 _MODULES = ("statistics", "argparse", "doctest", "typing", "threading", "tarfile", "difflib")
@@ -34,15 +35,8 @@ def read_text(path: Path | None) -> Text:
             f"documentation strings of Python {platform.python_version()}'s standard library",
             "\n\n".join(_documentation()),
         )
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES)
-    except OSError as error:
-        raise InvalidInputError(
-            f"--text {str(path)!r} cannot be read: {error.strerror or error}."
-        ) from error
-    text = content.decode("utf-8", errors="replace")
-    if b"\0" in content or not text.strip():
+    text = read_utf8(path, "--text", _MOST_BYTES)
+    if not text.strip():
         raise InvalidInputError(f"--text {str(path)!r} holds no text; name a plain text file.")
     return Text(path.name, text)
 

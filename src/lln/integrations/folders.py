@@ -5,12 +5,9 @@ Nothing here reaches the network: a folder that is not there is an error, not a 
 
 from __future__ import annotations
 
-import lzma
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +16,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lln.errors import InvalidInputError
+from lln.files import check_apart, check_folder, check_free, new_folder
 from lln.integrations.convert import convert
 from lln.integrations.transformers import register, transformers
+from lln.integrations.work_folder import check_unlocked
+from lln.texts import read_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Written by save_pretrained; everything else in a folder is copied as it is.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".h5", ".msgpack", ".onnx")
+_KEPT = "is left as it is"
 _TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 
 
@@ -57,11 +58,10 @@ def convert_folder(
         echo: Prints a line.
         **options: As in `lln.integrations.convert.convert`.
     """
-    check_free(target, overwrite)
+    _check_places(source, target, overwrite)
+    lines = None if calibrate is None else read_lines(calibrate, "--calibrate")
     model = load_model(source)
-    batch = None
-    if calibrate is not None:
-        batch = text_batch(source, read_lines(calibrate)[:samples], tokens)
+    batch = None if lines is None else text_batch(source, lines[:samples], tokens)
     report = convert(
         model,
         attention,
@@ -73,7 +73,7 @@ def convert_folder(
     echo(report.render(shutil.get_terminal_size((100, 24)).columns))
     if batch is None:
         echo("measured on random inputs; with --calibrate text.txt, on your text.")
-    with new_folder(target, overwrite) as folder:
+    with new_folder(target, overwrite, "NEW_FOLDER") as folder:
         model.save_pretrained(folder)
         copy_companions(source, folder)
     echo(
@@ -113,14 +113,21 @@ def recover_folder(
     """
     from lln.integrations.recover import recover
 
-    check_free(target, overwrite)
-    work = target.with_name(f"{target.name}.work") if work is None else work
+    _check_places(source, target, overwrite)
+    if work is None:
+        # ``.`` and ``..`` have no name to lengthen.
+        named = target if target.name.strip(".") else target.resolve()
+        work = named.with_name(f"{named.name}.work")
     # Of several processes that torchrun starts, one speaks and writes.
     speaks = int(os.environ.get("RANK", "0")) == 0
     say = echo if speaks else (lambda line: None)
+    check_apart(source, work, "--work", _KEPT)
+    check_apart(work, target, "NEW_FOLDER", "holds the checkpoints")
+    check_folder(work, "--work")
+    check_unlocked(work)
+    lines = read_lines(text, "--text")
     model = load_model(source)
-    pieces = Pieces(source, read_lines(text), tokens)
-    say(f"{len(pieces)} samples of {tokens} tokens; checkpoints in {work}, where it resumes.")
+    pieces = Pieces(source, lines, tokens)
     calibration = {
         name: torch.stack([pieces[index][name] for index in range(min(len(pieces), 16))])
         for name in pieces[0]
@@ -133,10 +140,15 @@ def recover_folder(
         verbose=False,
         **options,
     )
-    say(conversion.render(shutil.get_terminal_size((100, 24)).columns))
-    report = recover(model, pieces, output_dir=work, probe=calibration, **training)
+
+    def tell(checkpoint: Path | None) -> None:
+        say(conversion.render(shutil.get_terminal_size((100, 24)).columns))
+        begin = "interrupted, it resumes" if checkpoint is None else f"it goes on from {checkpoint}"
+        say(f"{len(pieces)} samples of {tokens} tokens; checkpoints in {work}, {begin}.")
+
+    report = recover(model, pieces, output_dir=work, probe=calibration, on_start=tell, **training)
     if speaks:
-        with new_folder(target, overwrite) as folder:
+        with new_folder(target, overwrite, "NEW_FOLDER") as folder:
             model.save_pretrained(folder)
             copy_companions(source, folder)
     after = report.before if report.after is None else report.after
@@ -144,6 +156,12 @@ def recover_folder(
         f"output differs from softmax by {report.before:.1%} after conversion, {after:.1%} after "
         f"recovery; wrote {target}."
     )
+
+
+def _check_places(source: Path, target: Path, overwrite: bool) -> None:
+    """Before anything is loaded: the source is kept, and the target can be written."""
+    check_apart(source, target, "NEW_FOLDER", _KEPT)
+    check_free(target, overwrite, "NEW_FOLDER")
 
 
 class Pieces(Dataset[dict[str, Tensor]]):
@@ -189,10 +207,10 @@ class Pieces(Dataset[dict[str, Tensor]]):
 
 def load_model(source: Path, **options: Any) -> PreTrainedModel:
     """The model of a checkpoint folder, of the class it was saved as, in eval mode."""
-    # Here, because without transformers it is missing too, and their sentence is ours to give.
-    from safetensors import SafetensorError
-
     register()
+    # Here, because without transformers safetensors is missing too, and `register` has said so.
+    from lln.integrations.loading import LOADING_ERRORS, why_not_loaded
+
     if not (source / "config.json").is_file():
         raise InvalidInputError(
             f"{str(source)!r} is no checkpoint folder: it has no config.json; nothing is "
@@ -200,9 +218,10 @@ def load_model(source: Path, **options: Any) -> PreTrainedModel:
         )
     try:
         return _load(source, options).eval()
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidInputError(f"{str(source)!r} cannot be loaded: {reason}") from error
+    except LOADING_ERRORS as error:
+        raise InvalidInputError(
+            f"{str(source)!r} cannot be loaded: {why_not_loaded(source, error)}"
+        ) from error
 
 
 def _load(source: Path, options: dict[str, Any]) -> PreTrainedModel:
@@ -237,26 +256,6 @@ def text_batch(source: Path, lines: list[str], tokens: int) -> dict[str, Tensor]
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines that are not empty of a text file, or of all of them in a folder.
-
-    Files end in ``.txt`` inside a folder, or ``.txt.xz`` compressed.
-    """
-    files = [path]
-    if path.is_dir():
-        files = sorted([*path.rglob("*.txt"), *path.rglob("*.txt.xz")])
-    if not files or not all(file.is_file() for file in files):
-        raise InvalidInputError(
-            f"{str(path)!r} is no text file, nor a folder with .txt or .txt.xz files."
-        )
-    lines: list[str] = []
-    for file in files:
-        opened = lzma.open if file.suffix == ".xz" else open
-        with opened(file, "rt", encoding="utf-8") as stream:
-            lines += [line.strip() for line in stream if line.strip()]
-    return lines
-
-
 def parse_layers(layers: str | None) -> list[int | str] | None:
     """``"0,2,encoder.layer.3"`` → numbers and names."""
     if layers is None:
@@ -272,32 +271,3 @@ def copy_companions(source: Path, target: Path) -> None:
         if path.is_file() and not path.name.endswith(_WEIGHTS) and not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, place)
-
-
-def check_free(target: Path, overwrite: bool) -> None:
-    """Refuse to write over what is there."""
-    if target.exists() and not overwrite:
-        raise InvalidInputError(f"{str(target)!r} exists; pass --overwrite to replace it.")
-
-
-@contextmanager
-def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder that appears under its name only when it is complete."""
-    check_free(target, overwrite)
-    parent = target.absolute().parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=parent))
-    except OSError as error:
-        raise InvalidInputError(
-            f"{str(target)!r} cannot be written: {error.strerror or error}."
-        ) from error
-    try:
-        yield work
-        work.chmod(0o755)
-        if target.is_dir():
-            shutil.rmtree(target)
-        os.replace(work, target)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise

@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 from lln.errors import InvalidInputError
+from lln.integrations.loading import LOADING_ERRORS, why_not_loaded
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def load_local_model(model: str) -> LocalModel:
     with _quiet():
         try:
             loaded = AutoModel.from_pretrained(place, local_files_only=True, dtype=torch.float32)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        except LOADING_ERRORS as error:
             raise InvalidInputError(_why(model, folder, error)) from error
         inputs = getattr(loaded, "main_input_name", "input_ids")
         if inputs != "input_ids":
@@ -108,10 +109,10 @@ def load_local_model(model: str) -> LocalModel:
             )
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+        except LOADING_ERRORS as error:
             raise InvalidInputError(
                 f"{model!r} has a model, but its tokenizer cannot be loaded; put the tokenizer's "
-                f"files beside the model: {_first_line(error)}"
+                f"files beside the model: {why_not_loaded(folder, error)}"
             ) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # What the library makes where the files are missing.
@@ -125,7 +126,7 @@ def load_local_model(model: str) -> LocalModel:
 
 def _why(model: str, folder: Path, error: Exception) -> str:
     if folder.is_dir() or _is_cached(model):
-        return f"the model in {model!r} cannot be loaded: {_first_line(error)}"
+        return f"the model in {model!r} cannot be loaded: {why_not_loaded(folder, error)}"
     return (
         f"{model!r} is neither a folder nor a model in this machine's Hugging Face cache, and "
         f"inspect downloads nothing; fetch it first with `hf download {model}`, or name a folder."
@@ -142,11 +143,6 @@ def _is_cached(model: str) -> bool:
         return isinstance(try_to_load_from_cache(model, "config.json"), str)
     except ValueError:
         return False
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".") + "."
 
 
 @contextlib.contextmanager

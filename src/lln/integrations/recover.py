@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,10 +29,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lln.errors import BackendUnavailableError, InvalidInputError
+from lln.files import write_atomically, writing
 from lln.integrations.heads import KeptSoftmax, attach
 from lln.integrations.imitation import Imitation, OutputLoss, check_end_loss, measure
 from lln.integrations.settings import Settings
 from lln.integrations.transformers import find_module, transformers
+from lln.integrations.work_folder import last_checkpoint, locked, saving
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +83,7 @@ def recover(
     end_loss: str | OutputLoss = "auto",
     save_steps: int = 100,
     seed: int = 0,
+    on_start: Callable[[Path | None], object] = lambda checkpoint: None,
     **training: Any,
 ) -> Recovery:
     """Train a converted model, in place, to imitate its softmax original.
@@ -104,10 +107,17 @@ def recover(
             there are any, else hidden), or a function of the two outputs and the inputs.
         save_steps: Steps between checkpoints.
         seed: Of the order of the data.
+        on_start: Called once nothing is left to refuse, with the checkpoint that training goes on
+            from; None = from the start.
         **training: Further arguments of ``transformers.TrainingArguments``.
 
     Returns:
         The report, also in ``output_dir/recovery.json``.
+
+    Raises:
+        InvalidInputError: One sentence, before anything is trained: also if another process trains
+            in ``output_dir``.
+        WriteError: If the disk is full; the last whole checkpoint is kept.
     """
     try:
         import accelerate  # noqa: F401
@@ -125,36 +135,40 @@ def recover(
     check_end_loss(end_loss, teacher, probe)
     steps = {"layers": layer_steps, "output": end_steps}
     rates = {"layers": layer_learning_rate, "output": end_learning_rate}
-    report = _read(folder)
-    if not report.done:
-        report.before, report.layers_before = measure(model, teacher, names, probe)
-    for phase in PHASES:
-        if steps[phase] == 0:
-            continue
-        if phase in report.done:
-            load_checkpoint(model, folder / phase / "final")
-            continue
-        trainer = _trainer(
-            Imitation(model, teacher, names, phase, end_loss),
-            dataset,
-            folder / phase,
-            max_steps=steps[phase],
-            learning_rate=rates[phase],
-            per_device_train_batch_size=batch_size,
-            save_steps=save_steps,
-            seed=seed,
-            **training,
-        )
-        trainer.train(resume_from_checkpoint=_last_checkpoint(folder / phase))
-        trainer.save_model(str(folder / phase / "final"))
-        moved, layers = measure(model, teacher, names, probe)
-        if phase == "layers":
-            report.after_layers = moved
-        report.after, report.layers_after = moved, layers
-        report.done.append(phase)
-        if trainer.is_world_process_zero():
-            _write(folder, report)
-        trainer.accelerator.wait_for_everyone()
+    with locked(folder):
+        report = _read(folder)
+        on_start(_check_checkpoints(model, folder, report, [p for p in PHASES if steps[p] > 0]))
+        if not report.done:
+            report.before, report.layers_before = measure(model, teacher, names, probe)
+        for phase in PHASES:
+            if steps[phase] == 0:
+                continue
+            if phase in report.done:
+                load_checkpoint(model, folder / phase / "final")
+                continue
+            trainer = _trainer(
+                Imitation(model, teacher, names, phase, end_loss),
+                dataset,
+                folder / phase,
+                max_steps=steps[phase],
+                learning_rate=rates[phase],
+                per_device_train_batch_size=batch_size,
+                save_steps=save_steps,
+                seed=seed,
+                **training,
+            )
+            last = last_checkpoint(folder / phase)
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+            with writing(folder / phase, "its last checkpoint is kept, where training goes on"):
+                trainer.save_model(str(folder / phase / "final"))
+            moved, layers = measure(model, teacher, names, probe)
+            if phase == "layers":
+                report.after_layers = moved
+            report.after, report.layers_after = moved, layers
+            report.done.append(phase)
+            if trainer.is_world_process_zero():
+                _write(folder, report)
+            trainer.accelerator.wait_for_everyone()
     model.requires_grad_(True)
     return report
 
@@ -190,6 +204,10 @@ def _trainer(imitation: Imitation, dataset: Dataset[Any], folder: Path, **option
         def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
             # Under the names the model itself uses, so that `load_checkpoint` finds them.
             imitation.student.save_pretrained(output_dir or str(folder), save_original_format=False)
+
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            with saving(folder / f"checkpoint-{self.state.global_step}"):
+                super()._save_checkpoint(*args, **kwargs)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
             load_checkpoint(imitation.student, Path(resume_from_checkpoint))
@@ -240,18 +258,30 @@ def _collate(entries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     """Put a checkpoint's weights and statistics into a model, whatever submodules it has."""
     # Here, because without transformers it is missing too, and their sentence is ours to give.
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     saved: dict[str, Tensor] = {}
+    for file in check_checkpoint(model, folder):
+        saved |= load_file(file)
+    model.load_state_dict(saved, strict=False)
+
+
+def check_checkpoint(model: PreTrainedModel, folder: Path) -> list[Path]:
+    """Refuse a checkpoint that is broken or of another model; returns its files."""
+    from safetensors import SafetensorError, safe_open
+
+    saved: dict[str, list[int]] = {}
     try:
-        for name in sorted(names):
-            saved |= load_file(folder / name)
-    except (OSError, SafetensorError) as error:
+        names = {"model.safetensors"}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        files = [folder / name for name in sorted(names)]
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                held = opened.keys()
+                saved |= {name: opened.get_slice(name).get_shape() for name in held}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InvalidInputError(
             f"the checkpoint {str(folder)!r} cannot be read ({error}); remove that folder to go on "
             "from an earlier one."
@@ -260,28 +290,41 @@ def load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     # Of weights that are shared, one is saved.
     loaded = {own[name].data_ptr() for name in saved if name in own}
     missing = [name for name in own if name not in saved and own[name].data_ptr() not in loaded]
-    strange = [name for name in saved if name not in own or saved[name].shape != own[name].shape]
+    strange = [name for name in saved if name not in own or saved[name] != list(own[name].shape)]
     if missing or strange:
         raise InvalidInputError(
             f"the checkpoint {str(folder)!r} is of another model: {(missing + strange)[0]} does "
             "not fit; start anew with another output_dir."
         )
-    model.load_state_dict(saved, strict=False)
+    return files
 
 
-def _last_checkpoint(folder: Path) -> str | None:
-    if not folder.is_dir():
-        return None
-    return transformers.trainer_utils.get_last_checkpoint(str(folder))
+def _check_checkpoints(
+    model: PreTrainedModel, folder: Path, report: Recovery, phases: list[str]
+) -> Path | None:
+    """Refuse what cannot be gone on from; returns the checkpoint that training goes on from."""
+    last = None
+    for phase in phases:
+        done = phase in report.done
+        last = (folder / phase / "final" if done else last_checkpoint(folder / phase)) or last
+        if last is not None:
+            check_checkpoint(model, last)
+        if not done:
+            break
+    return last
 
 
 def _read(folder: Path) -> Recovery:
     path = folder / "recovery.json"
-    return Recovery(**json.loads(path.read_text("utf-8"))) if path.is_file() else Recovery()
+    if not path.is_file():
+        return Recovery()
+    try:
+        return Recovery(**json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise InvalidInputError(
+            f"{str(path)!r} is no report of a recovery; start anew with another output_dir."
+        ) from error
 
 
 def _write(folder: Path, report: Recovery) -> None:
-    path = folder / "recovery.json"
-    work = path.with_suffix(".json.part")
-    work.write_text(json.dumps(asdict(report), indent=2) + "\n", "utf-8")
-    work.replace(path)
+    write_atomically(folder / "recovery.json", json.dumps(asdict(report), indent=2) + "\n")
