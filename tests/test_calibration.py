@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from lln import calibrate, lln_attention, match_moments, reference
+from lln.calibration import ENOUGH_TOKENS
+from lln.errors import CalibrationWarning, InvalidInputError
 
 N, D = 384, 32
+
+few_tokens = pytest.mark.filterwarnings(
+    "ignore:α and β of a head rest:lln.errors.CalibrationWarning"
+)
+sharp_heads = pytest.mark.filterwarnings("ignore:.*far above the:lln.errors.CalibrationWarning")
 
 
 def gaussian(generator, *shape):
@@ -151,6 +158,7 @@ def test_cross_attention():
     assert entropy_gap(q, k, temperatures, keep=mask[:, None, None]).abs().max() < 0.02
 
 
+@sharp_heads
 def test_samples_are_independent():
     q, k = inputs()
     expected = calibrate(q, k)
@@ -159,6 +167,7 @@ def test_samples_are_independent():
     assert all(torch.equal(one[0], other[0]) for one, other in zip(found, expected, strict=True))
 
 
+@few_tokens
 @pytest.mark.parametrize("tokens", [2, 3, 5, 17])
 def test_few_tokens(tokens):
     q, k = inputs(tokens=tokens)
@@ -170,11 +179,51 @@ def test_few_tokens(tokens):
 
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("scope", ["head", "batch"])
-def test_nothing_to_measure_gives_exactly_one(tokens, scope):
-    for side in calibrate(*inputs(tokens=tokens), scope=scope):
-        assert (side == 1).all()
+def test_nothing_to_measure_is_refused(tokens, scope):
+    with pytest.raises(InvalidInputError, match=f"two tokens .* the longest one has {tokens}; cal"):
+        calibrate(*inputs(tokens=tokens), scope=scope)
+    mask = torch.arange(N).expand(2, N) < tokens
+    with pytest.raises(InvalidInputError, match=f"the longest one has {tokens}"):
+        calibrate(*inputs(), scope=scope, key_mask=mask)
 
 
+@pytest.mark.parametrize("scope", ["head", "batch"])
+def test_few_tokens_are_warned_of(scope):
+    """Of heads that are alike, α scatters by 9 % and more below this number."""
+    needed = ENOUGH_TOKENS if scope == "head" else ENOUGH_TOKENS // 2
+    calibrate(*inputs(tokens=needed), scope=scope)
+    seen = needed - 1 if scope == "head" else 2 * (needed - 1)
+    with pytest.warns(CalibrationWarning, match=f"rest on {seen} tokens, and below 64 they"):
+        calibrate(*inputs(tokens=needed - 1), scope=scope)
+    mask = torch.zeros(2, N, dtype=torch.bool)
+    mask[0, :9] = True
+    with pytest.warns(CalibrationWarning, match="rest on 9 tokens"):
+        calibrate(*inputs(), scope=scope, key_mask=mask)
+
+
+def test_that_many_tokens_are_enough():
+    """α of heads that are alike: within a tenth of each other, and two tokens are not."""
+
+    def scatter(tokens):
+        alpha, _ = calibrate(*inputs(heads=48, batch=1, tokens=tokens))
+        return (alpha.std() / alpha.mean()).item()
+
+    assert scatter(ENOUGH_TOKENS) < 0.1
+    with pytest.warns(CalibrationWarning):
+        assert scatter(2) > 0.3
+
+
+def test_heads_that_attend_to_a_single_token_are_warned_of():
+    q, k = inputs()
+    q[:, 1] *= 50
+    for scope, of in (("head", 4), ("batch", 2)):
+        with pytest.warns(
+            CalibrationWarning, match=rf"^{of // 2} of {of} heads got α up to \d+ and"
+        ):
+            calibrate(q, k, scope=scope)
+
+
+@few_tokens
 @pytest.mark.parametrize("value", [0.0, 1.0, 1000.1])
 @pytest.mark.parametrize("scope", ["head", "batch"])
 def test_constant_keys_give_exactly_one(value, scope):

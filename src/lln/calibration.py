@@ -11,19 +11,30 @@ Dimension legend: B batch, H heads, T queries, S keys, D head width, R sampled r
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lln import checks
-from lln.errors import InvalidInputError
+from lln.errors import CalibrationWarning, InvalidInputError
 from lln.matching import Moments, head_moments
 from lln.precision import accumulation_dtype, without_autocast
 from lln.summary import LOG_ZERO
 
 # ln s is searched here: e^-5 is uniform attention to rounding, e^5 is one-hot.
 LOG_SPREAD_RANGE = (-5.0, 5.0)
+
+# Tokens behind one pair of α and β. Of heads that are alike (Gaussian draws, widths 8 to 64) the
+# α scatters by 50–85 % at 2 tokens, 25–40 % at 4, 14–20 % at 8, 9–14 % at 16, 5–9 % at 32, 4–8 %
+# at 64 and 2–4 % at 256; with heavy tails single values at 2 or 3 tokens are a hundred times too
+# large. Below this number chance decides more than the head does.
+ENOUGH_TOKENS = 64
+
+# Of s = α·σq. Gaussian heads need 0.5 to 4, those of all-MiniLM-L6-v2 1.4 to 7, except for one that
+# attends to a single token (43). There is no usual least: even attention is met by any small s.
+USUAL_SPREAD = 20.0
 
 # Rows × keys formed at a time, over all heads in work: 16M floats.
 PAIR_BUDGET = 1 << 24
@@ -54,6 +65,12 @@ def calibrate(
     Returns:
         ``(alpha, beta)``, each ``[B, H, 1, 1]`` (``[1, H, 1, 1]`` for scope ``"batch"``), detached;
         1 where queries or keys are constant.
+
+    Raises:
+        InvalidInputError: If no sequence has two tokens: one alone is attended to at any α and β.
+
+    Warns:
+        CalibrationWarning: If a pair rests on fewer than 64 tokens, or is far larger than usual.
     """
     checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
     checks.check_key_mask(key_mask, key)
@@ -62,11 +79,94 @@ def calibrate(
         raise InvalidInputError(f"scope must be 'head' or 'batch', got {scope!r}.")
     checks.check_count("rows", rows)
     checks.check_count("steps", steps)
+    pooled = scope == "batch"
+    alpha, beta = find_temperatures(query, key, key_mask, pooled, rows, steps, scale)
+    tokens = count_tokens(key, key_mask)
+    behind = int(tokens.sum()) if pooled else int(tokens[tokens > 0].min())
+    sharp = unusual(query, key, key_mask, alpha)
+    most = [side[sharp].max().item() if sharp.any() else 0.0 for side in (alpha, beta)]
+    for sentence in doubts(behind, int(sharp.sum()), sharp.numel(), *most):
+        warnings.warn(sentence, CalibrationWarning, stacklevel=2)
+    return alpha, beta
+
+
+def count_tokens(key: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Valid tokens of every sequence, ``[B]``."""
+    if key_mask is not None:
+        return key_mask.sum(-1)
+    return torch.full((key.shape[0],), key.shape[2], device=key.device)
+
+
+def check_tokens(key: Tensor, key_mask: Tensor | None) -> None:
+    """Refuse inputs that no α and β can be found on: a single token is attended to at any."""
+    longest = max(count_tokens(key, key_mask).tolist(), default=0)
+    if longest < 2:
+        raise InvalidInputError(
+            "α and β need a sequence with two tokens to choose between, the longest one has "
+            f"{longest}; calibrate on longer sequences."
+        )
+
+
+def unusual(query: Tensor, key: Tensor, key_mask: Tensor | None, alpha: Tensor) -> Tensor:
+    """Which of the temperatures are far larger than those of other heads, bool like ``alpha``."""
+    moments = head_moments(query, key, key_mask)
+    if alpha.shape[0] == 1:
+        moments = pool_moments(moments)
+    spread = alpha * moments.query_variance.sqrt()[..., None, None]
+    return ~moments.degenerate[..., None, None] & (spread > USUAL_SPREAD)
+
+
+def doubts(tokens: int, sharp: int, heads: int, alpha: float, beta: float) -> list[str]:
+    """What to say of temperatures that may not be what they should.
+
+    Args:
+        tokens: Behind one pair.
+        sharp: Heads whose temperatures are `unusual`.
+        heads: All of them.
+        alpha: The largest of the unusual.
+        beta: Likewise.
+    """
+    found = []
+    if tokens < ENOUGH_TOKENS:
+        found.append(
+            f"α and β of a head rest on {tokens} tokens, and below {ENOUGH_TOKENS} they are mostly "
+            "chance; calibrate on more, a few dozen texts as the model will read them."
+        )
+    if sharp:
+        found.append(
+            f"{sharp} of {heads} heads got α up to {alpha:.0f} and β up to {beta:.0f}, far above "
+            f"the usual (α·σq under {USUAL_SPREAD:.0f}): they attend to nearly a single token on "
+            "these inputs; see whether they do so on others."
+        )
+    return found
+
+
+def find_temperatures(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    pooled: bool,
+    rows: int = 256,
+    steps: int = 14,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`calibrate` for arguments that are checked, without its warnings.
+
+    Args:
+        query: As there, and likewise the rest.
+        key: Keys.
+        key_mask: Which of them count.
+        pooled: Whether the scope is ``"batch"``.
+        rows: To measure on.
+        steps: Of the search.
+        scale: Of the scores.
+    """
+    check_tokens(key, key_mask)
     with without_autocast(query), torch.no_grad():
-        return _calibrate(query, key, key_mask, scope == "batch", rows, steps, scale)
+        return _find(query, key, key_mask, pooled, rows, steps, scale)
 
 
-def _calibrate(
+def _find(
     query: Tensor,
     key: Tensor,
     key_mask: Tensor | None,

@@ -101,7 +101,9 @@ def inspect(
     out: Annotated[
         Path, typer.Option(help="Folder for lln-inspect.html and lln-inspect.json.")
     ] = Path("."),
-    tokens: Annotated[int, typer.Option(help="Length of a sequence.")] = 512,
+    tokens: Annotated[
+        int, typer.Option(help="Length of a sequence; 8 at least, 64 to mean something.")
+    ] = 512,
     samples: Annotated[int, typer.Option(help="Sequences; values are medians over them.")] = 1,
     heads: Annotated[
         str | None,

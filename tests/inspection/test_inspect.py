@@ -343,8 +343,8 @@ def test_refusals(bert, text, tmp_path):
     def inspect(model=str(bert), **options):
         run_inspect(model, tmp_path / "out", **{"text": text, "tokens": 16} | options)
 
-    with pytest.raises(InvalidInputError, match="--tokens must be an integer of at least 2, got 1"):
-        inspect(tokens=1)
+    with pytest.raises(InvalidInputError, match="--tokens must be an integer of at least 8, got 7"):
+        inspect(tokens=7)
     with pytest.raises(InvalidInputError, match="does not exist; name a folder"):
         inspect(str(tmp_path / "nowhere"))
     with pytest.raises(InvalidInputError, match="no model in it"):
@@ -367,11 +367,29 @@ def test_refusals(bert, text, tmp_path):
         inspect(str(broken))
 
 
-def test_one_token_is_a_sentence(text, tmp_path):
+@pytest.mark.parametrize(("words", "said"), [("w1", "1 token,"), ("w1 w2 w3", "3 tokens,")])
+def test_a_few_tokens_are_too_few_to_measure(text, tmp_path, words, said):
     save_model(tmp_path / "model", LlamaModel, LlamaConfig, framed=False, num_key_value_heads=4)
-    text.write_text("w1")
-    with pytest.raises(InvalidInputError, match="makes 1 token, which has nothing to attend to"):
+    text.write_text(words)
+    with pytest.raises(InvalidInputError, match=f"makes {said} too few .*give a longer --text"):
         run_inspect(str(tmp_path / "model"), tmp_path, text=text)
+
+
+def test_short_texts_and_lengths_are_told_of(bert, text, tmp_path):
+    def said(**options):
+        lines = []
+        run_inspect(str(bert), tmp_path, text=text, echo=lines.append, **options)
+        return lines[0]
+
+    assert said(tokens=16).endswith("are few: below 64 much of this is chance; raise --tokens.")
+    text.write_text(" ".join(["w1 w2 w3 w4"] * 5))
+    assert said(tokens=48).endswith("below 64 much of this is chance; give a longer --text.")
+
+
+def test_text_that_is_not_utf8_is_a_sentence(bert, text, tmp_path):
+    text.write_bytes(b"caf\xe9 " * 100)
+    with pytest.raises(InvalidInputError, match=r"^--text .* is not UTF-8 text: byte 3 \(line 1\)"):
+        run_inspect(str(bert), tmp_path, text=text)
 
 
 def test_models_without_text(tmp_path):

@@ -4,6 +4,7 @@
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +88,14 @@ MODELS = {
     "t5": "T5EncoderModel",
     "deberta": "DebertaV2Model",
 }
+
+
+def pytest_collection_modifyitems(items):
+    """Batches here have two dozen tokens, and α and β from so few are warned of."""
+    few = pytest.mark.filterwarnings("ignore::lln.errors.CalibrationWarning")
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(few)
 
 
 def pytest_report_header():

@@ -4,13 +4,15 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 import transformers
 
 import lln
-from lln.errors import InvalidInputError, UnsupportedModelError
+from lln import cli_models
+from lln.errors import CalibrationWarning, InvalidInputError, UnsupportedModelError
 from lln.integrations import attend
 from lln.integrations.convert import convert
 from lln.integrations.heads import Heads, KeptSoftmax
@@ -391,11 +393,76 @@ def test_what_is_no_model_of_transformers_is_refused(model):
 def test_the_table_says_what_changed(tiny, text, capsys):
     model = tiny("roberta")
     report = convert(model, layers=[0], calibrate=text())
-    printed = capsys.readouterr().out
-    assert "1 of 2 attention layers run lln_diag" in printed
+    assert capsys.readouterr().out == ""
+    assert repr(report) == str(report)
+    assert "1 of 2 attention layers run lln_diag, statistics fixed, α and β from 24" in str(report)
     assert NAME.format(0) in str(report)
     assert "4×8" in str(report)
     assert f"{report.layers[0].moved:.1%}" in str(report)
+
+
+def test_the_table_is_printed_on_request(tiny, capsys):
+    convert(tiny("roberta"), verbose=True)
+    assert capsys.readouterr().out.count("2 of 2 attention layers run lln_diag") == 1
+
+
+@pytest.mark.parametrize("statistics", ["fixed", "learned", "running"])
+def test_few_tokens_are_warned_of(tiny, text, statistics):
+    options = {"statistics": statistics, "verbose": False}
+    with pytest.warns(CalibrationWarning, match="rest on 20 tokens, and below 64 they are"):
+        report = convert(tiny("roberta"), calibrate=text(padding=4), **options)
+    assert report.tokens == 20
+    assert "Note: α and β of a head rest on 20 tokens" in str(report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = convert(tiny("roberta"), calibrate=text(32), **options)
+    assert report.tokens == 64
+    assert "Note" not in str(report)
+    model = tiny("roberta")
+    with pytest.raises(
+        InvalidInputError, match=r"two tokens .* the longest one has 1; calibrate on"
+    ):
+        convert(model, calibrate=text(1), **options)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_heads_with_unusual_temperatures_are_named(tiny, text):
+    model = tiny("roberta")
+    for layer in model.encoder.layer:
+        # Scores in the hundreds: every query has a single key.
+        layer.attention.self.query.weight.data *= 3000
+    with pytest.warns(CalibrationWarning, match=r"^\d of 8 heads got α up to \d+ and β up to \d+"):
+        report = convert(model, calibrate=text(64), verbose=False)
+    assert sum(layer.sharp for layer in report.layers) > 0
+
+
+CALIBRATED = {"fixed": {}, "running": {"statistics": "running"}, "gate": {"mix": "gate"}}
+
+
+@pytest.mark.parametrize("options", CALIBRATED.values(), ids=CALIBRATED)
+def test_what_an_earlier_conversion_found_is_not_dropped_in_silence(tiny, text, tmp_path, options):
+    model = tiny("roberta")
+    convert(model, calibrate=text(), verbose=False, **options)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(
+        InvalidInputError, match=r"is converted already.* pass calibrate=, inputs to"
+    ):
+        convert(model, verbose=False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    model.save_pretrained(tmp_path / "in")
+    with pytest.raises(InvalidInputError, match="would be lost; pass --calibrate, inputs to find"):
+        cli_models.convert(tmp_path / "in", tmp_path / "out")
+    with pytest.warns(CalibrationWarning, match="converted before: its α, β and joins were repl"):
+        report = convert(model, calibrate=text(64), verbose=False)
+    assert "Note: the model was converted before" in str(report)
+
+
+def test_a_conversion_that_found_nothing_may_be_repeated(tiny):
+    model = tiny("roberta")
+    convert(model, verbose=False)
+    report = convert(model, "lln", verbose=False)
+    assert not report.replaced
+    assert "Note" not in str(report)
 
 
 # The command line
@@ -446,8 +513,9 @@ def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
     }
     with pytest.raises(InvalidInputError, match=r"no config\.json"):
         convert_folder(tmp_path / "nowhere", tmp_path / "out", **options)
+    (tmp_path / "there").mkdir()
     with pytest.raises(InvalidInputError, match="--overwrite"):
-        convert_folder(tmp_path / "in", tmp_path / "in", **options)
+        convert_folder(tmp_path / "in", tmp_path / "there", **options)
     (tmp_path / "text.txt").write_text("some words")
     with pytest.raises(InvalidInputError, match="no tokenizer"):
         convert_folder(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.calibration import LOG_SPREAD_RANGE, calibrate
+from lln.calibration import LOG_SPREAD_RANGE, find_temperatures
 from lln.instruments import entropy, spectral_gap
 from lln.instruments.heads import Heads, select
 from lln.instruments.measure import SeenCall
@@ -96,7 +96,7 @@ def _temperatures(seen: SeenCall) -> tuple[Tensor, Tensor]:
     """α and β ``[B, H, 1, 1]`` at which LLN attention has softmax's entropy."""
     query, key, mask = seen.query, seen.key, seen.options["key_mask"]
     if not seen.options["is_causal"]:
-        return calibrate(query, key, key_mask=mask, scale=seen.options["scale"])
+        return find_temperatures(query, key, mask, pooled=False, scale=seen.options["scale"])
     # The same search as in `calibrate`, over rows that see earlier keys only.
     moments = head_moments(query, key, mask)
     spreads = [

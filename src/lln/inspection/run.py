@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lln import checks
+from lln.calibration import ENOUGH_TOKENS
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.files import check_file, check_folder, write_atomically
 from lln.inspection.choice import choose_heads, parse_heads
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 NAME = "lln-inspect"
 TOKENS = 512
+# Of fewer, a row of weights has no distribution and α scatters by a quarter and more (see
+# `lln.calibration.ENOUGH_TOKENS`).
+FEWEST_TOKENS = 8
 # Steps of a layer: its instruments, the search for α and β, LLN's own measurements.
 _STEPS = 3
 
@@ -63,7 +67,7 @@ def run_inspect(
         BackendUnavailableError: If transformers is not installed.
         KeyboardInterrupt: After Ctrl-C, once the page is written.
     """
-    checks.check_count("--tokens", tokens, least=2)
+    checks.check_count("--tokens", tokens, least=FEWEST_TOKENS)
     checks.check_count("--samples", samples)
     asked = parse_heads(heads)
     page = _page_path(out)
@@ -74,11 +78,7 @@ def run_inspect(
         echo(f"{local.name} takes {longest} tokens at most; measuring on {longest}.")
         tokens = longest
     ids = local.encode(content.content, tokens, samples)
-    if ids.shape[1] < 2:
-        raise InvalidInputError(
-            f"the text makes {ids.shape[1]} token, which has nothing to attend to; give a longer "
-            "--text."
-        )
+    _check_length(ids.shape[1], tokens, echo)
     study = Study(
         local.name,
         local.architecture,
@@ -149,6 +149,18 @@ def _count_layers(local: LocalModel, ids: Tensor) -> int:
     with capture(local.model, instruments=()) as seen:
         local.run(ids[:, :2])
     return len(seen.calls)
+
+
+def _check_length(found: int, asked: int, echo: Callable[[str], object]) -> None:
+    """Refuse a sequence that is too short to measure anything on, and tell of a short one."""
+    if found < FEWEST_TOKENS:
+        raise InvalidInputError(
+            f"the text makes {found} token{'s' * (found != 1)}, too few to measure attention on "
+            f"({FEWEST_TOKENS} at least, {ENOUGH_TOKENS} to mean something); give a longer --text."
+        )
+    if found < ENOUGH_TOKENS:
+        fix = "raise --tokens" if found >= asked else "give a longer --text"
+        echo(f"{found} tokens are few: below {ENOUGH_TOKENS} much of this is chance; {fix}.")
 
 
 def _refuse_missing_heads(study: Study, asked: list[tuple[int, int]] | None) -> None:

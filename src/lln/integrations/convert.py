@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lln.calibration import calibrate as calibrate_temperatures
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attend import Call, attend, observed, softmax
 from lln.integrations.heads import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
 from lln.integrations.inputs import check_inputs, example_inputs
 from lln.integrations.masks import is_packed
-from lln.integrations.report import Conversion, LayerReport, relative_change, span
+from lln.integrations.report import Conversion, LayerReport, relative_change
 from lln.integrations.settings import ATTENTIONS, Settings
+from lln.integrations.temperatures import describe_temperatures, fit_temperatures
 from lln.integrations.transformers import name_of_module, register, remember_attention
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def convert(
     sliding_window: str = "refuse",
     momentum: float = 0.1,
     impl: str = "auto",
-    verbose: bool = True,
+    verbose: bool = False,
 ) -> Conversion:
     """Replace the attention of a loaded model, in place.
 
@@ -70,14 +70,19 @@ def convert(
             leave them as they are.
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
-        verbose: Whether to print the table.
+        verbose: Whether to print the table too, for scripts; a shell or notebook shows it anyhow.
 
     Returns:
-        What changed, and how far each layer's output and the model's moved.
+        What changed, and how far each layer's output and the model's moved; its text is a table.
 
     Raises:
         UnsupportedModelError: If our attention did not run in every layer.
-        InvalidInputError: One sentence on what does not fit. The model is then as it was.
+        InvalidInputError: One sentence on what does not fit, also if an earlier conversion has α
+            and β that this one would not replace. The model is then as it was.
+
+    Warns:
+        CalibrationWarning: If α and β rest on few tokens or are far larger than usual, or if an
+            earlier conversion was replaced.
     """
     register()
     _check_model(model)
@@ -88,6 +93,13 @@ def convert(
     if statistics in ("fixed", "learned") and calibrate is None:
         raise InvalidInputError(
             f"statistics={statistics!r} needs calibrate=, inputs to find α and β on."
+        )
+    earlier = _earlier(model)
+    if calibrate is None and earlier is not None and _is_worth_keeping(earlier):
+        raise InvalidInputError(
+            f"{type(model).__name__} is converted already, and its α, β and joins "
+            f"(statistics={earlier.statistics!r}, mix={earlier.mix!r}) would be lost; pass "
+            "calibrate=, inputs to find new ones on, or convert the original model."
         )
     settings = Settings(
         matching=matching,
@@ -112,11 +124,10 @@ def convert(
         report = Conversion(attention, statistics, surgeon.reports)
         found = _prove(model, inputs, surgeon)
         report.moved = relative_change(found, expected, inputs.get("attention_mask"))
+    report.replaced = earlier is not None and _is_worth_keeping(earlier)
+    report.warn()
     if verbose:
-        from rich.console import Console
-
-        console = Console()
-        console.print(report.render(console.width), highlight=False)
+        report.show()
     return report
 
 
@@ -163,15 +174,10 @@ class _Surgeon:
         moved = relative_change(
             attend(probe).transpose(1, 2),
             softmax_out.transpose(1, 2),
-            None if call.mask is None or is_packed(call.mask) else call.mask,
+            _token_mask(call),
         )
-        spans = {}
-        if self.settings.statistics != "sample":
-            alpha, beta = fitted.temperatures(
-                call.query, call.key, call.value, None, call.is_causal
-            )
-            spans = {"alpha": span(alpha), "beta": span(beta)}
-        self.reports.append(LayerReport(name, self.attention, heads, width, moved=moved, **spans))
+        own = describe_temperatures(fitted, call, _token_mask(call), self.calibrated)
+        self.reports.append(LayerReport(name, self.attention, heads, width, moved=moved, **own))
         return softmax_out
 
     def check(self) -> None:
@@ -244,19 +250,14 @@ class _Surgeon:
             device=call.query.device,
         )
         fitted.train(call.module.training)
-        if not self.calibrated:
-            return fitted
-        mask = None if is_packed(call.mask) else call.mask
-        if self.settings.statistics in ("fixed", "learned"):
-            fitted.set_temperatures(
-                *calibrate_temperatures(call.query, call.key, key_mask=mask, scope="batch")
-            )
-        elif self.settings.statistics == "running":
-            # The first batch of training is where the running average starts.
-            fitted.train()
-            fitted.temperatures(call.query, call.key, call.value, mask, call.is_causal)
-            fitted.train(call.module.training)
+        if self.calibrated:
+            fit_temperatures(fitted, call, _token_mask(call))
         return fitted
+
+
+def _token_mask(call: Call) -> Tensor | None:
+    """The valid tokens; None where there is no padding."""
+    return None if call.mask is None or is_packed(call.mask) else call.mask
 
 
 def _prove(model: PreTrainedModel, inputs: dict[str, Tensor], surgeon: _Surgeon) -> Tensor:
@@ -284,6 +285,17 @@ def _check_model(model: Any) -> None:
             "SentenceTransformer holds it as model[0].auto_model, and "
             "lln.integrations.timm.convert takes timm's."
         )
+
+
+def _earlier(model: PreTrainedModel) -> Settings | None:
+    """The settings of a conversion that was made before."""
+    attached = (attached_to(module) for module in model.modules())
+    return next((heads.settings for heads in attached if isinstance(heads, Heads)), None)
+
+
+def _is_worth_keeping(settings: Settings) -> bool:
+    """Whether a conversion left something in the model that another one would drop."""
+    return settings.statistics != "sample" or isinstance(settings.mix, str)
 
 
 def _switch(model: PreTrainedModel, attention: str) -> None:

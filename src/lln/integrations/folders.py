@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lln.errors import InvalidInputError
+from lln.errors import CalibrationWarning, InvalidInputError
 from lln.files import check_apart, check_folder, check_free, new_folder
 from lln.integrations.convert import convert
+from lln.integrations.report import Conversion
 from lln.integrations.transformers import register, transformers
 from lln.integrations.work_folder import check_unlocked
 from lln.texts import read_lines
@@ -62,14 +64,7 @@ def convert_folder(
     lines = None if calibrate is None else read_lines(calibrate, "--calibrate")
     model = load_model(source)
     batch = None if lines is None else text_batch(source, lines[:samples], tokens)
-    report = convert(
-        model,
-        attention,
-        layers=parse_layers(layers),
-        calibrate=batch,
-        verbose=False,
-        **options,
-    )
+    report = _convert(model, attention, layers=parse_layers(layers), calibrate=batch, **options)
     echo(report.render(shutil.get_terminal_size((100, 24)).columns))
     if batch is None:
         echo("measured on random inputs; with --calibrate text.txt, on your text.")
@@ -132,13 +127,8 @@ def recover_folder(
         name: torch.stack([pieces[index][name] for index in range(min(len(pieces), 16))])
         for name in pieces[0]
     }
-    conversion = convert(
-        model,
-        attention,
-        layers=parse_layers(layers),
-        calibrate=calibration,
-        verbose=False,
-        **options,
+    conversion = _convert(
+        model, attention, layers=parse_layers(layers), calibrate=calibration, **options
     )
 
     def tell(checkpoint: Path | None) -> None:
@@ -156,6 +146,13 @@ def recover_folder(
         f"output differs from softmax by {report.before:.1%} after conversion, {after:.1%} after "
         f"recovery; wrote {target}."
     )
+
+
+def _convert(model: PreTrainedModel, attention: str, **options: Any) -> Conversion:
+    """Convert, and leave what it warns of to the table that the commands print."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        return convert(model, attention, **options)
 
 
 def _check_places(source: Path, target: Path, overwrite: bool) -> None:

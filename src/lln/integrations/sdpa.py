@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lln.calibration import calibrate as calibrate_temperatures
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attend import Call, attend, softmax
 from lln.integrations.heads import ATTRIBUTE, Heads, attached_to, rebuild
-from lln.integrations.report import Conversion, LayerReport, relative_change, span
+from lln.integrations.report import Conversion, LayerReport, relative_change
 from lln.integrations.settings import ATTENTIONS, Settings
+from lln.integrations.temperatures import describe_temperatures, fit_temperatures
 
 Inputs = Tensor | dict[str, Tensor]
 
@@ -158,22 +158,14 @@ def convert_calls(
             attention, heads, width, call.value.shape[3], settings, device=call.query.device
         )
         own.eval()
-        if calibrated and settings.statistics in ("fixed", "learned"):
-            own.set_temperatures(
-                *calibrate_temperatures(call.query, call.key, key_mask=call.mask, scope="batch")
-            )
-        elif calibrated and settings.statistics == "running":
-            own.train().temperatures(call.query, call.key, call.value, call.mask, call.is_causal)
-            own.eval()
+        if calibrated:
+            fit_temperatures(own, call, call.mask)
         fitted[id(module)] = own
         moved = relative_change(
             attend(replace(call, heads=own, dropout_p=0.0)).transpose(1, 2), out.transpose(1, 2)
         )
-        spans = {}
-        if settings.statistics != "sample":
-            alpha, beta = own.temperatures(call.query, call.key, call.value, None, call.is_causal)
-            spans = {"alpha": span(alpha), "beta": span(beta)}
-        report.layers.append(LayerReport(name, attention, heads, width, moved=moved, **spans))
+        found = describe_temperatures(own, call, call.mask, calibrated)
+        report.layers.append(LayerReport(name, attention, heads, width, moved=moved, **found))
         return out
 
     training = model.training

@@ -41,7 +41,7 @@ def convert(
     block_size: int | None = None,
     momentum: float = 0.1,
     impl: str = "auto",
-    verbose: bool = True,
+    verbose: bool = False,
 ) -> Conversion:
     """Replace the attention of a timm model, in place.
 
@@ -58,7 +58,7 @@ def convert(
         block_size: Tokens in a diagonal block; None = the head width.
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
-        verbose: Whether to print the table.
+        verbose: Whether to print the table too.
 
     Returns:
         What changed, and how far each layer's output and the model's moved.
@@ -93,11 +93,9 @@ def convert(
         layers=layers,
         calibrated=calibrate is not None,
     )
+    report.warn()
     if verbose:
-        from rich.console import Console
-
-        console = Console()
-        console.print(report.render(console.width), highlight=False)
+        report.show()
     return report
 
 
