@@ -68,9 +68,8 @@ def main(arguments=None):
     mask[1, options.tokens // 2 :] = 0
 
     softmax_seconds, expected = timed(embed, model, ids, mask)
-    convert(
-        model, "lln_diag", calibrate={"input_ids": ids[:, :256], "attention_mask": mask[:, :256]}
-    )
+    sample = {"input_ids": ids[:, :256], "attention_mask": mask[:, :256]}
+    print(convert(model, "lln_diag", calibrate=sample))
     seconds, found = timed(embed, model, ids, mask)
     alone = embed(model, ids[1:, : options.tokens // 2], mask[1:, : options.tokens // 2])
     print(f"{options.tokens} tokens: softmax {softmax_seconds:.2f} s, LLN + Diag {seconds:.2f} s")

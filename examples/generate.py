@@ -55,7 +55,7 @@ def main(arguments=None):
     text["attention_mask"] = torch.ones_like(text["input_ids"])
 
     softmax = {n: seconds_per_token(model, DynamicCache(), n) for n in options.lengths}
-    convert(model, "lln_diag", calibrate=text)
+    print(convert(model, "lln_diag", calibrate=text))
     out = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False
     )

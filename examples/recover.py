@@ -61,7 +61,7 @@ def main(arguments=None):
     right = {"softmax": accuracy(model)}
     data = [{"input_ids": ids} for ids in task(512, seed=10**7)[0]]
     batch = {"input_ids": torch.stack([entry["input_ids"] for entry in data[:32]])}
-    convert(model, "lln", calibrate=batch, statistics="running")
+    print(convert(model, "lln", calibrate=batch, statistics="running"))
     right["converted"] = accuracy(model)
     with tempfile.TemporaryDirectory() as folder:
         report = recover(

@@ -78,7 +78,7 @@ def run_inspect(
         echo(f"{local.name} takes {longest} tokens at most; measuring on {longest}.")
         tokens = longest
     ids = local.encode(content.content, tokens, samples)
-    _check_length(ids.shape[1], tokens, echo)
+    _check_length(ids.shape[1], tokens, longest, echo)
     study = Study(
         local.name,
         local.architecture,
@@ -151,7 +151,9 @@ def _count_layers(local: LocalModel, ids: Tensor) -> int:
     return len(seen.calls)
 
 
-def _check_length(found: int, asked: int, echo: Callable[[str], object]) -> None:
+def _check_length(
+    found: int, asked: int, longest: int | None, echo: Callable[[str], object]
+) -> None:
     """Refuse a sequence that is too short to measure anything on, and tell of a short one."""
     if found < FEWEST_TOKENS:
         raise InvalidInputError(
@@ -159,8 +161,10 @@ def _check_length(found: int, asked: int, echo: Callable[[str], object]) -> None
             f"({FEWEST_TOKENS} at least, {ENOUGH_TOKENS} to mean something); give a longer --text."
         )
     if found < ENOUGH_TOKENS:
-        fix = "raise --tokens" if found >= asked else "give a longer --text"
-        echo(f"{found} tokens are few: below {ENOUGH_TOKENS} much of this is chance; {fix}.")
+        fix = "; raise --tokens" if found >= asked else "; give a longer --text"
+        if found == longest:
+            fix = ""
+        echo(f"{found} tokens are few: below {ENOUGH_TOKENS} much of this is chance{fix}.")
 
 
 def _refuse_missing_heads(study: Study, asked: list[tuple[int, int]] | None) -> None:
