@@ -193,7 +193,7 @@ def test_few_tokens_are_warned_of(scope):
     needed = ENOUGH_TOKENS if scope == "head" else ENOUGH_TOKENS // 2
     calibrate(*inputs(tokens=needed), scope=scope)
     seen = needed - 1 if scope == "head" else 2 * (needed - 1)
-    with pytest.warns(CalibrationWarning, match=f"rest on {seen} tokens, and below 64 they"):
+    with pytest.warns(CalibrationWarning, match=f"rest on {seen} tokens, too few to trust"):
         calibrate(*inputs(tokens=needed - 1), scope=scope)
     mask = torch.zeros(2, N, dtype=torch.bool)
     mask[0, :9] = True

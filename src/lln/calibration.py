@@ -29,7 +29,7 @@ LOG_SPREAD_RANGE = (-5.0, 5.0)
 # Tokens behind one pair of α and β. Of heads that are alike (Gaussian draws, widths 8 to 64) the
 # α scatters by 50–85 % at 2 tokens, 25–40 % at 4, 14–20 % at 8, 9–14 % at 16, 5–9 % at 32, 4–8 %
 # at 64 and 2–4 % at 256; with heavy tails single values at 2 or 3 tokens are a hundred times too
-# large. Below this number chance decides more than the head does.
+# large. From this number on chance moves α by less than a tenth.
 ENOUGH_TOKENS = 64
 
 # Of s = α·σq. Gaussian heads need 0.5 to 4, those of all-MiniLM-L6-v2 1.4 to 7, except for one that
@@ -129,8 +129,8 @@ def doubts(tokens: int, sharp: int, heads: int, alpha: float, beta: float) -> li
     found = []
     if tokens < ENOUGH_TOKENS:
         found.append(
-            f"α and β of a head rest on {tokens} tokens, and below {ENOUGH_TOKENS} they are mostly "
-            "chance; calibrate on more, a few dozen texts as the model will read them."
+            f"α and β of a head rest on {tokens} tokens, too few to trust; calibrate on "
+            f"{ENOUGH_TOKENS} or more, best on a few dozen texts as the model will read them."
         )
     if sharp:
         found.append(

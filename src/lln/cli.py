@@ -102,7 +102,7 @@ def inspect(
         Path, typer.Option(help="Folder for lln-inspect.html and lln-inspect.json.")
     ] = Path("."),
     tokens: Annotated[
-        int, typer.Option(help="Length of a sequence; 8 at least, 64 to mean something.")
+        int, typer.Option(help="Length of a sequence; 8 at least, 64 or more are better.")
     ] = 512,
     samples: Annotated[int, typer.Option(help="Sequences; values are medians over them.")] = 1,
     heads: Annotated[

@@ -379,12 +379,12 @@ def test_short_texts_and_lengths_are_told_of(bert, text, tmp_path):
     def said(**options):
         lines = []
         run_inspect(str(bert), tmp_path, text=text, echo=lines.append, **options)
-        return next(line for line in lines if "are few: below 64" in line)
+        return next(line for line in lines if "are few to measure on" in line)
 
-    assert said(tokens=16).endswith("much of this is chance; raise --tokens.")
-    assert said(tokens=40).endswith("much of this is chance.")
+    assert said(tokens=16).endswith("64 or more are better; raise --tokens.")
+    assert said(tokens=40).endswith("64 or more are better.")
     text.write_text(" ".join(["w1 w2 w3 w4"] * 5))
-    assert said(tokens=36).endswith("much of this is chance; give a longer --text.")
+    assert said(tokens=36).endswith("64 or more are better; give a longer --text.")
 
 
 def test_text_that_is_not_utf8_is_a_sentence(bert, text, tmp_path):

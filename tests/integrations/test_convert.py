@@ -409,7 +409,7 @@ def test_the_table_is_printed_on_request(tiny, capsys):
 @pytest.mark.parametrize("statistics", ["fixed", "learned", "running"])
 def test_few_tokens_are_warned_of(tiny, text, statistics):
     options = {"statistics": statistics, "verbose": False}
-    with pytest.warns(CalibrationWarning, match="rest on 20 tokens, and below 64 they are"):
+    with pytest.warns(CalibrationWarning, match="rest on 20 tokens, too few to trust"):
         report = convert(tiny("roberta"), calibrate=text(padding=4), **options)
     assert report.tokens == 20
     assert "Note: α and β of a head rest on 20 tokens" in str(report)

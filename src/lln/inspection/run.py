@@ -158,13 +158,13 @@ def _check_length(
     if found < FEWEST_TOKENS:
         raise InvalidInputError(
             f"the text makes {found} token{'s' * (found != 1)}, too few to measure attention on "
-            f"({FEWEST_TOKENS} at least, {ENOUGH_TOKENS} to mean something); give a longer --text."
+            f"({FEWEST_TOKENS} at least, {ENOUGH_TOKENS} or more are better); give a longer --text."
         )
     if found < ENOUGH_TOKENS:
         fix = "; raise --tokens" if found >= asked else "; give a longer --text"
         if found == longest:
             fix = ""
-        echo(f"{found} tokens are few: below {ENOUGH_TOKENS} much of this is chance{fix}.")
+        echo(f"{found} tokens are few to measure on, {ENOUGH_TOKENS} or more are better{fix}.")
 
 
 def _refuse_missing_heads(study: Study, asked: list[tuple[int, int]] | None) -> None:

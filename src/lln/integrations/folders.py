@@ -133,8 +133,9 @@ def recover_folder(
 
     def tell(checkpoint: Path | None) -> None:
         say(conversion.render(shutil.get_terminal_size((100, 24)).columns))
-        begin = "interrupted, it resumes" if checkpoint is None else f"it goes on from {checkpoint}"
-        say(f"{len(pieces)} samples of {tokens} tokens; checkpoints in {work}, {begin}.")
+        samples = f"{len(pieces)} sample{'s' * (len(pieces) != 1)} of {tokens} tokens at most"
+        begin = "where it resumes" if checkpoint is None else f"going on from {checkpoint}"
+        say(f"{samples}; checkpoints in {work}, {begin}.")
 
     report = recover(model, pieces, output_dir=work, probe=calibration, on_start=tell, **training)
     if speaks:
