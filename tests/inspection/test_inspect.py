@@ -335,7 +335,7 @@ def test_heads_to_show(bert, text, tmp_path):
     with pytest.raises(InvalidInputError, match=r"--heads 7\.0 does not exist: layers are 0 to 2"):
         run_inspect(str(bert), tmp_path, text=text, tokens=16, heads="7.0")
     study = Study("m", "M", "t", 8, 1, [Layer("a", "softmax", 2, 4, 8, 8, False)])
-    with pytest.raises(InvalidInputError, match=r"heads 0 to 1"):
+    with pytest.raises(InvalidInputError, match=r"heads of layer 0 are 0 to 1"):
         choose_heads(study, [(0, 2)])
 
 
@@ -365,6 +365,48 @@ def test_refusals(bert, text, tmp_path):
     (broken / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(InvalidInputError, match="cannot be loaded"):
         inspect(str(broken))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (None, {"text": "nothing.txt"}),
+        ("some/name", {}),
+        (None, {"heads": "7.0"}),
+        (None, {"heads": "0.4"}),
+    ],
+    ids=["text", "model", "layer", "head"],
+)
+def test_a_refusal_leaves_nothing_behind(bert, text, tmp_path, model, options):
+    before = sorted(tmp_path.rglob("*"))
+    given = {"text": text, "tokens": 16} | options
+    given["text"] = tmp_path / given["text"]
+    with pytest.raises(InvalidInputError):
+        run_inspect(model or str(bert), tmp_path / "deep" / "out", **given)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InvalidInputError):
+        run_inspect(model or str(bert), tmp_path / "mine", **given)
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "mine"])
+
+
+def test_a_failure_between_layers_leaves_what_was_measured(bert, text, tmp_path, monkeypatch):
+    from lln.inspection import run
+
+    original, calls = run.study_layer, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no memory left")
+        return original(*args)
+
+    monkeypatch.setattr(run, "study_layer", failing)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        run_inspect(str(bert), tmp_path / "out", text=text, tokens=16)
+    page = (tmp_path / "out" / "lln-inspect.html").read_text("utf-8")
+    assert "The run was stopped. 2 of 3 layers to go." in Reader(page).text
+    assert "refresh" not in page
 
 
 def test_one_token_is_a_sentence(text, tmp_path):

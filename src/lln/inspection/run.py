@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lln import checks
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.files import write_atomically
-from lln.inspection.choice import choose_heads, parse_heads
+from lln.files import folder_kept_if_used, write_atomically
+from lln.inspection.choice import choose_heads, parse_heads, refuse_missing_heads
 from lln.inspection.findings import findings
 from lln.inspection.page import render_json, render_page
 from lln.inspection.study import INSTRUMENTS, Study, study_layer
@@ -67,7 +68,26 @@ def run_inspect(
     checks.check_count("--tokens", tokens, least=2)
     checks.check_count("--samples", samples)
     asked = parse_heads(heads)
-    page = _page_path(out)
+    with _page_in(out) as page:
+        study = _inspect(model, page, text, tokens, samples, asked, echo)
+    for sentence in findings(study).values():
+        echo(sentence)
+    for index, layer in enumerate(study.layers):
+        if layer.problem:
+            echo(f"Layer {index} ({layer.name}): {layer.problem}.")
+    echo(f"The page: {page}")
+    return page
+
+
+def _inspect(
+    model: str,
+    page: Path,
+    text: Path | None,
+    tokens: int,
+    samples: int,
+    asked: list[tuple[int, int]] | None,
+    echo: Callable[[str], object],
+) -> Study:
     content = read_text(text)
     local = _load(model)
     longest = local.longest
@@ -88,8 +108,9 @@ def run_inspect(
         ids.shape[0],
         environment=read_environment(),
     )
-    study.expected_layers = _count_layers(local, ids[:1])
-    _refuse_missing_heads(study, asked)
+    by_layer = _count_heads(local, ids[:1])
+    study.expected_layers = len(by_layer)
+    refuse_missing_heads(asked, by_layer)
     try:
         _measure(study, local, ids, page, asked)
     except KeyboardInterrupt:
@@ -97,13 +118,12 @@ def run_inspect(
         _write(study, page, None)
         echo(f"Stopped. What was measured so far: {page}")
         raise
-    for sentence in findings(study).values():
-        echo(sentence)
-    for index, layer in enumerate(study.layers):
-        if layer.problem:
-            echo(f"Layer {index} ({layer.name}): {layer.problem}.")
-    echo(f"The page: {page}")
-    return page
+    except Exception:
+        if study.layers:
+            study.stopped = True
+            _write(study, page, None)
+        raise
+    return study
 
 
 def _measure(
@@ -145,20 +165,14 @@ def _write(study: Study, page: Path, asked: list[tuple[int, int]] | None) -> Non
     write_atomically(page.with_suffix(".json"), render_json(study, chosen))
 
 
-def _count_layers(local: LocalModel, ids: Tensor) -> int:
-    """How many attention calls one forward makes, from a short one that measures nothing."""
-    with capture(local.model, instruments=()) as seen:
+def _count_heads(local: LocalModel, ids: Tensor) -> list[int]:
+    """Heads of every attention call of one forward, from a short one that measures nothing."""
+    heads: list[int] = []
+    with capture(
+        local.model, instruments=(), on_call=lambda seen: heads.append(seen.query.shape[-3])
+    ):
         local.run(ids[:, :2])
-    return len(seen.calls)
-
-
-def _refuse_missing_heads(study: Study, asked: list[tuple[int, int]] | None) -> None:
-    for layer, head in asked or ():
-        if layer >= study.expected_layers:
-            raise InvalidInputError(
-                f"--heads {layer}.{head} does not exist: layers are 0 to "
-                f"{study.expected_layers - 1}."
-            )
+    return heads
 
 
 def _load(model: str) -> LocalModel:
@@ -171,13 +185,16 @@ def _load(model: str) -> LocalModel:
     return load_local_model(model)
 
 
-def _page_path(out: Path) -> Path:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(
-            f"--out {str(out)!r} cannot be used: {error.strerror or error}."
-        ) from error
-    if not os.access(out, os.W_OK):
-        raise InvalidInputError(f"--out {str(out)!r} cannot be written.")
-    return out / f"{NAME}.html"
+@contextmanager
+def _page_in(out: Path) -> Iterator[Path]:
+    """The page's path in ``out``, which is made, and removed again if nothing comes of it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(folder_kept_if_used(out))
+        except OSError as error:
+            raise InvalidInputError(
+                f"--out {str(out)!r} cannot be used: {error.strerror or error}."
+            ) from error
+        if not os.access(out, os.W_OK):
+            raise InvalidInputError(f"--out {str(out)!r} cannot be written.")
+        yield out / f"{NAME}.html"
