@@ -1,11 +1,9 @@
-"""Files that are never half written, and folders that a failure does not leave behind."""
+"""Files that are never half written."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -20,21 +18,4 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def folder_kept_if_used(folder: Path) -> Iterator[None]:
-    """Make a folder with its parents; where the body fails, remove those made here and unused.
-
-    A folder that was there before stays, and so does one that holds anything.
-    """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for place in made:
-            with suppress(OSError):
-                place.rmdir()
         raise

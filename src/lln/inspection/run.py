@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lln import checks
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.files import folder_kept_if_used, write_atomically
+from lln.files import write_atomically
 from lln.inspection.choice import choose_heads, parse_heads, refuse_missing_heads
 from lln.inspection.findings import findings
 from lln.inspection.page import render_json, render_page
@@ -68,26 +67,7 @@ def run_inspect(
     checks.check_count("--tokens", tokens, least=2)
     checks.check_count("--samples", samples)
     asked = parse_heads(heads)
-    with _page_in(out) as page:
-        study = _inspect(model, page, text, tokens, samples, asked, echo)
-    for sentence in findings(study).values():
-        echo(sentence)
-    for index, layer in enumerate(study.layers):
-        if layer.problem:
-            echo(f"Layer {index} ({layer.name}): {layer.problem}.")
-    echo(f"The page: {page}")
-    return page
-
-
-def _inspect(
-    model: str,
-    page: Path,
-    text: Path | None,
-    tokens: int,
-    samples: int,
-    asked: list[tuple[int, int]] | None,
-    echo: Callable[[str], object],
-) -> Study:
+    page = _page_path(out)
     content = read_text(text)
     local = _load(model)
     longest = local.longest
@@ -123,7 +103,13 @@ def _inspect(
             study.stopped = True
             _write(study, page, None)
         raise
-    return study
+    for sentence in findings(study).values():
+        echo(sentence)
+    for index, layer in enumerate(study.layers):
+        if layer.problem:
+            echo(f"Layer {index} ({layer.name}): {layer.problem}.")
+    echo(f"The page: {page}")
+    return page
 
 
 def _measure(
@@ -161,6 +147,7 @@ def _measure(
 
 def _write(study: Study, page: Path, asked: list[tuple[int, int]] | None) -> None:
     chosen = choose_heads(study, asked)
+    page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page, render_page(study, chosen))
     write_atomically(page.with_suffix(".json"), render_json(study, chosen))
 
@@ -185,16 +172,11 @@ def _load(model: str) -> LocalModel:
     return load_local_model(model)
 
 
-@contextmanager
-def _page_in(out: Path) -> Iterator[Path]:
-    """The page's path in ``out``, which is made, and removed again if nothing comes of it."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(folder_kept_if_used(out))
-        except OSError as error:
-            raise InvalidInputError(
-                f"--out {str(out)!r} cannot be used: {error.strerror or error}."
-            ) from error
-        if not os.access(out, os.W_OK):
-            raise InvalidInputError(f"--out {str(out)!r} cannot be written.")
-        yield out / f"{NAME}.html"
+def _page_path(out: Path) -> Path:
+    """The page in a folder that is looked at now and made with the first page."""
+    there = next(place for place in (out, *out.absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise InvalidInputError(f"--out {str(out)!r} cannot be used: {there} is not a folder.")
+    if not os.access(there, os.W_OK):
+        raise InvalidInputError(f"--out {str(out)!r} cannot be written.")
+    return out / f"{NAME}.html"
