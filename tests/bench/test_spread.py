@@ -61,6 +61,12 @@ def test_crossover_is_where_two_lines_meet_in_the_log_log_plane():
     assert crossover({}, exact({1: 1.0})) is None
 
 
+def test_equal_numbers_without_noise_are_not_unclear():
+    same = exact({1: 2.0, 2: 2.0})
+    assert crossover(same, same).verdict("smaller") == "not smaller at N = 2"
+    assert crossover(exact({1: 2.0, 2: 4.0}), same).place == pytest.approx(1.0)
+
+
 def test_crossover_is_the_last_one():
     slow = exact({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0})
     fast = exact({1: 2.0, 2: 0.5, 4: 2.0, 8: 0.5})
@@ -82,6 +88,16 @@ def test_noise_on_either_side_of_a_crossover_is_said_instead():
     lost = crossover(spread(slow, 0.9), spread(fast, 0.9))
     assert lost == Crossover((1, 2, 4), unclear=4)
     assert lost.verdict("faster") == "within noise at N = 4"
+
+
+def test_a_difference_counts_if_it_is_larger_than_either_spread():
+    softmax = Timed(0.8, 0.7, 0.9)
+    assert Timed(2.0, 1.9, 2.1).differs_from(softmax)
+    assert softmax.differs_from(Timed(2.0, 1.9, 2.1))
+    # Three quarters of the runs are slower, but they lie further apart than that.
+    assert not Timed(5.6, 2.0, 8.0).differs_from(softmax)
+    # As far apart as the runs of either, but these overlap.
+    assert not Timed(2.0, 1.0, 2.1).differs_from(Timed(3.2, 2.05, 3.3))
 
 
 def row(operation, tokens, milliseconds, share, field="milliseconds"):

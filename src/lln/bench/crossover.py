@@ -13,8 +13,8 @@ from lln.bench.spread import Timed
 class Crossover:
     """How two curves lie to each other.
 
-    One is below the other where even three quarters of its runs stay below all but a quarter of
-    the other's; within noise where neither is.
+    They are within noise where they do not differ by more than their runs do, see
+    `lln.bench.spread.Timed.differs_from`.
 
     Attributes:
         lengths: Where both were measured.
@@ -60,13 +60,13 @@ def crossover(slow: Mapping[int, Timed], fast: Mapping[int, Timed]) -> Crossover
     lengths = tuple(sorted(set(slow) & set(fast)))
     if not lengths:
         return None
-    below = [fast[n].high < slow[n].low for n in lengths]
-    above = [fast[n].low > slow[n].high for n in lengths]
+    clear = [fast[n].differs_from(slow[n]) for n in lengths]
+    below = [clear[i] and fast[n].median < slow[n].median for i, n in enumerate(lengths)]
     first = next((i + 1 for i in reversed(range(len(lengths))) if not below[i]), 0)
     since = lengths[first] if first < len(lengths) else None
     if first == 0:
         return Crossover(lengths, since=since)
-    unclear = None if above[first - 1] else lengths[first - 1]
+    unclear = None if clear[first - 1] else lengths[first - 1]
     if since is None or unclear is not None:
         return Crossover(lengths, since=since, unclear=unclear)
     (x0, y0), (x1, y1) = (

@@ -24,9 +24,22 @@ class Timed(NamedTuple):
     high: float
 
     @property
+    def width(self) -> float:
+        """How far the middle half of the runs lies apart."""
+        return self.high - self.low
+
+    @property
     def is_noisy(self) -> bool:
-        """Whether the middle half of the runs lies too far apart."""
-        return self.high - self.low > NOISY * self.median
+        """Whether that is too far."""
+        return self.width > NOISY * self.median
+
+    def differs_from(self, other: Timed) -> bool:
+        """Whether the medians lie further apart than the runs of either, which do not overlap.
+
+        What has no spread, such as memory, leaves no doubt, not even where it is equal.
+        """
+        low, high = sorted((self, other), key=lambda each: each.median)
+        return high.median - low.median >= max(low.width, high.width) and low.high <= high.low
 
     def times(self, factor: float) -> Timed:
         """The same in another unit."""
