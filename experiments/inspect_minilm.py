@@ -21,6 +21,7 @@ from lln.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, 
 from lln.inspection.plots import lln_plots, shape_plots, theory_plots
 from lln.inspection.saved import read_study
 from lln.inspection.study import Study
+from lln.report.markup import number
 from lln.report.picture_file import svg_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,7 +81,7 @@ def sentences(study: Study, chosen: list[Chosen], page: str) -> str:
     rows = [
         [
             str(index),
-            *(f"{median(layer.values[name]):.{digits}f}" for _, name, digits in COLUMNS),
+            *(number(median(layer.values[name]), f".{digits}f") for _, name, digits in COLUMNS),
         ]
         for index, layer in enumerate(study.layers)
     ]

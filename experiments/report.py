@@ -15,6 +15,7 @@ from benchmarks.report import fill
 from experiments.recovery_table import recovery
 from experiments.step_table import training_steps
 from experiments.tables import table
+from lln.numerals import written
 
 RESULTS = Path("experiments/results")
 COSTS = Path("benchmarks/results/instruments.json")
@@ -126,7 +127,7 @@ def proposition_3_1(results: dict[str, Any]) -> str:
     multiples = sorted({row["score_variance_over_ln_n"] for row in found})
     errors = {(row["tokens"], row["score_variance_over_ln_n"]): row["error"] for row in found}
     rows = [
-        [f"{multiple:g}", *(f"{errors[tokens, multiple]:+.3f}" for tokens in lengths)]
+        [f"{multiple:g}", *(written(errors[tokens, multiple], "+.3f") for tokens in lengths)]
         for multiple in multiples
     ]
     return table(["p / ln N", *(f"N = {tokens}" for tokens in lengths)], rows)
@@ -163,7 +164,7 @@ def shape(results: dict[str, Any]) -> str:
         [
             ATTENTION[row["attention"]],
             f"{row['score_variance']:g}",
-            f"{row['skew_in_a_row']:+.2f}",
+            written(row["skew_in_a_row"], "+.2f"),
             f"{100 * row['column_share_of_variance']:.1f} %",
         ]
         for row in results["shape_of_log_p"]

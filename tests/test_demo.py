@@ -17,7 +17,7 @@ from lln.demo.corpus import FEWEST_BYTES, load_corpus
 from lln.demo.encoder import Encoder, EncoderSize, trained_attentions
 from lln.demo.record import Clock
 from lln.demo.sections import speed_headline, speed_section
-from lln.demo.speed import Speed, crossover
+from lln.demo.speed import Speed
 from lln.demo.threads import faster_threads
 from lln.demo.training import TRAINED, Training
 from lln.errors import InvalidInputError
@@ -303,13 +303,30 @@ def test_matching_the_entropy_comes_closer_to_softmax_than_the_variance():
     assert entropy["lln_entropy"] < 0.2 < entropy["lln"] < entropy["elu"]
 
 
-def test_crossover_is_where_the_lines_meet():
-    slow = {128: 1.0, 256: 4.0, 512: 16.0}
-    assert crossover(slow, {128: 2.0, 256: 4.0 / 2, 512: 4.0}) == pytest.approx(128 * 2**0.5)
-    assert crossover(slow, {128: 0.5, 256: 0.5, 512: 0.5}) is None
-    assert crossover(slow, {128: 2.0, 256: 2.0, 512: 17.0}) is None
-    assert crossover(slow, {128: 0.5, 256: 5.0, 512: 10.0}) > 256
-    assert crossover({}, {128: 1.0}) is None
+def test_a_crossover_within_noise_is_said_and_not_drawn():
+    part = Speed(lengths=(128, 256, 512))
+    part.runs = {
+        "softmax": {128: [1.0, 1.1, 1.2], 256: [3.0, 4.0, 5.0], 512: [16.0, 16.0, 16.0]},
+        "lln": {128: [2.0, 2.1, 2.2], 256: [2.9, 3.5, 4.6], 512: [4.0, 4.0, 4.0]},
+        "lln_diag": {128: [2.0, 2.1, 2.2], 256: [2.0, 2.1, 2.2], 512: [4.0, 4.0, 4.0]},
+    }
+    headline = speed_headline(part).replace("\xa0", " ")
+    assert "LLN is faster than softmax from N = 512, 4 times as fast" in headline
+    assert "where that begins is within noise at N = 256." in headline
+    assert "LLN + Diag is faster than softmax from N ≈ 180" in headline
+    page = speed_section(part, "here")
+    assert page.count('class="rule') == 1
+    assert "LLN + Diag: N ≈ 180" in page
+    # Quartiles of softmax and LLN at 256 tokens are a quarter of the median apart, or more.
+    assert page.count("<td>~") == 2
+    assert "~: noisy" in page
+    found = part.as_json()
+    assert found["crossover"]["lln"] is None
+    assert found["verdict"]["lln"] == "faster from N = 512, within noise at N = 256"
+    assert found["crossover"]["lln_diag"] == pytest.approx(182, abs=1)
+    part.runs["lln"][512] = [10.0, 15.0, 30.0]
+    headline = speed_headline(part).replace("\xa0", " ")
+    assert "Whether LLN is faster than softmax at N = 512 is within noise (1.1 times" in headline
 
 
 def test_headline_admits_when_nothing_is_faster():

@@ -77,7 +77,7 @@ def demo(
 
 @app.command(rich_help_panel=START)
 def doctor() -> None:
-    """Say what this machine can run, and prove it on a small example.
+    """Say what this machine can run and how busy it is, and prove it on a small example.
 
     Exits with 1 if attention gives a wrong number here.
     """

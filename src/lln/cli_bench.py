@@ -82,15 +82,16 @@ def bench(
     Without options the suite of the device runs: about three minutes on two CPU cores, ten
     to fifteen on an H200. With --lengths, --dtype or --width every operation runs at just these.
 
-    Correctness comes first: each case is compared with a float64 reference, gradients too, and a
-    case that errs beyond its budget prints its error and gets no time (exit code 1).
+    Correctness comes first: each case is compared with a float64 reference, gradients too. A case
+    that errs beyond its budget is refused: it prints its error and gets no time (exit code 1), and
+    the others go on.
 
-    Columns: ms is the median of calls from Python, graph ms of replays as a CUDA graph (what the
-    GPU takes by itself). One unit is the time to read or write one tensor [B, H, N, D] at this
-    machine's measured copy speed; floors is the time over the fewest units that must move.
-    vs softmax, vs compiled, vs fla: how many times faster than the fastest softmax, than the eager
-    form under torch.compile, than fla's linear attention (causal, where that package is installed).
-    memory is the peak over the tensors nobody can do without.
+    Columns: ms is the median of calls from Python (~ where the runs lie far apart), graph ms of
+    replays as a CUDA graph (what the GPU takes by itself). One unit is the time to read or write
+    one tensor [B, H, N, D] at this machine's measured copy speed; floors is the time over the
+    fewest units that must move. vs softmax, vs compiled, vs fla: how many times faster than the
+    fastest softmax, than the eager form under torch.compile, than fla's linear attention (causal,
+    where that package is installed). memory is the peak over the tensors nobody can do without.
 
     The results file is whole after every case: Ctrl-C loses nothing, --resume goes on.
     """

@@ -10,6 +10,8 @@ import torch
 
 from lln.attention import lln_diag_attention
 from lln.kernels.tuning import why_unavailable
+from lln.report.failures import in_one_line
+from lln.report.load import read_load
 from lln.testing.tolerances import budget, largest_error
 
 OPTIONAL = {
@@ -21,7 +23,7 @@ OPTIONAL = {
 
 
 def examine(echo: Callable[[str], object]) -> bool:
-    """Report versions, devices and optional packages, and test attention on every device.
+    """Report versions, load, devices and optional packages, and test attention on every device.
 
     Args:
         echo: Takes one line at a time.
@@ -32,6 +34,8 @@ def examine(echo: Callable[[str], object]) -> bool:
     echo(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
     echo(f"lln          {_version('lln')}")
     echo(f"torch        {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    load = read_load()
+    echo(f"load         {load}{'; times measured now would be noisy' if load.is_high else ''}")
     for package, use in OPTIONAL.items():
         found = _version(package)
         extra = "" if found else f'pip install "lln[all]" adds {use}'
@@ -48,18 +52,17 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, 1, 2, 200, 16, generator=generator)
     expected = lln_diag_attention(*inputs.double(), impl="reference")
-    implementations = ["eager"]
-    reason = why_unavailable(inputs[0].to(device))
-    if reason is None:
-        implementations.append("triton")
-    elif device.startswith("cuda"):
-        echo(f"{device:<12} impl 'triton' {reason}")
     are_right = True
-    for impl in implementations:
+    for impl in ("eager", "triton"):
         try:
+            reason = why_unavailable(inputs[0].to(device)) if impl == "triton" else None
+            if reason is not None:
+                if device.startswith("cuda"):
+                    echo(f"{device:<12} impl 'triton' {reason}")
+                continue
             found = lln_diag_attention(*inputs.to(device), impl=impl).cpu()
         except Exception as error:  # Whatever a compiler or a driver raises is a finding.
-            echo(f"{device:<12} FAILED: {type(error).__name__}: {error}, impl {impl!r}")
+            echo(f"{device:<12} FAILED: {in_one_line(error)}, impl {impl!r}")
             are_right = False
             continue
         error, allowed = largest_error(found, expected), budget(found, expected)

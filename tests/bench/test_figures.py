@@ -1,10 +1,10 @@
-"""Crossovers, ratios, and the figures drawn from results."""
+"""Ratios, and the figures drawn from results."""
 
 import xml.etree.ElementTree as tree
 
 import pytest
 
-from lln.bench.compare import add_ratios, crossover
+from lln.bench.compare import add_ratios
 from lln.bench.figures import draw_speed, main_series
 
 ENVIRONMENT = {"device": "a GPU", "threads": 2, "torch": "2.11", "triton": "3.6"}
@@ -40,22 +40,6 @@ def results():
                 row("lln", tokens, 1.0, backward, batch=1),
             ]
     return {"environment": ENVIRONMENT, "cases": cases}
-
-
-def test_crossover_is_where_two_lines_meet_in_the_log_log_plane():
-    slow = {n: float(n) for n in (100, 1000, 10000)}
-    assert crossover(slow, dict.fromkeys(slow, 300.0)) == pytest.approx(300.0)
-    assert crossover(slow, dict.fromkeys(slow, 1.0)) is None
-    assert crossover(slow, dict.fromkeys(slow, 1e6)) is None
-    assert crossover({}, {1: 1.0}) is None
-
-
-def test_crossover_is_the_last_one():
-    slow = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}
-    fast = {1: 2.0, 2: 0.5, 4: 2.0, 8: 0.5}
-    found = crossover(slow, fast)
-    assert found is not None
-    assert 4 < found < 8
 
 
 def test_ratios_are_to_the_fastest_softmax_of_the_same_job_and_shape():

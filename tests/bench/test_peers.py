@@ -23,6 +23,7 @@ from lln.bench.peers_cells import (
 from lln.bench.peers_figure import draw_peers
 from lln.bench.peers_run import plan
 from lln.bench.peers_table import TABLES, Measure, table_of
+from lln.bench.spread import Timed
 from lln.cli import app
 from lln.errors import InvalidInputError
 
@@ -233,11 +234,14 @@ def test_layers_that_differ_are_measured_by_their_period(monkeypatch):
     monkeypatch.setattr(peers_cells.peers, "card", lambda name: replace(real, period=3))
     layers = build_layers("elu", TINY, 64)
     assert [(one.host.layer, one.host.layers) for one in layers] == [(0, 3), (1, 3), (2, 3)]
-    monkeypatch.setattr(peers_cells, "cpu_median", lambda call, seconds: 30.0)
+    monkeypatch.setattr(
+        peers_cells, "cpu_milliseconds", lambda call, seconds: Timed(30.0, 27.0, 33.0)
+    )
     monkeypatch.setattr(peers_cells, "cpu_peak", lambda call: 0)
     cell = PeerCell(ALONE, "elu", "forward", 1, 64)
     found = measure_cell(cell, TINY, "cpu", 0.01, 5.0)
     assert found["milliseconds"] == 10.0
+    assert found["milliseconds_quartiles"] == pytest.approx([9.0, 11.0])
     weights = 4 * 3 * 4 * (32 * 32 + 32)
     assert found["weights_bytes"] == weights
     assert found["peak_bytes"] == (weights + 4 * 64 * 32) / 3

@@ -138,10 +138,29 @@ def test_a_wrong_operation_prints_its_error_and_fails_the_command(tmp_path, monk
     out = tmp_path / "results.json"
     done = bench(*SMALL, *FEW, "--out", str(out))
     assert done.exit_code == 1
-    assert "wrong: output errs by" in done.output
+    name = "lln forward B1 H12 N16 D8 float32"
+    row = next(one for one in rows_of(out) if one["name"] == name)
+    sentence = (
+        f"{name}: refused and not timed, because its output differs from float64 by "
+        f"{row['error']:.1e}, and {row['allowed']:.1e} is allowed"
+    )
+    assert sentence in done.output
+    assert "4 of 8 cases have no time for these reasons; the others were measured" in done.output
+    assert done.output.count("refused") >= 8, "a line and a cell each"
     wrong = [row for row in rows_of(out) if row["operation"] == "lln"]
     assert all(row["status"] == "wrong" and "milliseconds" not in row for row in wrong)
     assert all("milliseconds" in row for row in rows_of(out) if row["operation"] == "sdpa")
+
+
+def test_a_refused_case_is_judged_again_by_resume(tmp_path, monkeypatch):
+    right, out = OPERATIONS["lln"].run, tmp_path / "results.json"
+    with monkeypatch.context() as patch:
+        swap(patch, "lln", lambda *inputs: right(*inputs) * 1.01)
+        assert bench(*SMALL, *FEW, "--out", str(out)).exit_code == 1
+    done = bench(*SMALL, *FEW, "--out", str(out), "--resume")
+    assert done.exit_code == 0, done.output
+    assert {row["status"] for row in rows_of(out)} == {"timed"}
+    assert len(rows_of(out)) == 8
 
 
 @pytest.mark.parametrize(

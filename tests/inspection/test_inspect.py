@@ -104,7 +104,7 @@ class Reader(HTMLParser):
             self.open.append(tag)
         for name, value in attrs:
             # Everything must be inside the file.
-            assert name not in ("src", "href") or (value or "").startswith("data:")
+            assert name not in ("src", "href") or (value or "").startswith(("data:", "#"))
 
     def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
@@ -335,7 +335,7 @@ def test_heads_to_show(bert, text, tmp_path):
     with pytest.raises(InvalidInputError, match=r"--heads 7\.0 does not exist: layers are 0 to 2"):
         run_inspect(str(bert), tmp_path, text=text, tokens=16, heads="7.0")
     study = Study("m", "M", "t", 8, 1, [Layer("a", "softmax", 2, 4, 8, 8, False)])
-    with pytest.raises(InvalidInputError, match=r"heads 0 to 1"):
+    with pytest.raises(InvalidInputError, match=r"heads of layer 0 are 0 to 1"):
         choose_heads(study, [(0, 2)])
 
 
@@ -365,6 +365,48 @@ def test_refusals(bert, text, tmp_path):
     (broken / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(InvalidInputError, match="cannot be loaded"):
         inspect(str(broken))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (None, {"text": "nothing.txt"}),
+        ("some/name", {}),
+        (None, {"heads": "7.0"}),
+        (None, {"heads": "0.4"}),
+    ],
+    ids=["text", "model", "layer", "head"],
+)
+def test_a_refusal_leaves_nothing_behind(bert, text, tmp_path, model, options):
+    before = sorted(tmp_path.rglob("*"))
+    given = {"text": text, "tokens": 16} | options
+    given["text"] = tmp_path / given["text"]
+    with pytest.raises(InvalidInputError):
+        run_inspect(model or str(bert), tmp_path / "deep" / "out", **given)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InvalidInputError):
+        run_inspect(model or str(bert), tmp_path / "mine", **given)
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "mine"])
+
+
+def test_a_failure_between_layers_leaves_what_was_measured(bert, text, tmp_path, monkeypatch):
+    from lln.inspection import run
+
+    original, calls = run.study_layer, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no memory left")
+        return original(*args)
+
+    monkeypatch.setattr(run, "study_layer", failing)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        run_inspect(str(bert), tmp_path / "out", text=text, tokens=16)
+    page = (tmp_path / "out" / "lln-inspect.html").read_text("utf-8")
+    assert "The run was stopped. 2 of 3 layers to go." in Reader(page).text
+    assert "refresh" not in page
 
 
 @pytest.mark.parametrize(("words", "said"), [("w1", "1 token,"), ("w1 w2 w3", "3 tokens,")])
@@ -427,7 +469,7 @@ def test_a_page_of_nothing_is_still_a_page():
     study.layers = [Layer("a", "softmax", 2, 4, 8, 8, False, problem="not measured: so it was")]
     assert findings(study) == {}
     reader = Reader(render_page(study, choose_heads(study, None)))
-    assert "Attention of m & m" in reader.text
+    assert "m & m" in reader.text
     assert "a <text>" in reader.text
     assert json.loads(render_json(study, []))["layers"][0]["problem"]
 

@@ -1,10 +1,8 @@
-"""What rows say about each other: floors, ratios to rivals, crossovers."""
+"""What rows say about each other: floors, ratios to rivals."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 from lln.bench.cases import Case
@@ -63,33 +61,20 @@ def add_ratios(rows: Sequence[Row]) -> None:
 
 def fastest(rows: Iterable[Row], field: str, group: str) -> float | None:
     """Least time of a softmax operation of a group; None if none was timed."""
-    times = [
-        row[field]
+    row = fastest_row(rows, field, group)
+    return None if row is None else row[field]
+
+
+def fastest_row(rows: Iterable[Row], field: str, group: str) -> Row | None:
+    """The row with that time."""
+    timed = [
+        row
         for row in rows
         if row.get(field) is not None
         and OPERATIONS[row["operation"]].kind == "softmax"
         and OPERATIONS[row["operation"]].group == group
     ]
-    return min(times, default=None)
-
-
-def crossover(slow: dict[int, float], fast: dict[int, float]) -> float | None:
-    """The length from which ``fast`` stays below ``slow``; None if the order never changes so.
-
-    Straight lines in the log-log plane join the measured points.
-
-    Example:
-        >>> round(crossover({100: 1.0, 400: 16.0}, {100: 2.0, 400: 8.0}))
-        200
-    """
-    lengths = sorted(set(slow) & set(fast))
-    lead = [(math.log(n), math.log(slow[n] / fast[n])) for n in lengths]
-    for (x0, y0), (x1, y1) in reversed(list(pairwise(lead))):
-        if y1 <= 0:
-            return None
-        if y0 <= 0:
-            return math.exp(x0 + (x1 - x0) * -y0 / (y1 - y0))
-    return None
+    return min(timed, key=lambda row: row[field], default=None)
 
 
 def _same_shape(one: Row, other: Row) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lln.bench.compare import Row
 from lln.bench.operations import OPERATIONS
+from lln.bench.spread import about
 
 Echo = Callable[[str], object]
 Advance = Callable[[str], None]
@@ -68,9 +69,9 @@ def line_of(row: Row) -> str:
     text = row["name"]
     if row.get("milliseconds") is None:
         return f"{text}: {problem_of(row)}"
-    text += f": {row['milliseconds']:.3f} ms"
+    text += f": {_time(row, 'milliseconds')} ms"
     if row.get("graph_milliseconds") is not None:
-        text += f", as a CUDA graph {row['graph_milliseconds']:.3f}"
+        text += f", as a CUDA graph {_time(row, 'graph_milliseconds')}"
     for field, what in (("graph_floors", "floors"), ("floors", "floors")):
         if row.get(field) is not None:
             text += f", {row[field]:.2f} {what}"
@@ -81,10 +82,18 @@ def line_of(row: Row) -> str:
 def problem_of(row: Row) -> str:
     """Why a row has no time."""
     if row.get("status") == "wrong":
-        return f"wrong: {row['what']} errs by {row['error']:.1e}, allowed {row['allowed']:.1e}"
+        return (
+            f"refused and not timed, because its {row['what']} differs from float64 by "
+            f"{row['error']:.1e}, and {row['allowed']:.1e} is allowed"
+        )
     if row.get("status") == "failed":
         return f"failed: {row['reason']}"
     return row.get("status", "not measured")
+
+
+def _problem_in_short(row: Row) -> str:
+    """The same in a word or two, for a cell."""
+    return "refused" if row.get("status") == "wrong" else row.get("status", "not measured")
 
 
 def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -95,8 +104,8 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         "B": lambda row: str(row["batch"]),
         "N": lambda row: str(row["tokens"]),
         "D": lambda row: str(row["width"]),
-        "ms": lambda row: _number(row, "milliseconds", "{:.3f}") or problem_of(row),
-        "graph ms": lambda row: _number(row, "graph_milliseconds", "{:.3f}"),
+        "ms": lambda row: _time(row, "milliseconds") or _problem_in_short(row),
+        "graph ms": lambda row: _time(row, "graph_milliseconds"),
         "units": lambda row: _units(row),
         "floors": lambda row: _number(row, "floors", "{:.2f}"),
         "graph floors": lambda row: _number(row, "graph_floors", "{:.2f}"),
@@ -144,6 +153,10 @@ def show_table(heads: Sequence[str], cells: Sequence[Sequence[str]], title: str)
     # As a title of the table it would be folded to the table's width.
     console.print(title, style="italic", highlight=False)
     console.print(table)
+
+
+def _time(row: Row, field: str) -> str:
+    return about(_number(row, field, "{:.3f}"), row, field)
 
 
 def _number(row: Row, field: str, form: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import lln
 from lln.errors import InvalidInputError
+from lln.report.load import read_load
 
 PACKAGE = Path(lln.__file__).resolve().parent
 
@@ -21,17 +23,23 @@ PACKAGE = Path(lln.__file__).resolve().parent
 IDENTITY = ("device", "threads", "torch", "triton", "commit")
 
 
-def describe(device: str, command: str) -> dict[str, Any]:
-    """The environment of a run.
+def describe(device: str, command: str, echo: Callable[[str], object]) -> dict[str, Any]:
+    """The environment of a run; says so if other programs keep the processors busy.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         command: What to type to make the same measurements again.
+        echo: Takes a line meant for the terminal.
     """
     on_gpu = device == "cuda"
+    load = read_load()
+    if load.warning:
+        echo(load.warning)
     return {
         "device": torch.cuda.get_device_name() if on_gpu else _processor(),
         "threads": torch.get_num_threads(),
+        "cores": load.cores,
+        "busy_cores": None if load.busy is None else round(load.busy, 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton") if on_gpu else None,

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lln.bench.compare import Row, crossover, fastest
+from lln.bench.compare import Row, fastest_row
+from lln.bench.crossover import crossover
 from lln.bench.operations import OPERATIONS
+from lln.bench.spread import Timed, timed_in
 from lln.errors import InvalidInputError
 from lln.files import replacing
 
@@ -149,28 +151,32 @@ def plain_ticks(axes: Axes, lengths: Sequence[int]) -> None:
 def _panel(axes: Axes, rows: Sequence[Row], field: str, group: str) -> None:
     scale = 1e-6 if field == "peak_bytes" else 1.0
     lengths = sorted({row["tokens"] for row in rows})
-    series: dict[str, dict[int, float]] = {}
+    series: dict[str, dict[int, Timed]] = {}
     for name, (colour, marker) in _LOOKS.items():
         points = {
-            row["tokens"]: row[field] * scale
+            row["tokens"]: found.times(scale)
             for row in rows
-            if row["operation"] == name and row.get(field) is not None
+            if row["operation"] == name and (found := timed_in(row, field)) is not None
         }
         if points:
             series[name] = points
             label = OPERATIONS[name].label
             axes.plot(*_line(points), color=colour, marker=marker, label=label)
+    fastest = {
+        n: fastest_row([row for row in rows if row["tokens"] == n], field, group) for n in lengths
+    }
     best = {
-        n: least * scale
-        for n in lengths
-        if (least := fastest([r for r in rows if r["tokens"] == n], field, group)) is not None
+        n: found.times(scale)
+        for n, row in fastest.items()
+        if row is not None and (found := timed_in(row, field)) is not None
     }
     _mark_crossovers(axes, series, best, field, group)
     if lengths:
         plain_ticks(axes, lengths)
         # Room for the sentences above the curves.
-        highest = max(max(points.values()) for points in series.values())
-        if field == "peak_bytes" and highest < 10 * min(min(p.values()) for p in series.values()):
+        heights = [point.median for points in series.values() for point in points.values()]
+        highest = max(heights)
+        if field == "peak_bytes" and highest < 10 * min(heights):
             # Amounts of one size are seen best from zero.
             axes.set_yscale("linear")
             axes.set_ylim(0.0, 1.5 * highest)
@@ -180,27 +186,21 @@ def _panel(axes: Axes, rows: Sequence[Row], field: str, group: str) -> None:
 
 def _mark_crossovers(
     axes: Axes,
-    series: dict[str, dict[int, float]],
-    best: dict[int, float],
+    series: dict[str, dict[int, Timed]],
+    best: dict[int, Timed],
     field: str,
     group: str,
 ) -> None:
-    """A dotted line where a curve goes below the best softmax's, and a sentence that says it."""
+    """A dotted line where a curve goes below the best softmax's, and words that say it."""
     word = "smaller" if field == "peak_bytes" else "faster"
     height = 0.98
     for name in _MARKED[group]:
-        points = series.get(name, {})
-        common = sorted(set(points) & set(best))
-        if not common:
+        found, label = crossover(best, series.get(name, {})), OPERATIONS[name].label
+        if found is None:
             continue
-        where, label = crossover(best, points), OPERATIONS[name].label
-        if where is not None:
-            axes.axvline(where, 0, 0.8, color=_LOOKS[name][0], linewidth=1, linestyle=":")
-            text = f"{label}: {word} from N ≈ {where:.0f}"
-        elif all(points[n] < best[n] for n in common):
-            text = f"{label}: {word} at every N"
-        else:
-            text = f"{label}: not {word} at N = {common[-1]}"
+        if found.place is not None:
+            axes.axvline(found.place, 0, 0.8, color=_LOOKS[name][0], linewidth=1, linestyle=":")
+        text = f"{label}: {found.verdict(word)}"
         axes.text(
             0.02, height, text, transform=axes.transAxes, va="top", fontsize=8,
             color=_LOOKS[name][0],
@@ -208,9 +208,9 @@ def _mark_crossovers(
         height -= 0.08
 
 
-def _line(points: dict[int, float]) -> tuple[list[int], list[float]]:
+def _line(points: dict[int, Timed]) -> tuple[list[int], list[float]]:
     lengths = sorted(points)
-    return lengths, [points[n] for n in lengths]
+    return lengths, [points[n].median for n in lengths]
 
 
 def _title(results: dict[str, Any], rows: Sequence[Row]) -> str:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 
 from lln import peers
 from lln.bench.compare import Row
-from lln.bench.timing import cpu_median, cpu_peak, free_memory, gpu_median, gpu_peak
+from lln.bench.spread import timed
+from lln.bench.timing import cpu_milliseconds, cpu_peak, free_memory, gpu_milliseconds, gpu_peak
 from lln.bench.timing import is_out_of_memory as is_memory_error
 
 # Softmax attention, residuals, norms and feed-forward: what a block replaces.
@@ -155,11 +155,10 @@ def _measure(
     count = layers_of(cell.system)
     row["peak_bytes"] = (held + (gpu_peak(call) if on_gpu else cpu_peak(call))) / count
     if spent >= brief:
-        milliseconds = 1e3 * median((spent, _seconds_of(call), _seconds_of(call)))
+        found = timed((spent, _seconds_of(call), _seconds_of(call))).times(1e3)
     else:
-        milliseconds = (gpu_median if on_gpu else cpu_median)(call, seconds)
-    row["milliseconds"] = milliseconds / count
-    return {**row, "status": "timed"}
+        found = (gpu_milliseconds if on_gpu else cpu_milliseconds)(call, seconds)
+    return {**row, **found.times(1 / count).fields("milliseconds"), "status": "timed"}
 
 
 def _bind(layers: nn.Module, x: Tensor, backward: bool) -> tuple[Callable[[], Tensor], int]:

@@ -28,6 +28,7 @@ from lln.bench.peers_table import TABLES, table_of, text_of, title_of
 from lln.bench.peers_worker import Worker
 from lln.bench.record import Record
 from lln.bench.run import check_seconds, command_of, threads_set
+from lln.bench.spread import noise_note
 from lln.errors import InvalidInputError
 from lln.peers.listing import check_names, in_order
 
@@ -97,7 +98,7 @@ def run_peers(
             f"{in_batch} tokens does not hold two; raise --tokens."
         )
     with threads_set(threads):
-        environment = describe(device, command_of("lln bench peers", options))
+        environment = describe(device, command_of("lln bench peers", options), echo)
         record = Record(out or Path(f"lln-peers-{device}.json"), "peers", environment, resume)
         record.extra = {"layer": asdict(SIZES[device]), "limit_seconds": limit}
         try:
@@ -168,6 +169,8 @@ def _report(record: Record, figure: bool, echo: Echo) -> None:
         heads, lines = table_of(results, measure)
         if lines:
             show_table(heads, lines, title=title_of(results, measure))
+    if note := noise_note(record.rows, ("milliseconds",)):
+        echo(note)
     for row in record.rows:
         if row["status"] == "failed":
             echo(f"{row['name']}: {text_of(row)}")

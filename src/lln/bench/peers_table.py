@@ -7,6 +7,7 @@ from typing import Any
 
 from lln.bench.compare import Row
 from lln.bench.peers_cells import ALONE, FILLED, FRAME
+from lln.bench.spread import about
 from lln.peers.listing import in_order
 
 
@@ -69,7 +70,8 @@ def text_of(row: Row) -> str:
     """One row in a few words."""
     if row["status"] != "timed":
         return row["status"] + (f", {row['reason']}" if row.get("reason") else "")
-    return f"{row['milliseconds']:.3f} ms, {row['peak_bytes'] / 1e6:.0f} MB"
+    time = about(f"{row['milliseconds']:.3f}", row, "milliseconds")
+    return f"{time} ms, {row['peak_bytes'] / 1e6:.0f} MB"
 
 
 def _cell(row: Row | None, field: str) -> str:
@@ -79,4 +81,4 @@ def _cell(row: Row | None, field: str) -> str:
     if row.get(field) is None:
         return "" if row["status"] == "timed" else row["status"]
     value = row[field] if field == "milliseconds" else row[field] / 1e6
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+    return about(f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}", row, field)

@@ -70,12 +70,13 @@ class Record:
                     f"--resume cannot go on with {self.path}: its {name} is {stored.get(name)}, "
                     f"here it is {here}; leave --resume out to start anew, or choose another --out."
                 )
-        # What failed may have been repaired since; what is slow or too large stays so.
-        self.rows = [row for row in rows if row.get("status") != "failed"]
+        # What failed or was wrong may have been repaired since; what is too large stays so.
+        self.rows = [row for row in rows if row.get("status") not in ("failed", "wrong")]
         self.extra = {k: v for k, v in stored.items() if k not in _FIXED}
         commands = [environment.get("command", ""), self.environment["command"]]
         self.environment = {
             **self.environment,
+            "busy_cores": _busier(environment, self.environment),
             "command": "; ".join(dict.fromkeys(filter(None, commands))),
         }
 
@@ -94,3 +95,9 @@ class Record:
         whole = {"kind": self.kind, "environment": self.environment}
         whole |= {**self.extra, "cases": self.rows}
         write_atomically(self.path, json.dumps(whole, indent=1) + "\n")
+
+
+def _busier(*environments: dict[str, Any]) -> float | None:
+    """What other programs kept busy during the worse part of a run that was resumed."""
+    found = [each.get("busy_cores") for each in environments]
+    return max((busy for busy in found if busy is not None), default=None)

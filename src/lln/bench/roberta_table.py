@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -24,8 +23,10 @@ from lln.bench.record import Record
 from lln.bench.roberta import SYSTEMS, RobertaSize, Training
 from lln.bench.roberta_figure import draw_roberta
 from lln.bench.run import check_seconds, command_of
+from lln.bench.spread import about, noise_note, timed
 from lln.bench.timing import free_memory, is_out_of_memory
 from lln.errors import InvalidInputError
+from lln.report.failures import in_one_line
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LONGEST = 1 << 20
@@ -93,7 +94,7 @@ def run_roberta(
     options = {"device": device, "lengths": lengths, "systems": systems, "tokens": tokens}
     options |= {"layers": None if layers == 12 else layers}
     options |= {"seconds": None if seconds == 1.0 else seconds}
-    environment = describe(device, command_of("lln bench roberta", options))
+    environment = describe(device, command_of("lln bench roberta", options), echo)
     size = RobertaSize(layers=layers)
     path = out or Path(f"lln-roberta-{device}.json")
     record = Record(path, "roberta", environment, resume, {"model": asdict(size)})
@@ -108,6 +109,8 @@ def run_roberta(
         raise
     for part in dict.fromkeys(row["part"] for row in record.rows):
         show_table(*table_of(record.rows, part), title=title_of(record.rows, part))
+    if note := noise_note(record.rows, ("milliseconds",)):
+        echo(note)
     echo(f"Wrote {record.path}.")
     if figure:
         results = {"environment": record.environment, **record.extra, "cases": record.rows}
@@ -157,8 +160,7 @@ def measure_cell(cell: Cell, size: RobertaSize, device: str, seconds: float) -> 
         if is_out_of_memory(error):
             row["status"] = "out of memory"
         else:
-            lines = str(error).strip().splitlines() or [""]
-            row |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
+            row |= {"status": "failed", "reason": in_one_line(error)}
     # Here the exception and the frames it kept alive, model included, are gone.
     free_memory()
     return row
@@ -176,7 +178,8 @@ def _measure(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
     begin = time.perf_counter()
     while len(times) < fewest or (len(times) < most and time.perf_counter() - begin < seconds):
         times.append(_timed_step(step))
-    row: Row = {"status": "timed", "milliseconds": 1e3 * median(times), "steps": len(times)}
+    row: Row = {"status": "timed", "steps": len(times)}
+    row |= timed(times).times(1e3).fields("milliseconds")
     # A graph keeps its own pool beside that of the steps before it: no measure of a step.
     if device == "cuda" and cell.part != "graph":
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -283,7 +286,9 @@ def _cell(row: Row | None, field: str) -> str:
     if row is None:
         return ""
     if row.get(field) is not None:
-        return f"{row[field] / 1e9:.1f}" if field == "peak_bytes" else as_milliseconds(row[field])
+        if field == "peak_bytes":
+            return f"{row[field] / 1e9:.1f}"
+        return about(as_milliseconds(row[field]), row, field)
     return "" if row["status"] == "timed" else row["status"]
 
 
@@ -291,7 +296,8 @@ def _text(row: Row) -> str:
     if row["status"] != "timed":
         return row.get("reason", row["status"])
     memory = f", {row['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in row else ""
-    return f"{row['milliseconds']:.1f} ms a step{memory}"
+    step = about(f"{row['milliseconds']:.1f}", row, "milliseconds")
+    return f"{step} ms a step{memory}"
 
 
 def _doublings(length: int) -> list[int]:

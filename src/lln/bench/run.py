@@ -13,16 +13,18 @@ from typing import Any
 import torch
 
 from lln.bench.cases import Case
-from lln.bench.compare import Row, add_floors, add_ratios
+from lln.bench.compare import TIMES, Row, add_floors, add_ratios
 from lln.bench.display import Echo, line_of, problem_of, progress, show_table, table_of
 from lln.bench.environment import check_device, describe
 from lln.bench.figures import check_matplotlib, draw_speed
 from lln.bench.gate import Gate
 from lln.bench.operations import OPERATIONS
 from lln.bench.record import Record
+from lln.bench.spread import noise_note
 from lln.bench.suites import choose_cases
 from lln.bench.timing import copy_speed, free_memory, is_out_of_memory, measure
 from lln.errors import InvalidInputError
+from lln.report.failures import in_one_line
 
 # Seconds of repetition a case. A GPU is steady, and its suite is long.
 _SECONDS = {"cpu": 0.3, "cuda": 0.05}
@@ -82,7 +84,7 @@ def run_bench(
         "seconds": None if seconds == _SECONDS[device] else seconds,
     }
     with threads_set(threads):
-        environment = describe(device, command_of("lln bench", options))
+        environment = describe(device, command_of("lln bench", options), echo)
         path = out or Path(f"lln-bench-{device}.json")
         record = Record(path, "attention", environment, resume)
         cases = _possible(cases, echo)
@@ -196,8 +198,7 @@ def measure_case(case: Case, gate: Gate, seconds: float, speed: float) -> Row:
         if is_out_of_memory(error):
             row["status"] = "out of memory"
         else:
-            lines = str(error).strip().splitlines() or [""]
-            row |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
+            row |= {"status": "failed", "reason": in_one_line(error)}
     # Here the exception and the frames it kept alive are gone.
     inputs = None
     free_memory(collect=row["status"] != "timed")
@@ -215,9 +216,16 @@ def _report(record: Record, figure: bool, echo: Echo) -> None:
     heads, cells = table_of(record.rows)
     environment = record.environment
     show_table(heads, cells, f"{environment['device']}, torch {environment['torch']}")
-    for row in record.rows:
-        if not _is_fine(row):
-            echo(f"{row['name']}: {problem_of(row)}")
+    if note := noise_note(record.rows, tuple(TIMES)):
+        echo(note)
+    bad = [row for row in record.rows if not _is_fine(row)]
+    for row in bad:
+        echo(f"{row['name']}: {problem_of(row)}")
+    if bad:
+        echo(
+            f"{len(bad)} of {len(record.rows)} cases have no time for these reasons; the others "
+            "were measured, and --resume tries those again."
+        )
     echo(f"Wrote {record.path}.")
     if figure:
         results = {"environment": environment, "cases": record.rows}

@@ -16,9 +16,12 @@ from torch.utils.benchmark import Timer
 
 from lln.bench.cases import Case
 from lln.bench.operations import Operation
+from lln.bench.spread import Timed, timed
 
 # Bytes copied to find the machine's speed: far more than any cache holds.
 _COPIED = {"cpu": 1 << 28, "cuda": 1 << 29}
+# Runs without which there is no telling how far they lie apart.
+_FEWEST_RUNS = 3
 
 
 def measure(
@@ -33,8 +36,9 @@ def measure(
         seconds: How long to repeat the call.
 
     Returns:
-        ``milliseconds`` of a call from Python (median), on a GPU also ``graph_milliseconds`` of
-        its replay as a CUDA graph (None if it cannot be captured); ``peak_bytes`` that are alive
+        ``milliseconds`` of a call from Python (median) and ``milliseconds_quartiles``, on a GPU
+        also ``graph_milliseconds`` and theirs, of its replay as a CUDA graph
+        (None if it cannot be captured); ``peak_bytes`` that are alive
         at once (not of compiled functions on a CPU) and ``memory_ratio``, these over the tensors
         that no implementation can do without.
     """
@@ -47,10 +51,12 @@ def measure(
         peak = held + (gpu_peak(call) if on_gpu else cpu_peak(call))
         found |= {"peak_bytes": peak, "memory_ratio": peak / needed}
     if on_gpu:
-        found["milliseconds"] = gpu_median(call, seconds)
-        found["graph_milliseconds"] = _time_graph(call, seconds)
+        found |= gpu_milliseconds(call, seconds).fields("milliseconds")
+        graph = _time_graph(call, seconds)
+        name = "graph_milliseconds"
+        found |= {name: None} if graph is None else graph.fields(name)
     else:
-        found["milliseconds"] = cpu_median(call, seconds)
+        found |= cpu_milliseconds(call, seconds).fields("milliseconds")
     return found
 
 
@@ -146,22 +152,27 @@ def cpu_peak(call: Callable[[], object]) -> int:
     return alive.peak
 
 
-def cpu_median(call: Callable[[], object], seconds: float) -> float:
-    """Median milliseconds by torch's timer, on as many threads as torch is set to."""
+def cpu_milliseconds(call: Callable[[], object], seconds: float) -> Timed:
+    """By torch's timer, on as many threads as torch is set to."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=seconds).median * 1e3
+    runs = list(timer.blocked_autorange(min_run_time=seconds).times)
+    while len(runs) < _FEWEST_RUNS:
+        start = time.perf_counter()
+        call()
+        runs.append(time.perf_counter() - start)
+    return timed(runs).times(1e3)
 
 
-def gpu_median(call: Callable[[], object], seconds: float) -> float:
-    """Median milliseconds by CUDA events, the L2 cache flushed before every call."""
+def gpu_milliseconds(call: Callable[[], object], seconds: float) -> Timed:
+    """By CUDA events, the L2 cache flushed before every call."""
     from triton.testing import do_bench
 
     warmup, repeat = max(1, round(300 * seconds)), max(1, round(1000 * seconds))
-    found: Any = do_bench(call, warmup=warmup, rep=repeat, return_mode="median")
-    return float(found)
+    found: Any = do_bench(call, warmup=warmup, rep=repeat, quantiles=[0.5, 0.25, 0.75])
+    return Timed(*map(float, found))
 
 
-def _time_graph(call: Callable[[], None], seconds: float) -> float | None:
+def _time_graph(call: Callable[[], None], seconds: float) -> Timed | None:
     """The call replayed as a CUDA graph: what the GPU takes, without Python launching it."""
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
     side.wait_stream(current)
@@ -178,9 +189,9 @@ def _time_graph(call: Callable[[], None], seconds: float) -> float | None:
         if is_out_of_memory(error):
             raise
         return None
-    milliseconds = gpu_median(graph.replay, seconds)
+    found = gpu_milliseconds(graph.replay, seconds)
     graph.reset()
-    return milliseconds
+    return found
 
 
 def copy_speed(device: str) -> float:
@@ -188,15 +199,10 @@ def copy_speed(device: str) -> float:
     source = torch.randn(_COPIED[device] // 4, device=device)
     target = torch.empty_like(source)
     if device == "cuda":
-        milliseconds = gpu_median(lambda: target.copy_(source), seconds=0.1)
+        found = gpu_milliseconds(lambda: target.copy_(source), seconds=0.1)
     else:
-        timer = Timer(
-            "target.copy_(source)",
-            globals={"target": target, "source": source},
-            num_threads=torch.get_num_threads(),
-        )
-        milliseconds = timer.blocked_autorange(min_run_time=0.3).median * 1e3
-    return 2 * source.nbytes / milliseconds / 1e9
+        found = cpu_milliseconds(lambda: target.copy_(source), seconds=0.3)
+    return 2 * source.nbytes / found.median / 1e9
 
 
 def is_out_of_memory(error: BaseException) -> bool:

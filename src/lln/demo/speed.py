@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln.attention import lln_attention, lln_diag_attention
+from lln.bench.crossover import Crossover, crossover
+from lln.bench.spread import Timed, timed
 from lln.demo.record import Clock, Part, State
 
 TIMED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -57,6 +58,14 @@ class Speed(Part):
     def times(self, name: str) -> dict[int, float]:
         """Median seconds a call, by length."""
         return {n: median(runs) for n, runs in self.runs[name].items() if runs}
+
+    def timed(self, name: str) -> dict[int, Timed]:
+        """Median and quartiles of the seconds a call, by length."""
+        return {n: timed(runs) for n, runs in self.runs[name].items() if runs}
+
+    def crossover(self, name: str) -> Crossover | None:
+        """From which length on an attention is faster than softmax attention."""
+        return crossover(self.timed("softmax"), self.timed(name))
 
     def spread(self, name: str) -> dict[int, tuple[float, float]]:
         """Fastest and slowest run in seconds, by length."""
@@ -103,6 +112,7 @@ class Speed(Part):
 
     def as_json(self) -> dict[str, object]:
         """Median milliseconds, by attention and length."""
+        found = {name: self.crossover(name) for name in TIMED if name != "softmax"}
         return {
             "state": self.state.value,
             "batch": 1,
@@ -117,29 +127,9 @@ class Speed(Part):
                 name: {str(n): [round(1e3 * s, 3) for s in r] for n, r in self.runs[name].items()}
                 for name in TIMED
             },
-            "crossover": {
-                name: crossover(self.times("softmax"), self.times(name))
-                for name in TIMED
-                if name != "softmax"
-            },
+            "crossover": {name: each and each.place for name, each in found.items()},
+            "verdict": {name: each and each.verdict("faster") for name, each in found.items()},
         }
-
-
-def crossover(slow: dict[int, float], fast: dict[int, float]) -> float | None:
-    """The length from which ``fast`` stays below ``slow``, between two lengths where they cross.
-
-    Straight lines in the log-log plane join the measured points. None where the order never changes
-    to that one.
-    """
-    lengths = sorted(set(slow) & set(fast))
-    lead = [math.log(fast[n] / slow[n]) for n in lengths]
-    for index in range(len(lengths) - 1, 0, -1):
-        if lead[index] >= 0:
-            return None
-        if lead[index - 1] >= 0:
-            low, high = math.log(lengths[index - 1]), math.log(lengths[index])
-            return math.exp(low + (high - low) * lead[index - 1] / (lead[index - 1] - lead[index]))
-    return None
 
 
 def _seconds(

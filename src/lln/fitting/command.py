@@ -15,6 +15,7 @@ import torch
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.files import check_file, check_folder, write_atomically
 from lln.fitting.fit import Constants, FitConfig, Progress, fit_constants, scale
+from lln.numerals import written
 
 Echo = Callable[[str], None]
 
@@ -80,7 +81,7 @@ def report(constants: Constants) -> list[str]:
     lines = ["s at N = 1024       d      p    fitted   reference   difference"]
     for name, d, p, expected in REFERENCE:
         found = scale(criteria[name], torch.tensor(p, dtype=torch.float64), d, 1024).item()
-        difference = f"{100 * (found / expected - 1):+.2f} %"
+        difference = f"{written(100 * (found / expected - 1), '+.2f')} %"
         lines.append(f"{name:<14}{d:>7}{p:>7g}{found:>10.3f}{expected:>12.3f}{difference:>13}")
     refit, paper = record["paper_refit"], criteria["paper"]
     lines += [

@@ -42,6 +42,24 @@ def parse_heads(given: str | None) -> list[tuple[int, int]] | None:
     return heads or None
 
 
+def refuse_missing_heads(asked: list[tuple[int, int]] | None, heads: list[int]) -> None:
+    """Refuse heads that a model with so many ``heads``, by layer, does not have.
+
+    Raises:
+        InvalidInputError: Names the first of them.
+    """
+    for layer, head in asked or ():
+        if layer >= len(heads):
+            raise InvalidInputError(
+                f"--heads {layer}.{head} does not exist: layers are 0 to {len(heads) - 1}."
+            )
+        if head >= heads[layer]:
+            raise InvalidInputError(
+                f"--heads {layer}.{head} does not exist: heads of layer {layer} are 0 to "
+                f"{heads[layer] - 1}."
+            )
+
+
 def choose_heads(study: Study, asked: list[tuple[int, int]] | None) -> list[Chosen]:
     """The heads asked for, or the extremes in entropy and in normality.
 
@@ -49,13 +67,7 @@ def choose_heads(study: Study, asked: list[tuple[int, int]] | None) -> list[Chos
         InvalidInputError: If a head that was asked for does not exist.
     """
     if asked is not None:
-        for layer, head in asked:
-            if layer >= len(study.layers) or head >= study.layers[layer].heads:
-                last = len(study.layers) - 1
-                raise InvalidInputError(
-                    f"--heads {layer}.{head} does not exist: layers are 0 to {last}, heads 0 to "
-                    f"{study.heads - 1}."
-                )
+        refuse_missing_heads(asked, [layer.heads for layer in study.layers])
         return [
             Chosen(layer, head, "as asked") for layer, head in asked if study.layers[layer].shapes
         ]

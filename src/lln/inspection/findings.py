@@ -6,6 +6,7 @@ import math
 from statistics import median
 
 from lln.inspection.study import Study
+from lln.numerals import written
 
 # Nearer than this counts as "the same" in the sentences.
 NEAR_NORMAL = 0.05
@@ -32,13 +33,15 @@ def _concentration(study: Study) -> str:
         return ""
     sharp, flat = (pick(cells, key=lambda cell: cell[2][0]) for pick in (min, max))
     text = (
-        f"Entropy runs from {sharp[2][0]:.2f} bits (head {head_name(sharp)}) to {flat[2][0]:.2f} "
-        f"(head {head_name(flat)}), median {median(c[2][0] for c in cells):.2f}; even attention "
+        f"Entropy runs from {written(sharp[2][0], '.2f')} bits (head {head_name(sharp)}) to "
+        f"{written(flat[2][0], '.2f')} (head {head_name(flat)}), median "
+        f"{written(median(c[2][0] for c in cells), '.2f')}; even attention "
         f"over {study.tokens} tokens has {math.log2(study.tokens):.2f}."
     )
     gaps = [cell[2][0] for cell in study.cells("spectral_gap")]
     if gaps:
-        text += f" The spectral gap runs from {min(gaps):.2f} to {max(gaps):.2f}."
+        ends = (written(end, ".2f") for end in (min(gaps), max(gaps)))
+        text += f" The spectral gap runs from {' to '.join(ends)}."
     return text
 
 
@@ -47,21 +50,22 @@ def _normality(study: Study) -> str:
     if not cells:
         return ""
     near = sum(cell[2][0] <= NEAR_NORMAL for cell in cells)
+    middle = written(median(cell[2][0] for cell in cells), ".3f")
     right = sum(cell[2][1] > 0 for cell in cells)
     return (
         f"log P is within a Kolmogorov-Smirnov distance of {NEAR_NORMAL:g} of a normal "
-        f"distribution in {near} of {len(cells)} heads (median distance "
-        f"{median(cell[2][0] for cell in cells):.3f}); it leans to the right in {right}."
+        f"distribution in {near} of {len(cells)} heads (median distance {middle}); it leans to "
+        f"the right in {right}."
     )
 
 
 def _theory(study: Study) -> str:
     names = ("theory.variance", "score_variance.within_row", "theory.entropy", "entropy")
     cells = study.cells(*names)
-    if not cells:
+    ratios = [c[2][0] / c[2][1] for c in cells if c[2][1] > 0]
+    if not ratios:
         return ""
-    near = sum(abs(c[2][0] / c[2][1] - 1) <= NEAR_VARIANCE for c in cells if c[2][1] > 0)
-    ratio = median(c[2][0] / c[2][1] for c in cells if c[2][1] > 0)
+    near, ratio = sum(abs(each - 1) <= NEAR_VARIANCE for each in ratios), median(ratios)
     close = sum(abs(max(c[2][2], 0.0) - c[2][3]) <= 2 * NEAR_ENTROPY for c in cells)
     return (
         f"σq²σk² alone gives the variance of log P inside a row to {NEAR_VARIANCE:.0%} in {near} "
@@ -104,12 +108,12 @@ def _lln(study: Study) -> str:
     if formula:
         off = median(abs(c[2][0] - c[2][1]) for c in formula)
         text += f". The closed formula alone misses the entropy by {off:.2f} bits in the median"
-    distance = median(c[2][4] for c in cells)
-    text += f". The same concentration is not the same pattern: {distance:.0%} of a row's weight"
+    distance = written(median(c[2][4] for c in cells), ".0%")
+    text += f". The same concentration is not the same pattern: {distance} of a row's weight"
     text += " lies elsewhere in the median head"
     even = study.cells("lln.even_distance")
     if even:
-        text += f" (even attention: {median(c[2][0] for c in even):.0%})"
+        text += f" (even attention: {written(median(c[2][0] for c in even), '.0%')})"
     return text + "."
 
 

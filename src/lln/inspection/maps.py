@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from lln.inspection.study import Grid, Study
 from lln.report.heatmap import heat_map
+from lln.report.markup import number
+
+# Ends of a scale of signed numbers, which are written to two digits after the point.
+_LEAST = 0.05
 
 
 @dataclass(frozen=True)
@@ -19,10 +23,10 @@ class Map:
         title: Above the map.
         caption: Below it.
         write: How a number is written.
-        low: Number of the darkest colour.
-        high: Number of the lightest colour.
+        low: Number of the first colour; None = the smallest that is no extreme.
+        high: Number of the last colour; None = the largest that is no extreme.
         log: Whether colours follow the logarithm.
-        centred: Whether zero has the middle colour.
+        centred: Whether numbers have a sign: zero has the middle of two colours.
         grid: The numbers; None = the value of that name.
     """
 
@@ -50,31 +54,27 @@ class Map:
             write=self.write,
             log=self.log,
             centred=self.centred,
+            least=_LEAST,
         )
 
 
 def _digits(count: int) -> Callable[[float], str]:
-    return lambda value: f"{value:.{count}f}"
+    return lambda value: number(value, f".{count}f")
 
 
 def _signed(value: float) -> str:
-    digits = 2 if abs(value) < 9.995 else 0
-    return f"{value:+.{digits}f}".replace("-", "−")
+    return number(value, "+.2f" if abs(value) < 9.995 else "+.0f")
 
 
 def _short(value: float) -> str:
-    """At most four characters, for numbers of any size."""
+    """At most four characters and a sign, for numbers of any size."""
     if math.isinf(value):
-        return "∞"
-    if abs(value) >= 1000:
-        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-    if abs(value) >= 10:
-        return f"{value:.0f}"
-    if abs(value) >= 1:
-        return f"{value:.1f}"
-    if abs(value) >= 0.01 or value == 0:
-        return f"{value:.2f}"
-    return f"{value:.0e}".replace("e-0", "e−")
+        return "∞" if value > 0 else "−∞"
+    size = abs(value)
+    if size >= 1000 or 0 < size < 0.01:
+        digits, power = f"{value:.0e}".split("e")
+        return f"{digits}e{int(power)}".replace("-", "−")
+    return number(value, ".0f" if size >= 10 else ".1f" if size >= 1 else ".2f")
 
 
 def _difference(name: str, other: str) -> Callable[[Study], Grid]:

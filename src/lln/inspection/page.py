@@ -8,11 +8,11 @@ from html import escape
 
 from lln.inspection.choice import Chosen
 from lln.inspection.findings import findings
-from lln.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, Map, draw_maps
+from lln.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, draw_maps
 from lln.inspection.plots import lln_plots, shape_plots, theory_plots
 from lln.inspection.study import Study, bin_edges
 from lln.report.document import html_document, json_document
-from lln.report.markup import figure, section, table
+from lln.report.markup import contents, figure, number, section, table
 from lln.report.series import legend
 
 _NORMALITY = """
@@ -43,37 +43,32 @@ def render_page(study: Study, chosen: Sequence[Chosen]) -> str:
     rows = [[escape(name), escape(value)] for name, value in study.environment.items()]
     if math.isfinite(study.seconds):
         rows.append(["seconds of measurement", f"{study.seconds:.0f}"])
+    environment = (
+        f'<div class="panel">{table([], rows)}</div>'
+        '<p class="small" style="margin-top:.9rem">The numbers of this page lie beside it as JSON. '
+        "The theory: arXiv 2311.13541.</p>"
+    )
+    sections = (
+        ("concentration", "1. How concentrated is each head?", _concentration(study, found)),
+        ("normality", "2. Is log P normal?", _normality(study, chosen, found)),
+        ("theory", "3. Measured against theory (Proposition 3.1)", _theory(study, found)),
+        ("gaussian", "4. Where do the Gaussian assumptions break?", _gaussian(study, found)),
+        ("lln", "5. What would LLN attention do here?", _lln(study, found)),
+        ("layers", "Layers", _layers(study)),
+        ("environment", "Environment", environment),
+    )
+    name = escape(study.model)
     body = "".join(
         (
-            f"<h1>Attention of {escape(study.model)}</h1>",
+            f"<h1>{name}</h1>",
             f'<p class="lead">{escape(_lead(study))}</p>',
+            contents([(ident, title) for ident, title, _ in sections]),
             _notice(study, running),
             _problems(study),
-            _maps(
-                study, "concentration", "1. How concentrated is each head?", CONCENTRATION, found
-            ),
-            _normality(study, chosen, found),
-            _theory(study, found),
-            _maps(
-                study,
-                "gaussian",
-                "4. Where do the Gaussian assumptions break?",
-                GAUSSIAN,
-                found,
-                _GAUSSIAN,
-            ),
-            _lln(study, found),
-            section("layers", "Layers", _layers(study)),
-            section(
-                "environment",
-                "Environment",
-                f'<div class="panel">{table([], rows)}</div>'
-                '<p class="small" style="margin-top:.9rem">The numbers of this page lie beside it '
-                "as JSON. The theory: arXiv 2311.13541.</p>",
-            ),
+            *(section(ident, title, content) for ident, title, content in sections),
         )
     )
-    return html_document(f"Attention of {escape(study.model)}", body, refresh=running)
+    return html_document(name, body, refresh=running)
 
 
 def _lead(study: Study) -> str:
@@ -106,30 +101,23 @@ def _problems(study: Study) -> str:
     )
 
 
-def _maps(
-    study: Study,
-    name: str,
-    title: str,
-    maps: Sequence[Map],
-    found: dict[str, str],
-    introduction: str = "",
-) -> str:
-    drawn = f'<div class="pair">{_figures(draw_maps(study, maps))}</div>'
-    return section(name, title, introduction + _finding(found, name) + drawn)
-
-
 def _finding(found: dict[str, str], name: str) -> str:
     if name not in found:
         return '<p class="warn">No head was measured for this.</p>'
     return f'<p class="finding">{escape(found[name])}</p>'
 
 
-def _figures(drawn: Sequence[tuple[str, str]]) -> str:
-    return "".join(figure(plot, caption) for plot, caption in drawn)
+def _pairs(drawn: Sequence[tuple[str, str]]) -> str:
+    figures = "".join(figure(plot, caption) for plot, caption in drawn)
+    return f'<div class="pair">{figures}</div>'
+
+
+def _concentration(study: Study, found: dict[str, str]) -> str:
+    return _finding(found, "concentration") + _pairs(draw_maps(study, CONCENTRATION))
 
 
 def _normality(study: Study, chosen: Sequence[Chosen], found: dict[str, str]) -> str:
-    shapes = _figures([pair for each in chosen for pair in shape_plots(study, each)])
+    shapes = [pair for each in chosen for pair in shape_plots(study, each)]
     labels = {
         "softmax": "log P of the head",
         "lln": "log P of LLN at its α, β",
@@ -137,23 +125,23 @@ def _normality(study: Study, chosen: Sequence[Chosen], found: dict[str, str]) ->
     }
     detail = ""
     if shapes:
-        key = legend(list(labels), labels, marks=False, filled=("softmax",))
-        detail = f'{key}<div class="pair">{shapes}</div>'
-    maps = f'<div class="pair">{_figures(draw_maps(study, NORMALITY))}</div>'
-    body = _NORMALITY + _finding(found, "normality") + maps + detail
-    return section("normality", "2. Is log P normal?", body)
+        detail = legend(list(labels), labels, marks=False, filled=("softmax",)) + _pairs(shapes)
+    maps = _pairs(draw_maps(study, NORMALITY))
+    return _NORMALITY + _finding(found, "normality") + maps + detail
 
 
 def _theory(study: Study, found: dict[str, str]) -> str:
-    drawn = _figures([*theory_plots(study), *draw_maps(study, (CROSS,))])
-    body = _THEORY + _finding(found, "theory") + f'<div class="pair">{drawn}</div>'
-    return section("theory", "3. Measured against theory (Proposition 3.1)", body)
+    drawn = [*theory_plots(study), *draw_maps(study, (CROSS,))]
+    return _THEORY + _finding(found, "theory") + _pairs(drawn)
+
+
+def _gaussian(study: Study, found: dict[str, str]) -> str:
+    return _GAUSSIAN + _finding(found, "gaussian") + _pairs(draw_maps(study, GAUSSIAN))
 
 
 def _lln(study: Study, found: dict[str, str]) -> str:
-    drawn = _figures([*draw_maps(study, LLN), *lln_plots(study)])
-    body = _LLN + _finding(found, "lln") + f'<div class="pair">{drawn}</div>'
-    return section("lln", "5. What would LLN attention do here?", body)
+    drawn = [*draw_maps(study, LLN), *lln_plots(study)]
+    return _LLN + _finding(found, "lln") + _pairs(drawn)
 
 
 def _layers(study: Study) -> str:
@@ -176,7 +164,7 @@ def _layers(study: Study) -> str:
         + table(
             ["layer", *map(str, range(study.heads))],
             [
-                [str(index), *("–" if math.isnan(v) else f"{v:.4g}" for v in row)]
+                [str(index), *("–" if math.isnan(v) else number(v, ".4g") for v in row)]
                 for index, row in enumerate(study.grid(name))
             ],
         )

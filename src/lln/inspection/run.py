@@ -11,7 +11,7 @@ from lln import checks
 from lln.calibration import ENOUGH_TOKENS
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.files import check_file, check_folder, write_atomically
-from lln.inspection.choice import choose_heads, parse_heads
+from lln.inspection.choice import choose_heads, parse_heads, refuse_missing_heads
 from lln.inspection.findings import findings
 from lln.inspection.page import render_json, render_page
 from lln.inspection.study import INSTRUMENTS, Study, study_layer
@@ -87,14 +87,20 @@ def run_inspect(
         ids.shape[0],
         environment=read_environment(),
     )
-    study.expected_layers = _count_layers(local, ids[:1])
-    _refuse_missing_heads(study, asked)
+    by_layer = _count_heads(local, ids[:1])
+    study.expected_layers = len(by_layer)
+    refuse_missing_heads(asked, by_layer)
     try:
         _measure(study, local, ids, page, asked)
     except KeyboardInterrupt:
         study.stopped = True
         _write(study, page, None)
         echo(f"Stopped. What was measured so far: {page}")
+        raise
+    except Exception:
+        if study.layers:
+            study.stopped = True
+            _write(study, page, None)
         raise
     for sentence in findings(study).values():
         echo(sentence)
@@ -144,11 +150,14 @@ def _write(study: Study, page: Path, asked: list[tuple[int, int]] | None) -> Non
     write_atomically(page.with_suffix(".json"), render_json(study, chosen))
 
 
-def _count_layers(local: LocalModel, ids: Tensor) -> int:
-    """How many attention calls one forward makes, from a short one that measures nothing."""
-    with capture(local.model, instruments=()) as seen:
+def _count_heads(local: LocalModel, ids: Tensor) -> list[int]:
+    """Heads of every attention call of one forward, from a short one that measures nothing."""
+    heads: list[int] = []
+    with capture(
+        local.model, instruments=(), on_call=lambda seen: heads.append(seen.query.shape[-3])
+    ):
         local.run(ids[:, :2])
-    return len(seen.calls)
+    return heads
 
 
 def _check_length(
@@ -165,15 +174,6 @@ def _check_length(
         if found == longest:
             fix = ""
         echo(f"{found} tokens are few to measure on, {ENOUGH_TOKENS} or more are better{fix}.")
-
-
-def _refuse_missing_heads(study: Study, asked: list[tuple[int, int]] | None) -> None:
-    for layer, head in asked or ():
-        if layer >= study.expected_layers:
-            raise InvalidInputError(
-                f"--heads {layer}.{head} does not exist: layers are 0 to "
-                f"{study.expected_layers - 1}."
-            )
 
 
 def _load(model: str) -> LocalModel:

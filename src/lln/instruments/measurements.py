@@ -12,6 +12,7 @@ from statistics import median
 from torch import Tensor
 
 from lln.errors import InvalidInputError
+from lln.numerals import written
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Measurements:
             heads = sorted({head for name in names for head in columns[name][layer]})
             for head in heads:
                 values = (columns[name][layer].get(head, math.nan) for name in names)
-                rows.append([layer, str(head), *(f"{value:.4g}" for value in values)])
+                rows.append([layer, str(head), *(written(value, ".4g") for value in values)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [_line(row, widths) for row in rows]
         lines += [f"{layer}: {problem}" for layer, problem in self.problems.items()]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from lln.report.markup import number
 from lln.report.picture import colour_at
 from lln.report.series import LOOKS, marker
 
@@ -23,6 +24,10 @@ class Axis:
     high: float
     ticks: tuple[tuple[float, str], ...]
     log: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a value lies between the ends, but for rounding."""
+        return -1e-9 <= self.fraction(value) <= 1 + 1e-9
 
     def fraction(self, value: float) -> float:
         """Where a value lies, 0 at the low end and 1 at the high end."""
@@ -64,7 +69,10 @@ class Bars:
 
 @dataclass(frozen=True)
 class Dots:
-    """Points of their own, ``(x, y, shade from 0 to 1, note)``, dark to light by shade."""
+    """Points of their own, ``(x, y, shade from 0 to 1, note)``, dark to light by shade.
+
+    Points beyond an axis are drawn at its end, with a ring.
+    """
 
     points: Sequence[tuple[float, float, float, str]]
 
@@ -95,19 +103,26 @@ def linear_axis(label: str, low: float, high: float, count: int = 5) -> Axis:
     power = 10 ** math.floor(math.log10(span / count))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if span / (m * power) <= count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    ticks = tuple((n * step, f"{n * step:,.6g}".replace("-", "−")) for n in range(first, last + 1))
+    ticks = tuple((n * step, number(n * step, ",.6g")) for n in range(first, last + 1))
     return Axis(label, low, high, ticks)
 
 
 def log_axis(label: str, low: float, high: float) -> Axis:
-    """A logarithmic axis over a range, with ticks at 1, 10, 100 … or also at 2 and 5 if short."""
+    """A logarithmic axis over a range, with ticks at 1, 10, 100 … and more if it is short."""
     decades = math.log10(high / low)
-    steps = (1,) if decades > 2.5 else (1, 2, 5)
+    steps = (1.0,) if decades > 2.5 else (1.0, 2.0, 5.0)
     low, high = low / 1.25, high * 1.25
+    values = _multiples(steps, low, high)
+    if len(values) < 3:
+        values = _multiples((1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0), low, high)
+    return Axis(label, low, high, tuple((v, f"{v:,.6g}") for v in values), log=True)
+
+
+def _multiples(steps: Sequence[float], low: float, high: float) -> list[float]:
+    """The steps times powers of ten that lie in a range."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    values = [m * 10.0**power for power in powers for m in steps]
-    ticks = tuple((v, f"{v:,.6g}") for v in values if low <= v <= high)
-    return Axis(label, low, high, ticks, log=True)
+    values = (step * 10.0**power for power in powers for step in steps)
+    return [value for value in values if low <= value <= high]
 
 
 def line_chart(
@@ -183,7 +198,7 @@ def _rule_colour(rule: Rule) -> str:
 def _line(line: Line, x: Axis, y: Axis) -> str:
     look = LOOKS[line.key]
     places = [
-        (_across(x, across), _up(y, up), f"{look.label}: {up:.4g}{line.unit} at {across:,.4g}")
+        (_across(x, across), _up(y, up), _note(line, across, up))
         for across, up in line.points
         if math.isfinite(up)
     ]
@@ -200,6 +215,11 @@ def _line(line: Line, x: Axis, y: Axis) -> str:
     return f'<g class="c-{line.key}">{band}<path class="line" d="M{path}"{dash}/>{marks}</g>'
 
 
+def _note(line: Line, across: float, up: float) -> str:
+    what = f"{LOOKS[line.key].label}: {number(up, '.4g')}{line.unit}"
+    return f"{what} at {number(across, ',.4g')}"
+
+
 def _bars(bars: Bars, x: Axis, y: Axis) -> str:
     """One outline around all bars, down to the axis."""
     bottom = _HEIGHT - _BOTTOM
@@ -210,10 +230,18 @@ def _bars(bars: Bars, x: Axis, y: Axis) -> str:
 
 
 def _dots(dots: Dots, x: Axis, y: Axis) -> str:
-    places = "".join(
-        f'<circle r="4" cx="{_across(x, across):.1f}" cy="{_up(y, up):.1f}" '
-        f'fill="rgb({" ".join(map(str, colour_at(shade)))})"><title>{escape(note)}</title></circle>'
-        for across, up, shade, note in dots.points
-        if math.isfinite(across) and math.isfinite(up)
-    )
-    return f'<g class="dots">{places}</g>'
+    drawn = []
+    for across, up, shade, note in dots.points:
+        if math.isfinite(across) and math.isfinite(up):
+            colour = f"rgb({' '.join(map(str, colour_at(shade)))})"
+            inside = x.holds(across) and y.holds(up)
+            ring = "" if inside else ' class="ring"'
+            place = (
+                _across(x, min(max(across, x.low), x.high)),
+                _up(y, min(max(up, y.low), y.high)),
+            )
+            drawn.append(
+                f'<circle r="4" cx="{place[0]:.1f}" cy="{place[1]:.1f}" fill="{colour}"{ring}>'
+                f"<title>{escape(note)}</title></circle>"
+            )
+    return f'<g class="dots">{"".join(drawn)}</g>'

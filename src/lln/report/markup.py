@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lln.numerals import written
 from lln.report.series import LOOKS
 
 
@@ -30,6 +31,17 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def swatch(key: str, label: str | None = None) -> str:
     """An attention's name behind a dot of its colour."""
     return f'<span class="dot c-{key}"></span>{label or LOOKS[key].label}'
+
+
+def contents(entries: Sequence[tuple[str, str]]) -> str:
+    """Links to the sections of the page, from their idents and titles."""
+    items = "".join(f'<li><a href="#{ident}">{title}</a></li>' for ident, title in entries)
+    return f'<nav class="contents" aria-label="Contents"><ul>{items}</ul></nav>'
+
+
+def number(value: float, form: str) -> str:
+    """A number in the given form, as `lln.numerals.written`, with a real minus sign."""
+    return written(value, form).replace("-", "−")
 
 
 def milliseconds(seconds: float | None) -> str:

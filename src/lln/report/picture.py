@@ -10,8 +10,12 @@ from html import escape
 import torch
 from torch import Tensor
 
+Stops = tuple[tuple[int, int, int], ...]
+
 # Even steps in lightness from dark blue to yellow, and told apart with any colour vision.
-_STOPS = ((0, 32, 77), (59, 73, 108), (124, 123, 120), (188, 175, 111), (255, 234, 70))
+SEQUENTIAL: Stops = ((0, 32, 77), (59, 73, 108), (124, 123, 120), (188, 175, 111), (255, 234, 70))
+# For numbers of both signs: blue below zero, nearly white at zero, orange above.
+DIVERGING: Stops = ((20, 74, 138), (118, 165, 209), (242, 241, 237), (233, 163, 112), (158, 64, 8))
 # Colours span this many powers of two on both sides of even attention.
 OCTAVES = 4
 
@@ -29,7 +33,7 @@ def matrix_picture(weights: Tensor, alt: str) -> str:
 
 def colour_bar() -> str:
     """The scale of the pictures."""
-    stops = ",".join(scale_stops())
+    stops = ",".join("rgb({} {} {})".format(*stop) for stop in SEQUENTIAL)
     labels = "".join(f"<span>{text}</span>" for text in ("1/16", "1/4", "even", "4", "16"))
     return (
         f'<div class="bar"><div class="ramp" style="background:linear-gradient(90deg,{stops})">'
@@ -37,21 +41,16 @@ def colour_bar() -> str:
     )
 
 
-def colour_at(fraction: float) -> tuple[int, int, int]:
-    """Red, green and blue of a place on the scale, 0 = dark blue and 1 = yellow."""
-    place = min(max(fraction, 0.0), 1.0) * (len(_STOPS) - 1)
-    below = min(int(place), len(_STOPS) - 2)
+def colour_at(fraction: float, stops: Stops = SEQUENTIAL) -> tuple[int, int, int]:
+    """Red, green and blue of a place on a scale, 0 = its first colour and 1 = its last."""
+    place = min(max(fraction, 0.0), 1.0) * (len(stops) - 1)
+    below = min(int(place), len(stops) - 2)
     share = place - below
     red, green, blue = (
         round(low + share * (high - low))
-        for low, high in zip(_STOPS[below], _STOPS[below + 1], strict=True)
+        for low, high in zip(stops[below], stops[below + 1], strict=True)
     )
     return red, green, blue
-
-
-def scale_stops() -> list[str]:
-    """The colours between which the scale runs, evenly spaced."""
-    return ["rgb({} {} {})".format(*stop) for stop in _STOPS]
 
 
 def _png(index: Tensor) -> bytes:

@@ -8,7 +8,7 @@ from statistics import median
 from lln.demo.concentration import KERNELS, MAPPED, Concentration, Curves
 from lln.demo.record import missing
 from lln.report.chart import Axis, Line, line_chart, linear_axis
-from lln.report.markup import figure, section, swatch, table
+from lln.report.markup import figure, number, section, swatch, table
 from lln.report.picture import colour_bar, matrix_picture
 from lln.report.series import LOOKS, legend
 
@@ -113,8 +113,8 @@ def _tables(part: Concentration) -> str:
     rows = [
         [
             swatch(name, _LABELS.get(name)),
-            f"{part.distance(part.entropy, name):.2f}",
-            f"{part.distance(part.gap, name):.3f}",
+            number(part.distance(part.entropy, name), ".2f"),
+            number(part.distance(part.gap, name), ".3f"),
         ]
         for name in KERNELS
         if name != "softmax"
@@ -136,7 +136,7 @@ def _tables(part: Concentration) -> str:
 def _values(part: Concentration, curves: Curves, digits: int) -> str:
     head = ["p", *(LOOKS[name].label for name in KERNELS)]
     rows = [
-        [f"{p:g}", *(f"{median(curves[name][p]):.{digits}f}" for name in KERNELS)]
+        [f"{p:g}", *(number(median(curves[name][p]), f".{digits}f") for name in KERNELS)]
         for p in part.measured()
     ]
     return table(head, rows)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lln.bench.spread import NOISY, Timed
 from lln.demo.record import missing
-from lln.demo.speed import TIMED, Speed, crossover
+from lln.demo.speed import TIMED, Speed
 from lln.report.chart import Axis, Line, Rule, line_chart, log_axis
 from lln.report.markup import figure, milliseconds, round_length, section, table
 from lln.report.series import LOOKS, legend
@@ -30,7 +31,8 @@ def speed_section(part: Speed, where: str, caution: str = "") -> str:
     caption = (
         f"<b>Forward pass</b>, float32, batch 1, {part.heads} heads of {part.width}; {where}. "
         "Both axes are logarithmic. Upright strokes: fastest to slowest run. Dashed: from this "
-        "length on, the attention of that colour is faster than softmax."
+        "length on, the attention of that colour is faster than softmax; drawn only where the "
+        "difference at the lengths on both sides is more than noise."
     )
     body = (
         f'{_INTRODUCTION}<p class="finding">{speed_headline(part)}</p>{caution}{_unsteady(part)}'
@@ -64,7 +66,7 @@ def _chart(part: Speed) -> str:
     last = max(measured[-1], 2 * measured[0])
     ticks = tuple((n, f"{n:,}") for n in part.lengths if n <= last)
     x = Axis("sequence length N", measured[0] / 1.15, last * 1.15, ticks, log=True)
-    places = {name: crossover(times["softmax"], times[name]) for name in _LINEAR}
+    places = {name: found.place for name in _LINEAR if (found := part.crossover(name))}
     rules = [
         Rule(f"{LOOKS[name].label}: N ≈ {round_length(place)}", x=place, key=name, row=row)
         for row, (name, place) in enumerate(places.items())
@@ -85,26 +87,38 @@ def _chart(part: Speed) -> str:
 
 def _verdict(part: Speed, name: str) -> str:
     label = LOOKS[name].label
-    slow, fast = part.times("softmax"), part.times(name)
-    both = sorted(set(slow) & set(fast))
-    if not both:
+    found = part.crossover(name)
+    if found is None:
         return ""
-    place, ratio = crossover(slow, fast), slow[both[-1]] / fast[both[-1]]
-    at_end = f"{ratio:.2g} times as fast as softmax at N\u00a0=\u00a0{both[-1]:,}"
-    if place is not None:
-        return f"{label} is faster than softmax from N\u00a0≈\u00a0{round_length(place)}, {at_end}."
-    if ratio > 1:
-        return f"{label} was faster at every length measured, {at_end}."
-    return f"{label} was not faster up to N\u00a0=\u00a0{both[-1]:,} ({at_end})."
+    last = found.lengths[-1]
+    ratio = part.times("softmax")[last] / part.times(name)[last]
+    at_end = f"{ratio:.2g} times as fast as softmax at {_at(last)}"
+    if found.place is not None:
+        place = round_length(found.place)
+        return f"{label} is faster than softmax from N\u00a0≈\u00a0{place}, {at_end}."
+    if found.since is None and found.unclear is None:
+        return f"{label} was not faster up to {_at(last)} ({at_end})."
+    if found.since is None:
+        return f"Whether {label} is faster than softmax at {_at(last)} is within noise ({at_end})."
+    if found.unclear is not None:
+        return (
+            f"{label} is faster than softmax from {_at(found.since)}, {at_end}; where that begins "
+            f"is within noise at {_at(found.unclear)}."
+        )
+    return f"{label} was faster at every length measured, {at_end}."
+
+
+def _at(length: int) -> str:
+    return f"N\u00a0=\u00a0{length:,}"
 
 
 def _table(part: Speed) -> str:
-    times = {name: part.times(name) for name in TIMED}
+    times = {name: part.timed(name) for name in TIMED}
     rows = []
     for n in part.measured():
         slow, fast = times["softmax"].get(n), times["lln"].get(n)
-        ratio = "–" if slow is None or fast is None else f"{slow / fast:.2f}"
-        rows.append([f"{n:,}", *(milliseconds(times[name].get(n)) for name in TIMED), ratio])
+        ratio = "–" if slow is None or fast is None else f"{slow.median / fast.median:.2f}"
+        rows.append([f"{n:,}", *(_cell(times[name].get(n)) for name in TIMED), ratio])
     head = ["N", *(LOOKS[name].label for name in TIMED), "softmax / LLN"]
     counts = sorted({len(runs) for name in TIMED for runs in part.runs[name].values()})
     runs = f"{counts[0]} to {counts[-1]}" if counts[0] != counts[-1] else f"{counts[0]}"
@@ -113,6 +127,15 @@ def _table(part: Speed) -> str:
         "<code>scaled_dot_product_attention</code>; LLN is <code>lln_attention</code> in plain "
         "PyTorch, matching included; LLN + Diag is <code>lln_diag_attention</code>."
     )
+    if any(time.is_noisy for series in times.values() for time in series.values()):
+        note += f" ~: noisy, the middle half of the runs spans more than {NOISY:.0%} of the median."
     for name, n in part.dropped.items():
         note += f" {LOOKS[name].label} was left out from N = {n:,} to stay within the time."
     return f'<div class="panel">{table(head, rows)}<p class="small">{note}</p></div>'
+
+
+def _cell(found: Timed | None) -> str:
+    """Milliseconds, with ``~`` before those that are noisy."""
+    if found is None:
+        return milliseconds(None)
+    return ("~" if found.is_noisy else "") + milliseconds(found.median)
