@@ -8,6 +8,9 @@ E value width.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +27,12 @@ from lln.observers import Announcement, announce, is_observed
 from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.summary import read_heads, summarise_heads
+from lln.workers import cut_heads, share_out
+
+# Where query, key, value, then α, β, the key mask and the mix can be cut into heads or samples.
+_LLN_AXES = {"heads": (-3, -3, -3, -3, -3, None), "samples": (-4, -4, -4, -4, -4, -2)}
+_DIAG_AXES = {"heads": (-3, -3, -3, None), "samples": (-4, -4, -4, -2)}
+_LLN_DIAG_AXES = {name: (*axes, axes[0]) for name, axes in _LLN_AXES.items()}
 
 # Larger numbers in padded queries are taken for leftovers, not for queries.
 _PADDING_LIMIT = 1e18
@@ -113,9 +122,10 @@ def lln_attention(
                 dropout_p=dropout_p,
                 is_causal=is_causal,
             )
-        widened = _widen(query, key, value, key_mask, dropout_p)
-        out = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
-        return out.to(query.dtype)
+        sides = (*_widen(query, key, value, key_mask, dropout_p), alpha, beta, key_mask)
+        run = partial(_long_range, is_causal=is_causal, impl=impl)
+        cut = cut_heads(query, key, _LLN_AXES) if impl == "eager" else None
+        return share_out(run, sides, cut).to(query.dtype)
 
 
 def block_diagonal_attention(
@@ -181,9 +191,11 @@ def block_diagonal_attention(
                 scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
                 is_causal=is_causal,
             )
-        widened = _widen(query, key, value, key_mask, dropout_p)
-        out = _short_range(*widened, block_size, scale, key_mask, is_causal, chosen)
-        return out.to(query.dtype)
+        sides = (*_widen(query, key, value, key_mask, dropout_p), key_mask)
+        options = {"block_size": block_size, "scale": scale, "is_causal": is_causal}
+        run = partial(_short_range, impl=chosen, **options)
+        cut = cut_heads(query, key, _DIAG_AXES) if chosen == "eager" else None
+        return share_out(run, sides, cut).to(query.dtype)
 
 
 def lln_diag_attention(
@@ -289,14 +301,15 @@ def lln_diag_attention(
                 )
             else:
                 widened = _widen(query, key, value, key_mask, 0.0)
-                options = (block_size, scale, key_mask, is_causal)
-                short_range = _short_range(*widened, *options, "eager")
+                options = {"block_size": block_size, "scale": scale, "is_causal": is_causal}
+                short_range = _short_range(*widened, key_mask, impl="eager", **options)
             dtype = accumulation_dtype(query.dtype)
             return join(long_range.to(dtype), short_range.to(dtype), mix).to(query.dtype)
-        widened = _widen(query, key, value, key_mask, dropout_p)
-        long_range = _long_range(*widened, alpha, beta, key_mask, is_causal, impl)
-        short_range = _short_range(*widened, block_size, scale, key_mask, is_causal, impl)
-        return join(long_range, short_range, mix).to(query.dtype)
+        sides = (*_widen(query, key, value, key_mask, dropout_p), alpha, beta, key_mask, mix)
+        options = {"block_size": block_size, "scale": scale, "is_causal": is_causal}
+        run = partial(_both_ranges, impl=impl, **options)
+        cut = cut_heads(query, key, _LLN_DIAG_AXES) if impl == "eager" else None
+        return share_out(run, sides, cut).to(query.dtype)
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
@@ -343,6 +356,7 @@ def _long_range(
     alpha: float | Tensor,
     beta: float | Tensor,
     key_mask: Tensor | None,
+    *,
     is_causal: bool,
     impl: str,
 ) -> Tensor:
@@ -364,9 +378,10 @@ def _short_range(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    key_mask: Tensor | None,
+    *,
     block_size: int,
     scale: float | None,
-    key_mask: Tensor | None,
     is_causal: bool,
     impl: str,
 ) -> Tensor:
@@ -380,6 +395,27 @@ def _short_range(
     return block_diagonal(
         query, key, value, block_size, scale=scale, key_mask=key_mask, is_causal=is_causal
     )
+
+
+def _both_ranges(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_mask: Tensor | None,
+    mix: float | Tensor,
+    *,
+    block_size: int,
+    scale: float | None,
+    is_causal: bool,
+    impl: str,
+) -> Tensor:
+    """Both joined, in the accumulation dtype."""
+    shared: dict[str, Any] = {"is_causal": is_causal, "impl": impl}
+    long_range = _long_range(query, key, value, alpha, beta, key_mask, **shared)
+    blocks: dict[str, Any] = {"block_size": block_size, "scale": scale, **shared}
+    return join(long_range, _short_range(query, key, value, key_mask, **blocks), mix)
 
 
 def _repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:

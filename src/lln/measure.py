@@ -8,7 +8,7 @@ sequences.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from lln.matching import (
     temperatures,
 )
 from lln.ops import is_watched
+from lln.workers import cut_heads, over_threads
+
+# Where query, key and the key mask can be cut into heads or samples.
+_AXES = {"heads": (-3, -3, None), "samples": (-4, -4, -2)}
 
 
 def match_inputs(
@@ -41,8 +45,21 @@ def match_inputs(
     if matching != "paper" and _takes_kernel(query, impl):
         results = fused_moments(query, key, key_mask, None, matching, 0)
         return results[0], results[1]
-    scope = "tensor" if matching == "paper" else "head"
-    return match_moments(query, key, criterion=matching, scope=scope, key_mask=key_mask)
+    if matching == "paper":
+        return match_moments(query, key, criterion=matching, scope="tensor", key_mask=key_mask)
+    match = partial(match_moments, criterion=matching, scope="head")
+    cut = cut_heads(query, key, _AXES)
+    if cut is None:
+        return match(query, key, key_mask=key_mask)
+
+    def job(index: int) -> tuple[Tensor, Tensor]:
+        query_part, key_part, mask = cut.pieces_of((query.detach(), key.detach(), key_mask), index)
+        with torch.no_grad():
+            return match(query_part, key_part, key_mask=mask)
+
+    found = over_threads([partial(job, index) for index in range(cut.pieces)])
+    alpha, beta = (torch.cat(parts, cut.axes[0]) for parts in zip(*found, strict=True))
+    return alpha, beta
 
 
 def match_packed(
