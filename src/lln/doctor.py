@@ -10,6 +10,7 @@ import torch
 
 from lln.attention import lln_diag_attention
 from lln.kernels.tuning import why_unavailable
+from lln.machine import facts
 from lln.testing.tolerances import budget, largest_error
 
 OPTIONAL = {
@@ -21,7 +22,7 @@ OPTIONAL = {
 
 
 def examine(echo: Callable[[str], object]) -> bool:
-    """Report versions, devices and optional packages, and test attention on every device.
+    """Report versions, processor and optional packages, and test attention on every device.
 
     Args:
         echo: Takes one line at a time.
@@ -31,7 +32,8 @@ def examine(echo: Callable[[str], object]) -> bool:
     """
     echo(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
     echo(f"lln          {_version('lln')}")
-    echo(f"torch        {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    for name, fact in facts().items():
+        echo(f"{name:<12} {fact}")
     for package, use in OPTIONAL.items():
         found = _version(package)
         extra = "" if found else f'pip install "lln[all]" adds {use}'
