@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from lln.machine import facts
 from lln.testing import poison_empty
 
 settings.register_profile("local", deadline=None, max_examples=25)
@@ -16,6 +17,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.en
 # Parallel workers already fill the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+def pytest_report_header():
+    """Where these tests ran: sums and refusals differ from machine to machine."""
+    return [f"{name}: {fact}" for name, fact in facts().items()]
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from lln import (
+    KeySummary,
+    LLNAttention,
+    LLNDiagAttention,
     block_diagonal_attention,
+    calibrate,
+    decode_step,
     lln_attention,
     lln_attention_varlen,
     lln_diag_attention,
@@ -105,6 +110,35 @@ def test_values_without_width(form):
 def test_no_packed_tokens(attend, bounds, options):
     out = attend(*torch.randn(3, 0, 2, 4), torch.tensor(bounds), **options)
     assert out.shape == (0, 2, 4)
+
+
+@pytest.mark.parametrize("module", [LLNAttention, LLNDiagAttention])
+@pytest.mark.parametrize("statistics", ["sample", "running", "fixed", "learned"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 7), (2, 0)])
+def test_modules_take_no_samples_and_no_tokens(batch, tokens, training, statistics, module):
+    layer = module(16, 2, batch_first=True, statistics=statistics).train(training)
+    x = torch.randn(batch, tokens, 16, requires_grad=True)
+    for padding in (None, torch.zeros(batch, tokens, dtype=torch.bool)):
+        out, _ = layer(x, x, x, key_padding_mask=padding)
+        assert out.shape == x.shape
+        assert zero_gradients(out, [x, *layer.parameters()])
+    assert all(buffer.isfinite().all() for buffer in layer.buffers())
+
+
+@pytest.mark.parametrize("scope", ["head", "batch"])
+@pytest.mark.parametrize(("batch", "heads", "tokens"), [(0, 2, 7), (2, 0, 7), (2, 2, 0)])
+def test_nothing_to_calibrate_with_gives_one(batch, heads, tokens, scope):
+    query, key, _ = make_qkv(batch, heads, tokens, 4)
+    for found in calibrate(query, key, scope=scope):
+        assert found.shape == (1 if scope == "batch" else batch, heads, 1, 1)
+        assert (found == 1).all()
+
+
+def test_no_sequences_to_decode():
+    summary = KeySummary.empty(0, 2, 4, 6, beta=2.0)
+    query, key, value = make_qkv(0, 2, 1, 4, value_width=6)
+    assert decode_step(query, key, value, summary, alpha=2.0).shape == (0, 2, 1, 6)
 
 
 # Everything masked.

@@ -5,10 +5,12 @@ with the neighbours it is likely to clash with. The reference gets the very numb
 (low precision upcast, α and β included) and autograd differentiates it in float64.
 """
 
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from tests.terms import kept_pairs, repeat_to, sizes_of_sums
 
 from lln import (
     block_diagonal_attention,
@@ -71,24 +73,12 @@ def upcast(leaves):
     return [leaf.detach().double().requires_grad_() for leaf in leaves]
 
 
-def repeat_to(heads, *tensors):
-    return [tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in tensors]
-
-
-def kept_pairs(mask, causal, tokens):
-    keep = None if mask is None else mask[:, None, None, :].expand(-1, 1, tokens, -1)
-    if causal:
-        earlier = reference.causal_keep(tokens)
-        keep = earlier if keep is None else keep & earlier
-    return keep
-
-
-def term_sizes(exact, exact_grads, upstream, token_axis):
+def term_sizes(exact, exact_grads, upstream, token_axis, sums):
     """What the roundings of every gradient are measured against, where terms cancel.
 
     The gradients of query and key are differences of terms of size ``floor``; where they vanish
-    (a softmax over one slot or one key), that is all there is to measure against. dα = Σ q·∂q / α
-    is a sum of terms of either sign: its roundings add up like its square norm.
+    (a softmax over one slot or one key), that is all there is to measure against, and all that
+    rounds in the sums of such terms, the gradients of α and β.
     """
     query, _, value, *temperatures = (leaf.detach() for leaf in exact[:5])
     if not upstream.numel() or not value.numel():
@@ -96,26 +86,30 @@ def term_sizes(exact, exact_grads, upstream, token_axis):
     factor = max(leaf.detach().abs().max().item() for leaf in (*exact[:2], *temperatures))
     floor = query.shape[token_axis] ** 0.5 * factor
     floor *= (upstream.norm(dim=-1).max() * value.norm(dim=-1).max()).item()
-    sizes = {}
+    sizes = dict(sums)
     for place, name in ((0, "query"), (1, "key")):
-        vanishes = exact_grads[place].abs().max().item() < 1e-13 * floor
-        sizes[name] = floor if vanishes else 0.0
+        if exact_grads[place].abs().max().item() >= 1e-13 * floor:
+            continue
+        sizes[name] = floor
         if temperatures:
-            terms = exact[place].detach() * (exact_grads[place].abs() + sizes[name])
-            norm = terms.norm(dim=(token_axis, -1)).max() / temperatures[place].min()
-            sizes[("alpha", "beta")[place]] = norm.item()
+            norm = exact[place].detach().norm(dim=(token_axis, -1)).max()
+            sizes[("alpha", "beta")[place]] = (floor * norm / temperatures[place].min()).item()
     return sizes
 
 
-def assert_agrees(found, expected, leaves, exact, token_axis=-2):
-    """Output and gradients of ``found`` (of ``leaves``) match those of ``expected`` (``exact``)."""
+def assert_agrees(found, expected, leaves, exact, sums_of=None, token_axis=-2):
+    """Output and gradients of ``found`` (of ``leaves``) match those of ``expected`` (``exact``).
+
+    sums_of: From the gradient sent up to the sizes of the gradients that are sums, by name.
+    """
     assert found.dtype == leaves[0].dtype
     assert_close(found, expected)
     generator = torch.Generator().manual_seed(7)
     upstream = torch.randn(found.shape, generator=generator, dtype=FP64).to(found.dtype)
     grads = torch.autograd.grad(found, leaves, upstream)
     exact_grads = torch.autograd.grad(expected, exact, upstream.double())
-    sizes = term_sizes(exact, exact_grads, upstream.double(), token_axis)
+    sums = {} if sums_of is None else sums_of(upstream)
+    sizes = term_sizes(exact, exact_grads, upstream.double(), token_axis, sums)
     for name, leaf, grad, exact_grad in zip(NAMES, leaves, grads, exact_grads, strict=False):
         assert grad.dtype == leaf.dtype
         what = f"gradient of {name}"
@@ -136,7 +130,9 @@ def check_lln(shape, dtype, *, mask=None, causal=False, layout="contiguous"):
     keep = kept_pairs(key_mask, causal, shape["tokens"])
     pairs = repeat_to(query.shape[1], *exact[1:3])
     expected = reference.lln_attention(exact[0], *pairs, *exact[3:5], keep=keep)
-    assert_agrees(found, expected, leaves, exact)
+    temperatures = dict(zip(("alpha", "beta"), exact[3:], strict=True))
+    sums_of = partial(sizes_of_sums, exact[:3], **temperatures, keep=keep)
+    assert_agrees(found, expected, leaves, exact, sums_of)
 
 
 def check_diag(shape, dtype, *, mask=None, causal=False, block=None, mix=None, scale=None):
@@ -153,11 +149,10 @@ def check_diag(shape, dtype, *, mask=None, causal=False, block=None, mix=None, s
     exact = upcast(leaves)
     keep = kept_pairs(key_mask, causal, shape["tokens"])
     pairs = repeat_to(query.shape[1], *exact[1:3])
-    weight = {} if mix is None else {"mix": exact[5]}
-    expected = reference.lln_diag_attention(
-        exact[0], *pairs, *exact[3:5], block or query.shape[-1], keep=keep, scale=scale, **weight
-    )
-    assert_agrees(found, expected, leaves, exact)
+    sides = dict(zip(("alpha", "beta", "mix"), exact[3:], strict=False))
+    sides |= {"block_size": block or query.shape[-1], "keep": keep, "scale": scale}
+    expected = reference.lln_diag_attention(exact[0], *pairs, **sides)
+    assert_agrees(found, expected, leaves, exact, partial(sizes_of_sums, exact[:3], **sides))
 
 
 def sizes(batch=2, heads=3, tokens=17, width=16, **others):
@@ -337,22 +332,34 @@ def packed_leaves(lengths, dtype, heads, key_heads, value_width):
     return packed + [side.to(wide).requires_grad_() for side in temperature]
 
 
+def packed_sequences(exact, lengths, causal, block):
+    """The slice of every sequence, its own dense leaves, and the options of the reference."""
+    for index, (start, end) in enumerate(pairwise(accumulate(lengths, initial=0))):
+        inputs = [leaf[start:end].transpose(0, 1)[None] for leaf in exact[:3]]
+        alpha, beta = (side[index : index + 1] for side in exact[3:5])
+        options = {"alpha": alpha, "beta": beta, "keep": kept_pairs(None, causal, end - start)}
+        if block is not None:
+            options |= {"block_size": block, "mix": 0.3}
+        yield slice(start, end), inputs, options
+
+
 def packed_expected(exact, lengths, causal, block):
     """One reference call per sequence, on slices of the packed leaves."""
-    heads, outs = exact[0].shape[1], []
-    for index, (start, end) in enumerate(pairwise(accumulate(lengths, initial=0))):
-        query, key, value = (leaf[start:end].transpose(0, 1)[None] for leaf in exact[:3])
-        key, value = repeat_to(heads, key, value)
-        alpha, beta = (side[index : index + 1] for side in exact[3:5])
-        keep = kept_pairs(None, causal, end - start)
-        if block is None:
-            out = reference.lln_attention(query, key, value, alpha, beta, keep=keep)
-        else:
-            out = reference.lln_diag_attention(
-                query, key, value, alpha, beta, block, keep=keep, mix=0.3
-            )
+    attend = reference.lln_attention if block is None else reference.lln_diag_attention
+    outs = []
+    for _, (query, *pair), options in packed_sequences(exact, lengths, causal, block):
+        out = attend(query, *repeat_to(query.shape[1], *pair), **options)
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
+
+
+def packed_sums(upstream, exact, lengths, causal, block):
+    """The largest sizes of α's and β's gradients over the sequences."""
+    found = [
+        sizes_of_sums(inputs, upstream[where].transpose(0, 1)[None], **options)
+        for where, inputs, options in packed_sequences(exact, lengths, causal, block)
+    ]
+    return {name: max(sizes[name] for sizes in found) for name in ("alpha", "beta")}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -372,7 +379,8 @@ def test_varlen(packing, dtype, block, causal):
         found = lln_diag_attention_varlen(*leaves[:3], cu_seqlens, **options)
     exact = upcast(leaves)
     expected = packed_expected(exact, lengths, causal, block)
-    assert_agrees(found, expected, leaves, exact, token_axis=0)
+    sums_of = partial(packed_sums, exact=exact, lengths=lengths, causal=causal, block=block)
+    assert_agrees(found, expected, leaves, exact, sums_of, token_axis=0)
 
 
 @pytest.mark.parametrize("criterion", ["variance", "entropy", "paper"])

@@ -10,6 +10,7 @@ import torch
 
 from lln.attention import lln_diag_attention
 from lln.kernels.tuning import why_unavailable
+from lln.machine import facts
 from lln.report.failures import in_one_line
 from lln.report.load import read_load
 from lln.testing.tolerances import budget, largest_error
@@ -23,7 +24,7 @@ OPTIONAL = {
 
 
 def examine(echo: Callable[[str], object]) -> bool:
-    """Report versions, load, devices and optional packages, and test attention on every device.
+    """Report versions, processor, load and optional packages, and test attention on every device.
 
     Args:
         echo: Takes one line at a time.
@@ -33,7 +34,8 @@ def examine(echo: Callable[[str], object]) -> bool:
     """
     echo(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
     echo(f"lln          {_version('lln')}")
-    echo(f"torch        {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    for name, fact in facts().items():
+        echo(f"{name:<12} {fact}")
     load = read_load()
     echo(f"load         {load}{'; times measured now would be noisy' if load.is_high else ''}")
     for package, use in OPTIONAL.items():

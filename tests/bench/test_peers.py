@@ -126,15 +126,11 @@ def test_interrupt_and_resume(tmp_path, monkeypatch):
 def test_a_call_over_the_limit_is_made_twice_at_most(monkeypatch):
     calls = []
 
-    class Slow(torch.nn.Module):
-        def forward(self, x):
-            calls.append(1)
-            import time
+    def spent(call):
+        calls.append(call)
+        return 0.02
 
-            time.sleep(0.02)
-            return x * 1.0
-
-    monkeypatch.setattr(peers_cells, "build_layers", lambda *_: Slow())
+    monkeypatch.setattr(peers_cells, "_seconds_of", spent)
     found = measure_cell(PeerCell(ALONE, "softmax", "forward", 1, 8), TINY, "cpu", 0.1, 0.01)
     assert found["status"] == "over 0.01 s"
     assert "milliseconds" not in found

@@ -1,7 +1,7 @@
 """Cells in a process of their own: what a cell does to it, and what is left for the next one."""
 
 import os
-import time
+import threading
 
 import pytest
 
@@ -20,14 +20,14 @@ def misbehave(cell, greeting):
     if cell.system == "dies":
         os._exit(7)
     if cell.system == "hangs":
-        time.sleep(60)
+        threading.Event().wait()
     if cell.system == "fails":
         return {"name": cell.name, "status": "failed", "reason": "wrong"}
     return {"name": cell.name, "status": "timed", "greeting": greeting, "process": os.getpid()}
 
 
 def test_a_lost_process_costs_its_cell_and_nothing_else():
-    with Worker(misbehave, ("hello",), patience=2.0) as worker:
+    with Worker(misbehave, ("hello",)) as worker:
         first = worker(cell("fine"))
         assert first["greeting"] == "hello"
         assert first["process"] != os.getpid()
@@ -39,8 +39,10 @@ def test_a_lost_process_costs_its_cell_and_nothing_else():
         assert (died["system"], died["tokens"]) == ("dies", 8)
         second = worker(cell("fine"))
         assert second["process"] != first["process"]
+        # Only of a process that never answers: on a busy machine the others may take their time.
+        worker.patience = 0.5
         hung = worker(cell("hangs"))
-        assert (hung["fatal"], hung["reason"]) == (True, "no answer after 2 s")
+        assert (hung["fatal"], hung["reason"]) == (True, "no answer after 0.5 s")
     for gone in (first, second):
         with pytest.raises(ProcessLookupError):
             os.kill(gone["process"], 0)

@@ -293,18 +293,28 @@ def test_a_sample_without_any_valid_token_is_nan(kind):
         assert found[[0, 2]].isfinite().all()
 
 
-def test_empty_batches():
-    query, key = torch.zeros(0, 2, 5, 4), torch.zeros(0, 2, 5, 4)
-    assert instruments.entropy(query, key).shape == (0, 2)
-    query = torch.zeros(2, 2, 0, 4)
-    assert instruments.entropy(query, query).isnan().all()
-    bounds = torch.zeros(1, dtype=torch.int64)
-    assert instruments.entropy(
-        torch.zeros(0, 2, 4), torch.zeros(0, 2, 4), cu_seqlens=bounds
-    ).shape == (
-        0,
-        2,
-    )
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4), (2, 0, 5, 4), (2, 2, 0, 4)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*MEASURES, "log_normality", "score_variance"])
+def test_no_samples_no_heads_no_tokens(name, kind, shape):
+    query, key = torch.randn(2, *shape)
+    for mask in (None, torch.ones(shape[0], shape[2], dtype=torch.bool)):
+        found = getattr(instruments, name)(query, key, kind=kind, key_mask=mask)
+        first = found if isinstance(found, torch.Tensor) else found[0]
+        assert first.shape == shape[:2]
+        assert first.isnan().all()
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_no_packed_sequences(name):
+    query, bounds = torch.zeros(0, 2, 4), torch.zeros(1, dtype=torch.int64)
+    assert getattr(instruments, name)(query, query, cu_seqlens=bounds).shape == (0, 2)
+
+
+def test_no_matrices():
+    for name in (*MEASURES, "log_normality"):
+        found = getattr(of_matrix, name)(torch.zeros(0, 2, 5, 5))
+        assert (found if isinstance(found, torch.Tensor) else found[0]).shape == (0, 2)
 
 
 def test_nothing_carries_a_gradient_and_the_inputs_stay_as_they_are():

@@ -12,8 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lln
 from lln.errors import BackendUnavailableError, InvalidInputError, UnsupportedModelError
-from lln.integrations import attend
+from lln.integrations import attend, own_attention
 from lln.integrations.convert import convert
+from lln.integrations.settings import SAVED_AS
 from lln.integrations.transformers import register
 from lln.reference import lln_matrix
 
@@ -333,6 +334,7 @@ def test_trap_3_a_model_that_ignores_the_interface_is_refused(tiny, text):
 
 def test_trap_3_without_the_source_check_the_dry_run_still_refuses(tiny, text, monkeypatch):
     model = tiny("deberta")
+    monkeypatch.setattr(own_attention, "keeps_own_attention", lambda kind: False)
     monkeypatch.setattr(
         type(model), "_can_set_attn_implementation", classmethod(lambda cls: True), raising=True
     )
@@ -444,7 +446,7 @@ def test_trap_7_another_cache_works_and_warns_what_it_costs(tiny, text):
 
 def test_trap_8_our_names_start_no_dispatch_of_transformers():
     register()
-    for name in ("lln", "lln_diag"):
+    for name in (*SAVED_AS, *SAVED_AS.values()):
         assert not any(word in name for word in ("sdpa", "flash", "flex", "/", "|"))
 
 

@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
 from lln.kernels import chips
@@ -71,10 +72,24 @@ def run(inputs, extra, options, impl):
     attend = lln.lln_diag_attention if "block_size" in options else lln.lln_attention
     out = attend(*inputs, **extra, **options, impl=impl)
     leaves = [t for t in (*inputs, *extra.values()) if torch.is_tensor(t) and t.requires_grad]
+    return out, torch.autograd.grad(out, leaves, upstream_of(out))
+
+
+def upstream_of(out):
+    """The gradient that is sent up, the same for every implementation."""
     generator = torch.Generator().manual_seed(7)
     upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    grads = torch.autograd.grad(out, leaves, upstream.to(out.device, out.dtype))
-    return out, grads
+    return upstream.to(out.device, out.dtype)
+
+
+def sums_of(inputs, extra, upstream, *, key_mask=None, is_causal=False, block_size=None, **_):
+    """The sizes of the gradients of α, β and mix, see `tests.terms`."""
+    sides = {name: side for name, side in extra.items() if side is not None}
+    if "alpha" not in sides:
+        matched = lln.match_moments(*inputs[:2], key_mask=key_mask)
+        sides |= dict(zip(("alpha", "beta"), matched, strict=True))
+    keep = kept_pairs(key_mask, is_causal, inputs[0].shape[2], DEVICE)
+    return sizes_of_sums(inputs, upstream, **sides, block_size=block_size, keep=keep)
 
 
 def compare(dtype=torch.float32, extra=None, layout="contiguous", offset=0.0, **options):
@@ -113,7 +128,10 @@ def compare(dtype=torch.float32, extra=None, layout="contiguous", offset=0.0, **
     assert_close(found, expected, eager, what="output")
     # A gradient may cancel to zero (one token: dq = 0); its terms are as large as the others'.
     size = max(gradient.abs().max().item() for gradient in expected_grads[:3])
+    # The mean of queries and keys must not weigh in, so that the sums are judged without it.
+    near = [side.detach() - offset for side in wide[:2]] + [wide[2]]
+    sums = sums_of(near, wide_extra, upstream_of(expected), **options)
     names = ["query", "key", "value", *(n for n, side in extra.items() if torch.is_tensor(side))]
     for name, got, want, plain in zip(names, found_grads, expected_grads, eager_grads, strict=True):
-        what = f"gradient of {name}"
-        assert_close(got, want, plain, backward=True, magnitude=size, what=what)
+        what, terms = f"gradient of {name}", max(size, sums.get(name, 0.0))
+        assert_close(got, want, plain, backward=True, magnitude=terms, what=what)

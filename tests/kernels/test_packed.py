@@ -1,10 +1,11 @@
 """Packed sequences by the kernels: equal to one reference call a sequence."""
 
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
-from tests.kernels.common import DEVICE, DTYPES, ON_GPU, limit_chips
+from tests.kernels.common import DEVICE, DTYPES, ON_GPU, limit_chips, sums_of, upstream_of
 
 import lln
 from lln.kernels import tuning
@@ -32,10 +33,27 @@ def outcome(inputs, attend, kind, extra, **options):
     }
     bounds = torch.tensor(BOUNDS, device=DEVICE)
     out = attend(*tensors, bounds, enable_gqa=True, **sides, **options)
-    generator = torch.Generator().manual_seed(7)
-    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     leaves = [*tensors, *(side for side in sides.values() if torch.is_tensor(side))]
-    return out, torch.autograd.grad(out, leaves, upstream.to(out.device, out.dtype))
+    return out, torch.autograd.grad(out, leaves, upstream_of(out))
+
+
+def dense(sequence):
+    return sequence.transpose(0, 1).unsqueeze(0)
+
+
+def sums_of_sequences(inputs, extra, upstream, **options):
+    """The sizes of the gradients of α, β and mix, the largest over the sequences."""
+    sizes = dict.fromkeys(extra, 0.0)
+    for index, (start, end) in enumerate(pairwise(BOUNDS)):
+        *parts, sent = (dense(side[start:end]) for side in (*inputs, upstream))
+        own = {
+            name: dense(side[start:end]) if name == "mix" else side[index : index + 1]
+            for name, side in extra.items()
+            if torch.is_tensor(side)
+        }
+        for name, size in sums_of(parts, extra | own, sent, **options).items():
+            sizes[name] = max(sizes[name], size)
+    return sizes
 
 
 def compare(dtype=torch.float32, extra=None, key_heads=2, **options):
@@ -49,9 +67,11 @@ def compare(dtype=torch.float32, extra=None, key_heads=2, **options):
     plain, plain_grads = outcome(inputs, attend, dtype, extra, impl="eager", **options)
     assert_close(found, wide, plain)
     size = max(gradient.abs().max().item() for gradient in wide_grads[:3])
-    for index, triple in enumerate(zip(found_grads, wide_grads, plain_grads, strict=True)):
-        got, want, eager = triple
-        assert_close(got, want, eager, backward=True, magnitude=size, what=f"gradient {index}")
+    sums = sums_of_sequences(inputs, extra, upstream_of(wide), **options)
+    names = ["query", "key", "value", *(n for n, side in extra.items() if torch.is_tensor(side))]
+    for name, got, want, eager in zip(names, found_grads, wide_grads, plain_grads, strict=True):
+        what, terms = f"gradient of {name}", max(size, sums.get(name, 0.0))
+        assert_close(got, want, eager, backward=True, magnitude=terms, what=what)
 
 
 @pytest.fixture(params=["short", "long"])

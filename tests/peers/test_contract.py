@@ -123,12 +123,15 @@ def test_a_sequence_without_real_tokens_is_zero(name):
 
 @every
 @pytest.mark.parametrize("training", [False, True])
-def test_an_empty_batch_stays_empty(name, training):
-    layer, x = build(name).train(training), tokens()[:0].requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_empty_batch_stays_empty(name, dtype, training):
+    layer = build(name, dtype=dtype).train(training)
+    x = tokens(dtype=dtype)[:0].requires_grad_()
     for mask in (None, some_padding()[:0]):
         out = layer(x, mask)
-        assert out.shape == x.shape
+        assert (out.shape, out.dtype) == (x.shape, dtype)
         out.sum().backward()
+        assert x.grad.shape == x.shape
         for label, parameter in layer.named_parameters():
             assert parameter.grad is None or (parameter.grad == 0).all(), label
     for label, buffer in layer.named_buffers():

@@ -1,9 +1,4 @@
-"""Work and memory grow as the cards say: counted, not timed, so the same on every machine.
-
-Work is the floating-point operations of products and convolutions (torch's counter) plus every
-number that an operator writes. The latter stands for what the counter does not know: elementwise
-work, sorting, and Fourier transforms, whose N log N then counts as N.
-"""
+"""Work and memory grow as the cards say: counted, not timed, so the same on every machine."""
 
 import math
 from functools import partial
@@ -11,11 +6,7 @@ from functools import partial
 import pytest
 import torch
 from tests.peers.contract import SMALL
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from tests.work import work
 
 from lln import peers
 from lln.bench.peers_cells import LayerSize, build_layers
@@ -29,24 +20,6 @@ SHORT, LONG = 512, 2048
 LINEAR, FASTER = 1.1, 1.2
 
 
-class Written(TorchDispatchMode):
-    """Counts the numbers that operators write; views write none."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {one.data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        self.total += sum(
-            one.numel()
-            for one in tree_leaves(out)
-            if isinstance(one, Tensor) and one.data_ptr() not in given
-        )
-        return out
-
-
 def step(name, length):
     """Forward and backward of a system built for sequences of this length."""
     torch.manual_seed(0)
@@ -58,14 +31,6 @@ def step(name, length):
 def backward_of(function, length):
     x = torch.randn(1, length, WIDTH, requires_grad=True)
     return lambda: function(x).sum().backward()
-
-
-def work(call):
-    # Fused softmax does not say what it does; written out, it does the same work.
-    products, numbers = FlopCounterMode(display=False), Written()
-    with sdpa_kernel(SDPBackend.MATH), products, numbers:
-        call()
-    return products.get_total_flops() + numbers.total
 
 
 def exponent(measure, make):

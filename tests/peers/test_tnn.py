@@ -199,3 +199,23 @@ def test_bad_options_get_a_sentence():
     ):
         with pytest.raises(InvalidInputError, match=said):
             build(**options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_backend_is_asked_for_the_transform_of_an_empty_batch(monkeypatch, causal):
+    """MKL refuses it, others do not: refused here on every machine."""
+    layer, x = build(is_causal=causal), torch.randn(0, 9, 6, dtype=torch.float64).requires_grad_()
+
+    def refusing(transform):
+        def wrapper(z, *args, **kwargs):
+            assert z.numel(), "nothing to transform"
+            return transform(z, *args, **kwargs)
+
+        return wrapper
+
+    for name in ("rfft", "irfft"):
+        monkeypatch.setattr(torch.fft, name, refusing(getattr(torch.fft, name)))
+    out = layer(x)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == x.shape
+    assert all((weight.grad == 0).all() for weight in layer.parameters())

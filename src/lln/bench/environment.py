@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
@@ -15,6 +14,7 @@ import torch
 
 import lln
 from lln.errors import InvalidInputError
+from lln.machine import output_of, processor
 from lln.report.load import read_load
 
 PACKAGE = Path(lln.__file__).resolve().parent
@@ -36,7 +36,7 @@ def describe(device: str, command: str, echo: Callable[[str], object]) -> dict[s
     if load.warning:
         echo(load.warning)
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else _processor(),
+        "device": torch.cuda.get_device_name() if on_gpu else processor(),
         "threads": torch.get_num_threads(),
         "cores": load.cores,
         "busy_cores": None if load.busy is None else round(load.busy, 2),
@@ -95,18 +95,6 @@ def _commit() -> str:
     return _output("git", "rev-parse", "--verify", "HEAD")
 
 
-def _processor() -> str:
-    """The processor's name where the system tells it."""
-    listing = _output("lscpu")
-    fields = dict(line.split(":", 1) for line in listing.splitlines() if ":" in line)
-    name = fields.get("Model name", "").strip().strip("-")
-    return name or f"{platform.machine()} CPU"
-
-
 def _output(*command: str) -> str:
-    """What a program prints; nothing where it is missing or fails."""
-    try:
-        done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip()
+    """What a program prints when it runs in the folder of this package."""
+    return output_of(*command, folder=PACKAGE)

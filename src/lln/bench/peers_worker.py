@@ -36,7 +36,7 @@ class Worker:
             arguments: What it takes after the cell.
             patience: Seconds that a cell may take.
         """
-        self._measure, self._arguments, self._patience = measure, arguments, patience
+        self._measure, self._arguments, self.patience = measure, arguments, patience
         # A forked process could not use the GPU.
         self._context = multiprocessing.get_context("spawn")
         self._process: Any = None
@@ -55,13 +55,13 @@ class Worker:
         process = self._process or self._start()
         try:
             self._pipe.send(cell)
-            if self._pipe.poll(self._patience):
+            if self._pipe.poll(self.patience):
                 row, is_usable = self._pipe.recv()
                 if not is_usable:
                     self._end()
                     row["fatal"] = True
                 return row
-            reason = f"no answer after {self._patience:g} s"
+            reason = f"no answer after {self.patience:g} s"
         except (EOFError, OSError):
             process.join(1.0)
             reason = f"the process ended with {process.exitcode}"

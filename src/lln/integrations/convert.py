@@ -24,6 +24,7 @@ from lln.integrations.attend import Call, attend, observed, softmax
 from lln.integrations.heads import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
 from lln.integrations.inputs import check_inputs, example_inputs
 from lln.integrations.masks import is_packed
+from lln.integrations.own_attention import refuse_own_attention
 from lln.integrations.report import Conversion, LayerReport, relative_change
 from lln.integrations.settings import ATTENTIONS, Settings
 from lln.integrations.temperatures import describe_temperatures, fit_temperatures
@@ -300,6 +301,7 @@ def _is_worth_keeping(settings: Settings) -> bool:
 
 def _switch(model: PreTrainedModel, attention: str) -> None:
     """Let the attention interface dispatch to us."""
+    refuse_own_attention(model, attention)
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{type(model).__name__} does not use transformers' attention interface, or its source "

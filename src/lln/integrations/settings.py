@@ -15,12 +15,27 @@ from lln.errors import InvalidInputError
 from lln.statistics import STATISTICS
 
 ATTENTIONS = ("lln", "lln_diag")
+# What a saved configuration calls them. Where `register` did not run, transformers quotes the name
+# it does not know: that is all a reader of the folder gets to see, so it says what is missing.
+SAVED_AS = {
+    name: f"{name} (of the package lln; first run: from lln.integrations.transformers import "
+    "register; register())"
+    for name in ATTENTIONS
+}
 WINDOWS = ("refuse", "softmax")
 
 # Raised when what is saved changes its meaning; an unknown number is refused on load.
 FORMAT = 1
 
 LEARNED_JOINS = tuple(join for join in JOINS if join != "average")
+
+
+def attention_of(implementation: Any) -> Any:
+    """What an ``attn_implementation`` means: a saved name is one of ours, others are themselves."""
+    if not isinstance(implementation, str):
+        return implementation
+    name = implementation.partition(" ")[0]
+    return name if name in ATTENTIONS else implementation
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import nn
 
 from lln.errors import InvalidInputError
 from lln.integrations import too_old, unavailable
-from lln.integrations.settings import ATTENTIONS, Settings
+from lln.integrations.settings import ATTENTIONS, SAVED_AS, Settings, attention_of
 
 try:
     import transformers
@@ -32,6 +32,7 @@ from lln.integrations.attend import lln_diag_forward, lln_forward
 from lln.integrations.cache import LLNCache
 from lln.integrations.heads import ATTRIBUTE, Heads, attached_to, rebuild
 from lln.integrations.masks import slicing_mask
+from lln.integrations.own_attention import refuse_own_attention
 
 __all__ = ["LLNCache", "register"]
 
@@ -41,9 +42,10 @@ _registered = False
 def register() -> None:
     """Make ``attn_implementation="lln"`` and ``"lln_diag"`` known to transformers.
 
-    Calling it again does nothing. Three things happen:
+    Calling it again does nothing. Four things happen:
 
     - both names get an attention function and a mask function;
+    - a model that would ignore them, or break on them, is refused before it is built;
     - models are built with what `lln.integrations.convert` attached before they were saved, and
       note their attention where ``save_pretrained`` keeps it;
     - ``generate()`` uses `LLNCache` for them, unless it is given another cache.
@@ -58,6 +60,7 @@ def register() -> None:
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, slicing_mask)
     for owner, method, wrap in (
+        (PreTrainedModel, "get_correct_attn_implementation", _refusing),
         (PreTrainedModel, "post_init", _remembering),
         (PreTrainedModel, "_initialize_weights", _filling),
         (GenerationMixin, "_prepare_cache_for_generation", _with_cache),
@@ -74,8 +77,8 @@ def remember_attention(model: PreTrainedModel) -> None:
     """
     config = model.config
     if config._attn_implementation in ATTENTIONS:
-        config.attn_implementation = config._attn_implementation
-    elif getattr(config, "attn_implementation", None) in ATTENTIONS:
+        config.attn_implementation = SAVED_AS[config._attn_implementation]
+    elif attention_of(getattr(config, "attn_implementation", None)) in ATTENTIONS:
         delattr(config, "attn_implementation")
 
 
@@ -107,6 +110,30 @@ def name_of_module(model: PreTrainedModel, module: nn.Module) -> str:
         f"{type(module).__name__} runs attention outside the model's base_model, where it cannot "
         "be found again after saving."
     )
+
+
+def _refusing(choose: Any) -> Any:
+    """Wrap what every model asks, before it builds a layer, about the attention it is to have."""
+
+    @wraps(choose)
+    def wrapper(
+        self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        _recall_attention(self.config)
+        attention = attention_of(requested_attention)
+        if attention in ATTENTIONS:
+            refuse_own_attention(self, attention)
+        return choose(self, attention, *args, **kwargs)
+
+    return wrapper
+
+
+def _recall_attention(config: Any) -> None:
+    """Undo `remember_attention` in a configuration that was loaded, and in its parts."""
+    config._attn_implementation_internal = attention_of(config._attn_implementation)
+    for part in config.sub_configs:
+        if (found := getattr(config, part, None)) is not None:
+            _recall_attention(found)
 
 
 def _remembering(post_init: Any) -> Any:

@@ -74,12 +74,14 @@ class Toeplitz(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """``[B, N, C]`` → the same in the accumulation dtype."""
-        tokens = z.shape[1]
+        samples, tokens = z.shape[:2]
         with without_autocast(z):
             wide = accumulation_dtype(z.dtype)
-            spectrum = torch.fft.rfft(z.to(wide), n=2 * tokens, dim=1)
+            # MKL does not transform an empty batch; a sample of zeros goes through in its place.
+            padded = z.to(wide) if samples else F.pad(z.to(wide), (0, 0, 0, 0, 0, 1))
+            spectrum = torch.fft.rfft(padded, n=2 * tokens, dim=1)
             spectrum = spectrum * self.spectrum(tokens, wide)
-            return torch.fft.irfft(spectrum, n=2 * tokens, dim=1)[:, :tokens]
+            return torch.fft.irfft(spectrum, n=2 * tokens, dim=1)[:samples, :tokens]
 
     def spectrum(self, tokens: int, dtype: torch.dtype) -> Tensor:
         """The Fourier transform ``[N + 1, C]`` of t laid out on a circle of 2N places."""

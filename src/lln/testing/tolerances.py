@@ -12,6 +12,8 @@ numbers change only with a *Numerics* entry in the changelog.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,29 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
     return torch.where(same, 0.0, difference).nan_to_num(torch.inf).max().item()
 
 
+def size_of_sum(terms: Tensor, shape: Sequence[int]) -> float:
+    """The ``magnitude`` of a sum, e.g. of the gradient of a scalar: √Σ term², the largest entry's.
+
+    A sum that cancels is no measure of its own rounding. Every term comes rounded, to ε of its own
+    size; summed in a tree, every level rounds partial sums whose squares add up to about Σ term²
+    again. These roundings know nothing of each other, so that their squares add up as well: to a
+    few ε · √Σ term², whatever the tree and the machine. What bounds every sum, ε · Σ|term|, is up
+    to √n times as large and would hide that much more. Where all terms have one sign the sum itself
+    is larger than √Σ term², and `budget` takes the larger of both.
+
+    Args:
+        terms: What is summed.
+        shape: That of the sum; terms are summed over the dimensions it lacks or has as 1.
+
+    Example:
+        >>> size_of_sum(torch.tensor([[3.0, -4.0], [5.0, 12.0]]), (2, 1))
+        13.0
+    """
+    if terms.numel() == 0:
+        return 0.0
+    return terms.double().square().sum_to_size(shape).sqrt().max().item()
+
+
 def budget(
     found: Tensor,
     expected: Tensor,
@@ -54,7 +79,8 @@ def budget(
         eager: The same from eager attention in the same dtype; None if ``found`` is eager itself.
         backward: Whether these are gradients.
         magnitude: Size of the numbers that were summed; None = max|expected|. Give it where terms
-            cancel, e.g. for gradients, so that rounding is measured against what was rounded.
+            cancel, e.g. for gradients, so that rounding is measured against what was rounded; see
+            `size_of_sum`.
     """
     if expected.numel() == 0:
         return 0.0
