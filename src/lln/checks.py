@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses import FakeTensor
 
+from lln.choices import check_choice
 from lln.errors import CausalStatisticsError, InvalidInputError
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -201,10 +202,7 @@ def check_causal(query_tokens: int, key_tokens: int) -> None:
 
 def check_matching(matching: str) -> None:
     """Refuse an unknown criterion of moment matching."""
-    if matching not in MATCHING_CRITERIA:
-        raise InvalidInputError(
-            f"matching must be one of {', '.join(map(repr, MATCHING_CRITERIA))}, got {matching!r}."
-        )
+    check_choice("matching", matching, MATCHING_CRITERIA)
 
 
 def check_temperatures(
@@ -371,7 +369,4 @@ def check_count(name: str, number: int, least: int = 1) -> None:
 
 def check_impl(impl: str) -> None:
     """Refuse an unknown implementation by listing the known ones."""
-    if impl not in IMPLEMENTATIONS:
-        raise InvalidInputError(
-            f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}."
-        )
+    check_choice("impl", impl, IMPLEMENTATIONS)

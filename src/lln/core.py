@@ -17,6 +17,7 @@ from lln.attention import (
     lln_diag_attention,
     repeat_heads,
 )
+from lln.choices import check_choice
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
 from lln.precision import cast_for_autocast
@@ -154,10 +155,7 @@ class LLNDiagCore(LLNCore):
     ) -> None:
         """Build the source of α, β and the parameters of the join."""
         super().__init__(num_heads, head_dim, device=device, **options)
-        if join not in JOINS:
-            raise InvalidInputError(
-                f"join must be one of {', '.join(map(repr, JOINS))}, got {join!r}."
-            )
+        check_choice("join", join, JOINS)
         self.join = join
         self.block_size = head_dim if block_size is None else block_size
         checks.check_block_size(self.block_size)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
-from lln.errors import InvalidInputError
+from lln.choices import check_choice
 from lln.precision import accumulation_dtype, without_autocast
 
 # A spread below this, absolutely or relative to the size of the entries, is rounding noise.
@@ -85,8 +85,7 @@ def match_moments(
     checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
     checks.check_key_mask(key_mask, key)
     checks.check_matching(criterion)
-    if scope not in SCOPES:
-        raise InvalidInputError(f"scope must be 'head' or 'tensor', got {scope!r}.")
+    check_choice("scope", scope, SCOPES)
     measure = head_moments if scope == "head" else tensor_moments
     with without_autocast(query):
         return temperatures(measure(query, key, key_mask), query.shape[-1], criterion)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lln import checks
+from lln.choices import check_choice
 from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.matching import Moments, matched_spread, temperatures
 from lln.measure import match_inputs, measure_heads
@@ -271,10 +272,7 @@ def make_statistics(
         momentum: Of ``"running"``.
         device: Where buffers and parameters live.
     """
-    if statistics not in STATISTICS:
-        raise InvalidInputError(
-            f"statistics must be one of {', '.join(map(repr, STATISTICS))}, got {statistics!r}."
-        )
+    check_choice("statistics", statistics, STATISTICS)
     checks.check_matching(matching)
     _check_momentum(momentum)
     if statistics in ("sample", "running"):

@@ -11,6 +11,7 @@ from statistics import median
 
 from torch import Tensor
 
+from lln.choices import did_you_mean
 from lln.errors import InvalidInputError
 
 
@@ -121,7 +122,8 @@ class Measurements:
         known = sorted({name for call in self.calls for name in call.values})
         if instrument not in known:
             raise InvalidInputError(
-                f"{instrument!r} was not measured; there are {', '.join(known) or 'no values'}."
+                f"{instrument!r} was not measured{did_you_mean(instrument, known)}; there are "
+                f"{', '.join(known) or 'no values'}."
             )
         found: dict[str, dict[int, list[float]]] = {layer: {} for layer in self.layers}
         for label, call in zip(self._labels(), self.calls, strict=True):

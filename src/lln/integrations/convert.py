@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.calibration import calibrate as calibrate_temperatures
+from lln.choices import check_choice, did_you_mean
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attend import Call, attend, observed, softmax
 from lln.integrations.heads import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
@@ -81,8 +82,7 @@ def convert(
     """
     register()
     _check_model(model)
-    if attention not in ATTENTIONS:
-        raise InvalidInputError(f"attention must be 'lln' or 'lln_diag', got {attention!r}.")
+    check_choice("attention", attention, ATTENTIONS)
     if statistics is None:
         statistics = "sample" if calibrate is None else "fixed"
     if statistics in ("fixed", "learned") and calibrate is None:
@@ -192,8 +192,9 @@ class _Surgeon:
         known = [*range(len(self.modules)), *self.names.values()]
         missing = [layer for layer in self.wanted or [] if layer not in known]
         if missing:
+            meant = did_you_mean(missing[0], self.names.values())
             raise InvalidInputError(
-                f"layers has {missing[0]!r}, which did not run; known are 0 to "
+                f"layers has {missing[0]!r}, which did not run{meant}; known are 0 to "
                 f"{len(self.modules) - 1} and {', '.join(self.names.values())}."
             )
 

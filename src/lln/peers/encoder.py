@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.checks import shape_of
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.peer import check_key_mask
 from lln.peers.registry import available, build, card, parameter_count
@@ -67,8 +68,7 @@ class Encoder(nn.Module):
     ) -> None:
         """See the class."""
         super().__init__()
-        if norm not in NORMS:
-            raise InvalidInputError(f"norm must be of {', '.join(NORMS)}, got {norm!r}.")
+        check_choice("norm", norm, NORMS)
         sizes = {"depth": depth, "feed_forward": feed_forward, "vocabulary": vocabulary}
         for label, size in sizes.items():
             if size is not None and (not isinstance(size, int) or size < 1):

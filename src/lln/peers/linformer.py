@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -67,12 +68,8 @@ class Linformer(Core):
         """Draw E and F; Args as in the class, `shared` defaults to ``"headwise"``."""
         super().__init__(host)
         check_count("mixtures", mixtures)
-        if compat not in (None, "skyformer"):
-            raise InvalidInputError(f"compat must be None or 'skyformer', got {compat!r}.")
-        if shared is not None and shared not in SHARING:
-            raise InvalidInputError(
-                f"shared must be one of {', '.join(map(repr, SHARING))}, got {shared!r}."
-            )
+        check_choice("compat", compat, (None, "skyformer"))
+        check_choice("shared", shared, (None, *SHARING))
         if compat and shared:
             raise InvalidInputError("compat='skyformer' fixes what is shared; leave shared out.")
         sides = 1 if compat or shared == "key_value" else 2
