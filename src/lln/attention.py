@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lln import checks, reference
 from lln.block_ops import fused_blocks
+from lln.calls import explain_misfits
 from lln.causal import causal_attention
 from lln.diagonal import asks_gradient, block_diagonal, has_channels
 from lln.dispatch import choose_implementation
@@ -29,6 +30,7 @@ from lln.summary import read_heads, summarise_heads
 _PADDING_LIMIT = 1e18
 
 
+@explain_misfits
 def lln_attention(
     query: Tensor,
     key: Tensor,
@@ -118,6 +120,7 @@ def lln_attention(
         return out.to(query.dtype)
 
 
+@explain_misfits
 def block_diagonal_attention(
     query: Tensor,
     key: Tensor,
@@ -186,6 +189,7 @@ def block_diagonal_attention(
         return out.to(query.dtype)
 
 
+@explain_misfits
 def lln_diag_attention(
     query: Tensor,
     key: Tensor,

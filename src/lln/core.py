@@ -17,6 +17,7 @@ from lln.attention import (
     lln_diag_attention,
     repeat_heads,
 )
+from lln.calls import check_options, explain_misfits
 from lln.choices import check_choice
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
@@ -43,6 +44,7 @@ class LLNCore(nn.Module):
         device: Where buffers and parameters live.
     """
 
+    @explain_misfits
     def __init__(
         self,
         num_heads: int,
@@ -74,6 +76,7 @@ class LLNCore(nn.Module):
             device=device,
         )
 
+    @explain_misfits
     def forward(
         self,
         query: Tensor,
@@ -141,6 +144,7 @@ class LLNDiagCore(LLNCore):
         **options: As in `LLNCore`.
     """
 
+    @explain_misfits
     def __init__(
         self,
         num_heads: int,
@@ -154,6 +158,7 @@ class LLNDiagCore(LLNCore):
         **options: Any,
     ) -> None:
         """Build the source of α, β and the parameters of the join."""
+        check_options(self, options, type(self))
         super().__init__(num_heads, head_dim, device=device, **options)
         check_choice("join", join, JOINS)
         self.join = join
@@ -177,6 +182,7 @@ class LLNDiagCore(LLNCore):
                 f"lln_heads must be between 0 and num_heads = {num_heads}, got {lln_heads}."
             )
 
+    @explain_misfits
     def forward(
         self,
         query: Tensor,

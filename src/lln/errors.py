@@ -19,3 +19,7 @@ class BackendUnavailableError(LLNError, RuntimeError):
 
 class UnsupportedModelError(InvalidInputError):
     """A model keeps its attention to itself, or asks of it what linear attention cannot do."""
+
+
+class UnexpectedArgumentError(InvalidInputError, TypeError):
+    """A call does not fit the signature; the message names the argument to use instead."""

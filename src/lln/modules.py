@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln import checks
+from lln.calls import check_options, explain_misfits
 from lln.core import LLNCore, LLNDiagCore
 from lln.errors import InvalidInputError
 
@@ -51,6 +52,7 @@ class LLNAttention(nn.Module):
     # bypass this module without a word.
     _qkv_same_embed_dim = False
 
+    @explain_misfits
     def __init__(
         self,
         embed_dim: int,
@@ -67,6 +69,7 @@ class LLNAttention(nn.Module):
     ) -> None:
         """Create the projections and the core."""
         super().__init__()
+        check_options(self, options, type(self), self.core_class, without=("head_dim",))
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise InvalidInputError(
                 f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and "
@@ -104,6 +107,7 @@ class LLNAttention(nn.Module):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
+    @explain_misfits
     def forward(
         self,
         query: Tensor,

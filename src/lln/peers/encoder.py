@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln.calls import explain_misfits
 from lln.checks import shape_of
 from lln.choices import check_choice
 from lln.errors import InvalidInputError
@@ -53,6 +54,7 @@ class Encoder(nn.Module):
         torch.Size([3, 10, 16])
     """
 
+    @explain_misfits
     def __init__(
         self,
         name: str,

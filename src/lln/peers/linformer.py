@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.choices import check_choice
+from lln.choices import check_choice, did_you_mean
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -69,7 +69,11 @@ class Linformer(Core):
         super().__init__(host)
         check_count("mixtures", mixtures)
         check_choice("compat", compat, (None, "skyformer"))
-        check_choice("shared", shared, (None, *SHARING))
+        if shared is not None and shared not in SHARING:
+            raise InvalidInputError(
+                f"shared must be one of {', '.join(map(repr, SHARING))}, got {shared!r}"
+                f"{did_you_mean(shared, SHARING)}."
+            )
         if compat and shared:
             raise InvalidInputError("compat='skyformer' fixes what is shared; leave shared out.")
         sides = 1 if compat or shared == "key_value" else 2

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lln.calls import explain_misfits
 from lln.choices import did_you_mean
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
@@ -92,6 +93,7 @@ def card(name: str) -> Card:
     return find(name).card
 
 
+@explain_misfits
 def build(
     name: str,
     *,
