@@ -85,8 +85,7 @@ def lln_attention(
     query, key, value = cast_for_autocast(query, key, value)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_key_mask(key_mask, key)
-    if is_causal:
-        checks.check_causal(query.shape[2], key.shape[2])
+    checks.check_causal(is_causal, query.shape[2], key.shape[2])
     checks.check_options(
         query,
         key,
@@ -156,6 +155,7 @@ def block_diagonal_attention(
     query, key, value = cast_for_autocast(query, key, value)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_self_attention(query, key, "block_diagonal_attention")
+    checks.check_flag("is_causal", is_causal)
     checks.check_key_mask(key_mask, key)
     checks.check_block_size(block_size)
     checks.check_scale(scale)

@@ -20,7 +20,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses import FakeTensor
 
 from lln.checks_plain import check_tensor, missing_axes, shape_of
-from lln.choices import check_choice
+from lln.choices import check_choice, shown
 from lln.errors import CausalStatisticsError, InvalidInputError
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -62,6 +62,7 @@ def check_qkv(
     Raises:
         InvalidInputError: With one sentence that names the argument.
     """
+    check_flag("enable_gqa", enable_gqa)
     rank, axes = (4, "[B, H, T, D]") if layout == "dense" else (3, "[T, H, D]")
     if _are_alike(query, key, value, rank):
         return
@@ -186,9 +187,10 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
         )
 
 
-def check_causal(query_tokens: int, key_tokens: int) -> None:
+def check_causal(is_causal: bool, query_tokens: int, key_tokens: int) -> None:
     """Refuse causal attention between sequences of different length."""
-    if query_tokens != key_tokens:
+    check_flag("is_causal", is_causal)
+    if is_causal and query_tokens != key_tokens:
         raise InvalidInputError(
             f"is_causal needs as many queries as keys, got T = {query_tokens} and S = "
             f"{key_tokens}; to go on from earlier tokens use lln.KeySummary."
@@ -242,6 +244,7 @@ def check_options(
     """
     check_matching(matching)
     check_dropout(dropout_p)
+    check_flag("is_causal", is_causal)
     check_temperatures(alpha, beta, is_causal=is_causal)
     if alpha is not None and beta is not None:
         heads, key_heads = query.shape[1], key.shape[1]
@@ -324,7 +327,13 @@ def check_dropout(dropout_p: float) -> None:
     if type(dropout_p) is float and 0 <= dropout_p < 1:
         return
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
-        raise InvalidInputError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}.")
+        raise InvalidInputError(f"dropout_p must be a number in [0, 1), got {shown(dropout_p)}.")
+
+
+def check_flag(name: str, given: bool) -> None:
+    """Refuse a switch that is neither True nor False."""
+    if given is not True and given is not False:
+        raise InvalidInputError(f"{name} must be True or False, got {shown(given)}.")
 
 
 def check_mix(mix: float | Tensor, out_shape: tuple[int, ...], device: torch.device) -> None:
@@ -349,7 +358,7 @@ def check_mix(mix: float | Tensor, out_shape: tuple[int, ...], device: torch.dev
                 f"{missing_axes('mix', mix, leads)}."
             )
     elif isinstance(mix, bool) or not isinstance(mix, Real) or not 0 <= mix <= 1:
-        raise InvalidInputError(f"mix must be a number in [0, 1] or a tensor, got {mix!r}.")
+        raise InvalidInputError(f"mix must be a number in [0, 1] or a tensor, got {shown(mix)}.")
 
 
 def check_self_attention(query: Tensor, key: Tensor, what: str) -> None:
@@ -364,9 +373,9 @@ def check_self_attention(query: Tensor, key: Tensor, what: str) -> None:
 def check_count(name: str, number: int, least: int = 1) -> None:
     """Refuse what is not a whole number of at least ``least``."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        kind = "" if type(number) is int else f"{type(number).__name__} "
+        kind = f"{type(number).__name__} " if isinstance(number, str | float) else ""
         raise InvalidInputError(
-            f"{name} must be an integer of at least {least}, got {kind}{number!r}."
+            f"{name} must be an integer of at least {least}, got {kind}{shown(number)}."
         )
 
 

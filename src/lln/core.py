@@ -61,6 +61,8 @@ class LLNCore(nn.Module):
     ) -> None:
         """Build the source of α, β."""
         super().__init__()
+        checks.check_count("num_heads", num_heads)
+        checks.check_count("head_dim", head_dim)
         checks.check_dropout(dropout)
         checks.check_impl(impl)
         self.num_heads, self.head_dim = num_heads, head_dim
@@ -105,6 +107,7 @@ class LLNCore(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         query, key, value = cast_for_autocast(query, key, value)
+        checks.check_flag("is_causal", is_causal)
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
         checks.check_key_mask(key_mask, key)
         if query.shape[1] != self.num_heads:
@@ -165,6 +168,7 @@ class LLNDiagCore(LLNCore):
         self.block_size = head_dim if block_size is None else block_size
         checks.check_block_size(self.block_size)
         self.value_dim = head_dim if value_dim is None else value_dim
+        checks.check_count("value_dim", self.value_dim)
         channels = (num_heads, 1, self.value_dim)
         if join in ("scale", "ratio"):
             self.lln_scale = nn.Parameter(torch.full(channels, 0.5, device=device))
@@ -176,6 +180,8 @@ class LLNDiagCore(LLNCore):
             self.gate_bias = nn.Parameter(torch.zeros(num_heads, device=device))
         if lln_heads is not None and join != "heads":
             raise InvalidInputError(f"lln_heads goes with join='heads', not {join!r}.")
+        if lln_heads is not None and not isinstance(lln_heads, int):
+            checks.check_count("lln_heads", lln_heads, least=0)
         self.lln_heads = (num_heads + 1) // 2 if lln_heads is None else lln_heads
         if not 0 <= self.lln_heads <= num_heads:
             raise InvalidInputError(

@@ -77,6 +77,10 @@ class capture(Measurements):
                 f"capture needs a torch.nn.Module, got {type(model).__name__}; for queries and "
                 "keys you already have, call the instruments themselves."
             )
+        if not isinstance(instruments, Iterable):
+            raise InvalidInputError(
+                f"instruments must be names such as 'entropy', got {type(instruments).__name__}."
+            )
         self.instruments = (instruments,) if isinstance(instruments, str) else tuple(instruments)
         for name in self.instruments:
             check_choice("instruments", name, INSTRUMENTS)

@@ -155,8 +155,7 @@ def select(
         checks.check_key_mask(key_mask, key)
         batch, query_heads = query.shape[:2]
         rows = (*query.shape[:3], 1)
-        if is_causal:
-            checks.check_causal(query.shape[2], key.shape[2])
+        checks.check_causal(is_causal, query.shape[2], key.shape[2])
         if kind in ("diag", "lln_diag"):
             checks.check_self_attention(query, key, f"kind {kind!r}")
     block_size = query.shape[-1] if block_size is None else block_size
