@@ -812,6 +812,56 @@ def test_non_finite_input_shows_in_its_own_head_only(name, matching, bad):
     assert finite.all()
 
 
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("matching", ["variance", "entropy"])
+@pytest.mark.parametrize("name", ["query", "key"])
+@each_lln
+def test_non_finite_input_of_the_statistics_shows_in_every_row_of_its_head(
+    attend, name, matching, bad
+):
+    """α and β are measured on it: no row may look as if they were right."""
+    tensors = dense()
+    tensors[name][0, 1, 3, 2] = bad
+    assert not attend(**tensors, matching=matching)[0, 1].isfinite().all(-1).any()
+
+
+def test_non_finite_input_of_the_authors_statistic_shows_everywhere():
+    """One statistic over the whole tensor: the price of parity with their code."""
+    tensors = dense()
+    tensors["query"][0, 1, 3, 2] = NAN
+    assert lln.lln_attention(**tensors, matching="paper").isnan().all()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("causal", [False, True])
+@each_lln
+def test_non_finite_query_with_given_temperatures_shows_in_its_own_row_only(attend, causal, bad):
+    options = {"alpha": 1.5, "beta": 1.5, "is_causal": causal}
+    tensors = dense()
+    clean = attend(**tensors, **options)
+    tensors["query"][0, 1, 3, 2] = bad
+    out = attend(**tensors, **options)
+    assert not out[0, 1, 3].isfinite().any()
+    out[0, 1, 3] = clean[0, 1, 3]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["key", "value"])
+@each_lln
+def test_non_finite_key_or_value_stays_in_its_group_of_heads(attend, name, causal, bad):
+    options = {"alpha": 1.5, "beta": 1.5, "is_causal": causal, "enable_gqa": True}
+    tensors = dense(key=(B, 2, T, D), value=(B, 2, T, E))
+    clean = attend(**tensors, **options)
+    tensors[name][0, 1, 3, 2] = bad
+    out = attend(**tensors, **options)
+    # Causal attention too may show it in earlier rows.
+    assert not out[0, 2:, 3:].isfinite().flatten(1).all(-1).any()
+    out[0, 2:] = clean[0, 2:]
+    assert torch.equal(out, clean)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @each_name
 def test_non_finite_input_stays_in_its_packed_sequence(name, causal):

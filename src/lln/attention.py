@@ -71,7 +71,8 @@ def lln_attention(
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query (the autocast dtype under autocast). A sequence
-        without any valid key gives zeros.
+        without any valid key gives zeros. NaN or infinity in a query shows in its row, in a key or
+        value in its head; where α and β are matched, in a query in its head too.
 
     Raises:
         InvalidInputError: One sentence on what does not fit.

@@ -73,7 +73,8 @@ def match_moments(
 
     Returns:
         ``(alpha, beta)``, each ``[B, H, 1, 1]`` (``[1, 1, 1, 1]`` for scope ``"tensor"``),
-        detached. Where the queries or keys are constant, both are 1.
+        detached. Where the queries or keys are constant, both are 1. NaN or infinity in a valid
+        token makes them NaN or infinite, for its sample and head alone with scope ``"head"``.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -273,9 +274,9 @@ def _is_degenerate(
 ) -> Tensor:
     """Where a spread is no more than the rounding of entries of that size (their mean square).
 
-    A NaN counts as healthy, so that it shows.
+    A NaN or infinity counts as healthy, so that it shows: hence less than, and not equal.
     """
     floor = SPREAD_FLOOR**2
     pairs = ((query_variance, query_size), (key_variance, key_size))
-    first, second = (variance <= floor * size.clamp_min(1.0) for variance, size in pairs)
+    first, second = (variance < floor * size.clamp_min(1.0) for variance, size in pairs)
     return first | second

@@ -25,6 +25,7 @@ from lln.checks_plain import check_tensor
 from lln.choices import shown
 from lln.errors import InvalidInputError
 from lln.precision import accumulation_dtype, without_autocast
+from lln.printing import brief
 
 # Stands for log 0. Finite, because −inf − (−inf) is NaN in the gradient of a fully masked head.
 LOG_ZERO = -1e30
@@ -163,6 +164,10 @@ class KeySummary:
     log_mass: Tensor
     centroid: Tensor
     beta: float | Tensor
+
+    def __repr__(self) -> str:
+        """By shapes."""
+        return brief(self, vars(self))
 
     @classmethod
     def of(

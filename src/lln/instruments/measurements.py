@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lln.choices import did_you_mean
 from lln.errors import InvalidInputError
+from lln.printing import brief
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ class Measurement:
     values: dict[str, Tensor] = field(default_factory=dict)
     problem: str = ""
 
+    def __repr__(self) -> str:
+        """By shapes."""
+        return brief(self, vars(self))
+
     def records(self) -> Iterator[Record]:
         """Sample by sample, head by head."""
         lists = {name: value.tolist() for name, value in self.values.items()}
@@ -78,6 +83,10 @@ class Measurements:
     """Everything a capture found, in the order of the calls."""
 
     calls: list[Measurement] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """How much there is; `table` shows it."""
+        return f"{type(self).__name__}(calls={len(self.calls)}, layers={len(self.layers)})"
 
     @property
     def records(self) -> list[Record]:

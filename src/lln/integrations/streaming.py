@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lln.attention import block_diagonal_attention, lln_attention
 from lln.precision import accumulation_dtype
+from lln.printing import brief
 from lln.summary import LOG_ZERO, KeySummary
 
 
@@ -37,6 +38,10 @@ class Past:
     block_key: Tensor | None = None
     block_value: Tensor | None = None
     block_mask: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """By shapes."""
+        return brief(self, vars(self))
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by name."""
