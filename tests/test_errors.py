@@ -143,6 +143,16 @@ def test_key_and_value_of_different_heads(attend):
 def test_grouped_heads_need_enable_gqa(attend):
     tensors = dense(key=(B, 2, T, D), value=(B, 2, T, E))
     refuses_dense(attend, tensors, "query has 4 heads", "key has 2", "enable_gqa=True")
+    attend(**tensors, enable_gqa=True)
+
+
+@each_dense
+@pytest.mark.parametrize("heads", [0, 3, 8])
+def test_heads_that_cannot_be_grouped_are_not_told_to(attend, heads):
+    tensors = dense(key=(B, heads, T, D), value=(B, heads, T, E))
+    refuses_dense(
+        attend, tensors, "4 heads", f"has {heads}", "as many heads as query, or a divisor"
+    )
 
 
 @each_dense
@@ -208,6 +218,62 @@ def test_nested_tensor_of_the_old_layout(name):
 def test_nested_tensor():
     nested = torch.nested.nested_tensor([torch.randn(H, 3, D)], layout=torch.jagged)
     refuses_dense(lln.lln_attention, dense() | {"query": nested}, "query", "nested", "_varlen")
+
+
+def compressed(tensor, layout):
+    """The tensor in a sparse layout; rows of the compressed one are those of its last two axes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor.to_sparse(layout=layout)
+
+
+each_sparse = pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+
+
+@each_dense
+@each_name
+@each_sparse
+def test_sparse_tensors(attend, name, layout):
+    tensors = dense(value=(B, H, T, D))
+    tensors[name] = compressed(tensors[name], layout)
+    refuses_dense(attend, tensors, name, str(layout), f"{name}.to_dense()")
+
+
+@each_dense
+@each_sparse
+def test_sparse_tensors_that_are_alike(attend, layout):
+    tensors = {n: compressed(t, layout) for n, t in alike(B, H, T, D).items()}
+    refuses_dense(attend, tensors, "query", "query.to_dense()")
+
+
+@each_packed
+def test_sparse_tensors_packed(attend):
+    tensors = {n: t.to_sparse() for n, t in packed().items()}
+    refuses_packed(attend, tensors, bounds(0, T), "query.to_dense()")
+    refuses_packed(attend, packed(), bounds(0, T).to_sparse(), "cu_seqlens.to_dense()")
+
+
+@each_dense
+@each_sparse
+def test_sparse_mask(attend, layout):
+    bad = compressed(mask(), layout)
+    refuses_dense(attend, dense(), "key_mask.to_dense()", key_mask=bad)
+
+
+def test_sparse_temperatures_and_mix():
+    bad = torch.ones(B, H, 1, 1).to_sparse()
+    refuses_dense(lln.lln_attention, dense(), "alpha.to_dense()", alpha=bad, beta=1.0)
+    refuses_dense(lln.lln_attention, dense(), "beta.to_dense()", alpha=1.0, beta=bad)
+    refuses_dense(lln.lln_diag_attention, dense(), "mix.to_dense()", mix=bad)
+
+
+@each_name
+def test_quantised_tensors(name):
+    tensors = dense()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors[name] = torch.quantize_per_tensor(tensors[name], 0.1, 0, torch.qint8)
+    refuses_dense(lln.lln_attention, tensors, name, "torch.qint8", f"{name}.dequantize()")
 
 
 # 9 and 10: masks
@@ -376,6 +442,51 @@ def test_temperature_tensor_not_positive(attend, name, bad, seen):
 def test_temperature_of_wrong_shape(attend, name, shape):
     options = {"alpha": 1.0, "beta": 1.0} | {name: torch.ones(shape)}
     refuses_dense(attend, dense(), name, "[B, H, 1, 1] = [2, 4, 1, 1]", str(list(shape)), **options)
+
+
+@each_lln
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+@pytest.mark.parametrize(
+    ("shape", "fix"),
+    [
+        ((H,), "view(4, 1, 1)"),
+        ((H, 1), "view(4, 1, 1)"),
+        ((B, H), "view(2, 4, 1, 1)"),
+        ((B, H, 1), "view(2, 4, 1, 1)"),
+    ],
+)
+def test_temperature_that_lacks_axes_is_told_which(attend, name, shape, fix):
+    given = torch.full(shape, 1.5)
+    options = {"alpha": 1.0, "beta": 1.0} | {name: given}
+    refuses_dense(attend, dense(), f"give {name}.{fix}", **options)
+    right = eval(f"given.{fix}", {"given": given})
+    attend(**dense(), **(options | {name: right}))
+
+
+def test_temperature_of_wrong_shape_beyond_repair():
+    with pytest.raises(InvalidInputError) as caught:
+        lln.lln_attention(**dense(), alpha=torch.ones(3), beta=1.0)
+    assert "view" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fix"),
+    [((H,), "view(4, 1, 1)"), ((B, H), "view(2, 4, 1, 1)"), ((B, H, T), "view(2, 4, 6, 1)")],
+)
+def test_mix_that_lacks_axes_is_told_which(shape, fix):
+    given = torch.full(shape, 0.5)
+    refuses_dense(lln.lln_diag_attention, dense(), f"give mix.{fix}", mix=given)
+    lln.lln_diag_attention(**dense(), mix=eval(f"given.{fix}", {"given": given}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "fix"), [((H,), "view(4, 1)"), ((T,), "view(6, 1, 1)"), ((T, H), "view(6, 4, 1)")]
+)
+def test_mix_of_packed_sequences_that_lacks_axes_is_told_which(shape, fix):
+    attend, cu_seqlens = lln.lln_diag_attention_varlen, bounds(0, 2, T)
+    given = torch.full(shape, 0.5)
+    refuses_packed(attend, packed(), cu_seqlens, f"give mix.{fix}", mix=given)
+    attend(**packed(), cu_seqlens=cu_seqlens, mix=eval(f"given.{fix}", {"given": given}))
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta"])
@@ -699,6 +810,56 @@ def test_non_finite_input_shows_in_its_own_head_only(name, matching, bad):
     assert not finite[0, 1]
     finite[0, 1] = True
     assert finite.all()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("matching", ["variance", "entropy"])
+@pytest.mark.parametrize("name", ["query", "key"])
+@each_lln
+def test_non_finite_input_of_the_statistics_shows_in_every_row_of_its_head(
+    attend, name, matching, bad
+):
+    """α and β are measured on it: no row may look as if they were right."""
+    tensors = dense()
+    tensors[name][0, 1, 3, 2] = bad
+    assert not attend(**tensors, matching=matching)[0, 1].isfinite().all(-1).any()
+
+
+def test_non_finite_input_of_the_authors_statistic_shows_everywhere():
+    """One statistic over the whole tensor: the price of parity with their code."""
+    tensors = dense()
+    tensors["query"][0, 1, 3, 2] = NAN
+    assert lln.lln_attention(**tensors, matching="paper").isnan().all()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("causal", [False, True])
+@each_lln
+def test_non_finite_query_with_given_temperatures_shows_in_its_own_row_only(attend, causal, bad):
+    options = {"alpha": 1.5, "beta": 1.5, "is_causal": causal}
+    tensors = dense()
+    clean = attend(**tensors, **options)
+    tensors["query"][0, 1, 3, 2] = bad
+    out = attend(**tensors, **options)
+    assert not out[0, 1, 3].isfinite().any()
+    out[0, 1, 3] = clean[0, 1, 3]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["key", "value"])
+@each_lln
+def test_non_finite_key_or_value_stays_in_its_group_of_heads(attend, name, causal, bad):
+    options = {"alpha": 1.5, "beta": 1.5, "is_causal": causal, "enable_gqa": True}
+    tensors = dense(key=(B, 2, T, D), value=(B, 2, T, E))
+    clean = attend(**tensors, **options)
+    tensors[name][0, 1, 3, 2] = bad
+    out = attend(**tensors, **options)
+    # Causal attention too may show it in earlier rows.
+    assert not out[0, 2:, 3:].isfinite().flatten(1).all(-1).any()
+    out[0, 2:] = clean[0, 2:]
+    assert torch.equal(out, clean)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -27,6 +27,7 @@ PUBLIC = [
     "LLNDiagAttention",
     "LLNDiagCore",
     "LLNError",
+    "UnexpectedArgumentError",
     "__version__",
     "block_diagonal_attention",
     "calibrate",
@@ -132,7 +133,9 @@ def test_errors_are_also_the_usual_ones():
     assert issubclass(lln.InvalidInputError, ValueError)
     assert issubclass(lln.CausalStatisticsError, lln.InvalidInputError)
     assert issubclass(lln.BackendUnavailableError, RuntimeError)
-    for name in ("InvalidInputError", "CausalStatisticsError", "BackendUnavailableError"):
+    assert issubclass(lln.UnexpectedArgumentError, TypeError)
+    names = ["BackendUnavailableError", "CausalStatisticsError", "InvalidInputError"]
+    for name in (*names, "UnexpectedArgumentError"):
         assert issubclass(getattr(lln, name), lln.LLNError)
 
 

@@ -13,6 +13,7 @@ from lln.errors import (
     CausalStatisticsError,
     InvalidInputError,
     LLNError,
+    UnexpectedArgumentError,
 )
 from lln.matching import match_moments
 from lln.modules import LLNAttention, LLNDiagAttention
@@ -31,6 +32,7 @@ __all__ = [
     "LLNDiagAttention",
     "LLNDiagCore",
     "LLNError",
+    "UnexpectedArgumentError",
     "__version__",
     "block_diagonal_attention",
     "calibrate",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lln import checks, reference
 from lln.block_ops import fused_blocks
+from lln.calls import explain_misfits
 from lln.causal import causal_attention
 from lln.diagonal import asks_gradient, block_diagonal, has_channels
 from lln.dispatch import choose_implementation
@@ -38,6 +39,7 @@ _LLN_DIAG_AXES = {name: (*axes, axes[0]) for name, axes in _LLN_AXES.items()}
 _PADDING_LIMIT = 1e18
 
 
+@explain_misfits
 def lln_attention(
     query: Tensor,
     key: Tensor,
@@ -78,7 +80,8 @@ def lln_attention(
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query (the autocast dtype under autocast). A sequence
-        without any valid key gives zeros.
+        without any valid key gives zeros. NaN or infinity in a query shows in its row, in a key or
+        value in its head; where α and β are matched, in a query in its head too.
 
     Raises:
         InvalidInputError: One sentence on what does not fit.
@@ -92,8 +95,7 @@ def lln_attention(
     query, key, value = cast_for_autocast(query, key, value)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_key_mask(key_mask, key)
-    if is_causal:
-        checks.check_causal(query.shape[2], key.shape[2])
+    checks.check_causal(is_causal, query.shape[2], key.shape[2])
     checks.check_options(
         query,
         key,
@@ -128,6 +130,7 @@ def lln_attention(
         return share_out(run, sides, cut).to(query.dtype)
 
 
+@explain_misfits
 def block_diagonal_attention(
     query: Tensor,
     key: Tensor,
@@ -163,6 +166,7 @@ def block_diagonal_attention(
     query, key, value = cast_for_autocast(query, key, value)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_self_attention(query, key, "block_diagonal_attention")
+    checks.check_flag("is_causal", is_causal)
     checks.check_key_mask(key_mask, key)
     checks.check_block_size(block_size)
     checks.check_scale(scale)
@@ -198,6 +202,7 @@ def block_diagonal_attention(
         return share_out(run, sides, cut).to(query.dtype)
 
 
+@explain_misfits
 def lln_diag_attention(
     query: Tensor,
     key: Tensor,

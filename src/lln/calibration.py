@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.choices import check_choice
 from lln.errors import CalibrationWarning, InvalidInputError
 from lln.matching import Moments, head_moments
 from lln.precision import accumulation_dtype, without_autocast
@@ -75,8 +76,7 @@ def calibrate(
     checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
     checks.check_key_mask(key_mask, key)
     checks.check_scale(scale)
-    if scope not in ("head", "batch"):
-        raise InvalidInputError(f"scope must be 'head' or 'batch', got {scope!r}.")
+    check_choice("scope", scope, ("head", "batch"))
     checks.check_count("rows", rows)
     checks.check_count("steps", steps)
     pooled = scope == "batch"

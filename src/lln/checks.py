@@ -19,16 +19,13 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses import FakeTensor
 
+from lln.checks_plain import check_tensor, missing_axes, shape_of
+from lln.choices import check_choice, shown
 from lln.errors import CausalStatisticsError, InvalidInputError
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MATCHING_CRITERIA = ("variance", "entropy", "paper")
 IMPLEMENTATIONS = ("auto", "eager", "triton", "reference")
-
-
-def shape_of(tensor: Tensor) -> str:
-    """The tensor's shape, as error messages print it."""
-    return "[" + ", ".join(str(size) for size in tensor.shape) + "]"
 
 
 def values_are_readable(tensor: Tensor) -> bool:
@@ -65,23 +62,24 @@ def check_qkv(
     Raises:
         InvalidInputError: With one sentence that names the argument.
     """
+    check_flag("enable_gqa", enable_gqa)
     rank, axes = (4, "[B, H, T, D]") if layout == "dense" else (3, "[T, H, D]")
     if _are_alike(query, key, value, rank):
         return
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidInputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
-        if tensor.is_nested:
+        if isinstance(tensor, Tensor) and tensor.is_nested:
             raise InvalidInputError(
                 f"{name} is a nested tensor; pass its .values() and .offsets() to the _varlen form."
             )
+        check_tensor(name, tensor)
         if tensor.dim() != rank:
             raise InvalidInputError(
                 f"{name} must have {rank} dimensions {axes}, got shape {shape_of(tensor)}."
             )
         if tensor.dtype not in FLOAT_DTYPES:
+            fix = f"; give {name}.dequantize()" if tensor.is_quantized else ""
             raise InvalidInputError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}."
+                f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}{fix}."
             )
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
@@ -137,6 +135,7 @@ def _are_alike(query: Tensor, key: Tensor, value: Tensor, rank: int) -> bool:
         and not torch.compiler.is_compiling()
         # Nested tensors do not even tell their shape.
         and not (query.is_nested or key.is_nested or value.is_nested)
+        and query.layout is key.layout is value.layout is torch.strided
         and query.shape == key.shape == value.shape
         and query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
@@ -149,12 +148,13 @@ def _are_alike(query: Tensor, key: Tensor, value: Tensor, rank: int) -> bool:
 def _check_heads(query_heads: int, key_heads: int, enable_gqa: bool) -> None:
     if query_heads == key_heads:
         return
+    grouped = key_heads > 0 and query_heads % key_heads == 0
     if not enable_gqa:
-        raise InvalidInputError(
-            f"query has {query_heads} heads and key has {key_heads}; pass enable_gqa=True for "
-            "grouped-query attention."
-        )
-    if key_heads == 0 or query_heads % key_heads:
+        fix = "pass enable_gqa=True for grouped-query attention"
+        if not grouped:
+            fix = "give key as many heads as query, or a divisor of it with enable_gqa=True"
+        raise InvalidInputError(f"query has {query_heads} heads and key has {key_heads}; {fix}.")
+    if not grouped:
         raise InvalidInputError(
             f"the number of query heads must be a multiple of the number of key heads, got "
             f"{query_heads} and {key_heads}."
@@ -165,10 +165,7 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
     """Refuse anything but a bool mask ``[B, S]``, True = attend."""
     if key_mask is None:
         return
-    if not isinstance(key_mask, Tensor):
-        raise InvalidInputError(
-            f"key_mask must be a bool torch.Tensor, got {type(key_mask).__name__}."
-        )
+    check_tensor("key_mask", key_mask, "a bool torch.Tensor")
     expected = (key.shape[0], key.shape[2])
     if key_mask.dim() != 2:
         raise InvalidInputError(
@@ -190,9 +187,10 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
         )
 
 
-def check_causal(query_tokens: int, key_tokens: int) -> None:
+def check_causal(is_causal: bool, query_tokens: int, key_tokens: int) -> None:
     """Refuse causal attention between sequences of different length."""
-    if query_tokens != key_tokens:
+    check_flag("is_causal", is_causal)
+    if is_causal and query_tokens != key_tokens:
         raise InvalidInputError(
             f"is_causal needs as many queries as keys, got T = {query_tokens} and S = "
             f"{key_tokens}; to go on from earlier tokens use lln.KeySummary."
@@ -201,10 +199,7 @@ def check_causal(query_tokens: int, key_tokens: int) -> None:
 
 def check_matching(matching: str) -> None:
     """Refuse an unknown criterion of moment matching."""
-    if matching not in MATCHING_CRITERIA:
-        raise InvalidInputError(
-            f"matching must be one of {', '.join(map(repr, MATCHING_CRITERIA))}, got {matching!r}."
-        )
+    check_choice("matching", matching, MATCHING_CRITERIA)
 
 
 def check_temperatures(
@@ -249,6 +244,7 @@ def check_options(
     """
     check_matching(matching)
     check_dropout(dropout_p)
+    check_flag("is_causal", is_causal)
     check_temperatures(alpha, beta, is_causal=is_causal)
     if alpha is not None and beta is not None:
         heads, key_heads = query.shape[1], key.shape[1]
@@ -271,6 +267,7 @@ def check_temperature(
     if type(given) is float and 0 < given < math.inf:
         return
     if isinstance(given, Tensor):
+        check_tensor(name, given)
         if given.dtype not in FLOAT_DTYPES:
             raise InvalidInputError(
                 f"{name} must be float64, float32, bfloat16 or float16, got {given.dtype}."
@@ -283,9 +280,11 @@ def check_temperature(
             and sizes[2:] == (1, 1)
         )
         if not fits:
+            leads = ((lead, 2) for one in heads for lead in ((one,), (batch, one)))
             raise InvalidInputError(
                 f"{name} must be a number or broadcast to [B, H, 1, 1] = "
-                f"[{batch}, {heads[0]}, 1, 1], got shape {shape_of(given)}."
+                f"[{batch}, {heads[0]}, 1, 1], got shape {shape_of(given)}"
+                f"{missing_axes(name, given, leads)}."
             )
         if given.device != device and given.dim() > 0:
             raise InvalidInputError(
@@ -328,12 +327,19 @@ def check_dropout(dropout_p: float) -> None:
     if type(dropout_p) is float and 0 <= dropout_p < 1:
         return
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
-        raise InvalidInputError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}.")
+        raise InvalidInputError(f"dropout_p must be a number in [0, 1), got {shown(dropout_p)}.")
+
+
+def check_flag(name: str, given: bool) -> None:
+    """Refuse a switch that is neither True nor False."""
+    if given is not True and given is not False:
+        raise InvalidInputError(f"{name} must be True or False, got {shown(given)}.")
 
 
 def check_mix(mix: float | Tensor, out_shape: tuple[int, ...], device: torch.device) -> None:
     """Refuse a mix that is not in ``[0, 1]`` or does not broadcast to the output."""
     if isinstance(mix, Tensor):
+        check_tensor("mix", mix)
         if not mix.dtype.is_floating_point:
             raise InvalidInputError(f"mix must be floating point, got {mix.dtype}.")
         if mix.device != device and mix.dim() > 0:
@@ -344,11 +350,15 @@ def check_mix(mix: float | Tensor, out_shape: tuple[int, ...], device: torch.dev
         if len(sizes) != len(out_shape) or any(
             size not in (1, out) for size, out in zip(sizes, out_shape, strict=True)
         ):
+            # [B, H, T, E] of dense tensors, [T, H, E] of packed ones.
+            leads = [(out_shape[1:2], len(out_shape) - 2), (out_shape[:1], len(out_shape) - 1)]
+            leads += [(out_shape[:ended], len(out_shape) - ended) for ended in (2, 3)]
             raise InvalidInputError(
-                f"mix must broadcast to the output {list(out_shape)}, got shape {shape_of(mix)}."
+                f"mix must broadcast to the output {list(out_shape)}, got shape {shape_of(mix)}"
+                f"{missing_axes('mix', mix, leads)}."
             )
     elif isinstance(mix, bool) or not isinstance(mix, Real) or not 0 <= mix <= 1:
-        raise InvalidInputError(f"mix must be a number in [0, 1] or a tensor, got {mix!r}.")
+        raise InvalidInputError(f"mix must be a number in [0, 1] or a tensor, got {shown(mix)}.")
 
 
 def check_self_attention(query: Tensor, key: Tensor, what: str) -> None:
@@ -363,15 +373,12 @@ def check_self_attention(query: Tensor, key: Tensor, what: str) -> None:
 def check_count(name: str, number: int, least: int = 1) -> None:
     """Refuse what is not a whole number of at least ``least``."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        kind = "" if type(number) is int else f"{type(number).__name__} "
+        kind = f"{type(number).__name__} " if isinstance(number, str | float) else ""
         raise InvalidInputError(
-            f"{name} must be an integer of at least {least}, got {kind}{number!r}."
+            f"{name} must be an integer of at least {least}, got {kind}{shown(number)}."
         )
 
 
 def check_impl(impl: str) -> None:
     """Refuse an unknown implementation by listing the known ones."""
-    if impl not in IMPLEMENTATIONS:
-        raise InvalidInputError(
-            f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}."
-        )
+    check_choice("impl", impl, IMPLEMENTATIONS)

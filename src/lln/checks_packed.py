@@ -10,16 +10,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lln.checks import check_count, shape_of, values_are_readable
+from lln.checks import check_count, values_are_readable
+from lln.checks_plain import check_tensor, shape_of
 from lln.errors import InvalidInputError
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> None:
     """Refuse sequence boundaries that do not run from 0 to T without going back."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise InvalidInputError(
-            f"cu_seqlens must be an int32 or int64 tensor, got {type(cu_seqlens).__name__}."
-        )
+    check_tensor("cu_seqlens", cu_seqlens, "an int32 or int64 tensor")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InvalidInputError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:

@@ -17,6 +17,8 @@ from lln.attention import (
     lln_diag_attention,
     repeat_heads,
 )
+from lln.calls import check_options, explain_misfits
+from lln.choices import check_choice
 from lln.dropout import drop_keys
 from lln.errors import InvalidInputError
 from lln.precision import cast_for_autocast
@@ -42,6 +44,7 @@ class LLNCore(nn.Module):
         device: Where buffers and parameters live.
     """
 
+    @explain_misfits
     def __init__(
         self,
         num_heads: int,
@@ -58,6 +61,8 @@ class LLNCore(nn.Module):
     ) -> None:
         """Build the source of α, β."""
         super().__init__()
+        checks.check_count("num_heads", num_heads)
+        checks.check_count("head_dim", head_dim)
         checks.check_dropout(dropout)
         checks.check_impl(impl)
         self.num_heads, self.head_dim = num_heads, head_dim
@@ -73,6 +78,7 @@ class LLNCore(nn.Module):
             device=device,
         )
 
+    @explain_misfits
     def forward(
         self,
         query: Tensor,
@@ -101,6 +107,7 @@ class LLNCore(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         query, key, value = cast_for_autocast(query, key, value)
+        checks.check_flag("is_causal", is_causal)
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
         checks.check_key_mask(key_mask, key)
         if query.shape[1] != self.num_heads:
@@ -140,6 +147,7 @@ class LLNDiagCore(LLNCore):
         **options: As in `LLNCore`.
     """
 
+    @explain_misfits
     def __init__(
         self,
         num_heads: int,
@@ -153,15 +161,14 @@ class LLNDiagCore(LLNCore):
         **options: Any,
     ) -> None:
         """Build the source of α, β and the parameters of the join."""
+        check_options(self, options, type(self))
         super().__init__(num_heads, head_dim, device=device, **options)
-        if join not in JOINS:
-            raise InvalidInputError(
-                f"join must be one of {', '.join(map(repr, JOINS))}, got {join!r}."
-            )
+        check_choice("join", join, JOINS)
         self.join = join
         self.block_size = head_dim if block_size is None else block_size
         checks.check_block_size(self.block_size)
         self.value_dim = head_dim if value_dim is None else value_dim
+        checks.check_count("value_dim", self.value_dim)
         channels = (num_heads, 1, self.value_dim)
         if join in ("scale", "ratio"):
             self.lln_scale = nn.Parameter(torch.full(channels, 0.5, device=device))
@@ -173,12 +180,15 @@ class LLNDiagCore(LLNCore):
             self.gate_bias = nn.Parameter(torch.zeros(num_heads, device=device))
         if lln_heads is not None and join != "heads":
             raise InvalidInputError(f"lln_heads goes with join='heads', not {join!r}.")
+        if lln_heads is not None and not isinstance(lln_heads, int):
+            checks.check_count("lln_heads", lln_heads, least=0)
         self.lln_heads = (num_heads + 1) // 2 if lln_heads is None else lln_heads
         if not 0 <= self.lln_heads <= num_heads:
             raise InvalidInputError(
                 f"lln_heads must be between 0 and num_heads = {num_heads}, got {lln_heads}."
             )
 
+    @explain_misfits
     def forward(
         self,
         query: Tensor,

@@ -57,6 +57,8 @@ def decode_step(
             f"decode_step takes one token, got T = {query.shape[2]} and S = {key.shape[2]}; give "
             "a whole prompt to lln_attention(is_causal=True) and KeySummary.of."
         )
+    if not isinstance(summary, KeySummary):
+        raise InvalidInputError(f"summary must be a KeySummary, got {type(summary).__name__}.")
     checks.check_temperature("alpha", alpha, query.shape[0], (query.shape[1],), query.device)
     chosen = choose_implementation(impl, query)
     if chosen == "reference":

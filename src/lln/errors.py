@@ -21,6 +21,10 @@ class UnsupportedModelError(InvalidInputError):
     """A model keeps its attention to itself, or asks of it what linear attention cannot do."""
 
 
+class UnexpectedArgumentError(InvalidInputError, TypeError):
+    """A call does not fit the signature; the message names the argument to use instead."""
+
+
 class WriteError(LLNError, OSError):
     """The disk is full or cannot be written; the message says what is left there."""
 

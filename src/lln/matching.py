@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
-from lln.errors import InvalidInputError
+from lln.choices import check_choice
 from lln.precision import accumulation_dtype, without_autocast
 
 # A spread below this, absolutely or relative to the size of the entries, is rounding noise.
@@ -73,7 +73,8 @@ def match_moments(
 
     Returns:
         ``(alpha, beta)``, each ``[B, H, 1, 1]`` (``[1, 1, 1, 1]`` for scope ``"tensor"``),
-        detached. Where the queries or keys are constant, both are 1.
+        detached. Where the queries or keys are constant, both are 1. NaN or infinity in a valid
+        token makes them NaN or infinite, for its sample and head alone with scope ``"head"``.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -85,8 +86,7 @@ def match_moments(
     checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
     checks.check_key_mask(key_mask, key)
     checks.check_matching(criterion)
-    if scope not in SCOPES:
-        raise InvalidInputError(f"scope must be 'head' or 'tensor', got {scope!r}.")
+    check_choice("scope", scope, SCOPES)
     measure = head_moments if scope == "head" else tensor_moments
     with without_autocast(query):
         return temperatures(measure(query, key, key_mask), query.shape[-1], criterion)
@@ -274,9 +274,9 @@ def _is_degenerate(
 ) -> Tensor:
     """Where a spread is no more than the rounding of entries of that size (their mean square).
 
-    A NaN counts as healthy, so that it shows.
+    A NaN or infinity counts as healthy, so that it shows: hence less than, and not equal.
     """
     floor = SPREAD_FLOOR**2
     pairs = ((query_variance, query_size), (key_variance, key_size))
-    first, second = (variance <= floor * size.clamp_min(1.0) for variance, size in pairs)
+    first, second = (variance < floor * size.clamp_min(1.0) for variance, size in pairs)
     return first | second

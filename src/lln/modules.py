@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln import checks
+from lln.calls import check_options, explain_misfits
+from lln.checks_plain import check_tensor
+from lln.choices import shown
 from lln.core import LLNCore, LLNDiagCore
 from lln.errors import InvalidInputError
+from lln.precision import autocast_enabled
 
 
 class LLNAttention(nn.Module):
@@ -51,6 +55,7 @@ class LLNAttention(nn.Module):
     # bypass this module without a word.
     _qkv_same_embed_dim = False
 
+    @explain_misfits
     def __init__(
         self,
         embed_dim: int,
@@ -67,15 +72,19 @@ class LLNAttention(nn.Module):
     ) -> None:
         """Create the projections and the core."""
         super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        check_options(self, options, type(self), self.core_class, without=("head_dim",))
+        whole = type(embed_dim) is int and type(num_heads) is int
+        if not whole or embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise InvalidInputError(
-                f"embed_dim must be a positive multiple of num_heads, got {embed_dim} and "
-                f"{num_heads}."
+                f"embed_dim must be a positive multiple of num_heads, got {shown(embed_dim)} and "
+                f"{shown(num_heads)}."
             )
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.head_dim = embed_dim // num_heads
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
+        checks.check_count("kdim", self.kdim)
+        checks.check_count("vdim", self.vdim)
         factory = {"device": device, "dtype": dtype}
         if self.kdim == embed_dim and self.vdim == embed_dim:
             self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **factory))
@@ -104,6 +113,7 @@ class LLNAttention(nn.Module):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
+    @explain_misfits
     def forward(
         self,
         query: Tensor,
@@ -132,6 +142,7 @@ class LLNAttention(nn.Module):
         Returns:
             ``(output, None)``, output shaped like query.
         """
+        checks.check_flag("need_weights", need_weights)
         if need_weights:
             raise InvalidInputError(
                 "need_weights=True cannot be met: LLN attention never forms the N×N weights; "
@@ -142,7 +153,7 @@ class LLNAttention(nn.Module):
                 "attn_mask is N×N and cannot be applied in linear time; use key_padding_mask for "
                 "padding and is_causal=True for causal attention."
             )
-        if query.is_nested:
+        if isinstance(query, Tensor) and query.is_nested:
             raise InvalidInputError(
                 "query is a nested tensor, which LLN attention does not take; build "
                 "nn.TransformerEncoder with enable_nested_tensor=False."
@@ -154,11 +165,20 @@ class LLNAttention(nn.Module):
             ("key", key, self.kdim),
             ("value", value, self.vdim),
         ):
+            check_tensor(name, part)
             if part.dim() not in (2, 3) or part.shape[-1] != width:
                 raise InvalidInputError(
                     f"{name} must be 3-D (2-D without batch) of width {width}, got shape "
                     f"{checks.shape_of(part)}."
                 )
+            self._check_weights(name, part)
+        if not query.dim() == key.dim() == value.dim():
+            raise InvalidInputError(
+                f"query, key and value must have as many dimensions, got {query.dim()}, "
+                f"{key.dim()} and {value.dim()}."
+            )
+        if key_padding_mask is not None:
+            check_tensor("key_padding_mask", key_padding_mask)
         unbatched = query.dim() == 2
         batch_axis = 0 if self.batch_first else 1
         if unbatched:
@@ -182,6 +202,23 @@ class LLNAttention(nn.Module):
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""
         return f"embed_dim={self.embed_dim}, batch_first={self.batch_first}"
+
+    def _check_weights(self, name: str, part: Tensor) -> None:
+        """Refuse what torch would refuse to multiply with the projections."""
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        if part.device != weight.device:
+            raise InvalidInputError(
+                f"{name} is on {part.device} and the weights of {type(self).__name__} are on "
+                f"{weight.device}; move one of them with .to()."
+            )
+        both = (part.dtype, weight.dtype)
+        # Autocast brings all but float64 to one dtype.
+        cast = autocast_enabled(part.device.type) and torch.float64 not in both
+        if part.dtype != weight.dtype and not (cast and part.dtype.is_floating_point):
+            raise InvalidInputError(
+                f"{name} is {part.dtype} and the weights of {type(self).__name__} are "
+                f"{weight.dtype}; bring both to one dtype with .to()."
+            )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         if self.in_proj_weight is not None:
@@ -221,6 +258,11 @@ def _key_mask_of_padding(key_padding_mask: Tensor, key: Tensor) -> Tensor:
         raise InvalidInputError(
             f"key_padding_mask must be [B, S] = {list(key.shape[:2])}, got "
             f"{checks.shape_of(key_padding_mask)}."
+        )
+    if key_padding_mask.device != key.device:
+        raise InvalidInputError(
+            f"key_padding_mask must be on the device of key, got {key_padding_mask.device} and "
+            f"{key.device}."
         )
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lln.printing import brief
+
 
 @dataclass(frozen=True)
 class Announcement:
@@ -44,6 +46,10 @@ class Announcement:
     key_mask: Tensor | None = None
     is_causal: bool = False
     cu_seqlens: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """By shapes."""
+        return brief(self, vars(self))
 
 
 Observer = Callable[[Announcement], None]

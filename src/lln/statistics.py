@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lln import checks
+from lln.choices import check_choice, shown
 from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.matching import Moments, matched_spread, temperatures
 from lln.measure import match_inputs, measure_heads
@@ -271,10 +272,7 @@ def make_statistics(
         momentum: Of ``"running"``.
         device: Where buffers and parameters live.
     """
-    if statistics not in STATISTICS:
-        raise InvalidInputError(
-            f"statistics must be one of {', '.join(map(repr, STATISTICS))}, got {statistics!r}."
-        )
+    check_choice("statistics", statistics, STATISTICS)
     checks.check_matching(matching)
     _check_momentum(momentum)
     if statistics in ("sample", "running"):
@@ -299,13 +297,19 @@ def make_statistics(
 
 def _check_momentum(momentum: float) -> None:
     if isinstance(momentum, bool) or not isinstance(momentum, Real) or not 0 < momentum <= 1:
-        raise InvalidInputError(f"momentum must be a number in (0, 1], got {momentum!r}.")
+        raise InvalidInputError(f"momentum must be a number in (0, 1], got {shown(momentum)}.")
 
 
 def _per_head(
     name: str, value: float | Tensor, num_heads: int, device: torch.device | str | None
 ) -> Tensor:
-    tensor = torch.as_tensor(value, dtype=torch.float32, device=device).detach().flatten()
+    try:
+        tensor = torch.as_tensor(value, dtype=torch.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"{name} must be a number or have one value per head ({num_heads}), got {shown(value)}."
+        ) from error
+    tensor = tensor.to(device).detach().flatten()
     if tensor.numel() not in (1, num_heads):
         raise InvalidInputError(
             f"{name} must be a number or have one value per head ({num_heads}), got "

@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.checks_plain import check_tensor
+from lln.choices import shown
 from lln.errors import InvalidInputError
 from lln.precision import accumulation_dtype, without_autocast
+from lln.printing import brief
 
 # Stands for log 0. Finite, because −inf − (−inf) is NaN in the gradient of a fully masked head.
 LOG_ZERO = -1e30
@@ -162,6 +165,10 @@ class KeySummary:
     centroid: Tensor
     beta: float | Tensor
 
+    def __repr__(self) -> str:
+        """By shapes."""
+        return brief(self, vars(self))
+
     @classmethod
     def of(
         cls, key: Tensor, value: Tensor, beta: float | Tensor, key_mask: Tensor | None = None
@@ -200,6 +207,18 @@ class KeySummary:
         device: torch.device | str | None = None,
     ) -> KeySummary:
         """The summary of no key at all, to ``append`` to; reading it gives zeros."""
+        for name, size, least in (
+            ("batch", batch, 0),
+            ("heads", heads, 0),
+            ("head_width", head_width, 1),
+            ("value_width", value_width, 0),
+        ):
+            checks.check_count(name, size, least)
+        if dtype not in checks.FLOAT_DTYPES:
+            given = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
+            raise InvalidInputError(
+                f"dtype must be float64, float32, bfloat16 or float16, got {given}."
+            )
         log_mass = torch.full((batch, heads, head_width), LOG_ZERO, dtype=dtype, device=device)
         checks.check_temperature("beta", beta, batch, (heads,), log_mass.device)
         centroid = torch.zeros(batch, heads, head_width, value_width, dtype=dtype, device=device)
@@ -211,6 +230,15 @@ class KeySummary:
         Raises:
             InvalidInputError: If the shapes, or two plain β, differ.
         """
+        if not isinstance(other, KeySummary):
+            raise InvalidInputError(
+                f"a summary can be merged with another KeySummary, got {type(other).__name__}."
+            )
+        if self.log_mass.device != other.log_mass.device:
+            raise InvalidInputError(
+                f"summaries to merge must be on one device, got {self.log_mass.device} and "
+                f"{other.log_mass.device}."
+            )
         if self.log_mass.shape != other.log_mass.shape or (
             self.centroid.shape != other.centroid.shape
         ):
@@ -269,6 +297,7 @@ def _same_beta(beta: float | Tensor, other: float | Tensor) -> bool:
 
 
 def _check_query(query: Tensor, log_mass: Tensor) -> None:
+    check_tensor("query", query)
     batch, heads, width = log_mass.shape
     if query.dim() != 4 or query.shape[0] != batch or query.shape[-1] != width:
         raise InvalidInputError(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lln import checks, checks_packed
 from lln.attention import join, lln_attention, lln_diag_attention, repeat_heads
+from lln.calls import explain_misfits
 from lln.causal import CHUNK, LEAF, attend_chunks
 from lln.diagonal import asks_gradient, attend_blocks, has_channels
 from lln.dispatch import choose_implementation
@@ -33,6 +34,7 @@ from lln.summary import key_exponents, read, summarise
 from lln.tiles import Tiling, cut_tiles
 
 
+@explain_misfits
 def lln_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -119,6 +121,7 @@ def lln_attention_varlen(
         return out.to(query.dtype)
 
 
+@explain_misfits
 def lln_diag_attention_varlen(
     query: Tensor,
     key: Tensor,

@@ -684,7 +684,7 @@ def test_refusals():
     model = Stack(Attention())
     with pytest.raises(InvalidInputError, match=r"capture needs a torch\.nn\.Module, got str"):
         capture("bert")
-    with pytest.raises(InvalidInputError, match=r"instruments must be among .*, got 'warmth'"):
+    with pytest.raises(InvalidInputError, match=r"instruments must be one of .*, got 'warmth'"):
         capture(model, instruments=("warmth",))
     with pytest.raises(InvalidInputError, match="max_calls must be an integer of at least 1"):
         capture(model, max_calls=0)

@@ -182,7 +182,7 @@ def test_refusals(tmp_path):
         ConcentrationLogger(model, tmp_path, every=0)
     with pytest.raises(InvalidInputError, match="resume_from must be an integer of at least 0"):
         ConcentrationLogger(model, tmp_path, resume_from=-1)
-    with pytest.raises(InvalidInputError, match="instruments must be among"):
+    with pytest.raises(InvalidInputError, match="instruments must be one of"):
         ConcentrationLogger(model, tmp_path, instruments=("warmth",))
     log = ConcentrationLogger(model, tmp_path, tensorboard=False)
     with pytest.raises(InvalidInputError, match="no forward was watched"):

@@ -143,6 +143,24 @@ def test_nan_under_the_mask_has_no_effect(plan, block_size):
         assert other.isfinite().all(), index
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("blocks", [{}, {"block_size": 16}], ids=["lln", "diag"])
+def test_non_finite_query_shows_in_its_own_row_or_head(plan, blocks, bad):
+    """In its row where α and β are given, in its head where they are measured on it."""
+    attend = lln.lln_diag_attention if blocks else lln.lln_attention
+    query, key, value = make_qkv(2, 2, 70, 16, device=DEVICE)
+    spoilt = query.clone()
+    spoilt[0, 1, 7, 2] = bad
+    for given in ({"alpha": 2.0, "beta": 2.0}, {}):
+        shared = {**given, **blocks, "impl": "triton"}
+        clean, out = (attend(side, key, value, **shared) for side in (query, spoilt))
+        place = (0, 1, 7) if given else (0, 1)
+        assert not out[0, 1, 7].isfinite().any()
+        assert given or not out[0, 1].isfinite().all(-1).any()
+        out[place] = clean[place]
+        assert torch.equal(out, clean)
+
+
 def test_sequence_without_a_key_gives_zeros(plan):
     inputs = make_qkv(2, 3, 70, 16, device=DEVICE, requires_grad=True)
     mask = torch.zeros(2, 70, dtype=torch.bool, device=DEVICE)

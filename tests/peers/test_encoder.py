@@ -162,7 +162,7 @@ def test_parameters_beside_softmax_are_those_of_the_encoders():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"norm": "sandwich"}, "norm must be of pre, post"),
+        ({"norm": "sandwich"}, "norm must be .pre. or .post."),
         ({"depth": 0}, "depth must be a positive"),
         ({"feed_forward": -1}, "feed_forward must be a positive"),
         ({"vocabulary": 2.5}, "vocabulary must be a positive"),

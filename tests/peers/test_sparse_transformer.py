@@ -80,7 +80,7 @@ def test_default_sizes(max_len, stride, summary):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pattern": "random"}, "'strided', 'fixed'"),
+        ({"pattern": "random"}, "'strided' or 'fixed'"),
         ({"stride": 0}, "stride"),
         ({"summary": 0}, "summary"),
         ({"stride": 4, "summary": 5}, "at most the stride, 4"),

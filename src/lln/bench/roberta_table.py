@@ -25,6 +25,7 @@ from lln.bench.roberta_figure import draw_roberta
 from lln.bench.run import check_seconds, command_of
 from lln.bench.spread import about, noise_note, timed
 from lln.bench.timing import free_memory, is_out_of_memory
+from lln.choices import check_choices
 from lln.errors import InvalidInputError
 from lln.report.failures import in_one_line
 
@@ -310,11 +311,7 @@ def _doublings(length: int) -> list[int]:
 def _check(
     lengths: Sequence[int] | None, systems: Sequence[str] | None, tokens: int | None, layers: int
 ) -> None:
-    unknown = [name for name in systems or () if name not in SYSTEMS]
-    if unknown:
-        raise InvalidInputError(
-            f"--systems must be of {', '.join(SYSTEMS)}, got {', '.join(unknown)}."
-        )
+    check_choices("--systems", systems, SYSTEMS)
     numbers = (
         ("--lengths", min(lengths or (1,)), 1),
         ("--layers", layers, 1),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lln.bench.cases import Case
 from lln.bench.operations import OPERATIONS
+from lln.choices import check_choices
 from lln.errors import InvalidInputError
 
 HEADS = 12
@@ -116,11 +117,7 @@ def _check(
         ("--passes", passes, PASSES),
         ("--dtype", [dtype] if dtype else None, DTYPES),
     ):
-        unknown = [name for name in given or () if name not in known]
-        if unknown:
-            raise InvalidInputError(
-                f"{option} must be of {', '.join(known)}, got {', '.join(unknown)}."
-            )
+        check_choices(option, given, known)
     for option, sizes in (
         ("--lengths", lengths or ()),
         ("--width", () if width is None else [width]),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from lln.choices import did_you_mean
 from lln.errors import InvalidInputError
 from lln.figures import concentration, evidence, matching, single_head, softmax_moments, sums
 from lln.figures.setting import Results, Setting
@@ -72,7 +73,10 @@ def run(
     """
     name = name.lower()
     if name not in FIGURES:
-        raise InvalidInputError(f"there is no figure {name!r}; choose from {', '.join(FIGURES)}.")
+        meant = did_you_mean(name, FIGURES)
+        raise InvalidInputError(
+            f"there is no figure {name!r}{meant}; choose from {', '.join(FIGURES)}."
+        )
     if device not in ("cpu", "cuda"):
         raise InvalidInputError(f"--device must be cpu or cuda, got {device!r}.")
     if device == "cuda" and not torch.cuda.is_available():

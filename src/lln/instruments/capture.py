@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lln import checks
+from lln.choices import check_choice
 from lln.core import LLNDiagCore
 from lln.errors import InvalidInputError
 from lln.instruments import interception
@@ -76,12 +77,13 @@ class capture(Measurements):
                 f"capture needs a torch.nn.Module, got {type(model).__name__}; for queries and "
                 "keys you already have, call the instruments themselves."
             )
+        if not isinstance(instruments, Iterable):
+            raise InvalidInputError(
+                f"instruments must be names such as 'entropy', got {type(instruments).__name__}."
+            )
         self.instruments = (instruments,) if isinstance(instruments, str) else tuple(instruments)
         for name in self.instruments:
-            if name not in INSTRUMENTS:
-                raise InvalidInputError(
-                    f"instruments must be among {', '.join(map(repr, INSTRUMENTS))}, got {name!r}."
-                )
+            check_choice("instruments", name, INSTRUMENTS)
         if max_calls is not None:
             checks.check_count("max_calls", max_calls)
         self.model, self.max_calls, self.on_call = model, max_calls, on_call

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lln import checks, checks_packed
 from lln.attention import match_inputs, repeat_heads
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.matching import packed_moments, temperatures
 from lln.precision import without_autocast
@@ -140,8 +141,7 @@ def select(
     """
     packed = cu_seqlens is not None
     checks.check_qkv(query, key, key, layout="packed" if packed else "dense", enable_gqa=True)
-    if kind not in KINDS:
-        raise InvalidInputError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}.")
+    check_choice("kind", kind, KINDS)
     if cu_seqlens is not None:
         checks_packed.check_cu_seqlens(cu_seqlens, query.shape[0], query.device)
         if key_mask is not None:
@@ -155,8 +155,7 @@ def select(
         checks.check_key_mask(key_mask, key)
         batch, query_heads = query.shape[:2]
         rows = (*query.shape[:3], 1)
-        if is_causal:
-            checks.check_causal(query.shape[2], key.shape[2])
+        checks.check_causal(is_causal, query.shape[2], key.shape[2])
         if kind in ("diag", "lln_diag"):
             checks.check_self_attention(query, key, f"kind {kind!r}")
     block_size = query.shape[-1] if block_size is None else block_size

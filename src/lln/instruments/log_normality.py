@@ -11,6 +11,7 @@ from torch import Tensor
 from lln.instruments.heads import select
 from lln.instruments.moments import Moments, entry_moments
 from lln.instruments.rows import AttentionRows, Rows
+from lln.printing import brief
 
 _TAIL = (1e-4, 1e-3, 5e-3)
 _PERCENTS = tuple(percent / 100 for percent in range(1, 100))
@@ -51,6 +52,10 @@ class LogNormality(NamedTuple):
     quantiles: Tensor
     normal_quantiles: Tensor
     probabilities: Tensor
+
+    def __repr__(self) -> str:
+        """By shapes."""
+        return brief(self, self._asdict())
 
 
 def log_normality(

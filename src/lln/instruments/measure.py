@@ -23,6 +23,7 @@ from lln.instruments.spectral_gap import spectral_gap
 from lln.instruments.temperature import temperature
 from lln.instruments.variance import variance
 from lln.precision import without_autocast
+from lln.printing import brief
 
 INSTRUMENTS: dict[str, Callable[..., Any]] = {
     "temperature": temperature,
@@ -67,6 +68,10 @@ class SeenCall:
     weights: Tensor | None = None
     problem: str = ""
     values: dict[str, Tensor] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """By shapes."""
+        return brief(self, vars(self))
 
     @property
     def tokens(self) -> tuple[int, int]:

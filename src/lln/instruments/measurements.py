@@ -11,8 +11,10 @@ from statistics import median
 
 from torch import Tensor
 
+from lln.choices import did_you_mean
 from lln.errors import InvalidInputError
 from lln.numerals import written
+from lln.printing import brief
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Measurement:
     values: dict[str, Tensor] = field(default_factory=dict)
     problem: str = ""
 
+    def __repr__(self) -> str:
+        """By shapes."""
+        return brief(self, vars(self))
+
     def records(self) -> Iterator[Record]:
         """Sample by sample, head by head."""
         lists = {name: value.tolist() for name, value in self.values.items()}
@@ -78,6 +84,10 @@ class Measurements:
     """Everything a capture found, in the order of the calls."""
 
     calls: list[Measurement] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """How much there is; `table` shows it."""
+        return f"{type(self).__name__}(calls={len(self.calls)}, layers={len(self.layers)})"
 
     @property
     def records(self) -> list[Record]:
@@ -122,7 +132,8 @@ class Measurements:
         known = sorted({name for call in self.calls for name in call.values})
         if instrument not in known:
             raise InvalidInputError(
-                f"{instrument!r} was not measured; there are {', '.join(known) or 'no values'}."
+                f"{instrument!r} was not measured{did_you_mean(instrument, known)}; there are "
+                f"{', '.join(known) or 'no values'}."
             )
         found: dict[str, dict[int, list[float]]] = {layer: {} for layer in self.layers}
         for label, call in zip(self._labels(), self.calls, strict=True):

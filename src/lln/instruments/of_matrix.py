@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.checks_plain import check_tensor
 from lln.errors import InvalidInputError
 from lln.instruments.eigenvalues import second_modulus
 from lln.instruments.entropy import mean_row_entropy
@@ -73,6 +74,7 @@ def log_normality(matrix: Tensor) -> LogNormality:
     Args:
         matrix: ``[..., T, S]``, row-stochastic.
     """
+    check_tensor("matrix", matrix)
     shapes = (*((),) * 6, *((len(PROBABILITIES),),) * 2)
     probabilities = torch.tensor(PROBABILITIES, dtype=torch.float64, device=matrix.device)
     return LogNormality(*_measure_all(matrix, shape_of_log_p, shapes), probabilities=probabilities)
@@ -150,8 +152,9 @@ def _without_zero_rows(matrix: Tensor, there: Tensor) -> Tensor:
 
 def _check_stochastic(matrix: Tensor) -> Tensor:
     """Refuse what is not row-stochastic; the sums of the rows ``[G, T]`` otherwise."""
-    if not isinstance(matrix, Tensor):
-        raise InvalidInputError(f"matrix must be a torch.Tensor, got {type(matrix).__name__}.")
+    check_tensor("matrix", matrix)
+    if matrix.is_meta:
+        raise InvalidInputError("matrix is on the meta device, where it has no numbers to measure.")
     if matrix.dim() < 2 or 0 in matrix.shape[-2:]:
         raise InvalidInputError(
             f"matrix must be [..., T, S] with at least one row and column, got shape "

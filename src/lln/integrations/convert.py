@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lln.choices import check_choice, did_you_mean
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attend import Call, attend, observed, softmax
 from lln.integrations.heads import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
@@ -87,8 +88,7 @@ def convert(
     """
     register()
     _check_model(model)
-    if attention not in ATTENTIONS:
-        raise InvalidInputError(f"attention must be 'lln' or 'lln_diag', got {attention!r}.")
+    check_choice("attention", attention, ATTENTIONS)
     if statistics is None:
         statistics = "sample" if calibrate is None else "fixed"
     if statistics in ("fixed", "learned") and calibrate is None:
@@ -199,8 +199,9 @@ class _Surgeon:
         known = [*range(len(self.modules)), *self.names.values()]
         missing = [layer for layer in self.wanted or [] if layer not in known]
         if missing:
+            meant = did_you_mean(missing[0], self.names.values())
             raise InvalidInputError(
-                f"layers has {missing[0]!r}, which did not run; known are 0 to "
+                f"layers has {missing[0]!r}, which did not run{meant}; known are 0 to "
                 f"{len(self.modules) - 1} and {', '.join(self.names.values())}."
             )
 

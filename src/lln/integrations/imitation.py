@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lln.choices import check_choice
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.heads import Heads
 from lln.integrations.report import relative_change
@@ -96,9 +97,7 @@ def check_end_loss(
     """
     if not isinstance(end_loss, str):
         return
-    if end_loss not in LOSSES:
-        known = ", ".join(map(repr, LOSSES))
-        raise InvalidInputError(f"end_loss must be one of {known}, got {end_loss!r}.")
+    check_choice("end_loss", end_loss, LOSSES)
     if end_loss == "auto":
         return
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}

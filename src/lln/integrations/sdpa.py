@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lln.choices import check_choice
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attend import Call, attend, softmax
 from lln.integrations.heads import ATTRIBUTE, Heads, attached_to, rebuild
@@ -134,8 +135,7 @@ def convert_calls(
         layers: Numbers in the order they run, or names; None = all.
         calibrated: Whether α and β are found on ``inputs``.
     """
-    if attention not in ATTENTIONS:
-        raise InvalidInputError(f"attention must be 'lln' or 'lln_diag', got {attention!r}.")
+    check_choice("attention", attention, ATTENTIONS)
     if describe(model):
         raise InvalidInputError(f"{type(model).__name__} is converted already; load it anew.")
     seen: list[nn.Module] = []

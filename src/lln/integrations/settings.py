@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lln import checks
+from lln.choices import check_choice, did_you_mean
 from lln.core import JOINS
 from lln.errors import InvalidInputError
 from lln.statistics import STATISTICS
@@ -81,20 +82,16 @@ class Settings:
             )
         checks.check_matching(self.matching)
         checks.check_impl(self.impl)
-        if self.statistics not in STATISTICS:
-            known = ", ".join(map(repr, STATISTICS))
-            raise InvalidInputError(f"statistics must be one of {known}, got {self.statistics!r}.")
-        if self.sliding_window not in WINDOWS:
-            raise InvalidInputError(
-                f"sliding_window must be 'refuse' or 'softmax', got {self.sliding_window!r}."
-            )
+        check_choice("statistics", self.statistics, STATISTICS)
+        check_choice("sliding_window", self.sliding_window, WINDOWS)
         if self.block_size is not None:
             checks.check_block_size(self.block_size)
         if isinstance(self.mix, str):
             if self.mix not in LEARNED_JOINS:
                 known = ", ".join(map(repr, LEARNED_JOINS))
+                meant = did_you_mean(self.mix, LEARNED_JOINS)
                 raise InvalidInputError(
-                    f"mix must be a number or one of {known}, got {self.mix!r}."
+                    f"mix must be a number or one of {known}, got {self.mix!r}{meant}."
                 )
         elif isinstance(self.mix, bool) or not 0 <= self.mix <= 1:
             raise InvalidInputError(f"mix must be a number in [0, 1], got {self.mix!r}.")
@@ -134,9 +131,9 @@ class Settings:
             )
         unknown = sorted(set(found) - _NAMES)
         if unknown:
+            said = ", ".join(f"{name}{did_you_mean(name, _NAMES)}" for name in unknown)
             raise InvalidInputError(
-                f"config.lln has unknown settings {', '.join(unknown)}; known are "
-                f"{', '.join(sorted(_NAMES))}."
+                f"config.lln has unknown settings {said}; known are {', '.join(sorted(_NAMES))}."
             )
         return cls(**found)
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from lln.attention import block_diagonal_attention, lln_attention, repeat_heads
 from lln.diagonal import block_diagonal, first_tokens
 from lln.precision import accumulation_dtype
+from lln.printing import brief
 from lln.summary import LOG_ZERO, KeySummary
 
 
@@ -40,6 +41,10 @@ class Past:
     block_value: Tensor | None = None
     block_mask: Tensor | None = None
     length: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """By shapes."""
+        return brief(self, vars(self))
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by name."""

@@ -109,9 +109,9 @@ def temperature_kernel(
     query_variance = squares / tl.maximum(queries * D, 1.0)
     key_variance = tl.sum(b_spread) / tl.maximum(count * D, 1.0)
     key_size = key_variance + tl.sum(b_mean * b_mean) / D
-    # A NaN counts as healthy, so that it shows.
-    flat = query_variance <= floor * tl.maximum(query_variance, 1.0)
-    flat = flat | (key_variance <= floor * tl.maximum(key_size, 1.0))
+    # A NaN or infinity counts as healthy, so that it shows: hence less than, and not equal.
+    flat = query_variance < floor * tl.maximum(query_variance, 1.0)
+    flat = flat | (key_variance < floor * tl.maximum(key_size, 1.0))
     one_q = tl.where(flat, 1.0, query_variance)
     one_k = tl.where(flat, 1.0, key_variance)
     p = one_q * one_k

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln.calls import explain_misfits
 from lln.checks import shape_of
+from lln.choices import check_choice, shown
 from lln.errors import InvalidInputError
-from lln.peers.peer import check_key_mask
+from lln.peers.peer import check_dtype, check_key_mask, check_vectors
 from lln.peers.registry import available, build, card, parameter_count
 
 NORMS = ("pre", "post")
@@ -52,6 +54,7 @@ class Encoder(nn.Module):
         torch.Size([3, 10, 16])
     """
 
+    @explain_misfits
     def __init__(
         self,
         name: str,
@@ -67,13 +70,16 @@ class Encoder(nn.Module):
     ) -> None:
         """See the class."""
         super().__init__()
-        if norm not in NORMS:
-            raise InvalidInputError(f"norm must be of {', '.join(NORMS)}, got {norm!r}.")
-        sizes = {"depth": depth, "feed_forward": feed_forward, "vocabulary": vocabulary}
-        for label, size in sizes.items():
-            if size is not None and (not isinstance(size, int) or size < 1):
-                raise InvalidInputError(f"{label} must be a positive whole number, got {size!r}.")
+        check_choice("norm", norm, NORMS)
+        sizes = {"feed_forward": feed_forward, "vocabulary": vocabulary}
+        given = {label: size for label, size in sizes.items() if size is not None}
+        for label, size in ({"depth": depth} | given).items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise InvalidInputError(
+                    f"{label} must be a positive whole number, got {shown(size)}."
+                )
         self.card, self.max_len, self.vocabulary = card(name), max_len, vocabulary
+        self.width = embed_dim
         is_block = self.card.kind == "block"
         layers = depth * (self.card.layers_per_block if is_block else 1)
         systems = [
@@ -111,7 +117,12 @@ class Encoder(nn.Module):
         Returns:
             ``[B, N, W]``; padded tokens are zero.
         """
-        hidden = tokens if self.vocabulary is None else self._embed(tokens)
+        if self.vocabulary is None:
+            check_vectors("x", tokens, self.width)
+            check_dtype(tokens, self, self.card.name)
+            hidden = tokens
+        else:
+            hidden = self._embed(tokens)
         if key_mask is None:
             for layer in self.layers:
                 hidden = layer(hidden, None)
@@ -185,8 +196,10 @@ def masked_mean(hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
         >>> masked_mean(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[True, True, False]]))
         tensor([[2.]])
     """
+    check_vectors("hidden", hidden)
     if key_mask is None:
         return hidden.mean(1)
+    check_key_mask(hidden, key_mask)
     real = key_mask.unsqueeze(-1)
     return torch.where(real, hidden, 0.0).sum(1) / real.sum(1).clamp_min(1)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -79,8 +80,7 @@ class Flash(Peer):
         check_count("chunk", chunk)
         check_count("key_width", key_width)
         check_count("expansion", expansion)
-        if scale not in ("chunk", "tokens"):
-            raise InvalidInputError(f"scale must be 'chunk' or 'tokens', got {scale!r}.")
+        check_choice("scale", scale, ("chunk", "tokens"))
         if scale == "tokens" and host.is_causal:
             raise InvalidInputError(
                 "scale='tokens' counts later tokens; take scale='chunk' where is_causal=True."

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -52,10 +53,8 @@ class Hedgehog(LinearCore):
     ) -> None:
         """See the class."""
         super().__init__(host)
-        if form not in _FORMS:
-            raise InvalidInputError(f"form must be 'softmax' or 'exp', got {form!r}.")
-        if compat not in (None, "fla"):
-            raise InvalidInputError(f"compat must be None or 'fla', got {compat!r}.")
+        check_choice("form", form, _FORMS)
+        check_choice("compat", compat, (None, "fla"))
         if form == "exp" and compat == "fla":
             raise InvalidInputError("compat='fla' is a softmax; leave form='softmax'.")
         if form == "exp" and host.is_causal:

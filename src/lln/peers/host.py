@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
+from lln.choices import shown
 from lln.errors import InvalidInputError
 
 
@@ -34,16 +35,21 @@ class Host:
         for name in ("embed_dim", "num_heads", "max_len", "layers"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise InvalidInputError(f"{name} must be a positive whole number, got {size!r}.")
+                raise InvalidInputError(
+                    f"{name} must be a positive whole number, got {shown(size)}."
+                )
         if not isinstance(self.is_causal, bool):
-            raise InvalidInputError(f"is_causal must be True or False, got {self.is_causal!r}.")
+            raise InvalidInputError(
+                f"is_causal must be True or False, got {shown(self.is_causal)}."
+            )
         if self.embed_dim % self.num_heads:
             raise InvalidInputError(
                 f"embed_dim {self.embed_dim} must be a multiple of num_heads {self.num_heads}."
             )
-        if isinstance(self.layer, bool) or self.layer not in range(self.layers):
+        whole = isinstance(self.layer, int) and not isinstance(self.layer, bool)
+        if not whole or self.layer not in range(self.layers):
             raise InvalidInputError(
-                f"layer must be one of 0 … {self.layers - 1}, got {self.layer!r}."
+                f"layer must be one of 0 … {self.layers - 1}, got {shown(self.layer)}."
             )
 
     @property

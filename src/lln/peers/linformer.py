@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
+from lln.choices import check_choice, did_you_mean
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -67,11 +68,11 @@ class Linformer(Core):
         """Draw E and F; Args as in the class, `shared` defaults to ``"headwise"``."""
         super().__init__(host)
         check_count("mixtures", mixtures)
-        if compat not in (None, "skyformer"):
-            raise InvalidInputError(f"compat must be None or 'skyformer', got {compat!r}.")
+        check_choice("compat", compat, (None, "skyformer"))
         if shared is not None and shared not in SHARING:
             raise InvalidInputError(
-                f"shared must be one of {', '.join(map(repr, SHARING))}, got {shared!r}."
+                f"shared must be one of {', '.join(map(repr, SHARING))}, got {shared!r}"
+                f"{did_you_mean(shared, SHARING)}."
             )
         if compat and shared:
             raise InvalidInputError("compat='skyformer' fixes what is shared; leave shared out.")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.errors import InvalidInputError
+from lln.choices import check_choice
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.peer import Core, zero_padding
@@ -284,5 +284,4 @@ def _map(x: Tensor, features: str) -> Tensor:
 
 
 def _check_features(features: str) -> None:
-    if features not in ("silu", "elu"):
-        raise InvalidInputError(f"features must be 'silu' or 'elu', got {features!r}.")
+    check_choice("features", features, ("silu", "elu"))

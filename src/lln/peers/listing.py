@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from lln.errors import InvalidInputError
+from lln.choices import check_choices
 from lln.peers.card import Card
 from lln.peers.encoder import compare_parameters
 from lln.peers.families import FAMILIES
@@ -144,12 +144,7 @@ def check_names(names: Iterable[str], option: str, also: Iterable[str] = ()) -> 
     Raises:
         InvalidInputError: With the names there are.
     """
-    known = (*available(), *also)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise InvalidInputError(
-            f"{option} must be of {', '.join(known)}; got {', '.join(unknown)}."
-        )
+    check_choices(option, names, (*available(), *also))
 
 
 def _layers(one: Card) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_count
-from lln.errors import InvalidInputError
+from lln.choices import check_choice
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.masked import attend, masked_softmax
@@ -73,10 +73,7 @@ class Nystromformer(Core):
         check_count("landmarks", landmarks)
         check_count("iterations", iterations)
         check_kernel("kernel", kernel)
-        if compat not in (None, "original", "released"):
-            raise InvalidInputError(
-                f"compat must be None, 'original' or 'released', got {compat!r}."
-            )
+        check_choice("compat", compat, (None, "original", "released"))
         self.landmarks, self.iterations = landmarks, iterations
         self.couples_batch, self.is_released = compat is not None, compat == "released"
         self.convolution = TokenConvolution(host.num_heads, kernel) if kernel else None

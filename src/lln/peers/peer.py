@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.checks import FLOAT_DTYPES, shape_of
+from lln.checks_plain import check_tensor
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -53,14 +54,8 @@ class Peer(nn.Module, ABC):
 
     def _check(self, x: Tensor, key_mask: Tensor | None) -> None:
         host = self.host
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != host.embed_dim:
-            seen = shape_of(x) if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInputError(
-                f"x must be a tensor [batch, tokens, {host.embed_dim}], got {seen}."
-            )
-        if x.dtype not in FLOAT_DTYPES:
-            raise InvalidInputError(f"x must be floating point, got {x.dtype}.")
-        self._check_dtype(x)
+        check_vectors("x", x, host.embed_dim)
+        check_dtype(x, self, self.card.name)
         if x.shape[1] < 1:
             raise InvalidInputError("x must hold at least one token.")
         if self.card.needs_max_len and x.shape[1] > host.max_len:
@@ -70,20 +65,6 @@ class Peer(nn.Module, ABC):
             )
         if key_mask is not None:
             check_key_mask(x, key_mask)
-
-    def _check_dtype(self, x: Tensor) -> None:
-        """Refuse tokens that torch would refuse to multiply with the weights."""
-        held = {weight.dtype for weight in self.parameters() if weight.dtype in FLOAT_DTYPES}
-        if not held or x.dtype in held:
-            return
-        # Autocast brings all but float64 to one dtype.
-        if autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, *held):
-            return
-        weights = min(held, key=str)
-        raise InvalidInputError(
-            f"x is {x.dtype} and the weights of {self.card.name} are {weights}; "
-            f"send x.to({weights}) or cast the module with .to({x.dtype})."
-        )
 
 
 class Core(nn.Module, ABC):
@@ -120,6 +101,33 @@ class Core(nn.Module, ABC):
     @abstractmethod
     def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """The attention matrix ``[B, H, N, N]``, dense, in the accumulation dtype."""
+
+
+def check_vectors(name: str, x: Tensor, width: int | None = None) -> None:
+    """Refuse anything but floating-point token vectors ``[B, N, W]``, of this width if given."""
+    fits = isinstance(x, Tensor) and x.dim() == 3 and width in (None, x.shape[-1])
+    if not fits:
+        seen = shape_of(x) if isinstance(x, Tensor) else type(x).__name__
+        last = "width" if width is None else width
+        raise InvalidInputError(f"{name} must be a tensor [batch, tokens, {last}], got {seen}.")
+    check_tensor(name, x)
+    if x.dtype not in FLOAT_DTYPES:
+        raise InvalidInputError(f"{name} must be floating point, got {x.dtype}.")
+
+
+def check_dtype(x: Tensor, module: nn.Module, name: str) -> None:
+    """Refuse tokens that torch would refuse to multiply with the weights of a module."""
+    held = {weight.dtype for weight in module.parameters() if weight.dtype in FLOAT_DTYPES}
+    if not held or x.dtype in held:
+        return
+    # Autocast brings all but float64 to one dtype.
+    if autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, *held):
+        return
+    weights = min(held, key=str)
+    raise InvalidInputError(
+        f"x is {x.dtype} and the weights of {name} are {weights}; "
+        f"send x.to({weights}) or cast the module with .to({x.dtype})."
+    )
 
 
 def check_key_mask(x: Tensor, key_mask: Tensor) -> None:

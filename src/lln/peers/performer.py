@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_count
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host, is_number
@@ -95,12 +96,8 @@ class Performer(LinearCore):
     ) -> None:
         """See the class."""
         super().__init__(host)
-        if kernel not in ("exp", "relu"):
-            raise InvalidInputError(f"kernel must be 'exp' or 'relu', got {kernel!r}.")
-        if compat not in (None, *_PUBLISHED_FEATURES):
-            raise InvalidInputError(
-                f"compat must be None, 'skyformer' or 'opennlplab', got {compat!r}."
-            )
+        check_choice("kernel", kernel, ("exp", "relu"))
+        check_choice("compat", compat, (None, *_PUBLISHED_FEATURES))
         if not (is_number(epsilon) and epsilon >= 0):
             raise InvalidInputError(f"epsilon must be at least 0, got {epsilon!r}.")
         width = host.head_dim

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from lln.calls import explain_misfits
+from lln.choices import did_you_mean
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -79,7 +81,9 @@ def find(name: str) -> type[Core] | type[Peer]:
     if name in _REFUSED:
         raise InvalidInputError(f"{_REFUSED[name]}. See lln.peers.available() for the others.")
     if name not in _WHERE:
-        raise InvalidInputError(f"no attention is called {name!r}; there are: {', '.join(_WHERE)}.")
+        meant = did_you_mean(name, _WHERE)
+        others = "lln.peers.available() lists all" if meant else f"there are: {', '.join(_WHERE)}"
+        raise InvalidInputError(f"no attention is called {name!r}{meant}; {others}.")
     file, _, class_name = _WHERE[name].partition(".")
     return getattr(import_module(f"lln.peers.{file}"), class_name)
 
@@ -89,6 +93,7 @@ def card(name: str) -> Card:
     return find(name).card
 
 
+@explain_misfits
 def build(
     name: str,
     *,
@@ -160,7 +165,8 @@ def _check_options(name: str, system: type[nn.Module], options: dict[str, Any]) 
     for option in options:
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise InvalidInputError(f"{name} has no option {option!r}; {takes}.")
+            meant = did_you_mean(option, known)
+            raise InvalidInputError(f"{name} has no option {option!r}{meant}; {takes}.")
         is_switch = option in parameters and isinstance(parameters[option].default, bool)
         if is_switch and not isinstance(options[option], bool):
             raise InvalidInputError(f"{option} must be True or False, got {options[option]!r}.")

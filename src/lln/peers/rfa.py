@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.checks import check_count
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host, is_number
@@ -76,8 +77,7 @@ class RandomFeatureAttention(LinearCore):
             )
         if not (is_number(temperature) and temperature > 0):
             raise InvalidInputError(f"temperature must be positive, got {temperature!r}.")
-        if compat not in (None, "released"):
-            raise InvalidInputError(f"compat must be None or 'released', got {compat!r}.")
+        check_choice("compat", compat, (None, "released"))
         self.temperature, self.compat = temperature, compat
         self.sigma = nn.Parameter(torch.ones(host.num_heads, 1, host.head_dim))
         self.register_buffer("pool", torch.randn(pool, features, host.head_dim))

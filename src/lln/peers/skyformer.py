@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_count
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host, is_number
@@ -80,8 +81,7 @@ class Skyformer(Core):
             )
         if not (is_number(ridge) and ridge >= 0):
             raise InvalidInputError(f"ridge must be at least 0, got {ridge!r}.")
-        if compat not in (None, "original"):
-            raise InvalidInputError(f"compat must be None or 'original', got {compat!r}.")
+        check_choice("compat", compat, (None, "original"))
         self.iterations, self.ridge, self.is_original = iterations, ridge, compat == "original"
         self.uniforms: Tensor
         # Row 0 chooses queries, row 1 keys; one draw for all samples and heads.

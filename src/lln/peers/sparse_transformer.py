@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.checks import check_count
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -66,10 +67,7 @@ class SparseTransformer(Core):
     ) -> None:
         """See the class."""
         super().__init__(host)
-        if pattern not in PATTERNS:
-            raise InvalidInputError(
-                f"pattern must be one of {', '.join(map(repr, PATTERNS))}, got {pattern!r}."
-            )
+        check_choice("pattern", pattern, PATTERNS)
         self.pattern = pattern
         self.stride = math.isqrt(host.max_len - 1) + 1 if stride is None else stride
         check_count("stride", self.stride)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
+from lln.choices import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -71,10 +72,7 @@ class Synthesizer(Peer):
     ) -> None:
         """See the class."""
         super().__init__(host)
-        if variant not in VARIANTS:
-            raise InvalidInputError(
-                f"variant must be one of {', '.join(map(repr, VARIANTS))}, got {variant!r}."
-            )
+        check_choice("variant", variant, VARIANTS)
         check_count("rank", rank)
         is_random = variant.endswith("random")
         if not learned and not is_random:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.errors import InvalidInputError
+from lln.choices import check_choice
 from lln.peers.card import Card
 from lln.peers.gated import GatedLinearUnit, srms
 from lln.peers.host import Host
@@ -54,8 +54,7 @@ class TransNormer(Peer):
         """Build the layer; Args as in the class."""
         super().__init__(host)
         check_count("chunk", chunk)
-        if compat not in (None, "released"):
-            raise InvalidInputError(f"compat must be None or 'released', got {compat!r}.")
+        check_choice("compat", compat, (None, "released"))
         width = host.embed_dim
         self.chunk, self.is_local, self.compat = chunk, host.layer < host.layers // 2, compat
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))

@@ -1,0 +1,59 @@
+"""What a tensor has to be before anything is asked of its numbers: dense, and of fitting axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lln.errors import InvalidInputError
+
+
+def shape_of(tensor: Tensor) -> str:
+    """The tensor's shape, as error messages print it."""
+    return "[" + ", ".join(str(size) for size in tensor.shape) + "]"
+
+
+def check_tensor(name: str, given: object, what: str = "a torch.Tensor") -> None:
+    """Refuse what is no tensor, or one that is not stored as a dense array.
+
+    Args:
+        name: The argument.
+        given: What it was given.
+        what: What it must be, in words.
+    """
+    if not isinstance(given, Tensor):
+        raise InvalidInputError(f"{name} must be {what}, got {type(given).__name__}.")
+    if given.is_nested:
+        # It does not even tell its shape.
+        raise InvalidInputError(
+            f"{name} is a nested tensor, which is not taken; give "
+            f"torch.nested.to_padded_tensor({name}, 0) and mask the padding."
+        )
+    if given.layout is not torch.strided:
+        raise InvalidInputError(
+            f"{name} is a sparse tensor ({given.layout}), which is not taken; give "
+            f"{name}.to_dense()."
+        )
+
+
+def missing_axes(name: str, given: Tensor, leads: Iterable[tuple[tuple[int, ...], int]]) -> str:
+    """What to say after a shape that only lacks axes of size 1 at its end; else nothing.
+
+    Args:
+        name: The argument.
+        given: The tensor.
+        leads: Shapes without their last axes, and how many those are.
+
+    Example:
+        >>> missing_axes("alpha", torch.ones(4), [((4,), 2), ((2, 4), 2)])
+        '; give alpha.view(4, 1, 1)'
+    """
+    stem = list(given.shape)
+    while stem and stem[-1] == 1:
+        stem.pop()
+    for lead, ones in leads:
+        if tuple(stem) == lead:
+            return f"; give {name}.view({', '.join(map(str, (*lead, *(1,) * ones)))})"
+    return ""

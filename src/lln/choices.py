@@ -1,0 +1,78 @@
+"""Names to choose from: the one sentence that refuses any other, with the name that was meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+from lln.errors import InvalidInputError
+
+
+def check_choice(name: str, given: object, known: Collection[str | None]) -> None:
+    """Refuse an argument that is not one of the names it may have.
+
+    Args:
+        name: The argument.
+        given: What it was given.
+        known: The names; None among them where leaving it out is one.
+
+    Raises:
+        InvalidInputError: With the names, and the one that was probably meant.
+
+    Example:
+        >>> check_choice("matching", "varience", ("variance", "entropy", "paper"))
+        Traceback (most recent call last):
+        ...
+        lln.errors.InvalidInputError: matching must be one of 'variance', 'entropy', 'paper', got
+        'varience' (did you mean 'variance'?).
+    """
+    # Arrays compare entry by entry, and lists cannot be looked up in a dictionary.
+    if (given is None or isinstance(given, str)) and given in known:
+        return
+    few = len(known) < 3
+    listed = (" or " if few else ", ").join(map(repr, known))
+    raise InvalidInputError(
+        f"{name} must be {'' if few else 'one of '}{listed}, got {shown(given)}"
+        f"{did_you_mean(given, known)}."
+    )
+
+
+def check_choices(name: str, given: Iterable[str] | None, known: Collection[str]) -> None:
+    """Refuse an option that takes several names if one of them is none of those it may take.
+
+    Names are shown as they are typed on a command line, without quotes.
+
+    Raises:
+        InvalidInputError: With the names, and those that were probably meant.
+    """
+    unknown = [
+        f"{one}{did_you_mean(one, known, quoted=False)}" for one in given or () if one not in known
+    ]
+    if unknown:
+        raise InvalidInputError(f"{name} must be of {', '.join(known)}, got {', '.join(unknown)}.")
+
+
+def did_you_mean(given: object, known: Iterable[str | None], *, quoted: bool = True) -> str:
+    """What to say after a name that nobody knows; nothing where none is near it.
+
+    >>> did_you_mean("LLN-Dag", ("softmax", "lln", "lln_diag"))
+    " (did you mean 'lln_diag'?)"
+    """
+    if not isinstance(given, str):
+        return ""
+    folded = {_fold(name): name for name in known if name is not None}
+    found = difflib.get_close_matches(_fold(given), folded, 1)
+    if not found:
+        return ""
+    meant = folded[found[0]]
+    return f" (did you mean {repr(meant) if quoted else meant}?)"
+
+
+def shown(given: object) -> str:
+    """A name or number as it was given; of anything else its type, for it may fill a screen."""
+    plain = given is None or isinstance(given, str | int | float)
+    return repr(given) if plain else type(given).__name__
+
+
+def _fold(name: str) -> str:
+    return name.lower().replace("-", "_")

@@ -1,0 +1,138 @@
+"""Things of the wrong kind, wherever the public names take them, get one sentence each."""
+
+import numpy as np
+import pytest
+import torch
+
+import lln
+from lln import InvalidInputError, instruments, peers
+
+B, H, T, D = 2, 4, 6, 8
+GENERATOR = torch.Generator().manual_seed(0)
+Q, K, V = torch.randn(3, B, H, T, D, generator=GENERATOR).unbind()
+ONE = [side[:, :, :1] for side in (Q, K, V)]
+PACKED = [side[0].transpose(0, 1) for side in (Q, K, V)]
+X = torch.randn(B, T, H * D, generator=GENERATOR)
+ARRAY = np.ones((B, H, T, D), dtype=np.float32)
+P = torch.full((B, H, T, T), 1 / T)
+SIZES = {"embed_dim": H * D, "num_heads": H, "max_len": 8}
+LAYER = lln.LLNAttention(H * D, H, batch_first=True)
+ENCODER = peers.Encoder("elu", depth=1, **SIZES)
+
+
+def summary(**changed):
+    return lln.KeySummary.of(K.to(**changed), V.to(**changed), 2.0)
+
+
+def empty(**changed):
+    sizes = {"batch": 2, "heads": 4, "head_width": 8, "value_width": 8} | changed
+    return lln.KeySummary.empty(**sizes, beta=2.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        # Numbers that are arrays: their type is named, not all they hold.
+        (lambda: lln.lln_attention(Q, K, V, dropout_p=Q), "dropout_p .* got Tensor"),
+        (lambda: lln.lln_diag_attention(Q, K, V, mix=ARRAY), "mix .* got ndarray"),
+        (lambda: lln.calibrate(Q, K, rows=ARRAY), "rows .* got ndarray"),
+        (lambda: lln.LLNCore(H, D, momentum=Q), "momentum .* got Tensor"),
+        (lambda: peers.build("lln", embed_dim=X, num_heads=2, max_len=8), "embed_dim .* Tensor"),
+        # Flags
+        (lambda: lln.lln_attention(Q, K, V, is_causal=Q), "is_causal must be True or False"),
+        (lambda: lln.lln_attention(Q, K, V, is_causal="no"), "is_causal must be .* got 'no'"),
+        (lambda: lln.lln_attention(Q, K, V, enable_gqa=Q), "enable_gqa must be True or False"),
+        (lambda: lln.lln_diag_attention(Q, K, V, is_causal=1), "is_causal must be .* got 1"),
+        (
+            lambda: lln.block_diagonal_attention(Q, K, V, block_size=4, is_causal=None),
+            "is_causal must be .* got None",
+        ),
+        (
+            lambda: lln.lln_attention_varlen(*PACKED, torch.tensor([0, T]), is_causal=Q),
+            "is_causal must be True or False",
+        ),
+        (lambda: instruments.entropy(Q, K, is_causal=Q), "is_causal must be True or False"),
+        (lambda: lln.LLNCore(H, D)(Q, K, V, is_causal=Q), "is_causal must be True or False"),
+        (lambda: LAYER(X, need_weights=X), "need_weights must be True or False"),
+        # Summaries
+        (lambda: summary().merge(None), "merged with another KeySummary, got NoneType"),
+        (lambda: summary().merge(summary(device="meta")), "one device, got cpu and meta"),
+        (lambda: summary().read(ARRAY, 1.0), "query must be a torch.Tensor, got ndarray"),
+        (lambda: summary().read(Q.to_sparse(), 1.0), r"query\.to_dense\(\)"),
+        (lambda: lln.decode_step(*ONE, [], alpha=1.0), "summary must be a KeySummary, got list"),
+        (lambda: empty(batch="2"), "batch must be an integer of at least 0, got str '2'"),
+        (lambda: empty(heads=-1), "heads must be an integer of at least 0, got -1"),
+        (lambda: empty(head_width=0), "head_width must be an integer of at least 1, got 0"),
+        (lambda: empty(value_width=2.5), "value_width must be an integer .* got float 2.5"),
+        (lambda: empty(dtype="float32"), "dtype must be float64, .* got 'float32'"),
+        (lambda: empty(dtype=torch.int64), "dtype must be float64, .* got torch.int64"),
+        # Modules
+        (lambda: LAYER([1.0]), "query must be a torch.Tensor, got list"),
+        (lambda: LAYER(X, None, ARRAY), "value must be a torch.Tensor, got ndarray"),
+        (lambda: LAYER(X.to_sparse()), r"query\.to_dense\(\)"),
+        (lambda: LAYER(X[0], X, X), "as many dimensions, got 2, 3 and 3"),
+        (lambda: LAYER(X.double()), "query is torch.float64 .* weights .* torch.float32"),
+        (lambda: LAYER(X.long()), "query is torch.int64 .* weights .* torch.float32"),
+        (lambda: LAYER(X.to("meta")), "query is on meta .* weights .* cpu"),
+        (lambda: LAYER(X, key_padding_mask=[0]), "key_padding_mask must be .* got list"),
+        (lambda: LAYER(X, key_padding_mask=P[0, 0].to_sparse()), r"key_padding_mask\.to_dense\(\)"),
+        (lambda: LAYER(X, key_padding_mask=X[:, :, 0].to("meta") == 0), "device .* meta and cpu"),
+        (lambda: lln.LLNAttention("32", 4), "multiple of num_heads, got '32' and 4"),
+        (lambda: lln.LLNAttention(32, None), "multiple of num_heads, got 32 and None"),
+        (lambda: lln.LLNAttention(32, True), "multiple of num_heads, got 32 and True"),
+        (lambda: lln.LLNAttention(32, 4, kdim=0), "kdim must be an integer of at least 1, got 0"),
+        (lambda: lln.LLNAttention(32, 4, vdim="8"), "vdim must be an integer .* got str '8'"),
+        (lambda: lln.LLNCore(0, 8), "num_heads must be an integer of at least 1, got 0"),
+        (lambda: lln.LLNCore(4, 8.0), "head_dim must be an integer .* got float 8.0"),
+        (lambda: lln.LLNDiagCore(4, 8, value_dim="8"), "value_dim must be an integer"),
+        (
+            lambda: lln.LLNDiagCore(4, 8, join="heads", lln_heads=1.5),
+            "lln_heads must be an integer .* got float 1.5",
+        ),
+        (
+            lambda: lln.LLNCore(4, 8, statistics="fixed", alpha="2"),
+            "alpha must be a number or have one value per head .* got '2'",
+        ),
+        (
+            lambda: lln.LLNCore(4, 8, statistics="learned", beta={}),
+            "beta must be a number or have one value per head .* got dict",
+        ),
+        # Instruments
+        (lambda: instruments.of_matrix.entropy(P.to("meta")), "matrix .* meta"),
+        (lambda: instruments.of_matrix.entropy(P.to_sparse()), r"matrix\.to_dense\(\)"),
+        (lambda: instruments.of_matrix.log_normality([1.0]), "matrix must be .* got list"),
+        (lambda: instruments.of_matrix.spectral_gap(ARRAY), "matrix must be .* got ndarray"),
+        (lambda: instruments.capture(LAYER, instruments=None), "instruments must be .* NoneType"),
+        (lambda: instruments.capture(LAYER, instruments=3), "instruments must be .* int"),
+        # Peers
+        (lambda: peers.build("lln", **SIZES, layer=X), "layer must be .* got Tensor"),
+        (lambda: peers.Encoder("lln", depth=None, **SIZES), "depth must be .* got None"),
+        (lambda: peers.Encoder("lln", depth=True, **SIZES), "depth must be .* got True"),
+        (lambda: peers.Encoder("lln", depth=1, **SIZES, vocabulary=True), "vocabulary .* True"),
+        (lambda: ENCODER([1.0]), "x must be a tensor .* got list"),
+        (lambda: ENCODER(X[0]), r"x must be a tensor .* got \[6, 32\]"),
+        (lambda: ENCODER(X.double()), "x is torch.float64 and the weights"),
+        (lambda: ENCODER(X.to_sparse()), r"x\.to_dense\(\)"),
+        (lambda: ENCODER(X, key_mask=P[0, 0]), "key_mask must be bool"),
+        (lambda: peers.masked_mean([1.0]), "hidden must be .* got list"),
+        (lambda: peers.masked_mean(X[0, 0]), r"hidden must be .* got \[32\]"),
+        (lambda: peers.masked_mean(X, [True]), "key_mask must be bool"),
+    ],
+)
+def test_misuse_gets_a_sentence(call, said):
+    with pytest.raises(InvalidInputError, match=said) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert len(message) < 300, message
+
+
+def test_what_is_right_stays_right():
+    assert LAYER(X[0])[0].shape == (T, H * D)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert LAYER(X.bfloat16())[0].dtype == torch.bfloat16
+    meta = lln.LLNAttention(H * D, H, batch_first=True, device="meta")
+    assert meta(X.to("meta"))[0].is_meta
+    assert lln.LLNCore(4, 8, statistics="fixed", alpha=[1.0, 2.0, 1.0, 2.0]).num_heads == 4
+    assert empty(batch=0).centroid.shape == (0, 4, 8, 8)
