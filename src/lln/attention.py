@@ -8,17 +8,12 @@ E value width.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from lln import checks, reference
+from lln import checks, eager
 from lln.block_ops import fused_blocks
 from lln.calls import explain_misfits
-from lln.causal import causal_attention
-from lln.diagonal import asks_gradient, block_diagonal, has_channels
+from lln.diagonal import asks_gradient, has_channels
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
 from lln.errors import BackendUnavailableError
@@ -27,16 +22,6 @@ from lln.measure import match_inputs
 from lln.observers import Announcement, announce, is_observed
 from lln.ops import fused_attention
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
-from lln.summary import read_heads, summarise_heads
-from lln.workers import cut_heads, share_out
-
-# Where query, key, value, then α, β, the key mask and the mix can be cut into heads or samples.
-_LLN_AXES = {"heads": (-3, -3, -3, -3, -3, None), "samples": (-4, -4, -4, -4, -4, -2)}
-_DIAG_AXES = {"heads": (-3, -3, -3, None), "samples": (-4, -4, -4, -2)}
-_LLN_DIAG_AXES = {name: (*axes, axes[0]) for name, axes in _LLN_AXES.items()}
-
-# Larger numbers in padded queries are taken for leftovers, not for queries.
-_PADDING_LIMIT = 1e18
 
 
 @explain_misfits
@@ -124,10 +109,8 @@ def lln_attention(
                 dropout_p=dropout_p,
                 is_causal=is_causal,
             )
-        sides = (*_widen(query, key, value, key_mask, dropout_p), alpha, beta, key_mask)
-        run = partial(_long_range, is_causal=is_causal, impl=impl)
-        cut = cut_heads(query, key, _LLN_AXES) if impl == "eager" else None
-        return share_out(run, sides, cut).to(query.dtype)
+        options = {"is_causal": is_causal, "dropout_p": dropout_p, "impl": impl}
+        return eager.long_range(query, key, value, alpha, beta, key_mask, **options)
 
 
 @explain_misfits
@@ -195,11 +178,9 @@ def block_diagonal_attention(
                 scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
                 is_causal=is_causal,
             )
-        sides = (*_widen(query, key, value, key_mask, dropout_p), key_mask)
-        options = {"block_size": block_size, "scale": scale, "is_causal": is_causal}
-        run = partial(_short_range, impl=chosen, **options)
-        cut = cut_heads(query, key, _DIAG_AXES) if chosen == "eager" else None
-        return share_out(run, sides, cut).to(query.dtype)
+        options = {"is_causal": is_causal, "dropout_p": dropout_p, "impl": chosen}
+        options |= {"block_size": block_size, "scale": scale}
+        return eager.short_range(query, key, value, key_mask, **options)
 
 
 @explain_misfits
@@ -279,6 +260,7 @@ def lln_diag_attention(
             announce(Announcement("lln_diag", query, key, **parts))
         rows = _rows_of(block_size, query, impl)
         factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        blocks = {"block_size": block_size, "scale": scale, "is_causal": is_causal}
         heads, mix_grad = query.shape[0] * query.shape[1], asks_gradient(mix)
         extras = key_mask is not None or has_channels(mix)
         if impl == "triton" and blocks_join(query, heads, rows, is_causal, mix_grad, extras):
@@ -305,30 +287,11 @@ def lln_diag_attention(
                     query, key, value, block_size=rows, scale=factor, **shared
                 )
             else:
-                widened = _widen(query, key, value, key_mask, 0.0)
-                options = {"block_size": block_size, "scale": scale, "is_causal": is_causal}
-                short_range = _short_range(*widened, key_mask, impl="eager", **options)
+                short_range = eager.short_range(query, key, value, key_mask, impl="eager", **blocks)
             dtype = accumulation_dtype(query.dtype)
-            return join(long_range.to(dtype), short_range.to(dtype), mix).to(query.dtype)
-        sides = (*_widen(query, key, value, key_mask, dropout_p), alpha, beta, key_mask, mix)
-        options = {"block_size": block_size, "scale": scale, "is_causal": is_causal}
-        run = partial(_both_ranges, impl=impl, **options)
-        cut = cut_heads(query, key, _LLN_DIAG_AXES) if impl == "eager" else None
-        return share_out(run, sides, cut).to(query.dtype)
-
-
-def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
-    """Figure 3's sum, with an open weight: ``mix · long + (1 − mix) · short``."""
-    if isinstance(mix, Tensor):
-        mix = mix.to(long_range.dtype)
-    return mix * long_range + (1 - mix) * short_range
-
-
-def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:
-    """Give every query head a copy of its group's key head."""
-    if tensor.shape[dim] == heads:
-        return tensor
-    return tensor.repeat_interleave(heads // tensor.shape[dim], dim)
+            return eager.join(long_range.to(dtype), short_range.to(dtype), mix).to(query.dtype)
+        sides = (query, key, value, alpha, beta, key_mask, mix)
+        return eager.both_ranges(*sides, dropout_p=dropout_p, impl=impl, **blocks)
 
 
 def _rows_of(block_size: int, query: Tensor, impl: str) -> int:
@@ -338,107 +301,3 @@ def _rows_of(block_size: int, query: Tensor, impl: str) -> int:
     length lies.
     """
     return min(block_size, max(query.shape[2], 1)) if impl == "triton" else block_size
-
-
-def _widen(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The accumulation dtype for all three, dropped keys out, padding's queries quiet."""
-    dtype = accumulation_dtype(query.dtype)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if key_mask is not None and query.shape[2] == key.shape[2]:
-        # A NaN in a padded query, or a number that α makes one, may show in its own row, but in the
-        # backward 0 · NaN would reach the gradient of every key.
-        padding = ~key_mask[:, None, :, None]
-        query = torch.where(padding & ~(query.abs() < _PADDING_LIMIT), 0.0, query)
-    return query, key, drop_keys(value, dropout_p)
-
-
-def _long_range(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None,
-    *,
-    is_causal: bool,
-    impl: str,
-) -> Tensor:
-    """LLN attention in the accumulation dtype."""
-    heads = query.shape[1]
-    if impl == "eager" and not is_causal:
-        return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
-    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    alpha, beta = (_repeat_temperature(scale, heads, query.dtype) for scale in (alpha, beta))
-    if impl == "eager":
-        if query.shape[2] == 0:
-            return (query * alpha) @ (key * beta).mT @ value
-        return causal_attention(query, key, value, alpha, beta, key_mask)
-    keep = _kept_pairs(query, key, key_mask, is_causal)
-    return reference.lln_attention(query, key, value, alpha, beta, keep=keep)
-
-
-def _short_range(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    *,
-    block_size: int,
-    scale: float | None,
-    is_causal: bool,
-    impl: str,
-) -> Tensor:
-    """Block-diagonal attention in the accumulation dtype."""
-    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    if impl == "reference":
-        keep = _kept_pairs(query, key, key_mask, is_causal)
-        return reference.block_diagonal_attention(
-            query, key, value, block_size, keep=keep, scale=scale
-        )
-    return block_diagonal(
-        query, key, value, block_size, scale=scale, key_mask=key_mask, is_causal=is_causal
-    )
-
-
-def _both_ranges(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None,
-    mix: float | Tensor,
-    *,
-    block_size: int,
-    scale: float | None,
-    is_causal: bool,
-    impl: str,
-) -> Tensor:
-    """Both joined, in the accumulation dtype."""
-    shared: dict[str, Any] = {"is_causal": is_causal, "impl": impl}
-    long_range = _long_range(query, key, value, alpha, beta, key_mask, **shared)
-    blocks: dict[str, Any] = {"block_size": block_size, "scale": scale, **shared}
-    return join(long_range, _short_range(query, key, value, key_mask, **blocks), mix)
-
-
-def _repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:
-    if not isinstance(scale, Tensor):
-        return scale
-    scale = scale.to(dtype)
-    scale = scale.reshape((1,) * (4 - scale.dim()) + tuple(scale.shape))
-    return scale if scale.shape[1] == 1 else repeat_heads(scale, heads)
-
-
-def _kept_pairs(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool
-) -> Tensor | None:
-    """The bool mask ``[B, 1, T, S]`` of the reference."""
-    keep = (
-        None if key_mask is None else key_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
-    )
-    if not is_causal:
-        return keep
-    earlier = reference.causal_keep(query.shape[2], query.device)
-    return earlier if keep is None else keep & earlier

@@ -15,11 +15,11 @@ from lln.attention import (
     block_diagonal_attention,
     lln_attention,
     lln_diag_attention,
-    repeat_heads,
 )
 from lln.calls import check_options, explain_misfits
 from lln.choices import check_choice
 from lln.dropout import drop_keys
+from lln.eager import repeat_heads
 from lln.errors import InvalidInputError
 from lln.precision import cast_for_autocast
 from lln.statistics import make_statistics

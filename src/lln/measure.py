@@ -58,7 +58,7 @@ def match_inputs(
             return match(query_part, key_part, key_mask=mask)
 
     found = over_threads([partial(job, index) for index in range(cut.pieces)])
-    alpha, beta = (torch.cat(parts, cut.axes[0]) for parts in zip(*found, strict=True))
+    alpha, beta = (torch.cat(parts, cut.axes[0] or 0) for parts in zip(*found, strict=True))
     return alpha, beta
 
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from lln import checks, checks_packed
-from lln.attention import join, lln_attention, lln_diag_attention, repeat_heads
+from lln.attention import lln_attention, lln_diag_attention
 from lln.calls import explain_misfits
 from lln.causal import CHUNK, LEAF, attend_chunks
 from lln.diagonal import asks_gradient, attend_blocks, has_channels
 from lln.dispatch import choose_implementation
 from lln.dropout import drop_keys
+from lln.eager import join, repeat_heads
 from lln.errors import InvalidInputError
 from lln.kernels.chips import blocks_join
 from lln.measure import match_packed

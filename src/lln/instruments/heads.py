@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from lln import checks, checks_packed
-from lln.attention import match_inputs, repeat_heads
 from lln.choices import check_choice
+from lln.eager import repeat_heads
 from lln.errors import InvalidInputError
 from lln.matching import packed_moments, temperatures
+from lln.measure import match_inputs
 from lln.precision import without_autocast
 
 KINDS = ("softmax", "lln", "diag", "lln_diag")

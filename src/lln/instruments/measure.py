@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.attention import repeat_heads
+from lln.eager import repeat_heads
 from lln.instruments import of_matrix
 from lln.instruments.entropy import entropy
 from lln.instruments.interception import Sighting

@@ -19,8 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lln.attention import block_diagonal_attention, join, lln_attention, lln_diag_attention
+from lln.attention import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.dropout import drop_keys
+from lln.eager import join
 from lln.errors import CausalStatisticsError, InvalidInputError, UnsupportedModelError
 from lln.integrations import streaming
 from lln.integrations.heads import Heads, KeptSoftmax, attached_to

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.attention import block_diagonal_attention, lln_attention, repeat_heads
+from lln.attention import block_diagonal_attention, lln_attention
 from lln.diagonal import block_diagonal, first_tokens
+from lln.eager import repeat_heads
 from lln.precision import accumulation_dtype
 from lln.printing import brief
 from lln.summary import LOG_ZERO, KeySummary
