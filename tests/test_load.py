@@ -5,8 +5,8 @@ import os
 import pytest
 
 from lln import doctor
-from lln.report import load as module
-from lln.report.load import Load, read_load
+from lln import load as module
+from lln.load import Load, LoadWatch, read_load
 
 # user nice system idle iowait irq softirq steal guest guest_nice
 STAT = """cpu  0 0 0 0 0 0 0 0 0 0
@@ -36,7 +36,7 @@ def machine(tmp_path, monkeypatch):
 
     write()
     monkeypatch.setattr(module, "_STAT", stat)
-    monkeypatch.setattr(module, "_own_cpus", lambda: {0, 1})
+    monkeypatch.setattr(module, "own_cpus", lambda: {0, 1})
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock["now"])
     monkeypatch.setattr(module.time, "process_time", lambda: clock["own"])
@@ -56,7 +56,7 @@ def test_the_work_of_others_is_what_is_not_ours(machine):
 
 def test_systems_that_tell_less(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_STAT", tmp_path / "nothing")
-    monkeypatch.setattr(module, "_own_cpus", lambda: set(range(4)))
+    monkeypatch.setattr(module, "own_cpus", lambda: set(range(4)))
     monkeypatch.setattr(os, "getloadavg", lambda: (1.25, 0.0, 0.0), raising=False)
     assert read_load() == Load(1.25, 4, averaged=True)
     monkeypatch.delattr(os, "getloadavg")
@@ -119,3 +119,15 @@ def test_doctor_tells_of_a_failing_triton_in_one_line(monkeypatch, where):
     assert not doctor.examine(lines.append)
     assert lines[-2].startswith("cpu          right")
     assert lines[-1] == "cpu          FAILED: CompilationError: no room for a tile, impl 'triton'"
+
+
+def test_a_watch_looks_at_most_every_so_often():
+    """Other programs work 0, then 3 seconds in 2, then the system stops telling."""
+    times, worked = iter([10.0, 10.1, 12.0, 12.2, 15.0]), iter([5.0, 8.0, None])
+    watch = LoadWatch(0.5, clock=lambda: next(times), others=lambda: next(worked))
+    assert [watch.busy() for _ in range(4)] == [0.0, 1.5, 1.5, 1.5]
+
+
+def test_a_watch_of_a_system_that_does_not_tell_sees_nothing():
+    watch = LoadWatch(0.0, others=lambda: None)
+    assert watch.busy() == 0.0

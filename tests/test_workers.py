@@ -30,7 +30,7 @@ every_call = pytest.mark.parametrize("attend", CALLS.values(), ids=CALLS)
 
 @pytest.fixture
 def shared(monkeypatch):
-    """Share out even the smallest call, between three threads; counts what is handed over."""
+    """A busy machine, where even the smallest call is shared out; counts what is handed over."""
     before, handed = torch.get_num_threads(), []
     original = workers.over_threads
 
@@ -41,6 +41,7 @@ def shared(monkeypatch):
     monkeypatch.setattr(workers, "over_threads", counting)
     monkeypatch.setattr("lln.measure.over_threads", counting)
     monkeypatch.setattr(workers, "_FEWEST", 1)
+    monkeypatch.setattr(workers, "_is_crowded", lambda threads: True)
     torch.set_num_threads(3)
     yield handed
     torch.set_num_threads(before)
@@ -81,6 +82,19 @@ def test_the_same_numbers(shared, attend, batch, heads, key_heads, masked):
     assert set(shared) == {min(3, max(batch, key_heads))}
     for one, other in zip(found, plainly(both), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_only_a_busy_machine_needs_it(shared, monkeypatch):
+    """Three threads on four cores, of which others keep none, one or two busy."""
+    monkeypatch.undo()
+    monkeypatch.setattr(workers, "_FEWEST", 1)
+    monkeypatch.setattr(workers, "own_cpus", lambda: set(range(4)))
+    query, key, _ = sides_of()
+    axes = {"heads": (-3, -3)}
+    for busy, expected in ((0.0, None), (1.2, None), (2.0, 3)):
+        monkeypatch.setattr(workers._watch, "busy", lambda busy=busy: busy)
+        cut = workers.cut_heads(query, key, axes)
+        assert (None if cut is None else cut.pieces) == expected
 
 
 @every_call
@@ -198,7 +212,9 @@ def test_an_error_reaches_the_caller(shared):
 def test_a_forked_process_has_threads_of_its_own():
     script = """
         import os, torch, lln
+        from lln import workers
         torch.set_num_threads(2)
+        workers._is_crowded = lambda threads: True
         sides = torch.randn(3, 1, 4, 512, 64).unbind()
         expected = lln.lln_attention(*sides)
         child = os.fork()

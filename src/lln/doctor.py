@@ -10,9 +10,9 @@ import torch
 
 from lln.attention import lln_diag_attention
 from lln.kernels.tuning import why_unavailable
+from lln.load import read_load
 from lln.machine import facts
 from lln.report.failures import in_one_line
-from lln.report.load import read_load
 from lln.testing.tolerances import budget, largest_error
 
 OPTIONAL = {

@@ -63,7 +63,8 @@ def summarise(exponent: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         log_mass = exponent.new_full((*exponent.shape[:-2], exponent.shape[-1]), LOG_ZERO)
         return log_mass, exponent.mT @ value
     peak = exponent.detach().amax(-2, keepdim=True)
-    weight = (exponent - peak).exp()
+    # In place, because a fresh tensor costs more than the numbers in it.
+    weight = (exponent - peak).exp_()
     mass = weight.sum(-2, keepdim=True)
     centroid = (weight.mT @ value) / mass.mT
     return (peak + mass.log()).squeeze(-2), centroid

@@ -3,7 +3,7 @@
 import pytest
 
 from lln.bench import environment
-from lln.report.load import Load
+from lln.load import Load
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from lln.bench.figures import draw_speed
 from lln.bench.record import Record
 from lln.bench.spread import Timed, about, noise_note, timed, timed_in
 from lln.cli import app
-from lln.report.load import Load
+from lln.load import Load
 
 SMALL = ("--device", "cpu", "--lengths", "16", "32", "--width", "8", "--seconds", "0.001")
 

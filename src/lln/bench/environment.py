@@ -14,8 +14,8 @@ import torch
 
 import lln
 from lln.errors import InvalidInputError
+from lln.load import read_load
 from lln.machine import output_of, processor
-from lln.report.load import read_load
 
 PACKAGE = Path(lln.__file__).resolve().parent
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def read_load(seconds: float = _SECONDS) -> Load:
     Args:
         seconds: How long.
     """
-    cpus = _own_cpus()
+    cpus = own_cpus()
     before, own, start = _busy_seconds(cpus), time.process_time(), time.perf_counter()
     if before is None:
         if hasattr(os, "getloadavg"):
@@ -69,7 +70,7 @@ def read_load(seconds: float = _SECONDS) -> Load:
     return Load(min(max(busy, 0.0), float(len(cpus))), len(cpus))
 
 
-def _own_cpus() -> set[int]:
+def own_cpus() -> set[int]:
     """Numbers of the processors that this program may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
@@ -90,3 +91,43 @@ def _busy_seconds(cpus: set[int]) -> float | None:
             used = [int(number) for number in numbers[:8]]
             ticks += sum(used[:3]) + sum(used[5:])
     return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
+class LoadWatch:
+    """How many cores other programs keep busy, for callers that ask often and cannot wait.
+
+    The answer is that of the time between the last two looks, which lie some tenths of a second
+    apart at least; 0 until there were two, and where the system does not tell.
+    """
+
+    def __init__(
+        self,
+        seconds: float = _SECONDS,
+        clock: Callable[[], float] = time.perf_counter,
+        others: Callable[[], float | None] | None = None,
+    ) -> None:
+        """Take the first look.
+
+        Args:
+            seconds: Between two looks, at least.
+            clock: Tells the time.
+            others: Tells the seconds that other programs have worked so far; None = look.
+        """
+        self._seconds, self._clock, self._others = seconds, clock, others or _others_seconds
+        self._then, self._before = clock(), self._others()
+        self._busy = 0.0
+
+    def busy(self) -> float:
+        """Cores that other programs keep busy."""
+        now = self._clock()
+        if self._before is not None and now - self._then >= self._seconds:
+            after = self._others()
+            if after is not None:
+                self._busy = max(after - self._before, 0.0) / (now - self._then)
+                self._then, self._before = now, after
+        return self._busy
+
+
+def _others_seconds() -> float | None:
+    busy = _busy_seconds(own_cpus())
+    return None if busy is None else busy - time.process_time()
