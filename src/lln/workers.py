@@ -32,7 +32,10 @@ _FEWEST = 65_536
 # What an idle machine does on the side, in cores.
 _SPARE = 0.3
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+# Who looks at what is saved for a backward; None where this PyTorch does not say.
+_top_hooks: Any = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
+)
 
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -156,7 +159,7 @@ class _Shared(torch.autograd.Function):
         assert isinstance(value, Tensor)
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         # Who looks at what is saved (checkpoints, offloading) would not see it in other threads.
-        keeps = bool(asked) and _top_hooks(True) is None
+        keeps = bool(asked) and _top_hooks is not None and _top_hooks(True) is None
 
         def job(index: int) -> _Piece | None:
             piece = _Piece(run, cut, sides, index, asked if keeps else [])

@@ -98,7 +98,7 @@ def short_bwd_kernel(
     drop_first = (batch * (SH // KG) + key_head) * S
     MIX_STEP: tl.constexpr = E if MIX_GRAD == 2 else 1
     if MIX > 0:
-        gap = gap_before(p_mask, S, block_size, HAS_MASK)
+        gap = gap_before(p_bounds, batch, HAS_MASK)
         b_dbeta, b_residue, b_centre, b_dmix = joint_grad_range(
             p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mix,
             p_dmix + mix_rows(index, first_query, begin, T, R, PACKED) * MIX_STEP,
@@ -214,7 +214,7 @@ def key_bwd_kernel(
     beta_here = load_scale(p_beta, beta, index, HAS_BETA)
     begin, keys = locate(p_bounds, batch, S, PACKED)
     p_mask += batch * S
-    start = split * program_tokens - gap_before(p_mask, S, block_size, HAS_MASK and MIX > 0)
+    start = split * program_tokens - gap_before(p_bounds, batch, HAS_MASK and MIX > 0)
     end = tl.minimum(start + program_tokens, keys)
     p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
     p_v += batch * stride_vb + begin * stride_vt + key_head * stride_vh

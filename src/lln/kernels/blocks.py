@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lln.kernels.arguments import mask_bytes, precision_of
+from lln.kernels.gaps import find_gaps
 from lln.kernels.recipes import Recipe, Step, follow, look_of, places
 from lln.kernels.shapes import output_like
 from lln.kernels.steps import (
@@ -37,7 +38,7 @@ from lln.kernels.tuning import Plan, Tile, cdiv, make_plan
 
 @triton.jit
 def blocks_fwd_kernel(
-    p_q, p_k, p_v, p_o, p_mask, scale, block_size, tile_tokens, program_tokens, splits, T, H,
+    p_q, p_k, p_v, p_o, p_mask, p_gap, scale, block_size, tile_tokens, program_tokens, splits, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
@@ -54,7 +55,7 @@ def blocks_fwd_kernel(
     p_v += batch * stride_vb + key_head * stride_vh
     p_o += batch * stride_ob + head * stride_oh
     p_mask += batch * T
-    start = split * program_tokens - gap_before(p_mask, T, block_size, HAS_MASK)
+    start = split * program_tokens - gap_before(p_gap, batch, HAS_MASK)
     end = tl.minimum(start + program_tokens, T)
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
@@ -76,7 +77,7 @@ def blocks_fwd_kernel(
 
 @triton.jit
 def blocks_bwd_kernel(
-    p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mask,
+    p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mask, p_gap,
     scale, block_size, tile_tokens, program_tokens, splits, T, HK,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
@@ -99,7 +100,7 @@ def blocks_bwd_kernel(
     p_dk += batch * stride_dkb + key_head * stride_dkh
     p_dv += batch * stride_dvb + key_head * stride_dvh
     p_mask += batch * T
-    start = split * program_tokens - gap_before(p_mask, T, block_size, HAS_MASK)
+    start = split * program_tokens - gap_before(p_gap, batch, HAS_MASK)
     end = tl.minimum(start + program_tokens, T)
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
@@ -226,9 +227,11 @@ def _launch(
         }
         numbers = [call.scale, call.block_size, rows, stretch, splits, tokens, heads]
         strides = [size for tensor in tensors.values() for size in tensor.stride()]
-        arguments = [*places(" ".join((*tensors, "mask"))), *numbers, *strides]
+        before, room = ([], {}) if mask is None else find_gaps(batch, tokens, call.block_size)
+        names = (*tensors, "mask", "mask" if mask is None else "gaps")
+        arguments = [*places(" ".join(names)), *numbers, *strides]
         grid = (splits * batch * heads,)
-        return Recipe([Step(kernel, grid, arguments, constants, tile.warps)], {})
+        return Recipe([*before, Step(kernel, grid, arguments, constants, tile.warps)], room)
 
     live = {**tensors, "mask": mask_bytes(mask, query)}
     follow(kind, (*family, call.block_size), live, query.device, plan, write)

@@ -23,6 +23,7 @@ from lln.kernels.arguments import (
     precision_of,
     strides_of,
 )
+from lln.kernels.gaps import starts_of
 from lln.kernels.gradients import finish_gradients, mix_shape, parts_of, per_summary
 from lln.kernels.launch import summarise_steps
 from lln.kernels.recipes import Recipe, Step, follow, places
@@ -191,10 +192,12 @@ def _start(
     """The state before every stretch, and where stretches are marked as lost."""
     heads = call.query.shape[1]
     programs = call.samples * heads
-    room: Room = {"lost": ((programs, segments), torch.int32)}
+    _, before, room = starts_of(call)
+    room |= {"lost": ((programs, segments), torch.int32)}
     if segments == 1:
-        return [], room | {f"{name}_before": ((1,), torch.float32) for name in _STATE}
+        return before, room | {f"{name}_before": ((1,), torch.float32) for name in _STATE}
     steps, parts = summarise_steps(call, plan, constants, heads, segments, stretch)
+    steps = before + steps
     steps.append(_scan("", "_before", programs, segments, plan, constants))
     return steps, room | parts | {f"{name}_before": parts[name] for name in _STATE}
 
@@ -221,7 +224,7 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, plan: Plan) -> Recipe:
     rows = plan.block_rows if call.block_size else plan.walk.tokens
     mixed = None if call.mix is None else mix
     arguments = [
-        *places("query key value out mix mask alpha beta bounds"),
+        *places(f"query key value out mix mask alpha beta {starts_of(call)[0]}"),
         *places("peak_before mass_before total_before lost"),
         *_numbers(call, rows, stretch),
         *strides_of(call, call.query, call.key, call.value, out, mixed),
@@ -263,6 +266,7 @@ def _write_backward(
     constants |= {"ALPHA_GRAD": asked[0], "BETA_GRAD": asked[1], "MIX_GRAD": asked[2]}
     steps, room = _start(call, plan, constants, segments, stretch)
     mixed = None if call.mix is None else mix
+    starts, _, _ = starts_of(call)
     programs = call.samples * heads
     grid = (segments, programs)
     tile = plan.walk_query
@@ -271,7 +275,7 @@ def _write_backward(
     per_row = (query.shape[0], heads, tokens)
     room |= {"z": (per_row, _EXPONENT[query.dtype]), "delta": (per_row, torch.float32)}
     arguments = [
-        *places("query key value gradient dq mix dmix mask alpha beta dalpha bounds"),
+        *places(f"query key value gradient dq mix dmix mask alpha beta dalpha {starts}"),
         *places("peak_before mass_before total_before lost z delta"),
         *_numbers(call, rows, stretch),
         *strides_of(call, query, key, value, gradient, grads[0], mixed),
@@ -282,8 +286,8 @@ def _write_backward(
         later = "_after"
         room |= {f"{name}{suffix}": room[name] for name in _STATE for suffix in ("_own", later)}
         arguments = [
-            *places("query gradient mix mask alpha bounds peak_own mass_own total_own z delta"),
-            *places("alpha_number mix_number"), max(call.block_size, 1), stretch, tokens, heads,
+            *places(f"query gradient mix mask alpha {starts} peak_own mass_own total_own z delta"),
+            *places("alpha_number mix_number"), stretch, tokens, heads,
             *strides_of(call, query, gradient, mixed),
         ]  # fmt: skip
         gather = plan.summarise
@@ -294,7 +298,7 @@ def _write_backward(
     rows = plan.block_rows if call.block_size else tile.tokens
     own = {"BT": tile.tokens, "STAGES": tile.stages, "HAS_STATE": segments > 1}
     arguments = [
-        *places("query key value gradient dk dv mix mask alpha beta dbeta bounds"),
+        *places(f"query key value gradient dk dv mix mask alpha beta dbeta {starts}"),
         *places(" ".join(name + later for name in _STATE)), *places("lost z delta"),
         *_numbers(call, rows, stretch),
         *strides_of(call, query, key, value, gradient, grads[1], grads[2], mixed),

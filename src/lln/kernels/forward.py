@@ -209,7 +209,7 @@ def short_fwd_kernel(
         slots = tl.arange(0, BD)
         tl.store(p_log_mass + index * D + slots, b_log_mass, mask=slots < D)
         store_rows(p_centroid + index * D * E, b_c, E, 1, slots < D, BD, E, BE, D == BD)
-    gap = gap_before(p_mask, S, block_size, HAS_MASK and HAS_DIAG)
+    gap = gap_before(p_bounds, batch, HAS_MASK and HAS_DIAG)
     for r in range(R):
         query_head = head * R + r
         alpha_here = load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA)
@@ -299,7 +299,7 @@ def read_kernel(
     begin, queries = locate(p_bounds, batch, T, PACKED)
     p_mask += batch * S
     start = tl.program_id(0) * program_tokens
-    start -= gap_before(p_mask, S, block_size, HAS_MASK and HAS_DIAG)
+    start -= gap_before(p_bounds, batch, HAS_MASK and HAS_DIAG)
     read_range(
         p_q + batch * stride_qb + begin * stride_qt + head * stride_qh,
         p_k + batch * stride_kb + begin * stride_kt + key_head * stride_kh,

@@ -25,6 +25,7 @@ from lln.kernels.arguments import (
     precision_of,
     strides_of,
 )
+from lln.kernels.gaps import starts_of
 from lln.kernels.gradients import beta_gradient, finish_gradients, mix_shape, parts_of, per_summary
 from lln.kernels.recipes import Recipe, Step, follow, places
 from lln.kernels.shapes import output_like
@@ -109,10 +110,11 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, save: bool, plan: Plan) 
     reader = plan.joint_read if blocks else plan.read
     tile_tokens = plan.block_rows if blocks else plan.read.tokens
     block_size = max(call.block_size, 1)
+    starts, before, gaps = starts_of(call)
     strides = strides_of(call, query, key, value, out, None if call.mix is None else mix)
     if plan.short:
         arguments = [
-            *places("query key value out mix mask alpha beta log_mass centroid bounds"),
+            *places(f"query key value out mix mask alpha beta log_mass centroid {starts}"),
             *places("alpha_number beta_number mix_number"), call.scale, block_size,
             *places("seed"), call.dropout_p, tile_tokens, tokens, keys, slots, *strides,
         ]  # fmt: skip
@@ -120,7 +122,7 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, save: bool, plan: Plan) 
         own["SAVE"] = save
         grid = (batch * slots,)
         step = Step(fwd.short_fwd_kernel, grid, arguments, constants | own, reader.warps)
-        return Recipe([step], {})
+        return Recipe([*before, step], gaps)
     longest, longest_keys = call.longest or tokens, call.longest or keys
     tile = plan.summarise
     stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, plan.cores)
@@ -137,14 +139,14 @@ def _write_attend(call: Call, out: Tensor, mix: Tensor, save: bool, plan: Plan) 
     longest = call.reach(longest)
     stretch = reader.stretch(longest, tile_tokens, batch * heads, plan.cores)
     arguments = [
-        *places("query key value out mix mask alpha log_mass centroid bounds"),
+        *places(f"query key value out mix mask alpha log_mass centroid {starts}"),
         *places("alpha_number mix_number"), call.scale, block_size, *places("seed"),
         call.dropout_p, tile_tokens, stretch, tokens, keys, heads, *strides,
     ]  # fmt: skip
     own = {"BT": reader.tokens, "STAGES": reader.stages}
     grid = (cdiv(longest, stretch), batch * heads)
     steps.append(Step(fwd.read_kernel, grid, arguments, constants | own, reader.warps))
-    return Recipe(steps, room)
+    return Recipe(before + steps, gaps | room)
 
 
 def summarise_steps(
@@ -153,6 +155,7 @@ def summarise_steps(
     """Partial summaries ``peak``, ``mass`` and ``total`` of every stretch of keys."""
     key, value = call.key, call.value
     tile = plan.summarise
+    starts, _, _ = starts_of(call)
     programs = call.samples * slots
     part = (programs, splits, plan.width)
     room = {
@@ -161,8 +164,8 @@ def summarise_steps(
         "total": ((*part, plan.value_width), torch.float32),
     }
     arguments = [
-        *places("key value mask beta peak mass total bounds beta_number seed"), call.dropout_p,
-        value.shape[2], slots, stretch, max(call.block_size, 1), *strides_of(call, key, value),
+        *places(f"key value mask beta peak mass total {starts} beta_number seed"), call.dropout_p,
+        value.shape[2], slots, stretch, *strides_of(call, key, value),
     ]  # fmt: skip
     own = constants | {"BT": tile.tokens, "STAGES": tile.stages}
     return [Step(summaries.summarise_kernel, (splits, programs), arguments, own, tile.warps)], room
@@ -315,11 +318,12 @@ def _write_backward(
         *places("seed"), call.dropout_p, plan.block_rows,
     ]  # fmt: skip
     mixed = None if call.mix is None else mix
+    starts, before, gaps = starts_of(call)
     strides = strides_of(call, query, key, value, gradient, *grads, mixed)
     if plan.short and not split:
         arguments = [
             *places("query key value gradient dq dk dv mix dmix mask alpha beta dalpha dbeta"),
-            *places("log_mass centroid bounds"), *numbers, tokens, keys, slots, *strides,
+            *places(f"log_mass centroid {starts}"), *numbers, tokens, keys, slots, *strides,
         ]  # fmt: skip
         own = {
             "BK": plan.key_grad.tokens,
@@ -328,9 +332,8 @@ def _write_backward(
             "STAGES": walker.stages,
         }
         grid = (batch * slots,)
-        return Recipe(
-            [Step(bwd.short_bwd_kernel, grid, arguments, constants | own, walker.warps)], {}
-        )
+        step = Step(bwd.short_bwd_kernel, grid, arguments, constants | own, walker.warps)
+        return Recipe([*before, step], gaps)
     part = (batch * heads, splits, plan.width)
     room = {
         "shift_parts": (part, torch.float32),
@@ -353,7 +356,7 @@ def _write_backward(
     steps.append(Step(bwd.gather_kernel, grid, arguments, constants | {"ROWS": rows}, 4))
     tensors = [
         *places("query key value gradient dq dk dv mix dmix mask alpha beta dbeta"),
-        *places("log_mass centroid shift dc bounds"),
+        *places(f"log_mass centroid shift dc {starts}"),
     ]
     arguments = [*tensors, *numbers, key_stretch, tokens, keys, slots, *strides]
     own = {"BT": walker.tokens, "STAGES": walker.stages}
@@ -368,7 +371,7 @@ def _write_backward(
         sizes = constants | {"BT": tile.tokens, "STAGES": tile.stages}
         grid = (cdiv(longest, stretch), batch * slots)
         steps.append(Step(bwd.key_bwd_kernel, grid, arguments, sizes, tile.warps))
-    return Recipe(steps, room)
+    return Recipe(before + steps, gaps | room)
 
 
 def _is_even(plan: Plan, call: Call) -> bool:

@@ -26,8 +26,6 @@ import triton.language as tl
 NEVER = tl.constexpr(-1e30)
 # A wider identity would take more of the chip than it saves.
 WIDEST_IDENTITY = tl.constexpr(128)
-# Tokens of a mask that are looked at together.
-LOOK = tl.constexpr(256)
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -112,20 +110,11 @@ def locate(p_bounds, batch, tokens, PACKED: tl.constexpr):
 
 
 @triton.jit
-def gap_before(p_mask, tokens, block_size, SHIFTED: tl.constexpr):
-    """How far before token 0 the first block begins, if one begins where the mask ends.
-
-    A walk over the blocks of a masked row starts there, at a negative place.
-    """
-    if not SHIFTED:
-        return 0
-    first, place = tl.cast(tokens, tl.int32), tl.cast(0, tl.int32)
-    while place < first:
-        places = place + tl.arange(0, LOOK)
-        seen = tl.load(p_mask + places, mask=places < tokens, other=0) != 0
-        first = tl.minimum(first, tl.min(tl.where(seen, places, tokens)))
-        place += LOOK
-    return (block_size - first % block_size) % block_size
+def gap_before(p_gap, batch, SHIFTED: tl.constexpr):
+    """How far before token 0 the first block of a sample begins; see `lln.kernels.gaps`."""
+    if SHIFTED:
+        return tl.load(p_gap + batch)
+    return 0
 
 
 @triton.jit

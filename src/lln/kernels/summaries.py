@@ -88,7 +88,6 @@ def summarise_kernel(
     S,
     SH,
     split_tokens,
-    block_size,
     stride_kb,
     stride_kh,
     stride_kt,
@@ -122,7 +121,7 @@ def summarise_kernel(
     key_head = head // KG
     begin, keys = locate(p_bounds, batch, S, PACKED)
     p_mask += batch * S
-    start = split * split_tokens - gap_before(p_mask, S, block_size, SHIFTED)
+    start = split * split_tokens - gap_before(p_bounds, batch, SHIFTED)
     b_peak, b_mass, b_sum = summarise_range(
         p_k + batch * stride_kb + begin * stride_kt + key_head * stride_kh,
         p_v + batch * stride_vb + begin * stride_vt + key_head * stride_vh,

@@ -66,7 +66,7 @@ def load_gradient(
 @triton.jit
 def causal_gather_kernel(
     p_q, p_do, p_mix, p_mask, p_alpha, p_bounds, p_peak, p_level, p_sum, p_z, p_delta,
-    alpha, mix, block_size, program_tokens, T, H,
+    alpha, mix, program_tokens, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_mb, stride_mh, stride_mt, stride_me,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
@@ -80,7 +80,7 @@ def causal_gather_kernel(
     batch, head = index // H, index % H
     begin, tokens = locate(p_bounds, batch, T, PACKED)
     p_mask += batch * T
-    start = segment * program_tokens - gap_before(p_mask, T, block_size, SHIFTED)
+    start = segment * program_tokens - gap_before(p_bounds, batch, SHIFTED)
     end = tl.minimum(start + program_tokens, tokens)
     p_q += batch * stride_qb + begin * stride_qt + head * stride_qh
     p_do += batch * stride_gb + begin * stride_gt + head * stride_gh

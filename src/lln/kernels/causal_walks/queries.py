@@ -64,7 +64,7 @@ def causal_query_kernel(
     key_head = head // KG
     begin, tokens = locate(p_bounds, batch, T, PACKED)
     p_mask += batch * T
-    start = segment * program_tokens - gap_before(p_mask, T, block_size, SHIFTED)
+    start = segment * program_tokens - gap_before(p_bounds, batch, SHIFTED)
     end = tl.minimum(start + program_tokens, tokens)
     p_q += batch * stride_qb + begin * stride_qt + head * stride_qh
     p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
