@@ -18,12 +18,12 @@ from lln.demo.encoder import Encoder, EncoderSize, trained_attentions
 from lln.demo.record import Clock
 from lln.demo.sections import speed_headline, speed_section
 from lln.demo.speed import Speed
-from lln.demo.threads import faster_threads
 from lln.demo.training import TRAINED, Training
 from lln.errors import InvalidInputError
 from lln.files import write_atomically
 from lln.report.chart import Axis, Line, line_chart, linear_axis, log_axis
 from lln.report.picture import matrix_picture
+from lln.report.threads import faster_threads
 
 VOID = {"meta", "img", "br", "circle", "path", "link", "input", "hr"}
 

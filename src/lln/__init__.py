@@ -3,6 +3,7 @@
 ``import lln`` loads torch and nothing else.
 """
 
+from lln import first_calls as _first_calls  # noqa: F401 (before any thread is started)
 from lln import reference
 from lln.attention import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.calibration import calibrate

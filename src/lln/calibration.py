@@ -81,6 +81,8 @@ def calibrate(
     checks.check_count("steps", steps)
     pooled = scope == "batch"
     alpha, beta = find_temperatures(query, key, key_mask, pooled, rows, steps, scale)
+    if key.numel() == 0:
+        return alpha, beta
     tokens = count_tokens(key, key_mask)
     behind = int(tokens.sum()) if pooled else int(tokens[tokens > 0].min())
     sharp = unusual(query, key, key_mask, alpha)
@@ -100,7 +102,7 @@ def count_tokens(key: Tensor, key_mask: Tensor | None) -> Tensor:
 def check_tokens(key: Tensor, key_mask: Tensor | None) -> None:
     """Refuse inputs that no α and β can be found on: a single token is attended to at any."""
     longest = max(count_tokens(key, key_mask).tolist(), default=0)
-    if longest < 2:
+    if longest < 2 and key.numel() > 0:
         raise InvalidInputError(
             "α and β need a sequence with two tokens to choose between, the longest one has "
             f"{longest}; calibrate on longer sequences."

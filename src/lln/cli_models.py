@@ -172,8 +172,9 @@ def recover(
     `torchrun --nproc-per-node 2 --no-python lln recover ...`.
     """
     from lln.integrations.folders import recover_folder
+    from lln.report.threads import faster_threads
 
-    with _naming_options(recover, output_dir="--work"):
+    with _naming_options(recover, output_dir="--work"), faster_threads(typer.echo):
         recover_folder(
             source,
             target,

@@ -106,7 +106,8 @@ def _is_crowded(threads: int) -> bool:
 
 def _threads_for(query: Tensor) -> int:
     """How many threads a call gets; 1 where somebody has to see its operations, or it is small."""
-    if query.device.type != "cpu" or query.numel() < _FEWEST or not has_values(query):
+    # First whether this is a trace, which must not ask for the size.
+    if query.device.type != "cpu" or not has_values(query) or query.numel() < _FEWEST:
         return 1
     if type(query) not in (Tensor, torch.nn.Parameter) or not torch.backends.openmp.is_available():
         return 1

@@ -92,7 +92,7 @@ def test_lengths_that_the_second_part_leaves_out_are_said(tmp_path):
 
 
 def test_unknown_systems_get_all_names_that_are_allowed():
-    with pytest.raises(InvalidInputError, match=f"lion_s.*{FRAME}; got foo"):
+    with pytest.raises(InvalidInputError, match=f"lion_s.*{FRAME}, got foo"):
         bench("--device", "cpu", "--systems", "foo", FRAME)
 
 

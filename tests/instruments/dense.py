@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 
 from lln import match_moments, reference
@@ -36,7 +37,9 @@ def dense_matrix(
         key = torch.where(keep[:, None], key, 0.0)
     if is_causal:
         seen = seen.tril()
-    blocks = torch.arange(tokens) // (block_size or width)
+    # Counted from the first token that is not masked.
+    first = 0 if keep is None else int(keep.int().argmax())
+    blocks = (torch.arange(tokens) - first).div(block_size or width, rounding_mode="floor")
     near = seen & (blocks[:, None] == blocks) if tokens == key.shape[1] else seen
     scores = reference.log_softmax_kernel(query, key, scale)
     if kind == "softmax":
@@ -61,7 +64,9 @@ def dense_entropy(matrix):
 
 
 def dense_gap(matrix):
-    moduli = torch.linalg.eigvals(matrix).abs().sort(-1, descending=True).values
+    moduli = (
+        torch.from_numpy(np.abs(np.linalg.eigvals(matrix.numpy()))).sort(-1, descending=True).values
+    )
     return 1 - moduli[..., 1] if moduli.shape[-1] > 1 else matrix.new_ones(matrix.shape[0])
 
 

@@ -276,3 +276,28 @@ def test_nothing_is_said_before_a_checkpoint_of_another_model_is_refused(
     with pytest.raises(InvalidInputError, match="is of another model"):
         cli_models.recover(*arguments, work=tmp_path / "work", tokens=16, mix="gate", **STEPS)
     assert capsys.readouterr().out == ""
+
+
+def test_recovery_runs_on_one_thread_where_that_is_faster(monkeypatch, tmp_path):
+    """Other programs keep the processors busy: all threads take ten times as long as one."""
+    from typer.testing import CliRunner
+
+    from lln import cli
+    from lln.integrations import folders
+    from lln.report import threads
+
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(threads, "_probe", lambda: 1.0 if torch.get_num_threads() == 1 else 10.0)
+    monkeypatch.setattr(
+        folders, "recover_folder", lambda *args, **options: seen.append(torch.get_num_threads())
+    )
+    torch.set_num_threads(2)
+    try:
+        options = ["--text", str(tmp_path / "text.txt")]
+        out = CliRunner().invoke(cli.app, ["recover", str(tmp_path), str(tmp_path / "b"), *options])
+        assert out.exit_code == 0, out.output
+        assert seen == [1]
+        assert "one thread is faster" in out.output
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -15,11 +15,11 @@ from lln.demo.page import Demo, render_json, render_page
 from lln.demo.record import Clock, State, page_path
 from lln.demo.sections import concentration_headline, speed_headline, training_headline
 from lln.demo.speed import Speed
-from lln.demo.threads import faster_threads
 from lln.demo.training import Training
 from lln.errors import InvalidInputError
 from lln.files import write_atomically
 from lln.report.progress import progress_bar
+from lln.report.threads import faster_threads
 
 SECONDS = 110.0
 QUICK_SECONDS = 10.0

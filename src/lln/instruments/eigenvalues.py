@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,9 +53,17 @@ def second_moduli(matrices: Tensor) -> Tensor:
     """|λ₂| of small row-stochastic matrices ``[G, n, n]``, from all their eigenvalues."""
     if matrices.shape[-1] < 2:
         return matrices.new_zeros(matrices.shape[0])
-    # On the CPU, where the result does not depend on the GPU's libraries; they are small.
-    moduli = torch.linalg.eigvals(matrices.cpu()).abs().sort(-1, descending=True).values
+    moduli = _moduli(matrices).sort(-1, descending=True).values
     return moduli[:, 1].clamp_max(1.0).to(matrices.device)
+
+
+def _moduli(matrices: Tensor) -> Tensor:
+    """The moduli of all eigenvalues ``[..., n]``, on the CPU.
+
+    By numpy, whose LAPACK is the same on every processor: Intel's, which PyTorch takes where it
+    can, gives up on matrices with many equal eigenvalues.
+    """
+    return torch.from_numpy(np.abs(np.linalg.eigvals(matrices.detach().cpu().numpy())))
 
 
 def _irreducible(matrix: Tensor) -> float:
@@ -111,7 +120,7 @@ def _largest_modulus(product: Product, size: int, device: torch.device) -> float
     if size <= _RESCUE:
         unit = torch.eye(size, dtype=torch.float64, device=device)
         matrix = torch.cat([product(columns) for columns in unit.split(DENSE, 1)], 1)
-        return min(torch.linalg.eigvals(matrix.cpu()).abs().max().item(), 1.0)
+        return min(_moduli(matrix).max().item(), 1.0)
     found = attempt(_ATTEMPTS[-1][0], 40, _ROUGH_TOLERANCE)
     warnings.warn(
         f"the spectral gap of a matrix of {size} tokens did not converge "
@@ -157,7 +166,7 @@ def _by_classes(matrix: Tensor) -> float:
 def _radius(block: Tensor) -> float:
     """Spectral radius of a class that leaks."""
     if block.shape[0] <= DENSE:
-        return torch.linalg.eigvals(block.cpu()).abs().max().item()
+        return _moduli(block).max().item()
     return _largest_modulus(block.matmul, block.shape[0], block.device)
 
 

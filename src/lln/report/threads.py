@@ -1,4 +1,4 @@
-"""How many threads to measure with.
+"""How many threads a command runs on.
 
 Threads that share their processors with other programs wait for each other at the end of every
 operation. On a busy machine one thread alone is then much faster, and its times can be trusted.
@@ -7,7 +7,7 @@ operation. On a busy machine one thread alone is then much faster, and its times
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
@@ -18,8 +18,12 @@ from lln.attention import lln_attention
 
 
 @contextmanager
-def faster_threads() -> Iterator[int]:
-    """Run the body on all threads or on one, whichever is faster now; yields how many."""
+def faster_threads(echo: Callable[[str], object] = lambda _: None) -> Iterator[int]:
+    """Run the body on all threads or on one, whichever is faster now; yields how many.
+
+    Args:
+        echo: Takes a line meant for the terminal, where it is not all of them.
+    """
     before = torch.get_num_threads()
     try:
         seconds = {}
@@ -28,6 +32,8 @@ def faster_threads() -> Iterator[int]:
             seconds[threads] = _probe()
         chosen = min(seconds, key=seconds.__getitem__, default=before)
         torch.set_num_threads(chosen)
+        if chosen < before:
+            echo("Other programs keep the processors busy: one thread is faster here than all.")
         yield chosen
     finally:
         torch.set_num_threads(before)
