@@ -102,7 +102,7 @@ def count_tokens(key: Tensor, key_mask: Tensor | None) -> Tensor:
 def check_tokens(key: Tensor, key_mask: Tensor | None) -> None:
     """Refuse inputs that no α and β can be found on: a single token is attended to at any."""
     longest = max(count_tokens(key, key_mask).tolist(), default=0)
-    if longest < 2 and key.numel() > 0:
+    if longest < 2 and key.shape[0] > 0:
         raise InvalidInputError(
             "α and β need a sequence with two tokens to choose between, the longest one has "
             f"{longest}; calibrate on longer sequences."
