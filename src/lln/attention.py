@@ -73,6 +73,7 @@ def lln_attention(
         BackendUnavailableError: If the implementation asked for cannot run.
 
     Example:
+        >>> import torch
         >>> query, key, value = torch.randn(3, 2, 4, 10, 8)
         >>> lln_attention(query, key, value).shape
         torch.Size([2, 4, 10, 8])
@@ -227,6 +228,7 @@ def lln_diag_attention(
         ``[B, H, T, E]`` in the dtype of query.
 
     Example:
+        >>> import torch
         >>> query, key, value = torch.randn(3, 2, 4, 10, 8)
         >>> gate = torch.sigmoid(torch.randn(2, 4, 10, 1))
         >>> lln_diag_attention(query, key, value, mix=gate).shape
