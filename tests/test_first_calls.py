@@ -41,7 +41,11 @@ def test_importing_calls_every_function_once(monkeypatch):
 
 def test_every_vector_function_in_use_is_among_them():
     """Functions of MKL's vector mathematics that stand in the source are called on import."""
-    vector = set(VECTOR_FUNCTIONS) | {"acosh", "asinh", "atanh"}
+    # What PyTorch hands to MKL, written down apart from the list that is tested.
+    vector = set(
+        "acos acosh asin asinh atan atanh cos cosh erf erfc erfinv exp expm1 "
+        "log log10 log1p log2 sin sinh sqrt tan tanh".split()  # noqa: SIM905
+    )
     used = set()
     for path in Path(lln.__file__).parent.rglob("*.py"):
         if "kernels" not in path.parts:
