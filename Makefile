@@ -31,12 +31,12 @@ test: setup  ## run the CPU tests and the examples in the docstrings
 # Absolute, because some tests start Python in another folder.
 test-oldest: $(OLDEST)/.stamp  ## run the Hugging Face tests with the oldest supported transformers
 	LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src" $(BIN)/python -m pytest -n 2 \
-		-m "not gpu and not slow" tests/integrations tests/inspection \
+		-m "not gpu and not slow" tests/integrations tests/studies/inspection \
 		tests/instruments/test_capture_transformers.py
 
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
 	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py \
-		tests/bench/test_roberta.py
+		tests/studies/bench/test_roberta.py
 
 bench: setup  ## time attention on this machine, table and figure (CPU: three minutes)
 	$(BIN)/lln bench --figure

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from lln import peers
-from lln.bench.peers_cells import ALONE, FILLED, FRAME
-from lln.bench.peers_table import TABLES, systems_of, table_of
 from lln.peers import listing
+from lln.studies.bench.peers_cells import ALONE, FILLED, FRAME
+from lln.studies.bench.peers_table import TABLES, systems_of, table_of
 
 TITLES = {"milliseconds": "time", "peak_bytes": "memory"}
 

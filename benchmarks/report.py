@@ -19,15 +19,15 @@ from benchmarks.tables import (
     roberta_table,
 )
 from benchmarks.targets import targets_table
-from lln.bench.compare import add_ratios
-from lln.bench.figures import draw_speed
-from lln.bench.operations import OPERATIONS
-from lln.bench.peers_figure import draw_peers
-from lln.bench.roberta_figure import draw_roberta
+from lln.studies.bench.compare import add_ratios
+from lln.studies.bench.operations import OPERATIONS
+from lln.studies.bench.peers_figure import draw_peers
+from lln.studies.bench.roberta_figure import draw_roberta
+from lln.studies.bench.speed_figure import draw_speed
 
 RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")
-CONSTANTS = Path("src/lln/constants.json")
+CONSTANTS = Path("src/lln/matching/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
 # What README shows of the GPU's main table: the ends, and two lengths between.
 SHOWN = (512, 2048, 8192, 65536)

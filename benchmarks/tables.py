@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from benchmarks.targets import GRAPH, PYTHON, main_rows
-from lln.bench.compare import fastest
-from lln.bench.operations import OPERATIONS
-from lln.bench.roberta import SYSTEMS
-from lln.bench.roberta_table import as_milliseconds, table_of, title_of
+from lln.studies.bench.compare import fastest
+from lln.studies.bench.operations import OPERATIONS
+from lln.studies.bench.roberta import SYSTEMS
+from lln.studies.bench.roberta_table import as_milliseconds, table_of, title_of
 
 CPU_COLUMNS = ("sdpa", "lln", "lln_matched", "lln_diag")
 PASSES = ((False, "forward"), (True, "fwd + bwd"))

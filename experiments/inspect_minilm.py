@@ -14,15 +14,15 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from lln.inspection import run_inspect
-from lln.inspection.choice import Chosen
-from lln.inspection.findings import findings
-from lln.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, draw_maps
-from lln.inspection.plots import lln_plots, shape_plots, theory_plots
-from lln.inspection.saved import read_study
-from lln.inspection.study import Study
-from lln.report.markup import number
-from lln.report.picture_file import svg_file
+from lln.studies.inspection import run_inspect
+from lln.studies.inspection.choice import Chosen
+from lln.studies.inspection.findings import findings
+from lln.studies.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, draw_maps
+from lln.studies.inspection.plots import lln_plots, shape_plots, theory_plots
+from lln.studies.inspection.saved import read_study
+from lln.studies.inspection.study import Study
+from lln.studies.report.markup import number
+from lln.studies.report.picture_file import svg_file
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = ROOT / "experiments" / "results" / "inspect_minilm.json"

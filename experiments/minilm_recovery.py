@@ -31,12 +31,12 @@ from torch.utils.data import Dataset
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lln import peers
-from lln.bench.environment import describe
+from lln.files import read_lines
 from lln.integrations.convert import convert
 from lln.integrations.folders import load_model, load_tokenizer
 from lln.integrations.masks import slicing_mask
 from lln.integrations.recover import recover, softmax_teacher
-from lln.texts import read_lines
+from lln.studies.bench.environment import describe
 
 # Name of a row → how `convert` is called; None = not ours.
 ROWS = {

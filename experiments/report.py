@@ -15,7 +15,7 @@ from benchmarks.report import fill
 from experiments.recovery_table import recovery
 from experiments.step_table import training_steps
 from experiments.tables import table
-from lln.numerals import written
+from lln.printing import written
 
 RESULTS = Path("experiments/results")
 COSTS = Path("benchmarks/results/instruments.json")

@@ -18,9 +18,9 @@ import torch
 import transformers
 from transformers import RobertaConfig, RobertaForMaskedLM
 
-from lln.bench.environment import describe
-from lln.bench.run import command_of
 from lln.integrations.convert import convert
+from lln.studies.bench.command import command_of
+from lln.studies.bench.environment import describe
 
 # Name → (implementation, statistics); None = softmax.
 ROWS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from lln.machine import facts
+from lln.studies.processor import facts
 from lln.testing import poison_empty
 
 settings.register_profile("local", deadline=None, max_examples=25)

@@ -18,10 +18,11 @@ from lln.files import (
     check_folder,
     check_free,
     new_folder,
+    read_lines,
+    read_utf8,
     replacing,
     write_atomically,
 )
-from lln.texts import read_lines, read_utf8
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -73,13 +74,13 @@ def test_commands_refuse_a_place_that_cannot_be_written_before_any_work(
         raise AssertionError("work was begun")
 
     for name in (
-        "lln.bench.run._run_cases",
-        "lln.bench.roberta_table._run_cells",
-        "lln.bench.peers_run._run_cells",
-        "lln.fitting.command.fit_constants",
-        "lln.demo.run.load_corpus",
-        "lln.figures.concentration.concentration",
-        "lln.inspection.run.read_text",
+        "lln.studies.bench.command._run_cases",
+        "lln.studies.bench.roberta_table._run_cells",
+        "lln.studies.bench.peers_run._run_cells",
+        "lln.studies.fitting.command.fit_constants",
+        "lln.studies.demo.command.load_corpus",
+        "lln.studies.figures.temperature_sweep.concentration",
+        "lln.studies.inspection.command.read_text",
     ):
         monkeypatch.setattr(name, work, raising=False)
     words = {"figure": ("figure", "2", "--quick"), "inspect": ("inspect", "model")} | COMMANDS

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from lln.demo.concentration import KERNELS, Concentration
-from lln.demo.sections import concentration_section
 from lln.instruments.measurements import Measurement, Measurements
-from lln.numerals import written
+from lln.printing import written
+from lln.studies.demo.concentration import KERNELS, Concentration
+from lln.studies.demo.sections import concentration_section
 
 
 @pytest.mark.parametrize(

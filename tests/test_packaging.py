@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lln
-from lln import doctor
+from lln.studies import doctor
 
 PACKAGE = Path(lln.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -150,7 +150,7 @@ def test_version():
 def test_data_files_are_in_the_package():
     files = resources.files("lln")
     assert files.joinpath("py.typed").is_file()
-    constants = json.loads(files.joinpath("constants.json").read_text("utf-8"))
+    constants = json.loads(files.joinpath("matching/constants.json").read_text("utf-8"))
     assert set(constants["criteria"]) == {"paper", "variance", "entropy"}
 
 
@@ -210,7 +210,7 @@ def test_command_line(arguments, fragments, tmp_path):
 
 
 def test_command_line_as_a_module():
-    done = run("-m", "lln.cli", "--version")
+    done = run("-m", "lln", "--version")
     assert (done.returncode, done.stdout) == (0, f"lln {lln.__version__}\n"), done.stderr
 
 
@@ -221,14 +221,14 @@ def test_installed_command_is_the_command_line():
 
 def test_errors_of_ours_are_one_line_and_exit_2():
     script = """
-import lln.doctor
+import lln.studies.doctor
 from lln import InvalidInputError
 from lln.cli import main
 
 def examine(echo):
     raise InvalidInputError("rows must be at least 1, got 0.")
 
-lln.doctor.examine = examine
+lln.studies.doctor.examine = examine
 main()
 """
     done = run("-c", script, "doctor")
@@ -280,14 +280,14 @@ def test_doctor_reports_what_an_implementation_raises(monkeypatch):
 
 def test_doctor_exits_1_where_attention_is_wrong():
     script = """
-import lln.doctor
+import lln.studies.doctor
 from lln.cli import main
 
-right = lln.doctor.lln_diag_attention
+right = lln.studies.doctor.lln_diag_attention
 def wrong(*tensors, impl, **options):
     return right(*tensors, impl=impl, **options) * (1.001 if impl == "eager" else 1.0)
 
-lln.doctor.lln_diag_attention = wrong
+lln.studies.doctor.lln_diag_attention = wrong
 main()
 """
     done = run("-c", script, "doctor")

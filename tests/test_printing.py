@@ -5,8 +5,8 @@ import torch
 
 import lln
 from lln import instruments
-from lln.instruments.measure import SeenCall
 from lln.instruments.measurements import Measurement
+from lln.instruments.observed_call import SeenCall
 from lln.integrations.streaming import Past
 from lln.observers import Announcement
 

@@ -3,12 +3,9 @@
 ``import lln`` loads torch and nothing else.
 """
 
-from lln import first_calls as _first_calls  # noqa: F401 (before any thread is started)
 from lln import reference
-from lln.attention import block_diagonal_attention, lln_attention, lln_diag_attention
-from lln.calibration import calibrate
-from lln.core import LLNCore, LLNDiagCore
-from lln.decoding import decode_step
+from lln.eager import first_calls as _first_calls  # noqa: F401 (before any thread is started)
+from lln.eager.summary import KeySummary
 from lln.errors import (
     BackendUnavailableError,
     CausalStatisticsError,
@@ -16,10 +13,13 @@ from lln.errors import (
     LLNError,
     UnexpectedArgumentError,
 )
-from lln.matching import match_moments
-from lln.modules import LLNAttention, LLNDiagAttention
-from lln.summary import KeySummary
-from lln.varlen import lln_attention_varlen, lln_diag_attention_varlen
+from lln.functional.decoding import decode_step
+from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
+from lln.matching.calibration import calibrate
+from lln.matching.moments import match_moments
+from lln.nn.heads import LLNCore, LLNDiagCore
+from lln.nn.multihead import LLNAttention, LLNDiagAttention
 
 __version__ = "0.1.0.dev0"
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lln.printing import brief
+from lln.tracing import is_compiling
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ _observers: list[Observer] = []
 
 def is_observed() -> bool:
     """Whether anybody watches, and the call is a real one rather than a trace."""
-    return not torch.compiler.is_compiling() and bool(_observers)
+    return not is_compiling() and bool(_observers)
 
 
 def announce(announcement: Announcement) -> None:

@@ -1,4 +1,4 @@
-"""How objects that hold tensors print: by their shapes, not by thousands of numbers."""
+"""How tensors and numbers are written for people: a shape instead of thousands of numbers."""
 
 from __future__ import annotations
 
@@ -28,3 +28,19 @@ def _shown(part: object) -> str:
     shape = "[nested]" if part.is_nested else str(list(part.shape))
     place = "" if part.device.type == "cpu" else f" on {part.device}"
     return f"{kind}{shape}{place}"
+
+
+def written(value: float, form: str) -> str:
+    """A number in the given form, without a sign before what reads as zero.
+
+    Args:
+        value: The number.
+        form: As `format` takes it.
+
+    Example:
+        >>> written(-0.004, ".2f"), written(-0.004, "+.2f"), written(-0.004, "+.3f")
+        ('0.00', '0.00', '-0.004')
+    """
+    text = format(value, form)
+    digits = [each for each in text if each.isdigit()]
+    return text.lstrip("+-") if digits and set(digits) == {"0"} else text

@@ -146,7 +146,7 @@ def test_temperatures_of_any_shape():
 def test_groups_of_samples_and_many_short_heads(monkeypatch):
     query, key, _ = make_qkv(7, 3, 9, 4)
     whole = instruments.spectral_gap(query, key, kind="lln")
-    monkeypatch.setattr("lln.instruments.heads._GROUP", 9 * 3 * 4 * 2)
+    monkeypatch.setattr("lln.instruments.head_groups._GROUP", 9 * 3 * 4 * 2)
     torch.testing.assert_close(instruments.spectral_gap(query, key, kind="lln"), whole)
     alone = torch.cat(
         [instruments.spectral_gap(query[i : i + 1], key[i : i + 1], kind="lln") for i in range(7)]

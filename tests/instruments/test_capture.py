@@ -187,9 +187,9 @@ def test_causal_cross_attention():
 
 
 def test_a_matrix_too_large_to_form_is_reported(monkeypatch):
-    from lln.instruments import measure
+    from lln.instruments import observed_call
 
-    monkeypatch.setattr(measure, "_LARGEST_MATRIX", 80)
+    monkeypatch.setattr(observed_call, "_LARGEST_MATRIX", 80)
     layer = Attention(attn_mask=WINDOW)
     with capture(layer) as seen:
         layer(torch.randn(1, 9, 16))
@@ -499,12 +499,12 @@ def test_nan_in_one_layer_is_reported_and_the_rest_measured():
 
 
 def test_an_instrument_that_raises_does_not_end_the_run(monkeypatch):
-    from lln.instruments import measure
+    from lln.instruments import observed_call
 
     def broken(*_, **__):
         raise RuntimeError("out of something\nand more lines")
 
-    monkeypatch.setitem(measure.INSTRUMENTS, "entropy", broken)
+    monkeypatch.setitem(observed_call.INSTRUMENTS, "entropy", broken)
     model = Stack(Attention())
     with capture(model) as seen:
         model(torch.randn(1, 4, 16))

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from lln import cli_models
+from lln.cli import model_commands
 from lln.errors import InvalidInputError, WriteError
 from lln.integrations import folders as commands
 from lln.integrations.convert import convert
@@ -49,9 +49,9 @@ def state(folder):
 def test_text_that_is_not_utf8(folder, tmp_path, unloaded):
     (tmp_path / "old.txt").write_bytes(b"caf\xe9")
     with pytest.raises(InvalidInputError, match=r"^--calibrate .*old\.txt' is not UTF-8 text: byt"):
-        cli_models.convert(folder, tmp_path / "out", calibrate=tmp_path / "old.txt")
+        model_commands.convert(folder, tmp_path / "out", calibrate=tmp_path / "old.txt")
     with pytest.raises(InvalidInputError, match=r"^--text .*old\.txt' is not UTF-8 text: byte 3 "):
-        cli_models.recover(folder, tmp_path / "out", tmp_path / "old.txt")
+        model_commands.recover(folder, tmp_path / "out", tmp_path / "old.txt")
 
 
 class Program:
@@ -70,7 +70,7 @@ def test_pickled_weights_that_are_not_opened(folder, tmp_path, content):
         torch.save({"a": torch.ones(1000)}, weights)
         weights.write_bytes(weights.read_bytes()[:500])
     with pytest.raises(InvalidInputError, match=r"^.*in' cannot be loaded: ") as refused:
-        cli_models.convert(folder, tmp_path / "out")
+        model_commands.convert(folder, tmp_path / "out")
     assert "\n" not in str(refused.value)
     if content != "cut":
         assert "pytorch_model.bin is a pickle" in str(refused.value)
@@ -93,16 +93,16 @@ def test_the_source_is_left_as_it_is(folder, tmp_path, monkeypatch, unloaded, pl
     before = state(folder)
     arguments = (folder, target, *((tmp_path / "text.txt",) if command == "recover" else ()))
     with pytest.raises(InvalidInputError, match=r"^NEW_FOLDER .* which is left as it is; name a f"):
-        getattr(cli_models, command)(*arguments, overwrite=True)
+        getattr(model_commands, command)(*arguments, overwrite=True)
     assert state(folder) == before
 
 
 def test_the_work_folder_is_neither_source_nor_target(folder, tmp_path, unloaded):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     with pytest.raises(InvalidInputError, match=r"^--work .* which is left as it is"):
-        cli_models.recover(folder, out, text, work=folder / "work")
+        model_commands.recover(folder, out, text, work=folder / "work")
     with pytest.raises(InvalidInputError, match=r"^NEW_FOLDER .* around .* holds the checkpoints"):
-        cli_models.recover(folder, out, text, work=out / "work")
+        model_commands.recover(folder, out, text, work=out / "work")
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
@@ -110,11 +110,11 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
 ):
     text = tmp_path / "text.txt"
     with pytest.raises(InvalidInputError, match=r"^NEW_FOLDER .*written: Not a directory"):
-        cli_models.convert(folder, text / "out")
+        model_commands.convert(folder, text / "out")
     with pytest.raises(InvalidInputError, match=r"^NEW_FOLDER .*written: Not a directory"):
-        cli_models.recover(folder, text / "out", text, work=tmp_path / "work")
+        model_commands.recover(folder, text / "out", text, work=tmp_path / "work")
     with pytest.raises(InvalidInputError, match=r"^--work .*written: Not a directory"):
-        cli_models.recover(folder, tmp_path / "out", text, work=text / "work")
+        model_commands.recover(folder, tmp_path / "out", text, work=text / "work")
     assert not (tmp_path / "work").exists()
 
 
@@ -123,7 +123,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
 
 def test_a_disk_that_is_full_at_the_end_of_a_conversion(folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    cli_models.convert(folder, out)
+    model_commands.convert(folder, out)
     before = state(out)
     whole = commands.transformers.PreTrainedModel.save_pretrained
 
@@ -133,9 +133,9 @@ def test_a_disk_that_is_full_at_the_end_of_a_conversion(folder, tmp_path, monkey
 
     monkeypatch.setattr(commands.transformers.PreTrainedModel, "save_pretrained", half)
     with pytest.raises(WriteError, match=r"out' cannot be written: No space left on device; nothi"):
-        cli_models.convert(folder, out, overwrite=True)
+        model_commands.convert(folder, out, overwrite=True)
     with pytest.raises(WriteError):
-        cli_models.convert(folder, tmp_path / "other")
+        model_commands.convert(folder, tmp_path / "other")
     assert state(out) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "text.txt"]
 
@@ -230,7 +230,7 @@ def test_a_second_run_is_refused_and_the_first_one_undisturbed(
 ):
     words, work = tmp_path / "text.txt", tmp_path / "work"
     with pytest.raises(InvalidInputError, match=r"^another run trains in .*with another --work\.$"):
-        cli_models.recover(folder, tmp_path / "out", words, work=work)
+        model_commands.recover(folder, tmp_path / "out", words, work=work)
     model, data, options = training(tiny, text)
     with pytest.raises(InvalidInputError, match=r"^another run trains in .*another output_dir\.$"):
         recover(model, data, output_dir=work, **options)
@@ -262,7 +262,7 @@ def test_a_folder_is_free_again_after_a_run_that_failed(tmp_path):
 @pytest.mark.parametrize("wrong", [{"end_loss": "mse"}, {"statistics": "none"}, {"layers": "9"}])
 def test_nothing_is_said_before_a_refusal(folder, tmp_path, capsys, wrong):
     with pytest.raises(InvalidInputError):
-        cli_models.recover(folder, tmp_path / "out", tmp_path / "text.txt", tokens=16, **wrong)
+        model_commands.recover(folder, tmp_path / "out", tmp_path / "text.txt", tokens=16, **wrong)
     assert capsys.readouterr().out == ""
 
 
@@ -274,7 +274,7 @@ def test_nothing_is_said_before_a_checkpoint_of_another_model_is_refused(
     capsys.readouterr()
     arguments = (folder, tmp_path / "out", tmp_path / "text.txt")
     with pytest.raises(InvalidInputError, match="is of another model"):
-        cli_models.recover(*arguments, work=tmp_path / "work", tokens=16, mix="gate", **STEPS)
+        model_commands.recover(*arguments, work=tmp_path / "work", tokens=16, mix="gate", **STEPS)
     assert capsys.readouterr().out == ""
 
 
@@ -284,7 +284,7 @@ def test_recovery_runs_on_one_thread_where_that_is_faster(monkeypatch, tmp_path)
 
     from lln import cli
     from lln.integrations import folders
-    from lln.report import threads
+    from lln.studies.report import threads
 
     before, seen = torch.get_num_threads(), []
     monkeypatch.setattr(threads, "_probe", lambda: 1.0 if torch.get_num_threads() == 1 else 10.0)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lln import cli_models
+from lln.cli import model_commands
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.convert import convert
 from lln.integrations.recover import recover
@@ -45,7 +45,7 @@ def test_convert_names_options_on_the_command_line_and_arguments_in_python(
     tiny, folders, options, said, raised
 ):
     with pytest.raises(InvalidInputError, match=f"^{re.escape(said)}"):
-        cli_models.convert(*folders("bert"), **options)
+        model_commands.convert(*folders("bert"), **options)
     if options.get("mix") == "7":
         options = {"mix": 7}
     with pytest.raises(InvalidInputError, match=f"^{re.escape(raised)}"):
@@ -54,14 +54,14 @@ def test_convert_names_options_on_the_command_line_and_arguments_in_python(
 
 def test_layers_that_do_not_exist(tiny, folders):
     with pytest.raises(InvalidInputError, match=r"^--layers has 9, which did not run"):
-        cli_models.convert(*folders("bert"), layers="0,9")
+        model_commands.convert(*folders("bert"), layers="0,9")
     with pytest.raises(InvalidInputError, match=r"^layers has 9, which did not run"):
         convert(tiny("bert"), layers=[0, 9], verbose=False)
 
 
 def test_a_causal_model_without_calibration(tiny, folders):
     with pytest.raises(InvalidInputError, match="the future; pass --calibrate, inputs"):
-        cli_models.convert(*folders("gpt2"))
+        model_commands.convert(*folders("gpt2"))
     with pytest.raises(InvalidInputError, match="the future; pass calibrate=, inputs"):
         convert(tiny("gpt2"), verbose=False)
 
@@ -69,14 +69,16 @@ def test_a_causal_model_without_calibration(tiny, folders):
 def test_a_causal_model_with_calibration_and_sample_statistics(tiny, text, folders, tmp_path):
     source, target = folders("gpt2")
     with pytest.raises(InvalidInputError, match="future; use --statistics fixed, 'running' or"):
-        cli_models.recover(source, target, tmp_path / "text.txt", statistics="sample", tokens=16)
+        model_commands.recover(
+            source, target, tmp_path / "text.txt", statistics="sample", tokens=16
+        )
     with pytest.raises(InvalidInputError, match="future; use statistics='fixed', 'running' or"):
         convert(tiny("gpt2"), calibrate=text(), statistics="sample", verbose=False)
 
 
 def test_sliding_windows(tiny, folders):
     with pytest.raises(UnsupportedModelError, match="; pass --sliding-window softmax to leave"):
-        cli_models.convert(*folders("modernbert"))
+        model_commands.convert(*folders("modernbert"))
     with pytest.raises(UnsupportedModelError, match="; pass sliding_window='softmax' to leave"):
         convert(tiny("modernbert"), verbose=False)
     windowed = next(
@@ -93,9 +95,9 @@ def test_sliding_windows(tiny, folders):
 def test_recover_names_its_options(folders, tmp_path):
     source, target = folders("bert")
     with pytest.raises(InvalidInputError, match=r"^--end-loss must be one of "):
-        cli_models.recover(source, target, tmp_path / "text.txt", tokens=16, end_loss="mse")
+        model_commands.recover(source, target, tmp_path / "text.txt", tokens=16, end_loss="mse")
     with pytest.raises(InvalidInputError, match=r"^--end-loss logits does not fit BertModel"):
-        cli_models.recover(
+        model_commands.recover(
             source,
             target,
             tmp_path / "text.txt",
@@ -115,7 +117,7 @@ def test_a_checkpoint_of_another_model_names_the_work_folder(tiny, text, folders
     recover(other, [inputs], output_dir=tmp_path / "work", **steps)
     source, target = folders("bert")
     with pytest.raises(InvalidInputError, match="start anew with another --work"):
-        cli_models.recover(
+        model_commands.recover(
             source, target, tmp_path / "text.txt", tokens=16, work=tmp_path / "work", **steps
         )
 
@@ -129,4 +131,4 @@ def test_what_is_no_argument_stays_as_it_is():
         "convert(end_loss='hidden') is a call.",
         "'work/end_loss' cannot be read.",
     ):
-        assert cli_models.in_options(sentence, options) == sentence
+        assert model_commands.in_options(sentence, options) == sentence

@@ -11,12 +11,12 @@ import torch
 import transformers
 
 import lln
-from lln import cli_models
+from lln.cli import model_commands
 from lln.errors import CalibrationWarning, InvalidInputError, UnsupportedModelError
 from lln.integrations import attend
+from lln.integrations.attached import Heads, KeptSoftmax
 from lln.integrations.convert import convert
-from lln.integrations.heads import Heads, KeptSoftmax
-from lln.integrations.inputs import example_inputs
+from lln.integrations.trial_batch import example_inputs
 
 FIXED = {"statistics": "fixed", "alpha": 2.0, "beta": 2.0}
 NAME = "encoder.layer.{}.attention.self"
@@ -451,7 +451,7 @@ def test_what_an_earlier_conversion_found_is_not_dropped_in_silence(tiny, text, 
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     model.save_pretrained(tmp_path / "in")
     with pytest.raises(InvalidInputError, match="would be lost; pass --calibrate, inputs to find"):
-        cli_models.convert(tmp_path / "in", tmp_path / "out")
+        model_commands.convert(tmp_path / "in", tmp_path / "out")
     with pytest.warns(CalibrationWarning, match="converted before: its α, β and joins were repl"):
         report = convert(model, calibrate=text(64), verbose=False)
     assert "Note: the model was converted before" in str(report)

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.integrations.convert import convert
-from lln.integrations.imitation import Imitation, divergence, measure, relative_error
 from lln.integrations.recover import layer_names, load_checkpoint, recover, softmax_teacher
+from lln.integrations.recovery_loss import Imitation, divergence, measure, relative_error
 
 # Trainer and torch warn about GPUs that are not there.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -11,7 +11,6 @@ import torch
 from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
-from lln.kernels import chips
 from lln.testing import assert_close, make_qkv
 
 pytest.importorskip("triton")
@@ -52,8 +51,8 @@ def holes(batch, keys, seed=3):
 
 
 def limit_chips(monkeypatch, **limits):
-    """Every chip takes no more than that; see `lln.kernels.chips.Chip`."""
-    monkeypatch.setattr(chips, "CHIPS", tuple(chip._replace(**limits) for chip in chips.CHIPS))
+    """Every chip takes no more than that; see `lln.kernels.limits.Chip`."""
+    monkeypatch.setattr(limits, "CHIPS", tuple(chip._replace(**limits) for chip in limits.CHIPS))
 
 
 def check_compiled(attend, batch, heads, lengths):

@@ -17,7 +17,7 @@ from tests.kernels.common import (
 )
 
 import lln
-from lln.kernels import tuning
+from lln.kernels import sizes
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
 
 
@@ -88,9 +88,9 @@ def test_masks_and_causal_blocks(is_causal, block_size):
 @pytest.mark.parametrize("cores", [1, 64], ids=["long stretches", "short stretches"])
 @pytest.mark.parametrize("stages", [1, 2, 3] if ON_GPU else [1])
 def test_stretches_and_stages(cores, stages, monkeypatch):
-    monkeypatch.setitem(tuning.overrides, "cores", cores)
+    monkeypatch.setitem(sizes.overrides, "cores", cores)
     for name in ("joint_read", "joint_grad"):
-        monkeypatch.setitem(tuning.overrides, name, tuning.Tile(64, 4, stages, 4))
+        monkeypatch.setitem(sizes.overrides, name, sizes.Tile(64, 4, stages, 4))
     compare(tokens=300 if ON_GPU else 150, block_size=16)
 
 
@@ -175,8 +175,8 @@ def test_bit_equal_over_repetitions(dtype):
 
 
 def test_empty_calls():
-    for sizes in ((0, 2, 8, 4), (2, 2, 0, 4)):
-        inputs = [torch.zeros(sizes, device=DEVICE, requires_grad=True) for _ in range(3)]
+    for shape in ((0, 2, 8, 4), (2, 2, 0, 4)):
+        inputs = [torch.zeros(shape, device=DEVICE, requires_grad=True) for _ in range(3)]
         out, grads = run(inputs, {"block_size": 4}, "triton")
         assert out.shape == sizes
         assert all(gradient.shape == sizes for gradient in grads)

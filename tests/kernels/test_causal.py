@@ -7,17 +7,17 @@ import torch
 from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, check_compiled, compare, holes
 
 import lln
-from lln.kernels import tuning
-from lln.kernels.tuning import Tile
+from lln.kernels import sizes
+from lln.kernels.sizes import Tile
 from lln.testing import assert_close, make_qkv, poison_empty
 
 
 @pytest.fixture(params=["one stretch", "stretches"])
 def cut(request):
     """A sequence walked by one program, and cut into stretches that start from scanned states."""
-    tuning.overrides["cores"] = 1 if request.param == "one stretch" else 64
+    sizes.overrides["cores"] = 1 if request.param == "one stretch" else 64
     yield request.param
-    tuning.overrides.clear()
+    sizes.overrides.clear()
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def walks(cut):
     if not ON_GPU:
         # A different size for every walk.
         for name, tokens in (("walk", 16), ("walk_query", 32), ("walk_key", 16)):
-            tuning.overrides[name] = Tile(tokens, 4, 1, 1)
-        tuning.overrides["summarise"] = Tile(32, 4, 1, 1)
+            sizes.overrides[name] = Tile(tokens, 4, 1, 1)
+        sizes.overrides["summarise"] = Tile(32, 4, 1, 1)
     return cut
 
 

@@ -16,7 +16,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 import lln
-from lln.kernels import chips, recipes, tuning
+from lln.kernels import limits, recipes, sizes
 
 # Name → compute capability, and the shared memory that a program can have.
 CHIPS = {"A100": (80, 166_912), "RTX 3090": (86, 101_376)}
@@ -50,14 +50,16 @@ def plug_in(monkeypatch):
         monkeypatch.setattr(recipes, "_recipes", {})
         monkeypatch.setattr(recipes, "_shrunk", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-        monkeypatch.setattr(chips, "_known", {("cpu", None): shared})
-        monkeypatch.setattr(tuning, "multiprocessors", lambda device: 82)
-        monkeypatch.setattr("lln.attention.choose_implementation", lambda impl, query: "triton")
+        monkeypatch.setattr(limits, "_known", {("cpu", None): shared})
+        monkeypatch.setattr(sizes, "multiprocessors", lambda device: 82)
+        monkeypatch.setattr(
+            "lln.functional.dense.choose_implementation", lambda impl, query: "triton"
+        )
         return needs
 
-    tuning._plan.cache_clear()
+    sizes._plan.cache_clear()
     yield plug
-    tuning._plan.cache_clear()
+    sizes._plan.cache_clear()
 
 
 def fit(dtype, width, value_width=None, block_size=None, learnt_mix=False, **options):
@@ -131,7 +133,7 @@ def test_all_calls_fit(plug_in, chip, call):
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 def test_blocks_alone_fit(plug_in, chip, dtype, width, block_size):
     plug_in(chip)
-    if not chips.blocks_fit(torch.empty(1, width, dtype=dtype), block_size, False, extras=False):
+    if not limits.blocks_fit(torch.empty(1, width, dtype=dtype), block_size, False, extras=False):
         with pytest.raises(lln.BackendUnavailableError, match="no tile for blocks"):
             lln.block_diagonal_attention(
                 *torch.randn(3, 1, 1, 300, width, dtype=dtype), block_size=block_size, impl="triton"
@@ -141,10 +143,10 @@ def test_blocks_alone_fit(plug_in, chip, dtype, width, block_size):
 
 
 def test_a_chip_with_less_room_runs_plain_pytorch(monkeypatch):
-    monkeypatch.setattr(chips, "_known", {("cpu", None): 65_536})
+    monkeypatch.setattr(limits, "_known", {("cpu", None): 65_536})
     query = torch.empty(1, 1, 1, 8)
-    monkeypatch.setattr(tuning, "is_interpreted", lambda: True)
-    assert tuning.why_unavailable(query) == "needs a GPU with 99 KB of shared memory for a program"
+    monkeypatch.setattr(sizes, "is_interpreted", lambda: True)
+    assert sizes.why_unavailable(query) == "needs a GPU with 99 KB of shared memory for a program"
 
 
 @pytest.mark.parametrize(
@@ -154,11 +156,11 @@ def test_devices_find_their_limits(monkeypatch, shared, chip):
     class Properties:
         shared_memory_per_block_optin = shared
 
-    monkeypatch.setattr(chips, "_known", {})
+    monkeypatch.setattr(limits, "_known", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
-    expected = None if chip is None else chips.CHIPS[chip]
-    assert chips.chip_of(torch.device("cuda", 1)) == expected
+    expected = None if chip is None else limits.CHIPS[chip]
+    assert limits.chip_of(torch.device("cuda", 1)) == expected
 
 
 def test_compilers_take_the_answer_and_not_the_question(monkeypatch):
@@ -167,13 +169,13 @@ def test_compilers_take_the_answer_and_not_the_question(monkeypatch):
         return types.SimpleNamespace(shared_memory_per_block_optin=[101_376][index])
 
     def scaled(x):
-        return x * chips.chip_of(torch.device("cuda", 0)).summary
+        return x * limits.chip_of(torch.device("cuda", 0)).summary
 
     cuda = types.SimpleNamespace(
         is_available=lambda: True, get_device_properties=torch.compiler.disable(untraceable)
     )
-    monkeypatch.setattr(chips, "_known", {})
-    monkeypatch.setattr(chips, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(limits, "_known", {})
+    monkeypatch.setattr(limits, "torch", types.SimpleNamespace(cuda=cuda))
     with pytest.warns(UserWarning, match="asked"):
         compiled = torch.compile(scaled, fullgraph=True, backend="eager")(torch.ones(2))
-    assert compiled.tolist() == [chips.SMALL.summary] * 2
+    assert compiled.tolist() == [limits.SMALL.summary] * 2

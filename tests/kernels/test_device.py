@@ -9,8 +9,8 @@ from tests.kernels.common import compare
 from torch.utils.checkpoint import checkpoint
 
 import lln
-from lln.kernels import tuning
-from lln.kernels.tuning import Tile
+from lln.kernels import sizes
+from lln.kernels.sizes import Tile
 from lln.testing import assert_close, make_qkv
 
 pytestmark = [
@@ -245,9 +245,9 @@ def test_nothing_waits_for_the_device(kind):
 def shrunk_plans(steps):
     """The plan of a head of 64 after so many times of not fitting the chip."""
     tensor = torch.empty(2, 3, 300, 64, device="cuda", dtype=torch.bfloat16)
-    plan = tuning.make_plan(tensor, tensor, tensor, 2, 3, 0)
+    plan = sizes.make_plan(tensor, tensor, tensor, 2, 3, 0)
     for _ in range(steps):
-        plan = tuning.smaller(plan)
+        plan = sizes.smaller(plan)
     tiles = {field.name: getattr(plan, field.name) for field in fields(plan)}
     return {name: tile for name, tile in tiles.items() if isinstance(tile, Tile)}
 
@@ -255,11 +255,11 @@ def shrunk_plans(steps):
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_smaller_plan(steps, causal):
-    tuning.overrides.update(shrunk_plans(steps))
+    sizes.overrides.update(shrunk_plans(steps))
     try:
         compare(torch.bfloat16, tokens=300, width=64, is_causal=causal)
     finally:
-        tuning.overrides.clear()
+        sizes.overrides.clear()
 
 
 def test_the_chain_of_plans_ends_there():
@@ -268,9 +268,9 @@ def test_the_chain_of_plans_ends_there():
     assert {tiles[name].tokens for name in free} == {16}
     assert {tile.stages for tile in tiles.values()} == {1}
     tensor = torch.empty(2, 3, 300, 64, device="cuda", dtype=torch.bfloat16)
-    plan = tuning.make_plan(tensor, tensor, tensor, 2, 3, 0)
+    plan = sizes.make_plan(tensor, tensor, tensor, 2, 3, 0)
     for _ in range(5):
-        plan = plan and tuning.smaller(plan)
+        plan = plan and sizes.smaller(plan)
     assert plan is None
 
 
@@ -278,8 +278,8 @@ def test_the_chain_of_plans_ends_there():
 @pytest.mark.parametrize("tile", [(32, 4), (64, 8), (128, 4), (128, 8)])
 def test_other_tiles(name, tile):
     """Tiles nobody ships yet, so that the next tuning starts from kernels that are right."""
-    tuning.overrides[name] = Tile(*tile, 2, 4)
+    sizes.overrides[name] = Tile(*tile, 2, 4)
     try:
         compare(torch.bfloat16, tokens=300, width=64)
     finally:
-        tuning.overrides.clear()
+        sizes.overrides.clear()

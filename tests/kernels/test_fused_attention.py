@@ -18,19 +18,19 @@ from tests.kernels.common import (
 )
 
 import lln
-from lln.doctor import examine
-from lln.dropout import drop_keys
-from lln.kernels import chips, tuning
-from lln.kernels.backward_ranges import centred_queries
+from lln.eager.dropout import drop_keys
+from lln.kernels import limits, sizes
+from lln.kernels.triton.backward_ranges import centred_queries
+from lln.studies.doctor import examine
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
 
 
 @pytest.fixture(params=["short", "long"])
 def plan(request):
     """Both ways to cut a call into programs."""
-    tuning.overrides["short"] = request.param == "short"
+    sizes.overrides["short"] = request.param == "short"
     yield request.param
-    tuning.overrides.clear()
+    sizes.overrides.clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -193,7 +193,7 @@ def test_large_inputs_stay_finite_and_right(plan, scale):
 @pytest.mark.parametrize(("batch", "short"), [(2, False), (70_000, True)])
 def test_more_heads_than_a_launch_can_split_get_a_program_each(batch, short):
     inputs = [torch.empty(batch, 1, 2048, 16, device="meta") for _ in range(3)]
-    assert tuning.make_plan(*inputs, samples=batch, summary_heads=1, block_size=0).short == short
+    assert sizes.make_plan(*inputs, samples=batch, summary_heads=1, block_size=0).short == short
 
 
 def test_matched_moments(plan):
@@ -213,7 +213,7 @@ def test_unwritten_memory_never_shows(plan):
 def test_dropout_is_drawn_on_the_device_while_a_graph_is_recorded(plan, monkeypatch):
     query, key, value = make_qkv(1, 2, 40, 16, device=DEVICE)
     options = {"alpha": 2.0, "beta": 2.0, "impl": "triton"}
-    monkeypatch.setattr("lln.ops.is_capturing", lambda: True)
+    monkeypatch.setattr("lln.kernels.ops.is_capturing", lambda: True)
     torch.manual_seed(0)
     found = [lln.lln_attention(query, key, value, dropout_p=0.4, **options) for _ in range(2)]
     torch.manual_seed(0)
@@ -310,7 +310,7 @@ def test_values_much_wider_than_narrow_heads(dtype, block_size):
 @pytest.fixture
 def split(plan, monkeypatch):
     """The diagonal's gradients by a pass of their own, as with wide heads."""
-    monkeypatch.setitem(tuning.overrides, "split_blocks", True)
+    monkeypatch.setitem(sizes.overrides, "split_blocks", True)
 
 
 @pytest.mark.parametrize("block_size", [7, 16, 40])
@@ -339,10 +339,10 @@ def test_both_ways_to_the_gradients_of_blocks_agree(monkeypatch, packed):
     """With dropped keys, and in packed sequences, of which the reference has no seeded form."""
     inputs = make_qkv(1, 2, 70, 16, device=DEVICE, requires_grad=True)
     options = {"alpha": 2.0, "beta": 2.0, "block_size": 16, "impl": "triton", "dropout_p": 0.4}
-    monkeypatch.setitem(tuning.overrides, "short", False)
+    monkeypatch.setitem(sizes.overrides, "short", False)
     found = []
     for split in (False, True):
-        monkeypatch.setitem(tuning.overrides, "split_blocks", split)
+        monkeypatch.setitem(sizes.overrides, "split_blocks", split)
         torch.manual_seed(3)
         if packed:
             tokens_first = [side[0].transpose(0, 1) for side in inputs]
@@ -360,16 +360,16 @@ def test_both_ways_to_the_gradients_of_blocks_agree(monkeypatch, packed):
 @pytest.fixture
 def few_rows(monkeypatch):
     """A device whose launches have three rows of programs."""
-    monkeypatch.setattr(chips, "MAX_GRID", 3)
-    tuning._plan.cache_clear()
+    monkeypatch.setattr(limits, "MAX_GRID", 3)
+    sizes._plan.cache_clear()
     yield
-    tuning._plan.cache_clear()
+    sizes._plan.cache_clear()
 
 
 def test_more_heads_than_a_launch_has_rows(few_rows):
     """Each head is then one program, wide heads too: their diagonal part gets no own pass."""
     query, key, value = make_qkv(2, 2, 20, 128, device=DEVICE, dtype=HALF[-1])
-    plan = tuning.make_plan(query, key, value, 2, 2, 16)
+    plan = sizes.make_plan(query, key, value, 2, 2, 16)
     assert plan.short
     assert not plan.split_blocks
     compare(HALF[-1], tokens=20, heads=2, width=128, value_width=128, block_size=16)
@@ -388,13 +388,13 @@ def test_blocks_beside_the_kernels(monkeypatch):
 def test_blocks_in_a_kernel_beside_the_kernels(monkeypatch, dtype):
     """A chip with room for blocks and for a summary, but not for both at once."""
     limit_chips(monkeypatch, joint_tokens=0)
-    taken, blocks = [], lln.attention.fused_blocks
+    taken, blocks = [], lln.functional.dense.fused_blocks
     monkeypatch.setattr(
-        lln.attention, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
+        lln.functional.dense, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
     )
     compare(dtype, block_size=40, key_mask=holes(2, 70), extra={"alpha": 2.0, "beta": 2.0})
     compare(dtype, block_size=16, extra={"mix": torch.rand(2, 1, 70, 1)})
-    monkeypatch.setattr(chips, "MAX_CAUSAL_BLOCK_BYTES", 0)
+    monkeypatch.setattr(limits, "MAX_CAUSAL_BLOCK_BYTES", 0)
     compare(dtype, block_size=40, is_causal=True)
     assert len(taken) == 3
 

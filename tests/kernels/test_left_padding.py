@@ -5,7 +5,7 @@ import torch
 from tests.kernels.common import DEVICE, DTYPES, ON_GPU, compare
 
 import lln
-from lln.kernels import tuning
+from lln.kernels import sizes
 from lln.testing import make_qkv
 
 BLOCK = 16
@@ -22,8 +22,8 @@ def begins(tokens, *firsts):
 @pytest.mark.parametrize("block_size", [BLOCK, 5])
 def test_rows_begin_where_their_own_mask_ends(monkeypatch, dtype, is_causal, short, block_size):
     """Long: enough programs that a block more than the tokens fill falls to one of its own."""
-    monkeypatch.setitem(tuning.overrides, "short", short)
-    monkeypatch.setitem(tuning.overrides, "cores", 64)
+    monkeypatch.setitem(sizes.overrides, "short", short)
+    monkeypatch.setitem(sizes.overrides, "cores", 64)
     mask = begins(64, 9, 64 - block_size + 1)
     mask[0, 9 + block_size] = False
     extra = {"alpha": 1.2, "beta": 0.8, "mix": torch.rand(2, 1, 64, 1)}

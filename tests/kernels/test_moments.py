@@ -4,8 +4,8 @@ import pytest
 import torch
 from tests.kernels.common import DEVICE, DTYPES, holes
 
-from lln.matching import match_moments
-from lln.measure import fused_moments, match_inputs
+from lln.functional.match import fused_moments, match_inputs
+from lln.matching.moments import match_moments
 from lln.testing import make_qkv
 
 # What float32 sums of a few thousand terms can differ by.

@@ -8,7 +8,7 @@ import torch
 from tests.kernels.common import DEVICE, DTYPES, ON_GPU, limit_chips, sums_of, upstream_of
 
 import lln
-from lln.kernels import tuning
+from lln.kernels import sizes
 from lln.testing import assert_close
 
 # One token, an empty sequence, longer ones.
@@ -76,9 +76,9 @@ def compare(dtype=torch.float32, extra=None, key_heads=2, **options):
 
 @pytest.fixture(params=["short", "long"])
 def plan(request):
-    tuning.overrides["short"] = request.param == "short"
+    sizes.overrides["short"] = request.param == "short"
     yield request.param
-    tuning.overrides.clear()
+    sizes.overrides.clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,7 +108,7 @@ def test_grouped_heads(plan):
 @pytest.mark.parametrize("channels", [1, 16])
 def test_causal(monkeypatch, channels, cores):
     # Many cores: sequences are cut into stretches.
-    monkeypatch.setitem(tuning.overrides, "cores", cores)
+    monkeypatch.setitem(sizes.overrides, "cores", cores)
     mix = torch.rand(BOUNDS[-1], 2, channels)
     compare(is_causal=True)
     compare(is_causal=True, block_size=16, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})

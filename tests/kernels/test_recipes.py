@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from lln.kernels import recipes
-from lln.kernels.arguments import Call
+from lln.kernels.call import Call
 from lln.kernels.recipes import Recipe, Step, places
 
 

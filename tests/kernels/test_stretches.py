@@ -2,7 +2,7 @@
 
 import pytest
 
-from lln.kernels.tuning import Tile, walk_stretch
+from lln.kernels.sizes import Tile, walk_stretch
 
 TILE = Tile(tokens=32, warps=4, stages=3)
 CORES = 132

@@ -9,8 +9,8 @@ from tests.peers.contract import SMALL
 from tests.work import work
 
 from lln import peers
-from lln.bench.peers_cells import LayerSize, build_layers
-from lln.bench.timing import cpu_peak
+from lln.studies.bench.peers_cells import LayerSize, build_layers
+from lln.studies.bench.timing import cpu_peak
 
 # So narrow that what grows with N² shows beside the projections.
 WIDTH, HEADS = 16, 2

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lln import peers
 from lln.cli import app
-from lln.cli_peers import FOLDED
+from lln.cli.peer_commands import FOLDED
 from lln.errors import InvalidInputError
 from lln.peers import listing
 from lln.peers.columns import in_columns

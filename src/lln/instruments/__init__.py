@@ -21,10 +21,10 @@ from lln.instruments.capture import capture
 from lln.instruments.entropy import entropy
 from lln.instruments.gaussianity import Gaussianity, gaussianity
 from lln.instruments.log_normality import LogNormality, log_normality
+from lln.instruments.logger import ConcentrationLogger
 from lln.instruments.score_variance import ScoreVariance, score_variance
 from lln.instruments.spectral_gap import spectral_gap
 from lln.instruments.temperature import temperature
-from lln.instruments.training import ConcentrationLogger
 from lln.instruments.variance import variance
 
 __all__ = [

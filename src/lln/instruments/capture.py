@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from lln import checks
-from lln.choices import check_choice
-from lln.core import LLNDiagCore
+from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
 from lln.instruments import interception
 from lln.instruments.entrances import LOOKED_FOR, patches_for
 from lln.instruments.interception import Sighting
-from lln.instruments.measure import INSTRUMENTS, SeenCall, measure, prepare
 from lln.instruments.measurements import Measurement, Measurements
+from lln.instruments.observed_call import INSTRUMENTS, SeenCall, measure, prepare
+from lln.nn.heads import LLNDiagCore
 
 DEFAULT_INSTRUMENTS = ("temperature", "entropy", "spectral_gap")
 

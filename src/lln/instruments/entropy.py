@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from lln.instruments.heads import select
+from lln.instruments.head_groups import select
 from lln.instruments.rows import AttentionRows, Rows, Tile, sum_over_rows
 
 # e^x is zero in float64 far above this; a product with it is therefore zero, and not NaN as with

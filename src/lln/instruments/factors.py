@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lln.instruments.heads import Heads
+from lln.instruments.head_groups import Heads
 
 
 def factors(heads: Heads) -> tuple[Tensor, Tensor]:

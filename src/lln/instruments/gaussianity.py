@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lln.instruments.heads import Heads, select
+from lln.instruments.head_groups import Heads, select
 
 
 class Gaussianity(NamedTuple):

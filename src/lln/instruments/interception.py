@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from lln.observers import Announcement, add_observer, remove_observer
+from lln.tracing import is_compiling
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def listening() -> bool:
     checkpointed forward is run again inside the backward pass.
     """
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and bool(_board.listeners)
         and not _thread.busy
         and torch._C._current_graph_task_id() == -1
@@ -196,7 +197,7 @@ def _hear_entry_point(call: Announcement) -> None:
 
 
 def _enter_module(module: nn.Module, _: object) -> None:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     if _thread.round != _board.round:
         # Left over from a forward that was under way when nobody listened any more.
@@ -207,7 +208,7 @@ def _enter_module(module: nn.Module, _: object) -> None:
 
 def _leave_module(module: nn.Module, _: object, __: object) -> None:
     # One that was entered before anybody listened was never noted.
-    if not torch.compiler.is_compiling() and module in _thread.modules:
+    if not is_compiling() and module in _thread.modules:
         while _thread.modules.pop() is not module:
             pass
         for listener in _board.listeners:

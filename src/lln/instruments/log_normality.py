@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lln.instruments.heads import select
-from lln.instruments.moments import Moments, entry_moments
+from lln.instruments.head_groups import select
+from lln.instruments.merged_moments import Moments, entry_moments
 from lln.instruments.rows import AttentionRows, Rows
 from lln.printing import brief
 

@@ -11,10 +11,9 @@ from statistics import median
 
 from torch import Tensor
 
-from lln.choices import did_you_mean
+from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
-from lln.numerals import written
-from lln.printing import brief
+from lln.printing import brief, written
 
 
 @dataclass(frozen=True)

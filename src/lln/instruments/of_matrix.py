@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
-from lln.checks_plain import check_tensor
+from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.instruments.eigenvalues import second_modulus
 from lln.instruments.entropy import mean_row_entropy

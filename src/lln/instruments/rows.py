@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lln.instruments.heads import Heads
+from lln.instruments.head_groups import Heads
 
 # Entries of a tile, all heads together: 8 MiB in float64.
 TILE = 1 << 20

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lln.instruments.heads import Heads, select
-from lln.instruments.moments import row_and_total_variance
+from lln.instruments.head_groups import Heads, select
+from lln.instruments.merged_moments import row_and_total_variance
 from lln.instruments.rows import AttentionRows
 
 

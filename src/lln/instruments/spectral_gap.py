@@ -17,7 +17,7 @@ from lln.instruments.eigenvalues import (
     second_modulus_of_product,
 )
 from lln.instruments.factors import factors
-from lln.instruments.heads import Heads, select
+from lln.instruments.head_groups import Heads, select
 from lln.instruments.rows import AttentionRows
 
 # Entries of P, or of its diagonal blocks, that may be kept between products: P of 4,096 tokens, 128

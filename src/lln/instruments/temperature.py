@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln import reference
-from lln.instruments.heads import Heads, select
-from lln.instruments.moments import row_and_total_variance
+from lln.instruments.head_groups import Heads, select
+from lln.instruments.merged_moments import row_and_total_variance
 from lln.instruments.rows import AttentionRows, Rows
 from lln.instruments.score_variance import score_parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln.instruments.factors import factors
-from lln.instruments.heads import Heads, select
+from lln.instruments.head_groups import Heads, select
 from lln.instruments.rows import AttentionRows, Rows, Tile, sum_over_rows
 
 

@@ -19,17 +19,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lln.attention import block_diagonal_attention, lln_attention, lln_diag_attention
-from lln.dropout import drop_keys
-from lln.eager import join
+from lln.eager.dropout import drop_keys
+from lln.eager.run import join
+from lln.eager.summary import KeySummary
 from lln.errors import CausalStatisticsError, InvalidInputError, UnsupportedModelError
+from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.integrations import streaming
-from lln.integrations.heads import Heads, KeptSoftmax, attached_to
+from lln.integrations.attached import Heads, KeptSoftmax, attached_to
+from lln.integrations.kept_softmax import softmax_attention
 from lln.integrations.masks import check_mask, is_packed
-from lln.integrations.packing import attend_packed, boundaries, numbered
+from lln.integrations.packed_batches import attend_packed, boundaries, numbered
 from lln.integrations.settings import Settings
-from lln.integrations.softmax import softmax_attention
-from lln.summary import KeySummary
 
 # What a model may ask of its attention that changes the scores one by one.
 _REFUSED = {

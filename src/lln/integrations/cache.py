@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lln.errors import InvalidInputError, LLNError
 from lln.integrations import unavailable
-from lln.integrations.heads import Heads, attached_to
+from lln.integrations.attached import Heads, attached_to
 from lln.integrations.settings import ATTENTIONS, Settings
 from lln.integrations.streaming import Past
 

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lln.choices import check_choice, did_you_mean
+from lln.checks.names import check_choice, did_you_mean
 from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.integrations.attached import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
 from lln.integrations.attend import Call, attend, observed, softmax
-from lln.integrations.heads import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
-from lln.integrations.inputs import check_inputs, example_inputs
+from lln.integrations.conversion_report import Conversion, LayerReport, relative_change
+from lln.integrations.found_temperatures import describe_temperatures, fit_temperatures
 from lln.integrations.masks import is_packed
 from lln.integrations.own_attention import refuse_own_attention
-from lln.integrations.report import Conversion, LayerReport, relative_change
 from lln.integrations.settings import ATTENTIONS, Settings
-from lln.integrations.temperatures import describe_temperatures, fit_temperatures
 from lln.integrations.transformers import name_of_module, register, remember_attention
+from lln.integrations.trial_batch import check_inputs, example_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lln.errors import CalibrationWarning, InvalidInputError
-from lln.files import check_apart, check_folder, check_free, new_folder
+from lln.files import check_apart, check_folder, check_free, new_folder, read_lines
+from lln.integrations.conversion_report import Conversion
 from lln.integrations.convert import convert
-from lln.integrations.report import Conversion
 from lln.integrations.transformers import register, transformers
 from lln.integrations.work_folder import check_unlocked
-from lln.texts import read_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

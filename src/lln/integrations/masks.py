@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lln.errors import InvalidInputError
 from lln.integrations import unavailable
+from lln.tracing import is_compiling
 
 try:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
@@ -71,7 +72,7 @@ def slicing_mask(
         raise InvalidInputError(_UNKNOWN_PATTERN)
     if attention_mask is None:
         # Without a mask the pattern may be of packed sequences, and in a trace always is.
-        if torch.compiler.is_compiling():
+        if is_compiling():
             raise InvalidInputError(_UNKNOWN_PATTERN)
         numbers = _packed_sequences(mask_function)
         if numbers is not None:

@@ -30,8 +30,8 @@ from torch.utils.data import Dataset
 
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.files import write_atomically, writing
-from lln.integrations.heads import KeptSoftmax, attach
-from lln.integrations.imitation import Imitation, OutputLoss, check_end_loss, measure
+from lln.integrations.attached import KeptSoftmax, attach
+from lln.integrations.recovery_loss import Imitation, OutputLoss, check_end_loss, measure
 from lln.integrations.settings import Settings
 from lln.integrations.transformers import find_module, transformers
 from lln.integrations.work_folder import last_checkpoint, locked, saving

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lln.choices import check_choice
+from lln.checks.names import check_choice
 from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.integrations.attached import ATTRIBUTE, Heads, attached_to, rebuild
 from lln.integrations.attend import Call, attend, softmax
-from lln.integrations.heads import ATTRIBUTE, Heads, attached_to, rebuild
-from lln.integrations.report import Conversion, LayerReport, relative_change
+from lln.integrations.conversion_report import Conversion, LayerReport, relative_change
+from lln.integrations.found_temperatures import describe_temperatures, fit_temperatures
 from lln.integrations.settings import ATTENTIONS, Settings
-from lln.integrations.temperatures import describe_temperatures, fit_temperatures
 
 Inputs = Tensor | dict[str, Tensor]
 

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lln import checks
-from lln.choices import check_choice, did_you_mean
-from lln.core import JOINS
+from lln.checks.names import check_choice, did_you_mean
 from lln.errors import InvalidInputError
-from lln.statistics import STATISTICS
+from lln.nn.heads import JOINS
+from lln.nn.temperatures import STATISTICS
 
 ATTENTIONS = ("lln", "lln_diag")
 # What a saved configuration calls them. Where `register` did not run, transformers quotes the name
@@ -56,7 +56,7 @@ class Settings:
             the window, as the model was trained.
         impl: As in `lln.lln_attention`.
         attached: Whether `convert` gave every attention module a submodule ``lln`` of its own.
-        layers: By name, the sizes of those submodules (see `lln.integrations.heads`).
+        layers: By name, the sizes of those submodules (see `lln.integrations.attached`).
         format: Version of this dictionary.
     """
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.attention import block_diagonal_attention, lln_attention
-from lln.diagonal import block_diagonal, first_tokens
-from lln.eager import repeat_heads
+from lln.eager.diagonal import block_diagonal, first_tokens
+from lln.eager.run import repeat_heads
+from lln.eager.summary import LOG_ZERO, KeySummary
+from lln.functional.dense import block_diagonal_attention, lln_attention
 from lln.precision import accumulation_dtype
 from lln.printing import brief
-from lln.summary import LOG_ZERO, KeySummary
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.errors import InvalidInputError, UnsupportedModelError
-from lln.integrations.report import Conversion
+from lln.integrations.conversion_report import Conversion
 from lln.integrations.sdpa import attach_described, convert_calls, describe
 from lln.integrations.settings import Settings
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lln.errors import InvalidInputError
 from lln.instruments.capture import DEFAULT_INSTRUMENTS
-from lln.instruments.training import ConcentrationLogger, gradient_norm
+from lln.instruments.logger import ConcentrationLogger, gradient_norm
 from lln.integrations import unavailable
 
 try:

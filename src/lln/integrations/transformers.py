@@ -28,9 +28,9 @@ try:
 except ImportError as error:
     raise unavailable(error) from error
 
+from lln.integrations.attached import ATTRIBUTE, Heads, attached_to, rebuild
 from lln.integrations.attend import lln_diag_forward, lln_forward
 from lln.integrations.cache import LLNCache
-from lln.integrations.heads import ATTRIBUTE, Heads, attached_to, rebuild
 from lln.integrations.masks import slicing_mask
 from lln.integrations.own_attention import refuse_own_attention
 

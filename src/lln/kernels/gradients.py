@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.kernels.arguments import Call, Gradients
+from lln.kernels.call import Call, Gradients
 
 
 def finish_gradients(
@@ -66,7 +66,7 @@ def parts_of(device: torch.device, *shapes: tuple[int, ...] | None) -> list[Tens
 def mix_shape(
     mode: int, query: Tensor, value_width: int, parts: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Shape of dmix as the kernels write it; see `lln.kernels.arguments.mix_mode`."""
+    """Shape of dmix as the kernels write it; see `lln.kernels.call.mix_mode`."""
     rows = query.shape[:3]
     return [None, (*rows, 1), (*rows, value_width), (*parts, value_width)][mode]
 

@@ -12,10 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels import backward as bwd
-from lln.kernels import forward as fwd
-from lln.kernels import summaries
-from lln.kernels.arguments import (
+from lln.kernels.call import (
     Call,
     Gradients,
     flat_scale,
@@ -25,11 +22,14 @@ from lln.kernels.arguments import (
     precision_of,
     strides_of,
 )
-from lln.kernels.gaps import starts_of
 from lln.kernels.gradients import beta_gradient, finish_gradients, mix_shape, parts_of, per_summary
 from lln.kernels.recipes import Recipe, Step, follow, places
 from lln.kernels.shapes import output_like
-from lln.kernels.tuning import Plan, cdiv, make_plan
+from lln.kernels.sizes import Plan, cdiv, make_plan
+from lln.kernels.triton import backward as bwd
+from lln.kernels.triton import forward as fwd
+from lln.kernels.triton import summaries
+from lln.kernels.triton.gaps import starts_of
 
 
 def attend(call: Call, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -19,7 +19,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from lln.errors import BackendUnavailableError
-from lln.kernels.tuning import Plan, cdiv, is_interpreted, overrides, smaller
+from lln.kernels.sizes import Plan, cdiv, is_interpreted, overrides, smaller
 
 try:
     from triton import knobs

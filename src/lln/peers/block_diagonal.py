@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lln.attention import block_diagonal_attention
 from lln.checks import check_block_size
+from lln.functional.dense import block_diagonal_attention
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.masked import masked_softmax

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.calls import explain_misfits
 from lln.checks import shape_of
-from lln.choices import check_choice, shown
+from lln.checks.names import check_choice, shown
+from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError
 from lln.peers.peer import check_dtype, check_key_mask, check_vectors
 from lln.peers.registry import available, build, card, parameter_count

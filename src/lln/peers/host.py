@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
-from lln.choices import shown
+from lln.checks.names import shown
 from lln.errors import InvalidInputError
 
 

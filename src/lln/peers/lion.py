@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.choices import check_choice
+from lln.checks.names import check_choice
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.peer import Core, zero_padding

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from lln.choices import check_choices
+from lln.checks.names import check_choices
 from lln.peers.card import Card
 from lln.peers.encoder import compare_parameters
 from lln.peers.families import FAMILIES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln import reference
-from lln.core import LLNCore, LLNDiagCore
 from lln.errors import InvalidInputError
+from lln.nn.heads import LLNCore, LLNDiagCore
 from lln.peers.block_diagonal import block_matrix
 from lln.peers.card import Card
 from lln.peers.host import Host
@@ -15,7 +15,7 @@ from lln.precision import accumulation_dtype
 
 
 class _Matched(Core):
-    """What LLN and LLN+Diag share: a module of `lln.core` that brings its own α, β."""
+    """What LLN and LLN+Diag share: a module of `lln.nn.heads` that brings its own α, β."""
 
     attention: LLNCore
 
@@ -46,7 +46,7 @@ class LLN(_Matched):
             constants of the authors' code over the whole tensor, which ties a sample to its
             batch-mates).
         statistics: ``"sample"``, ``"running"``, ``"fixed"`` or ``"learned"`` (see
-            `lln.core.LLNCore`). None = ``"sample"``, and ``"running"`` in a causal layer, where
+            `lln.nn.heads.LLNCore`). None = ``"sample"``, and ``"running"`` in a causal layer, where
             statistics of the own sequence would show rows the future.
         alpha: Value of ``"fixed"``, start of ``"learned"``; None = matched to unit variances.
         beta: Likewise.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_count
-from lln.choices import check_choice
+from lln.checks.names import check_choice
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.peers.masked import attend, masked_softmax

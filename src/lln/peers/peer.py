@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.checks import FLOAT_DTYPES, shape_of
-from lln.checks_plain import check_tensor
+from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host

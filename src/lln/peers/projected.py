@@ -10,9 +10,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from lln.attention import block_diagonal_attention
 from lln.checks import check_block_size, check_count
 from lln.errors import InvalidInputError
+from lln.functional.dense import block_diagonal_attention
 from lln.peers.host import Host
 from lln.peers.peer import Core, Peer, zero_padding
 from lln.precision import without_autocast

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from lln.calls import explain_misfits
-from lln.choices import did_you_mean
+from lln.checks.names import did_you_mean
+from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host

@@ -18,6 +18,7 @@ from lln.peers.host import Host, is_number
 from lln.peers.masked import attend, with_neighbours
 from lln.peers.peer import Peer
 from lln.precision import accumulation_dtype, without_autocast
+from lln.tracing import is_compiling
 
 
 class Routing(Peer):
@@ -158,7 +159,7 @@ class Routing(Peer):
         length = sphere.shape[-2]
         unit = sphere / math.sqrt(sphere.shape[-1])
         # A checkpointed forward runs again inside the backward: it must find the same members.
-        is_rerun = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        is_rerun = not is_compiling() and torch._C._current_graph_task_id() != -1
         centroids = self.previous if self.training and is_rerun else self.centroids
         nearness = centroids.to(unit.dtype) @ unit.mT
         hidden = ~real[:, None, None, :]

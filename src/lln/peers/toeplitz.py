@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.checks import has_values
 from lln.peers.gated import srms
 from lln.precision import accumulation_dtype, without_autocast
+from lln.tracing import has_values, is_compiling
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,7 +112,7 @@ class Toeplitz(nn.Module):
         return torch.fft.rfft(circle, n=2 * tokens, dim=0)
 
     def _may_keep(self) -> bool:
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.training or torch.is_grad_enabled() or is_compiling():
             return False
         return all(has_values(w) and not w.is_inference() for w in self.network.parameters())
 

@@ -1,0 +1,44 @@
+"""What every entry point accepts, and the one sentence it refuses with.
+
+``arguments`` judges what an attention call is given, ``packed`` the bounds of packed sequences,
+``tensors`` what a tensor has to be at all, ``names`` a choice among names, ``signatures`` a call
+that does not fit its function.
+"""
+
+from lln.checks.arguments import (
+    FLOAT_DTYPES,
+    check_block_size,
+    check_causal,
+    check_count,
+    check_dropout,
+    check_flag,
+    check_impl,
+    check_key_mask,
+    check_matching,
+    check_mix,
+    check_options,
+    check_qkv,
+    check_scale,
+    check_self_attention,
+    check_temperature,
+)
+from lln.checks.tensors import shape_of
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "check_block_size",
+    "check_causal",
+    "check_count",
+    "check_dropout",
+    "check_flag",
+    "check_impl",
+    "check_key_mask",
+    "check_matching",
+    "check_mix",
+    "check_options",
+    "check_qkv",
+    "check_scale",
+    "check_self_attention",
+    "check_temperature",
+    "shape_of",
+]

@@ -1,0 +1,363 @@
+"""What every entry point accepts, and the one sentence it refuses with.
+
+Dimension legend: B batch, H heads, T queries, S keys, D head width, E value width.
+
+Checks of shape and type always run and are free of device synchronisation, so that they hold under
+``torch.compile`` and ``torch.export``. Checks of *values* (is α positive, do packed sequences'
+bounds increase) run on CPU tensors, and on other devices only where the environment sets
+``LLN_DEBUG=1``.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from lln.checks.names import check_choice, shown
+from lln.checks.tensors import check_tensor, missing_axes, shape_of
+from lln.errors import CausalStatisticsError, InvalidInputError
+from lln.tracing import is_compiling, values_are_readable
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MATCHING_CRITERIA = ("variance", "entropy", "paper")
+IMPLEMENTATIONS = ("auto", "eager", "triton", "reference")
+
+
+def check_qkv(
+    query: Tensor, key: Tensor, value: Tensor, *, layout: str, enable_gqa: bool = False
+) -> None:
+    """Refuse query, key and value that do not fit together.
+
+    Args:
+        query: ``[B, H, T, D]`` (layout ``"dense"``) or ``[T, H, D]`` (layout ``"packed"``).
+        key: The same with S tokens and possibly fewer heads.
+        value: Like key, with width E.
+        layout: ``"dense"`` or ``"packed"``.
+        enable_gqa: Whether key and value may have fewer heads than query.
+
+    Raises:
+        InvalidInputError: With one sentence that names the argument.
+    """
+    check_flag("enable_gqa", enable_gqa)
+    rank, axes = (4, "[B, H, T, D]") if layout == "dense" else (3, "[T, H, D]")
+    if _are_alike(query, key, value, rank):
+        return
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, Tensor) and tensor.is_nested:
+            raise InvalidInputError(
+                f"{name} is a nested tensor; pass its .values() and .offsets() to the _varlen form."
+            )
+        check_tensor(name, tensor)
+        if tensor.dim() != rank:
+            raise InvalidInputError(
+                f"{name} must have {rank} dimensions {axes}, got shape {shape_of(tensor)}."
+            )
+        if tensor.dtype not in FLOAT_DTYPES:
+            fix = f"; give {name}.dequantize()" if tensor.is_quantized else ""
+            raise InvalidInputError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}{fix}."
+            )
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise InvalidInputError(
+                f"query, key and value must share one dtype, got query {query.dtype} "
+                f"and {name} {tensor.dtype}."
+            )
+        if tensor.device != query.device:
+            raise InvalidInputError(
+                f"query, key and value must be on one device, got query on {query.device} "
+                f"and {name} on {tensor.device}."
+            )
+    head_axis, token_axis = (1, 2) if layout == "dense" else (1, 0)
+    if query.shape[-1] != key.shape[-1]:
+        raise InvalidInputError(
+            f"query and key must have the same head width, got {query.shape[-1]} and "
+            f"{key.shape[-1]}."
+        )
+    if query.shape[-1] == 0:
+        raise InvalidInputError("the head width of query and key must be at least 1, got 0.")
+    if key.shape[token_axis] != value.shape[token_axis]:
+        raise InvalidInputError(
+            f"key and value must have the same number of tokens, got {key.shape[token_axis]} and "
+            f"{value.shape[token_axis]}."
+        )
+    if key.shape[head_axis] != value.shape[head_axis]:
+        raise InvalidInputError(
+            f"key and value must have the same number of heads, got {key.shape[head_axis]} and "
+            f"{value.shape[head_axis]}."
+        )
+    if layout == "dense":
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.shape[0] != query.shape[0]:
+                raise InvalidInputError(
+                    f"query and {name} must have the same batch size (it is never broadcast), "
+                    f"got {query.shape[0]} and {tensor.shape[0]}."
+                )
+    elif query.shape[0] != key.shape[0]:
+        raise InvalidInputError(
+            f"packed query and key must have the same number of tokens, got {query.shape[0]} and "
+            f"{key.shape[0]}."
+        )
+    _check_heads(query.shape[head_axis], key.shape[head_axis], enable_gqa)
+
+
+def _are_alike(query: Tensor, key: Tensor, value: Tensor, rank: int) -> bool:
+    """Whether a short look is enough: the usual case, three tensors that differ in nothing.
+
+    A trace takes the long way, which compares no more sizes than it must.
+    """
+    return (
+        type(query) is type(key) is type(value) is Tensor
+        and not is_compiling()
+        # Nested tensors do not even tell their shape.
+        and not (query.is_nested or key.is_nested or value.is_nested)
+        and query.layout is key.layout is value.layout is torch.strided
+        and query.shape == key.shape == value.shape
+        and query.dtype == key.dtype == value.dtype
+        and query.device == key.device == value.device
+        and query.dtype in FLOAT_DTYPES
+        and query.dim() == rank
+        and query.shape[-1] > 0
+    )
+
+
+def _check_heads(query_heads: int, key_heads: int, enable_gqa: bool) -> None:
+    if query_heads == key_heads:
+        return
+    grouped = key_heads > 0 and query_heads % key_heads == 0
+    if not enable_gqa:
+        fix = "pass enable_gqa=True for grouped-query attention"
+        if not grouped:
+            fix = "give key as many heads as query, or a divisor of it with enable_gqa=True"
+        raise InvalidInputError(f"query has {query_heads} heads and key has {key_heads}; {fix}.")
+    if not grouped:
+        raise InvalidInputError(
+            f"the number of query heads must be a multiple of the number of key heads, got "
+            f"{query_heads} and {key_heads}."
+        )
+
+
+def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
+    """Refuse anything but a bool mask ``[B, S]``, True = attend."""
+    if key_mask is None:
+        return
+    check_tensor("key_mask", key_mask, "a bool torch.Tensor")
+    expected = (key.shape[0], key.shape[2])
+    if key_mask.dim() != 2:
+        raise InvalidInputError(
+            f"key_mask must be [B, S] = {list(expected)}, got shape {shape_of(key_mask)}: linear "
+            "attention never forms the N×N matrix, so only whole keys can be masked."
+        )
+    if key_mask.dtype != torch.bool:
+        raise InvalidInputError(
+            f"key_mask must be bool with True = attend, got {key_mask.dtype}; convert it with "
+            "mask.bool() (or mask == 0 for an additive mask)."
+        )
+    if tuple(key_mask.shape) != expected:
+        raise InvalidInputError(
+            f"key_mask must be [B, S] = {list(expected)}, got {shape_of(key_mask)}."
+        )
+    if key_mask.device != key.device:
+        raise InvalidInputError(
+            f"key_mask must be on the device of key, got {key_mask.device} and {key.device}."
+        )
+
+
+def check_causal(is_causal: bool, query_tokens: int, key_tokens: int) -> None:
+    """Refuse causal attention between sequences of different length."""
+    check_flag("is_causal", is_causal)
+    if is_causal and query_tokens != key_tokens:
+        raise InvalidInputError(
+            f"is_causal needs as many queries as keys, got T = {query_tokens} and S = "
+            f"{key_tokens}; to go on from earlier tokens use lln.KeySummary."
+        )
+
+
+def check_matching(matching: str) -> None:
+    """Refuse an unknown criterion of moment matching."""
+    check_choice("matching", matching, MATCHING_CRITERIA)
+
+
+def check_temperatures(
+    alpha: float | Tensor | None, beta: float | Tensor | None, *, is_causal: bool
+) -> None:
+    """Refuse α without β, and causal attention that would read its own statistics."""
+    if (alpha is None) != (beta is None):
+        given, missing = ("alpha", "beta") if beta is None else ("beta", "alpha")
+        raise InvalidInputError(
+            f"{given} was given without {missing}; give both, or neither to match the moments."
+        )
+    if alpha is None and is_causal:
+        raise CausalStatisticsError(
+            "causal attention cannot take alpha and beta from the sequence it processes, because "
+            "a statistic over all tokens lets every row see the future; pass alpha and beta "
+            "(fixed, learned, or from lln.match_moments on other data)."
+        )
+
+
+def check_options(
+    query: Tensor,
+    key: Tensor,
+    batch: int,
+    *,
+    alpha: float | Tensor | None,
+    beta: float | Tensor | None,
+    matching: str,
+    dropout_p: float,
+    is_causal: bool,
+) -> None:
+    """Refuse the options that dense and packed entry points share.
+
+    Args:
+        query: ``[B, H, T, D]`` or ``[T, H, D]``: the heads are axis 1 in both.
+        key: Likewise.
+        batch: B, or the number of packed sequences.
+        alpha: As the entry point got it, and so all below.
+        beta: Likewise.
+        matching: Likewise.
+        dropout_p: Likewise.
+        is_causal: Likewise.
+    """
+    check_matching(matching)
+    check_dropout(dropout_p)
+    check_flag("is_causal", is_causal)
+    check_temperatures(alpha, beta, is_causal=is_causal)
+    if alpha is not None and beta is not None:
+        heads, key_heads = query.shape[1], key.shape[1]
+        check_temperature("alpha", alpha, batch, (heads,), query.device)
+        check_temperature("beta", beta, batch, (heads, key_heads), query.device)
+
+
+def check_temperature(
+    name: str, given: float | Tensor, batch: int, heads: tuple[int, ...], device: torch.device
+) -> None:
+    """Refuse an α or β that is not a positive number or does not broadcast to ``[B, H, 1, 1]``.
+
+    Args:
+        name: ``"alpha"`` or ``"beta"``.
+        given: The argument.
+        batch: B, or the number of packed sequences.
+        heads: The head counts it may have.
+        device: Where the tensors live.
+    """
+    if type(given) is float and 0 < given < math.inf:
+        return
+    if isinstance(given, Tensor):
+        check_tensor(name, given)
+        if given.dtype not in FLOAT_DTYPES:
+            raise InvalidInputError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {given.dtype}."
+            )
+        sizes = (1,) * (4 - given.dim()) + tuple(given.shape)
+        fits = (
+            len(sizes) == 4
+            and sizes[0] in (1, batch)
+            and sizes[1] in (1, *heads)
+            and sizes[2:] == (1, 1)
+        )
+        if not fits:
+            leads = ((lead, 2) for one in heads for lead in ((one,), (batch, one)))
+            raise InvalidInputError(
+                f"{name} must be a number or broadcast to [B, H, 1, 1] = "
+                f"[{batch}, {heads[0]}, 1, 1], got shape {shape_of(given)}"
+                f"{missing_axes(name, given, leads)}."
+            )
+        if given.device != device and given.dim() > 0:
+            raise InvalidInputError(
+                f"{name} must be on the device of query, got {given.device} and {device}."
+            )
+        if values_are_readable(given):
+            wrong = given[~((given > 0) & given.isfinite())]
+            if wrong.numel():
+                raise InvalidInputError(
+                    f"{name} must be positive and finite everywhere, got {wrong[0].item():g}."
+                )
+    elif isinstance(given, bool) or not isinstance(given, Real | torch.SymFloat | torch.SymInt):
+        raise InvalidInputError(f"{name} must be a number or a tensor, got {type(given).__name__}.")
+    elif isinstance(given, Real) and not (float(given) > 0 and math.isfinite(given)):
+        raise InvalidInputError(f"{name} must be positive and finite, got {given}.")
+
+
+def check_block_size(block_size: int) -> None:
+    """Refuse a block size that is not a positive integer."""
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise InvalidInputError(
+            f"block_size must be a positive integer, got {type(block_size).__name__}."
+        )
+    if block_size < 1:
+        raise InvalidInputError(f"block_size must be at least 1, got {block_size}.")
+
+
+def check_scale(scale: float | None) -> None:
+    """Refuse a softmax scale that is zero or not finite."""
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise InvalidInputError(f"scale must be a number, got {type(scale).__name__}.")
+    if scale == 0 or not math.isfinite(scale):
+        raise InvalidInputError(f"scale must be finite and not zero, got {scale}.")
+
+
+def check_dropout(dropout_p: float) -> None:
+    """Refuse a dropout probability outside ``[0, 1)``."""
+    if type(dropout_p) is float and 0 <= dropout_p < 1:
+        return
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
+        raise InvalidInputError(f"dropout_p must be a number in [0, 1), got {shown(dropout_p)}.")
+
+
+def check_flag(name: str, given: bool) -> None:
+    """Refuse a switch that is neither True nor False."""
+    if given is not True and given is not False:
+        raise InvalidInputError(f"{name} must be True or False, got {shown(given)}.")
+
+
+def check_mix(mix: float | Tensor, out_shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse a mix that is not in ``[0, 1]`` or does not broadcast to the output."""
+    if isinstance(mix, Tensor):
+        check_tensor("mix", mix)
+        if not mix.dtype.is_floating_point:
+            raise InvalidInputError(f"mix must be floating point, got {mix.dtype}.")
+        if mix.device != device and mix.dim() > 0:
+            raise InvalidInputError(
+                f"mix must be on the device of query, got {mix.device} and {device}."
+            )
+        sizes = (1,) * (len(out_shape) - mix.dim()) + tuple(mix.shape)
+        if len(sizes) != len(out_shape) or any(
+            size not in (1, out) for size, out in zip(sizes, out_shape, strict=True)
+        ):
+            # [B, H, T, E] of dense tensors, [T, H, E] of packed ones.
+            leads = [(out_shape[1:2], len(out_shape) - 2), (out_shape[:1], len(out_shape) - 1)]
+            leads += [(out_shape[:ended], len(out_shape) - ended) for ended in (2, 3)]
+            raise InvalidInputError(
+                f"mix must broadcast to the output {list(out_shape)}, got shape {shape_of(mix)}"
+                f"{missing_axes('mix', mix, leads)}."
+            )
+    elif isinstance(mix, bool) or not isinstance(mix, Real) or not 0 <= mix <= 1:
+        raise InvalidInputError(f"mix must be a number in [0, 1] or a tensor, got {shown(mix)}.")
+
+
+def check_self_attention(query: Tensor, key: Tensor, what: str) -> None:
+    """Refuse cross attention where a block pairs queries with the keys of the same positions."""
+    if query.shape[-2] != key.shape[-2]:
+        raise InvalidInputError(
+            f"{what} pairs queries and keys of the same positions, got T = {query.shape[-2]} and "
+            f"S = {key.shape[-2]}; use lln_attention for cross attention."
+        )
+
+
+def check_count(name: str, number: int, least: int = 1) -> None:
+    """Refuse what is not a whole number of at least ``least``."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        kind = f"{type(number).__name__} " if isinstance(number, str | float) else ""
+        raise InvalidInputError(
+            f"{name} must be an integer of at least {least}, got {kind}{shown(number)}."
+        )
+
+
+def check_impl(impl: str) -> None:
+    """Refuse an unknown implementation by listing the known ones."""
+    check_choice("impl", impl, IMPLEMENTATIONS)

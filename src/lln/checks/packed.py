@@ -1,0 +1,61 @@
+"""What the packed entry points accept beside what all do: the bounds of the sequences.
+
+Dimension legend: T tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lln.checks.arguments import check_count
+from lln.checks.tensors import check_tensor, shape_of
+from lln.errors import InvalidInputError
+from lln.tracing import is_compiling, values_are_readable
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> None:
+    """Refuse sequence boundaries that do not run from 0 to T without going back."""
+    check_tensor("cu_seqlens", cu_seqlens, "an int32 or int64 tensor")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InvalidInputError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise InvalidInputError(
+            f"cu_seqlens must be 1-D with one entry more than there are sequences, got shape "
+            f"{shape_of(cu_seqlens)}."
+        )
+    if cu_seqlens.device != device:
+        raise InvalidInputError(
+            f"cu_seqlens must be on the device of query, got {cu_seqlens.device} and {device}."
+        )
+    if not values_are_readable(cu_seqlens):
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise InvalidInputError(f"cu_seqlens must start at 0, got {bounds[0]}.")
+    if bounds[-1] != tokens:
+        raise InvalidInputError(
+            f"cu_seqlens must end at the number of tokens {tokens}, got {bounds[-1]}."
+        )
+    for earlier, later in pairwise(bounds):
+        if later < earlier:
+            raise InvalidInputError(f"cu_seqlens must never decrease, got {later} after {earlier}.")
+
+
+def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) -> int | None:
+    """The longest sequence's length as given or found, None if unknown; refuse too small a one."""
+    if max_seqlen is not None:
+        check_count("max_seqlen", max_seqlen, least=0)
+    if values_are_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
+        found = int(cu_seqlens.diff().max())
+        if max_seqlen is not None and found > max_seqlen:
+            raise InvalidInputError(
+                f"max_seqlen must be at least the longest sequence, {found}, got {max_seqlen}."
+            )
+        return max(found, 1)
+    if max_seqlen is None:
+        # A trace must not depend on the number of tokens.
+        return None if is_compiling() else max(tokens, 1)
+    return max(max_seqlen, 1)

@@ -1,0 +1,259 @@
+"""The command line's benchmarks: ``lln bench``, ``lln bench roberta``, ``lln bench peers``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from lln.errors import InvalidInputError
+
+_ROBERTA, _PEERS = "roberta", "peers"
+
+
+class _ListsGroup(TyperGroup):
+    """Lets ``--lengths 512 1024`` take several words, which click cannot."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore
+        """Join the words of list options before click sees them."""
+        from lln.studies.bench.many_values import join_lists
+
+        return super().parse_args(ctx, join_lists(args, (_ROBERTA, _PEERS)))
+
+
+bench_app = typer.Typer(cls=_ListsGroup, invoke_without_command=True, add_completion=False)
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Keep what --out holds and measure only what is missing.")
+]
+Figure = Annotated[
+    bool, typer.Option("--figure", help="Draw time and memory over N beside --out (SVG and PNG).")
+]
+
+
+@bench_app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    device: Device = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N…", help="Sequence lengths, e.g. --lengths 512 4096."),
+    ] = None,
+    operations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME…",
+            help="Only these: sdpa sdpa_flash sdpa_cudnn lln lln_matched lln_diag lln_compiled "
+            "lln_diag_compiled; diag diag_sdpa; sdpa_causal sdpa_flash_causal sdpa_cudnn_causal "
+            "lln_causal fla_causal fla_causal_raw; flash_packed lln_packed; sdpa_decode "
+            "lln_decode.",
+        ),
+    ] = None,
+    passes: Annotated[
+        str | None,
+        typer.Option(metavar="PASS…", help="forward, both (forward + backward); default: each."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16 or float64. Default: float32 on a CPU, bfloat16 "
+            "on a GPU."
+        ),
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Head width D. Default: 64.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results file. Default: lln-bench-DEVICE.json here.")
+    ] = None,
+    resume: Resume = False,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Repetition of one case. Default: 0.3 on a CPU, 0.05 on a GPU."),
+    ] = None,
+    figure: Figure = False,
+) -> None:
+    """Time LLN attention and its rivals on this machine, forward and forward + backward.
+
+    Without options the suite of the device runs: about three minutes on two CPU cores, ten
+    to fifteen on an H200. With --lengths, --dtype or --width every operation runs at just these.
+
+    Correctness comes first: each case is compared with a float64 reference, gradients too. A case
+    that errs beyond its budget is refused: it prints its error and gets no time (exit code 1), and
+    the others go on.
+
+    Columns: ms is the median of calls from Python (~ where the runs lie far apart), graph ms of
+    replays as a CUDA graph (what the GPU takes by itself). One unit is the time to read or write
+    one tensor [B, H, N, D] at this machine's measured copy speed; floors is the time over the
+    fewest units that must move. vs softmax, vs compiled, vs fla: how many times faster than the
+    fastest softmax, than the eager form under torch.compile, than fla's linear attention (causal,
+    where that package is installed). memory is the peak over the tensors nobody can do without.
+
+    The results file is whole after every case: Ctrl-C loses nothing, --resume goes on.
+    """
+    if context.invoked_subcommand is not None:
+        given = [name for name, value in context.params.items() if value]
+        if given:
+            raise InvalidInputError(
+                f"options of `lln bench {context.invoked_subcommand}` go behind its name, "
+                f"got --{given[0]} before it."
+            )
+        return
+    from lln.studies.bench.command import run_bench
+    from lln.studies.bench.many_values import split_names, split_numbers
+
+    right = run_bench(
+        device=device,
+        lengths=split_numbers("--lengths", lengths),
+        operations=split_names(operations),
+        passes=split_names(passes),
+        dtype=dtype,
+        width=width,
+        out=out,
+        resume=resume,
+        threads=threads,
+        seconds=seconds,
+        figure=figure,
+        echo=typer.echo,
+    )
+    if not right:
+        raise typer.Exit(1)
+
+
+@bench_app.command(_ROBERTA)
+def roberta(
+    device: Device = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N…",
+            help="Default: 512 to 16384, and on until memory runs out.",
+        ),
+    ] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME…",
+            help="Only these: softmax_sdpa softmax_naive nystromformer lln lln_diag diag.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a batch of the last part; 0 leaves it out. Default: what fills the GPU."
+        ),
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the encoder.")] = 12,
+    out: Annotated[
+        Path | None, typer.Option(help="Results file. Default: lln-roberta-DEVICE.json here.")
+    ] = None,
+    resume: Resume = False,
+    seconds: Annotated[float, typer.Option(help="Repetition of one cell, 20 steps at most.")] = 1.0,
+    figure: Figure = False,
+) -> None:
+    """Memory and time of one training step of RoBERTa-base: the paper's Table 2.
+
+    Forward (bfloat16 by autocast on a GPU, float32 on a CPU), backward and AdamW of a 12-layer
+    masked-language model with each attention: PyTorch's softmax, softmax with its N×N matrix
+    written down, Nyströmformer, LLN, LLN + Diag, and the diagonal part alone. First with batch 1
+    over the length, doubling until memory runs out; then, on a GPU, the same up to 16,384 tokens
+    replayed as CUDA graphs, which shows what launching from Python takes; then with batches of
+    equally many tokens that fill the GPU.
+
+    About five minutes on an H200. A taste on a CPU: --device cpu --lengths 64 128 --layers 2.
+    A cell that does not fit says "out of memory", and the next one starts clean.
+    """
+    from lln.studies.bench.many_values import split_names, split_numbers
+    from lln.studies.bench.roberta_table import run_roberta
+
+    right = run_roberta(
+        device=device,
+        lengths=split_numbers("--lengths", lengths),
+        systems=split_names(systems),
+        tokens=tokens,
+        layers=layers,
+        out=out,
+        resume=resume,
+        seconds=seconds,
+        figure=figure,
+        echo=typer.echo,
+    )
+    if not right:
+        raise typer.Exit(1)
+
+
+@bench_app.command(_PEERS)
+def peers(
+    device: Device = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N…", help="Default: 256 1024 4096, on a GPU also 16384 65536."),
+    ] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME…",
+            help="Only these of `lln peers`, or softmax_layer: softmax with its feed-forward.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a batch of the second part; 0 leaves it out. Default: 4096, on a GPU "
+            "65536."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results file. Default: lln-peers-DEVICE.json here.")
+    ] = None,
+    resume: Resume = False,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Repetition of one cell. Default: 0.1 on a CPU, 0.02 on a GPU."),
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="Seconds one call may take. Default: 5 on a CPU, 1 on a GPU."),
+    ] = None,
+    figure: Figure = False,
+) -> None:
+    """Time and memory of one layer of every attention system over the length.
+
+    Forward, and forward + backward with gradients of the tokens and all weights, projections
+    included, no padding: first with batch 1, then with equally many tokens in every batch. On a
+    GPU 768 wide with 12 heads and weights in bfloat16; on a CPU 256 wide with 4 heads in float32.
+    A block (see `lln peers`) does the work of a feed-forward too: compare it with softmax_layer.
+
+    A call over --limit is not repeated, and its system stops growing there; so does one that runs
+    out of memory. Cells say which. On a GPU memory is the allocator's peak, on a CPU the tensors
+    alive at once; weights and inputs count.
+
+    About seven minutes on two CPU cores, a few on a GPU. The results file is whole after every
+    cell: Ctrl-C loses nothing, --resume goes on. A taste:
+    lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu
+    """
+    from lln.studies.bench.many_values import split_names, split_numbers
+    from lln.studies.bench.peers_run import run_peers
+
+    right = run_peers(
+        device=device,
+        lengths=split_numbers("--lengths", lengths),
+        systems=split_names(systems),
+        tokens=tokens,
+        out=out,
+        resume=resume,
+        threads=threads,
+        seconds=seconds,
+        limit=limit,
+        figure=figure,
+        echo=typer.echo,
+    )
+    if not right:
+        raise typer.Exit(1)

@@ -1,5 +1,0 @@
-"""``lln demo``: what LLN attention does, measured on this machine, as one page to read."""
-
-from lln.demo.run import run_demo
-
-__all__ = ["run_demo"]

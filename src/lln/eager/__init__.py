@@ -1,0 +1,1 @@
+"""Attention in plain PyTorch: any device, differentiable, exportable; the judge of the kernels."""

@@ -1,0 +1,201 @@
+"""Attention where no kernel runs: plain PyTorch, or the N×N reference.
+
+Inputs are checked and α, β are known; what is left is to compute in the accumulation dtype, each
+thread its share of the heads (`lln.eager.workers`).
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
+E value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln import reference
+from lln.eager.causal import causal_attention
+from lln.eager.diagonal import block_diagonal
+from lln.eager.dropout import drop_keys
+from lln.eager.summary import read_heads, summarise_heads
+from lln.eager.workers import cut_heads, share_out
+from lln.precision import accumulation_dtype
+
+# Where query, key, value, then α, β, the key mask and the mix can be cut into heads or samples.
+_LLN_AXES = {"heads": (-3, -3, -3, -3, -3, None), "samples": (-4, -4, -4, -4, -4, -2)}
+_DIAG_AXES = {"heads": (-3, -3, -3, None), "samples": (-4, -4, -4, -2)}
+_LLN_DIAG_AXES = {name: (*axes, axes[0]) for name, axes in _LLN_AXES.items()}
+
+# Larger numbers in padded queries are taken for leftovers, not for queries.
+_PADDING_LIMIT = 1e18
+
+
+def long_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_mask: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """LLN attention in the dtype of query."""
+    sides = (query, key, value, alpha, beta, key_mask)
+    return _run(_long_range, sides, key_mask, _LLN_AXES, options)
+
+
+def short_range(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, **options: Any
+) -> Tensor:
+    """Block-diagonal attention in the dtype of query."""
+    return _run(_short_range, (query, key, value, key_mask), key_mask, _DIAG_AXES, options)
+
+
+def both_ranges(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_mask: Tensor | None,
+    mix: float | Tensor,
+    **options: Any,
+) -> Tensor:
+    """Both joined, in the dtype of query."""
+    sides = (query, key, value, alpha, beta, key_mask, mix)
+    return _run(_both_ranges, sides, key_mask, _LLN_DIAG_AXES, options)
+
+
+def _run(
+    attend: Callable[..., Tensor],
+    sides: tuple[Any, ...],
+    key_mask: Tensor | None,
+    axes: dict[str, tuple[int | None, ...]],
+    options: dict[str, Any],
+) -> Tensor:
+    """One call; the sides begin with query, key and value."""
+    query, key, value, *rest = sides
+    cut = cut_heads(query, key, axes) if options["impl"] == "eager" else None
+    wide = _widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
+    return share_out(partial(attend, **options), (*wide, *rest), cut).to(query.dtype)
+
+
+def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
+    """Figure 3's sum, with an open weight: ``mix · long + (1 − mix) · short``."""
+    if isinstance(mix, Tensor):
+        mix = mix.to(long_range.dtype)
+    return mix * long_range + (1 - mix) * short_range
+
+
+def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:
+    """Give every query head a copy of its group's key head."""
+    if tensor.shape[dim] == heads:
+        return tensor
+    return tensor.repeat_interleave(heads // tensor.shape[dim], dim)
+
+
+def _widen(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The accumulation dtype for all three, dropped keys out, padding's queries quiet."""
+    dtype = accumulation_dtype(query.dtype)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if key_mask is not None and query.shape[2] == key.shape[2]:
+        # A NaN in a padded query, or a number that α makes one, may show in its own row, but in the
+        # backward 0 · NaN would reach the gradient of every key.
+        padding = ~key_mask[:, None, :, None]
+        query = torch.where(padding & ~(query.abs() < _PADDING_LIMIT), 0.0, query)
+    return query, key, drop_keys(value, dropout_p)
+
+
+def _long_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_mask: Tensor | None,
+    *,
+    is_causal: bool,
+    impl: str,
+) -> Tensor:
+    """LLN attention in the accumulation dtype."""
+    heads = query.shape[1]
+    if impl == "eager" and not is_causal:
+        return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    alpha, beta = (_repeat_temperature(scale, heads, query.dtype) for scale in (alpha, beta))
+    if impl == "eager":
+        if query.shape[2] == 0:
+            return (query * alpha) @ (key * beta).mT @ value
+        return causal_attention(query, key, value, alpha, beta, key_mask)
+    keep = _kept_pairs(query, key, key_mask, is_causal)
+    return reference.lln_attention(query, key, value, alpha, beta, keep=keep)
+
+
+def _short_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    *,
+    block_size: int,
+    scale: float | None,
+    is_causal: bool,
+    impl: str,
+) -> Tensor:
+    """Block-diagonal attention in the accumulation dtype."""
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    if impl == "reference":
+        keep = _kept_pairs(query, key, key_mask, is_causal)
+        return reference.block_diagonal_attention(
+            query, key, value, block_size, keep=keep, scale=scale
+        )
+    return block_diagonal(
+        query, key, value, block_size, scale=scale, key_mask=key_mask, is_causal=is_causal
+    )
+
+
+def _both_ranges(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_mask: Tensor | None,
+    mix: float | Tensor,
+    *,
+    block_size: int,
+    scale: float | None,
+    is_causal: bool,
+    impl: str,
+) -> Tensor:
+    """Both joined, in the accumulation dtype."""
+    shared: dict[str, Any] = {"is_causal": is_causal, "impl": impl}
+    long_range = _long_range(query, key, value, alpha, beta, key_mask, **shared)
+    blocks: dict[str, Any] = {"block_size": block_size, "scale": scale, **shared}
+    return join(long_range, _short_range(query, key, value, key_mask, **blocks), mix)
+
+
+def _repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:
+    if not isinstance(scale, Tensor):
+        return scale
+    scale = scale.to(dtype)
+    scale = scale.reshape((1,) * (4 - scale.dim()) + tuple(scale.shape))
+    return scale if scale.shape[1] == 1 else repeat_heads(scale, heads)
+
+
+def _kept_pairs(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool
+) -> Tensor | None:
+    """The bool mask ``[B, 1, T, S]`` of the reference."""
+    keep = (
+        None if key_mask is None else key_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+    )
+    if not is_causal:
+        return keep
+    earlier = reference.causal_keep(query.shape[2], query.device)
+    return earlier if keep is None else keep & earlier

@@ -1,0 +1,96 @@
+"""The running merge of a row of summaries: what every chunk may read of the chunks before it.
+
+Summaries merge associatively, so the running merge is a scan. It is done in blocks: inside a block
+one small lower-triangular product a slot, then the same over the blocks' totals, and so on up. All
+weights are exp(L_j − L_merged) ≤ 1, so no step can overflow, and the cost is linear in the number
+of summaries.
+
+Dimension legend: n summaries in a row, D slots, E value width, ``...`` leading dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lln.eager.summary import LOG_ZERO, merge
+from lln.tracing import is_compiling
+
+BLOCK = 32
+
+# The segment of padding behind the last summary: larger than any number of sequences.
+_NO_SEGMENT = 2**62
+
+
+def running_merge(
+    log_mass: Tensor, centroid: Tensor, segment: Tensor | None = None, levels: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Summary i of the result holds summaries 0 … i (of the same segment) merged.
+
+    Args:
+        log_mass: ``[..., n, D]``.
+        centroid: ``[..., n, D, E]``.
+        segment: int ``[n]``, never decreasing; summaries merge within a segment only.
+            None = all one segment.
+        levels: How often to go up to the blocks' totals; None = as often as it takes. A trace must
+            hold for every length and goes up once: linear up to BLOCK² summaries.
+    """
+    count = log_mass.shape[-2]
+    if levels is None and is_compiling():
+        levels = 1
+    if segment is None:
+        segment = torch.zeros(count, dtype=torch.int64, device=log_mass.device)
+    if levels == 0 if levels is not None else count <= BLOCK:
+        return _merge_triangle(log_mass, centroid, segment)
+    blocks = whole_parts(count, BLOCK)
+    padding = blocks * BLOCK - count
+    log_mass = F.pad(log_mass, (0, 0, 0, padding), value=LOG_ZERO).unflatten(-2, (blocks, BLOCK))
+    centroid = F.pad(centroid, (0, 0, 0, 0, 0, padding)).unflatten(-3, (blocks, BLOCK))
+    segment = F.pad(segment, (0, padding), value=_NO_SEGMENT).unflatten(0, (blocks, BLOCK))
+    log_mass, centroid = _merge_triangle(log_mass, centroid, segment)
+
+    above = None if levels is None else levels - 1
+    totals = (log_mass[..., -1, :], centroid[..., -1, :, :])
+    carry = running_merge(*totals, segment[:, -1], above)
+    carry_log_mass, carry_centroid = shift(*carry)
+    carry_segment = F.pad(segment[:-1, -1], (1, 0), value=-1)
+    continues = (segment == carry_segment.unsqueeze(-1)).unsqueeze(-1)
+    carry_log_mass = torch.where(continues, carry_log_mass.unsqueeze(-2), LOG_ZERO)
+    carry_centroid = torch.where(continues.unsqueeze(-1), carry_centroid.unsqueeze(-3), 0.0)
+    log_mass, centroid = merge(log_mass, centroid, carry_log_mass, carry_centroid)
+    return log_mass.flatten(-3, -2)[..., :count, :], centroid.flatten(-4, -3)[..., :count, :, :]
+
+
+def whole_parts(count: int, size: int) -> int:
+    """How many parts of a size hold ``count`` items.
+
+    A trace must hold for every count and may not ask whether the last part is full: it takes one
+    part more than are full.
+    """
+    if is_compiling():
+        return count // size + 1
+    return (count + size - 1) // size
+
+
+def shift(log_mass: Tensor, centroid: Tensor) -> tuple[Tensor, Tensor]:
+    """Move every summary one place on; the first becomes empty."""
+    log_mass = F.pad(log_mass[..., :-1, :], (0, 0, 1, 0), value=LOG_ZERO)
+    return log_mass, F.pad(centroid[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
+
+
+def _merge_triangle(log_mass: Tensor, centroid: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
+    """The running merge of one short row, as a lower-triangular product a slot."""
+    place = torch.arange(log_mass.shape[-2], device=log_mass.device)
+    visible = (place.unsqueeze(-1) >= place) & (segment.unsqueeze(-1) == segment.unsqueeze(-2))
+    # [..., D, i, j]: what summary j weighs in the merge of all up to i.
+    weight = torch.where(visible.unsqueeze(-3), log_mass.mT.unsqueeze(-2), LOG_ZERO)
+    merged = weight.logsumexp(-1)
+    # Zero by selection: in a row without any key yet the softmax is uniform over the invisible.
+    weight = torch.where(visible.unsqueeze(-3), weight.softmax(-1), 0.0)
+    # A NaN must reach the rows that see it, and as 0 · NaN it would reach all others too.
+    broken = ~centroid.isfinite().all(-1)
+    centroid = torch.where(broken.unsqueeze(-1), 0.0, centroid)
+    out = (weight @ centroid.transpose(-3, -2)).transpose(-3, -2)
+    reached = visible.to(log_mass.dtype) @ broken.to(log_mass.dtype) > 0
+    return merged.mT, torch.where(reached.unsqueeze(-1), torch.nan, out)

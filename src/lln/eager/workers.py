@@ -1,0 +1,286 @@
+"""Plain PyTorch on a busy CPU: one hand-over to threads for a call, not one for every operation.
+
+PyTorch splits every operation over its threads and waits for all of them before the next one. Where
+other programs keep the processors busy, each of these waits lasts until the last thread gets its
+turn. Fused softmax waits once, LLN attention 11 times, causal 50. Heads do not depend on each
+other, so on a busy machine every thread takes its share of them through the whole computation, and
+is waited for once. Where nothing else runs, waiting is short and PyTorch's way is faster. Both give
+the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lln.eager.load import LoadWatch, own_cpus
+from lln.tracing import has_values, is_moded
+
+Result = TypeVar("Result")
+Side = Tensor | float | None
+
+# Fewer numbers than that PyTorch does not split either (its grain is 32,768).
+_FEWEST = 65_536
+# What an idle machine does on the side, in cores.
+_SPARE = 0.3
+
+# Who looks at what is saved for a backward; None where this PyTorch does not say.
+_top_hooks: Any = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
+)
+
+_lock = threading.Lock()
+_pools: dict[int, ThreadPoolExecutor] = {}
+
+
+class Cut(NamedTuple):
+    """Where tensors are cut into pieces that do not depend on each other.
+
+    Attributes:
+        axes: Of every side the axis, counted from the end, along which it is cut; None = never. A
+            side that has one entry there, or no such axis, goes whole to every piece.
+        units: What cannot be cut further: key heads or samples.
+        pieces: How many there will be.
+    """
+
+    axes: tuple[int | None, ...]
+    units: int
+    pieces: int
+
+    def pieces_of(self, sides: Sequence[Side], index: int) -> list[Any]:
+        """Piece ``index`` of every side."""
+        return [self.of(side, index, axis) for side, axis in zip(sides, self.axes, strict=True)]
+
+    def of(self, side: Side, index: int, axis: int | None) -> Any:
+        """Piece ``index`` of a side."""
+        where = self.place(side, index, axis)
+        return side if where is None or not isinstance(side, Tensor) else side.narrow(*where)
+
+    def place(self, side: Side, index: int, axis: int | None) -> tuple[int, int, int] | None:
+        """Axis, start and length of a piece; None where a side is not cut."""
+        if axis is None or not isinstance(side, Tensor) or side.dim() < -axis:
+            return None
+        each = side.shape[axis] // self.units
+        if each == 0 or (side.shape[axis] == 1 and self.units > 1):
+            return None
+        start = index * self.units // self.pieces
+        end = (index + 1) * self.units // self.pieces
+        return axis, start * each, (end - start) * each
+
+
+def cut_heads(query: Tensor, key: Tensor, axes: dict[str, tuple[int | None, ...]]) -> Cut | None:
+    """How a call is shared out between threads; None if it is not.
+
+    Args:
+        query: ``[B, H, T, D]``, or ``[T, H, D]`` of packed sequences.
+        key: The same with Hk heads.
+        axes: Of every side of the call, by what is shared out: ``"heads"``, ``"samples"``.
+    """
+    threads = _threads_for(query)
+    if threads < 2 or not _is_crowded(threads):
+        return None
+    units = {"heads": key.shape[axes["heads"][1] or 0]}
+    if "samples" in axes:
+        units["samples"] = query.shape[0]
+    # Whatever leaves the fewest threads without work; heads, if it is all the same.
+    best = max(units, key=lambda name: (min(units[name], threads), name == "heads"))
+    pieces = min(units[best], threads)
+    return Cut(axes[best], units[best], pieces) if pieces > 1 else None
+
+
+_watch = LoadWatch()
+
+
+def _is_crowded(threads: int) -> bool:
+    """Whether other programs need some of the processors that so many threads would run on."""
+    return threads + _watch.busy() > len(own_cpus()) + _SPARE
+
+
+def _threads_for(query: Tensor) -> int:
+    """How many threads a call gets; 1 where somebody has to see its operations, or it is small."""
+    # First whether this is a trace, which must not ask for the size.
+    if query.device.type != "cpu" or not has_values(query) or query.numel() < _FEWEST:
+        return 1
+    if type(query) not in (Tensor, torch.nn.Parameter) or not torch.backends.openmp.is_available():
+        return 1
+    if is_moded() or forward_ad._current_level >= 0 or getattr(_here, "is_worker", False):
+        return 1
+    return torch.get_num_threads()
+
+
+def share_out(run: Callable[..., Tensor], sides: Sequence[Side], cut: Cut | None) -> Tensor:
+    """``run(*sides)``, piece by piece in threads; differentiable any number of times.
+
+    Args:
+        run: Takes the sides and returns ``[..., E]`` with the leading shape and the type of the
+            first; each piece of it depends on the same piece of the sides alone.
+        sides: query, key, value, then whatever ``run`` takes.
+        cut: None = in this thread, as it is.
+    """
+    if cut is None:
+        return run(*sides)
+    return _Shared.apply(run, cut, *sides)
+
+
+def over_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+    """What every job returns, each run in a thread of its own that splits no operation."""
+    pool = _pool(torch.get_num_threads())
+    inference = torch.is_inference_mode_enabled()
+
+    def start(job: Callable[[], Result]) -> Result:
+        # The mode belongs to a thread, and ours would not be in it.
+        with torch.inference_mode(inference):
+            return job()
+
+    waiting: list[Future[Result]] = [pool.submit(start, job) for job in jobs]
+    return [future.result() for future in waiting]
+
+
+class _Shared(torch.autograd.Function):
+    """Pieces in threads, each with a graph of its own that its thread walks back."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], cut: Cut, *sides: Side) -> Tensor:
+        ctx.run, ctx.cut = run, cut
+        ctx.rest = [None if isinstance(side, Tensor) else side for side in sides]
+        ctx.places = [index for index, side in enumerate(sides) if isinstance(side, Tensor)]
+        ctx.save_for_backward(*(side for side in sides if isinstance(side, Tensor)))
+        asked = [index for index, wanted in enumerate(ctx.needs_input_grad[2:]) if wanted]
+        query, _, value, *_ = sides
+        assert isinstance(query, Tensor)
+        assert isinstance(value, Tensor)
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        # Who looks at what is saved (checkpoints, offloading) would not see it in other threads.
+        keeps = bool(asked) and _top_hooks is not None and _top_hooks(True) is None
+
+        def job(index: int) -> _Piece | None:
+            piece = _Piece(run, cut, sides, index, asked if keeps else [])
+            with torch.no_grad():
+                cut.of(out, index, cut.axes[0]).copy_(piece.out)
+            return piece if keeps else None
+
+        ctx.pieces = over_threads([partial(job, index) for index in range(cut.pieces)])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        (gradient,) = grad_outputs
+        sides: list[Side] = list(ctx.rest)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            sides[place] = tensor
+        asked = [index for index, wanted in enumerate(ctx.needs_input_grad[2:]) if wanted]
+        if torch.is_grad_enabled():
+            # To be differentiated once more: as if there were no threads.
+            leaves: list[Any] = [sides[index] for index in asked]
+            grads = torch.autograd.grad(
+                ctx.run(*sides), leaves, gradient, create_graph=True, allow_unused=True
+            )
+        else:
+            pieces, ctx.pieces = ctx.pieces, [None] * ctx.cut.pieces
+            grads = _gradients(ctx.run, ctx.cut, sides, asked, gradient, pieces)
+        found: list[Tensor | None] = [None] * len(sides)
+        for index, grad in zip(asked, grads, strict=True):
+            found[index] = grad
+        return (None, None, *found)
+
+
+class _Piece:
+    """One piece: its output, and the graph that leads from there to what asks for a gradient."""
+
+    def __init__(
+        self,
+        run: Callable[..., Tensor],
+        cut: Cut,
+        sides: Sequence[Side],
+        index: int,
+        asked: list[int],
+    ) -> None:
+        pieces = [
+            piece.detach() if isinstance(piece, Tensor) else piece
+            for piece in cut.pieces_of(sides, index)
+        ]
+        self.leaves = [pieces[at].requires_grad_() for at in asked]
+        with torch.set_grad_enabled(bool(asked)):
+            self.out = run(*pieces)
+
+
+def _gradients(
+    run: Callable[..., Tensor],
+    cut: Cut,
+    sides: list[Side],
+    asked: list[int],
+    gradient: Tensor,
+    pieces: list[_Piece | None],
+) -> list[Tensor]:
+    """Gradients of what asks for one; pieces that were not kept are formed again."""
+    wholes = {
+        index: torch.empty_like(side) for index in asked if isinstance(side := sides[index], Tensor)
+    }
+
+    def job(index: int) -> dict[int, Tensor]:
+        piece = pieces[index] or _Piece(run, cut, sides, index, asked)
+        upstream = cut.of(gradient, index, cut.axes[0])
+        grads = torch.autograd.grad(piece.out, piece.leaves, upstream, allow_unused=True)
+        shared = {}
+        for at, grad, leaf in zip(asked, grads, piece.leaves, strict=True):
+            grad = torch.zeros_like(leaf) if grad is None else grad
+            where = cut.place(sides[at], index, cut.axes[at])
+            if where is None:
+                shared[at] = grad
+            else:
+                wholes[at].narrow(*where).copy_(grad)
+        return shared
+
+    found = over_threads([partial(job, index) for index in range(cut.pieces)])
+    # What goes whole to every piece gathers its gradient from all, always in the same order.
+    for index, shared in enumerate(found):
+        for at, grad in shared.items():
+            wholes[at] = grad if index == 0 else wholes[at] + grad
+    return [wholes[at] for at in asked]
+
+
+_here = threading.local()
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """So many threads that split no operation; made when first asked for."""
+    with _lock:
+        pool = _pools.get(threads)
+        if pool is None:
+            pool = _pools[threads] = ThreadPoolExecutor(threads, "lln", _begin)
+            ready = threading.Barrier(threads + 1)
+            for _ in range(threads):
+                pool.submit(ready.wait)
+            ready.wait()
+            # A thread that sets its own number also sets that of threads yet to be born.
+            torch.set_num_threads(threads)
+        return pool
+
+
+def _begin() -> None:
+    """Make a thread one that splits no operation.
+
+    The question comes first: it is what sets a new thread's number, once, to everybody's.
+    """
+    _here.is_worker = True
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+def _forget() -> None:
+    """Threads do not come along when a process forks."""
+    global _lock
+    _lock = threading.Lock()
+    _pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

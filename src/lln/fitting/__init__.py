@@ -1,5 +1,0 @@
-"""Fits the moment-matching constants from scratch: inject Gaussians, measure, fit."""
-
-from lln.fitting.fit import FitConfig, fit_constants
-
-__all__ = ["FitConfig", "fit_constants"]

@@ -1,0 +1,155 @@
+"""Decoding: one token enters the summary and reads it, at a cost that never grows.
+
+Dimension legend: B batch, H query heads, Hk key heads, D head width, E value width, SH summary
+heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln import checks
+from lln.eager.summary import KeySummary, heads_of
+from lln.errors import BackendUnavailableError, InvalidInputError
+from lln.functional.plan import choose_implementation
+from lln.precision import cast_for_autocast, without_autocast
+from lln.tracing import is_watched
+
+
+def decode_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    summary: KeySummary,
+    *,
+    alpha: float | Tensor,
+    impl: str = "auto",
+) -> Tensor:
+    """One step of causal LLN attention: O(D·E) in time and memory, whatever came before.
+
+    The same as ``summary.append(key, value)`` and then ``summary.read(query, alpha)``; on a GPU
+    without gradients both happen in one kernel.
+
+    Args:
+        query: ``[B, H, 1, D]``.
+        key: ``[B, Hk, 1, D]``.
+        value: ``[B, Hk, 1, E]``.
+        summary: The keys and values so far; this token is appended to it.
+        alpha: A positive number, or a tensor that broadcasts to ``[B, H, 1, 1]``.
+        impl: ``"auto"``, ``"eager"`` or ``"triton"``.
+
+    Returns:
+        ``[B, H, 1, E]`` in the dtype of query.
+
+    Example:
+        >>> summary = KeySummary.empty(1, 2, 4, 4, beta=2.0)
+        >>> for _ in range(3):
+        ...     query, key, value = torch.randn(3, 1, 2, 1, 4)
+        ...     out = decode_step(query, key, value, summary, alpha=2.0)
+        >>> out.shape
+        torch.Size([1, 2, 1, 4])
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
+    if query.shape[2] != 1 or key.shape[2] != 1:
+        raise InvalidInputError(
+            f"decode_step takes one token, got T = {query.shape[2]} and S = {key.shape[2]}; give "
+            "a whole prompt to lln_attention(is_causal=True) and KeySummary.of."
+        )
+    if not isinstance(summary, KeySummary):
+        raise InvalidInputError(f"summary must be a KeySummary, got {type(summary).__name__}.")
+    checks.check_temperature("alpha", alpha, query.shape[0], (query.shape[1],), query.device)
+    chosen = choose_implementation(impl, query)
+    if chosen == "reference":
+        raise InvalidInputError("decode_step has no impl='reference'; use 'eager' or 'triton'.")
+    fits = chosen == "triton" and _fits_kernel(query, key, value, summary, alpha)
+    if impl == "triton" and not fits:
+        raise BackendUnavailableError(
+            "impl='triton' decodes without gradients from a contiguous float32 summary whose heads "
+            "are those of key or query; use impl='eager', or impl='auto' to let lln choose."
+        )
+    if not fits:
+        return summary.append(key, value).read(query, alpha)
+    alpha_t, beta_t = (_per_head(side) for side in (alpha, summary.beta))
+    numbers = (1.0 if isinstance(side, Tensor) else float(side) for side in (alpha, summary.beta))
+    if alpha_t is not None and alpha_t.shape[1] == 1:
+        alpha_t = alpha_t.expand(-1, query.shape[1], 1, 1)
+    if beta_t is not None and beta_t.shape[1] == 1:
+        beta_t = beta_t.expand(-1, summary.log_mass.shape[1], 1, 1)
+    state = (summary.log_mass, summary.centroid)
+    with without_autocast(query):
+        run = decode if is_watched(query) else _decode
+        out, summary.log_mass, summary.centroid = run(
+            query, key, value, *state, alpha_t, beta_t, *numbers
+        )
+    return out
+
+
+def _fits_kernel(
+    query: Tensor, key: Tensor, value: Tensor, summary: KeySummary, alpha: float | Tensor
+) -> bool:
+    """Whether the kernel may stand in: the summary fits the token, and nothing wants a gradient."""
+    tensors = (query, key, value, summary.log_mass, summary.centroid, alpha, summary.beta)
+    if torch.is_grad_enabled() and any(
+        isinstance(side, Tensor) and side.requires_grad for side in tensors
+    ):
+        return False
+    heads = summary.log_mass.shape[1]
+    return (
+        summary.log_mass.dtype == torch.float32
+        and summary.log_mass.is_contiguous()
+        and summary.centroid.is_contiguous()
+        and summary.centroid.device == query.device
+        and tuple(summary.centroid.shape) == (query.shape[0], heads, query.shape[3], value.shape[3])
+        and heads in (key.shape[1], query.shape[1])
+        and heads_of(summary.beta) in (1, heads)
+    )
+
+
+def _per_head(side: float | Tensor) -> Tensor | None:
+    if not isinstance(side, Tensor):
+        return None
+    return side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))
+
+
+def _decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_mass: Tensor,
+    centroid: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    alpha_number: float,
+    beta_number: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from lln.kernels.triton import decode as kernel
+
+    scales = (alpha, beta, alpha_number, beta_number)
+    return kernel.decode(query, key, value, log_mass, centroid, *scales)
+
+
+@torch.library.custom_op("lln::decode", mutates_args=())
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_mass: Tensor,
+    centroid: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    alpha_number: float,
+    beta_number: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`decode_step` by the kernel, as an operator: output, log-mass, centroid."""
+    scales = (alpha, beta, alpha_number, beta_number)
+    return _decode(query, key, value, log_mass, centroid, *scales)
+
+
+@decode.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor, centroid: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    return out, torch.empty_like(log_mass), torch.empty_like(centroid)

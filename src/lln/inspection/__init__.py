@@ -1,5 +1,0 @@
-"""``lln inspect``: how a model's attention concentrates, head by head, as one page to read."""
-
-from lln.inspection.run import run_inspect
-
-__all__ = ["run_inspect"]

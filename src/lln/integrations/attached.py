@@ -1,0 +1,188 @@
+"""What `convert` attaches to an attention module: its own α, β and join, saved with the model.
+
+An attention function owns no state. Statistics per head, running averages and learned joins live
+in a submodule ``lln`` of the attention module, which the function finds there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.integrations.settings import Settings
+from lln.nn.heads import LLNDiagCore
+from lln.nn.temperatures import FixedTemperatures
+
+# The name of the submodule in every converted attention module.
+ATTRIBUTE = "lln"
+
+# Settings that are built into `Heads`: changed in the configuration alone, they would do nothing.
+_BUILT_IN = ("matching", "statistics", "momentum", "mix")
+
+
+class KeptSoftmax(nn.Module):
+    """Marks an attention module that stays softmax by choice."""
+
+    def sizes(self) -> dict[str, Any]:
+        """Nothing to rebuild but the mark itself."""
+        return {"softmax": True}
+
+
+class Heads(LLNDiagCore):
+    """α, β and join of one attention module.
+
+    Args:
+        attention: ``"lln"`` or ``"lln_diag"``.
+        num_heads: H, query heads.
+        head_dim: D.
+        value_dim: E.
+        settings: Of the model.
+        device: Where buffers and parameters live.
+    """
+
+    def __init__(
+        self,
+        attention: str,
+        num_heads: int,
+        head_dim: int,
+        value_dim: int,
+        settings: Settings,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Build the statistics and the join; temperatures are NaN until they are set or loaded."""
+        kept = settings.statistics in ("fixed", "learned")
+        super().__init__(
+            num_heads,
+            head_dim,
+            join=settings.mix if isinstance(settings.mix, str) else "average",
+            block_size=settings.block_size,
+            value_dim=value_dim,
+            matching=settings.matching,
+            statistics=settings.statistics,
+            alpha=1.0 if kept else None,
+            beta=1.0 if kept else None,
+            momentum=settings.momentum,
+            impl=settings.impl,
+            device=device,
+        )
+        self.attention, self.settings = attention, settings
+        self.fixed_mix = None if isinstance(settings.mix, str) else settings.mix
+        if kept:
+            # Without weights to load, attention must fail, not run at a made-up temperature.
+            for tensor in (*self.statistics.parameters(), *self.statistics.buffers()):
+                tensor.data.fill_(torch.nan)
+
+    def sizes(self) -> dict[str, Any]:
+        """What a saved configuration needs to build this module again."""
+        return {
+            "attention": self.attention,
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "value_dim": self.value_dim,
+        }
+
+    def check_settings(self, settings: Settings) -> None:
+        """Refuse a configuration that was changed since and says what this module does not do."""
+        if not settings.attached:
+            raise InvalidInputError(
+                "config.lln was replaced after conversion, and the model would be saved without "
+                "its α and β; change single entries, as in config.lln['block_size'] = 64, or "
+                "convert again with the new settings."
+            )
+        for name in _BUILT_IN:
+            found, kept = getattr(settings, name), getattr(self.settings, name)
+            if found != kept:
+                raise InvalidInputError(
+                    f"config.lln[{name!r}] was changed from {kept!r} to {found!r} after "
+                    f"conversion, which built it into the model; convert again with "
+                    f"{name}={found!r}."
+                )
+
+    @torch.no_grad()
+    def set_temperatures(self, alpha: Tensor, beta: Tensor) -> None:
+        """Set ``"fixed"`` values, or the start of ``"learned"`` ones, from H values each."""
+        for name, values in (("alpha", alpha), ("beta", beta)):
+            learned = getattr(self.statistics, f"log_{name}", None)
+            target = getattr(self.statistics, name) if learned is None else learned.data
+            values = values.float().flatten().expand(self.num_heads)
+            target.copy_(values if learned is None else values.log())
+
+    @torch.no_grad()
+    def fill_missing(self) -> None:
+        """Give what a checkpoint did not hold its starting value; it was made without one."""
+        with torch.device("cpu"):
+            fresh = rebuild(self.sizes(), self.settings)
+        starts = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta:
+                tensor.data.copy_(starts[name])
+
+    def temperatures(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """α, β that broadcast to ``[B, H, 1, 1]``."""
+        return self._temperatures(query, key, value, key_mask, is_causal)
+
+    def weight(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:
+        """The mix of joins that are one, broadcasting to ``[B, H, T, E]``."""
+        return self._mix(query, key_mask) if self.fixed_mix is None else self.fixed_mix
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Heads:
+        """Follow the model to another device, but keep fixed α, β in float32."""
+        before = dict(self.statistics.named_buffers())
+        super()._apply(fn, recurse)
+        if isinstance(self.statistics, FixedTemperatures):
+            for name, buffer in before.items():
+                moved = getattr(self.statistics, name)
+                if moved.dtype != buffer.dtype:
+                    setattr(self.statistics, name, buffer.to(moved.device))
+        return self
+
+    def combine(self, long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
+        """Join two outputs ``[B, H, T, E]``."""
+        if self.join == "scale":
+            out = self.lln_scale * long_range + self.diag_scale * short_range
+            return out.to(long_range.dtype)
+        if self.join == "heads":
+            count = self.lln_heads
+            return torch.cat([long_range[:, :count], short_range[:, count:]], dim=1)
+        return (mix * long_range + (1 - mix) * short_range).to(long_range.dtype)
+
+
+def attached_to(module: nn.Module) -> Heads | KeptSoftmax | None:
+    """The submodule that `convert` gave an attention module, if it did."""
+    found = getattr(module, ATTRIBUTE, None)
+    return found if isinstance(found, (Heads, KeptSoftmax)) else None
+
+
+def attach(module: nn.Module, attached: Heads | KeptSoftmax) -> None:
+    """Give an attention module its submodule, in place of an earlier one."""
+    if attached_to(module) is not None:
+        delattr(module, ATTRIBUTE)
+    elif hasattr(module, ATTRIBUTE):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has an attribute {ATTRIBUTE!r} of its own."
+        )
+    module.add_module(ATTRIBUTE, attached)
+
+
+def rebuild(
+    sizes: dict[str, Any], settings: Settings, kind: type[Heads] = Heads
+) -> Heads | KeptSoftmax:
+    """The submodule that a saved configuration describes, ready for its weights."""
+    if sizes.get("softmax"):
+        return KeptSoftmax()
+    # A model loaded in half precision is built under that default; statistics stay float32.
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        return kind(
+            sizes["attention"], sizes["num_heads"], sizes["head_dim"], sizes["value_dim"], settings
+        )
+    finally:
+        torch.set_default_dtype(default)

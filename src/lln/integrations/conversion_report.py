@@ -1,0 +1,158 @@
+"""What a conversion did, layer by layer, as a table."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from io import StringIO
+
+import torch
+from torch import Tensor
+
+from lln.errors import CalibrationWarning
+from lln.matching.calibration import doubts
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One attention module.
+
+    Attributes:
+        name: In the base model.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"softmax"``.
+        heads: H.
+        width: D.
+        alpha: Smallest and largest over the heads; None where every sample has its own.
+        beta: Likewise.
+        moved: ‖LLN − softmax‖ / ‖softmax‖ of this module's output on the same inputs.
+        tokens: That α and β of a head rest on; None = they were not calibrated.
+        sharp: Heads whose α and β are far larger than usual (`lln.matching.calibration.unusual`).
+    """
+
+    name: str
+    attention: str
+    heads: int
+    width: int
+    alpha: tuple[float, float] | None = None
+    beta: tuple[float, float] | None = None
+    moved: float = 0.0
+    tokens: int | None = None
+    sharp: int = 0
+
+
+@dataclass(repr=False)
+class Conversion:
+    """What `convert` did; shown as a table.
+
+    Attributes:
+        attention: ``"lln"`` or ``"lln_diag"``.
+        statistics: Where α and β come from.
+        layers: One entry an attention module, in the order they run.
+        moved: ‖converted − original‖ / ‖original‖ of the model's output on the batch.
+        replaced: Whether an earlier conversion was replaced, with its α, β and joins.
+    """
+
+    attention: str
+    statistics: str
+    layers: list[LayerReport] = field(default_factory=list)
+    moved: float = 0.0
+    replaced: bool = False
+
+    def __str__(self) -> str:
+        """The table as plain text."""
+        return self.render(width=100)
+
+    # An interactive Python shows what a call returns.
+    __repr__ = __str__
+
+    @property
+    def tokens(self) -> int | None:
+        """That α and β of a head rest on, in the layer with the fewest; None if there are none."""
+        return min(
+            (layer.tokens for layer in self.layers if layer.tokens is not None), default=None
+        )
+
+    def notes(self) -> list[str]:
+        """What should not be overlooked, in sentences."""
+        found = []
+        if self.replaced:
+            found.append("the model was converted before: its α, β and joins were replaced.")
+        if self.tokens is not None:
+            sharp = [layer for layer in self.layers if layer.sharp]
+            most = [
+                max((side[1] for layer in sharp if (side := getattr(layer, name))), default=0.0)
+                for name in ("alpha", "beta")
+            ]
+            heads = sum(layer.heads for layer in self.layers if layer.tokens is not None)
+            found += doubts(self.tokens, sum(layer.sharp for layer in sharp), heads, *most)
+        return found
+
+    def warn(self, stacklevel: int = 2) -> None:
+        """Issue the notes as warnings."""
+        for note in self.notes():
+            warnings.warn(note, CalibrationWarning, stacklevel=stacklevel + 1)
+
+    def show(self) -> None:
+        """Print the table, as wide as the terminal."""
+        from rich.console import Console
+
+        console = Console()
+        console.print(self.render(console.width), highlight=False)
+
+    def render(self, width: int = 100) -> str:
+        """The table in lines of at most ``width`` characters."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("layer", no_wrap=True)
+        for title in ("attention", "heads", "α", "β", "moved"):
+            table.add_column(title, justify="right" if title != "attention" else "left")
+        for layer in self.layers:
+            table.add_row(
+                layer.name,
+                layer.attention,
+                f"{layer.heads}×{layer.width}",
+                _span(layer.alpha, layer.attention),
+                _span(layer.beta, layer.attention),
+                "" if layer.attention == "softmax" else f"{layer.moved:.1%}",
+            )
+        console = Console(file=StringIO(), width=width)
+        console.print(table)
+        changed = sum(layer.attention != "softmax" for layer in self.layers)
+        behind = "" if self.tokens is None else f", α and β from {self.tokens} tokens"
+        console.print(
+            f"{changed} of {len(self.layers)} attention layers run {self.attention}, statistics "
+            f"{self.statistics}{behind}; the model's output moved by {self.moved:.1%}.",
+            highlight=False,
+        )
+        for note in self.notes():
+            console.print(f"Note: {note}", highlight=False)
+        stream = console.file
+        return stream.getvalue() if isinstance(stream, StringIO) else ""
+
+
+def relative_change(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
+    """‖found − expected‖ / ‖expected‖ over the valid tokens.
+
+    Args:
+        found: ``[B, T, ...]``.
+        expected: Likewise.
+        mask: bool ``[B, T]``; None or another shape = all.
+    """
+    found, expected = found.detach().double(), expected.detach().double()
+    if mask is not None and mask.shape == found.shape[:2]:
+        found, expected = found[mask.bool()], expected[mask.bool()]
+    size = torch.linalg.vector_norm(expected)
+    return (torch.linalg.vector_norm(found - expected) / size.clamp_min(1e-30)).item()
+
+
+def span(values: Tensor) -> tuple[float, float]:
+    """Smallest and largest."""
+    return values.min().item(), values.max().item()
+
+
+def _span(values: tuple[float, float] | None, attention: str) -> str:
+    if attention == "softmax":
+        return ""
+    return "sample" if values is None else f"{values[0]:.2f}–{values[1]:.2f}"

@@ -1,0 +1,154 @@
+"""What a call hands to the kernels, in the form the kernels want it.
+
+Dimension legend: see `lln.kernels.launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.kernels.recipes import look_of
+from lln.kernels.shapes import summary_heads
+from lln.kernels.sizes import overrides
+
+# Of query, key, value, and of alpha, beta and mix where they are asked for.
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Call(NamedTuple):
+    """One call: its tensors, and what it computes of them.
+
+    Attributes:
+        query: ``[B, H, T, D]``; packed sequences come as one sample.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
+        alpha: 4-D, broadcasts to ``[B, H, 1, 1]``; None = ``alpha_number``.
+        beta: 4-D; None = ``beta_number``.
+        mask: bool ``[B, S]`` or None.
+        mix: 4-D, broadcasts to ``[B, H, T, E]``; None = ``mix_number``.
+        bounds: Integers ``[n + 1]`` of packed sequences or None.
+        alpha_number: α where it is one number.
+        beta_number: β likewise.
+        mix_number: The weight of the LLN part likewise.
+        block_size: Of the diagonal part; 0 = none.
+        scale: Of the diagonal part's scores.
+        dropout_p: Probability to drop a key.
+        seed: Of the dropped keys.
+        causal: Whether a row sees only the keys up to itself.
+        longest: Length of the longest packed sequence (or more); 0 = not packed.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: Tensor | None
+    beta: Tensor | None
+    mask: Tensor | None
+    mix: Tensor | None
+    bounds: Tensor | None
+    alpha_number: float
+    beta_number: float
+    mix_number: float
+    block_size: int
+    scale: float
+    dropout_p: float
+    seed: int
+    causal: bool
+    longest: int
+
+    @property
+    def samples(self) -> int:
+        """B, or the number of packed sequences."""
+        return self.query.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
+
+    @property
+    def summary_heads(self) -> int:
+        """SH: the key heads, unless β tells the query heads of a group apart."""
+        return summary_heads(self.query, self.key, self.beta)
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether the first block may begin before the first token: where a mask ends, one does."""
+        return self.mask is not None and self.block_size > 0
+
+    def reach(self, tokens: int) -> int:
+        """How many places the blocks of so many tokens cover at most."""
+        return tokens + self.block_size - 1 if self.is_shifted else tokens
+
+    def options(self) -> Hashable:
+        """The part of a call that its tensors do not show and its kernels depend on."""
+        return self.query.device, self.block_size, self.scale, self.dropout_p, self.longest
+
+    def looks(self, *others: Tensor) -> Hashable:
+        """How everything looks that launches depend on; what is made of it looks accordingly."""
+        given = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, self.mix)
+        return tuple([look_of(tensor) for tensor in (*given, self.bounds, *others)])
+
+    def no_gradients(self) -> Gradients:
+        """Zeros of the shape of every gradient."""
+        sides = (self.query, self.key, self.value, self.alpha, self.beta, self.mix)
+        zeros = [None if side is None else torch.zeros_like(side) for side in sides]
+        return zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], zeros[5]  # pyright: ignore
+
+
+def strides_of(call: Call, *tensors: Tensor | None) -> list[int]:
+    """Strides one after the other; a packed sequence begins where its bound says, not a sample."""
+    strides: list[int] = []
+    for tensor in tensors:
+        if tensor is None:
+            strides += (0, 0, 0, 0)
+        elif call.bounds is not None:
+            strides += (0, *tensor.stride()[1:])
+        else:
+            strides += tensor.stride()
+    return strides
+
+
+def flat_scale(scale: Tensor | None, samples: int, stand_in: Tensor) -> Tensor:
+    """α or β as float32 ``[B · heads]``; any pointer where there is none."""
+    if scale is None:
+        return stand_in
+    if scale.dtype == torch.float32 and scale.shape[0] == samples and scale.is_contiguous():
+        return scale
+    return scale.expand(samples, -1, 1, 1).flatten().float().contiguous()
+
+
+def mask_bytes(mask: Tensor | None, stand_in: Tensor) -> Tensor:
+    """The mask as bytes; any pointer where there is none."""
+    return stand_in if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def mix_kind(mix: Tensor | None, block_size: int) -> int:
+    """How mix comes: 0 no diagonal part, 1 a number, 2 a value a row, 3 a row and channel."""
+    if not block_size:
+        return 0
+    if mix is None:
+        return 1
+    return 2 if mix.shape[3] == 1 else 3
+
+
+def mix_mode(mix: Tensor, shared: int) -> int:
+    """How dmix is written: 1 a value a token, 2 a token and channel, 3 a channel."""
+    if mix.shape[3] == 1:
+        return 1
+    return 3 if mix.shape[2] == 1 and shared == 1 else 2
+
+
+def precision_of(query: Tensor, widest: int = 0) -> str:
+    """How products of float32 tiles are formed.
+
+    Three TF32 products of the digits' halves are as good as float32 within our budget; plain
+    float32 multiplications are unrolled into kernels that take long to compile. But tensor cores
+    cut off digits whenever they add: sums over more than 64 slots are left to plain ones.
+
+    Args:
+        query: Its type decides.
+        widest: The longest sum of an output; 0 = gradients, whose budget is wider.
+    """
+    if query.dtype != torch.float32:
+        return "tf32"
+    return overrides.get("precision", "ieee" if widest > 64 else "tf32x3")

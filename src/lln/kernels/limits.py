@@ -1,0 +1,217 @@
+"""What fits which chip: limits by the shared memory that one program can have.
+
+They were found by compiling the kernels for each kind of chip, which can be done without the chip;
+``tests/kernels/test_chips.py`` does it again. Where a plan does not fit all the same,
+`lln.kernels.recipes.follow` takes a smaller one.
+
+Dimension legend: see `lln.kernels.triton.steps`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_WIDTH = 256
+# Programs along the second axis of a launch, where split sequences have their heads.
+MAX_GRID = 65535
+# Tiles of 64 tokens by fewer channels come out wrong of Triton 3.6 in causal walks on Hopper.
+LEAST_CAUSAL_WIDTH = 64
+# Causal walks carry a state beside their tiles: less room for a block, and for a summary's slots
+# times channels.
+MAX_CAUSAL_BLOCK_BYTES = 16 * 1024
+MAX_CAUSAL_SUMMARY = 64 * 128
+
+
+class Chip(NamedTuple):
+    """Limits of one kind of chip.
+
+    Attributes:
+        shared: Bytes of shared memory that a program can have, at least.
+        summary: Slots times channels of a summary; wider values are read in slices.
+        summary_float32: The same in float32.
+        block_tokens: The longest diagonal block that is one tile; longer ones are computed beside
+            the kernels.
+        block_bytes: Of such a tile of keys.
+        joint_tokens: The longest tile of blocks whose gradients are found in one pass with LLN's.
+        joint_summary: Slots times channels of a summary in that pass.
+        joint_summary_float32: The same in float32.
+        takes_extras: Whether blocks fit with a key mask, or a mix by channel, beside them.
+    """
+
+    shared: int
+    summary: int
+    summary_float32: int
+    block_tokens: int
+    block_bytes: int
+    joint_tokens: int
+    joint_summary: int
+    joint_summary_float32: int
+    takes_extras: bool
+
+
+# H100, H200, B200: 227 KB.
+LARGE = Chip(
+    shared=200 * 1024,
+    summary=256 * 128,
+    summary_float32=64 * 128,
+    block_tokens=128,
+    block_bytes=32 * 1024,
+    joint_tokens=128,
+    joint_summary=64 * 128,
+    joint_summary_float32=64 * 64,
+    takes_extras=True,
+)
+# A100: 163 KB.
+MIDDLE = LARGE._replace(
+    shared=160 * 1024,
+    summary=128 * 128,
+    joint_tokens=64,
+    joint_summary=64 * 64,
+    takes_extras=False,
+)
+# RTX 30, 40 and 50, A10, L4, L40: 99 KB.
+SMALL = Chip(
+    shared=99 * 1024,
+    summary=64 * 128,
+    summary_float32=64 * 64,
+    block_tokens=64,
+    block_bytes=16 * 1024,
+    joint_tokens=64,
+    joint_summary=64 * 64,
+    joint_summary_float32=64 * 32,
+    takes_extras=False,
+)
+CHIPS = (LARGE, MIDDLE, SMALL)
+
+_known: dict[tuple[str, int | None], int] = {}
+
+
+def shared_bytes(kind: str, index: int | None) -> int:
+    """Shared memory that a program on a device can have; the largest chip's where nobody knows."""
+    if (kind, index) not in _known:
+        found = CHIPS[0].shared
+        if kind == "cuda" and torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(index)
+            found = getattr(properties, "shared_memory_per_block_optin", found)
+        _known[kind, index] = found
+    return _known[kind, index]
+
+
+# As `torch.compiler.assume_constant_result` marks it, which would import the compiler with lln.
+shared_bytes._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def chip_of(device: torch.device) -> Chip | None:
+    """The limits of a device; None if it has less room than any of them asks for."""
+    shared = shared_bytes(device.type, device.index)
+    for chip in CHIPS:
+        if shared >= chip.shared:
+            return chip
+    return None
+
+
+def blocks_fit(query: Tensor, block_size: int, is_causal: bool, extras: bool) -> bool:
+    """Whether a kernel takes diagonal blocks of that size at all.
+
+    Args:
+        query: ``[…, D]``.
+        block_size: Tokens in a block.
+        is_causal: Whether the walk of causal LLN attention has to take them along.
+        extras: Whether there is a key mask or a mix by channel.
+    """
+    chip = chip_of(query.device)
+    tokens = max(16, power_of_two(block_size))
+    width = max(16, power_of_two(query.shape[-1]))
+    if chip is None or (extras and not chip.takes_extras):
+        return False
+    room = chip.block_bytes
+    if is_causal:
+        width, room = max(width, LEAST_CAUSAL_WIDTH), min(room, MAX_CAUSAL_BLOCK_BYTES)
+    return tokens <= chip.block_tokens and tokens * width * query.itemsize <= room
+
+
+def blocks_join(
+    query: Tensor, heads: int, block_size: int, is_causal: bool, mix_grad: bool, extras: bool
+) -> bool:
+    """Whether the kernels of LLN attention take the diagonal part along.
+
+    Args:
+        query: ``[…, D]``.
+        heads: Of all samples.
+        block_size: Tokens in a block.
+        is_causal: Whether the call is causal.
+        mix_grad: Whether a gradient of the mix is asked for, which needs both parts at once.
+        extras: Whether there is a key mask or a mix by channel.
+    """
+    chip = chip_of(query.device)
+    if chip is None or not blocks_fit(query, block_size, is_causal, extras):
+        return False
+    width = max(16, power_of_two(query.shape[-1]))
+    if is_causal or has_own_pass(width, query.dtype, heads, mix_grad):
+        return True
+    rows = block_rows(block_size, tile_tokens(width, query.dtype))
+    return max(16, power_of_two(rows)) <= chip.joint_tokens
+
+
+def has_own_pass(widest: int, dtype: torch.dtype, heads: int, mix_grad: bool) -> bool:
+    """Whether the diagonal's gradients have a pass of their own, without those of wide summaries.
+
+    Together they do not fit the registers.
+    """
+    return widest > 64 and dtype != torch.float32 and not mix_grad and not is_crowded(heads)
+
+
+def is_crowded(heads: int) -> bool:
+    """Whether there are more heads than a launch has rows of programs for split sequences."""
+    return heads > MAX_GRID
+
+
+def tile_tokens(widest: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile: wide heads and float32 leave less room."""
+    room = widest * (2 if dtype == torch.float32 else 1)
+    return {16: 64, 32: 64, 64: 64, 128: 64, 256: 32, 512: 16}[room]
+
+
+def block_rows(block_size: int, tokens: int) -> int:
+    """Tokens of a tile with the diagonal part: as many blocks as there is room for, or one."""
+    return block_size * max(1, tokens // block_size) if block_size else tokens
+
+
+def widest_value(
+    query: Tensor, heads: int, block_size: int, is_causal: bool, mix_grad: bool
+) -> int:
+    """How many channels of the values one call takes; a power of two.
+
+    Args:
+        query: ``[…, D]``.
+        heads: Of all samples.
+        block_size: Of the diagonal part that comes along; 0 = none.
+        is_causal: Whether the call is causal.
+        mix_grad: Whether a gradient of the mix is asked for.
+    """
+    chip = chip_of(query.device) or CHIPS[-1]
+    is_float32 = query.dtype == torch.float32
+    # Tiles and summaries share the chip, unless the diagonal part has a pass of its own.
+    is_joint = block_size > 0 and (is_float32 or mix_grad or is_crowded(heads))
+    if is_causal:
+        most = MAX_CAUSAL_SUMMARY
+    elif is_joint:
+        most = chip.joint_summary_float32 if is_float32 else chip.joint_summary
+    else:
+        most = chip.summary_float32 if is_float32 else chip.summary
+    return min(MAX_WIDTH, max(16, most // max(16, power_of_two(query.shape[-1]))))
+
+
+def widest_block_value(query: Tensor, block_size: int) -> int:
+    """How many channels of the values block-diagonal attention alone takes; a power of two."""
+    chip = chip_of(query.device) or CHIPS[-1]
+    tokens = max(16, power_of_two(block_size))
+    return min(MAX_WIDTH, chip.block_bytes // (tokens * query.itemsize))
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not smaller."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,306 @@
+"""How a call is cut into programs and tiles: fixed choices, nothing is timed at run time.
+
+Dimension legend: see `lln.kernels.triton.steps`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.kernels.limits import (
+    CHIPS,
+    LEAST_CAUSAL_WIDTH,
+    MAX_WIDTH,
+    block_rows,
+    chip_of,
+    has_own_pass,
+    is_crowded,
+    power_of_two,
+    tile_tokens,
+)
+
+# A causal walk takes so many registers that this many warps of walks run on a multiprocessor.
+WALKING_WARPS = 8
+# The passes that a walk in stretches needs on top, as a share of the walk: 0.30 to 0.35 measured.
+SHARE_OF_STRETCHES = 0.35
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package could be imported, found out without importing it."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# Asked once, because torch.compile cannot trace the question.
+_HAS_TRITON = _is_installed("triton")
+
+
+class Tile(NamedTuple):
+    """How one kernel walks over its tokens.
+
+    Attributes:
+        tokens: In a tile; a power of two.
+        warps: Of a program.
+        stages: Depth of the pipeline of loads.
+        programs: For every multiprocessor, at least; the sequence is split for that. Causal walks
+            have a rule of their own, `walk_stretch`.
+    """
+
+    tokens: int
+    warps: int
+    stages: int
+    programs: int = 4
+
+    def stretch(self, tokens: int, rows: int, heads: int, cores: int) -> int:
+        """Tokens of one program: whole tiles of ``rows`` tokens."""
+        tiles = -(-tokens // rows)
+        programs = min(max(1, -(-self.programs * cores // max(heads, 1))), tiles)
+        return -(-tiles // programs) * rows
+
+
+# Heads wider than 64 in half types: the fastest of a sweep on an H200 (docs/kernels.md).
+WIDE_TILES = {
+    128: {
+        "summarise": Tile(128, 8, 3, 2),
+        "read": Tile(128, 8, 3, 8),
+        "query_grad": Tile(64, 8, 3, 2),
+        "key_grad": Tile(64, 8, 3, 8),
+    },
+    256: {
+        "summarise": Tile(64, 8, 3, 2),
+        "read": Tile(64, 8, 3, 8),
+        "query_grad": Tile(16, 8, 3, 2),
+        "key_grad": Tile(64, 8, 3, 8),
+    },
+}
+
+
+@lru_cache(4096)
+def walk_stretch(tile: Tile, tokens: int, rows: int, heads: int, cores: int) -> int:
+    """Tokens of one program of a causal walk: whole tiles of ``rows`` tokens.
+
+    Programs run in waves of as many as there is room for, and the last wave takes as long as a full
+    one. A sequence is cut into stretches where that fills the waves better by more than the states
+    that stretches start from cost.
+    """
+    tiles = cdiv(tokens, rows)
+    together = cores * max(1, WALKING_WARPS // tile.warps)
+
+    def duration(stretches: int) -> float:
+        """In tiles of one program."""
+        length = cdiv(tiles, stretches)
+        waves = cdiv(heads * cdiv(tiles, length), together)
+        extra = 0.0 if length == tiles else SHARE_OF_STRETCHES * heads * tiles / together
+        return waves * length + extra
+
+    most = max(1, min(tiles, cdiv(8 * together, max(heads, 1))))
+    return cdiv(tiles, min(range(1, most + 1), key=duration)) * rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes for one call.
+
+    Attributes:
+        width: BD, the head width padded to a power of two.
+        value_width: BE.
+        measure: Moments of queries and keys.
+        summarise: Keys and values into a summary.
+        read: Queries against it.
+        joint_read: The same with the diagonal part; its tile holds ``block_rows`` tokens.
+        query_grad: Backward over the queries.
+        key_grad: Backward over the keys.
+        joint_grad: Backward over both, with the diagonal part.
+        walk: Causal attention, tile by tile.
+        walk_query: Its backward, forward over the tiles.
+        walk_key: Its backward, backward over the tiles.
+        block_rows: Tokens of a tile with the diagonal part: whole blocks of it.
+        has_blocks: Whether there is a diagonal part.
+        split_blocks: Whether its gradients have a pass of their own: together with those of wide
+            summaries they do not fit the registers.
+        short: Whether one program does a whole (sample, head).
+        cores: Multiprocessors to fill.
+    """
+
+    width: int
+    value_width: int
+    measure: Tile
+    summarise: Tile
+    read: Tile
+    joint_read: Tile
+    query_grad: Tile
+    key_grad: Tile
+    joint_grad: Tile
+    walk: Tile
+    walk_query: Tile
+    walk_key: Tile
+    block_rows: int
+    has_blocks: bool
+    split_blocks: bool
+    short: bool
+    cores: int
+
+
+# Set by tests and benchmarks to try other plans: name of a field → value.
+overrides: dict[str, Any] = {}
+
+
+def make_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    samples: int,
+    summary_heads: int,
+    block_size: int,
+    longest: int = 0,
+    causal: bool = False,
+) -> Plan:
+    """Choose the sizes for a call.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
+        samples: B, or the number of packed sequences.
+        summary_heads: Summaries of a sample.
+        block_size: Of the diagonal part; 0 = none.
+        longest: Length of the longest packed sequence; 0 = not packed.
+        causal: Whether the call is causal.
+    """
+    return _plan(
+        query.shape[-1],
+        value.shape[-1],
+        query.dtype,
+        query.device,
+        longest or max(query.shape[2], key.shape[2]),
+        samples * query.shape[1],
+        samples * summary_heads,
+        block_size,
+        causal,
+        tuple(overrides.items()),
+    )
+
+
+@lru_cache(4096)
+def _plan(
+    head_width: int,
+    value_width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
+    heads: int,
+    summaries: int,
+    block_size: int,
+    causal: bool,
+    overridden: tuple[tuple[str, Any], ...],
+) -> Plan:
+    width, value_width = (max(16, power_of_two(size)) for size in (head_width, value_width))
+    widest = max(width, value_width)
+    # Wide heads and float32 leave less room on the chip: smaller tiles, more warps.
+    room = widest * (2 if dtype == torch.float32 else 1)
+    tokens = tile_tokens(widest, dtype)
+    warps = 4 if widest <= 64 else 8
+    stages = 3 if room <= 64 else 2
+    is_wide = widest > 64 and dtype != torch.float32
+    rows = block_rows(block_size, tokens)
+    block_tile = max(16, power_of_two(rows))
+    if causal and block_size and block_tile >= 64:
+        width, value_width = (max(size, LEAST_CAUSAL_WIDTH) for size in (width, value_width))
+    block_warps = 4 if max(widest, block_tile) <= 64 else 8
+    walk_warps = 4 if width <= 64 and block_tile <= 64 else 8
+    walk_tokens = block_tile if block_size else 16 if room > 128 else 32
+    walk_stages = 1 if room > 128 else 2 if room > 64 else 3
+    cores = multiprocessors(device)
+    chosen = {
+        "width": width,
+        "value_width": value_width,
+        "measure": Tile(tokens, warps, stages, 4),
+        "summarise": Tile(tokens, warps, stages, 2),
+        "read": Tile(tokens, warps, stages, 8),
+        "joint_read": Tile(block_tile, block_warps, stages, 4),
+        "query_grad": Tile(tokens, warps, stages, 2),
+        "key_grad": Tile(tokens, warps, stages, 8),
+        "joint_grad": Tile(block_tile, block_warps, 2, 8),
+        "walk": Tile(walk_tokens, walk_warps, walk_stages),
+        "walk_query": Tile(walk_tokens, walk_warps, walk_stages),
+        "walk_key": Tile(walk_tokens, walk_warps, walk_stages),
+        "block_rows": rows,
+        "has_blocks": block_size > 0,
+        "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
+        # Two wide summaries of one program leave no room to load ahead.
+        "short": (longest <= 1024 and summaries >= 2 * cores and not is_wide) or is_crowded(heads),
+        "cores": cores,
+    }
+    if is_wide:
+        chosen |= WIDE_TILES[widest]
+        reading, updating = (3, 2) if widest == 128 else (2, 1)
+        chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
+        chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
+    chosen |= {name: size for name, size in overridden if name in chosen}
+    return Plan(**chosen)
+
+
+def smaller(plan: Plan) -> Plan | None:
+    """The next plan that needs less of the chip: fewer stages, then smaller tiles; None at the end.
+
+    Tiles with the diagonal part keep their size, which the blocks dictate.
+    """
+    walks = [field.name for field in fields(plan) if isinstance(getattr(plan, field.name), Tile)]
+    tiles: dict[str, Tile] = {name: getattr(plan, name) for name in walks}
+    fixed = ["joint_read", "joint_grad"]
+    if plan.has_blocks:
+        fixed += ["walk", "walk_query", "walk_key"]
+    if any(tile.stages > 1 for tile in tiles.values()):
+        less = {name: t._replace(stages=max(1, t.stages - 1)) for name, t in tiles.items()}
+    elif any(tile.tokens > 16 for name, tile in tiles.items() if name not in fixed):
+        less = {
+            name: t if name in fixed else t._replace(tokens=max(16, t.tokens // 2))
+            for name, t in tiles.items()
+        }
+    else:
+        return None
+    return replace(plan, **less)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def why_unavailable(query: Tensor) -> str | None:
+    """Why the kernels cannot run a call here, as the middle of a sentence; None if they can."""
+    if query.device.type != "cuda" and not is_interpreted():
+        return f"needs tensors on a CUDA device, got {query.device}"
+    if not _HAS_TRITON:
+        return 'needs Triton (pip install "lln[triton]")'
+    if query.dtype == torch.float64:
+        return "computes in float32, but query is float64"
+    if is_interpreted() and query.dtype == torch.bfloat16:
+        return "runs in Triton's interpreter here, which multiplies bfloat16 wrongly"
+    if query.shape[-1] > MAX_WIDTH:
+        return f"takes head widths up to {MAX_WIDTH}, got {query.shape[-1]}"
+    if chip_of(query.device) is None:
+        return f"needs a GPU with {CHIPS[-1].shared >> 10} KB of shared memory for a program"
+    return None
+
+
+def cdiv(number: int, part: int) -> int:
+    """How many parts cover a number."""
+    return -(-number // part)

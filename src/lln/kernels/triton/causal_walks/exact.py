@@ -1,0 +1,75 @@
+"""Scores of a tile formed one slot at a time in the log domain, where a fast walk lost a row.
+
+A second launch of the same kernel with ``EXACT`` leaves at once where nothing was lost; elsewhere
+it walks the stretch again with these scores. They share no shift, so that no key can take the
+digits of a row that may not see it (`lln.kernels.triton.causal_walks.tiles` says how it could).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lln.kernels.triton.steps import NEVER, exponential
+
+
+@triton.jit
+def exact_columns(
+    p_q, p_k, slot, stride_qt, stride_qd, stride_kt, stride_kd, alpha, beta, inside, ok,
+    BT: tl.constexpr, QUIET: tl.constexpr, EXP: tl.constexpr,
+):  # fmt: skip
+    """x_i + y_j of one slot ``[BT, BT]``; ``NEVER`` for keys that do not count."""
+    rows = tl.arange(0, BT)
+    b_q = tl.load(p_q + rows * stride_qt + slot * stride_qd, mask=inside, other=0.0)
+    b_k = tl.load(p_k + rows * stride_kt + slot * stride_kd, mask=ok, other=0.0)
+    b_x = b_q.to(tl.float32)
+    if QUIET:
+        b_x = tl.where(ok | ((b_x - b_x) == 0), b_x, 0.0)
+    b_y = tl.where(ok, b_k.to(tl.float32) * beta, NEVER)
+    return (b_x * alpha).to(EXP)[:, None] + b_y.to(EXP)[None, :]
+
+
+@triton.jit
+def exact_scores(
+    p_q, p_k, stride_qt, stride_qd, stride_kt, stride_kd, alpha, beta, inside, ok,
+    D: tl.constexpr, BT: tl.constexpr, QUIET: tl.constexpr, EXP: tl.constexpr,
+):  # fmt: skip
+    """Log Σ_f e^{x_if + y_jf} ``[BT, BT]`` for j ≤ i, without any common shift."""
+    b_peak = tl.full([BT, BT], NEVER, EXP)
+    for slot in range(D):
+        b_x = exact_columns(
+            p_q, p_k, slot, stride_qt, stride_qd, stride_kt, stride_kd, alpha, beta, inside, ok,
+            BT, QUIET, EXP,
+        )  # fmt: skip
+        b_peak = tl.maximum(b_peak, b_x)
+    b_mass = tl.zeros([BT, BT], tl.float32)
+    for slot in range(D):
+        b_x = exact_columns(
+            p_q, p_k, slot, stride_qt, stride_qd, stride_kt, stride_kd, alpha, beta, inside, ok,
+            BT, QUIET, EXP,
+        )  # fmt: skip
+        b_mass += exponential((b_x - b_peak).to(tl.float32))
+    rows = tl.arange(0, BT)
+    seen = (rows[:, None] >= rows[None, :]) & ok[None, :]
+    return tl.where(seen, b_peak + tl.log(b_mass).to(EXP), NEVER)
+
+
+@triton.jit
+def exact_products(
+    b_g, b_z, p_q, p_k, stride_qt, stride_qd, stride_kt, stride_kd, alpha, beta, inside, ok,
+    AXIS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    QUIET: tl.constexpr, EXP: tl.constexpr,
+):  # fmt: skip
+    """Σ G_ij e^{x_if + y_jf − z_i} over the tokens of one axis: ``[BT, BD]``."""
+    rows = tl.arange(0, BT)
+    seen = (rows[:, None] >= rows[None, :]) & ok[None, :] & inside[:, None]
+    b_out = tl.zeros([BT, BD], tl.float32)
+    slots = tl.arange(0, BD)
+    for slot in range(D):
+        b_x = exact_columns(
+            p_q, p_k, slot, stride_qt, stride_qd, stride_kt, stride_kd, alpha, beta, inside, ok,
+            BT, QUIET, EXP,
+        )  # fmt: skip
+        b_e = tl.where(seen, exponential((b_x - b_z[:, None]).to(tl.float32)) * b_g, 0.0)
+        b_out = tl.where((slots == slot)[None, :], tl.sum(b_e, AXIS)[:, None], b_out)
+    return b_out

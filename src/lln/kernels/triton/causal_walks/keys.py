@@ -1,0 +1,163 @@
+"""The backward walk over the keys, backward over the tiles: dk and dv.
+
+It carries the *gathered* state U, V of `gathering` along, and takes Z and δ from the walk
+over the queries. With dP_ij = dO_i·v_j:
+
+    dy_jf = Σ_i e^{x_if + y_jf − Z_i} (dP_ij − δ_i) + e^{y_jf} (v_j·U_f − V_f)
+
+whose exponents y_jf + x_if − Z_i are never positive. They are small differences of what may be
+large numbers: float32 calls form them in float64 (``EXP``), so that Z rounds nothing away.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lln.kernels.triton.causal_walks.exact import exact_products, exact_scores
+from lln.kernels.triton.causal_walks.gathering import gather_tile, load_gradient
+from lln.kernels.triton.causal_walks.states import load_state
+from lln.kernels.triton.causal_walks.tiles import load_tile, query_exponents
+from lln.kernels.triton.mixing import mix_rows
+from lln.kernels.triton.steps import (
+    NEVER,
+    block_softmax,
+    exponential,
+    gap_before,
+    hide_rows,
+    key_exponents,
+    load_scale,
+    locate,
+    rows_inside,
+    store_rows,
+    token_ok,
+    widen,
+)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def causal_key_kernel(
+    p_q, p_k, p_v, p_do, p_dk, p_dv, p_mix, p_mask, p_alpha, p_beta, p_dbeta, p_bounds,
+    p_peak, p_level, p_sum, p_lost, p_z, p_delta,
+    alpha, beta, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, T, H,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
+    stride_dkb, stride_dkh, stride_dkt, stride_dkd, stride_dvb, stride_dvh, stride_dvt, stride_dvd,
+    stride_mb, stride_mh, stride_mt, stride_me,
+    KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr,
+    BETA_GRAD: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr,
+    EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
+    SHIFTED: tl.constexpr, EXACT: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One stretch of one (sample, query head), backward over its tiles: dk, dv, part of dβ."""
+    segment, segments = tl.program_id(0), tl.num_programs(0)
+    index = tl.program_id(1).to(tl.int64)
+    part = index * segments + segment
+    if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
+        if tl.load(p_lost + part) == 0:
+            return
+    batch, head = index // H, index % H
+    key_head = head // KG
+    begin, tokens = locate(p_bounds, batch, T, PACKED)
+    p_mask += batch * T
+    start = segment * program_tokens - gap_before(p_bounds, batch, SHIFTED)
+    end = tl.minimum(start + program_tokens, tokens)
+    p_q += batch * stride_qb + begin * stride_qt + head * stride_qh
+    p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
+    p_v += batch * stride_vb + begin * stride_vt + key_head * stride_vh
+    p_do += batch * stride_gb + begin * stride_gt + head * stride_gh
+    p_dk += batch * stride_dkb + begin * stride_dkt + head * stride_dkh
+    p_dv += batch * stride_dvb + begin * stride_dvt + head * stride_dvh
+    p_mix += batch * stride_mb + begin * stride_mt + head * stride_mh
+    place = mix_rows(index, head, begin, T, 1, PACKED)
+    drop_first = (batch * (H // KG) + key_head) * T
+    alpha_here = load_scale(p_alpha, alpha, index, HAS_ALPHA)
+    beta_here = load_scale(p_beta, beta, index, HAS_BETA)
+    b_peak, b_level, b_sum = load_state(p_peak, p_level, p_sum, part, BD, BE, HAS_STATE)
+    rows = tl.arange(0, BT)
+    dbeta = 0.0
+    tiles = tl.cdiv(tl.maximum(end - start, 0), tile_tokens)
+    for step in tl.range(0, tiles, num_stages=STAGES):
+        first = start + (tiles - 1 - step) * tile_tokens
+        last = tl.minimum(first + tile_tokens, end)
+        inside = rows_inside(first, last, BT, HAS_MASK)
+        ok = token_ok(p_mask, first, last, BT, HAS_MASK)
+        seen = rows[:, None] >= rows[None, :]
+        if not EVEN:
+            seen = seen & ok[None, :]
+        offset = tl.cast(first, tl.int64)
+        p_q_tile, p_k_tile = p_q + offset * stride_qt, p_k + offset * stride_kt
+        b_q, b_k, b_v, b_factor = load_tile(
+            p_q_tile, p_k_tile, p_v + offset * stride_vt, stride_qt, stride_qd, stride_kt,
+            stride_kd, stride_vt, stride_vd, inside, ok, seed, drop_first + first, dropout_p,
+            D, E, BD, BE, BT, EVEN, QUIET, HAS_MASK, HAS_DROPOUT,
+        )  # fmt: skip
+        b_do, b_short, b_z, b_delta, b_row = load_gradient(
+            p_do, p_mix, p_z + place, p_delta + place, mix, offset, inside, stride_gt, stride_gd,
+            stride_mt, stride_me, E, BE, BT, MIX, EVEN,
+        )  # fmt: skip
+        b_h = query_exponents(b_q, alpha_here, D, BD).to(EXP) - b_z[:, None]
+        b_y = key_exponents(b_k, beta_here, ok, BD, EVEN)
+        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        b_g = tl.where(seen, (b_dp - b_delta[:, None]) * b_row[:, None], 0.0)
+        if EXACT:
+            b_log = exact_scores(
+                p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd, alpha_here,
+                beta_here, inside, ok, D, BT, QUIET, EXP,
+            )  # fmt: skip
+            b_s = exponential((b_log - b_z[:, None]).to(tl.float32))
+            b_s = tl.where(b_log > NEVER * 0.5, b_s, 0.0)
+            b_dy = exact_products(
+                b_g, b_z, p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd,
+                alpha_here, beta_here, inside, ok, 0, D, BD, BT, QUIET, EXP,
+            )  # fmt: skip
+        else:
+            # No exponent of a row exceeds −log n_i, which the guard has bounded.
+            b_top = tl.max(b_y, 0)
+            b_f = exponential((b_h + b_top[None, :].to(EXP)).to(tl.float32))
+            b_e = exponential(b_y - b_top[None, :])
+            b_s = tl.dot(b_f.to(LOW), tl.trans(b_e.to(LOW)), input_precision=PRECISION)
+            b_s = tl.where(seen, b_s, 0.0)
+            b_dy = tl.dot(tl.trans(b_g.to(LOW)), b_f.to(LOW), input_precision=PRECISION) * b_e
+        b_s = (b_s * b_row[:, None]).to(LOW)
+        b_dv = tl.dot(tl.trans(b_s), b_do.to(LOW), input_precision=PRECISION)
+        b_w = exponential(b_y + b_peak[None, :])
+        if not EVEN:
+            b_w = tl.where(ok[:, None], b_w, 0.0)
+        b_dv = tl.dot(b_w.to(LOW), b_sum.to(LOW), b_dv, input_precision=PRECISION)
+        b_db = tl.dot(b_v.to(LOW), tl.trans(b_sum.to(LOW)), input_precision=PRECISION)
+        b_dy += b_w * (b_db - b_level[None, :])
+        if BETA_GRAD:
+            dbeta += tl.sum(tl.where(ok[:, None], b_dy * widen(b_k, BD), 0.0))
+        b_dk = b_dy * beta_here
+        b_peak, b_level, b_sum = gather_tile(
+            b_peak, b_level, b_sum, b_h, b_do, b_delta, b_row, EXP, LOW, PRECISION
+        )
+        if MIX > 0:
+            b_p, b_total = block_softmax(
+                b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
+            )
+            b_rest = 1.0 - b_row
+            if MIX == 3:
+                b_dp = tl.dot(b_short, tl.trans(b_v), input_precision=PRECISION)
+                b_rest = b_row
+            b_near = tl.sum(b_p * b_dp, 1) / b_total
+            b_p = b_p * (b_rest / b_total)[:, None]
+            if not EVEN:
+                b_p = tl.where(inside[:, None], b_p, 0.0)
+            b_ds = (b_p * (b_dp - b_near[:, None]) * scale).to(b_q.dtype)
+            b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
+            b_p_low = b_p.to(b_short.dtype)
+            b_dv = tl.dot(tl.trans(b_p_low), b_short, b_dv, input_precision=PRECISION)
+        if HAS_MASK:
+            b_dk, b_dv = hide_rows(b_dk, ok), hide_rows(b_dv, ok)
+        if HAS_DROPOUT:
+            b_dv *= b_factor[:, None]
+        p_out = p_dk + offset * stride_dkt
+        store_rows(p_out, b_dk, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
+        p_out = p_dv + offset * stride_dvt
+        store_rows(p_out, b_dv, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
+    if BETA_GRAD:
+        tl.store(p_dbeta + part, dbeta)

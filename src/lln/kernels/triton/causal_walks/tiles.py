@@ -1,0 +1,128 @@
+"""The steps of a walk over the tiles: load a tile, weigh its rows, take it into the state.
+
+Row i of a tile reads the summary of everything before the tile and, inside the tile, the keys up
+to itself. With the largest exponent m_f of every slot so far, and r_i the largest of x_if + m_f:
+
+    S_ij = Σ_f e^{x_if + m_f − r_i} e^{y_jf − m_f},  j ≤ i         one product, no exponent above 0
+    n_i = Σ_j S_ij + Σ_f e^{x_if + m_f − r_i} mass_f                normaliser
+
+A key that row i may not see can set m_f; if it lies too far above the others, row i loses its
+digits, and its normaliser tells: below ``GUARD`` the stretch is marked lost, and walked again with
+the scores of `lln.kernels.triton.causal_walks.exact`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lln.kernels.triton.causal_walks.exact import exact_scores
+from lln.kernels.triton.steps import (
+    NEVER,
+    drop_factor,
+    exponential,
+    hide_rows,
+    load_rows,
+    quiet_rows,
+    widen,
+)
+
+# Terms lost to underflow weigh at most 1e-38 / GUARD of their row.
+GUARD = tl.constexpr(1e-20)
+
+
+@triton.jit
+def query_exponents(b_q, alpha, D: tl.constexpr, BD: tl.constexpr):
+    """α·q ``[BT, BD]``; ``NEVER`` in slots that are padding."""
+    b_x = widen(b_q, BD) * alpha
+    if D < BD:
+        b_x = tl.where((tl.arange(0, BD) < D)[None, :], b_x, NEVER)
+    return b_x
+
+
+@triton.jit
+def load_tile(
+    p_q_tile, p_k_tile, p_v_tile, stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
+    inside, ok, seed, drop_first, dropout_p,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
+    EVEN: tl.constexpr, QUIET: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Queries, keys and values of a tile, padding and dropped keys out; the dropout's factors."""
+    b_q = load_rows(p_q_tile, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
+    b_k = load_rows(p_k_tile, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
+    b_v = load_rows(p_v_tile, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
+    b_factor = tl.full([BT], 1.0, tl.float32)
+    if QUIET:
+        b_q = quiet_rows(b_q, ok)
+    if HAS_MASK:
+        b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
+    if HAS_DROPOUT:
+        b_factor = drop_factor(seed, drop_first, dropout_p, BT)
+        b_v = (b_v.to(tl.float32) * b_factor[:, None]).to(b_v.dtype)
+    return b_q, b_k, b_v, b_factor
+
+
+@triton.jit
+def weigh_rows(
+    b_x, b_y, ok, inside, b_peak, b_mass, b_sum, p_q_tile, p_k_tile, stride_qt, stride_qd,
+    stride_kt, stride_kd, alpha, beta,
+    D: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr,
+    EXACT: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """How much every row of a tile sees of the tile's keys and of the state.
+
+    Returns:
+        S ``[BT, BT]``, the slots' weights ``[BT, BD]``, the exponent ``[BT]`` they were both
+        shifted by, the keys e^{y − m} (``EXACT``: y itself), and the state shifted to match.
+    """
+    rows = tl.arange(0, BT)
+    if EXACT:
+        b_log = exact_scores(
+            p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd, alpha, beta, inside, ok,
+            D, BT, QUIET, EXP,
+        )  # fmt: skip
+        b_wide = b_x.to(EXP) + b_peak[None, :].to(EXP)
+        b_top = tl.maximum(tl.max(b_wide, 1), tl.max(b_log, 1))
+        b_w = exponential((b_wide - b_top[:, None]).to(tl.float32))
+        b_s = exponential((b_log - b_top[:, None]).to(tl.float32))
+        b_s = tl.where(b_log > NEVER * 0.5, b_s, 0.0)
+        return b_s, b_w, b_top, b_y, b_peak, b_mass, b_sum
+    b_new = tl.maximum(b_peak, tl.max(b_y, 0))
+    b_shrink = exponential(b_peak - b_new)
+    b_e = exponential(b_y - b_new[None, :])
+    if not EVEN:
+        b_e = tl.where(ok[:, None], b_e, 0.0)
+    b_wide = b_x.to(EXP) + b_new[None, :].to(EXP)
+    b_top = tl.max(b_wide, 1)
+    b_w = exponential((b_wide - b_top[:, None]).to(tl.float32))
+    b_s = tl.dot(b_w.to(LOW), tl.trans(b_e.to(LOW)), input_precision=PRECISION)
+    b_s = tl.where(rows[:, None] >= rows[None, :], b_s, 0.0)
+    return b_s, b_w, b_top, b_e, b_new, b_mass * b_shrink, b_sum * b_shrink[:, None]
+
+
+@triton.jit
+def take_tile(
+    b_peak, b_mass, b_sum, b_e, b_v, ok,
+    EVEN: tl.constexpr, EXACT: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take a tile's keys, as `weigh_rows` left them, and values into the state."""
+    if EXACT:
+        b_new = tl.maximum(b_peak, tl.max(b_e, 0))
+        b_shrink = exponential(b_peak - b_new)
+        b_e = exponential(b_e - b_new[None, :])
+        if not EVEN:
+            b_e = tl.where(ok[:, None], b_e, 0.0)
+        b_mass, b_sum, b_peak = b_mass * b_shrink, b_sum * b_shrink[:, None], b_new
+    b_mass += tl.sum(b_e, 0)
+    b_sum = tl.dot(tl.trans(b_e.to(LOW)), b_v.to(LOW), b_sum, input_precision=PRECISION)
+    return b_peak, b_mass, b_sum
+
+
+@triton.jit
+def any_lost(b_norm, b_mass, inside, ok, HAS_MASK: tl.constexpr):
+    """Whether a row that sees a key has a normaliser below the guard."""
+    gone = (b_norm < GUARD) & inside
+    if HAS_MASK:
+        # A row before the first valid key has nothing to lose.
+        gone = gone & (tl.cumsum(ok.to(tl.float32), 0) + tl.max(b_mass) > 0)
+    return tl.max(gone.to(tl.int32))

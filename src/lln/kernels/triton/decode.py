@@ -1,0 +1,137 @@
+"""One token at a time: take its key and value into the summary, then read with its queries.
+
+The state of a head is D log-masses and D×E centroids, whatever came before; it is read once and
+written once. With y = β k:
+
+    L' = log(e^L + e^y),  C' = C + σ(y − L) (v − C),  out = softmax(α q + L') C'
+
+Dimension legend: B batch, H query heads, SH summary heads, R = H / SH, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lln.kernels.call import flat_scale
+from lln.kernels.recipes import Recipe, Step, follow, look_of, places
+from lln.kernels.sizes import Plan, cdiv, make_plan
+from lln.kernels.triton.steps import NEVER, exponential, load_scale
+
+# Channels of one program; the slots' weights are computed again for every such slice.
+_SLICE = 64
+
+
+@triton.jit
+def decode_kernel(
+    p_q, p_k, p_v, p_o, p_alpha, p_beta, p_log_mass, p_centroid, p_new_log_mass, p_new_centroid,
+    alpha, beta, SH,
+    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kd, stride_vb, stride_vh,
+    stride_vd, stride_ob, stride_oh, stride_od,
+    R: tl.constexpr, KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
+):  # fmt: skip
+    """One (sample, summary head) and one slice of its channels."""
+    index = tl.program_id(0).to(tl.int64)
+    batch, head = index // SH, index % SH
+    slots = tl.arange(0, BD)
+    columns = tl.program_id(1) * BE + tl.arange(0, BE)
+    slot_ok, column_ok = slots < D, columns < E
+    p_key = p_k + batch * stride_kb + (head // KG) * stride_kh + slots * stride_kd
+    b_k = tl.load(p_key, mask=slot_ok, other=0.0)
+    p_value = p_v + batch * stride_vb + (head // KG) * stride_vh + columns * stride_vd
+    b_v = tl.load(p_value, mask=column_ok, other=0.0).to(tl.float32)
+    b_y = b_k.to(tl.float32) * load_scale(p_beta, beta, index, HAS_BETA)
+    b_old = tl.load(p_log_mass + index * D + slots, mask=slot_ok, other=0.0)
+    # In float64, for D numbers: fast logarithms near 1 err by more than a late token adds.
+    b_far = tl.minimum(b_old, b_y).to(tl.float64) - tl.maximum(b_old, b_y).to(tl.float64)
+    b_mass = tl.maximum(b_old, b_y) + tl.log(1.0 + tl.exp(b_far)).to(tl.float32)
+    # Weights w and 1 − w: two exponentials would miss a sum of 1 by the rounding of L, which adds
+    # up over thousands of tokens.
+    b_gain = 1.0 / (1.0 + tl.exp(b_old - b_y))
+    places = index * D * E + slots[:, None] * E + columns[None, :]
+    ok = slot_ok[:, None] & column_ok[None, :]
+    b_c = tl.load(p_centroid + places, mask=ok, other=0.0)
+    b_c += b_gain[:, None] * (b_v[None, :] - b_c)
+    tl.store(p_new_centroid + places, b_c, mask=ok)
+    if tl.program_id(1) == 0:
+        tl.store(p_new_log_mass + index * D + slots, b_mass, mask=slot_ok)
+    for r in range(R):
+        query_head = head * R + r
+        p_query = p_q + batch * stride_qb + query_head * stride_qh + slots * stride_qd
+        b_q = tl.load(p_query, mask=slot_ok, other=0.0).to(tl.float32)
+        b_x = b_q * load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA) + b_mass
+        b_x = tl.where(slot_ok, b_x, NEVER)
+        b_e = exponential(b_x - tl.max(b_x, 0))
+        b_o = tl.sum(b_e[:, None] * b_c, 0) / tl.sum(b_e, 0)
+        p_out = p_o + batch * stride_ob + query_head * stride_oh + columns * stride_od
+        tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=column_ok)
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_mass: Tensor,
+    centroid: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    alpha_number: float,
+    beta_number: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[B, H, 1, E]``, and the log-mass and centroid with the token in them."""
+    batch, heads, _, width = query.shape
+    slots, value_width = centroid.shape[1], value.shape[3]
+    out = query.new_empty(batch, heads, 1, value_width)
+    new_log_mass, new_centroid = torch.empty_like(log_mass), torch.empty_like(centroid)
+    if out.numel() == 0:
+        return out, new_log_mass, new_centroid
+    alpha_flat, beta_flat = flat_scale(alpha, batch, query), flat_scale(beta, batch, query)
+    live = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "out": out,
+        "alpha": alpha_flat,
+        "beta": beta_flat,
+        "log_mass": log_mass,
+        "centroid": centroid,
+        "new_log_mass": new_log_mass,
+        "new_centroid": new_centroid,
+        "alpha_number": alpha_number,
+        "beta_number": beta_number,
+    }
+    sides = (query, key, value, alpha_flat, beta_flat, log_mass, centroid)
+    looks = tuple(look_of(tensor) for tensor in sides)
+    kind = ("decode", looks, query.device, alpha is None, beta is None)
+
+    def write(plan: Plan) -> Recipe:
+        constants = {
+            "R": heads // slots,
+            "KG": slots // key.shape[1],
+            "D": width,
+            "E": value_width,
+            "BD": plan.width,
+            "BE": min(plan.value_width, _SLICE),
+            "HAS_ALPHA": alpha is not None,
+            "HAS_BETA": beta is not None,
+        }
+        strides = [
+            stride
+            for tensor in (query, key, value, out)
+            for stride in (tensor.stride(0), tensor.stride(1), tensor.stride(3))
+        ]
+        arguments = [
+            *places("query key value out alpha beta log_mass centroid new_log_mass new_centroid"),
+            *places("alpha_number beta_number"), slots, *strides,
+        ]  # fmt: skip
+        grid = (batch * slots, cdiv(value_width, min(plan.value_width, _SLICE)))
+        return Recipe([Step(decode_kernel, grid, arguments, constants, 4)], {})
+
+    def plan() -> Plan:
+        return make_plan(query, key, value, batch, slots, 0)
+
+    follow(kind, ("decode", query.device, width), live, query.device, plan, write)
+    return out, new_log_mass, new_centroid

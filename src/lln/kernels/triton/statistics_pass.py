@@ -1,0 +1,233 @@
+"""The statistics of moment matching, and α and β from them, in one pass over q and k.
+
+A stretch of keys leaves the mean and the summed squared distance from it of every feature; two
+stretches merge exactly (Chan, Golub, LeVeque), so that a mean far from zero costs no digits. The
+second kernel merges and evaluates the fitted curve, Eq. (10), for every head.
+
+Dimension legend: see `lln.kernels.triton.steps`; B samples or packed sequences, H query heads,
+Hk key heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lln.kernels.call import mask_bytes
+from lln.kernels.recipes import Recipe, Step, follow, look_of, places
+from lln.kernels.sizes import Plan, cdiv, make_plan
+from lln.kernels.triton.steps import load_rows, locate, token_ok, widen_turned
+from lln.matching.curves import Curve
+from lln.matching.moments import SPREAD_FLOOR
+
+# α, β, σq², σk², whether a spread is zero: what the second kernel writes for every head.
+_RESULTS = 5
+
+
+@triton.jit
+def measure_kernel(
+    p_q, p_k, p_mask, p_bounds, p_squares, p_counts, p_means, p_spreads, B, T, S, H, HK,
+    program_tokens,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, HAS_MASK: tl.constexpr,
+    QUERY_MASK: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A stretch of queries (first B·H rows of the grid) or of keys (the rest)."""
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    row = tl.program_id(1).to(tl.int64)
+    if row < B * H:
+        batch, head = row // H, row % H
+        begin, tokens = locate(p_bounds, batch, T, PACKED)
+        start = split * program_tokens
+        end = tl.minimum(start + program_tokens, tokens)
+        p_q += batch * stride_qb + head * stride_qh + begin * stride_qt
+        b_square = tl.zeros([BT, BD], tl.float32)
+        for first in tl.range(start, end, BT, num_stages=STAGES):
+            inside = token_ok(p_mask + batch * S, first, end, BT, QUERY_MASK)
+            p_tile = p_q + tl.cast(first, tl.int64) * stride_qt
+            b_x = load_rows(p_tile, stride_qt, stride_qd, inside, BT, D, BD, False).to(tl.float32)
+            b_square += b_x * b_x
+        tl.store(p_squares + row * splits + split, tl.sum(b_square))
+    else:
+        row -= B * H
+        batch, head = row // HK, row % HK
+        begin, tokens = locate(p_bounds, batch, S, PACKED)
+        start = split * program_tokens
+        end = tl.minimum(start + program_tokens, tokens)
+        p_k += batch * stride_kb + head * stride_kh + begin * stride_kt
+        count = 0.0
+        b_mean = tl.zeros([BD], tl.float32)
+        b_spread = tl.zeros([BD], tl.float32)
+        for first in tl.range(start, end, BT, num_stages=STAGES):
+            ok = token_ok(p_mask + batch * S, first, end, BT, HAS_MASK)
+            p_tile = p_k + tl.cast(first, tl.int64) * stride_kt
+            # One row a feature: sums over tokens then stay within four threads.
+            b_k = load_rows(p_tile, stride_kt, stride_kd, ok, BT, D, BD, False)
+            b_x = widen_turned(b_k, BD)
+            more = tl.sum(ok.to(tl.float32))
+            some = tl.maximum(more, 1.0)
+            b_near = tl.sum(b_x, 1) / some
+            b_far = tl.where(ok[None, :], b_x - b_near[:, None], 0.0)
+            whole = tl.maximum(count + more, 1.0)
+            b_step = b_near - b_mean
+            b_spread += tl.sum(b_far * b_far, 1) + b_step * b_step * (count * more / whole)
+            b_mean += b_step * (more / whole)
+            count += more
+        part = row * splits + split
+        slots = tl.arange(0, BD)
+        tl.store(p_counts + part, count)
+        tl.store(p_means + part * BD + slots, b_mean)
+        tl.store(p_spreads + part * BD + slots, b_spread)
+
+
+@triton.jit
+def temperature_kernel(
+    p_squares, p_counts, p_means, p_spreads, p_results, heads_in_all, splits, T,
+    c0, c1, c2, c3, c4, x0, x1, x2, x3, least_p, most_p, least_n, most_n, floor,
+    R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ALL_QUERIES: tl.constexpr,
+):  # fmt: skip
+    """One head: merge its stretches, then Eq. (10)."""
+    index = tl.program_id(0).to(tl.int64)
+    slots = tl.arange(0, BD)
+    squares, count = 0.0, 0.0
+    b_mean = tl.zeros([BD], tl.float32)
+    b_spread = tl.zeros([BD], tl.float32)
+    for split in range(splits):
+        squares += tl.load(p_squares + index * splits + split)
+        part = (index // R) * splits + split
+        more = tl.load(p_counts + part)
+        whole = tl.maximum(count + more, 1.0)
+        b_step = tl.load(p_means + part * BD + slots) - b_mean
+        b_spread += tl.load(p_spreads + part * BD + slots)
+        b_spread += b_step * b_step * (count * more / whole)
+        b_mean += b_step * (more / whole)
+        count += more
+    queries = count
+    if ALL_QUERIES:
+        queries = tl.cast(T, tl.float32)
+    query_variance = squares / tl.maximum(queries * D, 1.0)
+    key_variance = tl.sum(b_spread) / tl.maximum(count * D, 1.0)
+    key_size = key_variance + tl.sum(b_mean * b_mean) / D
+    # A NaN or infinity counts as healthy, so that it shows: hence less than, and not equal.
+    flat = query_variance < floor * tl.maximum(query_variance, 1.0)
+    flat = flat | (key_variance < floor * tl.maximum(key_size, 1.0))
+    one_q = tl.where(flat, 1.0, query_variance)
+    one_k = tl.where(flat, 1.0, key_variance)
+    p = one_q * one_k
+    clamped = tl.minimum(tl.maximum(p, least_p), most_p)
+    u = tl.log(clamped)
+    x = tl.log(tl.minimum(tl.maximum(count, least_n), most_n) / 1024.0)
+    exponent = (c3 + x * x3) + u * c4
+    exponent = (c2 + x * x2) + u * exponent
+    exponent = (c1 + x * x1) + u * exponent
+    exponent = (c0 + x * x0) + u * exponent
+    spread = tl.exp(exponent) * tl.sqrt(p / clamped)
+    tl.store(p_results + index, tl.where(flat, 1.0, spread / tl.sqrt(one_q)))
+    tl.store(p_results + heads_in_all + index, tl.where(flat, 1.0, spread / tl.sqrt(one_k)))
+    tl.store(p_results + 2 * heads_in_all + index, query_variance)
+    tl.store(p_results + 3 * heads_in_all + index, key_variance)
+    tl.store(p_results + 4 * heads_in_all + index, flat.to(tl.float32))
+
+
+def match(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    bounds: Tensor | None,
+    curve: Curve,
+    longest: int,
+) -> Tensor:
+    """α, β, σq², σk² and whether the head is degenerate: ``[5, B, H, 1, 1]`` in float32.
+
+    Args:
+        query: ``[B, H, T, D]``; packed sequences come as one sample.
+        key: ``[B, Hk, S, D]``.
+        mask: bool ``[B, S]`` or None.
+        bounds: Integers ``[n + 1]`` of packed sequences or None.
+        curve: The fitted curve at this head width.
+        longest: Length of the longest packed sequence; 0 = not packed.
+    """
+    samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
+    heads = query.shape[1]
+    shape = (_RESULTS, samples, heads, 1, 1)
+    results = torch.empty(shape, dtype=torch.float32, device=query.device)
+    if results.numel() == 0:
+        return results
+    if key.shape[1] == 0 or query.shape[2] == 0 or key.shape[2] == 0:
+        results[:2], results[2:4], results[4] = 1.0, 0.0, 1.0
+        return results
+    byte_mask = mask_bytes(mask, query)
+    live = {
+        "query": query,
+        "key": key,
+        "mask": byte_mask,
+        "bounds": query if bounds is None else bounds,
+        "results": results,
+    }
+    looks = tuple(look_of(tensor) for tensor in (query, key, byte_mask))
+    packed = None if bounds is None else (bounds.shape[0], bounds.dtype)
+    kind = ("match", looks, query.device, mask is None, packed, curve, longest)
+    family = ("match", query.device, query.dtype, query.shape[-1])
+
+    def write(plan: Plan) -> Recipe:
+        return _write(query, key, mask, bounds, curve, longest, samples, plan)
+
+    def plan() -> Plan:
+        return make_plan(query, key, key, samples, key.shape[1], 0, longest)
+
+    follow(kind, family, live, query.device, plan, write)
+    return results
+
+
+def _write(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    bounds: Tensor | None,
+    curve: Curve,
+    longest: int,
+    samples: int,
+    plan: Plan,
+) -> Recipe:
+    heads, tokens, width = query.shape[1:]
+    key_heads, keys = key.shape[1:3]
+    tile = plan.measure
+    rows = samples * (heads + key_heads)
+    longest_keys, longest = longest or keys, longest or tokens
+    stretch = tile.stretch(max(longest, longest_keys), tile.tokens, rows, plan.cores)
+    splits = cdiv(max(longest, longest_keys), stretch)
+    constants = {
+        "D": width,
+        "BD": plan.width,
+        "BT": tile.tokens,
+        "HAS_MASK": mask is not None,
+        "QUERY_MASK": mask is not None and tokens == keys,
+        "PACKED": bounds is not None,
+        "STAGES": tile.stages,
+        "R": heads // key_heads,
+        # A packed sequence has as many queries as keys, and a mask of T = S tokens counts both.
+        "ALL_QUERIES": bounds is None and not (mask is not None and tokens == keys),
+    }
+    strides = [*query.stride(), *key.stride()]
+    if bounds is not None:
+        strides[0] = strides[4] = 0
+    arguments = [
+        *places("query key mask bounds squares counts means spreads"), samples, tokens, keys,
+        heads, key_heads, stretch, *strides,
+    ]  # fmt: skip
+    measure = Step(measure_kernel, (splits, rows), arguments, constants, tile.warps)
+    arguments = [
+        *places("squares counts means spreads results"), samples * heads, splits, tokens,
+        *curve.coefficients, *curve.slopes, *curve.p_range, *curve.n_range, SPREAD_FLOOR**2,
+    ]  # fmt: skip
+    finish = Step(temperature_kernel, (samples * heads,), arguments, constants, 1)
+    part = (samples * key_heads, splits)
+    room = {
+        "squares": ((samples * heads, splits), torch.float32),
+        "counts": (part, torch.float32),
+        "means": ((*part, plan.width), torch.float32),
+        "spreads": ((*part, plan.width), torch.float32),
+    }
+    return Recipe([measure, finish], room)

@@ -1,0 +1,291 @@
+"""α and β for real activations, found by measuring instead of by formula.
+
+The curves behind `lln.match_moments` assume Gaussian entries. Heavy tails or token norms that vary
+break that (errors of several bits of entropy), so `calibrate` measures: the entropy of softmax
+attention on a sample of query rows, then bisection of s = α·σq = β·σk until LLN attention has the
+same entropy on the same rows.
+
+Dimension legend: B batch, H heads, T queries, S keys, D head width, R sampled rows.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lln import checks
+from lln.checks.names import check_choice
+from lln.eager.summary import LOG_ZERO
+from lln.errors import CalibrationWarning, InvalidInputError
+from lln.matching.moments import Moments, head_moments
+from lln.precision import accumulation_dtype, without_autocast
+
+# ln s is searched here: e^-5 is uniform attention to rounding, e^5 is one-hot.
+LOG_SPREAD_RANGE = (-5.0, 5.0)
+
+# Tokens behind one pair of α and β. Of heads that are alike (Gaussian draws, widths 8 to 64) the
+# α scatters by 50–85 % at 2 tokens, 25–40 % at 4, 14–20 % at 8, 9–14 % at 16, 5–9 % at 32, 4–8 %
+# at 64 and 2–4 % at 256; with heavy tails single values at 2 or 3 tokens are a hundred times too
+# large. From this number on chance moves α by less than a tenth.
+ENOUGH_TOKENS = 64
+
+# Of s = α·σq. Gaussian heads need 0.5 to 4, those of all-MiniLM-L6-v2 1.4 to 7, except for one that
+# attends to a single token (43). There is no usual least: even attention is met by any small s.
+USUAL_SPREAD = 20.0
+
+# Rows × keys formed at a time, over all heads in work: 16M floats.
+PAIR_BUDGET = 1 << 24
+
+
+def calibrate(
+    query: Tensor,
+    key: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    scope: str = "head",
+    rows: int = 256,
+    steps: int = 14,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """α and β at which LLN attention has the row entropy that softmax attention has here, Eq. (7).
+
+    Args:
+        query: ``[B, H, T, D]``, activations of a real model.
+        key: ``[B, Hk, S, D]``; H a multiple of Hk.
+        key_mask: bool ``[B, S]``, True = attend; if T = S it also says which queries count.
+        scope: ``"head"``: for every sample and head; ``"batch"``: one value a head for the whole
+            batch, to freeze into a model.
+        rows: Query rows to measure on, evenly spaced over the valid ones.
+        steps: Halvings of the search interval of ln s; 14 leave it 0.0006 wide.
+        scale: Factor of the softmax scores; None = 1/√D.
+
+    Returns:
+        ``(alpha, beta)``, each ``[B, H, 1, 1]`` (``[1, H, 1, 1]`` for scope ``"batch"``), detached;
+        1 where queries or keys are constant.
+
+    Raises:
+        InvalidInputError: If no sequence has two tokens: one alone is attended to at any α and β.
+
+    Warns:
+        CalibrationWarning: If a pair rests on fewer than 64 tokens, or is far larger than usual.
+    """
+    checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
+    checks.check_key_mask(key_mask, key)
+    checks.check_scale(scale)
+    check_choice("scope", scope, ("head", "batch"))
+    checks.check_count("rows", rows)
+    checks.check_count("steps", steps)
+    pooled = scope == "batch"
+    alpha, beta = find_temperatures(query, key, key_mask, pooled, rows, steps, scale)
+    if key.numel() == 0:
+        return alpha, beta
+    tokens = count_tokens(key, key_mask)
+    behind = int(tokens.sum()) if pooled else int(tokens[tokens > 0].min())
+    sharp = unusual(query, key, key_mask, alpha)
+    most = [side[sharp].max().item() if sharp.any() else 0.0 for side in (alpha, beta)]
+    for sentence in doubts(behind, int(sharp.sum()), sharp.numel(), *most):
+        warnings.warn(sentence, CalibrationWarning, stacklevel=2)
+    return alpha, beta
+
+
+def count_tokens(key: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Valid tokens of every sequence, ``[B]``."""
+    if key_mask is not None:
+        return key_mask.sum(-1)
+    return torch.full((key.shape[0],), key.shape[2], device=key.device)
+
+
+def check_tokens(key: Tensor, key_mask: Tensor | None) -> None:
+    """Refuse inputs that no α and β can be found on: a single token is attended to at any."""
+    longest = max(count_tokens(key, key_mask).tolist(), default=0)
+    if longest < 2 and key.shape[0] > 0:
+        raise InvalidInputError(
+            "α and β need a sequence with two tokens to choose between, the longest one has "
+            f"{longest}; calibrate on longer sequences."
+        )
+
+
+def unusual(query: Tensor, key: Tensor, key_mask: Tensor | None, alpha: Tensor) -> Tensor:
+    """Which of the temperatures are far larger than those of other heads, bool like ``alpha``."""
+    moments = head_moments(query, key, key_mask)
+    if alpha.shape[0] == 1:
+        moments = pool_moments(moments)
+    spread = alpha * moments.query_variance.sqrt()[..., None, None]
+    return ~moments.degenerate[..., None, None] & (spread > USUAL_SPREAD)
+
+
+def doubts(tokens: int, sharp: int, heads: int, alpha: float, beta: float) -> list[str]:
+    """What to say of temperatures that may not be what they should.
+
+    Args:
+        tokens: Behind one pair.
+        sharp: Heads whose temperatures are `unusual`.
+        heads: All of them.
+        alpha: The largest of the unusual.
+        beta: Likewise.
+    """
+    found = []
+    if tokens < ENOUGH_TOKENS:
+        found.append(
+            f"α and β of a head rest on {tokens} tokens, too few to trust; calibrate on "
+            f"{ENOUGH_TOKENS} or more, best on a few dozen texts as the model will read them."
+        )
+    if sharp:
+        found.append(
+            f"{sharp} of {heads} heads got α up to {alpha:.0f} and β up to {beta:.0f}, far above "
+            f"the usual (α·σq under {USUAL_SPREAD:.0f}): they attend to nearly a single token on "
+            "these inputs; see whether they do so on others."
+        )
+    return found
+
+
+def find_temperatures(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    pooled: bool,
+    rows: int = 256,
+    steps: int = 14,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`calibrate` for arguments that are checked, without its warnings.
+
+    Args:
+        query: As there, and likewise the rest.
+        key: Keys.
+        key_mask: Which of them count.
+        pooled: Whether the scope is ``"batch"``.
+        rows: To measure on.
+        steps: Of the search.
+        scale: Of the scores.
+    """
+    check_tokens(key, key_mask)
+    with without_autocast(query), torch.no_grad():
+        return _find(query, key, key_mask, pooled, rows, steps, scale)
+
+
+def _find(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    pooled: bool,
+    rows: int,
+    steps: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    moments = head_moments(query, key, key_mask)
+    if pooled:
+        moments = pool_moments(moments)
+    dtype = accumulation_dtype(query.dtype)
+    query_std = torch.where(moments.degenerate, 1.0, moments.query_variance).sqrt()
+    key_std = torch.where(moments.degenerate, 1.0, moments.key_variance).sqrt()
+    query = _sample_rows(query, key_mask if query.shape[2] == key.shape[2] else None, rows).to(
+        dtype
+    )
+    key = key.to(dtype)
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    if key_mask is not None:
+        keep = key_mask[:, None, :, None]
+        key = torch.where(keep, key, 0.0)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+    target = _mean_entropy(query, key, key_mask, _softmax_entropy, scale, scale, pooled)
+    low = torch.full_like(target, LOG_SPREAD_RANGE[0])
+    high = torch.full_like(target, LOG_SPREAD_RANGE[1])
+    for _ in range(steps):
+        middle = (low + high) / 2
+        alpha, beta = (middle.exp() / std for std in (query_std, key_std))
+        found = _mean_entropy(query, key, key_mask, _lln_entropy, alpha, beta, pooled)
+        too_flat = found > target
+        low, high = torch.where(too_flat, middle, low), torch.where(too_flat, high, middle)
+    spread = ((low + high) / 2).exp()
+    alpha = torch.where(moments.degenerate, 1.0, spread / query_std)
+    beta = torch.where(moments.degenerate, 1.0, spread / key_std)
+    return alpha[..., None, None], beta[..., None, None]
+
+
+def pool_moments(moments: Moments) -> Moments:
+    """One value a head for the whole batch, samples weighted by their valid tokens: ``[1, H]``."""
+    weight = moments.keys / moments.keys.sum(0, keepdim=True).clamp_min(1)
+    there = moments.keys > 0
+    return Moments(
+        torch.where(there, moments.query_variance * weight, 0.0).sum(0, keepdim=True),
+        torch.where(there, moments.key_variance * weight, 0.0).sum(0, keepdim=True),
+        moments.keys.mean(0, keepdim=True),
+        moments.degenerate.all(0, keepdim=True),
+    )
+
+
+def _sample_rows(query: Tensor, query_mask: Tensor | None, rows: int) -> Tensor:
+    """``[B, H, R, D]``: evenly spaced valid rows of every sample, repeated where there are few."""
+    batch, _, tokens, width = query.shape
+    rows = min(rows, tokens)
+    if query_mask is None:
+        place = torch.linspace(0, max(tokens - 1, 0), rows, device=query.device).round().long()
+        return query[:, :, place]
+    # Stable, so that the valid tokens come first in their own order.
+    order = query_mask.logical_not().to(torch.int8).argsort(dim=-1, stable=True)
+    count = query_mask.sum(-1, keepdim=True).clamp_min(1)
+    step = torch.arange(rows, device=query.device) * count // rows
+    place = order.gather(-1, step)[:, None, :, None].expand(batch, query.shape[1], rows, width)
+    return query.gather(2, place)
+
+
+def _mean_entropy(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    row_entropy: Callable[..., Tensor],
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    pooled: bool,
+) -> Tensor:
+    """Mean entropy of the sampled rows in nats, ``[B, H]`` or ``[1, H]``, a slice at a time."""
+    batch, heads, rows, _ = query.shape
+    valid = None if key_mask is None else key_mask[:, None, :].expand(batch, heads, -1)
+    alpha, beta = (
+        side.expand(batch, heads).reshape(-1, 1, 1) if isinstance(side, Tensor) else side
+        for side in (alpha, beta)
+    )
+    pairs = max(rows * key.shape[2], 1)
+    size = max(PAIR_BUDGET // pairs, 1)
+    found = []
+    for start in range(0, batch * heads, size):
+        part = slice(start, start + size)
+        own = [side[part] if isinstance(side, Tensor) else side for side in (alpha, beta)]
+        mask = None if valid is None else valid.flatten(0, 1)[part]
+        entropy = row_entropy(query.flatten(0, 1)[part], key.flatten(0, 1)[part], mask, *own)
+        found.append(entropy.mean(-1))
+    entropies = torch.cat(found).view(batch, heads) if found else query.new_zeros(batch, heads)
+    if not pooled:
+        return entropies
+    there = torch.ones(batch, 1, dtype=torch.bool, device=query.device)
+    if key_mask is not None:
+        there = key_mask.any(-1, keepdim=True)
+    total = torch.where(there, entropies, 0.0).sum(0, keepdim=True)
+    return total / there.sum().clamp_min(1)
+
+
+def _softmax_entropy(
+    query: Tensor, key: Tensor, mask: Tensor | None, scale: float, _: float
+) -> Tensor:
+    scores = scale * query @ key.mT
+    if mask is not None:
+        scores = torch.where(mask.unsqueeze(-2), scores, LOG_ZERO)
+    return torch.special.entr(scores.softmax(-1)).sum(-1)
+
+
+def _lln_entropy(
+    query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor, beta: Tensor
+) -> Tensor:
+    """P = A·B, softmax over the slots times softmax over the tokens (see `lln.eager.summary`)."""
+    exponent = key * beta
+    if mask is not None:
+        exponent = torch.where(mask.unsqueeze(-1), exponent, LOG_ZERO)
+    slots = (query * alpha + exponent.logsumexp(-2, keepdim=True)).softmax(-1)
+    return torch.special.entr(slots @ exponent.softmax(-2).mT).sum(-1)

@@ -1,0 +1,80 @@
+"""The fitted curves of moment matching: s(p, D, S), from constants that ship with the package.
+
+One number s = σ̃/√2 gives α = s/σq and β = s/σk, Eq. (10). It depends on the variance of the
+softmax scores p = σq²σk², on the head width D and, for one criterion, on the number of keys S.
+``lln fit`` makes ``constants.json`` again from scratch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_CRITERIA: dict[str, Any] = json.loads(
+    resources.files("lln.matching").joinpath("constants.json").read_text("utf-8")
+)["criteria"]
+
+
+def matched_spread(
+    score_variance: Tensor, head_width: int, keys: Tensor | float, criterion: str
+) -> Tensor:
+    """The matched s = α·σq = β·σk for scores of variance p.
+
+    Args:
+        score_variance: p = σq²σk², any shape.
+        head_width: D.
+        keys: S, broadcasts to p.
+        criterion: ``"variance"``, ``"entropy"`` or ``"paper"``.
+
+    Example:
+        >>> round(matched_spread(torch.tensor(1.0), 64, 1024.0, "entropy").item(), 1)
+        1.9
+    """
+    if criterion == "paper":
+        constants = _CRITERIA[criterion]
+        return ((score_variance - constants["b"]) / (2 * constants["a"])).sqrt()
+    curve = spread_curve(head_width, criterion)
+    clamped = score_variance.clamp(*curve.p_range)
+    coefficients: list[Tensor | float] = list(curve.coefficients)
+    if any(curve.slopes):
+        keys = torch.as_tensor(keys, dtype=clamped.dtype, device=clamped.device)
+        x = (keys.clamp(*curve.n_range) / 1024).log()
+        for power, slope in enumerate(curve.slopes):
+            coefficients[power] = coefficients[power] + x * slope
+    u = clamped.log()
+    log_spread: Tensor | float = 0.0
+    for coefficient in reversed(coefficients):
+        log_spread = log_spread * u + coefficient
+    # Beyond the fitted range both attentions follow their power laws: s grows like √p.
+    return torch.as_tensor(log_spread).exp() * (score_variance / clamped).sqrt()
+
+
+class Curve(NamedTuple):
+    """log s as a polynomial in u = log p whose coefficients may move with log(S / 1024).
+
+    Attributes:
+        coefficients: Of u⁰ … u⁴ at S = 1024.
+        slopes: What u⁰ … u³ gain a unit of log(S / 1024); zeros where S does not matter.
+        p_range: Where p was fitted; outside, s follows √p.
+        n_range: Where S was fitted.
+    """
+
+    coefficients: tuple[float, ...]
+    slopes: tuple[float, ...]
+    p_range: tuple[float, float]
+    n_range: tuple[float, float]
+
+
+def spread_curve(head_width: int, criterion: str) -> Curve:
+    """The fitted curve at one head width."""
+    constants = _CRITERIA[criterion]
+    smallest, largest = constants["d_range"]
+    w = math.log(min(max(head_width, smallest), largest) / 64)
+    coefficients = tuple(m0 + m1 * w + m2 * w * w for m0, m1, m2 in constants["M"])
+    slopes = tuple(constants["X"]) or (0.0,) * (len(coefficients) - 1)
+    return Curve(coefficients, slopes, tuple(constants["p_range"]), tuple(constants["n_range"]))

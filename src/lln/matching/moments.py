@@ -1,0 +1,214 @@
+"""Moment matching: which α, β make LLN attention as concentrated as softmax attention.
+
+Eq. (10): α = s/σq and β = s/σk. Here σq and σk are measured; `lln.matching.curves` has s.
+
+Dimension legend: B batch, H heads, T queries, S keys, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln import checks
+from lln.checks.names import check_choice
+from lln.matching.curves import matched_spread
+from lln.precision import accumulation_dtype, without_autocast
+
+# A spread below this, absolutely or relative to the size of the entries, is rounding noise.
+SPREAD_FLOOR = 1e-6
+
+SCOPES = ("head", "tensor")
+
+
+class Moments(NamedTuple):
+    """The statistics that matching needs, in float32 or wider, without gradient.
+
+    Attributes:
+        query_variance: ``[B, H]``, σq² = mean of q² (uncentred: SA is not blind to the mean of q).
+        key_variance: ``[B, H]``, σk² = mean over features of the variance over tokens (centred:
+            SA does not see the mean of k).
+        keys: ``[B, 1]``, number of valid keys.
+        degenerate: bool ``[B, H]``, True where a spread is zero to rounding; matching then falls
+            back to α = β = 1.
+    """
+
+    query_variance: Tensor
+    key_variance: Tensor
+    keys: Tensor
+    degenerate: Tensor
+
+
+def match_moments(
+    query: Tensor,
+    key: Tensor,
+    *,
+    criterion: str = "variance",
+    scope: str = "head",
+    key_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """α and β that give LLN attention the concentration softmax attention has on these inputs.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, S, D]``; H a multiple of Hk (GQA).
+        criterion: ``"variance"``: the variance of log P inside a row equals that of softmax
+            attention, for every D; ``"entropy"``: the mean row entropy does; ``"paper"``: the
+            authors' constants in Eq. (10), fitted at D = 64.
+        scope: ``"head"``: statistics of every sample and head by themselves, so that a sample
+            never depends on its batch-mates; ``"tensor"``: one standard deviation of the whole
+            tensor, as the authors' code does, kept for parity.
+        key_mask: bool ``[B, S]``, True = attend. Only valid tokens count; if T = S (self
+            attention) the mask says so for the queries too.
+
+    Returns:
+        ``(alpha, beta)``, each ``[B, H, 1, 1]`` (``[1, 1, 1, 1]`` for scope ``"tensor"``),
+        detached. Where the queries or keys are constant, both are 1. NaN or infinity in a valid
+        token makes them NaN or infinite, for its sample and head alone with scope ``"head"``.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> q, k = torch.randn(2, 1, 1, 512, 64, generator=generator)
+        >>> alpha, beta = match_moments(q, k)
+        >>> f"{alpha.item():.1f} {beta.item():.1f}"
+        '2.3 2.3'
+    """
+    checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
+    checks.check_key_mask(key_mask, key)
+    checks.check_matching(criterion)
+    check_choice("scope", scope, SCOPES)
+    measure = head_moments if scope == "head" else tensor_moments
+    with without_autocast(query):
+        return temperatures(measure(query, key, key_mask), query.shape[-1], criterion)
+
+
+def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:
+    """Statistics of every sample and head: ``[B, H]`` each."""
+    dtype = accumulation_dtype(query.dtype)
+    query, key = query.detach().to(dtype), key.detach().to(dtype)
+    query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
+    query_variance = _mean_square(query, query_mask)
+    mean = _token_mean(key, key_mask)
+    key_variance = _mean_square(key - mean, key_mask)
+    key_size = key_variance + mean.square().mean((-1, -2))
+    groups = query.shape[1] // max(key.shape[1], 1)
+    if groups > 1:
+        key_variance = key_variance.repeat_interleave(groups, 1)
+        key_size = key_size.repeat_interleave(groups, 1)
+    return Moments(
+        query_variance,
+        key_variance,
+        _count(key, key_mask),
+        _is_degenerate(query_variance, key_variance, query_variance, key_size),
+    )
+
+
+def tensor_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:
+    """The authors' statistic: one unbiased standard deviation of the whole tensor; ``[1, 1]``."""
+    dtype = accumulation_dtype(query.dtype)
+    query, key = query.detach().to(dtype), key.detach().to(dtype)
+    keys = _count(key, key_mask).mean(0, keepdim=True)
+    query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
+    query_variance, query_mean = _tensor_variance(query, query_mask)
+    key_variance, key_mean = _tensor_variance(key, key_mask)
+    sizes = query_variance + query_mean.square(), key_variance + key_mean.square()
+    return Moments(
+        query_variance, key_variance, keys, _is_degenerate(query_variance, key_variance, *sizes)
+    )
+
+
+def packed_moments(
+    query: Tensor, key: Tensor, cu_seqlens: Tensor, *, centred: bool = False
+) -> Moments:
+    """Statistics of every packed sequence and head: ``[n, H]`` each.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[T, Hk, D]``.
+        cu_seqlens: int64 ``[n + 1]``.
+        centred: The authors' statistic instead: one unbiased standard deviation over everything.
+    """
+    if centred:
+        return tensor_moments(query.transpose(0, 1)[None], key.transpose(0, 1)[None])
+    dtype = accumulation_dtype(query.dtype)
+    query, key = query.detach().to(dtype), key.detach().to(dtype)
+    key = key.repeat_interleave(query.shape[1] // max(key.shape[1], 1), 1)
+    sequences = cu_seqlens.shape[0] - 1
+    token = torch.arange(query.shape[0], device=query.device)
+    home = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    keys = cu_seqlens.diff().to(dtype).unsqueeze(-1)
+    count = keys.clamp_min(1)
+
+    def per_sequence(rows: Tensor) -> Tensor:
+        return rows.new_zeros(sequences, *rows.shape[1:]).index_add(0, home, rows)
+
+    mean = per_sequence(key) / count.unsqueeze(-1)
+    query_variance = per_sequence(query.square().mean(-1)) / count
+    key_variance = per_sequence((key - mean[home]).square().mean(-1)) / count
+    key_size = key_variance + mean.square().mean(-1)
+    return Moments(
+        query_variance,
+        key_variance,
+        keys,
+        _is_degenerate(query_variance, key_variance, query_variance, key_size),
+    )
+
+
+def temperatures(moments: Moments, head_width: int, criterion: str) -> tuple[Tensor, Tensor]:
+    """Eq. (10): α = s/σq, β = s/σk, shaped ``[B, H, 1, 1]``; 1 where the moments are degenerate."""
+    query_variance = torch.where(moments.degenerate, 1.0, moments.query_variance)
+    key_variance = torch.where(moments.degenerate, 1.0, moments.key_variance)
+    spread = matched_spread(query_variance * key_variance, head_width, moments.keys, criterion)
+    alpha = torch.where(moments.degenerate, 1.0, spread / query_variance.sqrt())
+    beta = torch.where(moments.degenerate, 1.0, spread / key_variance.sqrt())
+    return alpha[..., None, None], beta[..., None, None]
+
+
+def _count(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Number of valid tokens of every sample, ``[B, 1]``."""
+    if mask is None:
+        return tensor.new_full((tensor.shape[0], 1), tensor.shape[2])
+    return mask.sum(-1, keepdim=True, dtype=tensor.dtype)
+
+
+def _mean_square(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of the squares of the valid tokens, ``[B, H]``."""
+    if mask is not None:
+        tensor = torch.where(mask[:, None, :, None], tensor, 0.0)
+    total = tensor.square().sum((-1, -2))
+    return total / (_count(tensor, mask) * tensor.shape[-1]).clamp_min(1)
+
+
+def _token_mean(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the valid tokens, ``[B, H, 1, D]``."""
+    if mask is not None:
+        tensor = torch.where(mask[:, None, :, None], tensor, 0.0)
+    count = _count(tensor, mask).clamp_min(1)[..., None, None]
+    return tensor.sum(-2, keepdim=True) / count
+
+
+def _tensor_variance(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Unbiased variance of all valid entries ``[1, 1]``, zero for fewer than two; their mean."""
+    if mask is None:
+        keep = torch.ones((), dtype=torch.bool, device=tensor.device).expand(tensor.shape)
+    else:
+        keep = mask[:, None, :, None].expand(tensor.shape)
+    count = keep.sum(dtype=tensor.dtype)
+    mean = torch.where(keep, tensor, 0.0).sum() / count.clamp_min(1)
+    total = torch.where(keep, tensor - mean, 0.0).square().sum()
+    return (total / (count - 1).clamp_min(1)).reshape(1, 1), mean
+
+
+def _is_degenerate(
+    query_variance: Tensor, key_variance: Tensor, query_size: Tensor, key_size: Tensor
+) -> Tensor:
+    """Where a spread is no more than the rounding of entries of that size (their mean square).
+
+    A NaN or infinity counts as healthy, so that it shows: hence less than, and not equal.
+    """
+    floor = SPREAD_FLOOR**2
+    pairs = ((query_variance, query_size), (key_variance, key_size))
+    first, second = (variance < floor * size.clamp_min(1.0) for variance, size in pairs)
+    return first | second

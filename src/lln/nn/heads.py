@@ -1,0 +1,260 @@
+"""The attention core: ready-made heads in, heads out, with its own α, β and join.
+
+Dimension legend: B batch, H heads, T queries, S keys, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln import checks
+from lln.checks.names import check_choice
+from lln.checks.signatures import check_options, explain_misfits
+from lln.eager.dropout import drop_keys
+from lln.eager.run import repeat_heads
+from lln.errors import InvalidInputError
+from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.nn.temperatures import make_statistics
+from lln.precision import cast_for_autocast
+
+JOINS = ("average", "scale", "ratio", "gate", "heads")
+
+
+class LLNCore(nn.Module):
+    """LLN attention over ready-made heads, with its own source of α and β.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        matching: Criterion of matching (see `lln.match_moments`).
+        statistics: ``"sample"`` (matched to every sample and head), ``"running"`` (to a running
+            average, frozen in eval mode), ``"fixed"`` or ``"learned"`` α, β per head.
+        alpha: Value of ``"fixed"``, start of ``"learned"``; a number or H values.
+        beta: Likewise.
+        momentum: Weight of a new batch in ``"running"``.
+        dropout: Probability to drop a whole key in training (see `lln.eager.dropout`).
+        impl: As in `lln.lln_attention`.
+        device: Where buffers and parameters live.
+    """
+
+    @explain_misfits
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        matching: str = "variance",
+        statistics: str = "sample",
+        alpha: float | Tensor | None = None,
+        beta: float | Tensor | None = None,
+        momentum: float = 0.1,
+        dropout: float = 0.0,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Build the source of α, β."""
+        super().__init__()
+        checks.check_count("num_heads", num_heads)
+        checks.check_count("head_dim", head_dim)
+        checks.check_dropout(dropout)
+        checks.check_impl(impl)
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.dropout, self.impl = dropout, impl
+        self.statistics = make_statistics(
+            statistics,
+            num_heads,
+            head_dim,
+            matching=matching,
+            alpha=alpha,
+            beta=beta,
+            momentum=momentum,
+            device=device,
+        )
+
+    @explain_misfits
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """``[B, H, T, D]``, ``[B, Hk, S, D]``, ``[B, Hk, S, E]`` → ``[B, H, T, E]``."""
+        alpha, beta = self._temperatures(query, key, value, key_mask, is_causal)
+        return lln_attention(
+            query,
+            key,
+            value,
+            alpha=alpha,
+            beta=beta,
+            key_mask=key_mask,
+            dropout_p=self._dropout_p(),
+            is_causal=is_causal,
+            enable_gqa=True,
+            impl=self.impl,
+        )
+
+    def _temperatures(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value = cast_for_autocast(query, key, value)
+        checks.check_flag("is_causal", is_causal)
+        checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
+        checks.check_key_mask(key_mask, key)
+        if query.shape[1] != self.num_heads:
+            raise InvalidInputError(
+                f"query must have {self.num_heads} heads, got {query.shape[1]}."
+            )
+        if query.shape[3] != self.head_dim:
+            raise InvalidInputError(
+                f"query must have head width {self.head_dim}, got {query.shape[3]}."
+            )
+        return self.statistics(query, key, key_mask, is_causal)
+
+    def _dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def extra_repr(self) -> str:
+        """The settings, for ``print(module)``."""
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, dropout={self.dropout}"
+
+
+class LLNDiagCore(LLNCore):
+    """LLN and block-diagonal softmax attention joined, over ready-made heads (Figure 3).
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        join: How the two outputs become one:
+            ``"average"``: their mean, as in the paper;
+            ``"scale"``: r·LLN + p·Diag with learned r, p per head and channel (authors' code);
+            ``"ratio"``: r·LLN + (1 − r)·Diag with learned r per head and channel (authors' code);
+            ``"gate"``: the same with r = sigmoid(q·g + b) per token and head;
+            ``"heads"``: the first ``lln_heads`` heads are LLN, the others block-diagonal.
+        block_size: Tokens in a diagonal block; None = D.
+        value_dim: E; None = D.
+        lln_heads: Number of LLN heads of join ``"heads"``; None = half of them.
+        device: Where buffers and parameters live.
+        **options: As in `LLNCore`.
+    """
+
+    @explain_misfits
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        join: str = "average",
+        block_size: int | None = None,
+        value_dim: int | None = None,
+        lln_heads: int | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        """Build the source of α, β and the parameters of the join."""
+        check_options(self, options, type(self))
+        super().__init__(num_heads, head_dim, device=device, **options)
+        check_choice("join", join, JOINS)
+        self.join = join
+        self.block_size = head_dim if block_size is None else block_size
+        checks.check_block_size(self.block_size)
+        self.value_dim = head_dim if value_dim is None else value_dim
+        checks.check_count("value_dim", self.value_dim)
+        channels = (num_heads, 1, self.value_dim)
+        if join in ("scale", "ratio"):
+            self.lln_scale = nn.Parameter(torch.full(channels, 0.5, device=device))
+        if join == "scale":
+            self.diag_scale = nn.Parameter(torch.full(channels, 0.5, device=device))
+        if join == "gate":
+            # Zeros: the gate opens as the paper's average and departs from it by learning.
+            self.gate_weight = nn.Parameter(torch.zeros(num_heads, head_dim, device=device))
+            self.gate_bias = nn.Parameter(torch.zeros(num_heads, device=device))
+        if lln_heads is not None and join != "heads":
+            raise InvalidInputError(f"lln_heads goes with join='heads', not {join!r}.")
+        if lln_heads is not None and not isinstance(lln_heads, int):
+            checks.check_count("lln_heads", lln_heads, least=0)
+        self.lln_heads = (num_heads + 1) // 2 if lln_heads is None else lln_heads
+        if not 0 <= self.lln_heads <= num_heads:
+            raise InvalidInputError(
+                f"lln_heads must be between 0 and num_heads = {num_heads}, got {lln_heads}."
+            )
+
+    @explain_misfits
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
+        alpha, beta = self._temperatures(query, key, value, key_mask, is_causal)
+        if self.join in ("scale", "ratio") and value.shape[3] != self.value_dim:
+            raise InvalidInputError(
+                f"value must have width {self.value_dim}, got {value.shape[3]}; give value_dim."
+            )
+        shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": True}
+        long = {"alpha": alpha, "beta": beta, "impl": self.impl, **shared}
+        short = {"block_size": self.block_size, **shared}
+        if self.join == "heads":
+            return self._by_head(query, key, value, long, short)
+        if self.join == "scale":
+            value = self._drop(value)
+            long_range = lln_attention(query, key, value, **long)
+            short_range = block_diagonal_attention(query, key, value, **short)
+            out = self.lln_scale * long_range + self.diag_scale * short_range
+            return out.to(long_range.dtype)
+        return lln_diag_attention(
+            query,
+            key,
+            value,
+            mix=self._mix(query, key_mask),
+            dropout_p=self._dropout_p(),
+            **(long | short),
+        )
+
+    def extra_repr(self) -> str:
+        """The settings, for ``print(module)``."""
+        return f"{super().extra_repr()}, join={self.join!r}, block_size={self.block_size}"
+
+    def _mix(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:
+        if self.join == "ratio":
+            return self.lln_scale
+        if self.join == "gate":
+            if key_mask is not None and key_mask.shape[1] == query.shape[2]:
+                # What lies in padding must not reach the gate's gradient.
+                query = torch.where(key_mask[:, None, :, None], query, 0.0)
+            logits = torch.einsum("bhtd,hd->bht", query, self.gate_weight.to(query.dtype))
+            return (logits + self.gate_bias[:, None]).sigmoid().unsqueeze(-1)
+        return 0.5
+
+    def _drop(self, value: Tensor) -> Tensor:
+        """Drop keys once for both branches."""
+        return drop_keys(value, self._dropout_p())
+
+    def _by_head(
+        self, query: Tensor, key: Tensor, value: Tensor, long: dict[str, Any], short: dict[str, Any]
+    ) -> Tensor:
+        key, value = repeat_heads(key, self.num_heads), repeat_heads(value, self.num_heads)
+        split = [self.lln_heads, self.num_heads - self.lln_heads]
+        queries, keys, values = (tensor.split(split, 1) for tensor in (query, key, value))
+        own = {
+            name: scale if scale.shape[1] == 1 else scale[:, : self.lln_heads]
+            for name, scale in (("alpha", long["alpha"]), ("beta", long["beta"]))
+        }
+        long |= own | {"dropout_p": self._dropout_p()}
+        short |= {"dropout_p": self._dropout_p()}
+        return torch.cat(
+            [
+                lln_attention(queries[0], keys[0], values[0], **long),
+                block_diagonal_attention(queries[1], keys[1], values[1], **short),
+            ],
+            dim=1,
+        )

@@ -1,0 +1,76 @@
+"""From which length on one curve is below another, as far as the noise of both lets it be told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lln.studies.bench.spread import Timed
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """How two curves lie to each other.
+
+    They are within noise where they do not differ by more than their runs do, see
+    `lln.studies.bench.spread.Timed.differs_from`.
+
+    Attributes:
+        lengths: Where both were measured.
+        place: Where the curves cross, told by lengths on both sides that are not within noise;
+            None if they do not, or that cannot be told.
+        since: The length from which on the one is below; None if it is not at the longest.
+        unclear: The length next below ``since``, or else the longest, if it is within noise there.
+    """
+
+    lengths: tuple[int, ...]
+    place: float | None = None
+    since: int | None = None
+    unclear: int | None = None
+
+    def verdict(self, word: str) -> str:
+        """In a few words, ``word`` being what the one is where it is below.
+
+        Example:
+            >>> Crossover((128, 256), since=256, unclear=128).verdict("faster")
+            'faster from N = 256, within noise at N = 128'
+        """
+        if self.place is not None:
+            return f"{word} from N ≈ {self.place:.0f}"
+        if self.since is None:
+            not_below = f"not {word}" if self.unclear is None else "within noise"
+            return f"{not_below} at N = {self.lengths[-1]}"
+        if self.unclear is not None:
+            return f"{word} from N = {self.since}, within noise at N = {self.unclear}"
+        return f"{word} at every N"
+
+
+def crossover(slow: Mapping[int, Timed], fast: Mapping[int, Timed]) -> Crossover | None:
+    """Where ``fast`` goes below ``slow`` for good; None without a length that both have.
+
+    Straight lines in the log-log plane join the medians.
+
+    Example:
+        >>> slow = {100: Timed(1.0, 1.0, 1.0), 400: Timed(16.0, 15.0, 17.0)}
+        >>> fast = {100: Timed(2.0, 2.0, 2.0), 400: Timed(8.0, 7.0, 9.0)}
+        >>> round(crossover(slow, fast).place)
+        200
+    """
+    lengths = tuple(sorted(set(slow) & set(fast)))
+    if not lengths:
+        return None
+    clear = [fast[n].differs_from(slow[n]) for n in lengths]
+    below = [clear[i] and fast[n].median < slow[n].median for i, n in enumerate(lengths)]
+    first = next((i + 1 for i in reversed(range(len(lengths))) if not below[i]), 0)
+    since = lengths[first] if first < len(lengths) else None
+    if first == 0:
+        return Crossover(lengths, since=since)
+    unclear = None if clear[first - 1] else lengths[first - 1]
+    if since is None or unclear is not None:
+        return Crossover(lengths, since=since, unclear=unclear)
+    (x0, y0), (x1, y1) = (
+        (math.log(n), math.log(slow[n].median / fast[n].median))
+        for n in (lengths[first - 1], since)
+    )
+    return Crossover(lengths, math.exp(x0 + (x1 - x0) * -y0 / (y1 - y0)), since)

@@ -1,0 +1,252 @@
+"""Time and memory of one layer of any attention system at one shape.
+
+Where the layers of a system differ, the mean over one period of them.
+
+Cores and mixers are measured as `lln.peers.build` gives them, projections included. A block also
+does the work of a feed-forward, so blocks are measured as what stands for one encoder layer, and
+`FRAME`, softmax attention with its feed-forward, is the row to compare them with.
+
+Dimension legend: B batch, N tokens, W width of the tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln import peers
+from lln.studies.bench.compare import Row
+from lln.studies.bench.spread import timed
+from lln.studies.bench.timing import (
+    cpu_milliseconds,
+    cpu_peak,
+    free_memory,
+    gpu_milliseconds,
+    gpu_peak,
+)
+from lln.studies.bench.timing import is_out_of_memory as is_memory_error
+
+# Softmax attention, residuals, norms and feed-forward: what a block replaces.
+FRAME = "softmax_layer"
+ALONE, FILLED = "batch 1", "filled"
+PASSES = ("forward", "both")
+
+# A cell is not tried if the last shorter one says that a call takes this many times the limit.
+_HOPELESS = 3.0
+# Seconds from which a call is timed by the clock, three times: launching is nothing beside it, and
+# a timer would repeat it ten times.
+_BRIEF = {"cpu": 0.2, "cuda": 0.02}
+# Seconds to draw a layer's weights; N×N of them are not waited for.
+_SETUP_LIMIT = 10.0
+_USABLE = 0.6
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Width and heads of the layer, and the dtype of its weights and tokens."""
+
+    width: int
+    heads: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PeerCell:
+    """One cell of the tables."""
+
+    part: str
+    system: str
+    passes: str
+    batch: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """How the cell is printed and found again in the results."""
+        return f"{self.part}: {self.system} {self.passes} B{self.batch} N{self.tokens}"
+
+
+def layers_of(system: str) -> int:
+    """How many layers are measured at once: one, or a period of those that differ."""
+    return 1 if system == FRAME else peers.card(system).period
+
+
+def build_layers(system: str, size: LayerSize, tokens: int, **options: Any) -> nn.Module:
+    """What stands for `layers_of` layers of the system, called with ``[B, N, W]``.
+
+    Args:
+        system: Of `lln.peers.available`, or `FRAME`.
+        size: Of a layer.
+        tokens: The longest sequence it will see.
+        **options: Of the system.
+    """
+    sizes: dict[str, Any] = options | {
+        "embed_dim": size.width,
+        "num_heads": size.heads,
+        "max_len": tokens,
+    }
+    layers = layers_of(system)
+    if system == FRAME:
+        return peers.Encoder("softmax", depth=1, **sizes)
+    if peers.card(system).kind == "block":
+        return peers.Encoder(system, depth=layers, **sizes)
+    built = (peers.build(system, **sizes, layer=n, layers=layers) for n in range(layers))
+    return nn.Sequential(*built)
+
+
+def is_linear(system: str) -> bool:
+    """Whether its card says that time grows no faster than N log N."""
+    return system != FRAME and peers.card(system).is_linear
+
+
+def measure_cell(cell: PeerCell, size: LayerSize, device: str, seconds: float, limit: float) -> Row:
+    """Median milliseconds and peak bytes, or the reason why there are none.
+
+    Args:
+        cell: What to measure.
+        size: Of the layer.
+        device: ``"cpu"`` or ``"cuda"``.
+        seconds: How long to repeat.
+        limit: Seconds that one call may take; a slower one is not repeated.
+    """
+    row: Row = {"name": cell.name, **asdict(cell)}
+    try:
+        row |= _measure(cell, size, device, seconds, limit)
+    except Exception as error:
+        if is_memory_error(error):
+            row["status"] = "out of memory"
+        else:
+            lines = str(error).strip().splitlines() or [""]
+            row |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
+    # Here the exception and the frames it kept alive, layer included, are gone. A timed cell leaves
+    # no cycles, and what torch keeps for the next one is given back when memory gets short.
+    if row["status"] != "timed":
+        # A GPU that an error has cost does not even take its memory back.
+        with suppress(RuntimeError):
+            free_memory()
+    return row
+
+
+def _measure(
+    cell: PeerCell, size: LayerSize, device: str, seconds: float, limit: float
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    dtype, backward = getattr(torch, size.dtype), cell.passes == "both"
+    # Drawn where they are used: on a GPU drawing takes no time.
+    with torch.device(device):
+        layers = build_layers(cell.system, size, cell.tokens)
+    layers = layers.to(device, dtype).train(backward)
+    x = torch.randn(cell.batch, cell.tokens, size.width, device=device, dtype=dtype)
+    row: dict[str, Any] = {
+        "setup_seconds": time.perf_counter() - begin,
+        "weights_bytes": sum(one.nbytes for one in (*layers.parameters(), *layers.buffers())),
+    }
+    call, held = _bind(layers, x, backward)
+    brief = _BRIEF[device]
+    spent = _seconds_of(call)
+    if spent >= min(limit, brief):
+        # The first call also compiles kernels.
+        spent = min(spent, _seconds_of(call))
+    if spent >= limit:
+        return {**row, **over(limit)}
+    on_gpu = device == "cuda"
+    count = layers_of(cell.system)
+    row["peak_bytes"] = (held + (gpu_peak(call) if on_gpu else cpu_peak(call))) / count
+    if spent >= brief:
+        found = timed((spent, _seconds_of(call), _seconds_of(call))).times(1e3)
+    else:
+        found = (gpu_milliseconds if on_gpu else cpu_milliseconds)(call, seconds)
+    return {**row, **found.times(1 / count).fields("milliseconds"), "status": "timed"}
+
+
+def _bind(layers: nn.Module, x: Tensor, backward: bool) -> tuple[Callable[[], Tensor], int]:
+    """The call to time, which returns the output, and the bytes it holds before it starts."""
+    weights = [weight for weight in layers.parameters() if weight.requires_grad]
+    held = x.nbytes + sum(one.nbytes for one in (*layers.parameters(), *layers.buffers()))
+    if not backward:
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return layers(x)
+
+        return forward, held
+    leaf, upstream = x.detach().requires_grad_(), torch.randn_like(x)
+
+    def both() -> Tensor:
+        out = layers(leaf)
+        torch.autograd.grad(out, (leaf, *weights), upstream)
+        return out.detach()
+
+    return both, held + upstream.nbytes
+
+
+def _seconds_of(call: Callable[[], Tensor]) -> float:
+    """Wall time of one call, the look at its output not included."""
+    begin = time.perf_counter()
+    out = call()
+    if out.is_cuda:
+        torch.cuda.synchronize()
+    spent = time.perf_counter() - begin
+    if not out.isfinite().all().item():
+        raise FloatingPointError("the output is not finite")
+    return spent
+
+
+def over(limit: float) -> Row:
+    """The status of a cell that takes too long."""
+    return {"status": f"over {limit:g} s"}
+
+
+def foreseen(cell: PeerCell, rows: Sequence[Row], device: str, limit: float) -> Row | None:
+    """What shorter sequences say of a cell that is not worth trying; None: try it.
+
+    Args:
+        cell: The next one.
+        rows: What has been measured.
+        device: ``"cpu"`` or ``"cuda"``.
+        limit: Seconds that one call may take.
+    """
+    for row in rows:
+        if row["system"] == cell.system and row.get("fatal"):
+            # A system that cost the process once would cost minutes if tried again and again.
+            return {"status": "failed", "reason": f"not tried after {row['name']}"}
+    kind = (cell.part, cell.system, cell.passes)
+    shorter = [
+        row
+        for row in rows
+        if (row["part"], row["system"], row["passes"]) == kind and row["tokens"] < cell.tokens
+    ]
+    last = max(shorter, key=lambda row: row["tokens"], default=None)
+    if last is None or last["status"] == "failed":
+        return None
+    where = f"N = {last['tokens']}"
+    if last["status"] != "timed":
+        return {"status": last["status"], "reason": f"so it was at {where}"}
+    longer = cell.tokens / last["tokens"]
+    more = longer * cell.batch / last["batch"] * (1.0 if is_linear(cell.system) else longer)
+    foretold = f"foretold from {where}"
+    memory = _memory(device)
+    if last["weights_bytes"] * longer**2 > memory:
+        return {"status": "out of memory", "reason": f"weights, {foretold}"}
+    # A GPU says when it is full; a CPU's process is killed.
+    if device == "cpu" and last["peak_bytes"] * more > _USABLE * memory:
+        return {"status": "out of memory", "reason": foretold}
+    if last["milliseconds"] * more > _HOPELESS * 1e3 * limit:
+        return over(limit) | {"reason": foretold}
+    if last["setup_seconds"] * longer**2 > _SETUP_LIMIT and last["weights_bytes"] > 1e9:
+        return over(_SETUP_LIMIT) | {"reason": f"drawing the weights, {foretold}"}
+    return None
+
+
+def _memory(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

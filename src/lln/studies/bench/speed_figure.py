@@ -1,0 +1,226 @@
+"""Time and memory over the length, with the crossovers marked.
+
+matplotlib is imported inside the functions: measuring does not need it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lln.errors import InvalidInputError
+from lln.files import replacing
+from lln.studies.bench.compare import Row, fastest_row
+from lln.studies.bench.crossover import crossover
+from lln.studies.bench.operations import OPERATIONS
+from lln.studies.bench.spread import Timed, timed_in
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart with every common colour blindness; markers say it again.
+_LOOKS: dict[str, tuple[str, str]] = {
+    "sdpa": ("#000000", "o"),
+    "sdpa_flash": ("#777777", "s"),
+    "sdpa_cudnn": ("#000000", "o"),
+    "lln": ("#0072B2", "^"),
+    "lln_matched": ("#56B4E9", "v"),
+    "lln_diag": ("#D55E00", "D"),
+    "sdpa_causal": ("#000000", "o"),
+    "sdpa_flash_causal": ("#777777", "s"),
+    "sdpa_cudnn_causal": ("#000000", "o"),
+    "lln_causal": ("#0072B2", "^"),
+    "fla_causal": ("#009E73", "v"),
+    "fla_causal_raw": ("#9AD1BE", "v"),
+}
+# Whose crossover against the fastest softmax is marked.
+_MARKED = {"bidirectional": ("lln_matched", "lln_diag"), "causal": ("lln_causal",)}
+_STYLE: Any = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4,
+    # A text in the SVG stays a text, and the same figure gives the same file.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lln",
+}
+
+
+def check_matplotlib() -> None:
+    """Refuse before any work if figures cannot be drawn.
+
+    Raises:
+        InvalidInputError: Says how to get matplotlib.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InvalidInputError(
+            "--figure needs matplotlib: pip install 'lln[instruments]', or leave --figure out."
+        ) from error
+
+
+def draw_speed(results: dict[str, Any], path: Path, group: str = "bidirectional") -> list[Path]:
+    """Draw time and memory over N; returns the files, an SVG and a PNG, or none without rows.
+
+    Args:
+        results: Content of a results file.
+        path: Where to write; the suffix is replaced.
+        group: ``"bidirectional"`` or ``"causal"``.
+    """
+    rows = main_series([row for row in results["cases"] if row["operation"] in _LOOKS], group)
+    fields = ["graph_milliseconds", "peak_bytes"]
+    if not any(row.get(fields[0]) for row in rows):
+        fields[0] = "milliseconds"
+    fields = [field for field in fields if any(row.get(field) for row in rows)]
+    if not fields:
+        return []
+
+    def fill(figure: Figure) -> None:
+        panels = figure.subplots(len(fields), 2, squeeze=False, sharey="row", sharex=True)
+        for line, field in zip(panels, fields, strict=True):
+            for axes, backward in zip(line, (False, True), strict=True):
+                _panel(axes, [r for r in rows if r["backward"] == backward], field, group)
+            line[0].set_ylabel("megabytes at once" if field == "peak_bytes" else "milliseconds")
+        for axes, title in zip(panels[0], ("forward", "forward + backward"), strict=True):
+            axes.set_title(title, fontsize=10)
+        for axes in panels[-1]:
+            axes.set_xlabel("tokens N")
+        handles, labels = max((axes.get_legend_handles_labels() for axes in panels.flat), key=len)
+        figure.legend(handles, labels, loc="outside lower center", ncols=5)
+        figure.suptitle(_title(results, rows), fontsize=9)
+
+    return save_figure(path, (9.5, 1.1 + 3.0 * len(fields)), fill)
+
+
+def main_series(rows: Sequence[Row], group: str) -> list[Row]:
+    """The rows of one curve over N: one width and dtype, and one rule for the batch.
+
+    Of a file with several widths the commonest is drawn, and of a fixed batch and a fixed number
+    of tokens in it whichever has more rows.
+    """
+    rows = [row for row in rows if OPERATIONS[row["operation"]].group == group]
+    if not rows:
+        return []
+    kind = Counter((row["width"], row["dtype"]) for row in rows).most_common(1)[0][0]
+    rows = [row for row in rows if (row["width"], row["dtype"]) == kind]
+    most = max(row["batch"] * row["tokens"] for row in rows)
+    single = [row for row in rows if row["batch"] == 1]
+    constant = [row for row in rows if row["batch"] * row["tokens"] == most]
+    return max(single, constant, key=len)
+
+
+def save_figure(
+    path: Path, size: tuple[float, float], fill: Callable[[Figure], None]
+) -> list[Path]:
+    """Draw into a figure of its own, not pyplot's, and write it as SVG and PNG."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    written = []
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        fill(figure)
+        for suffix, metadata in ((".svg", {"Date": None}), (".png", {})):
+            with replacing(path.with_suffix(suffix)) as file:
+                figure.savefig(file, format=suffix[1:], dpi=140, metadata=metadata)
+            written.append(path.with_suffix(suffix))
+    return written
+
+
+def plain_ticks(axes: Axes, lengths: Sequence[int]) -> None:
+    """Log scales whose marks are the lengths themselves and 0.1, 1, 10."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+    axes.set(xscale="log", yscale="log")
+    names = [f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n) for n in lengths]
+    axes.set_xticks(lengths, names)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _panel(axes: Axes, rows: Sequence[Row], field: str, group: str) -> None:
+    scale = 1e-6 if field == "peak_bytes" else 1.0
+    lengths = sorted({row["tokens"] for row in rows})
+    series: dict[str, dict[int, Timed]] = {}
+    for name, (colour, marker) in _LOOKS.items():
+        points = {
+            row["tokens"]: found.times(scale)
+            for row in rows
+            if row["operation"] == name and (found := timed_in(row, field)) is not None
+        }
+        if points:
+            series[name] = points
+            label = OPERATIONS[name].label
+            axes.plot(*_line(points), color=colour, marker=marker, label=label)
+    fastest = {
+        n: fastest_row([row for row in rows if row["tokens"] == n], field, group) for n in lengths
+    }
+    best = {
+        n: found.times(scale)
+        for n, row in fastest.items()
+        if row is not None and (found := timed_in(row, field)) is not None
+    }
+    _mark_crossovers(axes, series, best, field, group)
+    if lengths:
+        plain_ticks(axes, lengths)
+        # Room for the sentences above the curves.
+        heights = [point.median for points in series.values() for point in points.values()]
+        highest = max(heights)
+        if field == "peak_bytes" and highest < 10 * min(heights):
+            # Amounts of one size are seen best from zero.
+            axes.set_yscale("linear")
+            axes.set_ylim(0.0, 1.5 * highest)
+        else:
+            axes.set_ylim(top=3 * highest)
+
+
+def _mark_crossovers(
+    axes: Axes,
+    series: dict[str, dict[int, Timed]],
+    best: dict[int, Timed],
+    field: str,
+    group: str,
+) -> None:
+    """A dotted line where a curve goes below the best softmax's, and words that say it."""
+    word = "smaller" if field == "peak_bytes" else "faster"
+    height = 0.98
+    for name in _MARKED[group]:
+        found, label = crossover(best, series.get(name, {})), OPERATIONS[name].label
+        if found is None:
+            continue
+        if found.place is not None:
+            axes.axvline(found.place, 0, 0.8, color=_LOOKS[name][0], linewidth=1, linestyle=":")
+        text = f"{label}: {found.verdict(word)}"
+        axes.text(
+            0.02, height, text, transform=axes.transAxes, va="top", fontsize=8,
+            color=_LOOKS[name][0],
+        )  # fmt: skip
+        height -= 0.08
+
+
+def _line(points: dict[int, Timed]) -> tuple[list[int], list[float]]:
+    lengths = sorted(points)
+    return lengths, [points[n].median for n in lengths]
+
+
+def _title(results: dict[str, Any], rows: Sequence[Row]) -> str:
+    environment, row = results["environment"], rows[0]
+    batches = {row["batch"] for row in rows}
+    batch = "B = 1" if batches == {1} else f"B·N = {row['batch'] * row['tokens']:,}"
+    how = ", as CUDA graphs" if any(row.get("graph_milliseconds") for row in rows) else ""
+    count = environment["threads"]
+    threads = "" if environment.get("triton") else f", {count} thread{'s' * (count > 1)}"
+    return (
+        f"{environment['device']}{threads}, {row['dtype']}, {batch}, H = {row['heads']}, "
+        f"D = {row['width']}, torch {environment['torch']}{how}"
+    )

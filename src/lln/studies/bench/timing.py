@@ -1,0 +1,227 @@
+"""Milliseconds and bytes of one call, on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.benchmark import Timer
+
+from lln.studies.bench.cases import Case
+from lln.studies.bench.operations import Operation
+from lln.studies.bench.spread import Timed, timed
+
+# Bytes copied to find the machine's speed: far more than any cache holds.
+_COPIED = {"cpu": 1 << 28, "cuda": 1 << 29}
+# Runs without which there is no telling how far they lie apart.
+_FEWEST_RUNS = 3
+
+
+def measure(
+    operation: Operation, case: Case, inputs: Sequence[Tensor], seconds: float
+) -> dict[str, Any]:
+    """Time and peak memory of one case.
+
+    Args:
+        operation: What to run.
+        case: Says whether the backward is part of it.
+        inputs: What `Layout.make` drew.
+        seconds: How long to repeat the call.
+
+    Returns:
+        ``milliseconds`` of a call from Python (median) and ``milliseconds_quartiles``, on a GPU
+        also ``graph_milliseconds`` and theirs, of its replay as a CUDA graph
+        (None if it cannot be captured); ``peak_bytes`` that are alive
+        at once (not of compiled functions on a CPU) and ``memory_ratio``, these over the tensors
+        that no implementation can do without.
+    """
+    call, held, needed = _bind(operation, case, inputs)
+    call()
+    on_gpu = inputs[0].is_cuda
+    found: dict[str, Any] = {}
+    # The compiler steps aside while the CPU's tensors are counted.
+    if on_gpu or not operation.is_compiled:
+        peak = held + (gpu_peak(call) if on_gpu else cpu_peak(call))
+        found |= {"peak_bytes": peak, "memory_ratio": peak / needed}
+    if on_gpu:
+        found |= gpu_milliseconds(call, seconds).fields("milliseconds")
+        graph = _time_graph(call, seconds)
+        name = "graph_milliseconds"
+        found |= {name: None} if graph is None else graph.fields(name)
+    else:
+        found |= cpu_milliseconds(call, seconds).fields("milliseconds")
+    return found
+
+
+def _bind(
+    operation: Operation, case: Case, inputs: Sequence[Tensor]
+) -> tuple[Callable[[], None], int, int]:
+    """The call to time, the bytes it holds before it starts, and the bytes nobody can avoid."""
+    leaves = [
+        tensor.detach().requires_grad_(case.backward and tensor.is_floating_point())
+        for tensor in inputs
+    ]
+    with torch.no_grad():
+        arguments = operation.prepare(*leaves)
+    tensors = [one for one in arguments if isinstance(one, Tensor)]
+    held = sum(tensor.nbytes for tensor in tensors)
+    # In every layout the output looks like the query.
+    output = inputs[0].nbytes
+    needed = held + output
+    if not case.backward:
+
+        def forward() -> None:
+            with torch.no_grad():
+                operation.run(*arguments)
+
+        return forward, held, needed
+    learnt = [leaf for leaf in leaves if leaf.requires_grad]
+    upstream = torch.randn_like(inputs[0])
+
+    def both() -> None:
+        torch.autograd.grad(operation.run(*arguments), learnt, upstream)
+
+    return both, held + output, 2 * needed
+
+
+def gpu_peak(call: Callable[[], object]) -> int:
+    """Bytes that a call allocates at most at one time."""
+    torch.cuda.synchronize()
+    before = _settled_bytes()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _settled_bytes() -> int:
+    """What is allocated once nothing more is let go of.
+
+    A thread of autograd's holds the last call's gradients a moment longer than the call takes:
+    counted in, they would be missing from the peak of the next.
+    """
+    now = torch.cuda.memory_allocated()
+    while True:
+        time.sleep(0.01)
+        later = torch.cuda.memory_allocated()
+        if later == now:
+            return now
+        now = later
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_place(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and _place(tensor) not in given | self._known:
+                storage, size = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
+                self._known.add(_place(tensor))
+                self.now += size
+                weakref.finalize(storage, self._forget, _place(tensor), size)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _forget(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.now -= size
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def cpu_peak(call: Callable[[], object]) -> int:
+    """Bytes of the tensors alive at once during a call; what operators use inside is not seen."""
+    with _Alive() as alive:
+        call()
+    return alive.peak
+
+
+def cpu_milliseconds(call: Callable[[], object], seconds: float) -> Timed:
+    """By torch's timer, on as many threads as torch is set to."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    runs = list(timer.blocked_autorange(min_run_time=seconds).times)
+    while len(runs) < _FEWEST_RUNS:
+        start = time.perf_counter()
+        call()
+        runs.append(time.perf_counter() - start)
+    return timed(runs).times(1e3)
+
+
+def gpu_milliseconds(call: Callable[[], object], seconds: float) -> Timed:
+    """By CUDA events, the L2 cache flushed before every call."""
+    from triton.testing import do_bench
+
+    warmup, repeat = max(1, round(300 * seconds)), max(1, round(1000 * seconds))
+    found: Any = do_bench(call, warmup=warmup, rep=repeat, quantiles=[0.5, 0.25, 0.75])
+    return Timed(*map(float, found))
+
+
+def _time_graph(call: Callable[[], None], seconds: float) -> Timed | None:
+    """The call replayed as a CUDA graph: what the GPU takes, without Python launching it."""
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    try:
+        with torch.cuda.stream(side):
+            call()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError as error:
+        # A capture that fails leaves its own stream behind as the current one.
+        torch.cuda.set_stream(current)
+        if is_out_of_memory(error):
+            raise
+        return None
+    found = gpu_milliseconds(graph.replay, seconds)
+    graph.reset()
+    return found
+
+
+def copy_speed(device: str) -> float:
+    """Bytes read and written a second by a large copy, in TB/s: what floors are measured with."""
+    source = torch.randn(_COPIED[device] // 4, device=device)
+    target = torch.empty_like(source)
+    if device == "cuda":
+        found = gpu_milliseconds(lambda: target.copy_(source), seconds=0.1)
+    else:
+        found = cpu_milliseconds(lambda: target.copy_(source), seconds=0.3)
+    return 2 * source.nbytes / found.median / 1e9
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a GPU or on a CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in text or "can't allocate memory" in text
+    )
+
+
+def free_memory(collect: bool = True) -> None:
+    """Give back what the last case held.
+
+    Args:
+        collect: Whether to look for reference cycles too, which takes a tenth of a second.
+    """
+    if collect:
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

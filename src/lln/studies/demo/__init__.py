@@ -1,0 +1,5 @@
+"""``lln demo``: what LLN attention does, measured on this machine, as one page to read."""
+
+from lln.studies.demo.command import run_demo
+
+__all__ = ["run_demo"]

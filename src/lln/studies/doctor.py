@@ -1,0 +1,81 @@
+"""What this machine can run, checked by running it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib import metadata
+
+import torch
+
+from lln.eager.load import read_load
+from lln.functional.dense import lln_diag_attention
+from lln.kernels.sizes import why_unavailable
+from lln.studies.processor import facts
+from lln.studies.report.failures import in_one_line
+from lln.testing.tolerances import budget, largest_error
+
+OPTIONAL = {
+    "triton": "fused GPU kernels",
+    "transformers": "Hugging Face models",
+    "matplotlib": "plots",
+    "scipy": "spectral gaps of softmax attention",
+}
+
+
+def examine(echo: Callable[[str], object]) -> bool:
+    """Report versions, processor, load and optional packages, and test attention on every device.
+
+    Args:
+        echo: Takes one line at a time.
+
+    Returns:
+        Whether every device gave the right numbers.
+    """
+    echo(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
+    echo(f"lln          {_version('lln')}")
+    for name, fact in facts().items():
+        echo(f"{name:<12} {fact}")
+    load = read_load()
+    echo(f"load         {load}{'; times measured now would be noisy' if load.is_high else ''}")
+    for package, use in OPTIONAL.items():
+        found = _version(package)
+        extra = "" if found else f'pip install "lln[all]" adds {use}'
+        echo(f"{package:<12} {found or 'not installed: ' + extra}")
+    devices = ["cpu"]
+    devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    return all([_check(device, echo) for device in devices])
+
+
+def _check(device: str, echo: Callable[[str], object]) -> bool:
+    """Compare what runs on a device, in float32, with the float64 reference."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 1, 2, 200, 16, generator=generator)
+    expected = lln_diag_attention(*inputs.double(), impl="reference")
+    are_right = True
+    for impl in ("eager", "triton"):
+        try:
+            reason = why_unavailable(inputs[0].to(device)) if impl == "triton" else None
+            if reason is not None:
+                if device.startswith("cuda"):
+                    echo(f"{device:<12} impl 'triton' {reason}")
+                continue
+            found = lln_diag_attention(*inputs.to(device), impl=impl).cpu()
+        except Exception as error:  # Whatever a compiler or a driver raises is a finding.
+            echo(f"{device:<12} FAILED: {in_one_line(error)}, impl {impl!r}")
+            are_right = False
+            continue
+        error, allowed = largest_error(found, expected), budget(found, expected)
+        verdict = "right" if error <= allowed else "WRONG"
+        echo(f"{device:<12} {verdict}: error {error:.1e} (allowed {allowed:.1e}), impl {impl!r}")
+        are_right = are_right and error <= allowed
+    return are_right
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

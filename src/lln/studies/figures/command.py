@@ -1,0 +1,137 @@
+"""``lln figure``: measures one figure of the paper, keeps its numbers and draws it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lln.checks.names import did_you_mean
+from lln.errors import InvalidInputError
+from lln.files import check_file, write_atomically
+from lln.studies.figures import (
+    evidence,
+    matched_moments,
+    single_head,
+    softmax_moments,
+    sums,
+    temperature_sweep,
+)
+from lln.studies.figures.setting import Results, Setting
+from lln.studies.figures.style import SUFFIXES, check_matplotlib, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Echo = Callable[[str], None]
+
+
+class Plan(NamedTuple):
+    """How a figure is made."""
+
+    measure: Callable[[Setting], Results]
+    draw: Callable[[Figure, Results], None]
+    size: tuple[float, float]
+
+
+FIGURES = {
+    "1": Plan(single_head.measure, single_head.draw, single_head.SIZE),
+    "2": Plan(temperature_sweep.measure, temperature_sweep.draw, temperature_sweep.SIZE),
+    "5a": Plan(softmax_moments.measure, softmax_moments.draw, softmax_moments.SIZE),
+    "5b": Plan(matched_moments.measure_5b, matched_moments.draw_5b, matched_moments.SIZE),
+    "6a": Plan(sums.measure_moderate, sums.draw_moderate, sums.SIZE),
+    "6b": Plan(sums.measure_broad, sums.draw_broad, sums.SIZE),
+    "7": Plan(matched_moments.measure_7, matched_moments.draw_7, matched_moments.SIZE),
+    "theory": Plan(evidence.measure, evidence.draw, evidence.SIZE),
+}
+
+
+def run(
+    name: str,
+    *,
+    out: Path,
+    results: Path | None,
+    device: str,
+    quick: bool,
+    echo: Echo,
+    data: Path | None = None,
+    work: Path | None = None,
+) -> None:
+    """Measures and draws one figure.
+
+    Args:
+        name: A key of `FIGURES`.
+        out: Folder of the PNG and SVG.
+        results: Folder of the numbers; None = ``out``.
+        device: ``"cpu"`` or ``"cuda"``.
+        quick: A coarse version in seconds.
+        echo: Receives what was written, line by line.
+        data: Text that figure 1 trains on; None = the standard library's source.
+        work: Where figure 1 keeps its training under way; None = it cannot be resumed.
+
+    Raises:
+        InvalidInputError: For an unknown figure or device.
+        BackendUnavailableError: If matplotlib or scipy is missing.
+    """
+    name = name.lower()
+    if name not in FIGURES:
+        meant = did_you_mean(name, FIGURES)
+        raise InvalidInputError(
+            f"there is no figure {name!r}{meant}; choose from {', '.join(FIGURES)}."
+        )
+    if device not in ("cpu", "cuda"):
+        raise InvalidInputError(f"--device must be cpu or cuda, got {device!r}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError("--device cuda needs a CUDA device; use --device cpu.")
+    check_matplotlib()
+    plan = FIGURES[name]
+    path = (out if results is None else results) / f"figure-{name}.json"
+    places = {out / f"figure-{name}{suffix}": "--out" for suffix in SUFFIXES}
+    places[path] = "--out" if results is None else "--results"
+    if name == "1" and work is not None:
+        places[work] = "--work"
+    for place, option in places.items():
+        check_file(place, option)
+    with _progress_bar(name) as progress:
+        setting = Setting(device=device, quick=quick, progress=progress, data=data, work=work)
+        found = plan.measure(setting)
+    record = {"figure": name, "made_by": setting.describe(name), **found}
+    # The numbers first: a picture that fails can be drawn again.
+    write_atomically(path, dump(record))
+    echo(f"wrote {path}")
+    for path in save(out, f"figure-{name}", plan.size, lambda figure: plan.draw(figure, found)):
+        echo(f"wrote {path}")
+
+
+def dump(record: Results) -> str:
+    """JSON with six digits, and every list of numbers on one line."""
+
+    def rounded(value: object) -> object:
+        if isinstance(value, float):
+            return float(f"{value:.6g}")
+        if isinstance(value, dict):
+            return {key: rounded(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [rounded(item) for item in value]
+        return value
+
+    def one_line(found: re.Match[str]) -> str:
+        return f"[{' '.join(found[0][1:-1].split())}]"
+
+    text = json.dumps(rounded(record), indent=2, ensure_ascii=False)
+    return re.sub(r"\[[^\[\]{}]*\]", one_line, text) + "\n"
+
+
+@contextmanager
+def _progress_bar(name: str) -> Iterator[Callable[[float], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"figure {name}", total=1.0)
+        yield lambda share: bar.update(task, completed=share)

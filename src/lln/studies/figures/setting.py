@@ -1,0 +1,78 @@
+"""What every figure is measured with, and what its results say about that."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln import __version__
+
+Results = dict[str, Any]
+
+
+def shipped_constants() -> dict[str, Any]:
+    """The constants of moment matching that the package carries."""
+    return json.loads(resources.files("lln.matching").joinpath("constants.json").read_text("utf-8"))
+
+
+@dataclass
+class Setting:
+    """How to measure.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        quick: A coarse and small version, a few seconds: to try the command out.
+        progress: Told the share that is done, from 0 to 1.
+        constants: The content of ``constants.json``.
+        data: Text to train on, a file or a folder; None = the standard library's source.
+        work: File of a training under way, which an interrupted one goes on from.
+    """
+
+    device: str = "cpu"
+    quick: bool = False
+    progress: Callable[[float], None] = lambda share: None
+    constants: dict[str, Any] = field(default_factory=shipped_constants)
+    data: Path | None = None
+    work: Path | None = None
+
+    def gaussians(self, draws: int, tokens: int, width: int, seed: int = 0) -> Tensor:
+        """Unit queries and keys ``[2, 1, draws, N, D]`` in float64, the same on every device."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        shape = (2, 1, draws, tokens, width)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            self.device
+        )
+
+    def describe(self, name: str) -> Results:
+        """Where the numbers come from: command, versions, device, commit."""
+        words = ["lln", "figure", name, "--device", self.device, *(["--quick"] * self.quick)]
+        # Its name alone: the place is of one machine.
+        words += ["--data", self.data.resolve().name] if self.data is not None else []
+        on_gpu = self.device.startswith("cuda")
+        return {
+            "command": " ".join(words),
+            "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
+            "lln": __version__,
+            "torch": torch.__version__,
+            "commit": _commit(),
+        }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package is used from; None for an installed one."""
+    folder = Path(__file__).resolve().parent
+    words = ["git", "-C", str(folder), "rev-parse", "--verify", "HEAD"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

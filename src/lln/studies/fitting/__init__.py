@@ -1,0 +1,5 @@
+"""Fits the moment-matching constants from scratch: inject Gaussians, measure, fit."""
+
+from lln.studies.fitting.fit import FitConfig, fit_constants
+
+__all__ = ["FitConfig", "fit_constants"]

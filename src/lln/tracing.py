@@ -1,0 +1,65 @@
+"""Who is watching a call: a compiler, a transform, a dispatch mode or a CUDA graph.
+
+Every question about tracing is asked here. The answers decide whether values may be looked at, and
+whether a kernel has to be called as a registered operator.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses import FakeTensor
+
+
+def is_compiling() -> bool:
+    """Whether ``torch.compile`` or ``torch.export`` is tracing the call."""
+    return torch.compiler.is_compiling()
+
+
+def is_transformed() -> bool:
+    """Whether a ``torch.func`` transform (vmap, grad, jvp) is active: values are then hidden."""
+    return peek_interpreter_stack() is not None
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the tensor holds numbers that may steer the program, and not a trace of it."""
+    if is_compiling() or is_transformed():
+        return False
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def values_are_readable(tensor: Tensor) -> bool:
+    """Whether looking at the tensor's values costs nothing and cannot break a trace."""
+    if not has_values(tensor):
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("LLN_DEBUG") == "1"
+
+
+def is_watched(tensor: Tensor) -> bool:
+    """Whether a compiler, a transform or a dispatch mode has to see an operator here."""
+    return (
+        is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+        or is_transformed()
+    )
+
+
+def is_moded() -> bool:
+    """Whether a dispatch or function mode of PyTorch is active in this thread."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def is_capturing() -> bool:
+    """Whether calls are being recorded for a CUDA graph."""
+    return not is_compiling() and (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread, as it does under checkpointing."""
+    return not is_compiling() and torch._C._current_graph_task_id() != -1

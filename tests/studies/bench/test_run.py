@@ -1,0 +1,371 @@
+"""`lln bench`: the file it leaves behind, whatever happens on the way."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lln.cli import app
+from lln.errors import InvalidInputError
+from lln.studies.bench import command, display, suites, timing
+from lln.studies.bench.__main__ import main
+from lln.studies.bench.cases import Case
+from lln.studies.bench.operations import OPERATIONS
+
+SMALL = ("--device", "cpu", "--lengths", "16", "32", "--width", "8", "--seconds", "0.001")
+FEW = ("--operations", "sdpa", "lln")
+
+
+@pytest.fixture(autouse=True)
+def _quick_copy(monkeypatch):
+    monkeypatch.setattr(command, "copy_speed", lambda device: 0.01)
+
+
+def bench(*words):
+    return CliRunner().invoke(app, ["bench", *words], catch_exceptions=False)
+
+
+def rows_of(path):
+    return json.loads(path.read_text())["cases"]
+
+
+def swap(monkeypatch, name, function):
+    monkeypatch.setitem(OPERATIONS, name, replace(OPERATIONS[name], run=function))
+
+
+def test_every_case_is_timed_compared_and_printed(tmp_path):
+    out = tmp_path / "deep" / "results.json"
+    done = bench(*SMALL, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    results = json.loads(out.read_text())
+    assert results["kind"] == "attention"
+    assert results["environment"]["command"] == (
+        "lln bench --device cpu --lengths 16 32 --width 8 --seconds 0.001"
+    )
+    assert results["copy_terabytes_per_second"] == 0.01
+    rows = {row["name"]: row for row in results["cases"]}
+    assert len(rows) == 24
+    row = rows["lln forward+backward B1 H12 N32 D8 float32"]
+    assert row["status"] == "timed"
+    assert row["error"] <= row["allowed"]
+    unit = 12 * 32 * 8 * 4 / (0.01 * 1e9)
+    assert row["floors"] == pytest.approx(row["milliseconds"] / (11 * unit))
+    assert row["units"] == pytest.approx(11 * row["floors"])
+    base = rows["sdpa forward+backward B1 H12 N32 D8 float32"]
+    assert row["softmax_ratio"] == pytest.approx(base["milliseconds"] / row["milliseconds"])
+    assert row["peak_bytes"] >= 8 * 12 * 32 * 8 * 4 * 0.9
+    assert row["memory_ratio"] == pytest.approx(row["peak_bytes"] / (8 * 12 * 32 * 8 * 4))
+    for word in ("softmax (SDPA)", "LLN + Diag", "vs softmax", "floors", str(out)):
+        assert word in done.output.replace("\n", "")
+    assert list(out.parent.iterdir()) == [out], "a temporary file was left behind"
+
+
+def test_an_interrupt_leaves_a_whole_file_and_resume_goes_on(tmp_path, monkeypatch):
+    out, calls = tmp_path / "results.json", []
+
+    def interrupted(case, *rest):
+        calls.append(case.name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(case, *rest)
+
+    measure = command.measure_case
+    monkeypatch.setattr(command, "measure_case", interrupted)
+    done = CliRunner().invoke(app, ["bench", *SMALL, *FEW, "--out", str(out)])
+    assert done.exit_code == 130 or isinstance(done.exception, KeyboardInterrupt)
+    assert "--resume" in done.output
+    assert [row["name"] for row in rows_of(out)] == calls[:2]
+    before = rows_of(out)
+    done = bench(*SMALL, *FEW, "--out", str(out), "--resume")
+    assert done.exit_code == 0, done.output
+    assert len(calls) == 3 + 6
+    after = rows_of(out)
+    assert len(after) == 8
+    assert [row["milliseconds"] for row in after[:2]] == [row["milliseconds"] for row in before]
+
+
+def test_an_interrupt_before_the_first_case_leaves_a_whole_file(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure_case", stop)
+    with pytest.raises(SystemExit) as stopped:
+        main([*SMALL, "--out", str(tmp_path / "results.json")])
+    assert stopped.value.code == 130
+    assert rows_of(tmp_path / "results.json") == []
+
+
+def test_resume_refuses_measurements_from_elsewhere(tmp_path):
+    out = tmp_path / "results.json"
+    bench(*SMALL, *FEW, "--passes", "forward", "--out", str(out))
+    results = json.loads(out.read_text())
+    results["environment"]["device"] = "another machine"
+    out.write_text(json.dumps(results))
+    with pytest.raises(InvalidInputError, match="its device is 'another machine'"):
+        bench(*SMALL, *FEW, "--out", str(out), "--resume")
+    assert json.loads(out.read_text()) == results
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"kind": "roberta", "cases": []}'])
+def test_resume_refuses_files_of_other_programs(tmp_path, text):
+    out = tmp_path / "results.json"
+    out.write_text(text)
+    with pytest.raises(InvalidInputError, match="no file of this command"):
+        bench(*SMALL, "--out", str(out), "--resume")
+    assert out.read_text() == text
+
+
+def test_resume_with_other_options_keeps_both_commands(tmp_path):
+    out = tmp_path / "results.json"
+    common = ("--device", "cpu", "--width", "8", "--seconds", "0.001", "--operations", "sdpa")
+    for length in ("16", "32"):
+        done = bench(*common, "--lengths", length, "--out", str(out), "--resume")
+        assert done.exit_code == 0
+    results = json.loads(out.read_text())
+    assert len(results["cases"]) == 4
+    assert "--lengths 16 " in results["environment"]["command"]
+    assert "; lln bench" in results["environment"]["command"]
+
+
+def test_a_wrong_operation_prints_its_error_and_fails_the_command(tmp_path, monkeypatch):
+    right = OPERATIONS["lln"].run
+    swap(monkeypatch, "lln", lambda *inputs: right(*inputs) * 1.01)
+    out = tmp_path / "results.json"
+    done = bench(*SMALL, *FEW, "--out", str(out))
+    assert done.exit_code == 1
+    name = "lln forward B1 H12 N16 D8 float32"
+    row = next(one for one in rows_of(out) if one["name"] == name)
+    sentence = (
+        f"{name}: refused and not timed, because its output differs from float64 by "
+        f"{row['error']:.1e}, and {row['allowed']:.1e} is allowed"
+    )
+    assert sentence in done.output
+    assert "4 of 8 cases have no time for these reasons; the others were measured" in done.output
+    assert done.output.count("refused") >= 8, "a line and a cell each"
+    wrong = [row for row in rows_of(out) if row["operation"] == "lln"]
+    assert all(row["status"] == "wrong" and "milliseconds" not in row for row in wrong)
+    assert all("milliseconds" in row for row in rows_of(out) if row["operation"] == "sdpa")
+
+
+def test_a_refused_case_is_judged_again_by_resume(tmp_path, monkeypatch):
+    right, out = OPERATIONS["lln"].run, tmp_path / "results.json"
+    with monkeypatch.context() as patch:
+        swap(patch, "lln", lambda *inputs: right(*inputs) * 1.01)
+        assert bench(*SMALL, *FEW, "--out", str(out)).exit_code == 1
+    done = bench(*SMALL, *FEW, "--out", str(out), "--resume")
+    assert done.exit_code == 0, done.output
+    assert {row["status"] for row in rows_of(out)} == {"timed"}
+    assert len(rows_of(out)) == 8
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 12345 bytes"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_is_a_row_and_the_next_case_runs(tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    swap(monkeypatch, "sdpa", fail)
+    out = tmp_path / "results.json"
+    done = bench(*SMALL, *FEW, "--out", str(out))
+    assert done.exit_code == 0
+    assert "out of memory" in done.output
+    states = {row["operation"]: row["status"] for row in rows_of(out)}
+    assert states == {"sdpa": "out of memory", "lln": "timed"}
+
+
+def test_failures_of_ours_fail_the_command_and_are_tried_again(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no kernel for this\nand more")
+
+    out = tmp_path / "results.json"
+    with monkeypatch.context() as patch:
+        swap(patch, "lln", fail)
+        assert bench(*SMALL, *FEW, "--out", str(out)).exit_code == 1
+    (reason,) = {row["reason"] for row in rows_of(out) if row["operation"] == "lln"}
+    assert reason == "RuntimeError: no kernel for this"
+    assert bench(*SMALL, *FEW, "--out", str(out), "--resume").exit_code == 0
+    assert {row["status"] for row in rows_of(out)} == {"timed"}
+
+
+def test_a_rival_that_lacks_a_shape_does_not_fail_the_command(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    swap(monkeypatch, "sdpa", fail)
+    assert bench(*SMALL, *FEW, "--out", str(tmp_path / "r.json")).exit_code == 0
+
+
+def test_an_operation_whose_package_is_missing_is_left_out_with_a_sentence(tmp_path, monkeypatch):
+    missing = replace(OPERATIONS["fla_causal"], missing=lambda: "it needs the package fla")
+    monkeypatch.setitem(OPERATIONS, "fla_causal", missing)
+    out = tmp_path / "results.json"
+    done = bench(*SMALL, "--operations", "sdpa_causal", "fla_causal", "--out", str(out))
+    assert "No rows for fla_causal: it needs the package fla." in done.output
+    assert {row["operation"] for row in rows_of(out)} == {"sdpa_causal"}
+
+
+def test_a_fall_back_to_plain_pytorch_is_noted(tmp_path, monkeypatch):
+    import warnings
+
+    right = OPERATIONS["lln"].run
+
+    def warn(*inputs):
+        warnings.warn("lln runs in plain PyTorch here", stacklevel=2)
+        return right(*inputs)
+
+    swap(monkeypatch, "lln", warn)
+    out = tmp_path / "results.json"
+    bench(*SMALL, "--operations", "lln", "--out", str(out))
+    assert all(row["note"] == "lln runs in plain PyTorch here" for row in rows_of(out))
+
+
+def test_threads_are_put_back(tmp_path):
+    before = torch.get_num_threads()
+    out = tmp_path / "results.json"
+    bench(*SMALL, "--operations", "sdpa", "--threads", "1", "--out", str(out))
+    assert json.loads(out.read_text())["environment"]["threads"] == 1
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--device", "abacus"), "--device must be cpu or cuda"),
+        (("--operations", "magic"), "--operations must be of sdpa"),
+        (("--passes", "sideways"), "--passes must be of forward, both, got sideways"),
+        (("--dtype", "int8"), "--dtype must be of"),
+        (("--lengths", "0"), "--lengths must be at least 1"),
+        (("--lengths", "many"), "--lengths must be whole numbers"),
+        (("--width", "0"), "--width must be at least 1"),
+        (("--threads", "0"), "--threads must be at least 1"),
+        (("--seconds", "nan"), "--seconds must be a positive number"),
+        (("--device", "cpu", "--operations", "sdpa_flash"), "give --lengths"),
+        (("--device", "cpu", "roberta"), "go behind its name, got --device"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_bad_options_are_refused_in_a_sentence(tmp_path, monkeypatch, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match=sentence):
+        bench(*words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_out_must_be_a_file_that_can_be_written(tmp_path):
+    with pytest.raises(InvalidInputError, match="must name a file"):
+        bench(*SMALL, "--out", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInputError, match="cannot be written"):
+        bench(*SMALL, "--out", str(tmp_path / "file" / "results.json"))
+
+
+def test_help_teaches():
+    text = " ".join(bench("--help").output.split())
+    for word in ("--resume", "--figure", "roberta", "floors", "CUDA graph", "Ctrl-C", "minutes"):
+        assert word in text
+
+
+def test_module_runs_without_typer_and_rich(tmp_path):
+    script = f"""
+import sys
+from importlib.abc import MetaPathFinder
+
+class Block(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("typer", "rich", "matplotlib", "scipy"):
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Block())
+from lln.studies.bench import command
+command.copy_speed = lambda device: 0.01
+from lln.studies.bench.__main__ import main
+main({[*SMALL, *FEW, "--out", str(tmp_path / "r.json")]!r})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "vs softmax" in done.stdout
+    assert len(rows_of(tmp_path / "r.json")) == 8
+
+
+def test_module_prints_our_errors_as_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--device", "abacus"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "lln: --device must be cpu or cuda, got 'abacus'.\n"
+
+
+# Suites
+
+
+def test_gpu_suite_covers_what_is_asked():
+    cases = suites.default_cases("cuda")
+    assert len({case.name for case in cases}) == len(cases)
+    main = {(c.operation, c.tokens, c.backward) for c in cases if c.width == 64 and c.batch > 1}
+    for tokens in (512, 1024, 2048, 4096, 8192, 16384):
+        for name in ("sdpa_flash", "sdpa_cudnn", "lln", "lln_matched", "lln_diag"):
+            assert {(name, tokens, False), (name, tokens, True)} <= main
+    assert {c.width for c in cases} == {32, 64, 128, 256}
+    assert {c.operation for c in cases} == set(OPERATIONS) - {"sdpa", "sdpa_causal"}
+    assert not any(c.backward for c in cases if c.operation.endswith("decode"))
+    assert all(c.dtype == "bfloat16" and c.heads == 12 for c in cases)
+
+
+def test_operations_and_passes_choose_from_the_suite():
+    cases = suites.choose_cases("cuda", operations=["lln"], passes=["forward"])
+    assert {(c.operation, c.backward) for c in cases} == {("lln", False)}
+    assert {c.width for c in cases} == {32, 64, 128, 256}
+    chosen = suites.choose_cases("cuda", lengths=[256], operations=["lln"], width=96)
+    assert chosen == [
+        Case("lln", 256, 12, 256, 96, "bfloat16", backward) for backward in (False, True)
+    ]
+
+
+# Timing and the terminal
+
+
+def test_peak_memory_counts_the_square_matrices_of_naive_softmax():
+    query, key, value = torch.randn(3, 1, 2, 64, 8)
+    square = 2 * 64 * 64 * 4
+    peak = timing.cpu_peak(lambda: (query @ key.mT).softmax(-1) @ value)
+    assert peak == 2 * square
+    assert timing.cpu_peak(lambda: query.view(-1)) == 0
+
+
+def test_gpu_peak_waits_until_the_last_calls_gradients_are_gone(monkeypatch):
+    allocated, order = iter([700, 400, 100, 100]), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "memory_allocated", lambda: order.append("look") or next(allocated)
+    )
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: order.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 900)
+    assert timing.gpu_peak(lambda: order.append("call")) == 800
+    assert order == [*["look"] * 4, "reset", "call"]
+
+
+def test_a_problem_is_written_where_the_time_would_be():
+    case = {"name": "x", "operation": "lln", "backward": False, "batch": 1, "tokens": 8}
+    case |= {"width": 4, "status": "out of memory"}
+    heads, cells = display.table_of([case])
+    assert cells[0][heads.index("ms")] == "out of memory"
+    assert "graph ms" not in heads
+    assert display.line_of(case) == "x: out of memory"
+
+
+def test_help_names_every_operation():
+    help_text = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "500"}).output
+    words = set(re.findall(r"[a-z_]+", help_text))
+    assert words >= set(OPERATIONS)

