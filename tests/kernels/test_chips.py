@@ -53,7 +53,7 @@ def plug_in(monkeypatch):
         monkeypatch.setattr(limits, "_known", {("cpu", None): shared})
         monkeypatch.setattr(sizes, "multiprocessors", lambda device: 82)
         monkeypatch.setattr(
-            "lln.functional.dense.choose_implementation", lambda impl, query: "triton"
+            "lln.functional.plan.choose_implementation", lambda impl, query: "triton"
         )
         return needs
 

@@ -14,6 +14,7 @@ from tests.kernels.common import (
     check_compiled,
     compare,
     holes,
+    let_auto_take_kernels,
     limit_chips,
 )
 
@@ -213,7 +214,7 @@ def test_unwritten_memory_never_shows(plan):
 def test_dropout_is_drawn_on_the_device_while_a_graph_is_recorded(plan, monkeypatch):
     query, key, value = make_qkv(1, 2, 40, 16, device=DEVICE)
     options = {"alpha": 2.0, "beta": 2.0, "impl": "triton"}
-    monkeypatch.setattr("lln.kernels.ops.is_capturing", lambda: True)
+    monkeypatch.setattr("lln.kernels.run.is_capturing", lambda: True)
     torch.manual_seed(0)
     found = [lln.lln_attention(query, key, value, dropout_p=0.4, **options) for _ in range(2)]
     torch.manual_seed(0)
@@ -378,19 +379,20 @@ def test_more_heads_than_a_launch_has_rows(few_rows):
 def test_blocks_beside_the_kernels(monkeypatch):
     """Blocks too large for a tile: the LLN part by the kernel, the diagonal in plain PyTorch."""
     limit_chips(monkeypatch, block_tokens=16)
+    let_auto_take_kernels(monkeypatch)
     mask = holes(2, 70)
     extra = {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(2, 1, 70, 1)}
-    compare(block_size=40, key_mask=mask, extra=extra)
-    compare(HALF[-1], block_size=40, is_causal=True)
+    compare(block_size=40, key_mask=mask, extra=extra, impl="auto")
+    compare(HALF[-1], block_size=40, is_causal=True, impl="auto")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_in_a_kernel_beside_the_kernels(monkeypatch, dtype):
     """A chip with room for blocks and for a summary, but not for both at once."""
     limit_chips(monkeypatch, joint_tokens=0)
-    taken, blocks = [], lln.functional.dense.fused_blocks
+    taken, blocks = [], lln.functional.run.fused_blocks
     monkeypatch.setattr(
-        lln.functional.dense, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
+        lln.functional.run, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
     )
     compare(dtype, block_size=40, key_mask=holes(2, 70), extra={"alpha": 2.0, "beta": 2.0})
     compare(dtype, block_size=16, extra={"mix": torch.rand(2, 1, 70, 1)})

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tests.kernels.common import DEVICE, DTYPES, holes
 
-from lln.functional.match import fused_moments, match_inputs
+from lln.functional.match import match_inputs
+from lln.kernels.run import fused_moments
 from lln.matching.moments import match_moments
 from lln.testing import make_qkv
 

@@ -5,10 +5,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.kernels.common import DEVICE, DTYPES, ON_GPU, limit_chips, sums_of, upstream_of
+from tests.kernels.common import (
+    DEVICE,
+    DTYPES,
+    ON_GPU,
+    let_auto_take_kernels,
+    limit_chips,
+    sums_of,
+    upstream_of,
+)
 
 import lln
-from lln.kernels import sizes
+from lln.kernels import limits, sizes
 from lln.testing import assert_close
 
 # One token, an empty sequence, longer ones.
@@ -56,13 +64,13 @@ def sums_of_sequences(inputs, extra, upstream, **options):
     return sizes
 
 
-def compare(dtype=torch.float32, extra=None, key_heads=2, **options):
+def compare(dtype=torch.float32, extra=None, key_heads=2, impl="triton", **options):
     inputs = packed(dtype, key_heads=key_heads)
     diag = "block_size" in options
     attend = lln.lln_diag_attention_varlen if diag else lln.lln_attention_varlen
     extra = {"alpha": 2.0, "beta": 2.0} if extra is None else extra
     extra = {n: s.to(DEVICE) if torch.is_tensor(s) else s for n, s in extra.items()}
-    found, found_grads = outcome(inputs, attend, dtype, extra, impl="triton", **options)
+    found, found_grads = outcome(inputs, attend, dtype, extra, impl=impl, **options)
     wide, wide_grads = outcome(inputs, attend, torch.float64, extra, impl="reference", **options)
     plain, plain_grads = outcome(inputs, attend, dtype, extra, impl="eager", **options)
     assert_close(found, wide, plain)
@@ -114,11 +122,28 @@ def test_causal(monkeypatch, channels, cores):
     compare(is_causal=True, block_size=16, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})
 
 
-@pytest.mark.parametrize("limit", ["block_tokens", "joint_tokens"])
-def test_blocks_beside_the_kernels(monkeypatch, limit):
-    limit_chips(monkeypatch, **{limit: 16})
+def test_blocks_beside_the_kernels(monkeypatch):
+    """Blocks too large for a tile: the LLN part by the kernel, the diagonal in plain PyTorch."""
+    limit_chips(monkeypatch, block_tokens=16)
+    let_auto_take_kernels(monkeypatch)
     mix = torch.rand(BOUNDS[-1], 2, 1)
-    compare(block_size=40, extra={"alpha": 2.0, "beta": 2.0, "mix": mix})
+    compare(block_size=40, extra={"alpha": 2.0, "beta": 2.0, "mix": mix}, impl="auto")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_blocks_in_a_kernel_beside_the_kernels(monkeypatch, is_causal):
+    """A chip with room for blocks and for a summary, but not for both at once."""
+    limit_chips(monkeypatch, joint_tokens=0)
+    monkeypatch.setattr(limits, "MAX_CAUSAL_BLOCK_BYTES", 0)
+    taken, blocks = [], lln.functional.run.fused_blocks
+    monkeypatch.setattr(
+        lln.functional.run, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
+    )
+    mix = torch.rand(BOUNDS[-1], 2, 1)
+    extra = {"alpha": 2.0, "beta": 2.0, "mix": mix}
+    compare(block_size=40, extra=extra, is_causal=is_causal)
+    compare(block_size=16, extra=extra, is_causal=is_causal, key_heads=1)
+    assert len(taken) == 2
 
 
 def test_matched_moments():

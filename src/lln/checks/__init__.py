@@ -8,6 +8,7 @@ that does not fit its function.
 from lln.checks.arguments import (
     FLOAT_DTYPES,
     check_block_size,
+    check_blocks,
     check_causal,
     check_count,
     check_dropout,
@@ -27,6 +28,7 @@ from lln.checks.tensors import shape_of
 __all__ = [
     "FLOAT_DTYPES",
     "check_block_size",
+    "check_blocks",
     "check_causal",
     "check_count",
     "check_dropout",

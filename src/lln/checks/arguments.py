@@ -202,10 +202,10 @@ def check_options(
     query: Tensor,
     key: Tensor,
     batch: int,
-    *,
     alpha: float | Tensor | None,
     beta: float | Tensor | None,
     matching: str,
+    *,
     dropout_p: float,
     is_causal: bool,
 ) -> None:
@@ -279,6 +279,12 @@ def check_temperature(
         raise InvalidInputError(f"{name} must be a number or a tensor, got {type(given).__name__}.")
     elif isinstance(given, Real) and not (float(given) > 0 and math.isfinite(given)):
         raise InvalidInputError(f"{name} must be positive and finite, got {given}.")
+
+
+def check_blocks(block_size: int, scale: float | None) -> None:
+    """Refuse what cannot describe diagonal blocks."""
+    check_block_size(block_size)
+    check_scale(scale)
 
 
 def check_block_size(block_size: int) -> None:

@@ -16,6 +16,23 @@ from lln.errors import InvalidInputError
 from lln.tracing import is_compiling, values_are_readable
 
 
+def check_bounds(
+    cu_seqlens: Tensor, max_seqlen: int | None, key_mask: Tensor | None, query: Tensor
+) -> int | None:
+    """Refuse bounds that do not fit packed queries ``[T, H, D]``, or a mask beside them.
+
+    Returns:
+        The length of the longest sequence; None if it is unknown.
+    """
+    check_cu_seqlens(cu_seqlens, query.shape[0], query.device)
+    if key_mask is not None:
+        raise InvalidInputError(
+            "key_mask and cu_seqlens cannot be combined: packed sequences carry no padding; drop "
+            "the masked tokens before packing, or use the dense function with key_mask."
+        )
+    return check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
+
+
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> None:
     """Refuse sequence boundaries that do not run from 0 to T without going back."""
     check_tensor("cu_seqlens", cu_seqlens, "an int32 or int64 tensor")

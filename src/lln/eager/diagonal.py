@@ -151,13 +151,3 @@ def _cut_behind_gaps(
     token_mask = there if key_mask is None else there & key_mask[sample, place]
     out = attend_blocks(*sides, token_mask=token_mask[:, None], **options)
     return out.movedim(1, 3)[sample[..., 0], goal // block_size, goal % block_size].transpose(1, 2)
-
-
-def asks_gradient(mix: float | Tensor) -> bool:
-    """Whether a weight is one that learns; the same in a checkpoint's first pass and its second."""
-    return isinstance(mix, Tensor) and mix.requires_grad
-
-
-def has_channels(mix: float | Tensor) -> bool:
-    """Whether a weight differs from channel to channel."""
-    return isinstance(mix, Tensor) and mix.dim() > 0 and mix.shape[-1] != 1

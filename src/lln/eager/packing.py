@@ -1,70 +1,125 @@
-"""Packed sequences as rows of equal tiles, so that one code path serves any mix of lengths.
+"""Packed sequences in plain PyTorch: cut into tiles, computed side by side, put back.
 
-Every sequence is cut into tiles of ``size`` tokens; its last tile may be partly empty. At most
-``T // size + number of sequences`` tiles are needed, a bound that does not depend on the values of
-``cu_seqlens``: nothing waits for the device, and shapes stay static under ``torch.compile``.
+Time and memory are linear in T whatever the mix of lengths (`lln.eager.tiling`).
 
-Dimension legend: T packed tokens, H heads, n tiles, c tokens in a tile.
+Dimension legend: T packed tokens, H query heads, Hk key heads, D head width, E value width,
+n packed sequences.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-
-class Tiling(NamedTuple):
-    """Where every tile's tokens come from, and where every token went.
-
-    Attributes:
-        source: int ``[n, c]``, the packed token in every place (0 where there is none).
-        valid: bool ``[n, c]``, which places hold a token.
-        sequence: int ``[n]``, the sequence of every tile; unused tiles have the number after the
-            last sequence.
-        last: int ``[n]``, the last tile of the same sequence.
-        place: int ``[T]``, where in the flattened tiles every token went.
-    """
-
-    source: Tensor
-    valid: Tensor
-    sequence: Tensor
-    last: Tensor
-    place: Tensor
-
-    def gather(self, packed: Tensor) -> Tensor:
-        """``[T, H, D]`` → ``[H, n, c, D]``; zero in empty places."""
-        tiles = torch.where(self.valid[..., None, None], packed[self.source], 0.0)
-        return tiles.permute(2, 0, 1, 3)
-
-    def scatter(self, tiles: Tensor) -> Tensor:
-        """``[H, n, c, E]`` → ``[T, H, E]``."""
-        return tiles.permute(1, 2, 0, 3).flatten(0, 1)[self.place]
+from lln.eager.causal import CHUNK, LEAF, attend_chunks
+from lln.eager.diagonal import attend_blocks
+from lln.eager.dropout import drop_keys
+from lln.eager.run import join, repeat_heads
+from lln.eager.scan import running_merge
+from lln.eager.summary import key_exponents, read, summarise
+from lln.eager.tiling import Tiling, cut_tiles
+from lln.precision import accumulation_dtype
 
 
-def cut_tiles(cu_seqlens: Tensor, tokens: int, size: int) -> Tiling:
-    """Cut packed sequences into tiles.
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    *,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    mix: float | Tensor = 1.0,
+    block_size: int = 0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    longest: int | None = None,
+) -> Tensor:
+    """LLN attention inside every sequence, joined with its diagonal blocks: ``[T, H, E]``.
 
     Args:
-        cu_seqlens: int64 ``[sequences + 1]``.
-        tokens: T, at least 1.
-        size: c.
+        query: ``[T, H, D]``.
+        key: ``[T, Hk, D]``.
+        value: ``[T, Hk, E]``.
+        bounds: ``cu_seqlens`` ``[n + 1]``.
+        alpha: A number, or broadcasts to ``[n, H, 1, 1]``.
+        beta: Likewise, or to ``[n, Hk, 1, 1]``.
+        mix: Weight of the LLN part; broadcasts to ``[T, H, E]``.
+        block_size: Tokens in a diagonal block; 0 = there are none.
+        scale: Factor of the blocks' scores; None = 1/√D.
+        dropout_p: Probability to drop a key, for both parts.
+        is_causal: Whether a token sees only itself and earlier tokens of its sequence.
+        longest: No sequence is longer; None = unknown.
     """
-    sequences = cu_seqlens.shape[0] - 1
-    device = cu_seqlens.device
-    counts = (cu_seqlens.diff() + size - 1) // size
-    ends = counts.cumsum(0)
-    starts = torch.cat([ends - counts, ends[-1:]])
-    tile = torch.arange(tokens // size + sequences, device=device)
-    sequence = torch.searchsorted(ends, tile, right=True)
-    used = sequence < sequences
-    known = sequence.clamp_max(sequences - 1)
-    first_token = cu_seqlens[known] + (tile - starts[known]) * size
-    source = first_token.unsqueeze(-1) + torch.arange(size, device=device)
-    valid = used.unsqueeze(-1) & (source < cu_seqlens[known + 1].unsqueeze(-1))
-    last = torch.where(used, ends[known] - 1, tile)
-    token = torch.arange(tokens, device=device)
-    home = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-    place = starts[home] * size + token - cu_seqlens[home]
-    return Tiling(torch.where(valid, source, 0), valid, sequence, last, place)
+    dtype, bounds = accumulation_dtype(query.dtype), bounds.long()
+    value = drop_keys(value.to(dtype).transpose(0, 1), dropout_p).transpose(0, 1)
+    wide = (query.to(dtype), key.to(dtype), value)
+    out = _long_range(*wide, bounds, longest, alpha, beta, is_causal)
+    if block_size:
+        rows = block_size if longest is None else min(block_size, longest)
+        options = {"block_size": rows, "scale": scale, "is_causal": is_causal}
+        out = join(out, short_range(*wide, bounds, **options), mix)
+    return out.to(query.dtype)
+
+
+def short_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    *,
+    block_size: int,
+    scale: float | None,
+    is_causal: bool,
+) -> Tensor:
+    """Block-diagonal attention; blocks start anew with every sequence: ``[T, H, E]``."""
+    dtype, heads = accumulation_dtype(query.dtype), query.shape[1]
+    tiles = cut_tiles(bounds.long(), query.shape[0], block_size)
+    sides = (query.to(dtype), *(repeat_heads(side.to(dtype), heads) for side in (key, value)))
+    blocks = attend_blocks(
+        *(tiles.gather(side) for side in sides),
+        scale=scale,
+        token_mask=tiles.valid,
+        is_causal=is_causal,
+    )
+    return tiles.scatter(blocks)
+
+
+def _long_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int | None,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    is_causal: bool,
+) -> Tensor:
+    heads = query.shape[1]
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    # Chunks are powers of two, and no shorter than the causal form's leaves.
+    chunk = CHUNK
+    if longest is not None:
+        chunk = min(CHUNK, max(LEAF, 1 << (longest - 1).bit_length()))
+    tiles = cut_tiles(bounds, query.shape[0], chunk)
+    exponent_q = tiles.gather(query) * _per_tile(alpha, tiles, query)
+    exponent_k, values = key_exponents(
+        tiles.gather(key), tiles.gather(value), _per_tile(beta, tiles, query), tiles.valid
+    )
+    if is_causal:
+        return tiles.scatter(attend_chunks(exponent_q, exponent_k, values, tiles.sequence))
+    log_mass, centroid = running_merge(*summarise(exponent_k, values), tiles.sequence)
+    return tiles.scatter(
+        read(exponent_q, log_mass[..., tiles.last, :], centroid[..., tiles.last, :, :])
+    )
+
+
+def _per_tile(scale: float | Tensor, tiles: Tiling, query: Tensor) -> float | Tensor:
+    """A temperature ``[n, H, 1, 1]`` for every tile: ``[H, tiles, 1, 1]``."""
+    if not isinstance(scale, Tensor):
+        return scale
+    scale = scale.to(query.dtype).reshape((1,) * (4 - scale.dim()) + tuple(scale.shape))
+    if scale.shape[0] > 1:
+        scale = scale[tiles.sequence.clamp_max(scale.shape[0] - 1)]
+    scale = scale.transpose(0, 1)
+    return scale if scale.shape[0] == 1 else repeat_heads(scale, query.shape[1], dim=0)

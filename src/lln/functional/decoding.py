@@ -13,8 +13,8 @@ from lln import checks
 from lln.eager.summary import KeySummary, heads_of
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.functional.plan import choose_implementation
+from lln.kernels.run import fused_decode
 from lln.precision import cast_for_autocast, without_autocast
-from lln.tracing import is_watched
 
 
 def decode_step(
@@ -71,18 +71,9 @@ def decode_step(
         )
     if not fits:
         return summary.append(key, value).read(query, alpha)
-    alpha_t, beta_t = (_per_head(side) for side in (alpha, summary.beta))
-    numbers = (1.0 if isinstance(side, Tensor) else float(side) for side in (alpha, summary.beta))
-    if alpha_t is not None and alpha_t.shape[1] == 1:
-        alpha_t = alpha_t.expand(-1, query.shape[1], 1, 1)
-    if beta_t is not None and beta_t.shape[1] == 1:
-        beta_t = beta_t.expand(-1, summary.log_mass.shape[1], 1, 1)
-    state = (summary.log_mass, summary.centroid)
+    sides = (query, key, value, summary.log_mass, summary.centroid)
     with without_autocast(query):
-        run = decode if is_watched(query) else _decode
-        out, summary.log_mass, summary.centroid = run(
-            query, key, value, *state, alpha_t, beta_t, *numbers
-        )
+        out, summary.log_mass, summary.centroid = fused_decode(*sides, alpha, summary.beta)
     return out
 
 
@@ -105,51 +96,3 @@ def _fits_kernel(
         and heads in (key.shape[1], query.shape[1])
         and heads_of(summary.beta) in (1, heads)
     )
-
-
-def _per_head(side: float | Tensor) -> Tensor | None:
-    if not isinstance(side, Tensor):
-        return None
-    return side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))
-
-
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_mass: Tensor,
-    centroid: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    alpha_number: float,
-    beta_number: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from lln.kernels.triton import decode as kernel
-
-    scales = (alpha, beta, alpha_number, beta_number)
-    return kernel.decode(query, key, value, log_mass, centroid, *scales)
-
-
-@torch.library.custom_op("lln::decode", mutates_args=())
-def decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_mass: Tensor,
-    centroid: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    alpha_number: float,
-    beta_number: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode_step` by the kernel, as an operator: output, log-mass, centroid."""
-    scales = (alpha, beta, alpha_number, beta_number)
-    return _decode(query, key, value, log_mass, centroid, *scales)
-
-
-@decode.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor, centroid: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    out = query.new_empty(*query.shape[:3], value.shape[3])
-    return out, torch.empty_like(log_mass), torch.empty_like(centroid)

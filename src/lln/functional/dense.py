@@ -1,4 +1,4 @@
-"""The entry points for dense tensors: check → match → summarise → read.
+"""The entry points for dense tensors: each checks what it was given; `lln.functional.run` goes on.
 
 Layout, argument names and order follow ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -12,17 +12,9 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.signatures import explain_misfits
-from lln.eager import run
-from lln.eager.diagonal import asks_gradient, has_channels
-from lln.eager.dropout import drop_keys
-from lln.errors import BackendUnavailableError
-from lln.functional.match import match_inputs
-from lln.functional.plan import choose_implementation
-from lln.kernels.block_ops import fused_blocks
-from lln.kernels.limits import blocks_fit, blocks_join
-from lln.kernels.ops import fused_attention
-from lln.observers import Announcement, announce, is_observed
-from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
+from lln.functional.request import Request
+from lln.functional.run import attend
+from lln.precision import cast_for_autocast
 
 
 @explain_misfits
@@ -61,8 +53,9 @@ def lln_attention(
         is_causal: Whether row i sees keys 0 … i only. Needs T = S and α, β given.
         enable_gqa: Whether H may be a multiple of Hk; the result is that of repeating every key
             head H/Hk times.
-        impl: ``"auto"``, ``"eager"`` (plain PyTorch), ``"triton"`` or ``"reference"`` (N×N in
-            float64).
+        impl: ``"eager"`` (plain PyTorch), ``"triton"`` or ``"reference"`` (N×N in float64), met
+            for every part of the call or refused; ``"auto"`` takes the kernels for what they take,
+            plain PyTorch for the rest (`lln.functional.plan`).
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query (the autocast dtype under autocast). A sequence
@@ -82,37 +75,24 @@ def lln_attention(
     query, key, value = cast_for_autocast(query, key, value)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_key_mask(key_mask, key)
-    checks.check_causal(is_causal, query.shape[2], key.shape[2])
     checks.check_options(
+        query, key, query.shape[0], alpha, beta, matching, dropout_p=dropout_p, is_causal=is_causal
+    )
+    if is_causal:
+        checks.check_causal(is_causal, query.shape[2], key.shape[2])
+    request = Request(
+        "lln",
         query,
         key,
-        query.shape[0],
-        alpha=alpha,
-        beta=beta,
-        matching=matching,
+        value,
+        alpha,
+        beta,
+        matching,
+        key_mask=key_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
     )
-    impl = choose_implementation(impl, query)
-    with without_autocast(query):
-        if alpha is None or beta is None:
-            alpha, beta = match_inputs(query, key, matching, key_mask, impl)
-        if is_observed():
-            parts = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "is_causal": is_causal}
-            announce(Announcement("lln", query, key, **parts))
-        if impl == "triton":
-            return fused_attention(
-                query,
-                key,
-                value,
-                alpha=alpha,
-                beta=beta,
-                key_mask=key_mask,
-                dropout_p=dropout_p,
-                is_causal=is_causal,
-            )
-        options = {"is_causal": is_causal, "dropout_p": dropout_p, "impl": impl}
-        return run.long_range(query, key, value, alpha, beta, key_mask, **options)
+    return attend(request, impl)
 
 
 @explain_misfits
@@ -142,8 +122,7 @@ def block_diagonal_attention(
         is_causal: Whether a token sees only itself and earlier tokens of its block.
         scale: Factor of the scores; None = 1/√D.
         enable_gqa: Whether H may be a multiple of Hk.
-        impl: As in `lln_attention`; ``"auto"`` takes plain PyTorch for blocks that do not fit the
-            kernel's tiles, ``"triton"`` refuses them.
+        impl: As in `lln_attention`.
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query. A block without any valid key gives zeros.
@@ -151,38 +130,22 @@ def block_diagonal_attention(
     query, key, value = cast_for_autocast(query, key, value)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_self_attention(query, key, "block_diagonal_attention")
-    checks.check_flag("is_causal", is_causal)
     checks.check_key_mask(key_mask, key)
-    checks.check_block_size(block_size)
-    checks.check_scale(scale)
+    checks.check_blocks(block_size, scale)
     checks.check_dropout(dropout_p)
-    if is_observed():
-        parts = {"block_size": block_size, "key_mask": key_mask, "is_causal": is_causal}
-        announce(Announcement("diag", query, key, scale=scale, **parts))
-    chosen = choose_implementation(impl, query)
-    rows = _rows_of(block_size, query, chosen)
-    if chosen == "triton" and not blocks_fit(query, rows, False, key_mask is not None):
-        if impl == "triton":
-            masked = "" if key_mask is None else " with a key mask"
-            raise BackendUnavailableError(
-                f"impl='triton' has no tile for blocks of {rows} tokens by {query.shape[-1]} "
-                f"channels{masked} here; use smaller blocks, or impl='auto' to let lln choose."
-            )
-        chosen = "eager"
-    with without_autocast(query):
-        if chosen == "triton":
-            return fused_blocks(
-                query,
-                key,
-                drop_keys(value, dropout_p),
-                key_mask=key_mask,
-                block_size=rows,
-                scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-                is_causal=is_causal,
-            )
-        options = {"is_causal": is_causal, "dropout_p": dropout_p, "impl": chosen}
-        options |= {"block_size": block_size, "scale": scale}
-        return run.short_range(query, key, value, key_mask, **options)
+    checks.check_flag("is_causal", is_causal)
+    request = Request(
+        "diag",
+        query,
+        key,
+        value,
+        block_size=block_size,
+        scale=scale,
+        key_mask=key_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+    )
+    return attend(request, impl)
 
 
 @explain_misfits
@@ -240,67 +203,24 @@ def lln_diag_attention(
     checks.check_self_attention(query, key, "lln_diag_attention")
     checks.check_key_mask(key_mask, key)
     checks.check_options(
-        query,
-        key,
-        query.shape[0],
-        alpha=alpha,
-        beta=beta,
-        matching=matching,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
+        query, key, query.shape[0], alpha, beta, matching, dropout_p=dropout_p, is_causal=is_causal
     )
     block_size = query.shape[-1] if block_size is None else block_size
-    checks.check_block_size(block_size)
-    checks.check_scale(scale)
+    checks.check_blocks(block_size, scale)
     checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-    impl = choose_implementation(impl, query)
-    with without_autocast(query):
-        if alpha is None or beta is None:
-            alpha, beta = match_inputs(query, key, matching, key_mask, impl)
-        if is_observed():
-            parts = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "is_causal": is_causal}
-            parts |= {"block_size": block_size, "mix": mix, "scale": scale}
-            announce(Announcement("lln_diag", query, key, **parts))
-        rows = _rows_of(block_size, query, impl)
-        factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        blocks = {"block_size": block_size, "scale": scale, "is_causal": is_causal}
-        heads, mix_grad = query.shape[0] * query.shape[1], asks_gradient(mix)
-        extras = key_mask is not None or has_channels(mix)
-        if impl == "triton" and blocks_join(query, heads, rows, is_causal, mix_grad, extras):
-            return fused_attention(
-                query,
-                key,
-                value,
-                alpha=alpha,
-                beta=beta,
-                key_mask=key_mask,
-                mix=mix,
-                block_size=rows,
-                scale=factor,
-                dropout_p=dropout_p,
-                is_causal=is_causal,
-            )
-        if impl == "triton":
-            # Blocks that do not fit the chip together with a summary run beside the kernel.
-            value = drop_keys(value, dropout_p)
-            shared = {"key_mask": key_mask, "is_causal": is_causal}
-            long_range = fused_attention(query, key, value, alpha=alpha, beta=beta, **shared)
-            if blocks_fit(query, rows, False, key_mask is not None):
-                short_range = fused_blocks(
-                    query, key, value, block_size=rows, scale=factor, **shared
-                )
-            else:
-                short_range = run.short_range(query, key, value, key_mask, impl="eager", **blocks)
-            dtype = accumulation_dtype(query.dtype)
-            return run.join(long_range.to(dtype), short_range.to(dtype), mix).to(query.dtype)
-        sides = (query, key, value, alpha, beta, key_mask, mix)
-        return run.both_ranges(*sides, dropout_p=dropout_p, impl=impl, **blocks)
-
-
-def _rows_of(block_size: int, query: Tensor, impl: str) -> int:
-    """Tokens of the largest block that there is.
-
-    Only the kernels ask: an exported program must not depend on which side of the block size the
-    length lies.
-    """
-    return min(block_size, max(query.shape[2], 1)) if impl == "triton" else block_size
+    request = Request(
+        "lln_diag",
+        query,
+        key,
+        value,
+        alpha,
+        beta,
+        matching,
+        mix,
+        block_size,
+        scale,
+        key_mask,
+        dropout_p,
+        is_causal,
+    )
+    return attend(request, impl)

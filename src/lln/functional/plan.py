@@ -1,15 +1,105 @@
-"""Which implementation serves a call. An explicit request is met or refused, never replaced."""
+"""The plan of a call: what computes which part, decided once. Everything after executes it.
+
+``impl="eager"``, ``"triton"`` and ``"reference"`` are met or refused for the whole attention, never
+replaced: with ``"triton"`` every part runs in a kernel. ``"auto"`` takes the kernels on a GPU where
+they run, and plain PyTorch for what they do not take. The statistics of ``matching="paper"`` are
+plain PyTorch in every case.
+"""
 
 from __future__ import annotations
 
 import warnings
+from typing import NamedTuple
 
 from torch import Tensor
 
 from lln import checks
 from lln.errors import BackendUnavailableError
+from lln.functional.request import Request
+from lln.kernels.limits import blocks_fit, blocks_join, widest_block_value, widest_value
 from lln.kernels.sizes import why_unavailable
 from lln.tracing import is_compiling, is_transformed
+
+
+class Plan(NamedTuple):
+    """How one call is computed; ``str(plan)`` says it in one sentence.
+
+    Attributes:
+        impl: ``"eager"``, ``"triton"`` or ``"reference"``.
+        diagonal: What computes the diagonal blocks: ``"joint"``, the kernels of LLN attention in
+            one pass; ``"beside"``, a kernel of their own; ``"eager"`` or ``"reference"``; None if
+            there are none.
+        block_size: Tokens in a block, for kernels no more than the longest sequence has.
+        value_width: Channels of the values that one launch of LLN attention takes.
+        block_value_width: The same for a launch of the blocks' own kernel.
+    """
+
+    impl: str
+    diagonal: str | None = None
+    block_size: int = 0
+    value_width: int = 0
+    block_value_width: int = 0
+
+    def __str__(self) -> str:
+        """One sentence."""
+        if self.impl == "reference":
+            return "The N×N reference computes the call in float64."
+        if self.impl == "eager":
+            return "Plain PyTorch computes the call."
+        slices = (
+            f", {self.value_width} channels of the values per launch" if self.value_width else ""
+        )
+        blocks = f"blocks of {self.block_size} tokens"
+        if self.diagonal is None:
+            return f"The fused kernels compute the call{slices}."
+        if not self.value_width:
+            return (
+                f"A fused kernel computes {blocks}, {self.block_value_width} channels per launch."
+            )
+        how = {
+            "joint": f"and {blocks} in one pass",
+            "beside": f"and another kernel {blocks}",
+            "eager": f"and plain PyTorch {blocks}, which fit no tile of this chip",
+        }
+        return f"The fused kernels compute LLN attention {how[self.diagonal]}{slices}."
+
+
+def plan_call(request: Request, impl: str) -> Plan:
+    """Decide how a call is computed, from shapes, dtype, device and options.
+
+    Args:
+        request: The call; its α and β do not matter.
+        impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``.
+
+    Raises:
+        BackendUnavailableError: If ``"triton"`` was asked for and cannot run a part of the call.
+    """
+    chosen = choose_implementation(impl, request.query)
+    if chosen != "triton":
+        diagonal = chosen if request.block_size else None
+        return Plan(chosen, diagonal, request.block_size)
+    query, is_causal = request.query, request.is_causal
+    heads, learns = request.samples * query.shape[1], request.mix_learns
+    if request.kind == "lln":
+        return Plan("triton", value_width=widest_value(query, heads, 0, is_causal, False))
+    rows = min(request.block_size, _longest(request))
+    extras = request.key_mask is not None or request.mix_has_channels
+    if request.kind == "lln_diag" and blocks_join(query, heads, rows, is_causal, learns, extras):
+        return Plan("triton", "joint", rows, widest_value(query, heads, rows, is_causal, learns))
+    # The tiles that packed sequences are cut into have a mask.
+    is_masked = request.key_mask is not None or request.bounds is not None
+    fits = blocks_fit(query, rows, False, is_masked)
+    if not fits and impl == "triton":
+        masked = " with a key mask" if is_masked else ""
+        raise BackendUnavailableError(
+            f"impl='triton' has no tile for blocks of {rows} tokens by {query.shape[-1]} "
+            f"channels{masked} here; use smaller blocks, or impl='auto' to let lln choose."
+        )
+    own = widest_block_value(query, rows) if fits else 0
+    if request.kind == "diag":
+        return Plan("triton", "beside", rows, 0, own) if fits else Plan("eager", "eager", rows)
+    width = widest_value(query, heads, 0, is_causal, False)
+    return Plan("triton", "beside" if fits else "eager", rows, width, own)
 
 
 def choose_implementation(impl: str, query: Tensor) -> str:
@@ -44,3 +134,10 @@ def choose_implementation(impl: str, query: Tensor) -> str:
         stacklevel=3,
     )
     return "eager"
+
+
+def _longest(request: Request) -> int:
+    """No sequence of the call has more tokens; at least 1."""
+    if request.bounds is None:
+        return max(request.query.shape[2], 1)
+    return request.block_size if request.longest is None else max(request.longest, 1)

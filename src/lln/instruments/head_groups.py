@@ -24,6 +24,7 @@ from lln.checks.packed import check_cu_seqlens
 from lln.eager.run import repeat_heads
 from lln.errors import InvalidInputError
 from lln.functional.match import match_inputs
+from lln.functional.plan import choose_implementation
 from lln.matching.moments import packed_moments, temperatures
 from lln.precision import without_autocast
 
@@ -238,7 +239,8 @@ def _match(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is None:
-        return match_inputs(query, key, matching, key_mask)
+        impl = choose_implementation("auto", query)
+        return match_inputs(query, key, matching, key_mask, impl)
     moments = packed_moments(query, key, cu_seqlens.long(), centred=matching == "paper")
     return temperatures(moments, query.shape[-1], matching)
 

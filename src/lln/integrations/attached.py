@@ -126,7 +126,8 @@ class Heads(LLNDiagCore):
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         """α, β that broadcast to ``[B, H, 1, 1]``."""
-        return self._temperatures(query, key, value, key_mask, is_causal)
+        query, key, _ = self._checked(query, key, value, key_mask, is_causal)
+        return self.statistics(query, key, key_mask, is_causal)
 
     def weight(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:
         """The mix of joins that are one, broadcasting to ``[B, H, T, E]``."""

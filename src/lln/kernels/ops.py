@@ -1,9 +1,8 @@
 """The fused kernels as PyTorch operators: schemas, fakes and gradients.
 
 Registered through ``torch.library``, so that ``torch.compile``, CUDA graphs, activation
-checkpointing and ``opcheck`` know them. Plain eager calls go to the same kernels through an
-``autograd.Function`` instead: an operator with a Python gradient costs 0.2 ms before it starts,
-more than the kernels take. Triton is imported when a kernel first runs, never here.
+checkpointing and ``opcheck`` know them. `lln.kernels.run` decides whether a call needs them. Triton
+is imported when a kernel first runs, never here.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width, SH summary heads (H if β differs within a group of query heads, else Hk), n packed
@@ -13,28 +12,44 @@ sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lln.eager.dropout import drop_keys
-from lln.kernels.limits import widest_value
 from lln.kernels.shapes import output_like, summary_heads, within_reach
-from lln.tracing import is_capturing, is_watched
+from lln.matching.curves import spread_curve
 
 if TYPE_CHECKING:
     from lln.kernels.call import Gradients
 
-# query, key, value, alpha, beta, key_mask, mix, bounds, then nine numbers: alpha, beta, mix,
-# block_size, scale, dropout_p, seed, causal, longest.
-_TENSORS, _NUMBERS = 8, 9
-_NONE = (None,) * _NUMBERS
+# The arguments of every operator. Those of a call are the fields of `lln.kernels.call.Call`.
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+_CALL_TENSORS = (
+    f"{_INPUTS}, Tensor? alpha, Tensor? beta, Tensor? key_mask, Tensor? mix, Tensor? bounds"
+)
+_CALL_NUMBERS = (
+    "float alpha_number, float beta_number, float mix_number, int block_size, float scale, "
+    "float dropout_p, int seed, bool causal, int longest"
+)
+_SUMMARY = "Tensor log_mass, Tensor centroid"
+_BLOCKS = f"{_INPUTS}, Tensor? key_mask, int block_size, float scale, bool causal"
+_ASKED = "bool alpha_grad, bool beta_grad, bool mix_grad"
+TENSORS, NUMBERS = _CALL_TENSORS.count(",") + 1, _CALL_NUMBERS.count(",") + 1
+BLOCK_TENSORS, BLOCK_NUMBERS = 4, 3
+
+
+def _operator(name: str, arguments: str, results: int = 1) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function as the operator ``lln::name`` that returns so many tensors."""
+    returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+    return torch.library.custom_op(
+        f"lln::{name}", mutates_args=(), schema=f"({arguments}) -> {returned}"
+    )
 
 
 @cache
-def _kernels() -> tuple[Any, Any, Any]:
+def _launches() -> tuple[Any, Any, Any]:
     """Launches of causal and of other calls, and what they take; found once, when first needed."""
     from lln.kernels import launch, launch_causal
     from lln.kernels.call import Call
@@ -42,49 +57,31 @@ def _kernels() -> tuple[Any, Any, Any]:
     return launch_causal, launch, Call
 
 
-def _forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    launch_causal, launch, kind = _kernels()
+def forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output, and the summary if it is to be saved, of the arguments of `attend`."""
+    causal, other, kind = _launches()
     call = kind(*arguments)
-    return (launch_causal if call.causal else launch).attend(call, save)
+    return (causal if call.causal else other).attend(call, save)
 
 
-def _gradients(
+def gradients(
     gradient: Tensor,
     arguments: tuple[Any, ...],
     log_mass: Tensor | None,
     centroid: Tensor | None,
     asked: tuple[bool, bool, bool],
 ) -> Gradients:
-    launch_causal, launch, kind = _kernels()
+    """Gradients of query, key, value, and of alpha, beta, mix where they are asked for."""
+    causal, other, kind = _launches()
     call = kind(*arguments)
-    module = launch_causal if call.causal else launch
-    return module.attend_backward(call, within_reach(gradient), log_mass, centroid, *asked)
+    launch = causal if call.causal else other
+    return launch.attend_backward(call, within_reach(gradient), log_mass, centroid, *asked)
 
 
-@torch.library.custom_op("lln::attend", mutates_args=())
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    key_mask: Tensor | None,
-    mix: Tensor | None,
-    bounds: Tensor | None,
-    alpha_number: float,
-    beta_number: float,
-    mix_number: float,
-    block_size: int,
-    scale: float,
-    dropout_p: float,
-    seed: int,
-    causal: bool,
-    longest: int,
-) -> Tensor:
+@_operator("attend", f"{_CALL_TENSORS}, {_CALL_NUMBERS}")
+def attend(*arguments: Any) -> Tensor:
     """LLN attention (with the diagonal part if block_size > 0), without what a backward needs."""
-    tensors = (query, key, value, alpha, beta, key_mask, mix, bounds)
-    numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
-    return _forward((*tensors, *numbers, causal, longest), save=False)[0]
+    return forward(arguments, save=False)[0]
 
 
 @attend.register_fake
@@ -92,291 +89,211 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return output_like(query, value.shape[-1])
 
 
-@torch.library.custom_op("lln::attend_saving", mutates_args=())
-def attend_saving(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    key_mask: Tensor | None,
-    mix: Tensor | None,
-    bounds: Tensor | None,
-    alpha_number: float,
-    beta_number: float,
-    mix_number: float,
-    block_size: int,
-    scale: float,
-    dropout_p: float,
-    seed: int,
-    causal: bool,
-    longest: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+@_operator("attend_saving", f"{_CALL_TENSORS}, {_CALL_NUMBERS}", results=3)
+def attend_saving(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The same, with the summary: log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]``.
 
     A causal call has no such summary: both are empty.
     """
-    tensors = (query, key, value, alpha, beta, key_mask, mix, bounds)
-    numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
-    out, log_mass, centroid = _forward((*tensors, *numbers, causal, longest), save=True)
+    out, log_mass, centroid = forward(arguments, save=True)
     if log_mass is None or centroid is None:
-        nothing = (0, summary_heads(query, key, beta), query.shape[-1])
-        log_mass = query.new_empty(nothing, dtype=torch.float32)
-        centroid = value.new_empty((*nothing, value.shape[-1]))
+        log_mass, centroid = _empty_summary(*arguments, samples=0)
     return out, log_mass, centroid
 
 
 @attend_saving.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    key_mask: Tensor | None,
-    mix: Tensor | None,
-    bounds: Tensor | None,
-    *numbers: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, _, value, *_, bounds = arguments[:TENSORS]
     samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
-    if numbers[-2]:
-        samples = 0
-    saved = (samples, summary_heads(query, key, beta), query.shape[-1])
-    return (
-        output_like(query, value.shape[-1]),
-        query.new_empty(saved, dtype=torch.float32),
-        value.new_empty((*saved, value.shape[-1])),
-    )
+    is_causal = arguments[-2]
+    summary = _empty_summary(*arguments, samples=0 if is_causal else samples)
+    return output_like(query, value.shape[-1]), *summary
 
 
-@torch.library.custom_op("lln::attend_backward", mutates_args=())
-def attend_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    key_mask: Tensor | None,
-    mix: Tensor | None,
-    bounds: Tensor | None,
-    log_mass: Tensor,
-    centroid: Tensor,
-    alpha_number: float,
-    beta_number: float,
-    mix_number: float,
-    block_size: int,
-    scale: float,
-    dropout_p: float,
-    seed: int,
-    causal: bool,
-    longest: int,
-    alpha_grad: bool,
-    beta_grad: bool,
-    mix_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _empty_summary(
+    query: Tensor, key: Tensor, value: Tensor, _: Any, beta: Tensor | None, *__: Any, samples: int
+) -> tuple[Tensor, Tensor]:
+    shape = (samples, summary_heads(query, key, beta), query.shape[-1])
+    log_mass = query.new_empty(shape, dtype=torch.float32)
+    return log_mass, value.new_empty((*shape, value.shape[-1]))
+
+
+@_operator(
+    "attend_backward",
+    f"Tensor gradient, {_CALL_TENSORS}, {_SUMMARY}, {_CALL_NUMBERS}, {_ASKED}",
+    results=6,
+)
+def attend_backward(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, alpha, beta, mix; the last three empty unless asked for."""
-    tensors = (query, key, value, alpha, beta, key_mask, mix, bounds)
-    numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
-    arguments = (*tensors, *numbers, causal, longest)
-    asked = (alpha_grad, beta_grad, mix_grad)
-    dq, dk, dv, *rest = _gradients(gradient, arguments, log_mass, centroid, asked)
+    tensors, summary, numbers = rest[:TENSORS], rest[TENSORS : TENSORS + 2], rest[TENSORS + 2 : -3]
+    found = gradients(gradient, (*tensors, *numbers), summary[0], summary[1], rest[-3:])
     # An operator returns tensors, and no tensor twice.
-    dalpha, dbeta, dmix = (
-        query.new_empty((0,), dtype=torch.float32) if side is None else side for side in rest
-    )
-    return dq, dk, dv, dalpha, dbeta, dmix
+    return tuple(_none(gradient) if side is None else side for side in found)
 
 
 @attend_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    key_mask: Tensor | None,
-    mix: Tensor | None,
-    bounds: Tensor | None,
-    log_mass: Tensor,
-    centroid: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    empty = query.new_empty((0,), dtype=torch.float32)
+def _(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    query, key, value, alpha, beta, _, mix, _, log_mass, _ = rest[: TENSORS + 2]
     asked = zip((alpha, beta, mix), rest[-3:], strict=True)
     extra = [
-        torch.empty_like(side) if wanted and side is not None else empty.clone()
+        torch.empty_like(side) if wanted and side is not None else _none(query)
         for side, wanted in asked
     ]
     is_causal = rest[-5]
     slots = query.shape[1] if is_causal else log_mass.shape[1]
     shared = slots == key.shape[1]
     dk, dv = (torch.empty_like(t) if shared else t.new_empty(t.shape) for t in (key, value))
-    return torch.empty_like(query), dk, dv, extra[0], extra[1], extra[2]
+    return torch.empty_like(query), dk, dv, *extra
+
+
+def _none(like: Tensor) -> Tensor:
+    return like.new_empty((0,), dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_TENSORS], *output[1:])
-    ctx.numbers = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:TENSORS], *output[1:])
+    ctx.numbers = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if gradient is None:
-        return (None,) * (_TENSORS + _NUMBERS)
+        return (None,) * (TENSORS + NUMBERS)
+    asked = asked_gradients(ctx)
+    found = attend_backward(gradient, *ctx.saved_tensors, *ctx.numbers, *asked)
+    return *in_order(found, asked), *(None,) * NUMBERS
+
+
+def asked_gradients(ctx: Any) -> tuple[bool, bool, bool]:
+    """Whether a backward is asked for the gradients of alpha, beta and mix."""
     needs = ctx.needs_input_grad
-    asked = needs[3], needs[4], needs[6]
-    grads = attend_backward(gradient, *ctx.saved_tensors, *ctx.numbers, *asked)
-    return _of_inputs(grads, asked)
+    return needs[3], needs[4], needs[6]
 
 
-def _of_inputs(grads: tuple[Tensor, ...], asked: tuple[bool, bool, bool]) -> tuple[Any, ...]:
-    """Gradients in the order of the inputs, None where there is none."""
+def in_order(found: tuple[Any, ...], asked: tuple[bool, bool, bool]) -> tuple[Any, ...]:
+    """Gradients in the order of a call's tensors, None where there is none."""
     alpha, beta, mix = (
-        grad if wanted else None for grad, wanted in zip(grads[3:], asked, strict=True)
+        grad if wanted else None for grad, wanted in zip(found[3:], asked, strict=True)
     )
-    return (*grads[:3], alpha, beta, None, mix, None, *_NONE)
+    return *found[:3], alpha, beta, None, mix, None
 
 
 attend_saving.register_autograd(_backward, setup_context=_save)
 
 
-def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    """Let the gradients refuse to be differentiated again; the kernels have no second derivative.
+@cache
+def _block_launches() -> Any:
+    from lln.kernels.triton import blocks
 
-    PyTorch's own decorator refuses only where dO carries a gradient. Elsewhere the gradients would
-    pass for constants, and a penalty on them would train nothing without a word.
-    """
-
-    @wraps(backward)
-    def first(ctx: Any, *gradients: Tensor | None) -> Any:
-        with torch.no_grad():
-            found = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():
-            return found
-        message = b"lln's fused kernels have no second derivative; use impl='eager'."
-        refuse = torch._C._functions.DelayedError(message, len(found))  # pyright: ignore
-        return refuse(*[None if side is None else side.detach().requires_grad_() for side in found])
-
-    return first
+    return blocks
 
 
-class _Attend(torch.autograd.Function):
-    """`attend_saving` without the price of an operator; the numbers come as one argument."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, numbers = inputs
-        out, log_mass, centroid = _forward((*tensors, *numbers), save=True)
-        ctx.save_for_backward(*tensors, log_mass, centroid)
-        ctx.numbers = numbers
-        ctx.set_materialize_grads(False)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
-        (gradient,) = grad_outputs
-        if gradient is None:
-            return (None,) * (_TENSORS + 1)
-        needs = ctx.needs_input_grad
-        asked = needs[3], needs[4], needs[6]
-        *tensors, log_mass, centroid = ctx.saved_tensors
-        arguments = (*tensors, *ctx.numbers)
-        dq, dk, dv, dalpha, dbeta, dmix = _gradients(gradient, arguments, log_mass, centroid, asked)
-        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None
+def forward_blocks(*arguments: Any) -> Tensor:
+    """Output of the arguments of `attend_blocks`."""
+    blocks = _block_launches()
+    return blocks.attend_blocks(blocks.BlockCall(*arguments))
 
 
-def fused_attention(
+def gradients_of_blocks(gradient: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    blocks = _block_launches()
+    return blocks.attend_blocks_backward(blocks.BlockCall(*arguments), within_reach(gradient))
+
+
+@_operator("attend_blocks", _BLOCKS)
+def attend_blocks(*arguments: Any) -> Tensor:
+    """Softmax attention inside blocks of tokens."""
+    return forward_blocks(*arguments)
+
+
+@attend_blocks.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return output_like(query, value.shape[-1])
+
+
+@_operator("attend_blocks_backward", f"Tensor gradient, {_BLOCKS}", results=3)
+def attend_blocks_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    return gradients_of_blocks(*arguments)
+
+
+@attend_blocks_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def save_blocks(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the inputs; the backward forms the softmax rows again."""
+    ctx.save_for_backward(*inputs[:BLOCK_TENSORS])
+    ctx.numbers = inputs[BLOCK_TENSORS:]
+
+
+def _backward_blocks(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    found = attend_blocks_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
+    return *found, None, *(None,) * BLOCK_NUMBERS
+
+
+attend_blocks.register_autograd(_backward_blocks, setup_context=save_blocks)
+
+
+def statistics(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
-    *,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None = None,
-    mix: float | Tensor = 1.0,
-    block_size: int = 0,
-    scale: float = 1.0,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    bounds: Tensor | None = None,
-    longest: int = 0,
+    key_mask: Tensor | None,
+    bounds: Tensor | None,
+    criterion: str,
+    longest: int,
 ) -> Tensor:
-    """LLN attention by the kernels: ``[B, H, T, E]`` in the dtype of query.
+    """α, β, σq², σk² and whether a spread is zero: ``[5, B or n, H, 1, 1]``."""
+    from lln.kernels.triton import statistics_pass
 
-    Args:
-        query: ``[B, H, T, D]``; packed sequences come as one sample.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        alpha: A number or a tensor that broadcasts to ``[B, H, 1, 1]`` (packed: ``[n, H, 1, 1]``).
-        beta: Likewise, or to ``[B, Hk, 1, 1]``.
-        key_mask: bool ``[B, S]``.
-        mix: A number or a tensor that broadcasts to ``[B, H, T, E]``.
-        block_size: Of the diagonal part; 0 = none.
-        scale: Of the diagonal part's scores.
-        dropout_p: Probability to drop a key.
-        is_causal: Whether row i sees keys 0 … i only.
-        bounds: Integers ``[n + 1]`` that part the packed sequences.
-        longest: No packed sequence is longer; 0 = not packed.
-    """
-    query, key, value = within_reach(query), within_reach(key), within_reach(value)
-    if dropout_p > 0 and is_capturing():
-        # A seed is a number: every replay of the graph would drop the same keys.
-        value, dropout_p = drop_keys(value, dropout_p), 0.0
-    alpha_t, alpha_number = _apart(alpha)
-    beta_t, beta_number = _apart(beta)
-    mix_t, mix_number = _apart(mix)
-    if beta_t is not None and beta_t.shape[1] == 1:
-        # One value for all heads: the query heads of a group can share a summary.
-        beta_t = beta_t.expand(-1, key.shape[1], 1, 1)
-    if alpha_t is not None and alpha_t.shape[1] == 1:
-        alpha_t = alpha_t.expand(-1, query.shape[1], 1, 1)
-    seed = int(torch.randint(0, 2**31 - 1, ()).item()) if dropout_p > 0 else 0
-    numbers = (
-        alpha_number,
-        beta_number,
-        mix_number,
-        block_size,
-        scale,
-        dropout_p,
-        seed,
-        is_causal,
-        longest,
-    )
-    mix_grad = mix_t is not None and mix_t.requires_grad
+    curve = _curve(query.shape[-1], criterion)
+    return statistics_pass.match(query, key, key_mask, bounds, curve, longest)
+
+
+# Never traced: a compiled call goes through the operator.
+_curve = cache(spread_curve)
+
+
+@_operator(
+    "match",
+    "Tensor query, Tensor key, Tensor? key_mask, Tensor? bounds, str criterion, int longest",
+)
+def match(*arguments: Any) -> Tensor:
+    """`statistics` as an operator."""
+    return statistics(*arguments)
+
+
+@match.register_fake
+def _(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, bounds: Tensor | None, *_: object
+) -> Tensor:
     samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
-    heads = samples * query.shape[1]
-    most = widest_value(query, heads, block_size, is_causal, mix_grad)
-    if value.shape[-1] <= most:
-        return _call(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
-    # Every channel of the output is a sum over the same channel of the values: wide values are
-    # read in slices, and autograd adds up what the slices say about the rest.
-    outs = []
-    for start in range(0, value.shape[-1], most):
-        part = slice(start, start + most)
-        mix_part = mix_t if mix_t is None or mix_t.shape[-1] == 1 else mix_t[..., part]
-        tensors = (query, key, value[..., part], alpha_t, beta_t, key_mask, mix_part, bounds)
-        outs.append(_call(*tensors, *numbers))
-    return torch.cat(outs, -1)
+    return query.new_empty((5, samples, query.shape[1], 1, 1), dtype=torch.float32)
 
 
-def _call(*arguments: Any) -> Tensor:
-    """One call with or without gradient, through the operator where somebody is watching."""
-    tensors = arguments[:_TENSORS]
-    tracked = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
-    if is_watched(arguments[0]):
-        return attend_saving(*arguments)[0] if tracked else attend(*arguments)
-    if not tracked:
-        return _forward(arguments, save=False)[0]
-    return _Attend.apply(*tensors, arguments[_TENSORS:])
+def append_and_read(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-mass and centroid after one token, from the arguments of `decode`."""
+    from lln.kernels.triton.decode import decode as launch
+
+    return launch(*arguments)
 
 
-def _apart(side: float | Tensor) -> tuple[Tensor | None, float]:
-    """A tensor ``[·, ·, ·, ·]`` or None, and a number, of which the kernels take one."""
-    if not isinstance(side, Tensor):
-        return None, float(side)
-    return side if side.dim() == 4 else side.reshape((1,) * (4 - side.dim()) + side.shape), 1.0
+@_operator(
+    "decode",
+    f"{_INPUTS}, {_SUMMARY}, Tensor? alpha, Tensor? beta, float alpha_number, float beta_number",
+    results=3,
+)
+def decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`append_and_read` as an operator."""
+    return append_and_read(*arguments)
+
+
+@decode.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor, centroid: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    return out, torch.empty_like(log_mass), torch.empty_like(centroid)

@@ -16,7 +16,8 @@ from lln.checks.signatures import check_options, explain_misfits
 from lln.eager.dropout import drop_keys
 from lln.eager.run import repeat_heads
 from lln.errors import InvalidInputError
-from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.functional.request import Request
+from lln.functional.run import attend
 from lln.nn.temperatures import make_statistics
 from lln.precision import cast_for_autocast
 
@@ -71,6 +72,7 @@ class LLNCore(nn.Module):
             alpha=alpha,
             beta=beta,
             momentum=momentum,
+            impl=impl,
             device=device,
         )
 
@@ -85,23 +87,48 @@ class LLNCore(nn.Module):
         is_causal: bool = False,
     ) -> Tensor:
         """``[B, H, T, D]``, ``[B, Hk, S, D]``, ``[B, Hk, S, E]`` → ``[B, H, T, E]``."""
-        alpha, beta = self._temperatures(query, key, value, key_mask, is_causal)
-        return lln_attention(
+        query, key, value = self._checked(query, key, value, key_mask, is_causal)
+        if is_causal:
+            checks.check_causal(is_causal, query.shape[2], key.shape[2])
+        alpha, beta = self.statistics(query, key, key_mask, is_causal)
+        sides = (query, key, value, alpha, beta)
+        return self._attend("lln", *sides, key_mask, is_causal, self._dropout_p())
+
+    def _attend(
+        self,
+        kind: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        alpha: Tensor | None,
+        beta: Tensor | None,
+        key_mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        *,
+        mix: float | Tensor = 1.0,
+        block_size: int = 0,
+    ) -> Tensor:
+        """Run a call of checked inputs by this module's implementation."""
+        request = Request(
+            kind,
             query,
             key,
             value,
-            alpha=alpha,
-            beta=beta,
+            alpha,
+            beta,
+            mix=mix,
+            block_size=block_size,
             key_mask=key_mask,
-            dropout_p=self._dropout_p(),
+            dropout_p=dropout_p,
             is_causal=is_causal,
-            enable_gqa=True,
-            impl=self.impl,
         )
+        return attend(request, self.impl)
 
-    def _temperatures(
+    def _checked(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, cast for autocast and checked: once for all that follows."""
         query, key, value = cast_for_autocast(query, key, value)
         checks.check_flag("is_causal", is_causal)
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
@@ -114,7 +141,7 @@ class LLNCore(nn.Module):
             raise InvalidInputError(
                 f"query must have head width {self.head_dim}, got {query.shape[3]}."
             )
-        return self.statistics(query, key, key_mask, is_causal)
+        return query, key, value
 
     def _dropout_p(self) -> float:
         return self.dropout if self.training else 0.0
@@ -195,30 +222,26 @@ class LLNDiagCore(LLNCore):
         is_causal: bool = False,
     ) -> Tensor:
         """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
-        alpha, beta = self._temperatures(query, key, value, key_mask, is_causal)
+        query, key, value = self._checked(query, key, value, key_mask, is_causal)
+        checks.check_self_attention(query, key, type(self).__name__)
         if self.join in ("scale", "ratio") and value.shape[3] != self.value_dim:
             raise InvalidInputError(
                 f"value must have width {self.value_dim}, got {value.shape[3]}; give value_dim."
             )
-        shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": True}
-        long = {"alpha": alpha, "beta": beta, "impl": self.impl, **shared}
-        short = {"block_size": self.block_size, **shared}
+        alpha, beta = self.statistics(query, key, key_mask, is_causal)
+        how = (key_mask, is_causal)
         if self.join == "heads":
-            return self._by_head(query, key, value, long, short)
+            return self._by_head(query, key, value, alpha, beta, *how)
         if self.join == "scale":
-            value = self._drop(value)
-            long_range = lln_attention(query, key, value, **long)
-            short_range = block_diagonal_attention(query, key, value, **short)
+            # The same keys are dropped from both parts.
+            value = drop_keys(value, self._dropout_p())
+            long_range = self._attend("lln", query, key, value, alpha, beta, *how, 0.0)
+            short_range = self._diagonal(query, key, value, *how, 0.0)
             out = self.lln_scale * long_range + self.diag_scale * short_range
             return out.to(long_range.dtype)
-        return lln_diag_attention(
-            query,
-            key,
-            value,
-            mix=self._mix(query, key_mask),
-            dropout_p=self._dropout_p(),
-            **(long | short),
-        )
+        sides = (query, key, value, alpha, beta)
+        blocks = {"mix": self._mix(query, key_mask), "block_size": self.block_size}
+        return self._attend("lln_diag", *sides, *how, self._dropout_p(), **blocks)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""
@@ -235,26 +258,37 @@ class LLNDiagCore(LLNCore):
             return (logits + self.gate_bias[:, None]).sigmoid().unsqueeze(-1)
         return 0.5
 
-    def _drop(self, value: Tensor) -> Tensor:
-        """Drop keys once for both branches."""
-        return drop_keys(value, self._dropout_p())
+    def _diagonal(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+    ) -> Tensor:
+        sides = (query, key, value, None, None)
+        return self._attend(
+            "diag", *sides, key_mask, is_causal, dropout_p, block_size=self.block_size
+        )
 
     def _by_head(
-        self, query: Tensor, key: Tensor, value: Tensor, long: dict[str, Any], short: dict[str, Any]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        key_mask: Tensor | None,
+        is_causal: bool,
     ) -> Tensor:
         key, value = repeat_heads(key, self.num_heads), repeat_heads(value, self.num_heads)
         split = [self.lln_heads, self.num_heads - self.lln_heads]
         queries, keys, values = (tensor.split(split, 1) for tensor in (query, key, value))
-        own = {
-            name: scale if scale.shape[1] == 1 else scale[:, : self.lln_heads]
-            for name, scale in (("alpha", long["alpha"]), ("beta", long["beta"]))
-        }
-        long |= own | {"dropout_p": self._dropout_p()}
-        short |= {"dropout_p": self._dropout_p()}
-        return torch.cat(
-            [
-                lln_attention(queries[0], keys[0], values[0], **long),
-                block_diagonal_attention(queries[1], keys[1], values[1], **short),
-            ],
-            dim=1,
+        alpha, beta = (
+            side if side.shape[1] == 1 else side[:, : self.lln_heads] for side in (alpha, beta)
         )
+        how = (key_mask, is_causal, self._dropout_p())
+        long_range = self._attend("lln", queries[0], keys[0], values[0], alpha, beta, *how)
+        short_range = self._diagonal(queries[1], keys[1], values[1], *how)
+        return torch.cat([long_range, short_range], dim=1)

@@ -19,6 +19,7 @@ from lln import checks
 from lln.checks.names import check_choice, shown
 from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.functional.match import match_inputs, measure_heads
+from lln.functional.plan import choose_implementation
 from lln.matching.curves import matched_spread
 from lln.matching.moments import Moments, temperatures
 from lln.precision import without_autocast
@@ -39,11 +40,11 @@ STATISTICS = ("sample", "running", "fixed", "learned")
 class SampleStatistics(nn.Module):
     """α, β matched to every sample and head by themselves; nothing is remembered."""
 
-    def __init__(self, criterion: str = "variance") -> None:
-        """Check and keep the criterion (see `lln.match_moments`)."""
+    def __init__(self, criterion: str = "variance", *, impl: str = "auto") -> None:
+        """Check and keep the criterion (see `lln.match_moments`) and what measures."""
         super().__init__()
         checks.check_matching(criterion)
-        self.criterion = criterion
+        self.criterion, self.impl = criterion, impl
 
     def forward(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, is_causal: bool = False
@@ -54,10 +55,9 @@ class SampleStatistics(nn.Module):
                 "statistics='sample' would let every row of a causal sequence see the future; use "
                 "statistics='running', 'fixed' or 'learned'."
             )
-        checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
-        checks.check_key_mask(key_mask, key)
+        impl = choose_implementation(self.impl, query)
         with without_autocast(query):
-            return match_inputs(query, key, self.criterion, key_mask)
+            return match_inputs(query, key, self.criterion, key_mask, impl)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""
@@ -90,6 +90,7 @@ class RunningStatistics(nn.Module):
         *,
         momentum: float = 0.1,
         process_group: dist.ProcessGroup | None = None,
+        impl: str = "auto",
         device: torch.device | str | None = None,
     ) -> None:
         """Start from unit variances.
@@ -100,12 +101,14 @@ class RunningStatistics(nn.Module):
             momentum: Weight of a new batch in the average.
             process_group: Whose batches are averaged together; None = all processes, if
                 ``torch.distributed`` is initialised.
+            impl: What measures; as in `lln.lln_attention`.
             device: Where the buffers live.
         """
         super().__init__()
         checks.check_matching(criterion)
         _check_momentum(momentum)
         self.criterion, self.momentum, self.process_group = criterion, momentum, process_group
+        self.impl = impl
         self.register_buffer("query_variance", torch.ones(num_heads, device=device))
         self.register_buffer("key_variance", torch.ones(num_heads, device=device))
         self.register_buffer("keys", torch.full((1,), 1024.0, device=device))
@@ -148,7 +151,8 @@ class RunningStatistics(nn.Module):
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         """Take a batch in and return the state to use for it."""
-        sums = _weighted_sums(measure_heads(query, key, key_mask), query, key, key_mask)
+        moments = measure_heads(query, key, key_mask, choose_implementation(self.impl, query))
+        sums = _weighted_sums(moments, query, key, key_mask)
         if in_backward():
             return self._state_of_first_run(sums)
         own = sums.clone()
@@ -260,6 +264,7 @@ def make_statistics(
     alpha: float | Tensor | None = None,
     beta: float | Tensor | None = None,
     momentum: float = 0.1,
+    impl: str = "auto",
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """Build the source of α, β by its name.
@@ -272,6 +277,7 @@ def make_statistics(
         alpha: Value of ``"fixed"``, start of ``"learned"``; None = matched to unit variances.
         beta: Likewise.
         momentum: Of ``"running"``.
+        impl: What measures in ``"sample"`` and ``"running"``; as in `lln.lln_attention`.
         device: Where buffers and parameters live.
     """
     check_choice("statistics", statistics, STATISTICS)
@@ -283,8 +289,8 @@ def make_statistics(
                 f"alpha and beta go with statistics='fixed' or 'learned', not {statistics!r}."
             )
         if statistics == "sample":
-            return SampleStatistics(matching)
-        return RunningStatistics(num_heads, matching, momentum=momentum, device=device)
+            return SampleStatistics(matching, impl=impl)
+        return RunningStatistics(num_heads, matching, momentum=momentum, impl=impl, device=device)
     # A module may be built on the meta device, which has no numbers to read.
     with torch.device("cpu"):
         default = matched_spread(torch.ones(()), head_dim, 1024.0, matching).item()

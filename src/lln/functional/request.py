@@ -1,0 +1,66 @@
+"""What a call asks for, once its inputs are checked: the one object that is planned and run.
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
+E value width, n packed sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Request(NamedTuple):
+    """A call of attention.
+
+    Attributes:
+        kind: ``"lln"``, ``"diag"`` or ``"lln_diag"``.
+        query: ``[B, H, T, D]``, or packed ``[T, H, D]``.
+        key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
+        value: ``[B, Hk, S, E]``, or packed ``[T, Hk, E]``.
+        alpha: A number, or broadcasts to ``[B, H, 1, 1]`` (packed: ``[n, H, 1, 1]``); None = from
+            ``matching``.
+        beta: Likewise, or per key head.
+        matching: Where α and β come from if they are not given.
+        mix: Weight of the LLN part of ``"lln_diag"``; broadcasts to the output.
+        block_size: Tokens in a diagonal block; 0 = there is no diagonal part.
+        scale: Factor of the diagonal part's scores; None = 1/√D.
+        key_mask: bool ``[B, S]``, True = attend.
+        dropout_p: Probability to drop a key.
+        is_causal: Whether row i sees keys 0 … i only.
+        bounds: ``cu_seqlens`` ``[n + 1]`` of packed sequences; None = dense.
+        longest: No packed sequence is longer; None = unknown.
+    """
+
+    kind: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    # float | Tensor | None, and never None once they are matched.
+    alpha: Any = None
+    beta: Any = None
+    matching: str = "variance"
+    mix: float | Tensor = 1.0
+    block_size: int = 0
+    scale: float | None = None
+    key_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    bounds: Tensor | None = None
+    longest: int | None = None
+
+    @property
+    def samples(self) -> int:
+        """B, or the number of packed sequences."""
+        return self.query.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
+
+    @property
+    def mix_learns(self) -> bool:
+        """Whether mix asks for a gradient: the same in both runs of a checkpointed forward."""
+        return isinstance(self.mix, Tensor) and self.mix.requires_grad
+
+    @property
+    def mix_has_channels(self) -> bool:
+        """Whether mix differs from channel to channel."""
+        return isinstance(self.mix, Tensor) and self.mix.dim() > 0 and self.mix.shape[-1] != 1

@@ -1,0 +1,190 @@
+"""A call from its plan to its output: plan → match → announce → run.
+
+Every entry point and every module ends here, with inputs that it has checked.
+
+Dimension legend: as in `lln.functional.request`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.eager import packing
+from lln.eager import run as eager
+from lln.eager.dropout import drop_keys
+from lln.eager.tiling import cut_tiles
+from lln.functional.match import match_inputs, match_packed
+from lln.functional.plan import Plan, plan_call
+from lln.functional.request import Request
+from lln.kernels.run import fused_attention, fused_blocks
+from lln.observers import Announcement, announce, is_observed
+from lln.precision import accumulation_dtype, without_autocast
+
+
+def attend(request: Request, impl: str) -> Tensor:
+    """Plan a checked call, match its temperatures, announce it and run it.
+
+    Args:
+        request: The call.
+        impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``.
+
+    Returns:
+        ``[B, H, T, E]``, or packed ``[T, H, E]``, in the dtype of query.
+    """
+    plan = plan_call(request, impl)
+    with without_autocast(request.query):
+        if request.kind != "diag" and request.alpha is None:
+            request = _matched(request, plan)
+        if is_observed():
+            _announce(request)
+        return _run(request, plan)
+
+
+def _matched(request: Request, plan: Plan) -> Request:
+    query, key, matching = request.query, request.key, request.matching
+    if request.bounds is None:
+        alpha, beta = match_inputs(query, key, matching, request.key_mask, plan.impl)
+    else:
+        longest = request.longest or 0
+        alpha, beta = match_packed(query, key, request.bounds, longest, matching, plan.impl)
+    # Written out: torch.compile knows the constructor of every version, but not `_replace`.
+    return Request(request.kind, query, key, request.value, alpha, beta, *request[6:])
+
+
+def _announce(request: Request) -> None:
+    parts: dict[str, Any] = {"key_mask": request.key_mask, "is_causal": request.is_causal}
+    parts["cu_seqlens"] = request.bounds
+    if request.kind != "diag":
+        parts |= {"alpha": request.alpha, "beta": request.beta}
+    if request.kind != "lln":
+        parts |= {"block_size": request.block_size, "scale": request.scale}
+    if request.kind == "lln_diag":
+        parts["mix"] = request.mix
+    announce(Announcement(request.kind, request.query, request.key, **parts))
+
+
+def _run(request: Request, plan: Plan) -> Tensor:
+    if request.bounds is None:
+        return _by_kernels(request, plan) if plan.impl == "triton" else _plain(request, plan)
+    if request.query.shape[0] == 0:
+        return _nothing(request)
+    if plan.impl == "reference":
+        return _one_by_one(request, request.bounds, plan)
+    if plan.impl == "triton":
+        return _by_kernels(_as_sample(request), plan)[0].transpose(0, 1)
+    names = ("alpha", "beta", "mix", "block_size", "scale", "dropout_p", "is_causal", "longest")
+    options = {name: getattr(request, name) for name in names}
+    return packing.attend(request.query, request.key, request.value, request.bounds, **options)
+
+
+def _by_kernels(request: Request, plan: Plan) -> Tensor:
+    """A dense call, or packed sequences as one sample whose bounds the kernels know."""
+    query, key, value = request.query, request.key, request.value
+    if request.kind == "diag":
+        return _own_blocks(request, drop_keys(value, request.dropout_p), plan)
+    lln: dict[str, Any] = {
+        "alpha": request.alpha,
+        "beta": request.beta,
+        "key_mask": request.key_mask,
+        "is_causal": request.is_causal,
+        "value_width": plan.value_width,
+    }
+    if request.bounds is not None:
+        lln |= {"bounds": request.bounds, "longest": request.longest or query.shape[2]}
+    if plan.diagonal is None:
+        return fused_attention(query, key, value, dropout_p=request.dropout_p, **lln)
+    if plan.diagonal == "joint":
+        blocks = {"mix": request.mix, "block_size": plan.block_size, "scale": _scale(request)}
+        return fused_attention(query, key, value, dropout_p=request.dropout_p, **blocks, **lln)
+    # The same keys are dropped from both parts.
+    value = drop_keys(value, request.dropout_p)
+    long_range = fused_attention(query, key, value, **lln)
+    short_range = _own_blocks(request, value, plan)
+    dtype = accumulation_dtype(query.dtype)
+    return eager.join(long_range.to(dtype), short_range.to(dtype), request.mix).to(query.dtype)
+
+
+def _own_blocks(request: Request, value: Tensor, plan: Plan) -> Tensor:
+    """The diagonal part beside the kernels of LLN attention, by its own kernel or in PyTorch."""
+    query, key = request.query, request.key
+    options: dict[str, Any] = {"block_size": plan.block_size, "is_causal": request.is_causal}
+    if plan.diagonal == "beside":
+        options |= {"scale": _scale(request), "value_width": plan.block_value_width}
+        if request.bounds is None:
+            return fused_blocks(query, key, value, key_mask=request.key_mask, **options)
+        tiles = cut_tiles(request.bounds.long(), query.shape[2], plan.block_size)
+        packed = (side[0].transpose(0, 1) for side in (query, key, value))
+        q, k, v = (tiles.gather(side).transpose(0, 1) for side in packed)
+        out = fused_blocks(q, k, v, key_mask=tiles.valid, **options)
+        return tiles.scatter(out.transpose(0, 1)).transpose(0, 1)[None]
+    options["scale"] = request.scale
+    if request.bounds is None:
+        return eager.short_range(query, key, value, request.key_mask, impl="eager", **options)
+    q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
+    return packing.short_range(q, k, v, request.bounds, **options).transpose(0, 1)[None]
+
+
+def _plain(request: Request, plan: Plan) -> Tensor:
+    """A dense call in plain PyTorch, or by the reference."""
+    sides = (request.query, request.key, request.value)
+    options: dict[str, Any] = {
+        "is_causal": request.is_causal,
+        "dropout_p": request.dropout_p,
+        "impl": plan.impl,
+    }
+    blocks = {"block_size": request.block_size, "scale": request.scale}
+    if request.kind == "diag":
+        return eager.short_range(*sides, request.key_mask, **blocks, **options)
+    sides = (*sides, request.alpha, request.beta, request.key_mask)
+    if request.kind == "lln":
+        return eager.long_range(*sides, **options)
+    return eager.both_ranges(*sides, request.mix, **blocks, **options)
+
+
+def _scale(request: Request) -> float:
+    return request.query.shape[-1] ** -0.5 if request.scale is None else float(request.scale)
+
+
+def _as_sample(request: Request) -> Request:
+    """Packed ``[T, H, D]`` as the one sample ``[1, H, T, D]``."""
+    query, key, value = (side.transpose(0, 1)[None] for side in request[1:4])
+    mix = request.mix
+    if isinstance(mix, Tensor):
+        mix = mix.reshape((1,) * (3 - mix.dim()) + tuple(mix.shape)).transpose(0, 1)[None]
+    rest = (request.alpha, request.beta, request.matching, mix, *request[8:])
+    return Request(request.kind, query, key, value, *rest)
+
+
+def _nothing(request: Request) -> Tensor:
+    """The output ``[0, H, E]`` of no tokens, through which gradients of zero still flow."""
+    query, key, value = request[1:4]
+    zero = key.sum() * value.sum()
+    for side in (request.alpha, request.beta):
+        zero = zero * (side.sum() if isinstance(side, Tensor) else side)
+    rows = query.sum(-1, keepdim=True).expand(-1, -1, value.shape[-1])
+    return (rows * zero).to(query.dtype)
+
+
+def _one_by_one(request: Request, bounds: Tensor, plan: Plan) -> Tensor:
+    """The reference of packed sequences: one dense call for each of them."""
+    whole, outs = _as_sample(request), []
+    for index, (start, end) in enumerate(pairwise(bounds.tolist())):
+        query, key, value = (side[:, :, start:end] for side in whole[1:4])
+        alpha, beta = (_of_sequence(side, index) for side in (request.alpha, request.beta))
+        mix = whole.mix
+        if isinstance(mix, Tensor) and mix.shape[2] > 1:
+            mix = mix[:, :, start:end]
+        dense = whole._replace(query=query, key=key, value=value, alpha=alpha, beta=beta, mix=mix)
+        outs.append(_plain(dense, plan)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def _of_sequence(side: float | Tensor, index: int) -> float | Tensor:
+    """α or β ``[n, H, 1, 1]`` of one packed sequence."""
+    if not isinstance(side, Tensor) or side.dim() < 4 or side.shape[0] == 1:
+        return side
+    return side[index : index + 1]

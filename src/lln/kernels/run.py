@@ -1,0 +1,233 @@
+"""Tensors to kernels: seeds, slices of wide values, and the way through autograd.
+
+Plain calls go to the kernels through an ``autograd.Function``: an operator with a Python gradient
+costs 0.2 ms before it starts, more than the kernels take. Where a compiler, a transform or a
+dispatch mode is watching, calls go through the operators of `lln.kernels.ops`.
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
+E value width, n packed sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.eager.dropout import drop_keys
+from lln.kernels import ops
+from lln.kernels.shapes import within_reach
+from lln.tracing import is_capturing, is_watched
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    value_width: int,
+    key_mask: Tensor | None = None,
+    mix: float | Tensor = 1.0,
+    block_size: int = 0,
+    scale: float = 1.0,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    bounds: Tensor | None = None,
+    longest: int = 0,
+) -> Tensor:
+    """LLN attention by the kernels: ``[B, H, T, E]`` in the dtype of query.
+
+    Args:
+        query: ``[B, H, T, D]``; packed sequences come as one sample.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
+        alpha: A number or a tensor that broadcasts to ``[B, H, 1, 1]`` (packed: ``[n, H, 1, 1]``).
+        beta: Likewise, or to ``[B, Hk, 1, 1]``.
+        value_width: Channels of the values per launch; wider ones are read in slices.
+        key_mask: bool ``[B, S]``.
+        mix: A number or a tensor that broadcasts to ``[B, H, T, E]``.
+        block_size: Of the diagonal part; 0 = none.
+        scale: Of the diagonal part's scores.
+        dropout_p: Probability to drop a key.
+        is_causal: Whether row i sees keys 0 … i only.
+        bounds: Integers ``[n + 1]`` that part the packed sequences.
+        longest: No packed sequence is longer; 0 = not packed.
+    """
+    query, key, value = within_reach(query), within_reach(key), within_reach(value)
+    if dropout_p > 0 and is_capturing():
+        # A seed is a number: every replay of the graph would drop the same keys.
+        value, dropout_p = drop_keys(value, dropout_p), 0.0
+    alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])
+    # One value for all heads: the query heads of a group can share a summary.
+    beta_t, beta_number = tensor_or_number(beta, key.shape[1])
+    mix_t, mix_number = tensor_or_number(mix, None)
+    seed = int(torch.randint(0, 2**31 - 1, ()).item()) if dropout_p > 0 else 0
+    numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
+    numbers = (*numbers, is_causal, longest)
+    if value.shape[-1] <= value_width:
+        return _attend(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
+    # Every channel of the output is a sum over the same channel of the values: wide values are
+    # read in slices, and autograd adds up what the slices say about the rest.
+    outs = []
+    for start in range(0, value.shape[-1], value_width):
+        part = slice(start, start + value_width)
+        mix_part = mix_t if mix_t is None or mix_t.shape[-1] == 1 else mix_t[..., part]
+        tensors = (query, key, value[..., part], alpha_t, beta_t, key_mask, mix_part, bounds)
+        outs.append(_attend(*tensors, *numbers))
+    return torch.cat(outs, -1)
+
+
+def fused_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None,
+    block_size: int,
+    scale: float,
+    is_causal: bool,
+    value_width: int,
+) -> Tensor:
+    """Block-diagonal attention by its own kernel: ``[B, H, T, E]`` in the dtype of query.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        key_mask: bool ``[B, T]`` or None.
+        block_size: Tokens in a block; see `lln.kernels.limits.blocks_fit`.
+        scale: Of the scores.
+        is_causal: Whether a token sees only itself and earlier tokens of its block.
+        value_width: Channels of the values per launch.
+    """
+    query, key, value = within_reach(query), within_reach(key), within_reach(value)
+    attend = ops.attend_blocks if is_watched(query) else _AttendBlocks.apply
+    numbers = (block_size, scale, is_causal)
+    if value.shape[-1] <= value_width:
+        return attend(query, key, value, key_mask, *numbers)
+    # Every channel of the output is a sum over the same channel of the values.
+    parts = value.split(value_width, -1)
+    return torch.cat([attend(query, key, part, key_mask, *numbers) for part in parts], -1)
+
+
+def fused_moments(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    bounds: Tensor | None,
+    criterion: str,
+    longest: int,
+) -> Tensor:
+    """α, β, σq², σk² and whether a spread is zero, by the kernel: ``[5, B or n, H, 1, 1]``."""
+    query, key = within_reach(query), within_reach(key)
+    if is_watched(query):
+        return ops.match(query.detach(), key.detach(), key_mask, bounds, criterion, longest)
+    # Autograd does not see kernels: nothing to detach from.
+    return ops.statistics(query, key, key_mask, bounds, criterion, longest)
+
+
+def fused_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_mass: Tensor,
+    centroid: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token into the summary and out of it, by the kernel: output, log-mass, centroid."""
+    alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])
+    beta_t, beta_number = tensor_or_number(beta, log_mass.shape[1])
+    decode = ops.decode if is_watched(query) else ops.append_and_read
+    sides = (query, key, value, log_mass, centroid, alpha_t, beta_t)
+    return decode(*sides, alpha_number, beta_number)
+
+
+def tensor_or_number(side: float | Tensor, heads: int | None) -> tuple[Tensor | None, float]:
+    """A tensor ``[·, ·, ·, ·]`` or None, and a number, of which the kernels take one.
+
+    Args:
+        side: α, β or mix.
+        heads: To repeat one value for; None = as it is.
+    """
+    if not isinstance(side, Tensor):
+        return None, float(side)
+    side = side if side.dim() == 4 else side.reshape((1,) * (4 - side.dim()) + side.shape)
+    return side.expand(-1, heads, 1, 1) if heads is not None and side.shape[1] == 1 else side, 1.0
+
+
+def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    """Let the gradients refuse to be differentiated again; the kernels have no second derivative.
+
+    PyTorch's own decorator refuses only where dO carries a gradient. Elsewhere the gradients would
+    pass for constants, and a penalty on them would train nothing without a word.
+    """
+
+    @wraps(backward)
+    def first(ctx: Any, *gradients: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        message = b"lln's fused kernels have no second derivative; use impl='eager'."
+        refuse = torch._C._functions.DelayedError(message, len(found))  # pyright: ignore
+        return refuse(*[None if side is None else side.detach().requires_grad_() for side in found])
+
+    return first
+
+
+class _Attend(torch.autograd.Function):
+    """`lln.kernels.ops.attend_saving` at a lower price; the numbers come as one argument."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, numbers = inputs
+        out, log_mass, centroid = ops.forward((*tensors, *numbers), save=True)
+        ctx.save_for_backward(*tensors, log_mass, centroid)
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        (gradient,) = grad_outputs
+        if gradient is None:
+            return (None,) * (ops.TENSORS + 1)
+        asked = ops.asked_gradients(ctx)
+        *tensors, log_mass, centroid = ctx.saved_tensors
+        found = ops.gradients(gradient, (*tensors, *ctx.numbers), log_mass, centroid, asked)
+        return *ops.in_order(found, asked), None
+
+
+class _AttendBlocks(torch.autograd.Function):
+    """`lln.kernels.ops.attend_blocks` at a lower price."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ops.save_blocks(ctx, inputs, inputs[0])
+        return ops.forward_blocks(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        found = ops.gradients_of_blocks(grad_outputs[0], *ctx.saved_tensors, *ctx.numbers)
+        return *found, None, *(None,) * ops.BLOCK_NUMBERS
+
+
+def _attend(*arguments: Any) -> Tensor:
+    """One call with or without gradient, through the operator where somebody is watching."""
+    tensors = arguments[: ops.TENSORS]
+    tracked = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+    if is_watched(arguments[0]):
+        return ops.attend_saving(*arguments)[0] if tracked else ops.attend(*arguments)
+    if not tracked:
+        return ops.forward(arguments, save=False)[0]
+    return _Attend.apply(*tensors, arguments[ops.TENSORS :])
