@@ -178,8 +178,8 @@ def test_empty_calls():
     for shape in ((0, 2, 8, 4), (2, 2, 0, 4)):
         inputs = [torch.zeros(shape, device=DEVICE, requires_grad=True) for _ in range(3)]
         out, grads = run(inputs, {"block_size": 4}, "triton")
-        assert out.shape == sizes
-        assert all(gradient.shape == sizes for gradient in grads)
+        assert out.shape == shape
+        assert all(gradient.shape == shape for gradient in grads)
 
 
 def test_blocks_without_a_tile_are_refused_or_left_to_pytorch():

@@ -11,7 +11,7 @@ from lln.functional.request import Request
 from lln.testing import make_qkv
 
 GIVEN = {"alpha": 2.0, "beta": 2.0}
-BOUNDS = torch.tensor([0, 13, 40])
+BOUNDS = torch.tensor([0, 5, 40])
 
 
 def dense(attend):

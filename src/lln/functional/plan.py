@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lln import checks
+from lln.checks.arguments import IMPLEMENTATIONS, check_impl
 from lln.errors import BackendUnavailableError
 from lln.functional.request import Request
 from lln.kernels.limits import blocks_fit, blocks_join, widest_block_value, widest_value
@@ -46,16 +46,12 @@ class Plan(NamedTuple):
             return "The N×N reference computes the call in float64."
         if self.impl == "eager":
             return "Plain PyTorch computes the call."
-        slices = (
-            f", {self.value_width} channels of the values per launch" if self.value_width else ""
-        )
         blocks = f"blocks of {self.block_size} tokens"
+        slices = f", up to {self.value_width or self.block_value_width} channels per launch"
         if self.diagonal is None:
-            return f"The fused kernels compute the call{slices}."
+            return f"The fused kernels compute LLN attention{slices}."
         if not self.value_width:
-            return (
-                f"A fused kernel computes {blocks}, {self.block_value_width} channels per launch."
-            )
+            return f"A fused kernel computes {blocks}{slices}."
         how = {
             "joint": f"and {blocks} in one pass",
             "beside": f"and another kernel {blocks}",
@@ -112,7 +108,8 @@ def choose_implementation(impl: str, query: Tensor) -> str:
     Raises:
         BackendUnavailableError: If ``"triton"`` was asked for and cannot run.
     """
-    checks.check_impl(impl)
+    if impl not in IMPLEMENTATIONS:
+        check_impl(impl)
     if impl in ("eager", "reference"):
         return impl
     if impl == "auto" and query.device.type != "cuda":
