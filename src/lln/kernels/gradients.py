@@ -11,16 +11,9 @@ from torch import Tensor
 from lln.kernels.call import Call, Gradients
 
 
-def finish_gradients(
-    call: Call,
-    grads: tuple[Tensor, Tensor, Tensor],
-    dalpha: Tensor | None,
-    dbeta: Tensor | None,
-    dmix: Tensor | None,
-    group: int,
-) -> Gradients:
+def finish_gradients(call: Call, made: Gradients, group: int) -> Gradients:
     """Sum what was computed per summary or per program into the shapes of the inputs."""
-    dq, dk, dv = grads
+    dq, dk, dv, dalpha, dbeta, dmix = made
     if group > 1:
         dk, dv = (
             side.unflatten(1, (-1, group)).sum(2).to(like.dtype)
@@ -55,12 +48,26 @@ def _total(parts: Tensor) -> Tensor:
     return parts.sum(-1, dtype=torch.float64)[..., None, None]
 
 
-def parts_of(device: torch.device, *shapes: tuple[int, ...] | None) -> list[Tensor | None]:
-    """Room for every program's part of what is asked for."""
-    return [
-        None if shape is None else torch.empty(shape, dtype=torch.float32, device=device)
-        for shape in shapes
-    ]
+def gradient_room(
+    call: Call, gradient: Tensor, summaries: int, *parts: tuple[int, ...] | None
+) -> tuple[Gradients, dict[str, Tensor]]:
+    """Room for the gradients, and the same by the names that the kernels give it.
+
+    Args:
+        call: What to compute.
+        gradient: Of the output; stands in for what nobody asked for.
+        summaries: Per sample.
+        parts: Shapes of every program's part of dα, dβ and dmix; None = not asked for.
+    """
+    dalpha, dbeta, dmix = (
+        None if shape is None else torch.empty(shape, dtype=torch.float32, device=gradient.device)
+        for shape in parts
+    )
+    dk, dv = _per_summary(call.key, summaries), _per_summary(call.value, summaries)
+    made = torch.empty_like(call.query), dk, dv, dalpha, dbeta, dmix
+    names = ("p_dq", "p_dk", "p_dv", "p_dalpha", "p_dbeta", "p_dmix")
+    named = zip(names, made, strict=True)
+    return made, {"p_g": gradient} | {n: gradient if s is None else s for n, s in named}
 
 
 def mix_shape(
@@ -71,8 +78,8 @@ def mix_shape(
     return [None, (*rows, 1), (*rows, value_width), (*parts, value_width)][mode]
 
 
-def per_summary(like: Tensor, slots: int) -> Tensor:
-    """Room for the gradient of key or value, one a summary head."""
-    if like.shape[1] == slots:
+def _per_summary(like: Tensor, summaries: int) -> Tensor:
+    """Room for the gradient of key or value per summary head."""
+    if like.shape[1] == summaries:
         return torch.empty_like(like)
-    return like.new_empty(like.shape[0], slots, *like.shape[2:])
+    return like.new_empty(like.shape[0], summaries, *like.shape[2:])

@@ -5,43 +5,42 @@ Dimension legend: see `lln.kernels.triton.steps`.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
-from importlib.util import find_spec
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lln.kernels.limits import (
-    CHIPS,
     LEAST_CAUSAL_WIDTH,
-    MAX_WIDTH,
     block_rows,
-    chip_of,
     has_own_pass,
     is_crowded,
+    is_interpreted,
+    multiprocessors,
     power_of_two,
     tile_tokens,
+    why_unavailable,
 )
+
+__all__ = [
+    "Sizes",
+    "Tile",
+    "cdiv",
+    "choose_sizes",
+    "is_interpreted",
+    "multiprocessors",
+    "overrides",
+    "smaller",
+    "walk_stretch",
+    "why_unavailable",
+]
 
 # A causal walk takes so many registers that this many warps of walks run on a multiprocessor.
 WALKING_WARPS = 8
 # The passes that a walk in stretches needs on top, as a share of the walk: 0.30 to 0.35 measured.
 SHARE_OF_STRETCHES = 0.35
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package could be imported, found out without importing it."""
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-# Asked once, because torch.compile cannot trace the question.
-_HAS_TRITON = _is_installed("triton")
 
 
 class Tile(NamedTuple):
@@ -107,8 +106,8 @@ def walk_stretch(tile: Tile, tokens: int, rows: int, heads: int, cores: int) -> 
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Sizes for one call.
+class Sizes:
+    """The tiles of one call, and what else its launches are cut by.
 
     Attributes:
         width: BD, the head width padded to a power of two.
@@ -150,11 +149,11 @@ class Plan:
     cores: int
 
 
-# Set by tests and benchmarks to try other plans: name of a field → value.
+# Set by tests and benchmarks to try other sizes: name of a field → value.
 overrides: dict[str, Any] = {}
 
 
-def make_plan(
+def choose_sizes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -163,7 +162,7 @@ def make_plan(
     block_size: int,
     longest: int = 0,
     causal: bool = False,
-) -> Plan:
+) -> Sizes:
     """Choose the sizes for a call.
 
     Args:
@@ -176,7 +175,7 @@ def make_plan(
         longest: Length of the longest packed sequence; 0 = not packed.
         causal: Whether the call is causal.
     """
-    return _plan(
+    return _choose(
         query.shape[-1],
         value.shape[-1],
         query.dtype,
@@ -191,7 +190,7 @@ def make_plan(
 
 
 @lru_cache(4096)
-def _plan(
+def _choose(
     head_width: int,
     value_width: int,
     dtype: torch.dtype,
@@ -202,7 +201,7 @@ def _plan(
     block_size: int,
     causal: bool,
     overridden: tuple[tuple[str, Any], ...],
-) -> Plan:
+) -> Sizes:
     width, value_width = (max(16, power_of_two(size)) for size in (head_width, value_width))
     widest = max(width, value_width)
     # Wide heads and float32 leave less room on the chip: smaller tiles, more warps.
@@ -246,18 +245,20 @@ def _plan(
         chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
     chosen |= {name: size for name, size in overridden if name in chosen}
-    return Plan(**chosen)
+    return Sizes(**chosen)
 
 
-def smaller(plan: Plan) -> Plan | None:
-    """The next plan that needs less of the chip: fewer stages, then smaller tiles; None at the end.
+def smaller(chosen: Sizes) -> Sizes | None:
+    """The next sizes that need less of the chip: fewer stages, then smaller tiles; None at the end.
 
     Tiles with the diagonal part keep their size, which the blocks dictate.
     """
-    walks = [field.name for field in fields(plan) if isinstance(getattr(plan, field.name), Tile)]
-    tiles: dict[str, Tile] = {name: getattr(plan, name) for name in walks}
+    walks = [
+        field.name for field in fields(chosen) if isinstance(getattr(chosen, field.name), Tile)
+    ]
+    tiles: dict[str, Tile] = {name: getattr(chosen, name) for name in walks}
     fixed = ["joint_read", "joint_grad"]
-    if plan.has_blocks:
+    if chosen.has_blocks:
         fixed += ["walk", "walk_query", "walk_key"]
     if any(tile.stages > 1 for tile in tiles.values()):
         less = {name: t._replace(stages=max(1, t.stages - 1)) for name, t in tiles.items()}
@@ -268,37 +269,7 @@ def smaller(plan: Plan) -> Plan | None:
         }
     else:
         return None
-    return replace(plan, **less)
-
-
-def is_interpreted() -> bool:
-    """Whether Triton runs kernels in its CPU interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def why_unavailable(query: Tensor) -> str | None:
-    """Why the kernels cannot run a call here, as the middle of a sentence; None if they can."""
-    if query.device.type != "cuda" and not is_interpreted():
-        return f"needs tensors on a CUDA device, got {query.device}"
-    if not _HAS_TRITON:
-        return 'needs Triton (pip install "lln[triton]")'
-    if query.dtype == torch.float64:
-        return "computes in float32, but query is float64"
-    if is_interpreted() and query.dtype == torch.bfloat16:
-        return "runs in Triton's interpreter here, which multiplies bfloat16 wrongly"
-    if query.shape[-1] > MAX_WIDTH:
-        return f"takes head widths up to {MAX_WIDTH}, got {query.shape[-1]}"
-    if chip_of(query.device) is None:
-        return f"needs a GPU with {CHIPS[-1].shared >> 10} KB of shared memory for a program"
-    return None
+    return replace(chosen, **less)
 
 
 def cdiv(number: int, part: int) -> int:
