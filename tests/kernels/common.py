@@ -11,6 +11,7 @@ import torch
 from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
+from lln.kernels import limits
 from lln.testing import assert_close, make_qkv
 
 pytest.importorskip("triton")
@@ -22,7 +23,7 @@ if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
 HALF = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
 DTYPES = [torch.float32, *HALF]
 
-# The interpreter takes milliseconds a tile: small there, odd everywhere.
+# The interpreter takes milliseconds per tile: small there, odd everywhere.
 SHAPE = {
     "batch": 2,
     "heads": 3 if ON_GPU else 1,
@@ -50,9 +51,9 @@ def holes(batch, keys, seed=3):
     return mask.to(DEVICE)
 
 
-def limit_chips(monkeypatch, **limits):
+def limit_chips(monkeypatch, **most):
     """Every chip takes no more than that; see `lln.kernels.limits.Chip`."""
-    monkeypatch.setattr(limits, "CHIPS", tuple(chip._replace(**limits) for chip in limits.CHIPS))
+    monkeypatch.setattr(limits, "CHIPS", tuple(chip._replace(**most) for chip in limits.CHIPS))
 
 
 def check_compiled(attend, batch, heads, lengths):

@@ -222,23 +222,31 @@ def quiet_rows(b_q, ok):
 
 
 @triton.jit
+def identity(BD: tl.constexpr, dtype: tl.constexpr):
+    """The identity matrix ``[BD, BD]``."""
+    slots = tl.arange(0, BD)
+    return (slots[:, None] == slots[None, :]).to(dtype)
+
+
+@triton.jit
 def widen(b_tile, BD: tl.constexpr):
     """A tile ``[BT, BD]`` in float32, in the layout of products."""
-    if b_tile.dtype == tl.float32 or BD > WIDEST_IDENTITY:
+    # Two conditions: Triton 3.3 cannot join them by ``or``.
+    if b_tile.dtype == tl.float32:
+        return b_tile
+    if BD > WIDEST_IDENTITY:
         return b_tile.to(tl.float32)
-    slots = tl.arange(0, BD)
-    b_identity = (slots[:, None] == slots[None, :]).to(b_tile.dtype)
-    return tl.dot(b_tile, b_identity)
+    return tl.dot(b_tile, identity(BD, b_tile.dtype))
 
 
 @triton.jit
 def widen_turned(b_tile, BD: tl.constexpr):
     """The transpose ``[BD, BT]`` of a tile in float32, in the layout of products."""
-    if b_tile.dtype == tl.float32 or BD > WIDEST_IDENTITY:
+    if b_tile.dtype == tl.float32:
+        return tl.trans(b_tile)
+    if BD > WIDEST_IDENTITY:
         return tl.trans(b_tile.to(tl.float32))
-    slots = tl.arange(0, BD)
-    b_identity = (slots[:, None] == slots[None, :]).to(b_tile.dtype)
-    return tl.dot(b_identity, tl.trans(b_tile))
+    return tl.dot(identity(BD, b_tile.dtype), tl.trans(b_tile))
 
 
 @triton.jit
