@@ -11,6 +11,7 @@ import torch
 from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
+from lln.functional import plan
 from lln.kernels import limits
 from lln.testing import assert_close, make_qkv
 
@@ -23,7 +24,7 @@ if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
 HALF = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
 DTYPES = [torch.float32, *HALF]
 
-# The interpreter takes milliseconds per tile: small there, odd everywhere.
+# The interpreter takes milliseconds a tile: small there, odd everywhere.
 SHAPE = {
     "batch": 2,
     "heads": 3 if ON_GPU else 1,
@@ -51,9 +52,9 @@ def holes(batch, keys, seed=3):
     return mask.to(DEVICE)
 
 
-def limit_chips(monkeypatch, **most):
+def limit_chips(monkeypatch, **less):
     """Every chip takes no more than that; see `lln.kernels.limits.Chip`."""
-    monkeypatch.setattr(limits, "CHIPS", tuple(chip._replace(**most) for chip in limits.CHIPS))
+    monkeypatch.setattr(limits, "CHIPS", tuple(chip._replace(**less) for chip in limits.CHIPS))
 
 
 def check_compiled(attend, batch, heads, lengths):
@@ -65,6 +66,16 @@ def check_compiled(attend, batch, heads, lengths):
         torch.testing.assert_close(out, plain)
         grads, plain_grads = (torch.autograd.grad(side.sum(), inputs) for side in (out, plain))
         torch.testing.assert_close(grads, plain_grads)
+
+
+def let_auto_take_kernels(monkeypatch):
+    """``impl="auto"`` takes the kernels also in the interpreter, as it does on a GPU."""
+    choose = plan.choose_implementation
+
+    def kernels(impl, query):
+        return "triton" if impl == "auto" else choose(impl, query)
+
+    monkeypatch.setattr(plan, "choose_implementation", kernels)
 
 
 def run(inputs, extra, options, impl):
@@ -92,10 +103,13 @@ def sums_of(inputs, extra, upstream, *, key_mask=None, is_causal=False, block_si
     return sizes_of_sums(inputs, upstream, **sides, block_size=block_size, keep=keep)
 
 
-def compare(dtype=torch.float32, extra=None, layout="contiguous", offset=0.0, **options):
+def compare(
+    dtype=torch.float32, extra=None, layout="contiguous", offset=0.0, impl="triton", **options
+):
     """Kernels against reference and eager, forward and backward, within budget.
 
     offset: Added to all queries and keys, which changes no attention.
+    impl: ``"auto"`` where plain PyTorch may take a part, see `let_auto_take_kernels`.
     """
     shape = {name: options.pop(name) for name in list(options) if name in SHAPE}
     sizes = {**SHAPE, **shape}
@@ -116,7 +130,7 @@ def compare(dtype=torch.float32, extra=None, layout="contiguous", offset=0.0, **
         }
         return tensors, scales
 
-    found, found_grads = run(inputs, extra, options, "triton")
+    found, found_grads = run(inputs, extra, options, impl)
     wide, wide_extra = again(torch.float64)
     wide_extra = {
         n: s.detach().double().requires_grad_() if torch.is_tensor(s) else s

@@ -32,8 +32,8 @@ class Call(NamedTuple):
         mix: 4-D, broadcasts to ``[B, H, T, E]``; None = ``mix_number``.
         bounds: Integers ``[n + 1]`` of packed sequences or None.
         alpha_number: α where it is one number.
-        beta_number: β likewise.
-        mix_number: The weight of the LLN part likewise.
+        beta_number: β where it is one number.
+        mix_number: The weight of the LLN part where it is one number.
         block_size: Of the diagonal part; 0 = none.
         scale: Of the diagonal part's scores.
         dropout_p: Probability to drop a key.
@@ -231,7 +231,7 @@ def precision_of(query: Tensor, widest: int = 0) -> str:
 
     Args:
         query: Its type decides.
-        widest: The longest sum of an output; 0 = gradients, whose budget is wider.
+        widest: The longest sum of an output; 0 = gradients, which have a wider budget.
     """
     if query.dtype != torch.float32:
         return "tf32"

@@ -38,7 +38,7 @@ class Chip(NamedTuple):
         block_tokens: The longest diagonal block that is one tile; longer ones are computed beside
             the kernels.
         block_bytes: Of such a tile of keys.
-        joint_tokens: The longest tile of blocks whose gradients are found in one pass with LLN's.
+        joint_tokens: The longest tile of blocks that finds its gradients in one pass with LLN's.
         joint_summary: Slots times channels of a summary in that pass.
         joint_summary_float32: The same in float32.
         takes_extras: Whether blocks fit with a key mask, or a mix by channel, beside them.

@@ -19,7 +19,8 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from lln.errors import BackendUnavailableError
-from lln.kernels.sizes import Sizes, Tile, cdiv, is_interpreted, overrides, smaller
+from lln.kernels.limits import is_interpreted
+from lln.kernels.sizes import Sizes, Tile, cdiv, overrides, smaller
 
 try:
     from triton import knobs

@@ -17,25 +17,12 @@ from lln.kernels.limits import (
     block_rows,
     has_own_pass,
     is_crowded,
-    is_interpreted,
     multiprocessors,
     power_of_two,
     tile_tokens,
-    why_unavailable,
 )
-
-__all__ = [
-    "Sizes",
-    "Tile",
-    "cdiv",
-    "choose_sizes",
-    "is_interpreted",
-    "multiprocessors",
-    "overrides",
-    "smaller",
-    "walk_stretch",
-    "why_unavailable",
-]
+from lln.kernels.limits import is_interpreted as is_interpreted
+from lln.kernels.limits import why_unavailable as why_unavailable
 
 # A causal walk takes so many registers that this many warps of walks run on a multiprocessor.
 WALKING_WARPS = 8
@@ -50,8 +37,8 @@ class Tile(NamedTuple):
         tokens: In a tile; a power of two.
         warps: Of a program.
         stages: Depth of the pipeline of loads.
-        programs: For every multiprocessor, at least; the sequence is split for that. Causal walks
-            have a rule of their own, `walk_stretch`.
+        programs: Per multiprocessor, at least; the sequence is split for that. Causal walks have a
+            rule of their own, `walk_stretch`.
     """
 
     tokens: int
@@ -61,9 +48,9 @@ class Tile(NamedTuple):
 
     def stretch(self, tokens: int, rows: int, heads: int, cores: int) -> int:
         """Tokens of one program: whole tiles of ``rows`` tokens."""
-        tiles = -(-tokens // rows)
-        programs = min(max(1, -(-self.programs * cores // max(heads, 1))), tiles)
-        return -(-tiles // programs) * rows
+        tiles = cdiv(tokens, rows)
+        programs = min(max(1, cdiv(self.programs * cores, max(heads, 1))), tiles)
+        return cdiv(tiles, programs) * rows
 
 
 # Heads wider than 64 in half types: the fastest of a sweep on an H200 (docs/kernels.md).
@@ -217,7 +204,7 @@ def _choose(
     block_warps = 4 if max(widest, block_tile) <= 64 else 8
     walk_warps = 4 if width <= 64 and block_tile <= 64 else 8
     walk_tokens = block_tile if block_size else 16 if room > 128 else 32
-    walk_stages = 1 if room > 128 else 2 if room > 64 else 3
+    walk = Tile(walk_tokens, walk_warps, 1 if room > 128 else 2 if room > 64 else 3)
     cores = multiprocessors(device)
     chosen = {
         "width": width,
@@ -229,9 +216,7 @@ def _choose(
         "query_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
         "joint_grad": Tile(block_tile, block_warps, 2, 8),
-        "walk": Tile(walk_tokens, walk_warps, walk_stages),
-        "walk_query": Tile(walk_tokens, walk_warps, walk_stages),
-        "walk_key": Tile(walk_tokens, walk_warps, walk_stages),
+        **dict.fromkeys(("walk", "walk_query", "walk_key"), walk),
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),

@@ -12,7 +12,8 @@ row, so that the running maximum over tokens is a row maximum too.
 ``EVEN`` says that every tile is full and no key is masked; all row masks then vanish.
 
 Dimension legend: BT tokens in a tile, BD ≥ D and BE ≥ E padded widths (powers of two).
-Names: ``b_*`` values of a tile, ``p_*`` pointers, capitals are compile-time constants.
+Names: ``b_*`` values of a tile, ``p_*`` pointers, capitals are compile-time constants. Tensors
+are q, k, v, o (output), g (dO), m (mix), dq, dk and dv, with strides ``stride_qb``, ``_qh`` …
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def load_unmasked(
     BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values, whose masked rows are zero."""
+    """A tile of keys or values; masked rows are zero."""
     b_tile = load_rows(rows, first, inside, BT, D, BD, EVEN)
     if HAS_MASK:
         b_tile = hide_rows(b_tile, ok)
@@ -176,7 +177,7 @@ def find_program():
 def find_stretch(
     p_starts, split, index, program_tokens, T, H, PACKED: tl.constexpr, SHIFTED: tl.constexpr
 ):
-    """Sample and head of a program, where their sequence begins, and the tokens from … to."""
+    """Sample and head of a program, where their sequence begins, and the program's tokens."""
     batch, head = index // H, index % H
     begin, tokens = locate(p_starts, batch, T, PACKED)
     start = split * program_tokens - gap_before(p_starts, batch, SHIFTED)

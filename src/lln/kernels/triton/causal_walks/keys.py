@@ -5,8 +5,8 @@ over the queries. With dP_ij = dO_i·v_j:
 
     dy_jf = Σ_i e^{x_if + y_jf − Z_i} (dP_ij − δ_i) + e^{y_jf} (v_j·U_f − V_f)
 
-whose exponents y_jf + x_if − Z_i are never positive. They are small differences of what may be
-large numbers: float32 calls form them in float64 (``EXP``), so that Z rounds nothing away.
+The exponents y_jf + x_if − Z_i are never positive. They are small differences of what may be large
+numbers: float32 calls form them in float64 (``EXP``), so that Z rounds nothing away.
 """
 
 from __future__ import annotations
