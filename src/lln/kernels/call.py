@@ -114,15 +114,15 @@ def live_of(call: Call, like: Tensor, summaries: int) -> dict[str, Any]:
         like: ``[B, H, T, E]``; stands in for a mix that is a number.
         summaries: Per sample; β comes for each of them.
     """
-    query, beta = call.query, call.beta
+    query, beta, samples = call.query, call.beta, call.samples
     if beta is not None and beta.shape[1] != summaries:
         beta = beta.repeat_interleave(summaries // beta.shape[1], 1)
     return {
         "p_q": query,
         "p_k": call.key,
         "p_v": call.value,
-        "p_alpha": flat_scale(call.alpha, call.samples, query),
-        "p_beta": flat_scale(beta, call.samples, query),
+        "p_alpha": flat_scale(call.alpha, samples, query),
+        "p_beta": flat_scale(beta, samples, query),
         "p_mask": mask_bytes(call.mask, query),
         "p_m": like if call.mix is None else call.mix.expand(like.shape),
         "p_starts": query if call.bounds is None else call.bounds,

@@ -5,6 +5,8 @@ Dimension legend: see `lln.kernels.launch`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -49,25 +51,36 @@ def _total(parts: Tensor) -> Tensor:
 
 
 def gradient_room(
-    call: Call, gradient: Tensor, summaries: int, *parts: tuple[int, ...] | None
-) -> tuple[Gradients, dict[str, Tensor]]:
-    """Room for the gradients, and the same by the names that the kernels give it.
+    call: Call,
+    gradient: Tensor,
+    live: dict[str, Any],
+    summaries: int,
+    of_alpha: tuple[int, ...] | None,
+    of_beta: tuple[int, ...] | None,
+    of_mix: tuple[int, ...] | None,
+) -> Gradients:
+    """Room for the gradients, also put among what the kernels take.
 
     Args:
         call: What to compute.
         gradient: Of the output; stands in for what nobody asked for.
+        live: See `lln.kernels.call.live_of`.
         summaries: Per sample.
-        parts: Shapes of every program's part of dα, dβ and dmix; None = not asked for.
+        of_alpha: Shape of every program's part of dα; None = not asked for.
+        of_beta: The same for dβ.
+        of_mix: The same for dmix.
     """
-    dalpha, dbeta, dmix = (
-        None if shape is None else torch.empty(shape, dtype=torch.float32, device=gradient.device)
-        for shape in parts
-    )
-    dk, dv = _per_summary(call.key, summaries), _per_summary(call.value, summaries)
-    made = torch.empty_like(call.query), dk, dv, dalpha, dbeta, dmix
-    names = ("p_dq", "p_dk", "p_dv", "p_dalpha", "p_dbeta", "p_dmix")
-    named = zip(names, made, strict=True)
-    return made, {"p_g": gradient} | {n: gradient if s is None else s for n, s in named}
+    dq, dk = torch.empty_like(call.query), _per_summary(call.key, summaries)
+    dv = _per_summary(call.value, summaries)
+    live["p_g"], live["p_dq"], live["p_dk"], live["p_dv"] = gradient, dq, dk, dv
+    rest: list[Tensor | None] = []
+    for name, shape in (("p_dalpha", of_alpha), ("p_dbeta", of_beta), ("p_dmix", of_mix)):
+        side = None
+        if shape is not None:
+            side = torch.empty(shape, dtype=torch.float32, device=gradient.device)
+        live[name] = gradient if side is None else side
+        rest.append(side)
+    return dq, dk, dv, rest[0], rest[1], rest[2]
 
 
 def mix_shape(

@@ -38,8 +38,8 @@ def attend(call: Call, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None
                 made.zero_()
         return out.zero_(), log_mass, centroid
     live = live_of(call, out, slots)
-    live |= {"p_o": out, "p_log_mass": log_mass if save else query}
-    live["p_centroid"] = centroid if save else query
+    live["p_o"] = out
+    live["p_log_mass"], live["p_centroid"] = (log_mass, centroid) if save else (query, query)
     follow(
         ("attend", save, call.looks(), call.options()),
         call.family("attend"),
@@ -120,9 +120,9 @@ def attend_backward(
         of_alpha = (batch, heads, cut.query_programs) if alpha_grad else None
         of_beta = (batch, slots, cut.key_programs, 3) if beta_grad else None
         of_mix = mix_shape(mode, query, value.shape[3], (batch, heads, cut.key_programs))
-    made, named = gradient_room(call, gradient, slots, of_alpha, of_beta, of_mix)
-    live = live_of(call, gradient, slots) | named
-    live |= {"p_log_mass": log_mass, "p_centroid": centroid}
+    live = live_of(call, gradient, slots)
+    live["p_log_mass"], live["p_centroid"] = log_mass, centroid
+    made = gradient_room(call, gradient, live, slots, of_alpha, of_beta, of_mix)
     asked = (alpha_grad, beta_grad, mode)
     follow(
         ("backward", *asked, call.looks(gradient), call.options()),

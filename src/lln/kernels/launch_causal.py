@@ -35,7 +35,8 @@ def attend(call: Call, save: bool) -> tuple[Tensor, None, None]:
     out = output_like(query, call.value.shape[3])
     if out.numel() == 0:
         return out, None, None
-    live = live_of(call, out, heads) | {"p_o": out}
+    live = live_of(call, out, heads)
+    live["p_o"] = out
     follow(
         ("causal", call.looks(), call.options()),
         call.family("causal"),
@@ -67,8 +68,8 @@ def attend_backward(
         parts = (call.samples, heads, segments)
         of_alpha, of_beta = parts if alpha_grad else None, parts if beta_grad else None
         of_mix = mix_shape(mode, query, value.shape[3], parts)
-    made, named = gradient_room(call, gradient, heads, of_alpha, of_beta, of_mix)
-    live = live_of(call, gradient, heads) | named
+    live = live_of(call, gradient, heads)
+    made = gradient_room(call, gradient, live, heads, of_alpha, of_beta, of_mix)
     asked = (alpha_grad, beta_grad, mode)
     follow(
         ("causal backward", *asked, call.looks(gradient), call.options()),
