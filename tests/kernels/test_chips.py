@@ -57,13 +57,13 @@ def plug_in(monkeypatch):
         )
         return needs
 
-    sizes._plan.cache_clear()
+    sizes._choose.cache_clear()
     yield plug
-    sizes._plan.cache_clear()
+    sizes._choose.cache_clear()
 
 
 def fit(dtype, width, value_width=None, block_size=None, learnt_mix=False, **options):
-    """Forward and backward of one call; raises where no plan fits."""
+    """Forward and backward of one call; raises where no sizes fit."""
     batch, heads, tokens = 2, 3, 300
     query, key = torch.randn(2, batch, heads, tokens, width, dtype=dtype).unbind()
     value = torch.randn(batch, heads, tokens, value_width or width, dtype=dtype)
@@ -145,8 +145,8 @@ def test_blocks_alone_fit(plug_in, chip, dtype, width, block_size):
 def test_a_chip_with_less_room_runs_plain_pytorch(monkeypatch):
     monkeypatch.setattr(limits, "_known", {("cpu", None): 65_536})
     query = torch.empty(1, 1, 1, 8)
-    monkeypatch.setattr(sizes, "is_interpreted", lambda: True)
-    assert sizes.why_unavailable(query) == "needs a GPU with 99 KB of shared memory for a program"
+    monkeypatch.setattr(limits, "is_interpreted", lambda: True)
+    assert limits.why_unavailable(query) == "needs a GPU with 99 KB of shared memory for a program"
 
 
 @pytest.mark.parametrize(

@@ -242,36 +242,36 @@ def test_nothing_waits_for_the_device(kind):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def shrunk_plans(steps):
-    """The plan of a head of 64 after so many times of not fitting the chip."""
+def shrunk_tiles(steps):
+    """The tiles of a head of 64 after so many times of not fitting the chip."""
     tensor = torch.empty(2, 3, 300, 64, device="cuda", dtype=torch.bfloat16)
-    plan = sizes.make_plan(tensor, tensor, tensor, 2, 3, 0)
+    chosen = sizes.choose_sizes(tensor, tensor, tensor, 2, 3, 0)
     for _ in range(steps):
-        plan = sizes.smaller(plan)
-    tiles = {field.name: getattr(plan, field.name) for field in fields(plan)}
+        chosen = sizes.smaller(chosen)
+    tiles = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
     return {name: tile for name, tile in tiles.items() if isinstance(tile, Tile)}
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_smaller_plan(steps, causal):
-    sizes.overrides.update(shrunk_plans(steps))
+def test_all_smaller_sizes(steps, causal):
+    sizes.overrides.update(shrunk_tiles(steps))
     try:
         compare(torch.bfloat16, tokens=300, width=64, is_causal=causal)
     finally:
         sizes.overrides.clear()
 
 
-def test_the_chain_of_plans_ends_there():
-    tiles = shrunk_plans(4)
+def test_the_chain_of_sizes_ends_there():
+    tiles = shrunk_tiles(4)
     free = [name for name in tiles if not name.startswith("joint")]
     assert {tiles[name].tokens for name in free} == {16}
     assert {tile.stages for tile in tiles.values()} == {1}
     tensor = torch.empty(2, 3, 300, 64, device="cuda", dtype=torch.bfloat16)
-    plan = sizes.make_plan(tensor, tensor, tensor, 2, 3, 0)
+    chosen = sizes.choose_sizes(tensor, tensor, tensor, 2, 3, 0)
     for _ in range(5):
-        plan = plan and sizes.smaller(plan)
-    assert plan is None
+        chosen = chosen and sizes.smaller(chosen)
+    assert chosen is None
 
 
 @pytest.mark.parametrize("name", ["summarise", "read", "query_grad", "key_grad"])

@@ -27,7 +27,7 @@ from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
 
 
 @pytest.fixture(params=["short", "long"])
-def plan(request):
+def way(request):
     """Both ways to cut a call into programs."""
     sizes.overrides["short"] = request.param == "short"
     yield request.param
@@ -36,7 +36,7 @@ def plan(request):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 17, 64, 150] if ON_GPU else [1, 40])
-def test_lengths(plan, dtype, tokens):
+def test_lengths(way, dtype, tokens):
     compare(dtype, tokens=tokens)
 
 
@@ -44,29 +44,29 @@ WIDTHS = [(1, 1), (8, 24), (40, 16), (64, 64), (72, 80), (128, 128)]
 
 
 @pytest.mark.parametrize(("width", "value_width"), WIDTHS if ON_GPU else WIDTHS[1:3])
-def test_widths(plan, width, value_width):
+def test_widths(way, width, value_width):
     compare(tokens=40, width=width, value_width=value_width)
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (3, 1)])
 @pytest.mark.parametrize("block_size", [None, 16])
-def test_grouped_heads_share_a_summary(plan, heads, key_heads, block_size):
+def test_grouped_heads_share_a_summary(way, heads, key_heads, block_size):
     blocks = {} if block_size is None else {"block_size": block_size}
     compare(heads=heads, key_heads=key_heads, **blocks)
 
 
-def test_beta_that_differs_within_a_group(plan):
+def test_beta_that_differs_within_a_group(way):
     extra = {"alpha": torch.rand(2, 4, 1, 1) + 1, "beta": torch.rand(2, 4, 1, 1) + 1}
     compare(heads=4, key_heads=2, extra=extra)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 1), ()])
-def test_gradients_of_alpha_and_beta(plan, shape):
+def test_gradients_of_alpha_and_beta(way, shape):
     compare(extra={"alpha": torch.rand(shape) + 1, "beta": torch.rand(shape) + 1})
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
-def test_gradients_of_alpha_and_beta_far_from_zero(plan, block_size):
+def test_gradients_of_alpha_and_beta_far_from_zero(way, block_size):
     """Sums of q and k times gradients that cancel: the mean must not weigh in."""
     blocks = {} if block_size is None else {"block_size": block_size}
     shape = (2, 1, 1, 1)
@@ -91,29 +91,29 @@ def test_centred_queries_have_mean_zero_in_every_row():
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 64, 100] if ON_GPU else [7, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF[-1]])
-def test_blocks(plan, dtype, block_size):
+def test_blocks(way, dtype, block_size):
     compare(dtype, block_size=block_size, tokens=130 if ON_GPU else 50)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 70, 1), (1, 1, 16), (2, 1, 70, 16), (1, 1)])
-def test_mix_and_its_gradient(plan, shape):
+def test_mix_and_its_gradient(way, shape):
     compare(extra={"alpha": 2.0, "beta": 2.0, "mix": torch.rand(shape)}, block_size=16)
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF[-1]])
-def test_masked_keys(plan, dtype, block_size):
+def test_masked_keys(way, dtype, block_size):
     blocks = {} if block_size is None else {"block_size": block_size}
     compare(dtype, key_mask=holes(2, 70), **blocks)
 
 
-def test_cross_attention(plan):
+def test_cross_attention(way):
     compare(tokens=33, keys=150)
     compare(tokens=150, keys=33, key_mask=holes(2, 33))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS if ON_GPU else ["transposed", "strided_width"])
-def test_layouts(plan, layout):
+def test_layouts(way, layout):
     compare(HALF[-1], layout=layout, width=16, block_size=16)
 
 
@@ -124,7 +124,7 @@ def test_output_keeps_the_memory_order_of_the_query():
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
-def test_nan_under_the_mask_has_no_effect(plan, block_size):
+def test_nan_under_the_mask_has_no_effect(way, block_size):
     mask = holes(2, 70)
     blocks = {} if block_size is None else {"block_size": block_size}
     attend = lln.lln_diag_attention if blocks else lln.lln_attention
@@ -146,7 +146,7 @@ def test_nan_under_the_mask_has_no_effect(plan, block_size):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("blocks", [{}, {"block_size": 16}], ids=["lln", "diag"])
-def test_non_finite_query_shows_in_its_own_row_or_head(plan, blocks, bad):
+def test_non_finite_query_shows_in_its_own_row_or_head(way, blocks, bad):
     """In its row where α and β are given, in its head where they are measured on it."""
     attend = lln.lln_diag_attention if blocks else lln.lln_attention
     query, key, value = make_qkv(2, 2, 70, 16, device=DEVICE)
@@ -162,7 +162,7 @@ def test_non_finite_query_shows_in_its_own_row_or_head(plan, blocks, bad):
         assert torch.equal(out, clean)
 
 
-def test_sequence_without_a_key_gives_zeros(plan):
+def test_sequence_without_a_key_gives_zeros(way):
     inputs = make_qkv(2, 3, 70, 16, device=DEVICE, requires_grad=True)
     mask = torch.zeros(2, 70, dtype=torch.bool, device=DEVICE)
     out = lln.lln_diag_attention(*inputs, alpha=2.0, beta=2.0, key_mask=mask, impl="triton")
@@ -172,7 +172,7 @@ def test_sequence_without_a_key_gives_zeros(plan):
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 5, 5), (2, 3, 0, 5), (2, 3, 5, 0)])
-def test_empty_inputs(plan, shape):
+def test_empty_inputs(way, shape):
     batch, heads, tokens, keys = shape
     inputs = make_qkv(batch, heads, tokens, 16, keys=keys, device=DEVICE, requires_grad=True)
     out = lln.lln_attention(*inputs, alpha=2.0, beta=2.0, impl="triton")
@@ -182,7 +182,7 @@ def test_empty_inputs(plan, shape):
 
 
 @pytest.mark.parametrize("scale", [100.0, 1e4])
-def test_large_inputs_stay_finite_and_right(plan, scale):
+def test_large_inputs_stay_finite_and_right(way, scale):
     inputs = make_qkv(1, 2, 70, 16, scale=scale, device=DEVICE)
     found = lln.lln_attention(*inputs, alpha=1.0, beta=1.0, impl="triton")
     wide = [t.double() for t in inputs]
@@ -194,14 +194,14 @@ def test_large_inputs_stay_finite_and_right(plan, scale):
 @pytest.mark.parametrize(("batch", "short"), [(2, False), (70_000, True)])
 def test_more_heads_than_a_launch_can_split_get_a_program_each(batch, short):
     inputs = [torch.empty(batch, 1, 2048, 16, device="meta") for _ in range(3)]
-    assert sizes.make_plan(*inputs, samples=batch, summary_heads=1, block_size=0).short == short
+    assert sizes.choose_sizes(*inputs, samples=batch, summary_heads=1, block_size=0).short == short
 
 
-def test_matched_moments(plan):
+def test_matched_moments(way):
     compare(extra={"alpha": None, "beta": None}, tokens=100)
 
 
-def test_unwritten_memory_never_shows(plan):
+def test_unwritten_memory_never_shows(way):
     inputs = make_qkv(1, 2, 70, 24, device=DEVICE, requires_grad=True)
     options = {"alpha": 2.0, "beta": 2.0, "block_size": 16, "impl": "triton"}
     with poison_empty():
@@ -211,7 +211,7 @@ def test_unwritten_memory_never_shows(plan):
     assert all(gradient.isfinite().all() for gradient in grads)
 
 
-def test_dropout_is_drawn_on_the_device_while_a_graph_is_recorded(plan, monkeypatch):
+def test_dropout_is_drawn_on_the_device_while_a_graph_is_recorded(way, monkeypatch):
     query, key, value = make_qkv(1, 2, 40, 16, device=DEVICE)
     options = {"alpha": 2.0, "beta": 2.0, "impl": "triton"}
     monkeypatch.setattr("lln.kernels.run.is_capturing", lambda: True)
@@ -224,7 +224,7 @@ def test_dropout_is_drawn_on_the_device_while_a_graph_is_recorded(plan, monkeypa
     assert not torch.equal(*found)
 
 
-def test_dropout_drops_whole_keys_and_its_gradient_agrees(plan):
+def test_dropout_drops_whole_keys_and_its_gradient_agrees(way):
     query, key, _ = make_qkv(1, 2, 70, 16, device=DEVICE, requires_grad=True)
     identity = torch.eye(70, device=DEVICE).expand(1, 2, -1, -1).clone().requires_grad_()
     torch.manual_seed(0)
@@ -260,7 +260,7 @@ def test_compiles_whole_with_dynamic_shapes():
     check_compiled(partial(lln.lln_diag_attention, block_size=16, impl="triton"), 2, 3, (40, 50))
 
 
-def test_bit_equal_over_repetitions(plan):
+def test_bit_equal_over_repetitions(way):
     tokens = 300 if ON_GPU else 70
     inputs = make_qkv(2, 1, tokens, 16, device=DEVICE, requires_grad=True)
     options = {"alpha": 2.0, "beta": 2.0, "block_size": 16, "impl": "triton"}
@@ -309,7 +309,7 @@ def test_values_much_wider_than_narrow_heads(dtype, block_size):
 
 
 @pytest.fixture
-def split(plan, monkeypatch):
+def split(way, monkeypatch):
     """The diagonal's gradients by a pass of their own, as with wide heads."""
     monkeypatch.setitem(sizes.overrides, "split_blocks", True)
 
@@ -362,17 +362,17 @@ def test_both_ways_to_the_gradients_of_blocks_agree(monkeypatch, packed):
 def few_rows(monkeypatch):
     """A device whose launches have three rows of programs."""
     monkeypatch.setattr(limits, "MAX_GRID", 3)
-    sizes._plan.cache_clear()
+    sizes._choose.cache_clear()
     yield
-    sizes._plan.cache_clear()
+    sizes._choose.cache_clear()
 
 
 def test_more_heads_than_a_launch_has_rows(few_rows):
     """Each head is then one program, wide heads too: their diagonal part gets no own pass."""
     query, key, value = make_qkv(2, 2, 20, 128, device=DEVICE, dtype=HALF[-1])
-    plan = sizes.make_plan(query, key, value, 2, 2, 16)
-    assert plan.short
-    assert not plan.split_blocks
+    chosen = sizes.choose_sizes(query, key, value, 2, 2, 16)
+    assert chosen.short
+    assert not chosen.split_blocks
     compare(HALF[-1], tokens=20, heads=2, width=128, value_width=128, block_size=16)
 
 

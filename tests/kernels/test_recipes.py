@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 from lln.kernels import recipes
 from lln.kernels.call import Call
-from lln.kernels.recipes import Recipe, Step, places
+from lln.kernels.recipes import Recipe, Step
 
 
 class Kernel:
@@ -46,8 +46,7 @@ def live_of(*tensors, number):
 
 
 def test_repeated_launches_get_addresses_numbers_and_room(kernel):
-    arguments = [*places("first second number room"), 7]
-    step = Step(kernel, (3, 2), arguments, {"SIZE": 16, "OTHER": 1}, 4)
+    step = Step(kernel, (3, 2), {"stride": 7, "SIZE": 16, "OTHER": 1}, 4)
     recipe = Recipe([step], {"spare": ((5,), torch.float32), "room": ((3,), torch.float32)})
     cpu = torch.device("cpu")
     one, two, three, four = (torch.zeros(4) for _ in range(4))
@@ -72,7 +71,7 @@ def test_repeated_launches_get_addresses_numbers_and_room(kernel):
 def test_who_watches_launches_hears_of_repeated_ones(kernel, monkeypatch, which, is_chain):
     """Triton's launch tells profilers; ours, which does not, is taken where nobody listens."""
     knobs = pytest.importorskip("triton.knobs")
-    step = Step(kernel, (3,), [*places("first second number room"), 7], {"SIZE": 16}, 4)
+    step = Step(kernel, (3,), {"stride": 7, "SIZE": 16}, 4)
     recipe = Recipe([step], {"room": ((3,), torch.float32)})
     cpu, live = torch.device("cpu"), live_of(torch.zeros(4), torch.zeros(4), number=1)
     recipe.run(live, cpu, first=True)
@@ -92,7 +91,7 @@ def test_who_watches_launches_hears_of_repeated_ones(kernel, monkeypatch, which,
 
 def test_an_older_triton_launches_by_itself(kernel, monkeypatch):
     monkeypatch.setattr(recipes, "knobs", None)
-    step = Step(kernel, (3,), [*places("first second number room"), 7], {"SIZE": 16}, 4)
+    step = Step(kernel, (3,), {"stride": 7, "SIZE": 16}, 4)
     recipe = Recipe([step], {"room": ((3,), torch.float32)})
     live = live_of(torch.zeros(4), torch.zeros(4), number=1)
     for first in (True, False):
@@ -101,7 +100,7 @@ def test_an_older_triton_launches_by_itself(kernel, monkeypatch):
 
 
 def test_room_stands_before_what_the_call_brings(kernel):
-    step = Step(kernel, (1,), [*places("first second number room"), 7], {"SIZE": 16}, 4)
+    step = Step(kernel, (1,), {"stride": 7, "SIZE": 16}, 4)
     recipe = Recipe([step], {"room": ((3,), torch.float32), "second": ((2,), torch.float32)})
     cpu = torch.device("cpu")
     one, two = torch.zeros(4), torch.zeros(4)

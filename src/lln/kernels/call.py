@@ -6,14 +6,14 @@ Dimension legend: see `lln.kernels.launch`.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lln.kernels.recipes import look_of
 from lln.kernels.shapes import summary_heads
-from lln.kernels.sizes import overrides
+from lln.kernels.sizes import Sizes, choose_sizes, overrides
 
 # Of query, key, value, and of alpha, beta and mix where they are asked for.
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -32,8 +32,8 @@ class Call(NamedTuple):
         mix: 4-D, broadcasts to ``[B, H, T, E]``; None = ``mix_number``.
         bounds: Integers ``[n + 1]`` of packed sequences or None.
         alpha_number: α where it is one number.
-        beta_number: β likewise.
-        mix_number: The weight of the LLN part likewise.
+        beta_number: β where it is one number.
+        mix_number: The weight of the LLN part where it is one number.
         block_size: Of the diagonal part; 0 = none.
         scale: Of the diagonal part's scores.
         dropout_p: Probability to drop a key.
@@ -83,6 +83,17 @@ class Call(NamedTuple):
         """The part of a call that its tensors do not show and its kernels depend on."""
         return self.query.device, self.block_size, self.scale, self.dropout_p, self.longest
 
+    def family(self, name: str) -> Hashable:
+        """What decides whether sizes fit the chip: the calls of one family shrink together."""
+        query, width = self.query, self.value.shape[3]
+        return name, query.device, query.dtype, query.shape[3], width, self.block_size
+
+    def sizes(self, summaries: int) -> Sizes:
+        """The sizes of a call with so many summaries per sample."""
+        tensors = (self.query, self.key, self.value)
+        cut = (self.samples, summaries, self.block_size, self.longest)
+        return choose_sizes(*tensors, *cut, causal=self.causal)
+
     def looks(self, *others: Tensor) -> Hashable:
         """How everything looks that launches depend on; what is made of it looks accordingly."""
         given = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, self.mix)
@@ -95,17 +106,90 @@ class Call(NamedTuple):
         return zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], zeros[5]  # pyright: ignore
 
 
-def strides_of(call: Call, *tensors: Tensor | None) -> list[int]:
-    """Strides one after the other; a packed sequence begins where its bound says, not a sample."""
-    strides: list[int] = []
-    for tensor in tensors:
-        if tensor is None:
-            strides += (0, 0, 0, 0)
-        elif call.bounds is not None:
-            strides += (0, *tensor.stride()[1:])
-        else:
-            strides += tensor.stride()
-    return strides
+def live_of(call: Call, like: Tensor, summaries: int) -> dict[str, Any]:
+    """What differs from call to call, by the names that the kernels give it.
+
+    Args:
+        call: What to compute.
+        like: ``[B, H, T, E]``; stands in for a mix that is a number.
+        summaries: Per sample; β comes for each of them.
+    """
+    query, beta, samples = call.query, call.beta, call.samples
+    if beta is not None and beta.shape[1] != summaries:
+        beta = beta.repeat_interleave(summaries // beta.shape[1], 1)
+    return {
+        "p_q": query,
+        "p_k": call.key,
+        "p_v": call.value,
+        "p_alpha": flat_scale(call.alpha, samples, query),
+        "p_beta": flat_scale(beta, samples, query),
+        "p_mask": mask_bytes(call.mask, query),
+        "p_m": like if call.mix is None else call.mix.expand(like.shape),
+        "p_starts": query if call.bounds is None else call.bounds,
+        "alpha": call.alpha_number,
+        "beta": call.beta_number,
+        "mix": call.mix_number,
+        "seed": call.seed,
+    }
+
+
+_WITH_STRIDES = ("p_q", "p_k", "p_v", "p_o", "p_g", "p_m", "p_dq", "p_dk", "p_dv")
+
+
+def values_of(
+    call: Call, chosen: Sizes, live: dict[str, Any], summaries: int, widest: int = 0
+) -> dict[str, Any]:
+    """What calls of one kind have in common, by the names that the kernels give it.
+
+    Args:
+        call: What to compute.
+        chosen: Its sizes.
+        live: See `live_of`; every tensor's strides are among the values.
+        summaries: Per sample.
+        widest: See `precision_of`.
+    """
+    (heads, tokens, width), keys = call.query.shape[1:], call.key.shape[2]
+    tensors = {name: live[name] for name in _WITH_STRIDES if name in live}
+    strides = strides_of(call.bounds is not None, **tensors)
+    if call.mix is None:
+        strides |= dict.fromkeys(("stride_mb", "stride_mh", "stride_mt", "stride_md"), 0)
+    return {
+        "T": tokens,
+        "S": keys,
+        "H": heads,
+        "SH": summaries,
+        "R": heads // summaries,
+        "KG": summaries // call.key.shape[1],
+        "D": width,
+        "E": call.value.shape[3],
+        "BD": chosen.width,
+        "BE": chosen.value_width,
+        "scale": call.scale,
+        "block_size": max(call.block_size, 1),
+        "dropout_p": call.dropout_p,
+        "HAS_ALPHA": call.alpha is not None,
+        "HAS_BETA": call.beta is not None,
+        "HAS_MASK": call.mask is not None,
+        "HAS_DROPOUT": call.dropout_p > 0,
+        "QUIET": call.mask is not None and tokens == keys,
+        "MIX": mix_kind(call.mix, call.block_size),
+        "PACKED": call.bounds is not None,
+        "SHIFTED": call.is_shifted,
+        "PRECISION": precision_of(call.query, widest),
+        **strides,
+    }
+
+
+def strides_of(packed: bool, **tensors: Tensor) -> dict[str, int]:
+    """Strides as the kernels call them: ``stride_qb`` … of ``p_q``.
+
+    A packed sequence begins where its bound says, so that it has no stride of samples.
+    """
+    return {
+        f"stride_{name[2:]}{axis}": 0 if packed and axis == "b" else stride
+        for name, tensor in tensors.items()
+        for axis, stride in zip("bhtd", tensor.stride(), strict=True)
+    }
 
 
 def flat_scale(scale: Tensor | None, samples: int, stand_in: Tensor) -> Tensor:
@@ -123,7 +207,7 @@ def mask_bytes(mask: Tensor | None, stand_in: Tensor) -> Tensor:
 
 
 def mix_kind(mix: Tensor | None, block_size: int) -> int:
-    """How mix comes: 0 no diagonal part, 1 a number, 2 a value a row, 3 a row and channel."""
+    """How mix comes: 0 no diagonal part, 1 a number, 2 per row, 3 per row and channel."""
     if not block_size:
         return 0
     if mix is None:
@@ -132,7 +216,7 @@ def mix_kind(mix: Tensor | None, block_size: int) -> int:
 
 
 def mix_mode(mix: Tensor, shared: int) -> int:
-    """How dmix is written: 1 a value a token, 2 a token and channel, 3 a channel."""
+    """How dmix is written: 1 per token, 2 per token and channel, 3 per channel."""
     if mix.shape[3] == 1:
         return 1
     return 3 if mix.shape[2] == 1 and shared == 1 else 2
@@ -147,7 +231,7 @@ def precision_of(query: Tensor, widest: int = 0) -> str:
 
     Args:
         query: Its type decides.
-        widest: The longest sum of an output; 0 = gradients, whose budget is wider.
+        widest: The longest sum of an output; 0 = gradients, which have a wider budget.
     """
     if query.dtype != torch.float32:
         return "tf32"

@@ -5,22 +5,17 @@ Dimension legend: see `lln.kernels.launch`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lln.kernels.call import Call, Gradients
 
 
-def finish_gradients(
-    call: Call,
-    grads: tuple[Tensor, Tensor, Tensor],
-    dalpha: Tensor | None,
-    dbeta: Tensor | None,
-    dmix: Tensor | None,
-    group: int,
-) -> Gradients:
+def finish_gradients(call: Call, made: Gradients, group: int) -> Gradients:
     """Sum what was computed per summary or per program into the shapes of the inputs."""
-    dq, dk, dv = grads
+    dq, dk, dv, dalpha, dbeta, dmix = made
     if group > 1:
         dk, dv = (
             side.unflatten(1, (-1, group)).sum(2).to(like.dtype)
@@ -55,12 +50,37 @@ def _total(parts: Tensor) -> Tensor:
     return parts.sum(-1, dtype=torch.float64)[..., None, None]
 
 
-def parts_of(device: torch.device, *shapes: tuple[int, ...] | None) -> list[Tensor | None]:
-    """Room for every program's part of what is asked for."""
-    return [
-        None if shape is None else torch.empty(shape, dtype=torch.float32, device=device)
-        for shape in shapes
-    ]
+def gradient_room(
+    call: Call,
+    gradient: Tensor,
+    live: dict[str, Any],
+    summaries: int,
+    of_alpha: tuple[int, ...] | None,
+    of_beta: tuple[int, ...] | None,
+    of_mix: tuple[int, ...] | None,
+) -> Gradients:
+    """Room for the gradients, also put among what the kernels take.
+
+    Args:
+        call: What to compute.
+        gradient: Of the output; stands in for what nobody asked for.
+        live: See `lln.kernels.call.live_of`.
+        summaries: Per sample.
+        of_alpha: Shape of every program's part of dα; None = not asked for.
+        of_beta: The same for dβ.
+        of_mix: The same for dmix.
+    """
+    dq, dk = torch.empty_like(call.query), _per_summary(call.key, summaries)
+    dv = _per_summary(call.value, summaries)
+    live["p_g"], live["p_dq"], live["p_dk"], live["p_dv"] = gradient, dq, dk, dv
+    rest: list[Tensor | None] = []
+    for name, shape in (("p_dalpha", of_alpha), ("p_dbeta", of_beta), ("p_dmix", of_mix)):
+        side = None
+        if shape is not None:
+            side = torch.empty(shape, dtype=torch.float32, device=gradient.device)
+        live[name] = gradient if side is None else side
+        rest.append(side)
+    return dq, dk, dv, rest[0], rest[1], rest[2]
 
 
 def mix_shape(
@@ -71,8 +91,8 @@ def mix_shape(
     return [None, (*rows, 1), (*rows, value_width), (*parts, value_width)][mode]
 
 
-def per_summary(like: Tensor, slots: int) -> Tensor:
-    """Room for the gradient of key or value, one a summary head."""
-    if like.shape[1] == slots:
+def _per_summary(like: Tensor, summaries: int) -> Tensor:
+    """Room for the gradient of key or value per summary head."""
+    if like.shape[1] == summaries:
         return torch.empty_like(like)
-    return like.new_empty(like.shape[0], slots, *like.shape[2:])
+    return like.new_empty(like.shape[0], summaries, *like.shape[2:])

@@ -1,14 +1,17 @@
-"""What fits which chip: limits by the shared memory that one program can have.
+"""Whether the kernels can run here, and what fits which chip. No Triton here.
 
-They were found by compiling the kernels for each kind of chip, which can be done without the chip;
-``tests/kernels/test_chips.py`` does it again. Where a plan does not fit all the same,
-`lln.kernels.recipes.follow` takes a smaller one.
+The limits go by the shared memory that one program can have. They were found by compiling the
+kernels for each kind of chip, which can be done without the chip; ``tests/kernels/test_chips.py``
+does it again. Where sizes do not fit all the same, `lln.kernels.recipes.follow` takes smaller ones.
 
 Dimension legend: see `lln.kernels.triton.steps`.
 """
 
 from __future__ import annotations
 
+import os
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -35,7 +38,7 @@ class Chip(NamedTuple):
         block_tokens: The longest diagonal block that is one tile; longer ones are computed beside
             the kernels.
         block_bytes: Of such a tile of keys.
-        joint_tokens: The longest tile of blocks whose gradients are found in one pass with LLN's.
+        joint_tokens: The longest tile of blocks that finds its gradients in one pass with LLN's.
         joint_summary: Slots times channels of a summary in that pass.
         joint_summary_float32: The same in float32.
         takes_extras: Whether blocks fit with a key mask, or a mix by channel, beside them.
@@ -110,6 +113,48 @@ def chip_of(device: torch.device) -> Chip | None:
     for chip in CHIPS:
         if shared >= chip.shared:
             return chip
+    return None
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package could be imported, found out without importing it."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# Asked once, because torch.compile cannot trace the question.
+_HAS_TRITON = _is_installed("triton")
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def why_unavailable(query: Tensor) -> str | None:
+    """Why the kernels cannot run a call here, as the middle of a sentence; None if they can."""
+    if query.device.type != "cuda" and not is_interpreted():
+        return f"needs tensors on a CUDA device, got {query.device}"
+    if not _HAS_TRITON:
+        return 'needs Triton (pip install "lln[triton]")'
+    if query.dtype == torch.float64:
+        return "computes in float32, but query is float64"
+    if is_interpreted() and query.dtype == torch.bfloat16:
+        return "runs in Triton's interpreter here, which multiplies bfloat16 wrongly"
+    if query.shape[-1] > MAX_WIDTH:
+        return f"takes head widths up to {MAX_WIDTH}, got {query.shape[-1]}"
+    if chip_of(query.device) is None:
+        return f"needs a GPU with {CHIPS[-1].shared >> 10} KB of shared memory for a program"
     return None
 
 

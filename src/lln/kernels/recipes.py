@@ -10,7 +10,7 @@ hand the arguments straight to the compiled kernels, as Triton would at the end 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from lln.errors import BackendUnavailableError
-from lln.kernels.sizes import Plan, cdiv, is_interpreted, overrides, smaller
+from lln.kernels.limits import is_interpreted
+from lln.kernels.sizes import Sizes, Tile, cdiv, overrides, smaller
 
 try:
     from triton import knobs
@@ -36,26 +37,17 @@ class Place(str):
     __slots__ = ()
 
 
-def places(names: str) -> list[Place]:
-    """One `Place` for every word."""
-    return [Place(name) for name in names.split()]
-
-
 class Step:
     """One launch: a kernel, its grid, and all its arguments, some of them `Place`s."""
 
     def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        arguments: Sequence[object],
-        constants: Mapping[str, object],
-        warps: int,
+        self, kernel: Any, grid: tuple[int, ...], values: Mapping[str, object], warps: int
     ) -> None:
-        """Constants go by name; the kernel's other parameters come in order."""
+        """Values go by the names of the kernel's parameters; what has none is a `Place`."""
         self.kernel, self.grid, self.warps = kernel, grid, warps
-        rest = kernel.arg_names[len(arguments) :]
-        self.arguments = [*arguments, *(constants[name] for name in rest)]
+        self.arguments = [
+            values[name] if name in values else Place(name) for name in kernel.arg_names
+        ]
         self.fills = [
             (index, str(argument))
             for index, argument in enumerate(self.arguments)
@@ -95,15 +87,27 @@ class Step:
         return arguments
 
 
+def over_tiles(
+    kernel: Any, grid: tuple[int, ...], values: Mapping[str, object], tile: Tile, **own: object
+) -> Step:
+    """A launch of a kernel that walks over its tokens by such tiles."""
+    sizes = {"BT": tile.tokens, "STAGES": tile.stages}
+    return Step(kernel, grid, {**values, **sizes, **own}, tile.warps)
+
+
+# Name → (shape, dtype) of every intermediate tensor.
+Room = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
 class Recipe:
     """The launches of one kind of call, and the room they need in between."""
 
-    def __init__(self, steps: list[Step], room: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
+    def __init__(self, steps: list[Step], room: Room) -> None:
         """Lay out the room.
 
         Args:
             steps: In order.
-            room: Name → (shape, dtype) of every intermediate tensor.
+            room: What they need in between; it stands before what a call brings by the same name.
         """
         self.steps, self.room = steps, room
         names = {name for step in steps for _, name in step.fills}
@@ -157,7 +161,7 @@ class Recipe:
 
 
 _recipes: dict[Hashable, Recipe] = {}
-# How many times the plan of a kind of call had to shrink to fit the chip.
+# How many times the sizes of a kind of call had to shrink to fit the chip.
 _shrunk: dict[Hashable, int] = {}
 
 
@@ -166,18 +170,18 @@ def follow(
     family: Hashable,
     live: dict[str, Any],
     device: torch.device,
-    plan: Callable[[], Plan],
-    write: Callable[[Plan], Recipe],
+    choose: Callable[[], Sizes],
+    write: Callable[[Sizes], Recipe],
 ) -> None:
     """Run a call's recipe; write it first if this kind of call is new.
 
     Args:
         kind: Everything that decides the launches.
-        family: What decides whether a plan fits the chip; kinds of one family shrink together.
+        family: What decides whether sizes fit the chip; kinds of one family shrink together.
         live: What fills the places.
         device: Where the tensors are.
-        plan: Chooses the sizes.
-        write: Makes the recipe for a plan.
+        choose: Chooses the sizes.
+        write: Makes the recipe for them.
     """
     if overrides:
         kind = (kind, tuple(overrides.items()))
@@ -185,7 +189,7 @@ def follow(
     if recipe is not None:
         recipe.run(live, device, first=False)
         return
-    chosen = plan()
+    chosen = choose()
     for _ in range(_shrunk.get(family, 0)):
         chosen = smaller(chosen) or chosen
     while True:

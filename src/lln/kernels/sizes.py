@@ -5,43 +5,29 @@ Dimension legend: see `lln.kernels.triton.steps`.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
-from importlib.util import find_spec
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lln.kernels.limits import (
-    CHIPS,
     LEAST_CAUSAL_WIDTH,
-    MAX_WIDTH,
     block_rows,
-    chip_of,
     has_own_pass,
     is_crowded,
+    multiprocessors,
     power_of_two,
     tile_tokens,
 )
+from lln.kernels.limits import is_interpreted as is_interpreted
+from lln.kernels.limits import why_unavailable as why_unavailable
 
 # A causal walk takes so many registers that this many warps of walks run on a multiprocessor.
 WALKING_WARPS = 8
 # The passes that a walk in stretches needs on top, as a share of the walk: 0.30 to 0.35 measured.
 SHARE_OF_STRETCHES = 0.35
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package could be imported, found out without importing it."""
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-# Asked once, because torch.compile cannot trace the question.
-_HAS_TRITON = _is_installed("triton")
 
 
 class Tile(NamedTuple):
@@ -51,8 +37,8 @@ class Tile(NamedTuple):
         tokens: In a tile; a power of two.
         warps: Of a program.
         stages: Depth of the pipeline of loads.
-        programs: For every multiprocessor, at least; the sequence is split for that. Causal walks
-            have a rule of their own, `walk_stretch`.
+        programs: Per multiprocessor, at least; the sequence is split for that. Causal walks have a
+            rule of their own, `walk_stretch`.
     """
 
     tokens: int
@@ -62,9 +48,9 @@ class Tile(NamedTuple):
 
     def stretch(self, tokens: int, rows: int, heads: int, cores: int) -> int:
         """Tokens of one program: whole tiles of ``rows`` tokens."""
-        tiles = -(-tokens // rows)
-        programs = min(max(1, -(-self.programs * cores // max(heads, 1))), tiles)
-        return -(-tiles // programs) * rows
+        tiles = cdiv(tokens, rows)
+        programs = min(max(1, cdiv(self.programs * cores, max(heads, 1))), tiles)
+        return cdiv(tiles, programs) * rows
 
 
 # Heads wider than 64 in half types: the fastest of a sweep on an H200 (docs/kernels.md).
@@ -107,8 +93,8 @@ def walk_stretch(tile: Tile, tokens: int, rows: int, heads: int, cores: int) -> 
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Sizes for one call.
+class Sizes:
+    """The tiles of one call, and what else its launches are cut by.
 
     Attributes:
         width: BD, the head width padded to a power of two.
@@ -150,11 +136,11 @@ class Plan:
     cores: int
 
 
-# Set by tests and benchmarks to try other plans: name of a field → value.
+# Set by tests and benchmarks to try other sizes: name of a field → value.
 overrides: dict[str, Any] = {}
 
 
-def make_plan(
+def choose_sizes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -163,7 +149,7 @@ def make_plan(
     block_size: int,
     longest: int = 0,
     causal: bool = False,
-) -> Plan:
+) -> Sizes:
     """Choose the sizes for a call.
 
     Args:
@@ -176,7 +162,7 @@ def make_plan(
         longest: Length of the longest packed sequence; 0 = not packed.
         causal: Whether the call is causal.
     """
-    return _plan(
+    return _choose(
         query.shape[-1],
         value.shape[-1],
         query.dtype,
@@ -191,7 +177,7 @@ def make_plan(
 
 
 @lru_cache(4096)
-def _plan(
+def _choose(
     head_width: int,
     value_width: int,
     dtype: torch.dtype,
@@ -202,7 +188,7 @@ def _plan(
     block_size: int,
     causal: bool,
     overridden: tuple[tuple[str, Any], ...],
-) -> Plan:
+) -> Sizes:
     width, value_width = (max(16, power_of_two(size)) for size in (head_width, value_width))
     widest = max(width, value_width)
     # Wide heads and float32 leave less room on the chip: smaller tiles, more warps.
@@ -218,7 +204,7 @@ def _plan(
     block_warps = 4 if max(widest, block_tile) <= 64 else 8
     walk_warps = 4 if width <= 64 and block_tile <= 64 else 8
     walk_tokens = block_tile if block_size else 16 if room > 128 else 32
-    walk_stages = 1 if room > 128 else 2 if room > 64 else 3
+    walk = Tile(walk_tokens, walk_warps, 1 if room > 128 else 2 if room > 64 else 3)
     cores = multiprocessors(device)
     chosen = {
         "width": width,
@@ -230,9 +216,7 @@ def _plan(
         "query_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
         "joint_grad": Tile(block_tile, block_warps, 2, 8),
-        "walk": Tile(walk_tokens, walk_warps, walk_stages),
-        "walk_query": Tile(walk_tokens, walk_warps, walk_stages),
-        "walk_key": Tile(walk_tokens, walk_warps, walk_stages),
+        **dict.fromkeys(("walk", "walk_query", "walk_key"), walk),
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
@@ -246,18 +230,20 @@ def _plan(
         chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
     chosen |= {name: size for name, size in overridden if name in chosen}
-    return Plan(**chosen)
+    return Sizes(**chosen)
 
 
-def smaller(plan: Plan) -> Plan | None:
-    """The next plan that needs less of the chip: fewer stages, then smaller tiles; None at the end.
+def smaller(chosen: Sizes) -> Sizes | None:
+    """The next sizes that need less of the chip: fewer stages, then smaller tiles; None at the end.
 
     Tiles with the diagonal part keep their size, which the blocks dictate.
     """
-    walks = [field.name for field in fields(plan) if isinstance(getattr(plan, field.name), Tile)]
-    tiles: dict[str, Tile] = {name: getattr(plan, name) for name in walks}
+    walks = [
+        field.name for field in fields(chosen) if isinstance(getattr(chosen, field.name), Tile)
+    ]
+    tiles: dict[str, Tile] = {name: getattr(chosen, name) for name in walks}
     fixed = ["joint_read", "joint_grad"]
-    if plan.has_blocks:
+    if chosen.has_blocks:
         fixed += ["walk", "walk_query", "walk_key"]
     if any(tile.stages > 1 for tile in tiles.values()):
         less = {name: t._replace(stages=max(1, t.stages - 1)) for name, t in tiles.items()}
@@ -268,37 +254,7 @@ def smaller(plan: Plan) -> Plan | None:
         }
     else:
         return None
-    return replace(plan, **less)
-
-
-def is_interpreted() -> bool:
-    """Whether Triton runs kernels in its CPU interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def why_unavailable(query: Tensor) -> str | None:
-    """Why the kernels cannot run a call here, as the middle of a sentence; None if they can."""
-    if query.device.type != "cuda" and not is_interpreted():
-        return f"needs tensors on a CUDA device, got {query.device}"
-    if not _HAS_TRITON:
-        return 'needs Triton (pip install "lln[triton]")'
-    if query.dtype == torch.float64:
-        return "computes in float32, but query is float64"
-    if is_interpreted() and query.dtype == torch.bfloat16:
-        return "runs in Triton's interpreter here, which multiplies bfloat16 wrongly"
-    if query.shape[-1] > MAX_WIDTH:
-        return f"takes head widths up to {MAX_WIDTH}, got {query.shape[-1]}"
-    if chip_of(query.device) is None:
-        return f"needs a GPU with {CHIPS[-1].shared >> 10} KB of shared memory for a program"
-    return None
+    return replace(chosen, **less)
 
 
 def cdiv(number: int, part: int) -> int:

@@ -9,7 +9,7 @@ The first line is a range of queries, the second one of keys. With the diagonal 
 the queries only gathers dC and the shift, and the second reads q, k, v, dO of a tile together and
 writes all three gradients.
 
-Dimension legend: see `lln.kernels.triton.steps`; R query heads a summary.
+Dimension legend: see `lln.kernels.triton.steps`; R query heads per summary.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.mixing import row_weights
+from lln.kernels.triton.mixing import load_gradient
 from lln.kernels.triton.steps import (
     block_softmax,
-    drop_factor,
     exponential,
+    heads_on,
     hide_rows,
     key_exponents,
+    load_queries,
     load_rows,
     load_scale,
-    quiet_rows,
+    load_unmasked,
+    load_values,
     rows_inside,
     slot_softmax,
     store_rows,
@@ -70,8 +72,7 @@ def store_beta_grad(p_dbeta, part, b_dbeta, b_residue, b_centre):
 
 @triton.jit
 def query_grad_range(
-    p_q, p_do, p_dq, p_mix, p_mask, start, end, alpha, b_log_mass, b_c, b_dc, b_shift, mix,
-    stride_qt, stride_qd, stride_gt, stride_gd, stride_dqt, stride_dqd, stride_mt, stride_me,
+    q, gradients, dq, mixes, p_mask, start, end, alpha, b_log_mass, b_c, b_dc, b_shift, mix,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     EVEN: tl.constexpr, QUIET: tl.constexpr, MIX: tl.constexpr, SPLIT: tl.constexpr,
     ALPHA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -87,16 +88,11 @@ def query_grad_range(
     b_dalpha = 0.0
     for first in tl.range(start, end, BT, num_stages=STAGES):
         inside = first + tl.arange(0, BT) < end
-        offset = tl.cast(first, tl.int64)
-        b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
-        b_do = load_rows(p_do + offset * stride_gt, stride_gt, stride_gd, inside, BT, E, BE, EVEN)
-        if QUIET:
-            b_q = quiet_rows(b_q, token_ok(p_mask, first, end, BT, True))
-        if MIX == 3:
-            p_m = p_mix + offset * stride_mt
-            b_mix = load_rows(p_m, stride_mt, stride_me, inside, BT, E, BE, EVEN)
-            b_do = (b_do.to(tl.float32) * b_mix.to(tl.float32)).to(b_do.dtype)
-        b_row = row_weights(p_mix, mix, offset, stride_mt, inside, BT, MIX)
+        ok = token_ok(p_mask, first, end, BT, QUIET)
+        b_q = load_queries(q, first, inside, ok, BT, D, BD, EVEN, QUIET)
+        _, b_do, _, b_row, _ = load_gradient(
+            gradients, mixes, mix, first, inside, E, BE, BT, MIX, EVEN
+        )
         b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD)
         b_da = tl.dot(b_do, tl.trans(b_c), input_precision=PRECISION)
         b_mean = tl.sum(b_e * b_da, 1) / b_norm
@@ -107,8 +103,7 @@ def query_grad_range(
         if ALPHA_GRAD:
             b_dalpha += tl.sum(b_g * centred_queries(b_q, b_e, b_norm, BD))
         if MIX == 0 or SPLIT:
-            p_out = p_dq + offset * stride_dqt
-            store_rows(p_out, b_g * alpha, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
+            store_rows(dq, first, b_g * alpha, inside, BT, D, BD, EVEN)
     return b_dc, b_shift, b_dalpha
 
 
@@ -124,9 +119,7 @@ def token_weights(b_k, beta, b_log_mass, ok, BD: tl.constexpr, EVEN: tl.constexp
 
 @triton.jit
 def key_grad_range(
-    p_k, p_v, p_dk, p_dv, p_mask, start, end, beta, b_log_mass, b_dc, b_shift,
-    stride_kt, stride_kd, stride_vt, stride_vd, stride_dkt, stride_dkd, stride_dvt, stride_dvd,
-    seed, drop_first, dropout_p,
+    k, v, dk, dv, p_mask, start, end, beta, b_log_mass, b_dc, b_shift, seed, drop_first, dropout_p,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     BETA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -136,96 +129,73 @@ def key_grad_range(
     for first in tl.range(start, end, BT, num_stages=STAGES):
         inside = first + tl.arange(0, BT) < end
         ok = token_ok(p_mask, first, end, BT, HAS_MASK)
-        offset = tl.cast(first, tl.int64)
-        b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
-        b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
-        if HAS_MASK:
-            b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
+        b_k = load_unmasked(k, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
+        b_v, b_factor = load_values(
+            v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK,
+            HAS_DROPOUT,
+        )  # fmt: skip
         b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
         b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), input_precision=PRECISION)
         if HAS_DROPOUT:
-            b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)[:, None]
-            b_v = (b_v.to(tl.float32) * b_factor).to(b_v.dtype)
-            b_dv *= b_factor
+            b_dv *= b_factor[:, None]
         b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)
         b_g = b_b * (b_db + b_shift[None, :])
         if BETA_GRAD:
             b_dbeta, b_residue, b_centre = add_beta_grad(
                 b_dbeta, b_residue, b_centre, b_g, b_b, b_k, BD
             )
-        p_out = p_dk + offset * stride_dkt
-        store_rows(p_out, b_g * beta, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
-        p_out = p_dv + offset * stride_dvt
-        store_rows(p_out, b_dv, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
+        store_rows(dk, first, b_g * beta, inside, BT, D, BD, EVEN)
+        store_rows(dv, first, b_dv, inside, BT, E, BE, EVEN)
     return b_dbeta, b_residue, b_centre
 
 
 @triton.jit
 def joint_grad_range(
-    p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mix, p_dmix, p_mask, p_alpha, start, end, alpha, beta,
+    q, k, v, gradients, dq, dk, dv, mixes, p_dmix, p_mask, p_alpha, start, end, alpha, beta,
     b_log_mass, b_c, b_dc, b_shift, b_dmix, query_index, mix, scale, block_size,
-    stride_qh, stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
-    stride_gh, stride_gt, stride_gd, stride_dqh, stride_dqt, stride_dqd,
-    stride_dkt, stride_dkd, stride_dvt, stride_dvd, stride_mh, stride_mt, stride_me,
     seed, drop_first, dropout_p, tile_tokens, T,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr,
     HAS_ALPHA: tl.constexpr, MIX: tl.constexpr, MIX_GRAD: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr, BETA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, BETA_GRAD: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All gradients of the tokens ``start … end − 1`` of LLN + diagonal, for R query heads.
 
     SPLIT: only the diagonal's, added to what the passes of LLN alone have left in dq, dk and dv.
 
-    MIX_GRAD: 0 none, 1 a value a token, 2 a value a token and channel, 3 a value a channel (R = 1).
+    MIX_GRAD: 0 none, 1 a value per token, 2 per token and channel, 3 per channel (R = 1).
     """
     b_dbeta, b_residue, b_centre = 0.0, 0.0, 0.0
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
         inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
-        offset = tl.cast(first, tl.int64)
-        b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
-        b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
-        if HAS_MASK:
-            b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
-        if HAS_DROPOUT:
-            b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)[:, None]
-            b_v = (b_v.to(tl.float32) * b_factor).to(b_v.dtype)
+        b_k = load_unmasked(k, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
+        b_v, b_factor = load_values(
+            v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK,
+            HAS_DROPOUT,
+        )  # fmt: skip
         b_dk = tl.zeros([BT, BD], tl.float32)
         b_dv = tl.zeros([BT, BE], tl.float32)
         for r in tl.static_range(R):
             own = tl.cast(r, tl.int64)
-            p_row = p_q + own * stride_qh + offset * stride_qt
-            b_q = load_rows(p_row, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
-            p_row = p_do + own * stride_gh + offset * stride_gt
-            b_do = load_rows(p_row, stride_gt, stride_gd, inside, BT, E, BE, EVEN)
-            if QUIET:
-                b_q = quiet_rows(b_q, ok)
-            p_m = p_mix + own * stride_mh
-            b_row = row_weights(p_m, mix, offset, stride_mt, inside, BT, MIX)
-            b_long, b_short, b_rest = b_do, b_do, 1.0 - b_row
-            if MIX == 3:
-                p_m += offset * stride_mt
-                b_mix = load_rows(p_m, stride_mt, stride_me, inside, BT, E, BE, EVEN)
-                b_mix = b_mix.to(tl.float32)
-                b_long = (b_do.to(tl.float32) * b_mix).to(b_do.dtype)
-                b_short = (b_do.to(tl.float32) * (1.0 - b_mix)).to(b_do.dtype)
-                b_rest = b_row
+            b_q = load_queries(heads_on(q, own), first, inside, ok, BT, D, BD, EVEN, QUIET)
+            b_do, b_long, b_short, b_row, b_rest = load_gradient(
+                heads_on(gradients, own), heads_on(mixes, own), mix, first, inside,
+                E, BE, BT, MIX, EVEN,
+            )  # fmt: skip
+            dq_own = heads_on(dq, own)
             if SPLIT:
-                p_row = p_dq + own * stride_dqh + offset * stride_dqt
-                b_dq = load_rows(p_row, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
-                b_dq = b_dq.to(tl.float32)
+                b_dq = load_rows(dq_own, first, inside, BT, D, BD, EVEN).to(tl.float32)
             else:
-                p_in = p_alpha if HAS_ALPHA else p_q
-                alpha_here = load_scale(p_in, alpha, query_index + r, HAS_ALPHA)
+                alpha_here = load_scale(p_alpha, alpha, query_index + r, HAS_ALPHA)
                 b_e, b_norm = slot_softmax(b_q, alpha_here, b_log_mass, D, BD)
                 b_da = tl.dot(b_long, tl.trans(b_c), input_precision=PRECISION)
                 b_mean = tl.sum(b_e * b_da, 1) / b_norm
                 b_dq = (b_e * (b_row * alpha_here / b_norm)[:, None]) * (b_da - b_mean[:, None])
             b_p, b_sum = block_softmax(
-                b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
+                b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, False, PRECISION
             )
             b_dp = tl.dot(b_short, tl.trans(b_v), input_precision=PRECISION)
             b_level = tl.sum(b_p * b_dp, 1) / b_sum
@@ -239,16 +209,15 @@ def joint_grad_range(
                 b_near = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
                 b_dm = b_do.to(tl.float32) * (b_out - b_near / b_sum[:, None])
                 if MIX_GRAD == 2:
-                    p_out = p_dmix + (own * T + offset) * E
-                    store_rows(p_out, b_dm, E, 1, inside, BT, E, BE, EVEN)
+                    out = p_dmix + own * T * E, 0, E, 1
+                    store_rows(out, first, b_dm, inside, BT, E, BE, EVEN)
                 else:
                     b_dmix += tl.sum(b_dm, 0)
             b_p = b_p * (b_rest / b_sum)[:, None]
             b_ds = (b_p * (b_dp - b_level[:, None]) * scale).to(b_q.dtype)
             b_p_low = b_p.to(b_short.dtype)
             b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-            p_out = p_dq + own * stride_dqh + offset * stride_dqt
-            store_rows(p_out, b_dq, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
+            store_rows(dq_own, first, b_dq, inside, BT, D, BD, EVEN)
             b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
             b_dv = tl.dot(tl.trans(b_p_low), b_short, b_dv, input_precision=PRECISION)
         if not SPLIT:
@@ -265,12 +234,10 @@ def joint_grad_range(
         if HAS_MASK:
             b_dk, b_dv = hide_rows(b_dk, ok), hide_rows(b_dv, ok)
         if HAS_DROPOUT:
-            b_dv *= b_factor
-        p_out = p_dk + offset * stride_dkt
-        p_out_v = p_dv + offset * stride_dvt
+            b_dv *= b_factor[:, None]
         if SPLIT:
-            b_dk += load_rows(p_out, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
-            b_dv += load_rows(p_out_v, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
-        store_rows(p_out, b_dk, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
-        store_rows(p_out_v, b_dv, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
+            b_dk += load_rows(dk, first, inside, BT, D, BD, EVEN)
+            b_dv += load_rows(dv, first, inside, BT, E, BE, EVEN)
+        store_rows(dk, first, b_dk, inside, BT, D, BD, EVEN)
+        store_rows(dv, first, b_dv, inside, BT, E, BE, EVEN)
     return b_dbeta, b_residue, b_centre, b_dmix

@@ -19,18 +19,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lln.kernels.call import mask_bytes, precision_of
-from lln.kernels.recipes import Recipe, Step, follow, look_of, places
+from lln.kernels.call import mask_bytes, precision_of, strides_of
+from lln.kernels.recipes import Recipe, follow, look_of, over_tiles
 from lln.kernels.shapes import output_like
-from lln.kernels.sizes import Plan, Tile, cdiv, make_plan
+from lln.kernels.sizes import Sizes, Tile, cdiv, choose_sizes
 from lln.kernels.triton.gaps import find_gaps
 from lln.kernels.triton.steps import (
     block_softmax,
-    gap_before,
-    hide_rows,
+    find_stretch,
+    heads_on,
+    load_queries,
     load_rows,
-    quiet_rows,
+    load_unmasked,
     rows_inside,
+    rows_of,
     store_rows,
     token_ok,
 )
@@ -38,7 +40,8 @@ from lln.kernels.triton.steps import (
 
 @triton.jit
 def blocks_fwd_kernel(
-    p_q, p_k, p_v, p_o, p_mask, p_gap, scale, block_size, tile_tokens, program_tokens, splits, T, H,
+    p_q, p_k, p_v, p_o, p_mask, p_starts,
+    scale, block_size, tile_tokens, program_tokens, splits, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
@@ -48,36 +51,33 @@ def blocks_fwd_kernel(
     """One stretch of tokens of one (sample, query head)."""
     program = tl.program_id(0)
     split, index = program % splits, (program // splits).to(tl.int64)
-    batch, head = index // H, index % H
+    batch, head, _, start, end = find_stretch(
+        p_starts, split, index, program_tokens, T, H, False, HAS_MASK
+    )
     key_head = head // R
-    p_q += batch * stride_qb + head * stride_qh
-    p_k += batch * stride_kb + key_head * stride_kh
-    p_v += batch * stride_vb + key_head * stride_vh
-    p_o += batch * stride_ob + head * stride_oh
+    q = rows_of(p_q, batch, head, 0, stride_qb, stride_qh, stride_qt, stride_qd)
+    k = rows_of(p_k, batch, key_head, 0, stride_kb, stride_kh, stride_kt, stride_kd)
+    v = rows_of(p_v, batch, key_head, 0, stride_vb, stride_vh, stride_vt, stride_vd)
+    o = rows_of(p_o, batch, head, 0, stride_ob, stride_oh, stride_ot, stride_od)
     p_mask += batch * T
-    start = split * program_tokens - gap_before(p_gap, batch, HAS_MASK)
-    end = tl.minimum(start + program_tokens, T)
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
         inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
-        offset = tl.cast(first, tl.int64)
-        b_q = load_rows(p_q + offset * stride_qt, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
-        b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
-        b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
-        if HAS_MASK:
-            b_q, b_k, b_v = quiet_rows(b_q, ok), hide_rows(b_k, ok), hide_rows(b_v, ok)
+        b_q = load_queries(q, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
+        b_k = load_unmasked(k, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
+        b_v = load_unmasked(v, first, inside, ok, BT, E, BE, EVEN, HAS_MASK)
         b_p, b_sum = block_softmax(
             b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
         )
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
         b_o = b_o * (1.0 / b_sum)[:, None]
-        store_rows(p_o + offset * stride_ot, b_o, stride_ot, stride_od, inside, BT, E, BE, EVEN)
+        store_rows(o, first, b_o, inside, BT, E, BE, EVEN)
 
 
 @triton.jit
 def blocks_bwd_kernel(
-    p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_mask, p_gap,
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_mask, p_starts,
     scale, block_size, tile_tokens, program_tokens, splits, T, HK,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
@@ -90,37 +90,30 @@ def blocks_bwd_kernel(
     """One stretch of tokens of one (sample, key head), for the R query heads that share it."""
     program = tl.program_id(0)
     split, index = program % splits, (program // splits).to(tl.int64)
-    batch, key_head = index // HK, index % HK
+    batch, key_head, _, start, end = find_stretch(
+        p_starts, split, index, program_tokens, T, HK, False, HAS_MASK
+    )
     head = key_head * R
-    p_q += batch * stride_qb + head * stride_qh
-    p_k += batch * stride_kb + key_head * stride_kh
-    p_v += batch * stride_vb + key_head * stride_vh
-    p_do += batch * stride_gb + head * stride_gh
-    p_dq += batch * stride_dqb + head * stride_dqh
-    p_dk += batch * stride_dkb + key_head * stride_dkh
-    p_dv += batch * stride_dvb + key_head * stride_dvh
+    q = rows_of(p_q, batch, head, 0, stride_qb, stride_qh, stride_qt, stride_qd)
+    k = rows_of(p_k, batch, key_head, 0, stride_kb, stride_kh, stride_kt, stride_kd)
+    v = rows_of(p_v, batch, key_head, 0, stride_vb, stride_vh, stride_vt, stride_vd)
+    g = rows_of(p_g, batch, head, 0, stride_gb, stride_gh, stride_gt, stride_gd)
+    dq = rows_of(p_dq, batch, head, 0, stride_dqb, stride_dqh, stride_dqt, stride_dqd)
+    dk = rows_of(p_dk, batch, key_head, 0, stride_dkb, stride_dkh, stride_dkt, stride_dkd)
+    dv = rows_of(p_dv, batch, key_head, 0, stride_dvb, stride_dvh, stride_dvt, stride_dvd)
     p_mask += batch * T
-    start = split * program_tokens - gap_before(p_gap, batch, HAS_MASK)
-    end = tl.minimum(start + program_tokens, T)
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
         inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
-        offset = tl.cast(first, tl.int64)
-        b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
-        b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
-        if HAS_MASK:
-            b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
+        b_k = load_unmasked(k, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
+        b_v = load_unmasked(v, first, inside, ok, BT, E, BE, EVEN, HAS_MASK)
         b_dk = tl.zeros([BT, BD], tl.float32)
         b_dv = tl.zeros([BT, BE], tl.float32)
         for r in tl.static_range(R):
             own = tl.cast(r, tl.int64)
-            p_row = p_q + own * stride_qh + offset * stride_qt
-            b_q = load_rows(p_row, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
-            p_row = p_do + own * stride_gh + offset * stride_gt
-            b_do = load_rows(p_row, stride_gt, stride_gd, inside, BT, E, BE, EVEN)
-            if HAS_MASK:
-                b_q = quiet_rows(b_q, ok)
+            b_q = load_queries(heads_on(q, own), first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
+            b_do = load_rows(heads_on(g, own), first, inside, BT, E, BE, EVEN)
             b_p, b_sum = block_softmax(
                 b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION
             )
@@ -130,14 +123,11 @@ def blocks_bwd_kernel(
             b_ds = (b_p * (b_dp - b_level[:, None]) * scale).to(b_q.dtype)
             b_p_low = b_p.to(b_do.dtype)
             b_dq = tl.dot(b_ds, b_k, input_precision=PRECISION)
-            p_out = p_dq + own * stride_dqh + offset * stride_dqt
-            store_rows(p_out, b_dq, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
+            store_rows(heads_on(dq, own), first, b_dq, inside, BT, D, BD, EVEN)
             b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
             b_dv = tl.dot(tl.trans(b_p_low), b_do, b_dv, input_precision=PRECISION)
-        p_out = p_dk + offset * stride_dkt
-        store_rows(p_out, b_dk, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
-        p_out = p_dv + offset * stride_dvt
-        store_rows(p_out, b_dv, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
+        store_rows(dk, first, b_dk, inside, BT, D, BD, EVEN)
+        store_rows(dv, first, b_dv, inside, BT, E, BE, EVEN)
 
 
 class BlockCall(NamedTuple):
@@ -166,8 +156,7 @@ def attend_blocks(call: BlockCall) -> Tensor:
     """Output ``[B, H, T, E]``."""
     out = output_like(call.query, call.value.shape[3])
     if out.numel() > 0:
-        tensors = {"query": call.query, "key": call.key, "value": call.value, "out": out}
-        _launch(blocks_fwd_kernel, call, tensors, call.query.shape[1], "joint_read")
+        _launch(blocks_fwd_kernel, call, call.query.shape[1], "joint_read", p_o=out)
     return out
 
 
@@ -176,62 +165,63 @@ def attend_blocks_backward(call: BlockCall, gradient: Tensor) -> tuple[Tensor, T
     dq, dk, dv = (torch.empty_like(side) for side in (call.query, call.key, call.value))
     if gradient.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    tensors = {"query": call.query, "key": call.key, "value": call.value, "gradient": gradient}
-    tensors |= {"dq": dq, "dk": dk, "dv": dv}
-    _launch(blocks_bwd_kernel, call, tensors, call.key.shape[1], "joint_grad")
+    made = {"p_g": gradient, "p_dq": dq, "p_dk": dk, "p_dv": dv}
+    _launch(blocks_bwd_kernel, call, call.key.shape[1], "joint_grad", **made)
     return dq, dk, dv
 
 
-def _launch(
-    kernel: Any, call: BlockCall, tensors: dict[str, Tensor], heads: int, walker: str
-) -> None:
+def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Tensor) -> None:
     """One launch over all stretches of all (sample, head) pairs.
 
     Args:
-        kernel: Takes the tensors in order, the mask, the numbers, the tensors' strides.
+        kernel: What to launch.
         call: What to compute.
-        tensors: By name.
-        heads: Programs of a sample.
-        walker: Which of the plan's tiles it uses.
+        heads: Programs per sample.
+        walker: Which of the tiles it uses.
+        others: Its tensors beside query, key and value, by their names in the kernel.
     """
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, tokens = query.shape[0], query.shape[2]
+    tensors = {"p_q": query, "p_k": key, "p_v": value, **others}
     seen = tuple([look_of(tensor) for tensor in (*tensors.values(), mask)])
     options = (call.block_size, call.scale, call.causal)
     kind = (walker, "blocks", query.device, seen, options)
     family = (walker, "blocks", query.device, query.dtype, query.shape[3], value.shape[3])
 
-    def plan() -> Plan:
-        return make_plan(query, key, value, batch, key.shape[1], call.block_size)
+    def choose() -> Sizes:
+        return choose_sizes(query, key, value, batch, key.shape[1], call.block_size)
 
-    def write(chosen: Plan) -> Recipe:
+    def write(chosen: Sizes) -> Recipe:
         tile: Tile = getattr(chosen, walker)
         rows = chosen.block_rows
         # With a mask the first block may begin before the first token.
         reach = tokens if mask is None else tokens + call.block_size - 1
         stretch = tile.stretch(reach, rows, batch * heads, chosen.cores)
         splits = cdiv(reach, stretch)
-        constants = {
+        values = {
+            "T": tokens,
+            "H": heads,
+            "HK": heads,
             "R": query.shape[1] // key.shape[1],
             "D": query.shape[3],
             "E": value.shape[3],
             "BD": chosen.width,
             "BE": chosen.value_width,
-            "BT": tile.tokens,
+            "scale": call.scale,
+            "block_size": call.block_size,
+            "tile_tokens": rows,
+            "program_tokens": stretch,
+            "splits": splits,
             "EVEN": mask is None and tile.tokens == rows and tokens % rows == 0,
             "ONE_BLOCK": tile.tokens == call.block_size,
             "HAS_MASK": mask is not None,
             "CAUSAL": call.causal,
             "PRECISION": precision_of(query, chosen.width),
-            "STAGES": tile.stages,
+            **strides_of(False, **tensors),
         }
-        numbers = [call.scale, call.block_size, rows, stretch, splits, tokens, heads]
-        strides = [size for tensor in tensors.values() for size in tensor.stride()]
         before, room = ([], {}) if mask is None else find_gaps(batch, tokens, call.block_size)
-        names = (*tensors, "mask", "mask" if mask is None else "gaps")
-        arguments = [*places(" ".join(names)), *numbers, *strides]
-        grid = (splits * batch * heads,)
-        return Recipe([*before, Step(kernel, grid, arguments, constants, tile.warps)], room)
+        return Recipe([*before, over_tiles(kernel, (splits * batch * heads,), values, tile)], room)
 
-    live = {**tensors, "mask": mask_bytes(mask, query)}
-    follow(kind, (*family, call.block_size), live, query.device, plan, write)
+    byte_mask = mask_bytes(mask, query)
+    live = {**tensors, "p_mask": byte_mask, "p_starts": byte_mask}
+    follow(kind, (*family, call.block_size), live, query.device, choose, write)

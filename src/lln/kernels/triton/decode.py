@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lln.kernels.call import flat_scale
-from lln.kernels.recipes import Recipe, Step, follow, look_of, places
-from lln.kernels.sizes import Plan, cdiv, make_plan
+from lln.kernels.call import flat_scale, strides_of
+from lln.kernels.recipes import Recipe, Step, follow, look_of
+from lln.kernels.sizes import Sizes, cdiv, choose_sizes
 from lln.kernels.triton.steps import NEVER, exponential, load_scale
 
 # Channels of one program; the slots' weights are computed again for every such slice.
@@ -90,48 +90,42 @@ def decode(
         return out, new_log_mass, new_centroid
     alpha_flat, beta_flat = flat_scale(alpha, batch, query), flat_scale(beta, batch, query)
     live = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "out": out,
-        "alpha": alpha_flat,
-        "beta": beta_flat,
-        "log_mass": log_mass,
-        "centroid": centroid,
-        "new_log_mass": new_log_mass,
-        "new_centroid": new_centroid,
-        "alpha_number": alpha_number,
-        "beta_number": beta_number,
+        "p_q": query,
+        "p_k": key,
+        "p_v": value,
+        "p_o": out,
+        "p_alpha": alpha_flat,
+        "p_beta": beta_flat,
+        "p_log_mass": log_mass,
+        "p_centroid": centroid,
+        "p_new_log_mass": new_log_mass,
+        "p_new_centroid": new_centroid,
+        "alpha": alpha_number,
+        "beta": beta_number,
     }
     sides = (query, key, value, alpha_flat, beta_flat, log_mass, centroid)
     looks = tuple(look_of(tensor) for tensor in sides)
     kind = ("decode", looks, query.device, alpha is None, beta is None)
 
-    def write(plan: Plan) -> Recipe:
-        constants = {
+    def write(chosen: Sizes) -> Recipe:
+        part = min(chosen.value_width, _SLICE)
+        values = {
+            "SH": slots,
             "R": heads // slots,
             "KG": slots // key.shape[1],
             "D": width,
             "E": value_width,
-            "BD": plan.width,
-            "BE": min(plan.value_width, _SLICE),
+            "BD": chosen.width,
+            "BE": part,
             "HAS_ALPHA": alpha is not None,
             "HAS_BETA": beta is not None,
+            **strides_of(False, p_q=query, p_k=key, p_v=value, p_o=out),
         }
-        strides = [
-            stride
-            for tensor in (query, key, value, out)
-            for stride in (tensor.stride(0), tensor.stride(1), tensor.stride(3))
-        ]
-        arguments = [
-            *places("query key value out alpha beta log_mass centroid new_log_mass new_centroid"),
-            *places("alpha_number beta_number"), slots, *strides,
-        ]  # fmt: skip
-        grid = (batch * slots, cdiv(value_width, min(plan.value_width, _SLICE)))
-        return Recipe([Step(decode_kernel, grid, arguments, constants, 4)], {})
+        grid = (batch * slots, cdiv(value_width, part))
+        return Recipe([Step(decode_kernel, grid, values, 4)], {})
 
-    def plan() -> Plan:
-        return make_plan(query, key, value, batch, slots, 0)
+    def choose() -> Sizes:
+        return choose_sizes(query, key, value, batch, slots, 0)
 
-    follow(kind, ("decode", query.device, width), live, query.device, plan, write)
+    follow(kind, ("decode", query.device, width), live, query.device, choose, write)
     return out, new_log_mass, new_centroid

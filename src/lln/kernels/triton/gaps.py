@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 
 from lln.kernels.call import Call
-from lln.kernels.recipes import Step, places
+from lln.kernels.recipes import Room, Step
 
 # Tokens of a mask that are looked at together.
 LOOK = 1024
 
 
 @triton.jit
-def gap_kernel(p_mask, p_gap, tokens, block_size, LOOK: tl.constexpr):
+def gap_kernel(p_mask, p_starts, tokens, block_size, LOOK: tl.constexpr):
     """How far before token 0 of a sample its first block begins."""
     batch = tl.program_id(0).to(tl.int64)
     p_mask += batch * tokens
@@ -29,26 +29,18 @@ def gap_kernel(p_mask, p_gap, tokens, block_size, LOOK: tl.constexpr):
         seen = tl.load(p_mask + at, mask=at < tokens, other=0) != 0
         first = tl.minimum(first, tl.min(tl.where(seen, at, tokens)))
         place += LOOK
-    tl.store(p_gap + batch, (block_size - first % block_size) % block_size)
+    tl.store(p_starts + batch, (block_size - first % block_size) % block_size)
 
 
-def find_gaps(
-    samples: int, tokens: int, block_size: int
-) -> tuple[list[Step], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """The launch that leaves ``gaps``, and the room for them."""
-    arguments = [*places("mask gaps"), tokens, block_size]
-    step = Step(gap_kernel, (samples,), arguments, {"LOOK": LOOK}, 4)
-    return [step], {"gaps": ((samples,), torch.int32)}
+def find_gaps(samples: int, tokens: int, block_size: int) -> tuple[list[Step], Room]:
+    """The launch that leaves ``p_starts``, and the room for it."""
+    values = {"tokens": tokens, "block_size": block_size, "LOOK": LOOK}
+    room: Room = {"p_starts": ((samples,), torch.int32)}
+    return [Step(gap_kernel, (samples,), values, 4)], room
 
 
-def starts_of(
-    call: Call,
-) -> tuple[str, list[Step], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """What the kernels take where sequences or blocks begin, and how it comes to be.
-
-    Returns:
-        ``"gaps"`` under a mask, else ``"bounds"``; the steps and the room that it takes.
-    """
+def starts_of(call: Call) -> tuple[list[Step], Room]:
+    """The same for a call; nothing where blocks begin with the sequences, as ``bounds`` say."""
     if not call.is_shifted:
-        return "bounds", [], {}
-    return "gaps", *find_gaps(call.samples, call.key.shape[2], call.block_size)
+        return [], {}
+    return find_gaps(call.samples, call.key.shape[2], call.block_size)

@@ -1,24 +1,61 @@
-"""The mix of LLN and the diagonal part: the weight of a row, and where its gradient goes."""
+"""The mix of the LLN part and the diagonal part: weights of rows, of outputs and of gradients.
+
+MIX says how the weight of the LLN part comes: 0 no diagonal part, 1 one number, 2 a value per row,
+3 a value per row and channel. With 3 the gradient dO is weighed itself, and rows count in full.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from lln.kernels.triton.steps import load_rows
+
 
 @triton.jit
-def row_weights(p_mix, mix, offset, stride_mt, inside, BT: tl.constexpr, MIX: tl.constexpr):
-    """The weight of the LLN part in every row ``[BT]``.
-
-    MIX: 0 no diagonal part, 1 one number, 2 a value a row, 3 a value a row and channel (dO is then
-    weighed itself, and the rows count in full).
-    """
+def row_weights(mixes, mix, first, inside, BT: tl.constexpr, MIX: tl.constexpr):
+    """The weight of the LLN part in every row ``[BT]``."""
     if MIX == 2:
-        places = offset + tl.arange(0, BT)
-        return tl.load(p_mix + places * stride_mt, mask=inside, other=0.0).to(tl.float32)
+        p_m, _, stride_t, _ = mixes
+        places = tl.cast(first, tl.int64) + tl.arange(0, BT)
+        return tl.load(p_m + places * stride_t, mask=inside, other=0.0).to(tl.float32)
     if MIX == 1:
-        return tl.zeros([BT], tl.float32) + mix
+        return tl.full([BT], mix, tl.float32)
     return tl.full([BT], 1.0, tl.float32)
+
+
+@triton.jit
+def mix_outputs(
+    b_o, b_norm, b_d, b_total, mixes, mix, first, inside,
+    E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Outputs of both parts, each with its normaliser, into one ``[BT, BE]``."""
+    if MIX == 3:
+        b_mix = load_rows(mixes, first, inside, BT, E, BE, EVEN).to(tl.float32)
+        return b_o * b_mix / b_norm[:, None] + b_d * (1.0 - b_mix) / b_total[:, None]
+    b_row = row_weights(mixes, mix, first, inside, BT, MIX)
+    return b_o * (b_row / b_norm)[:, None] + b_d * ((1.0 - b_row) / b_total)[:, None]
+
+
+@triton.jit
+def load_gradient(
+    gradients, mixes, mix, first, inside,
+    E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A tile of dO, and how it goes to the two parts.
+
+    Returns:
+        dO; dO of the LLN part and of the diagonal part; the rows' weights in the one and the other.
+    """
+    b_do = load_rows(gradients, first, inside, BT, E, BE, EVEN)
+    b_row = row_weights(mixes, mix, first, inside, BT, MIX)
+    b_long, b_short, b_rest = b_do, b_do, 1.0 - b_row
+    if MIX == 3:
+        b_mix = load_rows(mixes, first, inside, BT, E, BE, EVEN).to(tl.float32)
+        b_long = (b_do.to(tl.float32) * b_mix).to(b_do.dtype)
+        b_short = (b_do.to(tl.float32) * (1.0 - b_mix)).to(b_do.dtype)
+        b_rest = b_row
+    return b_do, b_long, b_short, b_row, b_rest
 
 
 @triton.jit

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lln.kernels.call import mask_bytes
-from lln.kernels.recipes import Recipe, Step, follow, look_of, places
-from lln.kernels.sizes import Plan, cdiv, make_plan
-from lln.kernels.triton.steps import load_rows, locate, token_ok, widen_turned
+from lln.kernels.call import mask_bytes, strides_of
+from lln.kernels.recipes import Recipe, Room, Step, follow, look_of, over_tiles
+from lln.kernels.sizes import Sizes, cdiv, choose_sizes
+from lln.kernels.triton.steps import find_stretch, load_rows, rows_of, token_ok, widen_turned
 from lln.matching.curves import Curve
 from lln.matching.moments import SPREAD_FLOOR
 
@@ -28,7 +28,7 @@ _RESULTS = 5
 
 @triton.jit
 def measure_kernel(
-    p_q, p_k, p_mask, p_bounds, p_squares, p_counts, p_means, p_spreads, B, T, S, H, HK,
+    p_q, p_k, p_mask, p_starts, p_squares, p_counts, p_means, p_spreads, B, T, S, H, HK,
     program_tokens,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -38,34 +38,29 @@ def measure_kernel(
     split, splits = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
     if row < B * H:
-        batch, head = row // H, row % H
-        begin, tokens = locate(p_bounds, batch, T, PACKED)
-        start = split * program_tokens
-        end = tl.minimum(start + program_tokens, tokens)
-        p_q += batch * stride_qb + head * stride_qh + begin * stride_qt
+        batch, head, begin, start, end = find_stretch(
+            p_starts, split, row, program_tokens, T, H, PACKED, False
+        )
+        q = rows_of(p_q, batch, head, begin, stride_qb, stride_qh, stride_qt, stride_qd)
         b_square = tl.zeros([BT, BD], tl.float32)
         for first in tl.range(start, end, BT, num_stages=STAGES):
             inside = token_ok(p_mask + batch * S, first, end, BT, QUERY_MASK)
-            p_tile = p_q + tl.cast(first, tl.int64) * stride_qt
-            b_x = load_rows(p_tile, stride_qt, stride_qd, inside, BT, D, BD, False).to(tl.float32)
+            b_x = load_rows(q, first, inside, BT, D, BD, False).to(tl.float32)
             b_square += b_x * b_x
         tl.store(p_squares + row * splits + split, tl.sum(b_square))
     else:
         row -= B * H
-        batch, head = row // HK, row % HK
-        begin, tokens = locate(p_bounds, batch, S, PACKED)
-        start = split * program_tokens
-        end = tl.minimum(start + program_tokens, tokens)
-        p_k += batch * stride_kb + head * stride_kh + begin * stride_kt
+        batch, head, begin, start, end = find_stretch(
+            p_starts, split, row, program_tokens, S, HK, PACKED, False
+        )
+        k = rows_of(p_k, batch, head, begin, stride_kb, stride_kh, stride_kt, stride_kd)
         count = 0.0
         b_mean = tl.zeros([BD], tl.float32)
         b_spread = tl.zeros([BD], tl.float32)
         for first in tl.range(start, end, BT, num_stages=STAGES):
             ok = token_ok(p_mask + batch * S, first, end, BT, HAS_MASK)
-            p_tile = p_k + tl.cast(first, tl.int64) * stride_kt
-            # One row a feature: sums over tokens then stay within four threads.
-            b_k = load_rows(p_tile, stride_kt, stride_kd, ok, BT, D, BD, False)
-            b_x = widen_turned(b_k, BD)
+            # One row per feature: sums over tokens then stay within four threads.
+            b_x = widen_turned(load_rows(k, first, ok, BT, D, BD, False), BD)
             more = tl.sum(ok.to(tl.float32))
             some = tl.maximum(more, 1.0)
             b_near = tl.sum(b_x, 1) / some
@@ -160,74 +155,82 @@ def match(
         return results
     byte_mask = mask_bytes(mask, query)
     live = {
-        "query": query,
-        "key": key,
-        "mask": byte_mask,
-        "bounds": query if bounds is None else bounds,
-        "results": results,
+        "p_q": query,
+        "p_k": key,
+        "p_mask": byte_mask,
+        "p_starts": query if bounds is None else bounds,
+        "p_results": results,
     }
     looks = tuple(look_of(tensor) for tensor in (query, key, byte_mask))
     packed = None if bounds is None else (bounds.shape[0], bounds.dtype)
     kind = ("match", looks, query.device, mask is None, packed, curve, longest)
     family = ("match", query.device, query.dtype, query.shape[-1])
+    masked = mask is not None, bounds is not None
 
-    def write(plan: Plan) -> Recipe:
-        return _write(query, key, mask, bounds, curve, longest, samples, plan)
+    def write(chosen: Sizes) -> Recipe:
+        return _write(query, key, *masked, curve, longest, samples, chosen)
 
-    def plan() -> Plan:
-        return make_plan(query, key, key, samples, key.shape[1], 0, longest)
+    def choose() -> Sizes:
+        return choose_sizes(query, key, key, samples, key.shape[1], 0, longest)
 
-    follow(kind, family, live, query.device, plan, write)
+    follow(kind, family, live, query.device, choose, write)
     return results
+
+
+# The curve's numbers, in the order in which `Curve` has them.
+_CURVE = (
+    *("c0", "c1", "c2", "c3", "c4", "x0", "x1", "x2", "x3"),
+    *("least_p", "most_p", "least_n", "most_n"),
+)
 
 
 def _write(
     query: Tensor,
     key: Tensor,
-    mask: Tensor | None,
-    bounds: Tensor | None,
+    masked: bool,
+    packed: bool,
     curve: Curve,
     longest: int,
     samples: int,
-    plan: Plan,
+    chosen: Sizes,
 ) -> Recipe:
     heads, tokens, width = query.shape[1:]
     key_heads, keys = key.shape[1:3]
-    tile = plan.measure
-    rows = samples * (heads + key_heads)
-    longest_keys, longest = longest or keys, longest or tokens
-    stretch = tile.stretch(max(longest, longest_keys), tile.tokens, rows, plan.cores)
-    splits = cdiv(max(longest, longest_keys), stretch)
-    constants = {
+    tile, rows, longest = (
+        chosen.measure,
+        samples * (heads + key_heads),
+        longest or max(tokens, keys),
+    )
+    stretch = tile.stretch(longest, tile.tokens, rows, chosen.cores)
+    splits = cdiv(longest, stretch)
+    values = {
+        "B": samples,
+        "T": tokens,
+        "S": keys,
+        "H": heads,
+        "HK": key_heads,
+        "heads_in_all": samples * heads,
+        "program_tokens": stretch,
+        "splits": splits,
+        "floor": SPREAD_FLOOR**2,
         "D": width,
-        "BD": plan.width,
-        "BT": tile.tokens,
-        "HAS_MASK": mask is not None,
-        "QUERY_MASK": mask is not None and tokens == keys,
-        "PACKED": bounds is not None,
-        "STAGES": tile.stages,
+        "BD": chosen.width,
+        "HAS_MASK": masked,
+        "QUERY_MASK": masked and tokens == keys,
+        "PACKED": packed,
         "R": heads // key_heads,
         # A packed sequence has as many queries as keys, and a mask of T = S tokens counts both.
-        "ALL_QUERIES": bounds is None and not (mask is not None and tokens == keys),
+        "ALL_QUERIES": not packed and not (masked and tokens == keys),
+        **strides_of(packed, p_q=query, p_k=key),
+        **dict(zip(_CURVE, (number for part in curve for number in part), strict=True)),
     }
-    strides = [*query.stride(), *key.stride()]
-    if bounds is not None:
-        strides[0] = strides[4] = 0
-    arguments = [
-        *places("query key mask bounds squares counts means spreads"), samples, tokens, keys,
-        heads, key_heads, stretch, *strides,
-    ]  # fmt: skip
-    measure = Step(measure_kernel, (splits, rows), arguments, constants, tile.warps)
-    arguments = [
-        *places("squares counts means spreads results"), samples * heads, splits, tokens,
-        *curve.coefficients, *curve.slopes, *curve.p_range, *curve.n_range, SPREAD_FLOOR**2,
-    ]  # fmt: skip
-    finish = Step(temperature_kernel, (samples * heads,), arguments, constants, 1)
+    measure = over_tiles(measure_kernel, (splits, rows), values, tile)
+    finish = Step(temperature_kernel, (samples * heads,), values, 1)
     part = (samples * key_heads, splits)
-    room = {
-        "squares": ((samples * heads, splits), torch.float32),
-        "counts": (part, torch.float32),
-        "means": ((*part, plan.width), torch.float32),
-        "spreads": ((*part, plan.width), torch.float32),
+    room: Room = {
+        "p_squares": ((samples * heads, splits), torch.float32),
+        "p_counts": (part, torch.float32),
+        "p_means": ((*part, chosen.width), torch.float32),
+        "p_spreads": ((*part, chosen.width), torch.float32),
     }
     return Recipe([measure, finish], room)

@@ -12,7 +12,8 @@ row, so that the running maximum over tokens is a row maximum too.
 ``EVEN`` says that every tile is full and no key is masked; all row masks then vanish.
 
 Dimension legend: BT tokens in a tile, BD ≥ D and BE ≥ E padded widths (powers of two).
-Names: ``b_*`` values of a tile, ``p_*`` pointers, capitals are compile-time constants.
+Names: ``b_*`` values of a tile, ``p_*`` pointers, capitals are compile-time constants. Tensors
+are q, k, v, o (output), g (dO), m (mix), dq, dk and dv, with strides ``stride_qb``, ``_qh`` …
 """
 
 from __future__ import annotations
@@ -46,19 +47,32 @@ def exponential(b_x):
 
 
 @triton.jit
+def rows_of(p_first, batch, head, begin, stride_b, stride_h, stride_t, stride_d):
+    """The rows of a head from a sequence's first token on: a pointer, and three strides.
+
+    ``rows`` in other steps is this: the pointer, and the strides of heads, tokens and channels.
+    """
+    p_rows = p_first + (batch * stride_b + begin * stride_t + head * stride_h)
+    return p_rows, stride_h, stride_t, stride_d
+
+
+@triton.jit
+def heads_on(rows, heads):
+    """The rows of the head that comes so many heads later."""
+    p_rows, stride_h, stride_t, stride_d = rows
+    return p_rows + heads * stride_h, stride_h, stride_t, stride_d
+
+
+@triton.jit
 def load_rows(
-    p_tile,
-    stride_t,
-    stride_d,
-    row_ok,
-    BT: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """A tile ``[BT, BD]``; zero outside."""
-    rows, columns = tl.arange(0, BT), tl.arange(0, BD)
-    p_in = p_tile + rows[:, None] * stride_t + columns[None, :] * stride_d
+    rows, first, row_ok,
+    BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The tile ``[BT, BD]`` from token ``first`` on; zero outside."""
+    p_rows, _, stride_t, stride_d = rows
+    tokens, columns = tl.arange(0, BT), tl.arange(0, BD)
+    p_tile = p_rows + tl.cast(first, tl.int64) * stride_t
+    p_in = p_tile + tokens[:, None] * stride_t + columns[None, :] * stride_d
     if EVEN and D == BD:
         return tl.load(p_in)
     if EVEN:
@@ -70,26 +84,61 @@ def load_rows(
 
 @triton.jit
 def store_rows(
-    p_tile,
-    b_tile,
-    stride_t,
-    stride_d,
-    row_ok,
-    BT: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    rows, first, b_tile, row_ok,
+    BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Write a tile ``[BT, BD]`` back."""
-    rows, columns = tl.arange(0, BT), tl.arange(0, BD)
-    p_out = p_tile + rows[:, None] * stride_t + columns[None, :] * stride_d
-    b_out = b_tile.to(p_tile.dtype.element_ty)
+    p_rows, _, stride_t, stride_d = rows
+    tokens, columns = tl.arange(0, BT), tl.arange(0, BD)
+    p_tile = p_rows + tl.cast(first, tl.int64) * stride_t
+    p_out = p_tile + tokens[:, None] * stride_t + columns[None, :] * stride_d
+    b_out = b_tile.to(p_rows.dtype.element_ty)
     if EVEN and D == BD:
         tl.store(p_out, b_out)
     elif EVEN:
         tl.store(p_out, b_out, mask=(columns < D)[None, :])
     else:
         tl.store(p_out, b_out, mask=row_ok[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def load_queries(
+    rows, first, inside, ok,
+    BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries; QUIET: what is not finite in padded ones is zero."""
+    b_q = load_rows(rows, first, inside, BT, D, BD, EVEN)
+    if QUIET:
+        b_q = quiet_rows(b_q, ok)
+    return b_q
+
+
+@triton.jit
+def load_unmasked(
+    rows, first, inside, ok,
+    BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values; masked rows are zero."""
+    b_tile = load_rows(rows, first, inside, BT, D, BD, EVEN)
+    if HAS_MASK:
+        b_tile = hide_rows(b_tile, ok)
+    return b_tile
+
+
+@triton.jit
+def load_values(
+    rows, first, inside, ok, seed, drop_first, dropout_p,
+    BT: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, EVEN: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """A tile of values, masked and dropped ones zero, and the dropout's factors ``[BT]``."""
+    b_v = load_unmasked(rows, first, inside, ok, BT, E, BE, EVEN, HAS_MASK)
+    b_factor = tl.full([BT], 1.0, tl.float32)
+    if HAS_DROPOUT:
+        b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)
+        b_v = (b_v.to(tl.float32) * b_factor[:, None]).to(b_v.dtype)
+    return b_v, b_factor
 
 
 @triton.jit
@@ -101,20 +150,38 @@ def load_scale(p_scale, number, index, HAS_TENSOR: tl.constexpr):
 
 
 @triton.jit
-def locate(p_bounds, batch, tokens, PACKED: tl.constexpr):
+def locate(p_starts, batch, tokens, PACKED: tl.constexpr):
     """Where a sequence begins and how long it is: a sample, or what lies between two bounds."""
     if PACKED:
-        begin = tl.load(p_bounds + batch).to(tl.int64)
-        return begin, (tl.load(p_bounds + batch + 1) - begin).to(tl.int32)
+        begin = tl.load(p_starts + batch).to(tl.int64)
+        return begin, (tl.load(p_starts + batch + 1) - begin).to(tl.int32)
     return tl.cast(0, tl.int64), tokens
 
 
 @triton.jit
-def gap_before(p_gap, batch, SHIFTED: tl.constexpr):
+def gap_before(p_starts, batch, SHIFTED: tl.constexpr):
     """How far before token 0 the first block of a sample begins; see `lln.kernels.triton.gaps`."""
     if SHIFTED:
-        return tl.load(p_gap + batch)
+        return tl.load(p_starts + batch)
     return 0
+
+
+@triton.jit
+def find_program():
+    """Which stretch and which (sample, head) a program has, and its place among all programs."""
+    split, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    return split, index, index * tl.num_programs(0) + split
+
+
+@triton.jit
+def find_stretch(
+    p_starts, split, index, program_tokens, T, H, PACKED: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """Sample and head of a program, where their sequence begins, and the program's tokens."""
+    batch, head = index // H, index % H
+    begin, tokens = locate(p_starts, batch, T, PACKED)
+    start = split * program_tokens - gap_before(p_starts, batch, SHIFTED)
+    return batch, head, begin, start, tl.minimum(start + program_tokens, tokens)
 
 
 @triton.jit
@@ -156,23 +223,31 @@ def quiet_rows(b_q, ok):
 
 
 @triton.jit
+def identity(BD: tl.constexpr, dtype: tl.constexpr):
+    """The identity matrix ``[BD, BD]``."""
+    slots = tl.arange(0, BD)
+    return (slots[:, None] == slots[None, :]).to(dtype)
+
+
+@triton.jit
 def widen(b_tile, BD: tl.constexpr):
     """A tile ``[BT, BD]`` in float32, in the layout of products."""
-    if b_tile.dtype == tl.float32 or BD > WIDEST_IDENTITY:
+    # Two conditions: Triton 3.3 cannot join them by ``or``.
+    if b_tile.dtype == tl.float32:
+        return b_tile
+    if BD > WIDEST_IDENTITY:
         return b_tile.to(tl.float32)
-    slots = tl.arange(0, BD)
-    b_identity = (slots[:, None] == slots[None, :]).to(b_tile.dtype)
-    return tl.dot(b_tile, b_identity)
+    return tl.dot(b_tile, identity(BD, b_tile.dtype))
 
 
 @triton.jit
 def widen_turned(b_tile, BD: tl.constexpr):
     """The transpose ``[BD, BT]`` of a tile in float32, in the layout of products."""
-    if b_tile.dtype == tl.float32 or BD > WIDEST_IDENTITY:
+    if b_tile.dtype == tl.float32:
+        return tl.trans(b_tile)
+    if BD > WIDEST_IDENTITY:
         return tl.trans(b_tile.to(tl.float32))
-    slots = tl.arange(0, BD)
-    b_identity = (slots[:, None] == slots[None, :]).to(b_tile.dtype)
-    return tl.dot(b_identity, tl.trans(b_tile))
+    return tl.dot(identity(BD, b_tile.dtype), tl.trans(b_tile))
 
 
 @triton.jit
@@ -196,17 +271,10 @@ def slot_softmax(b_q, alpha, b_log_mass, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def block_softmax(
-    b_q,
-    b_k,
-    scale,
-    ok,
-    block_size,
-    BT: tl.constexpr,
-    EVEN: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    b_q, b_k, scale, ok, block_size,
+    BT: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Rows of the block-diagonal matrix: unnormalised ``[BT, BT]`` and normalisers ``[BT]``.
 
     A tile begins with a block.

@@ -1,5 +1,8 @@
 """Keys and values into the summary: of a range of tokens, of a split, of all splits merged.
 
+A partial summary is the largest exponent of every slot (peak), and relative to it the slot's mass
+and its weighted sum of values. The states of causal walks have the same three tensors.
+
 Dimension legend: see `lln.kernels.triton.steps`; SH summary heads.
 """
 
@@ -11,127 +14,41 @@ import triton.language as tl
 from lln.kernels.triton.steps import (
     NEVER,
     add_tile,
-    drop_factor,
     exponential,
-    gap_before,
-    hide_rows,
+    find_program,
+    find_stretch,
     load_rows,
     load_scale,
-    locate,
+    load_values,
     rows_inside,
+    rows_of,
     token_ok,
     widen_turned,
 )
 
 
 @triton.jit
-def summarise_range(
-    p_k,
-    p_v,
-    p_mask,
-    start,
-    end,
-    beta,
-    stride_kt,
-    stride_kd,
-    stride_vt,
-    stride_vd,
-    seed,
-    drop_first,
-    dropout_p,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BT: tl.constexpr,
-    EVEN: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The summary of tokens ``start … end − 1`` of one head: peak, mass and weighted sum."""
+def empty_partial(BD: tl.constexpr, BE: tl.constexpr):
+    """The summary of no tokens: peak ``[BD]``, mass ``[BD]``, sum ``[BD, BE]``."""
     b_peak = tl.full([BD], NEVER, tl.float32)
-    b_mass = tl.zeros([BD], tl.float32)
-    b_sum = tl.zeros([BD, BE], tl.float32)
-    for first in tl.range(start, end, BT, num_stages=STAGES):
-        inside = rows_inside(first, end, BT, HAS_MASK)
-        ok = token_ok(p_mask, first, end, BT, HAS_MASK)
-        offset = tl.cast(first, tl.int64)
-        b_k = load_rows(p_k + offset * stride_kt, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
-        b_v = load_rows(p_v + offset * stride_vt, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
-        b_x = widen_turned(b_k, BD) * beta
-        if not EVEN:
-            b_x = tl.where(ok[None, :], b_x, NEVER)
-        if HAS_MASK:
-            b_v = hide_rows(b_v, ok)
-        if HAS_DROPOUT:
-            b_factor = drop_factor(seed, drop_first + first, dropout_p, BT)
-            b_v = (b_v.to(tl.float32) * b_factor[:, None]).to(b_v.dtype)
-        b_peak, b_mass, b_sum = add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION)
-    return b_peak, b_mass, b_sum
+    return b_peak, tl.zeros([BD], tl.float32), tl.zeros([BD, BE], tl.float32)
 
 
-@triton.jit(do_not_specialize=["seed"])
-def summarise_kernel(
-    p_k,
-    p_v,
-    p_mask,
-    p_beta,
-    p_peak,
-    p_mass,
-    p_sum,
-    p_bounds,
-    beta,
-    seed,
-    dropout_p,
-    S,
-    SH,
-    split_tokens,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vt,
-    stride_vd,
-    KG: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BT: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    EVEN: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+@triton.jit
+def load_partial(
+    p_peak, p_mass, p_sum, part, slots, BD: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
+    """Some slots of the partial summary at one of many places."""
+    b_peak, b_mass = tl.load(p_peak + part * BD + slots), tl.load(p_mass + part * BD + slots)
+    p_in = p_sum + part * BD * BE + slots[:, None] * BE + tl.arange(0, BE)[None, :]
+    return b_peak, b_mass, tl.load(p_in)
+
+
+@triton.jit
+def store_partial(
+    p_peak, p_mass, p_sum, part, slots, b_peak, b_mass, b_sum, BD: tl.constexpr, BE: tl.constexpr
 ):
-    """One split of one (sample, summary head) → a partial summary in float32.
-
-    SHIFTED: splits begin where the blocks of a causal walk do.
-    """
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    index = tl.program_id(1).to(tl.int64)
-    batch, head = index // SH, index % SH
-    key_head = head // KG
-    begin, keys = locate(p_bounds, batch, S, PACKED)
-    p_mask += batch * S
-    start = split * split_tokens - gap_before(p_bounds, batch, SHIFTED)
-    b_peak, b_mass, b_sum = summarise_range(
-        p_k + batch * stride_kb + begin * stride_kt + key_head * stride_kh,
-        p_v + batch * stride_vb + begin * stride_vt + key_head * stride_vh,
-        p_mask, start, tl.minimum(start + split_tokens, keys),
-        load_scale(p_beta, beta, index, HAS_BETA), stride_kt, stride_kd, stride_vt, stride_vd,
-        seed, (batch * (SH // KG) + key_head) * S, dropout_p,
-        D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
-    )  # fmt: skip
-    part = index * splits + split
-    slots = tl.arange(0, BD)
+    """The reverse of `load_partial`."""
     tl.store(p_peak + part * BD + slots, b_peak)
     tl.store(p_mass + part * BD + slots, b_mass)
     p_out = p_sum + part * BD * BE + slots[:, None] * BE + tl.arange(0, BE)[None, :]
@@ -139,35 +56,82 @@ def summarise_kernel(
 
 
 @triton.jit
+def merge_partials(b_peak, b_mass, b_sum, b_other, b_other_mass, b_other_sum):
+    """The summary of the tokens of two."""
+    b_new = tl.maximum(b_peak, b_other)
+    b_old, b_add = exponential(b_peak - b_new), exponential(b_other - b_new)
+    b_mass = b_mass * b_old + b_other_mass * b_add
+    return b_new, b_mass, b_sum * b_old[:, None] + b_other_sum * b_add[:, None]
+
+
+@triton.jit
+def summarise_range(
+    k, v, p_mask, start, end, beta, seed, drop_first, dropout_p,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
+    EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The summary of tokens ``start … end − 1`` of one head: peak, mass and weighted sum."""
+    b_peak, b_mass, b_sum = empty_partial(BD, BE)
+    for first in tl.range(start, end, BT, num_stages=STAGES):
+        inside = rows_inside(first, end, BT, HAS_MASK)
+        ok = token_ok(p_mask, first, end, BT, HAS_MASK)
+        b_k = load_rows(k, first, inside, BT, D, BD, EVEN)
+        b_v, _ = load_values(
+            v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK,
+            HAS_DROPOUT,
+        )  # fmt: skip
+        b_x = widen_turned(b_k, BD) * beta
+        if not EVEN:
+            b_x = tl.where(ok[None, :], b_x, NEVER)
+        b_peak, b_mass, b_sum = add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION)
+    return b_peak, b_mass, b_sum
+
+
+@triton.jit(do_not_specialize=["seed"])
+def summarise_kernel(
+    p_k, p_v, p_mask, p_beta, p_peak, p_mass, p_sum, p_starts,
+    beta, seed, dropout_p, S, SH, program_tokens,
+    stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
+    KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BT: tl.constexpr, HAS_BETA: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One split of one (sample, summary head) → a partial summary in float32.
+
+    SHIFTED: splits begin where the blocks of a causal walk do.
+    """
+    split, index, part = find_program()
+    batch, head, begin, start, end = find_stretch(
+        p_starts, split, index, program_tokens, S, SH, PACKED, SHIFTED
+    )
+    key_head = head // KG
+    b_peak, b_mass, b_sum = summarise_range(
+        rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd),
+        rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd),
+        p_mask + batch * S, start, end, load_scale(p_beta, beta, index, HAS_BETA),
+        seed, (batch * (SH // KG) + key_head) * S, dropout_p,
+        D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
+    )  # fmt: skip
+    slots = tl.arange(0, BD)
+    store_partial(p_peak, p_mass, p_sum, part, slots, b_peak, b_mass, b_sum, BD, BE)
+
+
+@triton.jit
 def merge_kernel(
-    p_peak,
-    p_mass,
-    p_sum,
-    p_log_mass,
-    p_centroid,
-    splits,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    p_peak, p_mass, p_sum, p_log_mass, p_centroid, splits,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Merge ROWS slots of the partial summaries, always in the same order."""
     index = tl.program_id(1).to(tl.int64)
     slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BE)
-    b_peak = tl.full([ROWS], NEVER, tl.float32)
-    b_mass = tl.zeros([ROWS], tl.float32)
-    b_sum = tl.zeros([ROWS, BE], tl.float32)
+    b_peak, b_mass, b_sum = empty_partial(ROWS, BE)
     for split in range(splits):
         part = index * splits + split
-        b_other = tl.load(p_peak + part * BD + slots)
-        b_new = tl.maximum(b_peak, b_other)
-        b_old, b_add = exponential(b_peak - b_new), exponential(b_other - b_new)
-        b_mass = b_mass * b_old + tl.load(p_mass + part * BD + slots) * b_add
-        b_more = tl.load(p_sum + part * BD * BE + slots[:, None] * BE + columns[None, :])
-        b_sum = b_sum * b_old[:, None] + b_more * b_add[:, None]
-        b_peak = b_new
+        b_other, b_more, b_add = load_partial(p_peak, p_mass, p_sum, part, slots, BD, BE)
+        b_peak, b_mass, b_sum = merge_partials(b_peak, b_mass, b_sum, b_other, b_more, b_add)
     tl.store(p_log_mass + index * D + slots, b_peak + tl.log(b_mass), mask=slots < D)
     p_out = p_centroid + index * D * E + slots[:, None] * E + columns[None, :]
     ok = (slots < D)[:, None] & (columns < E)[None, :]

@@ -2,8 +2,8 @@
 
 `tiles` has the steps of a walk, the equations of a row and the guard that tells when a row has lost
 its digits; `exact` the scores that repair it; `states` where a stretch starts from. The walks are
-`forward` for the outputs, and of the backward `queries` for dq, then `keys` for dk and dv, which
-starts from what `gathering` has summed over the later stretches.
+`outputs` in the forward pass; in the backward pass `queries` for dq, then `keys` for dk and dv,
+which starts from what `gathering` has summed over the later stretches.
 
 x = α q and y = β k throughout; dimension legend: see `lln.kernels.triton.steps`; every query head
 walks by itself, KG of them share a key head.

@@ -5,8 +5,8 @@ over the queries. With dP_ij = dO_i·v_j:
 
     dy_jf = Σ_i e^{x_if + y_jf − Z_i} (dP_ij − δ_i) + e^{y_jf} (v_j·U_f − V_f)
 
-whose exponents y_jf + x_if − Z_i are never positive. They are small differences of what may be
-large numbers: float32 calls form them in float64 (``EXP``), so that Z rounds nothing away.
+The exponents y_jf + x_if − Z_i are never positive. They are small differences of what may be large
+numbers: float32 calls form them in float64 (``EXP``), so that Z rounds nothing away.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.causal_walks.exact import exact_products, exact_scores
-from lln.kernels.triton.causal_walks.gathering import gather_tile, load_gradient
+from lln.kernels.triton.causal_walks.exact import exact_products, exact_scores, exact_weights
+from lln.kernels.triton.causal_walks.gathering import gather_tile, load_levels
 from lln.kernels.triton.causal_walks.states import load_state
 from lln.kernels.triton.causal_walks.tiles import load_tile, query_exponents
-from lln.kernels.triton.mixing import mix_rows
+from lln.kernels.triton.mixing import load_gradient, mix_rows
 from lln.kernels.triton.steps import (
-    NEVER,
     block_softmax,
     exponential,
-    gap_before,
+    find_program,
+    find_stretch,
     hide_rows,
     key_exponents,
     load_scale,
-    locate,
     rows_inside,
+    rows_of,
     store_rows,
     token_ok,
     widen,
@@ -37,13 +37,13 @@ from lln.kernels.triton.steps import (
 
 @triton.jit(do_not_specialize=["seed"])
 def causal_key_kernel(
-    p_q, p_k, p_v, p_do, p_dk, p_dv, p_mix, p_mask, p_alpha, p_beta, p_dbeta, p_bounds,
-    p_peak, p_level, p_sum, p_lost, p_z, p_delta,
+    p_q, p_k, p_v, p_g, p_dk, p_dv, p_m, p_mask, p_alpha, p_beta, p_dbeta, p_starts,
+    p_peak, p_mass, p_sum, p_lost, p_z, p_delta,
     alpha, beta, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_dkb, stride_dkh, stride_dkt, stride_dkd, stride_dvb, stride_dvh, stride_dvt, stride_dvd,
-    stride_mb, stride_mh, stride_mt, stride_me,
+    stride_mb, stride_mh, stride_mt, stride_md,
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr,
     BETA_GRAD: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr,
@@ -52,30 +52,27 @@ def causal_key_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head), backward over its tiles: dk, dv, part of dβ."""
-    segment, segments = tl.program_id(0), tl.num_programs(0)
-    index = tl.program_id(1).to(tl.int64)
-    part = index * segments + segment
+    split, index, part = find_program()
     if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
         if tl.load(p_lost + part) == 0:
             return
-    batch, head = index // H, index % H
+    batch, head, begin, start, end = find_stretch(
+        p_starts, split, index, program_tokens, T, H, PACKED, SHIFTED
+    )
     key_head = head // KG
-    begin, tokens = locate(p_bounds, batch, T, PACKED)
+    q = rows_of(p_q, batch, head, begin, stride_qb, stride_qh, stride_qt, stride_qd)
+    k = rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd)
+    v = rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd)
+    gradients = rows_of(p_g, batch, head, begin, stride_gb, stride_gh, stride_gt, stride_gd)
+    dk = rows_of(p_dk, batch, head, begin, stride_dkb, stride_dkh, stride_dkt, stride_dkd)
+    dv = rows_of(p_dv, batch, head, begin, stride_dvb, stride_dvh, stride_dvt, stride_dvd)
+    mixes = rows_of(p_m, batch, head, begin, stride_mb, stride_mh, stride_mt, stride_md)
     p_mask += batch * T
-    start = segment * program_tokens - gap_before(p_bounds, batch, SHIFTED)
-    end = tl.minimum(start + program_tokens, tokens)
-    p_q += batch * stride_qb + begin * stride_qt + head * stride_qh
-    p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
-    p_v += batch * stride_vb + begin * stride_vt + key_head * stride_vh
-    p_do += batch * stride_gb + begin * stride_gt + head * stride_gh
-    p_dk += batch * stride_dkb + begin * stride_dkt + head * stride_dkh
-    p_dv += batch * stride_dvb + begin * stride_dvt + head * stride_dvh
-    p_mix += batch * stride_mb + begin * stride_mt + head * stride_mh
     place = mix_rows(index, head, begin, T, 1, PACKED)
     drop_first = (batch * (H // KG) + key_head) * T
     alpha_here = load_scale(p_alpha, alpha, index, HAS_ALPHA)
     beta_here = load_scale(p_beta, beta, index, HAS_BETA)
-    b_peak, b_level, b_sum = load_state(p_peak, p_level, p_sum, part, BD, BE, HAS_STATE)
+    b_peak, b_level, b_sum = load_state(p_peak, p_mass, p_sum, part, BD, BE, HAS_STATE)
     rows = tl.arange(0, BT)
     dbeta = 0.0
     tiles = tl.cdiv(tl.maximum(end - start, 0), tile_tokens)
@@ -87,32 +84,24 @@ def causal_key_kernel(
         seen = rows[:, None] >= rows[None, :]
         if not EVEN:
             seen = seen & ok[None, :]
-        offset = tl.cast(first, tl.int64)
-        p_q_tile, p_k_tile = p_q + offset * stride_qt, p_k + offset * stride_kt
         b_q, b_k, b_v, b_factor = load_tile(
-            p_q_tile, p_k_tile, p_v + offset * stride_vt, stride_qt, stride_qd, stride_kt,
-            stride_kd, stride_vt, stride_vd, inside, ok, seed, drop_first + first, dropout_p,
+            q, k, v, first, inside, ok, seed, drop_first, dropout_p,
             D, E, BD, BE, BT, EVEN, QUIET, HAS_MASK, HAS_DROPOUT,
         )  # fmt: skip
-        b_do, b_short, b_z, b_delta, b_row = load_gradient(
-            p_do, p_mix, p_z + place, p_delta + place, mix, offset, inside, stride_gt, stride_gd,
-            stride_mt, stride_me, E, BE, BT, MIX, EVEN,
-        )  # fmt: skip
+        _, b_do, b_short, b_row, b_rest = load_gradient(
+            gradients, mixes, mix, first, inside, E, BE, BT, MIX, EVEN
+        )
+        b_z, b_delta = load_levels(p_z + place, p_delta + place, first, inside, BT)
         b_h = query_exponents(b_q, alpha_here, D, BD).to(EXP) - b_z[:, None]
         b_y = key_exponents(b_k, beta_here, ok, BD, EVEN)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         b_g = tl.where(seen, (b_dp - b_delta[:, None]) * b_row[:, None], 0.0)
         if EXACT:
-            b_log = exact_scores(
-                p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd, alpha_here,
-                beta_here, inside, ok, D, BT, QUIET, EXP,
-            )  # fmt: skip
-            b_s = exponential((b_log - b_z[:, None]).to(tl.float32))
-            b_s = tl.where(b_log > NEVER * 0.5, b_s, 0.0)
+            b_log = exact_scores(q, k, first, alpha_here, beta_here, inside, ok, D, BT, QUIET, EXP)
+            b_s = exact_weights(b_log, b_z)
             b_dy = exact_products(
-                b_g, b_z, p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd,
-                alpha_here, beta_here, inside, ok, 0, D, BD, BT, QUIET, EXP,
-            )  # fmt: skip
+                b_g, b_z, q, k, first, alpha_here, beta_here, inside, ok, 0, D, BD, BT, QUIET, EXP
+            )
         else:
             # No exponent of a row exceeds −log n_i, which the guard has bounded.
             b_top = tl.max(b_y, 0)
@@ -139,10 +128,8 @@ def causal_key_kernel(
             b_p, b_total = block_softmax(
                 b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, True, PRECISION
             )
-            b_rest = 1.0 - b_row
             if MIX == 3:
                 b_dp = tl.dot(b_short, tl.trans(b_v), input_precision=PRECISION)
-                b_rest = b_row
             b_near = tl.sum(b_p * b_dp, 1) / b_total
             b_p = b_p * (b_rest / b_total)[:, None]
             if not EVEN:
@@ -155,9 +142,7 @@ def causal_key_kernel(
             b_dk, b_dv = hide_rows(b_dk, ok), hide_rows(b_dv, ok)
         if HAS_DROPOUT:
             b_dv *= b_factor[:, None]
-        p_out = p_dk + offset * stride_dkt
-        store_rows(p_out, b_dk, stride_dkt, stride_dkd, inside, BT, D, BD, EVEN)
-        p_out = p_dv + offset * stride_dvt
-        store_rows(p_out, b_dv, stride_dvt, stride_dvd, inside, BT, E, BE, EVEN)
+        store_rows(dk, first, b_dk, inside, BT, D, BD, EVEN)
+        store_rows(dv, first, b_dv, inside, BT, E, BE, EVEN)
     if BETA_GRAD:
         tl.store(p_dbeta + part, dbeta)

@@ -13,22 +13,15 @@ import triton.language as tl
 
 from lln.kernels.triton.causal_walks.exact import exact_products
 from lln.kernels.triton.causal_walks.states import load_state
-from lln.kernels.triton.causal_walks.tiles import (
-    any_lost,
-    load_tile,
-    query_exponents,
-    take_tile,
-    weigh_rows,
-)
-from lln.kernels.triton.mixing import mix_rows, row_weights
+from lln.kernels.triton.causal_walks.tiles import any_lost, load_tile, take_tile, weigh_rows
+from lln.kernels.triton.mixing import load_gradient, mix_rows
 from lln.kernels.triton.steps import (
     block_softmax,
-    gap_before,
-    key_exponents,
-    load_rows,
+    find_program,
+    find_stretch,
     load_scale,
-    locate,
     rows_inside,
+    rows_of,
     store_rows,
     token_ok,
     widen,
@@ -40,12 +33,12 @@ ALWAYS = tl.constexpr(1e30)
 
 @triton.jit(do_not_specialize=["seed"])
 def causal_query_kernel(
-    p_q, p_k, p_v, p_do, p_dq, p_mix, p_dmix, p_mask, p_alpha, p_beta, p_dalpha, p_bounds,
+    p_q, p_k, p_v, p_g, p_dq, p_m, p_dmix, p_mask, p_alpha, p_beta, p_dalpha, p_starts,
     p_peak, p_mass, p_sum, p_lost, p_z, p_delta,
     alpha, beta, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
-    stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_mb, stride_mh, stride_mt, stride_me,
+    stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_mb, stride_mh, stride_mt, stride_md,
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr,
     ALPHA_GRAD: tl.constexpr, MIX_GRAD: tl.constexpr, QUIET: tl.constexpr,
@@ -54,24 +47,21 @@ def causal_query_kernel(
     EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head), forward: dq, Z, δ, and parts of dα and dmix."""
-    segment, segments = tl.program_id(0), tl.num_programs(0)
-    index = tl.program_id(1).to(tl.int64)
-    part = index * segments + segment
+    split, index, part = find_program()
     if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
         if tl.load(p_lost + part) == 0:
             return
-    batch, head = index // H, index % H
+    batch, head, begin, start, end = find_stretch(
+        p_starts, split, index, program_tokens, T, H, PACKED, SHIFTED
+    )
     key_head = head // KG
-    begin, tokens = locate(p_bounds, batch, T, PACKED)
+    q = rows_of(p_q, batch, head, begin, stride_qb, stride_qh, stride_qt, stride_qd)
+    k = rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd)
+    v = rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd)
+    gradients = rows_of(p_g, batch, head, begin, stride_gb, stride_gh, stride_gt, stride_gd)
+    dq = rows_of(p_dq, batch, head, begin, stride_dqb, stride_dqh, stride_dqt, stride_dqd)
+    mixes = rows_of(p_m, batch, head, begin, stride_mb, stride_mh, stride_mt, stride_md)
     p_mask += batch * T
-    start = segment * program_tokens - gap_before(p_bounds, batch, SHIFTED)
-    end = tl.minimum(start + program_tokens, tokens)
-    p_q += batch * stride_qb + begin * stride_qt + head * stride_qh
-    p_k += batch * stride_kb + begin * stride_kt + key_head * stride_kh
-    p_v += batch * stride_vb + begin * stride_vt + key_head * stride_vh
-    p_do += batch * stride_gb + begin * stride_gt + head * stride_gh
-    p_dq += batch * stride_dqb + begin * stride_dqt + head * stride_dqh
-    p_mix += batch * stride_mb + begin * stride_mt + head * stride_mh
     place = mix_rows(index, head, begin, T, 1, PACKED)
     drop_first = (batch * (H // KG) + key_head) * T
     alpha_here = load_scale(p_alpha, alpha, index, HAS_ALPHA)
@@ -84,30 +74,17 @@ def causal_query_kernel(
         last = tl.minimum(first + tile_tokens, end)
         inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK)
-        offset = tl.cast(first, tl.int64)
-        p_q_tile, p_k_tile = p_q + offset * stride_qt, p_k + offset * stride_kt
         b_q, b_k, b_v, _ = load_tile(
-            p_q_tile, p_k_tile, p_v + offset * stride_vt, stride_qt, stride_qd, stride_kt,
-            stride_kd, stride_vt, stride_vd, inside, ok, seed, drop_first + first, dropout_p,
+            q, k, v, first, inside, ok, seed, drop_first, dropout_p,
             D, E, BD, BE, BT, EVEN, QUIET, HAS_MASK, HAS_DROPOUT,
         )  # fmt: skip
-        b_do = load_rows(p_do + offset * stride_gt, stride_gt, stride_gd, inside, BT, E, BE, EVEN)
-        b_row = row_weights(p_mix, mix, offset, stride_mt, inside, BT, MIX)
-        b_long, b_short, b_rest = b_do, b_do, 1.0 - b_row
-        if MIX == 3:
-            p_m = p_mix + offset * stride_mt
-            b_mix = load_rows(p_m, stride_mt, stride_me, inside, BT, E, BE, EVEN).to(tl.float32)
-            b_long = (b_do.to(tl.float32) * b_mix).to(b_do.dtype)
-            b_short = (b_do.to(tl.float32) * (1.0 - b_mix)).to(b_do.dtype)
-            b_rest = b_row
-        b_x = query_exponents(b_q, alpha_here, D, BD)
-        b_y = key_exponents(b_k, beta_here, ok, BD, EVEN)
-        b_s, b_w, b_top, b_e, b_peak, b_mass, b_sum = weigh_rows(
-            b_x, b_y, ok, inside, b_peak, b_mass, b_sum, p_q_tile, p_k_tile, stride_qt, stride_qd,
-            stride_kt, stride_kd, alpha_here, beta_here,
-            D, BT, EVEN, QUIET, EXACT, EXP, LOW, PRECISION,
+        b_do, b_long, b_short, b_row, b_rest = load_gradient(
+            gradients, mixes, mix, first, inside, E, BE, BT, MIX, EVEN
+        )
+        b_s, b_w, b_top, b_norm, b_e, b_peak, b_mass, b_sum = weigh_rows(
+            b_q, b_k, ok, inside, b_peak, b_mass, b_sum, q, k, first, alpha_here, beta_here,
+            D, BD, BT, EVEN, QUIET, EXACT, EXP, LOW, PRECISION,
         )  # fmt: skip
-        b_norm = tl.sum(b_s, 1) + tl.sum(b_w * b_mass[None, :], 1)
         if not EXACT:
             lost = tl.maximum(lost, any_lost(b_norm, b_mass, inside, ok, HAS_MASK))
         blind = b_norm == 0
@@ -128,8 +105,8 @@ def causal_query_kernel(
         b_dx = b_w * (b_da - b_delta[:, None] * b_mass[None, :]) * b_share[:, None]
         if EXACT:
             b_dx += exact_products(
-                b_g, b_top, p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd,
-                alpha_here, beta_here, inside, ok, 1, D, BD, BT, QUIET, EXP,
+                b_g, b_top, q, k, first, alpha_here, beta_here, inside, ok, 1,
+                D, BD, BT, QUIET, EXP,
             )  # fmt: skip
         else:
             b_dx += b_w * tl.dot(b_g.to(LOW), b_e.to(LOW), input_precision=PRECISION)
@@ -154,12 +131,11 @@ def causal_query_kernel(
                 b_near = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
                 b_dm = (b_far - b_near / b_total[:, None]) * b_do.to(tl.float32)
                 if MIX_GRAD == 2:
-                    p_out = p_dmix + (place + offset) * E
-                    store_rows(p_out, b_dm, E, 1, inside, BT, E, BE, EVEN)
+                    out = p_dmix + place * E, 0, E, 1
+                    store_rows(out, first, b_dm, inside, BT, E, BE, EVEN)
                 else:
                     b_dmix += tl.sum(tl.where(inside[:, None], b_dm, 0.0), 0)
-        p_out = p_dq + offset * stride_dqt
-        store_rows(p_out, b_dq, stride_dqt, stride_dqd, inside, BT, D, BD, EVEN)
+        store_rows(dq, first, b_dq, inside, BT, D, BD, EVEN)
     if ALPHA_GRAD:
         tl.store(p_dalpha + part, dalpha)
     if MIX_GRAD == 3:

@@ -16,14 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.causal_walks.exact import exact_scores
+from lln.kernels.triton.causal_walks.exact import exact_scores, exact_weights
 from lln.kernels.triton.steps import (
     NEVER,
-    drop_factor,
     exponential,
-    hide_rows,
-    load_rows,
-    quiet_rows,
+    key_exponents,
+    load_queries,
+    load_unmasked,
+    load_values,
     widen,
 )
 
@@ -42,62 +42,61 @@ def query_exponents(b_q, alpha, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    p_q_tile, p_k_tile, p_v_tile, stride_qt, stride_qd, stride_kt, stride_kd, stride_vt, stride_vd,
-    inside, ok, seed, drop_first, dropout_p,
+    q, k, v, first, inside, ok, seed, drop_first, dropout_p,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     EVEN: tl.constexpr, QUIET: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Queries, keys and values of a tile, padding and dropped keys out; the dropout's factors."""
-    b_q = load_rows(p_q_tile, stride_qt, stride_qd, inside, BT, D, BD, EVEN)
-    b_k = load_rows(p_k_tile, stride_kt, stride_kd, inside, BT, D, BD, EVEN)
-    b_v = load_rows(p_v_tile, stride_vt, stride_vd, inside, BT, E, BE, EVEN)
-    b_factor = tl.full([BT], 1.0, tl.float32)
-    if QUIET:
-        b_q = quiet_rows(b_q, ok)
-    if HAS_MASK:
-        b_k, b_v = hide_rows(b_k, ok), hide_rows(b_v, ok)
-    if HAS_DROPOUT:
-        b_factor = drop_factor(seed, drop_first, dropout_p, BT)
-        b_v = (b_v.to(tl.float32) * b_factor[:, None]).to(b_v.dtype)
+    b_q = load_queries(q, first, inside, ok, BT, D, BD, EVEN, QUIET)
+    b_k = load_unmasked(k, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
+    b_v, b_factor = load_values(
+        v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK, HAS_DROPOUT
+    )
     return b_q, b_k, b_v, b_factor
 
 
 @triton.jit
 def weigh_rows(
-    b_x, b_y, ok, inside, b_peak, b_mass, b_sum, p_q_tile, p_k_tile, stride_qt, stride_qd,
-    stride_kt, stride_kd, alpha, beta,
-    D: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr,
+    b_q, b_k, ok, inside, b_peak, b_mass, b_sum, q, k, first, alpha, beta,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr,
     EXACT: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """How much every row of a tile sees of the tile's keys and of the state.
 
     Returns:
         S ``[BT, BT]``, the slots' weights ``[BT, BD]``, the exponent ``[BT]`` they were both
-        shifted by, the keys e^{y − m} (``EXACT``: y itself), and the state shifted to match.
+        shifted by, the rows' normalisers ``[BT]``, the keys e^{y − m} (``EXACT``: y itself), and
+        the state shifted to match.
     """
-    rows = tl.arange(0, BT)
+    b_x = query_exponents(b_q, alpha, D, BD)
+    b_e = key_exponents(b_k, beta, ok, BD, EVEN)
     if EXACT:
-        b_log = exact_scores(
-            p_q_tile, p_k_tile, stride_qt, stride_qd, stride_kt, stride_kd, alpha, beta, inside, ok,
-            D, BT, QUIET, EXP,
-        )  # fmt: skip
+        b_log = exact_scores(q, k, first, alpha, beta, inside, ok, D, BT, QUIET, EXP)
         b_wide = b_x.to(EXP) + b_peak[None, :].to(EXP)
         b_top = tl.maximum(tl.max(b_wide, 1), tl.max(b_log, 1))
         b_w = exponential((b_wide - b_top[:, None]).to(tl.float32))
-        b_s = exponential((b_log - b_top[:, None]).to(tl.float32))
-        b_s = tl.where(b_log > NEVER * 0.5, b_s, 0.0)
-        return b_s, b_w, b_top, b_y, b_peak, b_mass, b_sum
+        b_s = exact_weights(b_log, b_top)
+    else:
+        b_e, b_peak, b_mass, b_sum = shift_state(b_e, ok, b_peak, b_mass, b_sum, EVEN)
+        b_wide = b_x.to(EXP) + b_peak[None, :].to(EXP)
+        b_top = tl.max(b_wide, 1)
+        b_w = exponential((b_wide - b_top[:, None]).to(tl.float32))
+        rows = tl.arange(0, BT)
+        b_s = tl.dot(b_w.to(LOW), tl.trans(b_e.to(LOW)), input_precision=PRECISION)
+        b_s = tl.where(rows[:, None] >= rows[None, :], b_s, 0.0)
+    b_norm = tl.sum(b_s, 1) + tl.sum(b_w * b_mass[None, :], 1)
+    return b_s, b_w, b_top, b_norm, b_e, b_peak, b_mass, b_sum
+
+
+@triton.jit
+def shift_state(b_y, ok, b_peak, b_mass, b_sum, EVEN: tl.constexpr):
+    """The keys as e^{y − m} ``[BT, BD]`` with m the new peak, and the state relative to it."""
     b_new = tl.maximum(b_peak, tl.max(b_y, 0))
     b_shrink = exponential(b_peak - b_new)
     b_e = exponential(b_y - b_new[None, :])
     if not EVEN:
         b_e = tl.where(ok[:, None], b_e, 0.0)
-    b_wide = b_x.to(EXP) + b_new[None, :].to(EXP)
-    b_top = tl.max(b_wide, 1)
-    b_w = exponential((b_wide - b_top[:, None]).to(tl.float32))
-    b_s = tl.dot(b_w.to(LOW), tl.trans(b_e.to(LOW)), input_precision=PRECISION)
-    b_s = tl.where(rows[:, None] >= rows[None, :], b_s, 0.0)
-    return b_s, b_w, b_top, b_e, b_new, b_mass * b_shrink, b_sum * b_shrink[:, None]
+    return b_e, b_new, b_mass * b_shrink, b_sum * b_shrink[:, None]
 
 
 @triton.jit
@@ -107,12 +106,7 @@ def take_tile(
 ):  # fmt: skip
     """Take a tile's keys, as `weigh_rows` left them, and values into the state."""
     if EXACT:
-        b_new = tl.maximum(b_peak, tl.max(b_e, 0))
-        b_shrink = exponential(b_peak - b_new)
-        b_e = exponential(b_e - b_new[None, :])
-        if not EVEN:
-            b_e = tl.where(ok[:, None], b_e, 0.0)
-        b_mass, b_sum, b_peak = b_mass * b_shrink, b_sum * b_shrink[:, None], b_new
+        b_e, b_peak, b_mass, b_sum = shift_state(b_e, ok, b_peak, b_mass, b_sum, EVEN)
     b_mass += tl.sum(b_e, 0)
     b_sum = tl.dot(tl.trans(b_e.to(LOW)), b_v.to(LOW), b_sum, input_precision=PRECISION)
     return b_peak, b_mass, b_sum
