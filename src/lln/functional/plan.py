@@ -16,8 +16,13 @@ from torch import Tensor
 from lln.checks.arguments import IMPLEMENTATIONS, check_impl
 from lln.errors import BackendUnavailableError
 from lln.functional.request import Request
-from lln.kernels.limits import blocks_fit, blocks_join, widest_block_value, widest_value
-from lln.kernels.sizes import why_unavailable
+from lln.kernels.limits import (
+    blocks_fit,
+    blocks_join,
+    why_unavailable,
+    widest_block_value,
+    widest_value,
+)
 from lln.tracing import is_compiling, is_transformed
 
 

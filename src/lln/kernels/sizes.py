@@ -21,8 +21,6 @@ from lln.kernels.limits import (
     power_of_two,
     tile_tokens,
 )
-from lln.kernels.limits import is_interpreted as is_interpreted
-from lln.kernels.limits import why_unavailable as why_unavailable
 
 # A causal walk takes so many registers that this many warps of walks run on a multiprocessor.
 WALKING_WARPS = 8
