@@ -14,10 +14,8 @@ from torch.nn import functional as F
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import attend
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
 
 
 class Axial(Peer):
@@ -43,9 +41,7 @@ class Axial(Peer):
         complexity="O(N (R + C) d), O(N √N d) on a square grid",
         is_linear=False,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         adds="eight projections, four an axis",
         oracle="dense mask form, one axis after the other",
@@ -55,7 +51,6 @@ class Axial(Peer):
     )
 
     def __init__(self, host: Host, *, shape: Sequence[int] | None = None) -> None:
-        """See the class."""
         super().__init__(host)
         if shape is None:
             columns = math.isqrt(host.max_len - 1) + 1
@@ -72,8 +67,7 @@ class Axial(Peer):
         self.shape = tuple(shape)
         self.row, self.column = AxisAttention(host), AxisAttention(host)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         length, columns = x.shape[1], self.shape[1]
         short = -length % columns
         grid = F.pad(x, (0, 0, 0, short)).unflatten(1, (-1, columns))

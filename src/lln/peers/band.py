@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.peers.masked import attend
+from lln.peers.peer import Mask
 
 # Narrow windows share chunks of this size, or the products would be too small to be fast.
 SMALLEST_CHUNK = 16
@@ -38,7 +39,7 @@ def band_attention(
     value: Tensor,
     *,
     reach: int,
-    key_mask: Tensor | None = None,
+    key_mask: Mask = None,
     is_causal: bool = False,
     everywhere: Everywhere | None = None,
 ) -> Tensor:

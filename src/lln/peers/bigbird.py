@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import with_neighbours
-from lln.peers.peer import Core
+from lln.peers.peer import Card, Core, Host, Mask
 from lln.precision import accumulation_dtype
 
 
@@ -42,15 +40,10 @@ class BigBird(Core):
     card = Card(
         name="bigbird",
         title="BigBird",
-        kind="core",
         citation="Zaheer et al. 2020, arXiv 2007.14062",
         equation="P = softmax(QKᵀ/√d) over first, last, neighbouring and random blocks",
         complexity="O(N b (5 + r) d)",
-        is_linear=True,
         causal=False,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         random="r blocks for each head and block, once, when built",
         oracle="transformers BigBirdBlockSparseAttention, sharing its random blocks; dense form",
@@ -76,16 +69,12 @@ class BigBird(Core):
         # Whole numbers, which no conversion to half precision rounds.
         self.register_buffer("draws", torch.randint(2**31, shape, generator=generator))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         last = self.last_block(query, key_mask)
         chosen, valid = self.plan(last, -(-query.shape[-2] // self.block))
         return attend_blocks(query, key, value, key_mask, last, chosen, valid, block=self.block)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         wide = accumulation_dtype(query.dtype)
         tokens = query.shape[-2]
         last = self.last_block(query, key_mask)
@@ -104,7 +93,7 @@ class BigBird(Core):
         scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
         return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
 
-    def last_block(self, query: Tensor, key_mask: Tensor | None) -> Tensor:
+    def last_block(self, query: Tensor, key_mask: Mask) -> Tensor:
         """The block of each sample's last real token, int64 ``[B]``."""
         batch, _, tokens, _ = query.shape
         if key_mask is None:
@@ -145,7 +134,7 @@ def attend_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_mask: Tensor | None,
+    key_mask: Mask,
     last: Tensor,
     chosen: Tensor,
     valid: Tensor,

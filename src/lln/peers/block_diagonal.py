@@ -9,10 +9,8 @@ from torch import Tensor
 
 from lln.checks import check_block_size
 from lln.functional.dense import block_diagonal_attention
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import masked_softmax
-from lln.peers.peer import Core, visible
+from lln.peers.peer import Card, Core, Host, Mask, visible
 from lln.precision import accumulation_dtype
 
 
@@ -27,28 +25,18 @@ class BlockDiagonal(Core):
     card = Card(
         name="diag",
         title="Block-diagonal attention",
-        kind="core",
         citation="Qin et al. 2022 (DiagAttention), arXiv 2210.10340; LLN, section 4.2",
         equation="P = softmax(QKᵀ/√d) inside blocks of b tokens, 0 outside",
         complexity="O(N b d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         oracle="dense form; softmax where b ≥ N",
     )
 
     def __init__(self, host: Host, *, block_size: int = 64) -> None:
-        """See the class."""
         super().__init__(host)
         check_block_size(block_size)
         self.block_size = block_size
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         return block_diagonal_attention(
             query,
             key,
@@ -58,13 +46,12 @@ class BlockDiagonal(Core):
             is_causal=self.host.is_causal,
         )
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         return block_matrix(query, key, self.block_size, key_mask, self.host.is_causal)
 
 
 def block_matrix(
-    query: Tensor, key: Tensor, block_size: int, key_mask: Tensor | None, is_causal: bool
+    query: Tensor, key: Tensor, block_size: int, key_mask: Mask, is_causal: bool
 ) -> Tensor:
     """The dense form ``[B, H, N, N]``; rows that see no key are zero."""
     wide = accumulation_dtype(query.dtype)

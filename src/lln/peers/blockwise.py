@@ -13,10 +13,8 @@ from torch import Tensor
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Core
+from lln.peers.peer import Card, Core, Host, Mask
 from lln.precision import accumulation_dtype
 
 
@@ -39,15 +37,11 @@ class Blockwise(Core):
     card = Card(
         name="blockwise",
         title="Blockwise attention (BlockBERT)",
-        kind="core",
         citation="Qiu et al. 2019, arXiv 1911.02972",
         equation="O_a = softmax(Q_a K_πᵀ/√d) V_π, π = π_h(a), for blocks a of N/n tokens",
         complexity="O(N² d / n)",
         is_linear=False,
         causal=False,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         oracle="dense mask form",
         departures="Blocks are cut from the real tokens of each sample, not from the padded "
@@ -55,7 +49,6 @@ class Blockwise(Core):
     )
 
     def __init__(self, host: Host, *, blocks: int = 2, shifts: Sequence[int] | None = None) -> None:
-        """See the class."""
         super().__init__(host)
         check_count("blocks", blocks)
         self.blocks = blocks
@@ -71,10 +64,7 @@ class Blockwise(Core):
             )
         self.register_buffer("shift", torch.tensor(self.shifts)[:, None], persistent=False)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         heads, tokens = query.shape[1:3]
         if key_mask is None and tokens % self.blocks == 0:
             return self._attend_equal(query, key, value)
@@ -108,7 +98,7 @@ class Blockwise(Core):
         back = slot.expand(len(out), -1)[:, None, :, None].expand(-1, heads, -1, out.shape[-1])
         return out.gather(2, back)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         """Softmax over the pairs of blocks as an N×N mask. See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
         real = _all_real(query) if key_mask is None else key_mask

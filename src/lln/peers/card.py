@@ -45,15 +45,15 @@ class Card:
 
     name: str
     title: str
-    kind: Literal["core", "mixer", "block"]
+    kind: Literal["core", "mixer", "block"] = "core"
     citation: str
     equation: str
     complexity: str
-    is_linear: bool
-    causal: bool
-    padding: Literal["longer"]
-    row_stochastic: bool
-    equivariant: bool
+    is_linear: bool = True
+    causal: bool = True
+    padding: Literal["longer"] = "longer"
+    row_stochastic: bool = True
+    equivariant: bool = False
     oracle: str
     causal_limit: str = ""
     repeats_on_gpu: bool = True

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Core
+from lln.peers.peer import Card, Core, Host, Mask
 from lln.precision import accumulation_dtype, without_autocast
 
 
@@ -47,16 +45,11 @@ class Clustered(Core):
     card = Card(
         name="clustered",
         title="Improved clustered attention",
-        kind="core",
         citation="Vyas et al. 2020, arXiv 2007.04825",
         equation="A_il = m_c softmax_l(q_i·k_l/√d) on the top t keys of i's cluster c, else "
         "softmax_l(q^c·k_l/√d)",
         complexity="O(N (C + t) d + N C bits · iterations)",
-        is_linear=True,
         causal=False,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         random="projections of the hash, once, at construction",
         adds="none; the projections are a buffer of bits·d",
@@ -75,7 +68,6 @@ class Clustered(Core):
         iterations: int = 10,
         tile: int = 32,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         self.clusters, self.exact, self.bits = clusters, exact, bits
         self.iterations, self.tile = iterations, tile
@@ -83,10 +75,7 @@ class Clustered(Core):
             check_count(name, getattr(self, name))
         self.register_buffer("planes", torch.randn(bits, host.head_dim))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         with without_autocast(query):
             wide = accumulation_dtype(query.dtype)
             query, key, values = query.to(wide), key.to(wide), value.to(wide)
@@ -99,7 +88,7 @@ class Clustered(Core):
             out = _of_cluster(shared, group) + _of_cluster(mass, group) * own
             return out.to(value.dtype)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         """Both parts of every row, N×N. See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
         query, key = query.to(wide), key.to(wide)
@@ -113,7 +102,7 @@ class Clustered(Core):
         return torch.where(is_exact, mass * masked_softmax(scores, seen), rows)
 
     @torch.no_grad()
-    def groups(self, query: Tensor, key_mask: Tensor | None) -> Tensor:
+    def groups(self, query: Tensor, key_mask: Mask) -> Tensor:
         """The cluster ``[B, H, N]`` of every query; masked ones are given one and move none."""
         batch, heads, tokens = query.shape[:3]
         real = torch.ones(1, tokens, dtype=torch.bool, device=query.device)
@@ -140,7 +129,7 @@ class Clustered(Core):
             centroids = torch.where(found[..., -1:] > 0, moved, centroids)
         return _nearest(signs, centroids)
 
-    def _coarse(self, query: Tensor, key: Tensor, key_mask: Tensor | None, group: Tensor) -> Tensor:
+    def _coarse(self, query: Tensor, key: Tensor, key_mask: Mask, group: Tensor) -> Tensor:
         """A^c ``[B, H, C, N]`` of the mean real query of every cluster."""
         real = None if key_mask is None else key_mask[:, None, :, None]
         member = group.unsqueeze(-1) == torch.arange(self.clusters, device=group.device)
@@ -156,7 +145,7 @@ class Clustered(Core):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        key_mask: Tensor | None,
+        key_mask: Mask,
         group: Tensor,
         top: Tensor,
     ) -> Tensor:

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lln.peers.card import Card
 from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.peer import Card, Mask
 
 
 class CosFormer(LinearCore):
@@ -23,15 +23,9 @@ class CosFormer(LinearCore):
     card = Card(
         name="cosformer",
         title="cosFormer",
-        kind="core",
         citation="Qin et al. 2022, arXiv 2202.08791",
         equation="P_ij ∝ max(0, q_i)·max(0, k_j) cos(π(i − j)/2L)",
         complexity="O(N d²)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         needs_max_len=True,
         oracle="dense form",
         departures="L is max_len, where the authors' code takes the length of the batch, which "
@@ -41,10 +35,7 @@ class CosFormer(LinearCore):
 
     floor = LEAST_FLOOR
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
+    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         tokens = query.shape[-2]
         position = torch.arange(tokens, device=query.device, dtype=query.dtype)
         angle = (position * (math.pi / 2 / self.host.max_len)).unsqueeze(-1)

@@ -17,7 +17,7 @@ from lln.checks import shape_of
 from lln.checks.names import check_choice, shown
 from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError
-from lln.peers.peer import check_dtype, check_key_mask, check_vectors
+from lln.peers.peer import Mask, check_dtype, check_key_mask, check_vectors
 from lln.peers.registry import available, build, card, parameter_count
 
 NORMS = ("pre", "post")
@@ -68,7 +68,6 @@ class Encoder(nn.Module):
         norm: str = "pre",
         **options: Any,
     ) -> None:
-        """See the class."""
         super().__init__()
         check_choice("norm", norm, NORMS)
         sizes = {"feed_forward": feed_forward, "vocabulary": vocabulary}
@@ -107,7 +106,7 @@ class Encoder(nn.Module):
         """Trainable numbers, embeddings included."""
         return parameter_count(self)
 
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, key_mask: Mask = None) -> Tensor:
         """Encode a batch.
 
         Args:
@@ -176,7 +175,7 @@ class _Layer(nn.Module):
         )
         self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
 
-    def forward(self, hidden: Tensor, key_mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, key_mask: Mask) -> Tensor:
         """``[B, N, W]`` → ``[B, N, W]``."""
         if self.norm_first:
             hidden = hidden + self.attention(self.attention_norm(hidden), key_mask)
@@ -185,7 +184,7 @@ class _Layer(nn.Module):
         return self.feed_forward_norm(hidden + self.feed_forward(hidden))
 
 
-def masked_mean(hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
+def masked_mean(hidden: Tensor, key_mask: Mask = None) -> Tensor:
     """Mean over the real tokens, ``[B, N, W]`` → ``[B, W]``; zero where there is none.
 
     Args:

@@ -15,10 +15,8 @@ from torch.nn import functional as F
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.linear import earlier_sums
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
 from lln.peers.rotary import check_even, frequencies, rotate
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -51,11 +49,7 @@ class Flash(Peer):
         citation="Hua et al. 2022, arXiv 2202.10447",
         equation="O = x + W_o[u ⊙ (relu(qkᵀ/C + b)² v in chunks + q'(Σ k'ᵀv)/C)]",
         complexity="O(N C E + N S E)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         adds="replaces the layer: u, v, out of width 2, z of width 128, 8·128 gains and shifts, "
         "2C − 1 biases",
         layers_per_block=2,
@@ -75,7 +69,6 @@ class Flash(Peer):
         linear: bool = True,
         rope: bool = True,
     ) -> None:
-        """Build the layer; Args as in the class."""
         super().__init__(host)
         check_count("chunk", chunk)
         check_count("key_width", key_width)
@@ -99,8 +92,7 @@ class Flash(Peer):
         self.bias = ChunkBias(chunk, key_width)
         self.out = nn.Linear(inner, width)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         normed = self.norm(x)
         value = F.silu(self.value(normed))
         if key_mask is not None:
@@ -111,7 +103,7 @@ class Flash(Peer):
             mixed = self._attend(shared, value, key_mask)
         return x + self.out(F.silu(self.gate(normed)) * mixed.to(value.dtype))
 
-    def _attend(self, shared: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _attend(self, shared: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         """Both branches, quad + lin ``[B, N, E]`` of z ``[B, N, S]`` and v ``[B, N, E]``."""
         wide = accumulation_dtype(value.dtype)
         gains, shifts = self.gains.to(wide)[:, None, None], self.shifts.to(wide)[:, None, None]
@@ -130,7 +122,7 @@ class Flash(Peer):
             out = out + query @ self._summary(key, values, tokens, key_mask)
         return out.flatten(1, 2)[:, :tokens]
 
-    def _summary(self, key: Tensor, values: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
+    def _summary(self, key: Tensor, values: Tensor, tokens: int, key_mask: Mask) -> Tensor:
         """The sum c Σ k'ᵀ v ``[B, 1, S, E]``, or of the chunks before each ``[B, G, S, E]``."""
         if self.host.is_causal:
             return earlier_sums(key.mT @ values / self.chunk, 1)

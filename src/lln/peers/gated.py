@@ -36,5 +36,4 @@ class GatedLinearUnit(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
         return self.down(self.activation(self.gate(x)) * self.up(x))

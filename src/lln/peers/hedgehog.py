@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.linear import LinearCore
+from lln.peers.peer import Card, Host, Mask
 
 _FORMS = ("softmax", "exp")
 
@@ -30,14 +29,9 @@ class Hedgehog(LinearCore):
     card = Card(
         name="hedgehog",
         title="Hedgehog",
-        kind="core",
         citation="Zhang et al. 2024, arXiv 2402.04347",
         equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = [softmax(Wx) ; softmax(−Wx)], or e^{±Wx}",
         complexity="O(N d²)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         adds="2 H d² (W, started at the identity)",
         oracle="dense form; compat='fla' against its formula",
@@ -51,7 +45,6 @@ class Hedgehog(LinearCore):
         form: Literal["softmax", "exp"] = "softmax",
         compat: Literal["fla"] | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_choice("form", form, _FORMS)
         check_choice("compat", compat, (None, "fla"))
@@ -67,10 +60,7 @@ class Hedgehog(LinearCore):
             nn.Parameter(torch.eye(host.head_dim).repeat(host.num_heads, 1, 1)) for _ in range(2)
         )
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
+    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         mapped_q = query @ self.query_map.to(query.dtype).mT
         mapped_k = key @ self.key_map.to(key.dtype).mT
         if self.compat == "fla":
@@ -89,7 +79,7 @@ class Hedgehog(LinearCore):
         return (exponents_q - top_q).exp(), (exponents_k - top).exp()
 
 
-def distillation_loss(student: Tensor, teacher: Tensor, key_mask: Tensor | None = None) -> Tensor:
+def distillation_loss(student: Tensor, teacher: Tensor, key_mask: Mask = None) -> Tensor:
     """Cross-entropy −Σ_j P_ij log P̂_ij of a teacher's rows P and a student's P̂.
 
     The mean over all heads and real rows. Teaching maps needs the N×N matrices; using them later

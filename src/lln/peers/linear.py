@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.peers.peer import Core, zero_padding
+from lln.peers.peer import Core, Mask, zero_padding
 from lln.precision import accumulation_dtype, without_autocast
 
 # Tokens whose N×N part is formed at once in the causal form.
@@ -34,9 +34,7 @@ class LinearCore(Core):
     floor: ClassVar[float] = PUBLISHED_FLOOR
 
     @abstractmethod
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         """φ(q), φ(k), each ``[B, H, N, M]``.
 
         Args:
@@ -55,9 +53,7 @@ class LinearCore(Core):
         """
         return total / mass.clamp_min(self.floor)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         """Two products; causal: by chunks. See `Core.forward`."""
         with without_autocast(query):
             wide = accumulation_dtype(query.dtype)
@@ -68,7 +64,7 @@ class LinearCore(Core):
             out = sums(features_q, features_k, values)
             return self.normalise(out[..., :-1], out[..., -1:]).to(value.dtype)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         """P_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l). See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
         features_q, features_k = self._masked(query.to(wide), key.to(wide), key_mask)
@@ -77,7 +73,7 @@ class LinearCore(Core):
             weights = weights.tril()
         return self.normalise(weights, weights.sum(-1, keepdim=True))
 
-    def _masked(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _masked(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         features_q, features_k = self.features(query, key, key_mask)
         # After the map, because φ(0) ≠ 0 (common rule 1).
         return features_q, zero_padding(features_k, key_mask)

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 from lln.checks import check_count
 from lln.checks.names import check_choice, did_you_mean
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Core, zero_padding
+from lln.peers.peer import Card, Core, Host, Mask, zero_padding
 from lln.precision import accumulation_dtype
 
 SHARING = ("none", "headwise", "key_value")
@@ -40,15 +38,11 @@ class Linformer(Core):
     card = Card(
         name="linformer",
         title="Linformer",
-        kind="core",
         citation="Wang et al. 2020, arXiv 2006.04768",
         equation="O = softmax(Q(EᵀK)ᵀ/√d) FᵀV, E, F: max_len × k",
         complexity="O(N k d)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         needs_max_len=True,
         adds="2·max_len·k (headwise; times heads if not shared, half if key_value)",
@@ -86,17 +80,14 @@ class Linformer(Core):
             bound = mixtures**-0.5
             self.projections = nn.Parameter(drawn.uniform_(-bound, bound))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         for_keys, for_values = self._sides(key)
         key, value = zero_padding(key, key_mask), zero_padding(value, key_mask)
         few_keys = torch.einsum("hnk,bhnd->bhkd", for_keys, key)
         few_values = torch.einsum("hnk,bhnd->bhkd", for_values, value)
         return F.scaled_dot_product_attention(query.to(few_keys.dtype), few_keys, few_values)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         """P = softmax(Q(EᵀK)ᵀ/√d) Fᵀ. See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
         for_keys, for_values = (side.to(wide) for side in self._sides(key))

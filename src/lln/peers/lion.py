@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks.names import check_choice
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Core, zero_padding
+from lln.peers.peer import Card, Core, Host, Mask, zero_padding
 from lln.peers.projected import Branched
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -44,15 +42,9 @@ class LionD(Core):
     card = Card(
         name="lion_d",
         title="LION-D",
-        kind="core",
         citation="Afzal et al. 2025, arXiv 2502.16249",
         equation="P_ij ∝ φ(q_i)·φ(k_j) a^|i−j|, a = sigmoid(w), φ(x) = (silu(x)+½)/‖silu(x)+½‖",
         complexity="O(N d² + N C d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         random="w ~ N(0, 1) at construction",
         adds="H (w)",
         oracle="dense form",
@@ -61,16 +53,12 @@ class LionD(Core):
     )
 
     def __init__(self, host: Host, *, features: Literal["silu", "elu"] = "silu") -> None:
-        """See the class."""
         super().__init__(host)
         _check_features(features)
         self.features = features
         self.decay = nn.Parameter(torch.randn(host.num_heads))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         batch, heads, tokens, _ = query.shape
         with without_autocast(query):
             decay = F.logsigmoid(self.decay.to(accumulation_dtype(query.dtype)))
@@ -79,8 +67,7 @@ class LionD(Core):
                 query, key, value, log_decay, key_mask, self.features, self.host.is_causal
             )
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         wide = accumulation_dtype(query.dtype)
         real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool)
         position = (real if key_mask is None else key_mask).to(wide).cumsum(-1)
@@ -116,11 +103,6 @@ class LionS(Branched):
         equation="P_ij ∝ φ(q_i)·φ(k_j) M_ij, M_ij = a_j … a_{i−1} below the diagonal, 1 on it, "
         "a_{i+1} … a_j above, a_i = 1 − sigmoid(w·x_i + b)",
         complexity="O(N d² + N C d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         adds="projections and (W + 1) H of the decays, W the width of the tokens",
         oracle="dense form",
         departures="as lion_d; no token is exempt from decay, where the authors' vision code "
@@ -135,24 +117,21 @@ class LionS(Branched):
         diagonal: int = 0,
         convolution: int = 0,
     ) -> None:
-        """See the class."""
         super().__init__(host, diagonal=diagonal, convolution=convolution)
         _check_features(features)
         self.features = features
         self.decay = nn.Linear(host.embed_dim, host.num_heads)
 
     def attend(
-        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask
     ) -> Tensor:
-        """See `Branched.attend`."""
         log_decay = self._log_decay(x)
         with without_autocast(x):
             return fading_attention(
                 query, key, value, log_decay, key_mask, self.features, self.host.is_causal
             )
 
-    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Branched.weights`."""
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         log_decay = self._log_decay(x)
         if key_mask is not None:
             log_decay = torch.where(key_mask[:, None], log_decay, 0.0)
@@ -175,7 +154,7 @@ def fading_attention(
     key: Tensor,
     value: Tensor,
     log_decay: Tensor,
-    key_mask: Tensor | None,
+    key_mask: Mask,
     features: str,
     is_causal: bool,
 ) -> Tensor:
@@ -262,7 +241,7 @@ def _dense(
     query: Tensor,
     key: Tensor,
     mask: Tensor,
-    key_mask: Tensor | None,
+    key_mask: Mask,
     features: str,
     is_causal: bool,
 ) -> Tensor:

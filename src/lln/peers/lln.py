@@ -8,9 +8,7 @@ from lln import reference
 from lln.errors import InvalidInputError
 from lln.nn.heads import LLNCore, LLNDiagCore
 from lln.peers.block_diagonal import block_matrix
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Core, visible
+from lln.peers.peer import Card, Core, Host, Mask, visible
 from lln.precision import accumulation_dtype
 
 
@@ -19,13 +17,10 @@ class _Matched(Core):
 
     attention: LLNCore
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         return self.attention(query, key, value, key_mask=key_mask, is_causal=self.host.is_causal)
 
-    def _long_range(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _long_range(self, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         """P of the LLN part, ``[B, H, N, N]``; running statistics are read, not updated."""
         source = self.attention.statistics
         was_training = source.training
@@ -57,14 +52,9 @@ class LLN(_Matched):
     card = Card(
         name="lln",
         title="Linear Log-Normal attention",
-        kind="core",
         citation="Nahshan et al. 2023, arXiv 2311.13541",
         equation="P_ij ∝ Σ_c e^{α q_ic + β k_jc}; α, β such that Var log P is softmax's",
         complexity="O(N d²)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         oracle="dense form; the tests of lln.lln_attention",
         departures="α, β per sample and head over real tokens, where the authors' code takes one "
@@ -83,7 +73,6 @@ class LLN(_Matched):
         momentum: float = 0.1,
         impl: str = "auto",
     ) -> None:
-        """See the class."""
         super().__init__(host)
         self.attention = LLNCore(
             host.num_heads,
@@ -96,8 +85,7 @@ class LLN(_Matched):
             impl=impl,
         )
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         return self._long_range(query, key, key_mask)
 
 
@@ -118,15 +106,9 @@ class LLNDiag(_Matched):
     card = Card(
         name="lln_diag",
         title="LLN+Diag",
-        kind="core",
         citation="Nahshan et al. 2023, arXiv 2311.13541",
         equation="P = (P_lln + P_diag) / 2",
         complexity="O(N d² + N b d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         oracle="dense form; the tests of lln.lln_diag_attention",
         departures="as lln; blocks of 64 tokens, where the authors' code takes the head width",
     )
@@ -143,7 +125,6 @@ class LLNDiag(_Matched):
         momentum: float = 0.1,
         impl: str = "auto",
     ) -> None:
-        """See the class."""
         super().__init__(host)
         self.block_size = block_size
         self.attention = LLNDiagCore(
@@ -158,8 +139,7 @@ class LLNDiag(_Matched):
             impl=impl,
         )
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         short_range = block_matrix(query, key, self.block_size, key_mask, self.host.is_causal)
         return 0.5 * (self._long_range(query, key, key_mask) + short_range)
 

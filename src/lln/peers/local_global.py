@@ -13,9 +13,8 @@ from torch import Tensor
 from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.band import band_attention
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
-from lln.peers.peer import Core, visible
+from lln.peers.host import is_number
+from lln.peers.peer import Card, Core, Host, Mask, visible
 from lln.peers.softmax import Softmax
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -38,15 +37,10 @@ class LocalGlobal(Core):
     card = Card(
         name="local_global",
         title="Local and global layers (ModernBERT)",
-        kind="core",
         citation="Warner et al. 2024, arXiv 2412.13663",
         equation="P = softmax(RoPE(Q) RoPE(K)ᵀ/√d) over |i−j| ≤ w; over all in every third layer",
         complexity="O(N w d), in every third layer O(N² d)",
         is_linear=False,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         period=3,
         oracle="transformers ModernBertAttention, both kinds of layer; dense form",
@@ -83,10 +77,7 @@ class LocalGlobal(Core):
         self.theta = global_theta if self.is_global else local_theta
         self.full = Softmax(host)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         query, key = (rotate(side, self.theta).to(value.dtype) for side in (query, key))
         if self.is_global:
             return self.full(query, key, value, key_mask)
@@ -99,8 +90,7 @@ class LocalGlobal(Core):
             is_causal=self.host.is_causal,
         )
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         turned_q, turned_k = rotate(query, self.theta), rotate(key, self.theta)
         scores = turned_q @ turned_k.mT / math.sqrt(query.shape[-1])
         place = torch.arange(query.shape[-2], device=query.device)

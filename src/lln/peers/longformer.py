@@ -12,9 +12,7 @@ from torch.nn import functional as F
 from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.band import Everywhere, band_attention
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
 
 
 class Longformer(Peer):
@@ -40,11 +38,6 @@ class Longformer(Peer):
         citation="Beltagy et al. 2020, arXiv 2004.05150",
         equation="P = softmax(QKᵀ/√d) over |i−j| ≤ w and global j; global rows over all j",
         complexity="O(N w d + N g d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         oracle="transformers LongformerSelfAttention; dense form",
         adds="query, key, value and output projections; three more for global tokens",
@@ -72,8 +65,7 @@ class Longformer(Peer):
         if global_tokens:
             self.global_query, self.global_key, self.global_value = _projections(host, 3)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         if not self.global_tokens:
             return self.out(self._join(self._local(x, key_mask, None)))
         if key_mask is None:
@@ -104,9 +96,7 @@ class Longformer(Peer):
         spread = torch.zeros_like(local).scatter_add(2, where, rows.to(local.dtype))
         return self.out(self._join(torch.where(is_global[:, None, :, None], spread, local)))
 
-    def _local(
-        self, x: Tensor, key_mask: Tensor | None, chosen: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def _local(self, x: Tensor, key_mask: Mask, chosen: tuple[Tensor, Tensor] | None) -> Tensor:
         query, key, value = (self._split(p(x)) for p in (self.query, self.key, self.value))
         everywhere = None
         if chosen is not None:

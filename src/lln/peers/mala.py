@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.peers.card import Card
 from lln.peers.linear import causal_sums, full_sums
-from lln.peers.peer import Core, visible, zero_padding
+from lln.peers.peer import Card, Core, Mask, visible, zero_padding
 from lln.precision import accumulation_dtype, without_autocast
 
 # Row sums below this are raised to it.
@@ -26,13 +25,9 @@ class Mala(Core):
     card = Card(
         name="mala",
         title="MALA",
-        kind="core",
         citation="Fan et al. 2025, arXiv 2507.00698",
         equation="A_ij = (1 + 1/z_i) S_ij − z_i/n, S_ij = φ(q_i)·φ(k_j)/(n√d), z_i = Σ_j S_ij",
         complexity="O(N d²)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
         row_stochastic=False,
         equivariant=True,
         oracle="dense form",
@@ -40,10 +35,7 @@ class Mala(Core):
         "gate; n counts real keys; the causal form takes n as the keys a row sees",
     )
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         with without_autocast(query):
             wide = accumulation_dtype(query.dtype)
             features_q = F.elu(query.to(wide)) + 1
@@ -60,8 +52,7 @@ class Mala(Core):
             out = (1 + 1 / z) * products[..., :-1] - z * plain[..., :-1] / seen
             return out.to(value.dtype)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         wide = accumulation_dtype(query.dtype)
         kernel = (F.elu(query.to(wide)) + 1) @ (F.elu(key.to(wide)) + 1).mT
         seen = visible(query, key_mask, self.host.is_causal)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from lln.checks import check_count
 from lln.checks.names import check_choice
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Core, zero_padding
+from lln.peers.peer import Card, Core, Host, Mask, zero_padding
 from lln.peers.projected import TokenConvolution, check_kernel
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -41,15 +39,11 @@ class Nystromformer(Core):
     card = Card(
         name="nystromformer",
         title="Nyströmformer",
-        kind="core",
         citation="Xiong et al. 2021, arXiv 2102.03902",
         equation="O = softmax(QK̃ᵀ/√d) softmax(Q̃K̃ᵀ/√d)⁺ softmax(Q̃Kᵀ/√d) V + DWConv(V)",
         complexity="O(N m d + m³)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         adds="one filter of 33 tokens a head",
         oracle="transformers NystromformerSelfAttention; nystrom_attention; dense form",
@@ -78,10 +72,7 @@ class Nystromformer(Core):
         self.couples_batch, self.is_released = compat is not None, compat == "released"
         self.convolution = TokenConvolution(host.num_heads, kernel) if kernel else None
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         out = nystrom_attention(
             query,
             key,
@@ -94,7 +85,7 @@ class Nystromformer(Core):
         )
         return out if self.convolution is None else out + self.convolution(value, key_mask)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         """The three factors multiplied, plus the convolution as a band. See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
         query, key = query.to(wide), key.to(wide)
@@ -132,7 +123,7 @@ def nystrom_attention(
     *,
     landmarks: int = 64,
     iterations: int = 6,
-    key_mask: Tensor | None = None,
+    key_mask: Mask = None,
     couples_batch: bool = False,
     is_released: bool = False,
 ) -> Tensor:

@@ -6,6 +6,7 @@ Dimension legend: B batch, H heads, N tokens, D head width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,11 @@ from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.precision import autocast_enabled
+
+__all__ = ["Card", "Core", "Host", "Mask", "Peer", "visible", "zero_padding"]
+
+# Which tokens are real: bool ``[B, N]``, True = a real token; None = all of them.
+Mask: TypeAlias = Tensor | None
 
 
 class Peer(nn.Module, ABC):
@@ -32,7 +38,7 @@ class Peer(nn.Module, ABC):
         super().__init__()
         self.host = host
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key_mask: Mask = None) -> Tensor:
         """Mix the tokens.
 
         Args:
@@ -49,10 +55,10 @@ class Peer(nn.Module, ABC):
         return torch.where(real, self.mix(torch.where(real, x, 0.0), key_mask), 0.0)
 
     @abstractmethod
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         """The system itself; padded tokens of x are zero, what is returned for them is dropped."""
 
-    def _check(self, x: Tensor, key_mask: Tensor | None) -> None:
+    def _check(self, x: Tensor, key_mask: Mask) -> None:
         host = self.host
         check_vectors("x", x, host.embed_dim)
         check_dtype(x, self, self.card.name)
@@ -82,9 +88,7 @@ class Core(nn.Module, ABC):
         self.host = host
 
     @abstractmethod
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         """Attend as efficiently as its authors do.
 
         Args:
@@ -99,7 +103,7 @@ class Core(nn.Module, ABC):
         """
 
     @abstractmethod
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         """The attention matrix ``[B, H, N, N]``, dense, in the accumulation dtype."""
 
 
@@ -144,7 +148,7 @@ def check_key_mask(x: Tensor, key_mask: Tensor) -> None:
         )
 
 
-def visible(tokens: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor | None:
+def visible(tokens: Tensor, key_mask: Mask, is_causal: bool) -> Tensor | None:
     """bool, broadcasts to ``[B, 1, N, N]``: which key each query may see; None = every one.
 
     Args:
@@ -160,6 +164,6 @@ def visible(tokens: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor 
     return earlier[None, None] if allowed is None else allowed & earlier
 
 
-def zero_padding(heads: Tensor, key_mask: Tensor | None) -> Tensor:
+def zero_padding(heads: Tensor, key_mask: Mask) -> Tensor:
     """Heads or features ``[B, H, N, ·]`` with zeros for padded tokens."""
     return heads if key_mask is None else torch.where(key_mask[:, None, :, None], heads, 0.0)

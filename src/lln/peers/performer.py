@@ -14,10 +14,9 @@ from torch import Tensor
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
+from lln.peers.host import is_number
 from lln.peers.linear import LinearCore
-from lln.peers.peer import zero_padding
+from lln.peers.peer import Card, Host, Mask, zero_padding
 
 # Added to the features of the relu kernel, as in the authors' code.
 _RELU_OFFSET = 1e-3
@@ -60,14 +59,9 @@ class Performer(LinearCore):
     card = Card(
         name="performer",
         title="Performer (FAVOR+)",
-        kind="core",
         citation="Choromanski et al. 2020, arXiv 2009.14794",
         equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = M^(−½)(exp(Wx′ − ‖x′‖²/2 − c) + ε), x′ = x d^(−¼)",
         complexity="O(N M d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         random="W, at construction and every 1000 training calls",
         oracle="performer-pytorch 1.1.4, sharing W; Monte-Carlo mean of the kernel",
@@ -94,7 +88,6 @@ class Performer(LinearCore):
         redraw_every: int | None = None,
         compat: Literal["skyformer", "opennlplab"] | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_choice("kernel", kernel, ("exp", "relu"))
         check_choice("compat", compat, (None, *_PUBLISHED_FEATURES))
@@ -116,10 +109,7 @@ class Performer(LinearCore):
         if compat == "opennlplab":
             self.register_buffer("gaussian", torch.randn(features, width), persistent=False)
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
+    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         width = query.shape[-1]
         scale = width**-0.5 if self.compat == "skyformer" else width**-0.25
         weights = (self.gaussian if self._has_own_draw else self.projection).to(query.dtype)
@@ -147,14 +137,11 @@ class Performer(LinearCore):
         )
 
     def normalise(self, total: Tensor, mass: Tensor) -> Tensor:
-        """See `LinearCore.normalise`."""
         if self.compat == "opennlplab":
             return total / mass.clamp_min(_OPENNLPLAB_FLOOR)
         return super().normalise(total, mass)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         """See `Core.forward`; in training every so many calls begin with a new W."""
         if self._has_own_draw or (self.training and self.redraw_every):
             self._count_call()
@@ -162,7 +149,7 @@ class Performer(LinearCore):
             value = zero_padding(value, key_mask)
         return super().forward(query, key, value, key_mask)
 
-    def _masked(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _masked(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         if self.compat == "skyformer":
             # Zeroed and left in, as its code has it: φ(0) of padding weighs on the denominator.
             return self.features(query, zero_padding(key, key_mask), None)
@@ -195,7 +182,6 @@ class Performer(LinearCore):
         return torch.tensor(self.calls)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """See `get_extra_state`."""
         self.calls = int(state)
 
 

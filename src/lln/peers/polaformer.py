@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
+from lln.peers.host import is_number
 from lln.peers.linear import full_sums
-from lln.peers.peer import zero_padding
+from lln.peers.peer import Card, Host, Mask, zero_padding
 from lln.peers.projected import Branched, check_kernel
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -48,10 +47,7 @@ class PolaFormer(Branched):
         equation="P ∝ [q₊;q₋]·[k₊;k₋] for one half of v, [q₋;q₊]·[k₊;k₋] for the other, "
         "x± = max(0, ±x/s)^p",
         complexity="O(N d²)",
-        is_linear=True,
         causal=False,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         adds="projections, H d powers and H d scales; with options its own convolution and a gate",
         oracle="dense form",
@@ -69,7 +65,6 @@ class PolaFormer(Branched):
         diagonal: int = 0,
         convolution: int = 0,
     ) -> None:
-        """See the class."""
         super().__init__(host, diagonal=diagonal, convolution=convolution)
         width = host.head_dim
         if width % 2:
@@ -88,9 +83,8 @@ class PolaFormer(Branched):
         self.gate = nn.Linear(host.embed_dim, host.embed_dim) if gate else None
 
     def attend(
-        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask
     ) -> Tensor:
-        """See `Branched.attend`."""
         out = self._attend(query, key, value, key_mask)
         if self.local is None:
             return out
@@ -98,17 +92,16 @@ class PolaFormer(Branched):
         return out + self.local(channels).mT.unflatten(0, value.shape[:2])
 
     def project(self, out: Tensor, x: Tensor) -> Tensor:
-        """See `Branched.project`."""
         return self.out(out if self.gate is None else out * self.gate(x))
 
-    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         """The two matrices ``[B, H, 2, N, N]`` of the halves of the values."""
         sides_q, sides_k = self._sides(query), zero_padding(self._sides(key), key_mask)
         weights = torch.stack((sides_q @ sides_k.mT, _swap(sides_q) @ sides_k.mT), dim=2)
         real = _count(weights[:, :, 0], key_mask)
         return weights / (weights.sum(-1, keepdim=True) + real.unsqueeze(2) * _OFFSET)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         with without_autocast(query):
             sides_q, sides_k = self._sides(query), zero_padding(self._sides(key), key_mask)
             sides_k = sides_k / _count(sides_k, key_mask)
@@ -134,7 +127,7 @@ def _swap(sides: Tensor) -> Tensor:
     return sides.roll(sides.shape[-1] // 2, -1)
 
 
-def _count(like: Tensor, key_mask: Tensor | None) -> Tensor:
+def _count(like: Tensor, key_mask: Mask) -> Tensor:
     """Real tokens a sample, at least 1: broadcasts to ``[B, 1, 1, 1]``."""
     if key_mask is None:
         return torch.full((1, 1, 1, 1), like.shape[-2], dtype=like.dtype, device=like.device)

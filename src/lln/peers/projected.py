@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lln.checks import check_block_size, check_count
 from lln.errors import InvalidInputError
 from lln.functional.dense import block_diagonal_attention
-from lln.peers.host import Host
-from lln.peers.peer import Core, Peer, zero_padding
+from lln.peers.peer import Core, Host, Mask, Peer, zero_padding
 from lln.precision import without_autocast
 
 
@@ -43,16 +42,15 @@ class Branched(Peer):
 
     @abstractmethod
     def attend(
-        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask
     ) -> Tensor:
         """The attention, ``[B, H, N, D]``; x are the tokens that the heads were made of."""
 
     @abstractmethod
-    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         """What `attend` multiplies the values by, dense."""
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         query, key, value = self.heads(x)
         out = self.attend(x, query, key, value, key_mask)
         if self.diagonal:
@@ -73,7 +71,7 @@ class Branched(Peer):
         """The output projection of joined heads ``[B, N, embed_dim]``."""
         return self.out(out)
 
-    def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, x: Tensor, key_mask: Mask = None) -> Tensor:
         """The attention matrix ``[B, H, N, N]`` of these tokens, branches not included."""
         self._check(x, key_mask)
         if key_mask is not None:
@@ -99,18 +97,15 @@ class Projected(Branched):
     """
 
     def __init__(self, core: Core, *, diagonal: int = 0, convolution: int = 0) -> None:
-        """See the class."""
         super().__init__(core.host, diagonal=diagonal, convolution=convolution)
         self.card, self.core = core.card, core
 
     def attend(
-        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask
     ) -> Tensor:
-        """See `Branched.attend`."""
         return self.core(query, key, value, key_mask)
 
-    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Branched.weights`."""
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         return self.core.matrix(query, key, key_mask)
 
 
@@ -124,7 +119,7 @@ class TokenConvolution(nn.Module):
             heads, heads, (kernel, 1), padding=(kernel // 2, 0), groups=heads, bias=False
         )
 
-    def forward(self, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def forward(self, value: Tensor, key_mask: Mask) -> Tensor:
         """``[B, H, N, D]`` → the same."""
         # Projected zeros are the bias: real neighbours must not see it.
         return self.filter(zero_padding(value, key_mask))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.peer import Card, Host, Mask
 
 
 class Quadratic(LinearCore):
@@ -24,14 +23,9 @@ class Quadratic(LinearCore):
     card = Card(
         name="quadratic",
         title="Quadratic attention",
-        kind="core",
         citation="Figure 2 of Nahshan et al. 2023, arXiv 2311.13541",
         equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = x²; exact=True: P_ij ∝ (q_i·k_j)²",
         complexity="O(N d²); O(N d³) with exact=True",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         oracle="dense form; invariance to scale",
         departures="the denominator is clamped at 1e-24, because 1e-6 would shrink the rows of "
@@ -41,14 +35,10 @@ class Quadratic(LinearCore):
     floor = LEAST_FLOOR
 
     def __init__(self, host: Host, *, exact: bool = False) -> None:
-        """See the class."""
         super().__init__(host)
         self.exact = exact
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
+    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         if self.exact:
             return outer_features(query), outer_features(key)
         return query.square(), key.square()

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
 from lln.precision import accumulation_dtype, without_autocast
 
 # Scores of a token with itself and with keys it must not see. Finite, in this order: a token
@@ -54,13 +52,8 @@ class Reformer(Peer):
         citation="Kitaev et al. 2020, arXiv 2001.04451",
         equation="P_ij ∝ exp(u_i·u_j/‖u_j‖) over j in i's chunk of the list sorted by hash",
         complexity="O(R N c d + R N log N)",
-        is_linear=True,
-        causal=True,
         causal_limit="as published, no later token is attended to, but the hashes of all tokens "
         "decide which earlier ones share a chunk",
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         random="the rotations of the hash; drawn anew in every training step",
         oracle="transformers LSHSelfAttention, sharing its buckets; dense form",
@@ -87,8 +80,7 @@ class Reformer(Peer):
         shape = (host.num_heads, rounds, host.head_dim, sum(self.columns))
         self.register_buffer("rotations", torch.randn(shape))
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         if self.training:
             self.rotations.normal_()
         shared, value = self._split(self.query_key(x)), self._split(self.value(x))

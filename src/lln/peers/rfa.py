@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
+from lln.peers.host import is_number
 from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.peer import Card, Host, Mask
 
 
 class RandomFeatureAttention(LinearCore):
@@ -39,13 +39,9 @@ class RandomFeatureAttention(LinearCore):
     card = Card(
         name="rfa",
         title="RFA",
-        kind="core",
         citation="Peng et al. 2021, arXiv 2103.02143",
         equation="P_ij = φ(q_i)·φ(k_j)/|Σ_l φ(q_i)·φ(k_l)|, φ(x) = M^(−½)[sin Wx̂ ; cos Wx̂]",
         complexity="O(N M d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
         row_stochastic=False,
         equivariant=True,
         random="a pool of W at construction; which of them, at every training call",
@@ -67,7 +63,6 @@ class RandomFeatureAttention(LinearCore):
         pool: int = 500,
         compat: Literal["released"] | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_count("features", features)
         check_count("pool", pool)
@@ -82,10 +77,7 @@ class RandomFeatureAttention(LinearCore):
         self.sigma = nn.Parameter(torch.ones(host.num_heads, 1, host.head_dim))
         self.register_buffer("pool", torch.randn(pool, features, host.head_dim))
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
+    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         heads = query.shape[1]
         if self.training:
             chosen = torch.randint(len(self.pool), (heads,), device=self.pool.device)
@@ -97,7 +89,6 @@ class RandomFeatureAttention(LinearCore):
         return _waves(query, weights, scale), _waves(key, weights, scale)
 
     def normalise(self, total: Tensor, mass: Tensor) -> Tensor:
-        """See `LinearCore.normalise`."""
         least = 1.0 if self.compat else max(math.exp(-2 / self.temperature**2), LEAST_FLOOR)
         return total / mass.abs().clamp_min(least)
 

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
+from lln.peers.host import is_number
 from lln.peers.masked import attend, with_neighbours
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_compiling
 
@@ -57,9 +56,7 @@ class Routing(Peer):
         complexity="O(N (k + N/k + window) d), O(N √N d) at k = √N",
         is_linear=False,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         random="centroids, once, at construction",
         adds="query, value and output projections, and keys of the local heads; centroids are a "
@@ -80,7 +77,6 @@ class Routing(Peer):
         local_heads: int | None = None,
         decay: float = 0.999,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         heads, width = host.num_heads, host.head_dim
         self.clusters = math.isqrt(host.max_len - 1) + 1 if clusters is None else clusters
@@ -105,8 +101,7 @@ class Routing(Peer):
         # Those of the last training call, before it moved them.
         self.register_buffer("previous", self.centroids.clone(), persistent=False)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         width, local = self.host.head_dim, self.local_heads
         is_full = key_mask is None
         if key_mask is None:

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import attend
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
 
 
 class SetTransformer(Peer):
@@ -34,9 +32,7 @@ class SetTransformer(Peer):
         equation="ISAB(X) = MAB(X, MAB(I, X)), MAB(X, Y) = LN(H + relu(W H)), "
         "H = LN(X + Multihead(X, Y, Y))",
         complexity="O(N m d)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
         equivariant=True,
         repeats_on_gpu=False,
@@ -49,7 +45,6 @@ class SetTransformer(Peer):
     )
 
     def __init__(self, host: Host, *, points: int = 32) -> None:
-        """See the class."""
         super().__init__(host)
         check_count("points", points)
         self.points = nn.Parameter(torch.empty(points, host.embed_dim))
@@ -57,8 +52,7 @@ class SetTransformer(Peer):
         self.gather = AttentionBlock(host.embed_dim, host.num_heads)
         self.spread = AttentionBlock(host.embed_dim, host.num_heads)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         points = self.points.to(x.dtype).expand(x.shape[0], -1, -1)
         return self.spread(x, self.gather(points, x, key_mask))
 

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
+from lln.peers.host import is_number
 from lln.peers.masked import attend
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
 from lln.precision import accumulation_dtype, without_autocast
 
 # A logarithm of zero that survives subtraction and has a gradient.
@@ -48,9 +47,7 @@ class Sinkhorn(Peer):
         complexity="O(N b d + N² d / b); memory O(N b + (N/b)²)",
         is_linear=False,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         needs_max_len=True,
         random="Gumbel noise on the sorting logits, in training only",
@@ -69,7 +66,6 @@ class Sinkhorn(Peer):
         temperature: float = 0.75,
         iterations: int = 7,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_count("block_size", block_size)
         check_count("iterations", iterations)
@@ -83,8 +79,7 @@ class Sinkhorn(Peer):
         self.sort_hidden = nn.Linear(host.embed_dim, host.embed_dim)
         self.sort_out = nn.Linear(host.embed_dim, host.num_heads * blocks)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         length, heads = x.shape[1], self.host.num_heads
         short = -length % self.block_size
         is_full = key_mask is None and not short

@@ -13,10 +13,9 @@ from torch import Tensor
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
+from lln.peers.host import is_number
 from lln.peers.nystromformer import cubic_inverse
-from lln.peers.peer import Core, zero_padding
+from lln.peers.peer import Card, Core, Host, Mask, zero_padding
 from lln.precision import accumulation_dtype, without_autocast
 
 # A uniform number is kept as a whole number of 2⁻³¹: a cast of the module cannot round it.
@@ -45,15 +44,11 @@ class Skyformer(Core):
     card = Card(
         name="skyformer",
         title="Skyformer",
-        kind="core",
         citation="Chen et al. 2021, arXiv 2111.00035",
         equation="O = κ(Q,L) [κ(L,L) + 0.1 I]⁻¹ κ(L,K) V, κ(a,b) = exp(−‖a−b‖²/(2√d))",
         complexity="O(N m d + m³)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         random="which tokens are landmarks: at construction and at every training step",
         oracle="dense form; all rows as landmarks give exact GV",
@@ -87,10 +82,7 @@ class Skyformer(Core):
         # Row 0 chooses queries, row 1 keys; one draw for all samples and heads.
         self.register_buffer("uniforms", torch.randint(2**BITS, (2, landmarks // 2)))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         if self.training or self.is_original:
             self.uniforms.random_(2**BITS)
         with without_autocast(query):
@@ -103,7 +95,7 @@ class Skyformer(Core):
             summary = weights * (inverse @ (weights * summary))
             return (gaussian(query, landmarks) @ summary).to(value.dtype)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         """κ(Q, L) D Z D κ(L, K) with distances taken one by one. See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
         scale = query.shape[-1] ** -0.25
@@ -118,7 +110,7 @@ class Skyformer(Core):
         out = kernel(query, landmarks) @ (weights * inverse * weights.mT) @ kernel(landmarks, key)
         return out if key_mask is None else out * key_mask[:, None, None, :]
 
-    def landmark_rows(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    def landmark_rows(self, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         """``[B, H, m, D]``: the rows ⌊U · real tokens⌋ among the real ones."""
         batch, _, tokens, width = query.shape
         if key_mask is None:

@@ -14,10 +14,8 @@ from torch.nn import functional as F
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import masked_softmax, with_neighbours
-from lln.peers.peer import Core, visible
+from lln.peers.peer import Card, Core, Host, Mask, visible
 from lln.precision import accumulation_dtype, without_autocast
 
 PATTERNS = ("strided", "fixed")
@@ -42,16 +40,11 @@ class SparseTransformer(Core):
     card = Card(
         name="sparse_transformer",
         title="Sparse Transformer",
-        kind="core",
         citation="Child et al. 2019, arXiv 1904.10509",
         equation="P_ij ∝ exp(q_i·k_j/√d) where |i−j| < l or (i−j) mod l = 0 (strided); in the "
         "same block of l or j among a block's last c (fixed)",
         complexity="O(N (l + N/l) d) strided, O(N (l + cN/l) d) fixed; O(N √N d) at l = √N",
         is_linear=False,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         oracle="dense mask form",
         departures="Both parts of a pattern share one softmax in every head (the paper's merged "
         "head); without is_causal the patterns lose j ≤ i, which the paper has throughout.",
@@ -65,7 +58,6 @@ class SparseTransformer(Core):
         stride: int | None = None,
         summary: int | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_choice("pattern", pattern, PATTERNS)
         self.pattern = pattern
@@ -78,10 +70,7 @@ class SparseTransformer(Core):
                 f"summary must be at most the stride, {self.stride}, got {self.summary}."
             )
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         tokens, stride = query.shape[-2], self.stride
         if key_mask is None:
             key_mask = torch.ones(1, tokens, dtype=torch.bool, device=query.device)
@@ -98,7 +87,7 @@ class SparseTransformer(Core):
             out = attend(blocks_q, blocks_k, blocks_v, real).flatten(-3, -2)[..., :tokens, :]
         return out.to(value.dtype)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         """Softmax over the pattern as an N×N mask. See `Core.matrix`."""
         wide = accumulation_dtype(query.dtype)
         place = torch.arange(query.shape[-2], device=query.device)

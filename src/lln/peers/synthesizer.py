@@ -14,10 +14,8 @@ from torch.nn import functional as F
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Peer, visible
+from lln.peers.peer import Card, Host, Mask, Peer, visible
 from lln.precision import accumulation_dtype, without_autocast
 
 VARIANTS = ("dense", "random", "factorised_dense", "factorised_random")
@@ -54,10 +52,6 @@ class Synthesizer(Peer):
         equation="O = softmax(B) V, B_i = W₂ relu(W₁ x_i) (dense), R (random), R₁R₂ᵀ (factorised)",
         complexity="O(N² d)",
         is_linear=False,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         needs_max_len=True,
         random="with learned=False the matrices of the random variants, once, at construction",
@@ -70,7 +64,6 @@ class Synthesizer(Peer):
     def __init__(
         self, host: Host, *, variant: str = "dense", rank: int = 8, learned: bool = True
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_choice("variant", variant, VARIANTS)
         check_count("rank", rank)
@@ -96,8 +89,7 @@ class Synthesizer(Peer):
         elif variant == "factorised_dense":
             self.coarse, self.fine = _Synthesis(host, rows), _Synthesis(host, self.columns)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         value = self.value(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
         if self.variant in ("dense", "factorised_random"):
             out = self._fused(x, value, key_mask)
@@ -107,7 +99,7 @@ class Synthesizer(Peer):
                 out = (weights @ value.to(weights.dtype)).to(value.dtype)
         return self.out(out.transpose(1, 2).flatten(2))
 
-    def _fused(self, x: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _fused(self, x: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         """O ``[B, H, N, D]`` where B is a product: softmax attention without 1/√d, no N×N kept."""
         length, width = x.shape[1], value.shape[-1]
         if self.variant == "dense":
@@ -123,7 +115,7 @@ class Synthesizer(Peer):
         allowed = visible(value, key_mask, self.host.is_causal)
         return attend(query, key, padded, allowed, scale=1.0)[..., :width]
 
-    def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, x: Tensor, key_mask: Mask = None) -> Tensor:
         """The attention matrix ``[B or 1, H, N, N]`` in the accumulation dtype."""
         allowed = visible(x.unsqueeze(1), key_mask, self.host.is_causal)
         return masked_softmax(self.scores(x), allowed)

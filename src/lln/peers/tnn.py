@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
 from lln.peers.gated import GatedLinearUnit, srms
-from lln.peers.host import Host, is_number
-from lln.peers.peer import Peer
+from lln.peers.host import is_number
+from lln.peers.peer import Card, Host, Mask, Peer
 from lln.peers.toeplitz import Toeplitz
 
 
@@ -40,11 +39,7 @@ class ToeplitzNetwork(Peer):
         equation="x = SRMS(x + W_o[silu(W_u x) ⊙ T silu(W_v x)]), T_ij = γ^|i−j| RPE(i−j); "
         "then a GLU",
         complexity="O(N log N · 3W)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         adds="replaces the layer: u, v, out of width 3; a GLU of width 1; the RPE network",
         oracle="dense Toeplitz form",
         departures="Padded tokens are zeroed before T; the FFT runs in float32 at least.",
@@ -59,7 +54,6 @@ class ToeplitzNetwork(Peer):
         rpe_width: int = 64,
         rpe_layers: int = 6,
     ) -> None:
-        """Build the layer; Args as in the class."""
         super().__init__(host)
         check_count("expansion", expansion)
         check_count("rpe_width", rpe_width)
@@ -74,12 +68,11 @@ class ToeplitzNetwork(Peer):
         self.out = nn.Linear(inner, width)
         self.glu = GatedLinearUnit(width, width)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         x = srms(x + self.gated_toeplitz(x, key_mask))
         return srms(x + self.glu(x))
 
-    def gated_toeplitz(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+    def gated_toeplitz(self, x: Tensor, key_mask: Mask) -> Tensor:
         """GTU(x)."""
         value = F.silu(self.value(x))
         if key_mask is not None:

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
 from lln.precision import accumulation_dtype, without_autocast
 
 
@@ -42,11 +40,8 @@ class TransformerLS(Peer):
         citation="Zhu et al. 2021, arXiv 2107.02192",
         equation="P = softmax(Q [LN(PᵀK); K_window]ᵀ/√d), P = softmax over tokens of W_p x",
         complexity="O(N (2w + r) d)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         oracle="dense form",
         adds="query, key, value and output projections; two LayerNorms; W_p of H·r columns",
         departures="W_p has no bias, which the softmax over tokens would cancel; no CLS token kept "
@@ -67,8 +62,7 @@ class TransformerLS(Peer):
             self.summary = nn.Linear(width, host.num_heads * landmarks, bias=False)
             self.short_norm = nn.LayerNorm(width)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         query = self._split(self.query(x))
         key, value = (self._split(self.long_norm(p(x))) for p in (self.key, self.value))
         if key_mask is None:

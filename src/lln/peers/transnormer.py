@@ -15,11 +15,9 @@ from torch.nn import functional as F
 
 from lln.checks import check_count
 from lln.checks.names import check_choice
-from lln.peers.card import Card
 from lln.peers.gated import GatedLinearUnit, srms
-from lln.peers.host import Host
 from lln.peers.linear import causal_sums, full_sums
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
 from lln.peers.rotary import LearnedRotation
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -51,7 +49,6 @@ class TransNormer(Peer):
         lrpe: bool = True,
         compat: Literal["released"] | None = None,
     ) -> None:
-        """Build the layer; Args as in the class."""
         super().__init__(host)
         check_count("chunk", chunk)
         check_choice("compat", compat, (None, "released"))
@@ -71,12 +68,11 @@ class TransNormer(Peer):
     def features(x: Tensor) -> Tensor:
         """φ of NormAttention."""
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         x = srms(x + self.attend(x, key_mask))
         return srms(x + self.glu(x))
 
-    def attend(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+    def attend(self, x: Tensor, key_mask: Mask) -> Tensor:
         """The attention of this layer with its projections, ``[B, N, H·D]`` → the same."""
         if self.compat == "released":
             key_mask = None
@@ -103,7 +99,7 @@ class TransNormer(Peer):
         sums = causal_sums if self.host.is_causal else full_sums
         return sums(features_q, features_k, value.to(wide).transpose(1, 2)).transpose(1, 2)
 
-    def _local(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _local(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         """Attention inside chunks, ``[B, N, H, D]`` each."""
         batch, tokens = value.shape[:2]
         chunk = self.chunk if self.compat == "released" else min(self.chunk, tokens)
@@ -130,7 +126,7 @@ class TransNormer(Peer):
         return out.transpose(1, 2).unflatten(0, (batch, count)).flatten(1, 2)[:, :tokens]
 
     def _visible(
-        self, batch: int, tokens: int, chunk: int, key_mask: Tensor | None, device: torch.device
+        self, batch: int, tokens: int, chunk: int, key_mask: Mask, device: torch.device
     ) -> Tensor | None:
         """bool, broadcasts to ``[B·N/C, 1, C, C]``; rows that would see nothing see all."""
         short = 0 if self.compat == "released" else -tokens % chunk
@@ -163,11 +159,7 @@ class TransNormerT1(TransNormer):
         equation="lower half of the layers: SRMS(relu(QKᵀ/√d) V) in chunks; upper half: "
         "SRMS(φ(Q)(φ(K)ᵀV)), φ = elu; LRPE; then a GLU",
         complexity="O(N d² + N C d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         period=2,
         random="the reflection of LRPE, once",
         adds="replaces the layer: q, k, v, out; a GLU of width 8/3; d/2 angles",
@@ -179,7 +171,6 @@ class TransNormerT1(TransNormer):
 
     @staticmethod
     def features(x: Tensor) -> Tensor:
-        """See `TransNormer.features`."""
         return F.elu(x)
 
 
@@ -199,7 +190,6 @@ class TransNormerT2(TransNormer):
 
     @staticmethod
     def features(x: Tensor) -> Tensor:
-        """See `TransNormer.features`."""
         return 1 + F.elu(x)
 
 
