@@ -6,16 +6,13 @@ r random blocks, S = 5 + r blocks that a block may look at.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.masked import with_neighbours
-from lln.peers.peer import Card, Core, Host, Mask
-from lln.precision import accumulation_dtype
+from lln.peers.masked import attend, softmax_matrix
+from lln.peers.peer import Card, Core, Host, Mask, real_tokens, visible
+from lln.peers.token_blocks import cut, with_neighbours
 
 
 class BigBird(Core):
@@ -75,7 +72,6 @@ class BigBird(Core):
         return attend_blocks(query, key, value, key_mask, last, chosen, valid, block=self.block)
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
-        wide = accumulation_dtype(query.dtype)
         tokens = query.shape[-2]
         last = self.last_block(query, key_mask)
         blocks = -(-tokens // self.block)
@@ -88,10 +84,7 @@ class BigBird(Core):
             seen = seen | ((one.unsqueeze(-1) == own) & is_one.unsqueeze(-1))
         of_token = torch.arange(tokens, device=query.device) // self.block
         seen = seen[..., of_token, :][..., of_token]
-        if key_mask is not None:
-            seen = seen & key_mask[:, None, None, :]
-        scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
-        return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+        return softmax_matrix(query, key, visible(query, key_mask, among=seen))
 
     def last_block(self, query: Tensor, key_mask: Mask) -> Tensor:
         """The block of each sample's last real token, int64 ``[B]``."""
@@ -156,14 +149,10 @@ def attend_blocks(
     Returns:
         ``[B, H, N, D]``; zeros where a query sees nothing.
     """
-    batch, heads, tokens, _ = query.shape
-    short = -tokens % block
-    if key_mask is None:
-        key_mask = torch.ones(batch, tokens, dtype=torch.bool, device=query.device)
-    real = F.pad(key_mask, (0, short)).unflatten(-1, (-1, block))
-    blocks_q, blocks_k, blocks_v = (
-        F.pad(side, (0, 0, 0, short)).unflatten(-2, (-1, block)) for side in (query, key, value)
-    )
+    heads, tokens = query.shape[1:3]
+    key_mask = real_tokens(query, key_mask)
+    real = cut(key_mask, block, dim=-1)
+    blocks_q, blocks_k, blocks_v = (cut(side, block) for side in (query, key, value))
     at_end = last[:, None, None, None, None]
 
     def spread(side: Tensor) -> Tensor:
@@ -178,13 +167,12 @@ def attend_blocks(
 
     is_real = real[:, None, :, :, None].expand(-1, heads, -1, -1, -1)
     counts = torch.cat((_counted(last, blocks_k.shape[2], heads), valid), dim=-1)
-    seen = spread(is_real).squeeze(-1) & counts.repeat_interleave(block, dim=-1)
-    out = _attend(
-        *(side.flatten(1, 2) for side in (blocks_q, spread(blocks_k), spread(blocks_v), seen))
-    ).unflatten(1, (heads, -1))
+    seen = spread(is_real).mT & counts.repeat_interleave(block, dim=-1).unsqueeze(-2)
+    sides = (blocks_q, spread(blocks_k), spread(blocks_v), seen)
+    out = attend(*(side.flatten(1, 2) for side in sides)).unflatten(1, (heads, -1))
     # The two ends see all.
     ends = torch.cat((blocks_q[:, :, :1], torch.take_along_dim(blocks_q, at_end, dim=2)), dim=2)
-    rows = _attend(ends.flatten(2, 3), key, value, key_mask.unsqueeze(1))
+    rows = attend(ends.flatten(2, 3), key, value, visible(key, key_mask))
     of_first, of_last = rows.unflatten(2, (2, 1, block)).unbind(2)
     own = torch.arange(out.shape[2], device=query.device)[:, None, None]
     out = torch.where(own == at_end, of_last, torch.where(own == 0, of_first, out))
@@ -197,11 +185,3 @@ def _counted(last: Tensor, blocks: int, heads: int) -> Tensor:
     counted = (own >= 0, last > 0, (own > 1) & (own <= last), (own > 0) & (own < last))
     counted = torch.broadcast_tensors(*counted, own + 1 < last)
     return torch.stack(counted, dim=-1).unsqueeze(1).expand(-1, heads, -1, -1)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-    # Fused kernels disagree on rows that see nothing: let them see all, then blank them.
-    seen = seen.unsqueeze(-2)
-    blind = ~seen.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen | blind)
-    return torch.where(blind, 0.0, out)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from lln.checks import check_block_size
 from lln.functional.dense import block_diagonal_attention
-from lln.peers.masked import masked_softmax
+from lln.peers.masked import softmax_matrix
 from lln.peers.peer import Card, Core, Host, Mask, visible
-from lln.precision import accumulation_dtype
 
 
 class BlockDiagonal(Core):
@@ -37,13 +34,9 @@ class BlockDiagonal(Core):
         self.block_size = block_size
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
+        size, is_causal = self.block_size, self.host.is_causal
         return block_diagonal_attention(
-            query,
-            key,
-            value,
-            block_size=self.block_size,
-            key_mask=key_mask,
-            is_causal=self.host.is_causal,
+            query, key, value, block_size=size, key_mask=key_mask, is_causal=is_causal
         )
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
@@ -54,13 +47,10 @@ def block_matrix(
     query: Tensor, key: Tensor, block_size: int, key_mask: Mask, is_causal: bool
 ) -> Tensor:
     """The dense form ``[B, H, N, N]``; rows that see no key are zero."""
-    wide = accumulation_dtype(query.dtype)
-    scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
     place = torch.arange(query.shape[-2], device=query.device)
     if key_mask is not None and place.numel():
         # Counted from the first token that is not padding.
         place = place - key_mask[:, None].int().argmax(-1, keepdim=True)
     block = place.div(block_size, rounding_mode="floor")
     allowed = block.unsqueeze(-1) == block.unsqueeze(-2)
-    seen = visible(query, key_mask, is_causal)
-    return masked_softmax(scores, allowed if seen is None else allowed & seen)
+    return softmax_matrix(query, key, visible(query, key_mask, is_causal, among=allowed))

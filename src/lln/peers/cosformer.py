@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lln.peers.linear import LEAST_FLOOR, LinearCore
-from lln.peers.peer import Card, Mask
+from lln.peers.peer import Card
 
 
 class CosFormer(LinearCore):
@@ -35,13 +35,8 @@ class CosFormer(LinearCore):
 
     floor = LEAST_FLOOR
 
-    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
-        tokens = query.shape[-2]
-        position = torch.arange(tokens, device=query.device, dtype=query.dtype)
+    def feature_map(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.shape[-2], device=x.device, dtype=x.dtype)
         angle = (position * (math.pi / 2 / self.host.max_len)).unsqueeze(-1)
-        sine, cosine = angle.sin(), angle.cos()
-        query, key = query.relu(), key.relu()
-        return (
-            torch.cat((query * sine, query * cosine), dim=-1),
-            torch.cat((key * sine, key * cosine), dim=-1),
-        )
+        x = x.relu()
+        return torch.cat((x * angle.sin(), x * angle.cos()), dim=-1)

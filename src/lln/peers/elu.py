@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.peers.linear import LinearCore
-from lln.peers.peer import Card, Mask
+from lln.peers.peer import Card
 
 
 class Elu(LinearCore):
@@ -22,5 +22,5 @@ class Elu(LinearCore):
         oracle="dense form",
     )
 
-    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
-        return F.elu(query) + 1, F.elu(key) + 1
+    def feature_map(self, x: Tensor) -> Tensor:
+        return F.elu(x) + 1

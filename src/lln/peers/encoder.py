@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lln.checks import shape_of
-from lln.checks.names import check_choice, shown
+from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError
-from lln.peers.peer import Mask, check_dtype, check_key_mask, check_vectors
+from lln.peers.option_checks import check_size
+from lln.peers.peer import Mask, check_dtype, check_key_mask, check_vectors, zero_padding
 from lln.peers.registry import available, build, card, parameter_count
 
 NORMS = ("pre", "post")
@@ -73,10 +74,7 @@ class Encoder(nn.Module):
         sizes = {"feed_forward": feed_forward, "vocabulary": vocabulary}
         given = {label: size for label, size in sizes.items() if size is not None}
         for label, size in ({"depth": depth} | given).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise InvalidInputError(
-                    f"{label} must be a positive whole number, got {shown(size)}."
-                )
+            check_size(label, size)
         self.card, self.max_len, self.vocabulary = card(name), max_len, vocabulary
         self.width = embed_dim
         is_block = self.card.kind == "block"
@@ -122,17 +120,13 @@ class Encoder(nn.Module):
             hidden = tokens
         else:
             hidden = self._embed(tokens)
-        if key_mask is None:
-            for layer in self.layers:
-                hidden = layer(hidden, None)
-            return self.norm(hidden)
-        check_key_mask(hidden, key_mask)
-        real = key_mask.unsqueeze(-1)
+        if key_mask is not None:
+            check_key_mask(hidden, key_mask)
         # What padded tokens hold would reach the weights' gradients through norm and feed-forward.
-        hidden = torch.where(real, hidden, 0.0)
+        hidden = zero_padding(hidden, key_mask)
         for layer in self.layers:
             hidden = layer(hidden, key_mask)
-        return torch.where(real, self.norm(hidden), 0.0)
+        return zero_padding(self.norm(hidden), key_mask)
 
     def _embed(self, words: Tensor) -> Tensor:
         is_tensor = isinstance(words, Tensor)
@@ -199,8 +193,7 @@ def masked_mean(hidden: Tensor, key_mask: Mask = None) -> Tensor:
     if key_mask is None:
         return hidden.mean(1)
     check_key_mask(hidden, key_mask)
-    real = key_mask.unsqueeze(-1)
-    return torch.where(real, hidden, 0.0).sum(1) / real.sum(1).clamp_min(1)
+    return zero_padding(hidden, key_mask).sum(1) / key_mask.sum(1, keepdim=True).clamp_min(1)
 
 
 @dataclass(frozen=True)
@@ -230,24 +223,14 @@ def compare_parameters(
         max_len: Counts where a system has weights for every position.
         feed_forward: Inner width.
     """
-    sizes = (depth, embed_dim, num_heads, max_len, feed_forward)
-    softmax = _count("softmax", *sizes)
-    totals = {name: _count(name, *sizes) for name in (available() if names is None else names)}
-    return {name: Parameters(total, total / softmax) for name, total in totals.items()}
+    sizes = {"depth": depth, "embed_dim": embed_dim, "num_heads": num_heads, "max_len": max_len}
+    count = functools.partial(_count, feed_forward=feed_forward, **sizes)
+    totals = {name: count(name) for name in (available() if names is None else names)}
+    return {name: Parameters(total, total / count("softmax")) for name, total in totals.items()}
 
 
 @functools.cache
-def _count(
-    name: str, depth: int, embed_dim: int, num_heads: int, max_len: int, feed_forward: int | None
-) -> int:
+def _count(name: str, **sizes: Any) -> int:
     # Counting needs the shapes alone; drawing the weights would take most of the time.
     with torch.device("meta"):
-        encoder = Encoder(
-            name,
-            depth=depth,
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            max_len=max_len,
-            feed_forward=feed_forward,
-        )
-    return encoder.parameter_count
+        return Encoder(name, **sizes).parameter_count

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.linear import earlier_sums
-from lln.peers.peer import Card, Host, Mask, Peer
+from lln.peers.option_checks import check_counts
+from lln.peers.peer import Card, Host, Mask, Peer, zero_padding
 from lln.peers.rotary import check_even, frequencies, rotate
+from lln.peers.token_blocks import cut
 from lln.precision import accumulation_dtype, without_autocast
 
 # Chunks up to here have one bias for every distance, longer ones a product of two vectors.
@@ -70,9 +71,7 @@ class Flash(Peer):
         rope: bool = True,
     ) -> None:
         super().__init__(host)
-        check_count("chunk", chunk)
-        check_count("key_width", key_width)
-        check_count("expansion", expansion)
+        check_counts(chunk=chunk, key_width=key_width, expansion=expansion)
         check_choice("scale", scale, ("chunk", "tokens"))
         if scale == "tokens" and host.is_causal:
             raise InvalidInputError(
@@ -94,10 +93,8 @@ class Flash(Peer):
 
     def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         normed = self.norm(x)
-        value = F.silu(self.value(normed))
-        if key_mask is not None:
-            # Neither branch has a denominator: a key without a value is no key.
-            value = torch.where(key_mask.unsqueeze(-1), value, 0.0)
+        # Neither branch has a denominator: a key without a value is no key.
+        value = zero_padding(F.silu(self.value(normed)), key_mask)
         shared = F.silu(self.shared(normed))
         with without_autocast(x):
             mixed = self._attend(shared, value, key_mask)
@@ -113,12 +110,12 @@ class Flash(Peer):
         tokens = value.shape[1]
         # A sequence shorter than a chunk is not filled up; C in the formula stays.
         length = min(self.chunk, tokens)
-        values = _chunks(value.to(wide), length)
-        query, key = (_chunks(side, length) for side in sides[:2])
+        values = cut(value.to(wide), length)
+        query, key = (cut(side, length) for side in sides[:2])
         weights = (query @ key.mT / self.chunk + self.bias(length).to(wide)).relu().square()
         out = (weights.tril() if self.host.is_causal else weights) @ values
         if self.linear:
-            query, key = (_chunks(side, length) for side in sides[2:])
+            query, key = (cut(side, length) for side in sides[2:])
             out = out + query @ self._summary(key, values, tokens, key_mask)
         return out.flatten(1, 2)[:, :tokens]
 
@@ -158,8 +155,3 @@ class ChunkBias(nn.Module):
         angles = frequencies(self.weight.shape[-1], wide, self.weight.device)
         rows, columns = rotate(self.weight[:, None, :].expand(-1, length, -1), angles)
         return rows @ columns.mT
-
-
-def _chunks(tokens: Tensor, length: int) -> Tensor:
-    """``[B, N, ·]`` → ``[B, G, length, ·]``, filled up with zeros."""
-    return F.pad(tokens, (0, 0, 0, -tokens.shape[1] % length)).unflatten(1, (-1, length))

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks.names import check_choice
-from lln.peers.peer import Card, Core, Host, Mask, zero_padding
+from lln.peers.peer import Card, Host, Mask, WideCore, real_tokens, zero_padding
 from lln.peers.projected import Branched
+from lln.peers.token_blocks import cut
 from lln.precision import accumulation_dtype, without_autocast
 
 # Tokens whose part of the mask is formed at once.
@@ -27,7 +28,7 @@ CHUNK = 64
 _FLOOR = 1e-6
 
 
-class LionD(Core):
+class LionD(WideCore):
     """LION-D: P_ij ∝ φ(q_i)·φ(k_j) a^|i−j|, a = sigmoid(w) learned per head.
 
     φ(x) = (silu(x) + ½)/‖silu(x) + ½‖, which is positive. The mask is symmetric and 1 on the
@@ -54,26 +55,20 @@ class LionD(Core):
 
     def __init__(self, host: Host, *, features: Literal["silu", "elu"] = "silu") -> None:
         super().__init__(host)
-        _check_features(features)
+        check_choice("features", features, ("silu", "elu"))
         self.features = features
         self.decay = nn.Parameter(torch.randn(host.num_heads))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
-        batch, heads, tokens, _ = query.shape
-        with without_autocast(query):
-            decay = F.logsigmoid(self.decay.to(accumulation_dtype(query.dtype)))
-            log_decay = decay[:, None].expand(batch, heads, tokens)
-            return fading_attention(
-                query, key, value, log_decay, key_mask, self.features, self.host.is_causal
-            )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        log_decay = F.logsigmoid(self.decay.to(query.dtype))[:, None].expand(query.shape[:3])
+        return fading_attention(self, query, key, value, log_decay, key_mask)
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         wide = accumulation_dtype(query.dtype)
-        real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool)
-        position = (real if key_mask is None else key_mask).to(wide).cumsum(-1)
+        position = real_tokens(query, key_mask).to(wide).cumsum(-1)
         distance = (position[:, None, :, None] - position[:, None, None, :]).abs()
         mask = self.decay.to(wide).sigmoid()[:, None, None] ** distance
-        return _dense(query, key, mask, key_mask, self.features, self.host.is_causal)
+        return _dense(self, query, key, mask, key_mask)
 
 
 class LionS(Branched):
@@ -110,15 +105,10 @@ class LionS(Branched):
     )
 
     def __init__(
-        self,
-        host: Host,
-        *,
-        features: Literal["silu", "elu"] = "silu",
-        diagonal: int = 0,
-        convolution: int = 0,
+        self, host: Host, *, features: Literal["silu", "elu"] = "silu", **branches: int
     ) -> None:
-        super().__init__(host, diagonal=diagonal, convolution=convolution)
-        _check_features(features)
+        super().__init__(host, **branches)
+        check_choice("features", features, ("silu", "elu"))
         self.features = features
         self.decay = nn.Linear(host.embed_dim, host.num_heads)
 
@@ -127,9 +117,7 @@ class LionS(Branched):
     ) -> Tensor:
         log_decay = self._log_decay(x)
         with without_autocast(x):
-            return fading_attention(
-                query, key, value, log_decay, key_mask, self.features, self.host.is_causal
-            )
+            return fading_attention(self, query, key, value, log_decay, key_mask)
 
     def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         log_decay = self._log_decay(x)
@@ -139,9 +127,7 @@ class LionS(Branched):
         before = up_to - log_decay
         below = (before[..., :, None] - before[..., None, :]).tril(-1)
         above = (up_to[..., None, :] - up_to[..., :, None]).triu(1)
-        return _dense(
-            query, key, (below + above).exp(), key_mask, self.features, self.host.is_causal
-        )
+        return _dense(self, query, key, (below + above).exp(), key_mask)
 
     def _log_decay(self, x: Tensor) -> Tensor:
         # log(1 − sigmoid(y)) = logsigmoid(−y), without the cancellation.
@@ -150,32 +136,24 @@ class LionS(Branched):
 
 
 def fading_attention(
+    system: LionD | LionS,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     log_decay: Tensor,
     key_mask: Mask,
-    features: str,
-    is_causal: bool,
 ) -> Tensor:
     """The row-normalised attention of both systems, ``[B, H, N, E]``.
 
-    Args:
-        query: ``[B, H, N, D]``.
-        key: Like query.
-        value: ``[B, H, N, E]``.
-        log_decay: log a ``[B, H, N]``, at most 0, in the accumulation dtype.
-        key_mask: bool ``[B, N]``.
-        features: ``"silu"`` or ``"elu"``.
-        is_causal: Whether only the lower triangle counts.
+    ``log_decay`` is log a ``[B, H, N]``, at most 0, in the accumulation dtype.
     """
     wide = log_decay.dtype
-    features_q, features_k = _map(query.to(wide), features), _map(key.to(wide), features)
-    features_k = zero_padding(features_k, key_mask)
+    features_q = _map(query.to(wide), system.features)
+    features_k = zero_padding(_map(key.to(wide), system.features), key_mask)
     if key_mask is not None:
         log_decay = torch.where(key_mask[:, None], log_decay, 0.0)
     values = F.pad(value.to(wide), (0, 1), value=1.0)
-    out = fading_sums(features_q, features_k, values, log_decay, is_causal)
+    out = fading_sums(features_q, features_k, values, log_decay, system.host.is_causal)
     return (out[..., :-1] / out[..., -1:].clamp_min(_FLOOR)).to(value.dtype)
 
 
@@ -183,13 +161,8 @@ def fading_sums(
     features_q: Tensor, features_k: Tensor, values: Tensor, log_decay: Tensor, is_causal: bool
 ) -> Tensor:
     """Σ_j φ(q_i)·φ(k_j) M_ij v_j with the M of `LionS`, ``[B, H, N, E]``, in linear time."""
-    tokens = features_q.shape[-2]
-    short = -tokens % CHUNK
-    chunks_q, chunks_k, chunks_v = (
-        F.pad(tensor, (0, 0, 0, short)).unflatten(-2, (-1, CHUNK))
-        for tensor in (features_q, features_k, values)
-    )
-    decay = F.pad(log_decay, (0, short)).unflatten(-1, (-1, CHUNK))
+    chunks_q, chunks_k, chunks_v = (cut(side, CHUNK) for side in (features_q, features_k, values))
+    decay = cut(log_decay, CHUNK, dim=-1)
     up_to = decay.cumsum(-1)
     before, total = up_to - decay, up_to[..., -1:]
     gap = before[..., :, None] - before[..., None, :]
@@ -212,7 +185,7 @@ def fading_sums(
         come = running_sums(left.flip(-3), total.flip(-2)).flip(-3)
         come = F.pad(come[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
         out = out + (chunks_q * (total - up_to).exp().unsqueeze(-1)) @ come
-    return out.flatten(-3, -2)[..., :tokens, :]
+    return out.flatten(-3, -2)[..., : values.shape[-2], :]
 
 
 def running_sums(states: Tensor, log_decay: Tensor) -> Tensor:
@@ -238,20 +211,13 @@ def running_sums(states: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def _dense(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor,
-    key_mask: Mask,
-    features: str,
-    is_causal: bool,
+    system: LionD | LionS, query: Tensor, key: Tensor, mask: Tensor, key_mask: Mask
 ) -> Tensor:
     """P ``[B, H, N, N]`` of a fading mask that broadcasts to it."""
-    wide = mask.dtype
-    weights = _map(query.to(wide), features) @ _map(key.to(wide), features).mT * mask
-    if is_causal:
+    features_q, features_k = (_map(side.to(mask.dtype), system.features) for side in (query, key))
+    weights = features_q @ zero_padding(features_k, key_mask).mT * mask
+    if system.host.is_causal:
         weights = weights.tril()
-    if key_mask is not None:
-        weights = torch.where(key_mask[:, None, None], weights, 0.0)
     return weights / weights.sum(-1, keepdim=True).clamp_min(_FLOOR)
 
 
@@ -260,7 +226,3 @@ def _map(x: Tensor, features: str) -> Tensor:
         return F.elu(x) + 1
     positive = F.silu(x) + 0.5
     return positive / torch.linalg.vector_norm(positive, dim=-1, keepdim=True)
-
-
-def _check_features(features: str) -> None:
-    check_choice("features", features, ("silu", "elu"))

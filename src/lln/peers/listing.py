@@ -9,7 +9,6 @@ from typing import Any
 from lln.checks.names import check_choices
 from lln.peers.card import Card
 from lln.peers.encoder import compare_parameters
-from lln.peers.families import FAMILIES
 from lln.peers.options import options_of
 from lln.peers.registry import available, card, find
 
@@ -40,7 +39,7 @@ LIBRARIES = (
 def in_order(names: Iterable[str] | None = None) -> list[str]:
     """Names by family, as tables list them; None = every one."""
     chosen = set(available() if names is None else names)
-    return [name for family in FAMILIES.values() for name in family if name in chosen]
+    return [name for name in available() if name in chosen]
 
 
 def table() -> tuple[list[str], list[list[str]]]:

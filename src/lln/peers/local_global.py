@@ -5,15 +5,14 @@ Dimension legend: B batch, H heads, N tokens, D head width, w reach of the windo
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.band import band_attention
-from lln.peers.host import is_number
+from lln.peers.masked import softmax_matrix
+from lln.peers.option_checks import check_number, check_window
 from lln.peers.peer import Card, Core, Host, Mask, visible
 from lln.peers.softmax import Softmax
 from lln.precision import accumulation_dtype, without_autocast
@@ -58,15 +57,10 @@ class LocalGlobal(Core):
     ) -> None:
         """Choose the kind of the layer."""
         super().__init__(host)
-        check_count("window", window, least=2)
-        if window % 2:
-            raise InvalidInputError(
-                f"window must be even, half of it on each side of a token, got {window}."
-            )
+        check_window(window)
         check_count("every", every)
         for name, theta in (("local_theta", local_theta), ("global_theta", global_theta)):
-            if not (is_number(theta) and theta > 0):
-                raise InvalidInputError(f"{name} must be a positive number, got {theta!r}.")
+            check_number(name, theta, lambda number: number > 0, "a positive number")
         if host.head_dim % 2:
             raise InvalidInputError(
                 f"local_global turns pairs of coordinates and needs an even head width, got "
@@ -81,25 +75,14 @@ class LocalGlobal(Core):
         query, key = (rotate(side, self.theta).to(value.dtype) for side in (query, key))
         if self.is_global:
             return self.full(query, key, value, key_mask)
-        return band_attention(
-            query,
-            key,
-            value,
-            reach=self.reach,
-            key_mask=key_mask,
-            is_causal=self.host.is_causal,
-        )
+        return band_attention(query, key, value, self.reach, key_mask, self.host.is_causal)
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
-        turned_q, turned_k = rotate(query, self.theta), rotate(key, self.theta)
-        scores = turned_q @ turned_k.mT / math.sqrt(query.shape[-1])
         place = torch.arange(query.shape[-2], device=query.device)
         near = (place.unsqueeze(-1) - place).abs() <= self.reach
-        allowed = torch.ones_like(near) if self.is_global else near
-        hidden = visible(query, key_mask, self.host.is_causal)
-        if hidden is not None:
-            allowed = allowed & hidden
-        return scores.masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(0.0)
+        among = None if self.is_global else near
+        allowed = visible(query, key_mask, self.host.is_causal, among)
+        return softmax_matrix(rotate(query, self.theta), rotate(key, self.theta), allowed)
 
 
 def rotate(heads: Tensor, theta: float) -> Tensor:

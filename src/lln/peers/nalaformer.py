@@ -38,5 +38,4 @@ class NaLaFormer(LinearCore):
         power = 3 * (0.5 + length.tanh())
         # One side of every pair is zero; a power of at least 1.5 has no gradient there.
         features_q = torch.cat((direction, -direction), dim=-1).relu() ** power
-        features_k = torch.cat((key, -key), dim=-1).relu() ** 3
-        return features_q, features_k
+        return features_q, torch.cat((key, -key), dim=-1).relu() ** 3

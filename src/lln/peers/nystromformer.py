@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Card, Core, Host, Mask, zero_padding
-from lln.peers.projected import TokenConvolution, check_kernel
+from lln.peers.option_checks import check_counts, check_kernel
+from lln.peers.peer import Card, Core, Host, Mask, real_tokens, visible, zero_padding
+from lln.peers.projected import TokenConvolution
 from lln.precision import accumulation_dtype, without_autocast
 
 
@@ -62,10 +62,8 @@ class Nystromformer(Core):
         kernel: int = 33,
         compat: Literal["original", "released"] | None = None,
     ) -> None:
-        """Build the convolution; Args as in the class."""
         super().__init__(host)
-        check_count("landmarks", landmarks)
-        check_count("iterations", iterations)
+        check_counts(landmarks=landmarks, iterations=iterations)
         check_kernel("kernel", kernel)
         check_choice("compat", compat, (None, "original", "released"))
         self.landmarks, self.iterations = landmarks, iterations
@@ -86,12 +84,10 @@ class Nystromformer(Core):
         return out if self.convolution is None else out + self.convolution(value, key_mask)
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
-        """The three factors multiplied, plus the convolution as a band. See `Core.matrix`."""
+        """The three factors multiplied, plus the convolution as a band."""
         wide = accumulation_dtype(query.dtype)
         query, key = query.to(wide), key.to(wide)
-        if key_mask is None:
-            key_mask = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)
-        averaged = key_mask
+        key_mask = averaged = real_tokens(query, key_mask)
         if self.is_released:
             query, key = zero_padding(query, key_mask), zero_padding(key, key_mask)
             averaged = torch.ones_like(key_mask)
@@ -142,7 +138,7 @@ def nystrom_attention(
     Returns:
         ``[B, H, N, E]`` in the dtype of value.
     """
-    from_keys = None if key_mask is None else key_mask[:, None, None, :]
+    from_keys = visible(key, key_mask)
     if is_released and landmarks == query.shape[-2]:
         return attend(query, key, value, from_keys)
     with without_autocast(query):

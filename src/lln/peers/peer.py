@@ -16,9 +16,23 @@ from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.precision import autocast_enabled
+from lln.precision import accumulation_dtype, autocast_enabled, without_autocast
 
-__all__ = ["Card", "Core", "Host", "Mask", "Peer", "visible", "zero_padding"]
+# Card and Host are handed on, so that a system is written with the names of this file.
+__all__ = [
+    "Card",
+    "Core",
+    "Host",
+    "Mask",
+    "Peer",
+    "WideCore",
+    "check_dtype",
+    "check_key_mask",
+    "check_vectors",
+    "real_tokens",
+    "visible",
+    "zero_padding",
+]
 
 # Which tokens are real: bool ``[B, N]``, True = a real token; None = all of them.
 Mask: TypeAlias = Tensor | None
@@ -49,10 +63,7 @@ class Peer(nn.Module, ABC):
             ``[B, N, embed_dim]``; padded tokens are zero, and so is a sequence without a real one.
         """
         self._check(x, key_mask)
-        if key_mask is None:
-            return self.mix(x, None)
-        real = key_mask.unsqueeze(-1)
-        return torch.where(real, self.mix(torch.where(real, x, 0.0), key_mask), 0.0)
+        return zero_padding(self.mix(zero_padding(x, key_mask), key_mask), key_mask)
 
     @abstractmethod
     def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
@@ -107,6 +118,20 @@ class Core(nn.Module, ABC):
         """The attention matrix ``[B, H, N, N]``, dense, in the accumulation dtype."""
 
 
+class WideCore(Core):
+    """A core that computes in the accumulation dtype: a subclass writes `attend`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
+        with without_autocast(query):
+            wide = accumulation_dtype(query.dtype)
+            out = self.attend(query.to(wide), key.to(wide), value.to(wide), key_mask)
+        return out.to(value.dtype)
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        """`Core.forward` of tensors in the accumulation dtype, which is returned too."""
+
+
 def check_vectors(name: str, x: Tensor, width: int | None = None) -> None:
     """Refuse anything but floating-point token vectors ``[B, N, W]``, of this width if given."""
     fits = isinstance(x, Tensor) and x.dim() == 3 and width in (None, x.shape[-1])
@@ -148,22 +173,37 @@ def check_key_mask(x: Tensor, key_mask: Tensor) -> None:
         )
 
 
-def visible(tokens: Tensor, key_mask: Mask, is_causal: bool) -> Tensor | None:
-    """bool, broadcasts to ``[B, 1, N, N]``: which key each query may see; None = every one.
+def real_tokens(tokens: Tensor, key_mask: Mask) -> Tensor:
+    """The mask of ``[B, …, N, D]`` as a tensor ``[B, N]``, all True where there is none."""
+    if key_mask is not None:
+        return key_mask
+    return tokens.new_ones(tokens.shape[0], tokens.shape[-2], dtype=torch.bool)
+
+
+def visible(
+    tokens: Tensor, key_mask: Mask, is_causal: bool = False, among: Tensor | None = None
+) -> Tensor | None:
+    """bool, broadcasts to ``[B, H, N, N]``: which key each query may see; None = every one.
 
     Args:
         tokens: ``[B, H, N, D]``, for its length and device.
         key_mask: bool ``[B, N]``.
         is_causal: Whether later keys are hidden.
+        among: What a pattern lets a query see, broadcasts likewise.
     """
-    allowed = None if key_mask is None else key_mask[:, None, None, :]
-    if not is_causal:
-        return allowed
-    length = tokens.shape[-2]
-    earlier = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-    return earlier[None, None] if allowed is None else allowed & earlier
+    allowed = among
+    if key_mask is not None:
+        real = key_mask[:, None, None, :]
+        allowed = real if allowed is None else allowed & real
+    if is_causal:
+        earlier = tokens.new_ones(tokens.shape[-2], tokens.shape[-2], dtype=torch.bool).tril()
+        allowed = earlier[None, None] if allowed is None else allowed & earlier
+    return allowed
 
 
-def zero_padding(heads: Tensor, key_mask: Mask) -> Tensor:
-    """Heads or features ``[B, H, N, ·]`` with zeros for padded tokens."""
-    return heads if key_mask is None else torch.where(key_mask[:, None, :, None], heads, 0.0)
+def zero_padding(tokens: Tensor, key_mask: Mask) -> Tensor:
+    """Tokens ``[B, N, ·]``, or heads ``[B, H, N, ·]``, with zeros for padded ones."""
+    if key_mask is None:
+        return tokens
+    real = key_mask.unsqueeze(-1) if tokens.dim() == 3 else key_mask[:, None, :, None]
+    return torch.where(real, tokens, 0.0)

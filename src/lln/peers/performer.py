@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lln.checks import check_count
 from lln.checks.names import check_choice
-from lln.errors import InvalidInputError
-from lln.peers.host import is_number
 from lln.peers.linear import LinearCore
+from lln.peers.option_checks import check_number
 from lln.peers.peer import Card, Host, Mask, zero_padding
 
 # Added to the features of the relu kernel, as in the authors' code.
@@ -91,13 +90,11 @@ class Performer(LinearCore):
         super().__init__(host)
         check_choice("kernel", kernel, ("exp", "relu"))
         check_choice("compat", compat, (None, *_PUBLISHED_FEATURES))
-        if not (is_number(epsilon) and epsilon >= 0):
-            raise InvalidInputError(f"epsilon must be at least 0, got {epsilon!r}.")
+        check_number("epsilon", epsilon, lambda number: number >= 0, "at least 0")
         width = host.head_dim
         if features is None:
-            features = (
-                _PUBLISHED_FEATURES[compat] if compat else max(1, int(width * math.log(width)))
-            )
+            usual = max(1, int(width * math.log(width)))
+            features = _PUBLISHED_FEATURES[compat] if compat else usual
         if redraw_every is None:
             redraw_every = 0 if compat else 1000
         check_count("features", features)
@@ -142,7 +139,6 @@ class Performer(LinearCore):
         return super().normalise(total, mass)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
-        """See `Core.forward`; in training every so many calls begin with a new W."""
         if self._has_own_draw or (self.training and self.redraw_every):
             self._count_call()
         if self.compat == "skyformer":

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.errors import InvalidInputError
-from lln.peers.host import is_number
 from lln.peers.linear import full_sums
+from lln.peers.option_checks import check_kernel, check_number
 from lln.peers.peer import Card, Host, Mask, zero_padding
-from lln.peers.projected import Branched, check_kernel
+from lln.peers.projected import Branched
 from lln.precision import accumulation_dtype, without_autocast
 
 # Added to the mean weight of a row, as in the authors' code.
@@ -56,23 +56,15 @@ class PolaFormer(Branched):
     )
 
     def __init__(
-        self,
-        host: Host,
-        *,
-        alpha: float = 3.0,
-        local: int = 0,
-        gate: bool = False,
-        diagonal: int = 0,
-        convolution: int = 0,
+        self, host: Host, *, alpha: float = 3.0, local: int = 0, gate: bool = False, **branches: int
     ) -> None:
-        super().__init__(host, diagonal=diagonal, convolution=convolution)
+        super().__init__(host, **branches)
         width = host.head_dim
         if width % 2:
             raise InvalidInputError(
                 f"polaformer halves the heads: embed_dim/num_heads must be even, got {width}."
             )
-        if not (is_number(alpha) and alpha > 0):
-            raise InvalidInputError(f"alpha must be positive, got {alpha!r}.")
+        check_number("alpha", alpha, lambda number: number > 0, "positive")
         check_kernel("local", local)
         self.alpha = alpha
         self.power = nn.Parameter(torch.zeros(host.num_heads, 1, width))
@@ -85,7 +77,15 @@ class PolaFormer(Branched):
     def attend(
         self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask
     ) -> Tensor:
-        out = self._attend(query, key, value, key_mask)
+        with without_autocast(query):
+            sides_q, sides_k = self._sides(query), zero_padding(self._sides(key), key_mask)
+            sides_k = sides_k / _count(sides_k, key_mask)
+            halves = []
+            for side_q, half in zip((sides_q, _swap(sides_q)), value.chunk(2, dim=-1), strict=True):
+                values = F.pad(half.to(sides_q.dtype), (0, 1), value=1.0)
+                sums = full_sums(side_q, sides_k, values)
+                halves.append(sums[..., :-1] / (sums[..., -1:] + _OFFSET))
+            out = torch.cat(halves, dim=-1).to(value.dtype)
         if self.local is None:
             return out
         channels = zero_padding(value, key_mask).flatten(0, 1).mT
@@ -100,20 +100,6 @@ class PolaFormer(Branched):
         weights = torch.stack((sides_q @ sides_k.mT, _swap(sides_q) @ sides_k.mT), dim=2)
         real = _count(weights[:, :, 0], key_mask)
         return weights / (weights.sum(-1, keepdim=True) + real.unsqueeze(2) * _OFFSET)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
-        with without_autocast(query):
-            sides_q, sides_k = self._sides(query), zero_padding(self._sides(key), key_mask)
-            sides_k = sides_k / _count(sides_k, key_mask)
-            same, other = (
-                F.pad(half, (0, 1), value=1.0) for half in value.to(sides_q.dtype).chunk(2, dim=-1)
-            )
-            sums = (
-                full_sums(sides_q, sides_k, same),
-                full_sums(_swap(sides_q), sides_k, other),
-            )
-            halves = [part[..., :-1] / (part[..., -1:] + _OFFSET) for part in sums]
-            return torch.cat(halves, dim=-1).to(value.dtype)
 
     def _sides(self, x: Tensor) -> Tensor:
         wide = accumulation_dtype(x.dtype)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor, nn
 
-from lln.checks import check_block_size, check_count
+from lln.checks import check_block_size
 from lln.errors import InvalidInputError
 from lln.functional.dense import block_diagonal_attention
+from lln.peers.option_checks import check_kernel
 from lln.peers.peer import Core, Host, Mask, Peer, zero_padding
+from lln.peers.projections import join_heads, split_heads, square_maps
 from lln.precision import without_autocast
 
 
@@ -35,9 +36,7 @@ class Branched(Peer):
         super().__init__(host)
         _check_branches(host, diagonal, convolution)
         self.diagonal = diagonal
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
-        )
+        self.query, self.key, self.value, self.out = square_maps(host.embed_dim, 4)
         self.convolution = TokenConvolution(host.num_heads, convolution) if convolution else None
 
     @abstractmethod
@@ -54,18 +53,14 @@ class Branched(Peer):
         query, key, value = self.heads(x)
         out = self.attend(x, query, key, value, key_mask)
         if self.diagonal:
+            size, is_causal = self.diagonal, self.host.is_causal
             short = block_diagonal_attention(
-                query,
-                key,
-                value,
-                block_size=self.diagonal,
-                key_mask=key_mask,
-                is_causal=self.host.is_causal,
+                query, key, value, block_size=size, key_mask=key_mask, is_causal=is_causal
             )
             out = 0.5 * (out + short)
         if self.convolution is not None:
             out = out + self.convolution(value, key_mask)
-        return self.project(out.transpose(1, 2).flatten(2), x)
+        return self.project(join_heads(out), x)
 
     def project(self, out: Tensor, x: Tensor) -> Tensor:
         """The output projection of joined heads ``[B, N, embed_dim]``."""
@@ -74,18 +69,15 @@ class Branched(Peer):
     def matrix(self, x: Tensor, key_mask: Mask = None) -> Tensor:
         """The attention matrix ``[B, H, N, N]`` of these tokens, branches not included."""
         self._check(x, key_mask)
-        if key_mask is not None:
-            x = torch.where(key_mask.unsqueeze(-1), x, 0.0)
+        x = zero_padding(x, key_mask)
         query, key, _ = self.heads(x)
         with without_autocast(x):
             return self.weights(x, query, key, key_mask)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value ``[B, H, N, D]`` of tokens ``[B, N, embed_dim]``."""
-        query, key, value = (
-            project(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
+        projected = self.query(x), self.key(x), self.value(x)
+        query, key, value = (split_heads(side, self.host.num_heads) for side in projected)
         return query, key, value
 
 
@@ -123,13 +115,6 @@ class TokenConvolution(nn.Module):
         """``[B, H, N, D]`` → the same."""
         # Projected zeros are the bias: real neighbours must not see it.
         return self.filter(zero_padding(value, key_mask))
-
-
-def check_kernel(name: str, kernel: int) -> None:
-    """Refuse a number of tokens under a convolution that has no middle; 0 = no convolution."""
-    check_count(name, kernel, least=0)
-    if kernel and kernel % 2 == 0:
-        raise InvalidInputError(f"{name} must be an odd number of tokens or 0, got {kernel}.")
 
 
 def _check_branches(host: Host, diagonal: int, convolution: int) -> None:

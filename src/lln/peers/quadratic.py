@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lln.peers.linear import LEAST_FLOOR, LinearCore
-from lln.peers.peer import Card, Host, Mask
+from lln.peers.peer import Card, Host
 
 
 class Quadratic(LinearCore):
@@ -38,10 +38,8 @@ class Quadratic(LinearCore):
         super().__init__(host)
         self.exact = exact
 
-    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
-        if self.exact:
-            return outer_features(query), outer_features(key)
-        return query.square(), key.square()
+    def feature_map(self, x: Tensor) -> Tensor:
+        return outer_features(x) if self.exact else x.square()
 
 
 def outer_features(x: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from lln.checks import check_count
-from lln.peers.peer import Card, Host, Mask, Peer
+from lln.peers.option_checks import check_counts
+from lln.peers.peer import Card, Host, Mask, Peer, real_tokens
+from lln.peers.projections import join_heads, split_heads, square_maps
+from lln.peers.token_blocks import cut, pick
 from lln.precision import accumulation_dtype, without_autocast
 
 # Scores of a token with itself and with keys it must not see. Finite, in this order: a token
@@ -66,13 +67,9 @@ class Reformer(Peer):
     def __init__(self, host: Host, *, rounds: int = 2, chunk: int = 64) -> None:
         """Build the projections and draw the rotations."""
         super().__init__(host)
-        check_count("rounds", rounds)
-        check_count("chunk", chunk)
+        check_counts(rounds=rounds, chunk=chunk)
         self.rounds, self.chunk = rounds, chunk
-        width = host.embed_dim
-        self.query_key, self.value, self.out = (
-            nn.Linear(width, width, bias=False) for _ in range(3)
-        )
+        self.query_key, self.value, self.out = square_maps(host.embed_dim, 3, bias=False)
         self.factors = bucket_factors(host.max_len, chunk)
         self.register_buffer("of_power", torch.tensor(self.factors), persistent=False)
         self.most = math.prod(self.factors[-1])
@@ -83,12 +80,10 @@ class Reformer(Peer):
     def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         if self.training:
             self.rotations.normal_()
-        shared, value = self._split(self.query_key(x)), self._split(self.value(x))
-        if key_mask is None:
-            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        key_mask, wide = real_tokens(x, key_mask), accumulation_dtype(x.dtype)
+        projected = self.query_key(x), self.value(x)
         with without_autocast(x):
-            wide = accumulation_dtype(x.dtype)
-            shared, value = shared.to(wide), value.to(wide)
+            shared, value = (split_heads(side.to(wide), self.host.num_heads) for side in projected)
             lengths = key_mask.sum(-1)
             # A second round of a sequence that fits one chunk would only repeat the first.
             first = torch.arange(self.rounds, device=x.device) == 0
@@ -101,7 +96,7 @@ class Reformer(Peer):
             out = attend_sorted(
                 shared, value, buckets, used, last, chunk=self.chunk, is_causal=self.host.is_causal
             )
-        return self.out(out.transpose(1, 2).flatten(2).to(x.dtype))
+        return self.out(join_heads(out).to(x.dtype))
 
     def buckets(self, shared: Tensor, lengths: Tensor) -> Tensor:
         """Buckets ``[B, H, R, N]``, numbered on from round to round.
@@ -120,9 +115,6 @@ class Reformer(Peer):
         if self.columns[1]:
             found = found + of_first[:, None, None, None] * _side(second, of_second)
         return found + self.most * torch.arange(self.rounds, device=shared.device).unsqueeze(-1)
-
-    def _split(self, tokens: Tensor) -> Tensor:
-        return tokens.unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
 
 
 def bucket_factors(max_len: int, chunk: int) -> list[tuple[int, int]]:
@@ -168,12 +160,12 @@ def attend_sorted(
     rounds, tokens = buckets.shape[-2:]
     order = buckets.flatten(-2).argsort(dim=-1, stable=True)
     is_used = used.flatten(1).unsqueeze(1).expand_as(order).gather(-1, order)
-    short = -order.shape[-1] % chunk
-    place = F.pad(order % tokens, (0, short)).unflatten(-1, (-1, chunk))
-    is_used = F.pad(is_used, (0, short)).unflatten(-1, (-1, chunk))
+    place, is_used = cut(order % tokens, chunk, dim=-1), cut(is_used, chunk, dim=-1)
     unit = shared * torch.rsqrt(shared.square().mean(-1, keepdim=True) + 1e-6)
     key = unit / math.sqrt(shared.shape[-1])
-    queries, keys, values = (_chunks(side, place) for side in (shared, key, value))
+    queries, keys, values = (
+        pick(side, place.flatten(2)).unflatten(2, place.shape[2:]) for side in (shared, key, value)
+    )
     keys, values, seen, place_k = (
         _with_previous(side, last) for side in (keys, values, is_used, place)
     )
@@ -189,7 +181,7 @@ def attend_sorted(
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
     )
     mass = mass.flatten(2).gather(-1, back).unflatten(-1, (rounds, tokens))
-    out = _rows(out.flatten(2, 3), back).unflatten(2, (rounds, tokens))
+    out = pick(out.flatten(2, 3), back).unflatten(2, (rounds, tokens))
     # Lower than any score: unused rounds have no say where another one is used.
     shares = mass.masked_fill(~used.unsqueeze(1), -1e30).softmax(2)
     return (shares.unsqueeze(-1) * out).sum(2)
@@ -204,15 +196,6 @@ def _side(turned: Tensor, counts: Tensor) -> Tensor:
     is_negative = turned.gather(-1, best.unsqueeze(-1)).squeeze(-1) < 0
     # A factor of 1 has no columns: one bucket, number 0.
     return torch.where(half > 0, best + half * is_negative, 0)
-
-
-def _rows(tensor: Tensor, places: Tensor) -> Tensor:
-    return tensor.gather(2, places.unsqueeze(-1).expand(-1, -1, -1, tensor.shape[-1]))
-
-
-def _chunks(tensor: Tensor, place: Tensor) -> Tensor:
-    """``[B, H, N, D]`` → ``[B, H, n, c, D]`` in the order of the list."""
-    return _rows(tensor, place.flatten(2)).unflatten(2, place.shape[2:])
 
 
 def _with_previous(chunks: Tensor, last: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lln.peers.linear import LEAST_FLOOR, LinearCore
 from lln.peers.peer import Card, Host, Mask, visible
-from lln.precision import accumulation_dtype, without_autocast
+from lln.precision import accumulation_dtype
 
 
 class Relu(LinearCore):
@@ -38,15 +38,13 @@ class Relu(LinearCore):
         super().__init__(host)
         self.dense = dense
 
-    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
-        return query.relu(), key.relu()
+    def feature_map(self, x: Tensor) -> Tensor:
+        return x.relu()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
-        if not self.dense:
-            return super().forward(query, key, value, key_mask)
-        with without_autocast(query):
-            weights = self.matrix(query, key, key_mask)
-            return (weights @ value.to(weights.dtype)).to(value.dtype)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        if self.dense:
+            return self.matrix(query, key, key_mask) @ value
+        return super().attend(query, key, value, key_mask)
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         if not self.dense:

@@ -11,11 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.host import is_number
 from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.option_checks import check_counts, check_number
 from lln.peers.peer import Card, Host, Mask
 
 
@@ -64,26 +63,21 @@ class RandomFeatureAttention(LinearCore):
         compat: Literal["released"] | None = None,
     ) -> None:
         super().__init__(host)
-        check_count("features", features)
-        check_count("pool", pool)
+        check_counts(features=features, pool=pool)
         if pool < host.num_heads:
             raise InvalidInputError(
                 f"pool must hold a matrix for each of the {host.num_heads} heads, got {pool}."
             )
-        if not (is_number(temperature) and temperature > 0):
-            raise InvalidInputError(f"temperature must be positive, got {temperature!r}.")
+        check_number("temperature", temperature, lambda number: number > 0, "positive")
         check_choice("compat", compat, (None, "released"))
         self.temperature, self.compat = temperature, compat
         self.sigma = nn.Parameter(torch.ones(host.num_heads, 1, host.head_dim))
         self.register_buffer("pool", torch.randn(pool, features, host.head_dim))
 
     def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
-        heads = query.shape[1]
+        heads, drawn = query.shape[1], self.pool[: query.shape[1]]
         if self.training:
-            chosen = torch.randint(len(self.pool), (heads,), device=self.pool.device)
-            drawn = self.pool[chosen]
-        else:
-            drawn = self.pool[:heads]
+            drawn = self.pool[torch.randint(len(self.pool), (heads,), device=self.pool.device)]
         weights = drawn.to(query.dtype) * self.sigma.to(query.dtype) / self.temperature
         scale = 0.1 if self.compat == "released" else weights.shape[-2] ** -0.5
         return _waves(query, weights, scale), _waves(key, weights, scale)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.masked import attend
 from lln.peers.peer import Card, Host, Mask, Peer
+from lln.peers.projections import MultiHead
 
 
 class SetTransformer(Peer):
@@ -57,24 +57,15 @@ class SetTransformer(Peer):
         return self.spread(x, self.gather(points, x, key_mask))
 
 
-class AttentionBlock(nn.Module):
+class AttentionBlock(MultiHead):
     """MAB(X, Y) = LN(H + rFF(H)), H = LN(X + Multihead(X, Y, Y))."""
 
     def __init__(self, width: int, heads: int) -> None:
-        """Args: width is that of both sets."""
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        super().__init__(width, heads)
         self.feed_forward = nn.Linear(width, width)
         self.norm_attention, self.norm_out = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor, y: Tensor, y_mask: Tensor | None = None) -> Tensor:
-        """``[B, N, embed_dim]`` of x attends ``[B, M, embed_dim]`` of y; y_mask bool ``[B, M]``."""
-        query, key, value = (
-            project(side).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project, side in ((self.query, x), (self.key, y), (self.value, y))
-        )
-        allowed = None if y_mask is None else y_mask[:, None, None, :]
-        attended = self.out(attend(query, key, value, allowed).transpose(1, 2).flatten(2))
-        hidden = self.norm_attention(x + attended)
+        """See `MultiHead.attend`."""
+        hidden = self.norm_attention(x + self.attend(x, y, y_mask))
         return self.norm_out(hidden + F.relu(self.feed_forward(hidden)))

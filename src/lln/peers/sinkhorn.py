@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.checks import check_count
-from lln.errors import InvalidInputError
-from lln.peers.host import is_number
 from lln.peers.masked import attend
-from lln.peers.peer import Card, Host, Mask, Peer
+from lln.peers.option_checks import check_counts, check_number
+from lln.peers.peer import Card, Host, Mask, Peer, real_tokens
+from lln.peers.projections import square_maps
+from lln.peers.token_blocks import cut
 from lln.precision import accumulation_dtype, without_autocast
 
 # A logarithm of zero that survives subtraction and has a gradient.
@@ -59,34 +59,22 @@ class Sinkhorn(Peer):
     )
 
     def __init__(
-        self,
-        host: Host,
-        *,
-        block_size: int = 64,
-        temperature: float = 0.75,
-        iterations: int = 7,
+        self, host: Host, *, block_size: int = 64, temperature: float = 0.75, iterations: int = 7
     ) -> None:
         super().__init__(host)
-        check_count("block_size", block_size)
-        check_count("iterations", iterations)
-        if not (is_number(temperature) and temperature > 0):
-            raise InvalidInputError(f"temperature must be positive, got {temperature!r}.")
+        check_counts(block_size=block_size, iterations=iterations)
+        check_number("temperature", temperature, lambda number: number > 0, "positive")
         self.block_size, self.temperature, self.iterations = block_size, temperature, iterations
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
-        )
+        self.query, self.key, self.value, self.out = square_maps(host.embed_dim, 4)
         blocks = -(-host.max_len // block_size)
         self.sort_hidden = nn.Linear(host.embed_dim, host.embed_dim)
         self.sort_out = nn.Linear(host.embed_dim, host.num_heads * blocks)
 
     def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         length, heads = x.shape[1], self.host.num_heads
-        short = -length % self.block_size
-        is_full = key_mask is None and not short
-        if key_mask is None:
-            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        real = F.pad(key_mask, (0, short)).unflatten(1, (-1, self.block_size))
-        blocks = F.pad(x, (0, 0, 0, short)).unflatten(1, (-1, self.block_size))
+        is_full = key_mask is None and length % self.block_size == 0
+        real = cut(real_tokens(x, key_mask), self.block_size, dim=1)
+        blocks = cut(x, self.block_size)
         query, key, value = (
             project(blocks).unflatten(-1, (heads, -1)).permute(0, 3, 1, 2, 4)
             for project in (self.query, self.key, self.value)
@@ -104,8 +92,7 @@ class Sinkhorn(Peer):
             filled = real.any(1, keepdim=True).expand_as(real)
             seen = torch.cat((real, filled), dim=-1)[:, None, :, None, :]
             seen = seen.expand(-1, heads, -1, -1, -1).flatten(0, 1)
-        query, key, value = (side.flatten(0, 1) for side in (query, key, value))
-        out = attend(query, key, value, seen)
+        out = attend(*(side.flatten(0, 1) for side in (query, key, value)), seen)
         out = out.unflatten(0, (-1, heads)).permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)
         return self.out(out[:, :length])
 

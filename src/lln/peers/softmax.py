@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.peers.masked import attend, masked_softmax
+from lln.peers.masked import attend, softmax_matrix
 from lln.peers.peer import Card, Core, Mask, visible
-from lln.precision import accumulation_dtype
 
 
 class Softmax(Core):
@@ -33,6 +30,4 @@ class Softmax(Core):
         return attend(query, key, value, visible(query, key_mask, self.host.is_causal))
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
-        wide = accumulation_dtype(query.dtype)
-        scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
-        return masked_softmax(scores, visible(query, key_mask, self.host.is_causal))
+        return softmax_matrix(query, key, visible(query, key_mask, self.host.is_causal))

@@ -9,19 +9,18 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.masked import masked_softmax, with_neighbours
-from lln.peers.peer import Card, Core, Host, Mask, visible
-from lln.precision import accumulation_dtype, without_autocast
+from lln.peers.masked import masked_softmax, softmax_matrix
+from lln.peers.peer import Card, Host, Mask, WideCore, real_tokens, visible
+from lln.peers.token_blocks import cut, with_neighbours
 
 PATTERNS = ("strided", "fixed")
 
 
-class SparseTransformer(Core):
+class SparseTransformer(WideCore):
     """One softmax over a token's near keys and its far keys, without an N×N matrix.
 
         strided:  |i − j| < l                or  (i − j) mod l = 0
@@ -70,26 +69,14 @@ class SparseTransformer(Core):
                 f"summary must be at most the stride, {self.stride}, got {self.summary}."
             )
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
-        tokens, stride = query.shape[-2], self.stride
-        if key_mask is None:
-            key_mask = torch.ones(1, tokens, dtype=torch.bool, device=query.device)
-        short = -tokens % stride
-        real = F.pad(key_mask, (0, short)).unflatten(-1, (-1, stride))[:, None]
-        with without_autocast(query):
-            wide = accumulation_dtype(query.dtype)
-            scaled = query.to(wide) / math.sqrt(query.shape[-1])
-            blocks_q, blocks_k, blocks_v = (
-                F.pad(side.to(wide), (0, 0, 0, short)).unflatten(-2, (-1, stride))
-                for side in (scaled, key, value)
-            )
-            attend = self._strided if self.pattern == "strided" else self._fixed
-            out = attend(blocks_q, blocks_k, blocks_v, real).flatten(-3, -2)[..., :tokens, :]
-        return out.to(value.dtype)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        scaled = query / math.sqrt(query.shape[-1])
+        blocks = (cut(side, self.stride) for side in (scaled, key, value))
+        real = cut(real_tokens(query[:1], key_mask), self.stride, dim=-1).unsqueeze(1)
+        attend = self._strided if self.pattern == "strided" else self._fixed
+        return attend(*blocks, real).flatten(-3, -2)[..., : query.shape[-2], :]
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
-        """Softmax over the pattern as an N×N mask. See `Core.matrix`."""
-        wide = accumulation_dtype(query.dtype)
         place = torch.arange(query.shape[-2], device=query.device)
         row, column = place[:, None], place[None, :]
         if self.pattern == "strided":
@@ -97,9 +84,8 @@ class SparseTransformer(Core):
         else:
             is_summary = column % self.stride >= self.stride - self.summary
             allowed = (row // self.stride == column // self.stride) | is_summary
-        seen = visible(query, key_mask, self.host.is_causal)
-        scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
-        return masked_softmax(scores, allowed if seen is None else allowed & seen)
+        seen = visible(query, key_mask, self.host.is_causal, among=allowed)
+        return softmax_matrix(query, key, seen)
 
     def _strided(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
         """``[B, H, G, l, D]`` of query (scaled), key and value; real ``[B, 1, G, l]``."""

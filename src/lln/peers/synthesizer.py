@@ -16,6 +16,7 @@ from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
 from lln.peers.masked import attend, masked_softmax
 from lln.peers.peer import Card, Host, Mask, Peer, visible
+from lln.peers.projections import join_heads, split_heads, square_maps
 from lln.precision import accumulation_dtype, without_autocast
 
 VARIANTS = ("dense", "random", "factorised_dense", "factorised_random")
@@ -73,8 +74,7 @@ class Synthesizer(Peer):
                 f"learned=False fixes the matrices of the random variants; {variant} has none."
             )
         self.variant = variant
-        self.value = nn.Linear(host.embed_dim, host.embed_dim)
-        self.out = nn.Linear(host.embed_dim, host.embed_dim)
+        self.value, self.out = square_maps(host.embed_dim, 2)
         # Columns of one factor; the other has as many as it takes.
         self.columns = math.isqrt(host.max_len - 1) + 1
         for name, shape, deviation in self._tables(rank):
@@ -90,14 +90,14 @@ class Synthesizer(Peer):
             self.coarse, self.fine = _Synthesis(host, rows), _Synthesis(host, self.columns)
 
     def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
-        value = self.value(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
+        value = split_heads(self.value(x), self.host.num_heads)
         if self.variant in ("dense", "factorised_random"):
             out = self._fused(x, value, key_mask)
         else:
             weights = self.matrix(x, key_mask)
             with without_autocast(x):
                 out = (weights @ value.to(weights.dtype)).to(value.dtype)
-        return self.out(out.transpose(1, 2).flatten(2))
+        return self.out(join_heads(out))
 
     def _fused(self, x: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         """O ``[B, H, N, D]`` where B is a product: softmax attention without 1/√d, no N×N kept."""

@@ -5,15 +5,13 @@ Dimension legend: B batch, N tokens, W width of the tokens.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.errors import InvalidInputError
 from lln.peers.gated import GatedLinearUnit, srms
-from lln.peers.host import is_number
-from lln.peers.peer import Card, Host, Mask, Peer
+from lln.peers.option_checks import check_counts, check_number
+from lln.peers.peer import Card, Host, Mask, Peer, zero_padding
 from lln.peers.toeplitz import Toeplitz
 
 
@@ -55,11 +53,9 @@ class ToeplitzNetwork(Peer):
         rpe_layers: int = 6,
     ) -> None:
         super().__init__(host)
-        check_count("expansion", expansion)
-        check_count("rpe_width", rpe_width)
+        check_counts(expansion=expansion, rpe_width=rpe_width)
         check_count("rpe_layers", rpe_layers, least=0)
-        if not (is_number(gamma) and 0 < gamma <= 1):
-            raise InvalidInputError(f"gamma must be above 0 and at most 1, got {gamma!r}.")
+        check_number("gamma", gamma, lambda number: 0 < number <= 1, "above 0 and at most 1")
         width, inner = host.embed_dim, expansion * host.embed_dim
         self.gate, self.value = nn.Linear(width, inner), nn.Linear(width, inner)
         self.toeplitz = Toeplitz(
@@ -74,7 +70,5 @@ class ToeplitzNetwork(Peer):
 
     def gated_toeplitz(self, x: Tensor, key_mask: Mask) -> Tensor:
         """GTU(x)."""
-        value = F.silu(self.value(x))
-        if key_mask is not None:
-            value = torch.where(key_mask.unsqueeze(-1), value, 0.0)
+        value = zero_padding(F.silu(self.value(x)), key_mask)
         return self.out(F.silu(self.gate(x)) * self.toeplitz(value).to(value.dtype))
