@@ -10,15 +10,7 @@ from lln.peers.encoder import Encoder, compare_parameters, masked_mean
 from lln.peers.host import Host
 from lln.peers.options import Option, options_of
 from lln.peers.peer import Core, Peer
-from lln.peers.registry import (
-    FAMILIES,
-    available,
-    build,
-    card,
-    family_of,
-    find,
-    parameter_count,
-)
+from lln.peers.registry import FAMILIES, available, build, card, family_of, find, parameter_count
 
 __all__ = [
     "FAMILIES",

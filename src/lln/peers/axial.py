@@ -3,8 +3,6 @@
 Dimension legend: B batch, N tokens, R rows, C columns of the grid, H heads, D head width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -26,7 +24,6 @@ class Axial(Peer):
     max_len does, and a longer sequence has more rows.
 
     Args:
-        host: The layer it is built for.
         shape: Rows and columns, for images; they must hold max_len tokens. None = the most square
             grid that does: C = ⌈√max_len⌉ columns, ⌈max_len / C⌉ rows.
     """

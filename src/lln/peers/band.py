@@ -4,8 +4,6 @@ Dimension legend: B batch, H heads, N tokens, D head width, n chunks, c tokens o
 w reach of the window, K keys that a chunk may look at, G keys that everyone sees.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Dimension legend: B batch, H heads, N tokens, D head width, b tokens of a block,
 r random blocks, S = 5 + r blocks that a block may look at.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -53,7 +51,6 @@ class BigBird(Core):
     def __init__(
         self, host: Host, *, block: int = 64, random_blocks: int = 3, seed: int | None = None
     ) -> None:
-        """Draw the random blocks."""
         super().__init__(host)
         check_count("block", block)
         check_count("random_blocks", random_blocks, least=0)

@@ -1,7 +1,5 @@
 """Block-diagonal softmax attention alone: the short-range half of LLN+Diag."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,6 @@ class BlockDiagonal(Core):
     """Softmax attention inside consecutive blocks: P_ij = 0 unless ⌊i/b⌋ = ⌊j/b⌋.
 
     Args:
-        host: Sizes and place of the layer.
         block_size: b, tokens in a block; the last block may be short.
     """
 

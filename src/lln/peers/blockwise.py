@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, n blocks, S tokens of the longest block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +22,6 @@ class Blockwise(Core):
     one, so that padding moves no border; a sample of fewer than n tokens has one block a token.
 
     Args:
-        host: The layer it is built for.
         blocks: n.
         shifts: One number a head, 0 … n − 1; None = the paper's ratio: one head in six (at least
             one) for each shift that is not 0, as far as they go, the others 0. That is 10 : 2 for

@@ -1,7 +1,5 @@
 """What a peer says of itself, in data: the table of ``lln peers`` and of the docs is made of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,7 +52,7 @@ class Card:
     padding: Literal["longer"] = "longer"
     row_stochastic: bool = True
     equivariant: bool = False
-    oracle: str
+    oracle: str = "dense form"
     causal_limit: str = ""
     repeats_on_gpu: bool = True
     needs_max_len: bool = False

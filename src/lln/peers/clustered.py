@@ -4,8 +4,6 @@ Dimension legend: B batch, H heads, N tokens, D head width, C clusters, t exact 
 tile.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,7 +28,6 @@ class Clustered(WideCore):
     centroid (of votes: towards +1), and so is a function of its input; no gradient passes it.
 
     Args:
-        host: The layer it is built for.
         clusters: C.
         exact: t.
         bits: How many projections.
@@ -52,7 +49,6 @@ class Clustered(WideCore):
         repeats_on_gpu=False,
         random="projections of the hash, once, at construction",
         adds="none; the projections are a buffer of bits·d",
-        oracle="dense form",
         departures="Its code draws the K-means' first centroids and gives the hash a bias; here "
         "they are evenly spaced queries and there is none.",
     )
@@ -127,13 +123,7 @@ class Clustered(WideCore):
         return softmax_matrix(centroid, key, visible(key, key_mask))
 
     def _exact(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Mask,
-        group: Tensor,
-        top: Tensor,
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask, group: Tensor, top: Tensor
     ) -> Tensor:
         """Softmax attention ``[B, H, N, D]`` of every query to the keys top ``[B, H, C, t]``.
 

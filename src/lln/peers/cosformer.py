@@ -1,13 +1,11 @@
 """cosFormer: ReLU features weighted by the cosine of the distance."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
 
-from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.linear import LEAST_FLOOR, WHY_LEAST_FLOOR, LinearCore
 from lln.peers.peer import Card
 
 
@@ -27,10 +25,8 @@ class CosFormer(LinearCore):
         equation="P_ij ∝ max(0, q_i)·max(0, k_j) cos(π(i − j)/2L)",
         complexity="O(N d²)",
         needs_max_len=True,
-        oracle="dense form",
         departures="L is max_len, where the authors' code takes the length of the batch, which "
-        "makes a sample depend on its padding; the denominator is clamped at 1e-24, because 1e-6 "
-        "would shrink the rows of small q and k",
+        f"makes a sample depend on its padding; {WHY_LEAST_FLOOR}",
     )
 
     floor = LEAST_FLOOR

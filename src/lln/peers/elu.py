@@ -1,7 +1,5 @@
 """The Linear Transformer: φ(x) = elu(x) + 1."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,7 +17,6 @@ class Elu(LinearCore):
         equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = elu(x) + 1",
         complexity="O(N d²)",
         equivariant=True,
-        oracle="dense form",
     )
 
     def feature_map(self, x: Tensor) -> Tensor:

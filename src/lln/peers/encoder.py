@@ -3,8 +3,6 @@
 Dimension legend: B batch, N tokens, W width of the tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -79,18 +77,8 @@ class Encoder(nn.Module):
         self.width = embed_dim
         is_block = self.card.kind == "block"
         layers = depth * (self.card.layers_per_block if is_block else 1)
-        systems = [
-            build(
-                name,
-                embed_dim=embed_dim,
-                num_heads=num_heads,
-                max_len=max_len,
-                layer=layer,
-                layers=layers,
-                **options,
-            )
-            for layer in range(layers)
-        ]
+        options |= {"embed_dim": embed_dim, "num_heads": num_heads, "max_len": max_len}
+        systems = [build(name, layer=at, layers=layers, **options) for at in range(layers)]
         inner = feed_forward or 4 * embed_dim
         wrapped = systems if is_block else [_Layer(one, embed_dim, inner, norm) for one in systems]
         self.layers = nn.ModuleList(wrapped)

@@ -4,8 +4,6 @@ Dimension legend: B batch, N tokens, W width of the tokens, C tokens of a chunk,
 S shared width of queries and keys, E inner width.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -34,7 +32,6 @@ class Flash(Peer):
     replaces attention or feed-forward: a model has twice the layers.
 
     Args:
-        host: Sizes and place.
         chunk: C; at least N tokens make it FLASH-quad if `linear` is off.
         key_width: S.
         expansion: E / W.

@@ -3,8 +3,6 @@
 Dimension legend: B batch, N tokens, W width of the tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Hedgehog: exponential features with learned matrices, and the loss that teaches them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -19,7 +17,6 @@ class Hedgehog(LinearCore):
     """Linear attention with φ(x) = [softmax(Wx) ; softmax(−Wx)], W per head, one for q, one for k.
 
     Args:
-        host: Sizes and place of the layer.
         form: ``"softmax"`` over the feature axis, or ``"exp"``: φ(x) = [e^{Wx} ; e^{−Wx}].
             The exponentials are kept in range by the largest over all keys of the sequence, which
             cancels; a causal row may not look at all keys, so causal layers take ``"softmax"``.

@@ -1,7 +1,5 @@
 """What the surrounding encoder tells a peer when it is built."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lln.checks.names import shown

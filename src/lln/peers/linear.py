@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, M features, C tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch
@@ -25,6 +23,9 @@ PUBLISHED_FLOOR = 1e-6
 # κ(a q, b k) = aʳ bˢ κ(q, k), whose rows do not depend on a and b: a floor that small q and k reach
 # would shrink their rows.
 LEAST_FLOOR = 1e-24
+WHY_LEAST_FLOOR = (
+    "the denominator is clamped at 1e-24, because 1e-6 would shrink the rows of small q and k"
+)
 
 
 class LinearCore(WideCore):

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, k mixtures, G H or 1.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -7,8 +7,6 @@ Dimension legend: B batch, H heads, N tokens, D head width, M features, E value 
 C tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -35,7 +33,6 @@ class LionD(WideCore):
     diagonal. |i − j| counts real tokens, so that padding anywhere is as if it were not there.
 
     Args:
-        host: Sizes and place of the layer.
         features: ``"silu"``, or ``"elu"`` for φ(x) = elu(x) + 1: with a = 1 the Linear Transformer
             (LION-LIT).
     """
@@ -48,7 +45,6 @@ class LionD(WideCore):
         complexity="O(N d² + N C d)",
         random="w ~ N(0, 1) at construction",
         adds="H (w)",
-        oracle="dense form",
         departures="by chunks in linear time, where the authors train with the N×N mask; the "
         "denominator is clamped at 1e-6 instead of 1e-6 being added; causal = the lower triangle",
     )
@@ -86,7 +82,6 @@ class LionS(Branched):
     does not decay. The branches are those of `Branched`, as for every core.
 
     Args:
-        host: Sizes and place of the layer.
         features: ``"silu"``, or ``"elu"`` for φ(x) = elu(x) + 1.
     """
 
@@ -99,7 +94,6 @@ class LionS(Branched):
         "a_{i+1} … a_j above, a_i = 1 − sigmoid(w·x_i + b)",
         complexity="O(N d² + N C d)",
         adds="projections and (W + 1) H of the decays, W the width of the tokens",
-        oracle="dense form",
         departures="as lion_d; no token is exempt from decay, where the authors' vision code "
         "exempts the class token",
     )

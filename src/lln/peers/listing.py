@@ -1,7 +1,5 @@
 """The systems as a table and one by one, for the command line and the docs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """LLN and LLN+Diag, the systems all others are compared with, behind the same interface."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,7 +16,6 @@ class LLN(Core):
     """LLN attention: P_ij ∝ ⟨e^{αq_i}, e^{βk_j}⟩, Eq. (8), with α, β matched to softmax.
 
     Args:
-        host: Sizes and place of the layer.
         matching: Criterion of matching: ``"variance"``, ``"entropy"`` or ``"paper"`` (the
             constants of the authors' code over the whole tensor, which ties a sample to its
             batch-mates).
@@ -98,7 +95,6 @@ class LLNDiag(LLN):
     """The layer of Figure 3: the mean of LLN and block-diagonal softmax attention.
 
     Args:
-        host: Sizes and place of the layer.
         block_size: Tokens in a diagonal block.
         impl: As in `lln.lln_diag_attention`.
     """

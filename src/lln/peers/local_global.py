@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, w reach of the window.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -55,7 +53,6 @@ class LocalGlobal(Core):
         local_theta: float = 10_000.0,
         global_theta: float = 160_000.0,
     ) -> None:
-        """Choose the kind of the layer."""
         super().__init__(host)
         check_window(window)
         check_count("every", every)

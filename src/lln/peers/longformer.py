@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, G global tokens, w reach of the window.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,6 @@ class Longformer(Peer):
     the second with projections of its own, for keys and values too.
 
     Args:
-        host: Sizes.
         window: Tokens of the window, even; w is its half. 512 as published: nearly full attention
             where inputs have 512 tokens, so choose less there.
         global_tokens: How many of the first real tokens of a sequence are global. None: 1, the
@@ -49,7 +46,6 @@ class Longformer(Peer):
     )
 
     def __init__(self, host: Host, *, window: int = 512, global_tokens: int | None = None) -> None:
-        """Build the projections; those of global tokens only where there are any."""
         super().__init__(host)
         check_window(window)
         if global_tokens is None:

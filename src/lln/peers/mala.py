@@ -1,7 +1,5 @@
 """MALA, magnitude-aware linear attention: rows sum to one by scale and offset, not by division."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -30,7 +28,6 @@ class Mala(WideCore):
         complexity="O(N d²)",
         row_stochastic=False,
         equivariant=True,
-        oracle="dense form",
         departures="the kernel alone, without the authors' rotary positions, convolution and "
         "gate; n counts real keys; the causal form takes n as the keys a row sees",
     )

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, Q queries, K keys, D head width.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """NaLaFormer: the query's length sets the sharpness of its row."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,6 @@ class NaLaFormer(LinearCore):
         "φ(k) = [k₊³ ; (−k)₊³]",
         complexity="O(N d²)",
         equivariant=True,
-        oracle="dense form",
         departures="the kernel alone, without the authors' rotary positions, convolution, "
         "LayerNorm and gate; the denominator is clamped at 1e-24, where theirs has 1e-6 added, "
         "which shrinks the rows of small keys",

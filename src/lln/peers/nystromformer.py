@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, E value width, m landmarks.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -25,7 +23,6 @@ class Nystromformer(Core):
     multiple of the landmarks has a shorter last segment and possibly fewer landmarks.
 
     Args:
-        host: Sizes and place.
         landmarks: m.
         iterations: Of `pseudo_inverse`.
         kernel: Tokens under the depthwise convolution of the values, an odd number; 0 = none.
@@ -71,16 +68,9 @@ class Nystromformer(Core):
         self.convolution = TokenConvolution(host.num_heads, kernel) if kernel else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
-        out = nystrom_attention(
-            query,
-            key,
-            value,
-            landmarks=self.landmarks,
-            iterations=self.iterations,
-            key_mask=key_mask,
-            couples_batch=self.couples_batch,
-            is_released=self.is_released,
-        )
+        sizes = {"landmarks": self.landmarks, "iterations": self.iterations}
+        compat = {"couples_batch": self.couples_batch, "is_released": self.is_released}
+        out = nystrom_attention(query, key, value, key_mask=key_mask, **sizes, **compat)
         return out if self.convolution is None else out + self.convolution(value, key_mask)
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:

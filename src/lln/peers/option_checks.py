@@ -1,7 +1,5 @@
 """The options of a class, and the sentences with which systems refuse one."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The options of a system, read from its signature and docstring."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import TypeAlias
 
@@ -18,39 +16,26 @@ from lln.peers.card import Card
 from lln.peers.host import Host
 from lln.precision import accumulation_dtype, autocast_enabled, without_autocast
 
-# Card and Host are handed on, so that a system is written with the names of this file.
-__all__ = [
-    "Card",
-    "Core",
-    "Host",
-    "Mask",
-    "Peer",
-    "WideCore",
-    "check_dtype",
-    "check_key_mask",
-    "check_vectors",
-    "real_tokens",
-    "visible",
-    "zero_padding",
-]
-
 # Which tokens are real: bool ``[B, N]``, True = a real token; None = all of them.
 Mask: TypeAlias = Tensor | None
 
 
-class Peer(nn.Module, ABC):
+class _System(nn.Module, ABC):
+    """A module that knows its card, and its host: sizes and place of the layer."""
+
+    card: Card
+
+    def __init__(self, host: Host) -> None:
+        super().__init__()
+        self.host = host
+
+
+class Peer(_System):
     """Token vectors in, token vectors out: what `lln.peers.build` returns.
 
     A subclass writes `mix`. The rules common to all live here: padded tokens are zeroed on entry,
     so that nothing they hold can matter, and zero on return.
     """
-
-    card: Card
-
-    def __init__(self, host: Host) -> None:
-        """Keep what the host told."""
-        super().__init__()
-        self.host = host
 
     def forward(self, x: Tensor, key_mask: Mask = None) -> Tensor:
         """Mix the tokens.
@@ -84,19 +69,12 @@ class Peer(nn.Module, ABC):
             check_key_mask(x, key_mask)
 
 
-class Core(nn.Module, ABC):
+class Core(_System):
     """Heads in, heads out: a drop-in for softmax attention.
 
     `matrix` is the N×N form written straight from the equation; ``core(q, k, v)`` must equal
     ``matrix(q, k) @ v`` and is tested against it.
     """
-
-    card: Card
-
-    def __init__(self, host: Host) -> None:
-        """Keep what the host told."""
-        super().__init__()
-        self.host = host
 
     @abstractmethod
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:

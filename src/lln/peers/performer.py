@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, M features.
 """
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar, Literal
 
@@ -39,7 +37,6 @@ class Performer(LinearCore):
     Wx′ − ‖x′‖²/2 ≤ ‖w‖²/2 for every x, so that c = max(0, max_m ‖w_m‖²/2 − 60) is enough.
 
     Args:
-        host: Sizes and place of the layer.
         features: M; None = ⌊d ln d⌋.
         kernel: ``"exp"``, or ``"relu"`` for the generalised φ(x) = max(0, Wx′) + 10⁻³.
         epsilon: ε.

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,7 +48,6 @@ class PolaFormer(Branched):
         causal=False,
         equivariant=True,
         adds="projections, H d powers and H d scales; with options its own convolution and a gate",
-        oracle="dense form",
         departures="no learned position added to k; its own convolution (5×5 over an image there; "
         "local=5) and its gate are options, off by default; means over real tokens only",
     )

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 from torch import Tensor, nn
@@ -24,7 +22,6 @@ class Branched(Peer):
     A subclass writes `attend` and `weights`.
 
     Args:
-        host: Sizes and place of the layer.
         diagonal: Block size of a block-diagonal softmax averaged with the attention's output, as
             in LLN+Diag; 0 = none.
         convolution: Tokens under a depthwise convolution of the values (one filter a head, as in
@@ -32,7 +29,6 @@ class Branched(Peer):
     """
 
     def __init__(self, host: Host, *, diagonal: int = 0, convolution: int = 0) -> None:
-        """Build the projections and the branches."""
         super().__init__(host)
         _check_branches(host, diagonal, convolution)
         self.diagonal = diagonal

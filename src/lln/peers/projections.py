@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from lln.peers.masked import attend

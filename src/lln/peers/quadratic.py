@@ -1,11 +1,9 @@
 """Quadratic attention: squares as features, or the exact square of the score."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.linear import LEAST_FLOOR, WHY_LEAST_FLOOR, LinearCore
 from lln.peers.peer import Card, Host
 
 
@@ -15,7 +13,6 @@ class Quadratic(LinearCore):
     The kernel is positively homogeneous: P(a q, b k) = P(q, k) for all a, b > 0.
 
     Args:
-        host: Sizes and place of the layer.
         exact: Whether the kernel is (q·k)², through its feature map of d(d + 1)/2 products
             x_a x_b, those with a < b weighted by √2.
     """
@@ -28,8 +25,7 @@ class Quadratic(LinearCore):
         complexity="O(N d²); O(N d³) with exact=True",
         equivariant=True,
         oracle="dense form; invariance to scale",
-        departures="the denominator is clamped at 1e-24, because 1e-6 would shrink the rows of "
-        "small q and k",
+        departures=WHY_LEAST_FLOOR,
     )
 
     floor = LEAST_FLOOR

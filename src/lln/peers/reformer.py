@@ -4,8 +4,6 @@ Dimension legend: B batch, H heads, N tokens, D head width, R rounds of hashing,
 chunk, n chunks of a list, b buckets.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -65,7 +63,6 @@ class Reformer(Peer):
     )
 
     def __init__(self, host: Host, *, rounds: int = 2, chunk: int = 64) -> None:
-        """Build the projections and draw the rotations."""
         super().__init__(host)
         check_counts(rounds=rounds, chunk=chunk)
         self.rounds, self.chunk = rounds, chunk

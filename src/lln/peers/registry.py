@@ -1,7 +1,5 @@
 """Every attention system by its name: `available`, `card`, `build`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
@@ -75,7 +73,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {family: tuple(names) for family, names i
 # Systems of the paper's section 2.2 without an encoder form, and why.
 _REFUSED = {
     "compressive": "Compressive Transformer is a causal language model's memory (past activations "
-    "kept, then compressed): an encoder that sees the whole sequence has nothing to remember",
+    "kept, then compressed): an encoder that sees the whole sequence has nothing to remember"
 }
 
 

@@ -1,10 +1,8 @@
 """ReLU attention: the paper's linear kernel of Figure 2, and its dense counterpart."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
-from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.linear import LEAST_FLOOR, WHY_LEAST_FLOOR, LinearCore
 from lln.peers.peer import Card, Host, Mask, visible
 from lln.precision import accumulation_dtype
 
@@ -16,7 +14,6 @@ class Relu(LinearCore):
     features meet no key's is zero.
 
     Args:
-        host: Sizes and place of the layer.
         dense: Whether the kernel is max(0, q·k), which has no finite feature map: N² time.
     """
 
@@ -28,8 +25,7 @@ class Relu(LinearCore):
         complexity="O(N d²); O(N² d) with dense=True",
         equivariant=True,
         oracle="dense form; invariance to scale",
-        departures="the denominator is clamped at 1e-24, because 1e-6 would shrink the rows of "
-        "small q and k",
+        departures=WHY_LEAST_FLOOR,
     )
 
     floor = LEAST_FLOOR

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, M random directions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -26,7 +24,6 @@ class RandomFeatureAttention(LinearCore):
     least e^{−2/τ²}, below which the true sum cannot fall while σ = 1 and one key is real.
 
     Args:
-        host: Sizes and place of the layer.
         features: M, random directions a head; the feature size is 2M.
         temperature: τ.
         pool: Matrices drawn at construction. Every training call takes one a head at random; eval

@@ -3,8 +3,6 @@
 Dimension legend: N tokens, D width that is rotated.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, k clusters, w members of a cluster.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -39,7 +37,6 @@ class Routing(Peer):
     1 − λ = 0.001 is lost in rounding.
 
     Args:
-        host: The layer it is built for.
         clusters: k; None = ⌈√max_len⌉.
         window: Tokens to either side that a local head sees; None = ⌈max_len / k⌉.
         local_heads: How many heads are local, the first ones; None = half, rounded down.

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, m inducing points.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +18,6 @@ class SetTransformer(Peer):
     Residuals, norms and feed-forward are inside: it takes the place of a whole encoder layer.
 
     Args:
-        host: The layer it is built for.
         points: m.
     """
 
@@ -37,7 +34,6 @@ class SetTransformer(Peer):
         equivariant=True,
         repeats_on_gpu=False,
         adds="two MABs of 5·D² (four projections and one feed-forward layer) and m·D points",
-        oracle="dense form",
         departures="As in the paper, not its code: scores over √d of a head (code: √D of the "
         "whole width), a residual of X itself (code: of its query projection), an output "
         "projection (code: none) and LayerNorm always (code: off unless asked for). rFF is the "

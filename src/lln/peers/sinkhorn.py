@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, b tokens of a block, G blocks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,7 +30,6 @@ class Sinkhorn(Peer):
     token is hidden.
 
     Args:
-        host: The layer it is built for.
         block_size: b.
         temperature: τ.
         iterations: t.
@@ -52,7 +49,6 @@ class Sinkhorn(Peer):
         needs_max_len=True,
         random="Gumbel noise on the sorting logits, in training only",
         adds="query, key, value and output projections; a sorting network of D² + D·H·⌈max_len/b⌉",
-        oracle="dense form",
         departures="Logits go to the exponential as they are (the sinkhorn-transformer package "
         "takes the logarithm of their positive part); one network sorts for all heads, a row of "
         "logits a head. The causal form and SortCut are not built.",

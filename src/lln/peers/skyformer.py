@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, m landmarks.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -34,7 +32,6 @@ class Skyformer(WideCore):
     D = diag(row sums of κ(L, L) + ridge I)^(−½).
 
     Args:
-        host: Sizes and place.
         landmarks: m, an even number.
         iterations: Of the inverse.
         ridge: Added to the diagonal of κ(L, L).
@@ -67,7 +64,6 @@ class Skyformer(WideCore):
         ridge: float = 0.1,
         compat: Literal["original"] | None = None,
     ) -> None:
-        """Draw the landmarks; Args as in the class."""
         super().__init__(host)
         check_count("landmarks", landmarks, least=2)
         check_count("iterations", iterations)

@@ -1,7 +1,5 @@
 """Softmax attention: the baseline every system is compared with."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional as F
 

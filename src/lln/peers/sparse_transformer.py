@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, l stride, G blocks of l tokens.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -29,7 +27,6 @@ class SparseTransformer(WideCore):
     An encoder sees both sides; ``is_causal=True`` adds j ≤ i, as in the paper.
 
     Args:
-        host: The layer it is built for.
         pattern: ``"strided"`` or ``"fixed"``.
         stride: l; None = ⌈√max_len⌉.
         summary: c, of the fixed pattern; None = 8 as in the paper, l // 8 but at least 1 where

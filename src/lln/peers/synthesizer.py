@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, L max_len, D head width, r rank.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -34,7 +32,6 @@ class Synthesizer(Peer):
     real columns.
 
     Args:
-        host: The layer it is built for.
         variant: One of the four.
         rank: r of ``"factorised_random"``.
         learned: Whether the matrices of the random variants are trained (the paper's Random) or
@@ -58,7 +55,6 @@ class Synthesizer(Peer):
         random="with learned=False the matrices of the random variants, once, at construction",
         adds="value and output projections; per head d·L + d·D (dense), L² (random), "
         "2·L·r (factorised random), 2·d·√L + 2·d·D (factorised dense)",
-        oracle="dense form",
         departures="W₁ maps the whole token to H slices, W₂ each head's slice to its row.",
     )
 
@@ -68,8 +64,7 @@ class Synthesizer(Peer):
         super().__init__(host)
         check_choice("variant", variant, VARIANTS)
         check_count("rank", rank)
-        is_random = variant.endswith("random")
-        if not learned and not is_random:
+        if not learned and not variant.endswith("random"):
             raise InvalidInputError(
                 f"learned=False fixes the matrices of the random variants; {variant} has none."
             )
@@ -83,11 +78,11 @@ class Synthesizer(Peer):
                 self.register_parameter(name, nn.Parameter(table))
             else:
                 self.register_buffer(name, table)
-        rows = -(-host.max_len // self.columns)
         if variant == "dense":
             self.synthesis = _Synthesis(host, host.max_len)
         elif variant == "factorised_dense":
-            self.coarse, self.fine = _Synthesis(host, rows), _Synthesis(host, self.columns)
+            self.coarse = _Synthesis(host, -(-host.max_len // self.columns))
+            self.fine = _Synthesis(host, self.columns)
 
     def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         value = split_heads(self.value(x), self.host.num_heads)
@@ -159,13 +154,13 @@ class _Synthesis(nn.Module):
 
     def forward(self, x: Tensor, size: int | None = None) -> Tensor:
         wide = accumulation_dtype(x.dtype)
-        hidden = F.relu(self.hidden(x)).unflatten(-1, (self.weight.shape[0], -1))
+        hidden = split_heads(F.relu(self.hidden(x)).to(wide), len(self.weight))
         weight, bias = self.weight[..., :size].to(wide), self.bias[..., :size].to(wide)
         with without_autocast(x):
-            return hidden.to(wide).transpose(1, 2) @ weight + bias
+            return hidden @ weight + bias
 
     def factors(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """``[B, H, N, D + 1]`` and ``[1, H, size, D + 1]``, whose product `forward` is."""
-        hidden = F.relu(self.hidden(x)).unflatten(-1, (self.weight.shape[0], -1)).transpose(1, 2)
+        hidden = split_heads(F.relu(self.hidden(x)), len(self.weight))
         columns = torch.cat((self.weight, self.bias), dim=1)[..., :size].mT
         return F.pad(hidden, (0, 1), value=1.0), columns.unsqueeze(0)

@@ -3,8 +3,6 @@
 Dimension legend: B batch, N tokens, W width of the tokens.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,7 +20,6 @@ class ToeplitzNetwork(Peer):
     (`Toeplitz`). There are no heads.
 
     Args:
-        host: Sizes and place.
         expansion: Width of u and v over that of the tokens.
         gamma: Decay of the entries of T with the distance.
         rpe_width: Of the network that makes the entries.

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, n blocks of l tokens, M picked tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -4,8 +4,6 @@ Dimension legend: B batch, H heads, N tokens, D head width, r landmarks, w token
 n blocks, K keys that a block looks at.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -29,7 +27,6 @@ class TransformerLS(Peer):
     The norm between values and summary leaves no N×N matrix that would give O from V.
 
     Args:
-        host: Sizes.
         window: w.
         landmarks: r; 0 leaves the window alone.
     """
@@ -43,7 +40,6 @@ class TransformerLS(Peer):
         complexity="O(N (2w + r) d)",
         causal=False,
         row_stochastic=False,
-        oracle="dense form",
         adds="query, key, value and output projections; two LayerNorms; W_p of H·r columns",
         departures="W_p has no bias, which the softmax over tokens would cancel; no CLS token kept "
         "apart; any length, where published code wants a multiple of w. The RoBERTa run behind "
@@ -51,7 +47,6 @@ class TransformerLS(Peer):
     )
 
     def __init__(self, host: Host, *, window: int = 8, landmarks: int = 32) -> None:
-        """Build the projections and the two norms."""
         super().__init__(host)
         check_count("window", window)
         check_count("landmarks", landmarks, least=0)

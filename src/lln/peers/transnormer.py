@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, C tokens of a chunk.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from abc import abstractmethod
 from typing import ClassVar, Literal
