@@ -39,7 +39,7 @@ class Axial(Peer):
         causal=False,
         row_stochastic=False,
         repeats_on_gpu=False,
-        adds="eight projections, four an axis",
+        adds="eight projections, four per axis",
         oracle="dense mask form, one axis after the other",
         departures="The paper's layer is two residual sublayers with norms and feed-forward "
         "around each; here the residual between the two is inside, norms and feed-forward are the "

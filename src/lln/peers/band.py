@@ -58,7 +58,7 @@ def band_attention(
     reach = min(reach, tokens - 1)
     size = max(reach, SMALLEST_CHUNK)
     if tokens <= size + 2 * reach:
-        # Chunks would look at as many keys as there are, and more of them beyond the ends.
+        # Windows would cover all the keys anyway, and zeros beyond the ends.
         size = tokens
     # A single chunk holds all there is to see.
     margin = reach if tokens > size else 0

@@ -20,8 +20,8 @@ class BigBird(Core):
         one of r others drawn for block(i); every j where block(i) is the first or the last.
 
     The last block is the one with the last real token of the sample, and random blocks are drawn
-    among those before it, so that padding changes nothing. What is drawn are numbers, turned into
-    blocks at every length; blocks beyond ``max_len`` use those of the first ones again.
+    among those before it, so that padding changes nothing. The draw is a table of numbers, turned
+    into blocks at every length; blocks beyond ``max_len`` use the table from its start again.
 
     Args:
         host: Its ``max_len`` says for how many blocks to draw.
@@ -99,7 +99,8 @@ class BigBird(Core):
             blocks: n.
 
         Returns:
-            int64 and bool ``[B, H, n, r]``: which blocks, and whether there were so many left.
+            int64 and bool ``[B, H, n, r]``: the blocks, and which of them count: where fewer than
+            r were left to draw, the others do not.
         """
         own = torch.arange(blocks, device=last.device)
         # Blocks that nothing else makes visible: 1 … own − 2 and own + 2 … last − 1.

@@ -19,11 +19,11 @@ class Blockwise(Core):
     """Query block a of head h attends key block π_h(a) = (a + shift_h) mod n, and nothing else.
 
     The real tokens of a sample are cut into n consecutive blocks whose lengths differ by at most
-    one, so that padding moves no border; a sample of fewer than n tokens has one block a token.
+    one, so that padding moves no border; a sample of fewer than n tokens has one block per token.
 
     Args:
         blocks: n.
-        shifts: One number a head, 0 … n − 1; None = the paper's ratio: one head in six (at least
+        shifts: One number per head, 0 … n − 1; None = the paper's ratio: one head in six (at least
             one) for each shift that is not 0, as far as they go, the others 0. That is 10 : 2 for
             12 heads and n = 2, 8 : 2 : 2 for n = 3.
     """
@@ -55,8 +55,8 @@ class Blockwise(Core):
             shift not in range(blocks) for shift in self.shifts
         ):
             raise InvalidInputError(
-                f"shifts must hold {host.num_heads} whole numbers from 0 to {blocks - 1}, one a "
-                f"head, got {shifts!r}."
+                f"shifts must hold {host.num_heads} whole numbers from 0 to {blocks - 1}, one "
+                f"per head, got {shifts!r}."
             )
         self.register_buffer("shift", torch.tensor(self.shifts)[:, None], persistent=False)
 

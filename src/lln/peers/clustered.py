@@ -16,7 +16,7 @@ from lln.precision import accumulation_dtype
 
 
 class Clustered(WideCore):
-    """i-clustered attention: one row a cluster, its largest entries once more for every query.
+    """i-clustered attention: one row per cluster, its largest entries again for every query.
 
         A^c = softmax(Q^c Kᵀ/√d), Q^c the mean query of each cluster
         m_c = Σ A^c_cl over the t keys l of largest A^c_cl
@@ -95,8 +95,8 @@ class Clustered(WideCore):
         batch, heads = query.shape[:2]
         real = real_tokens(query, key_mask)
         signs = torch.where(query @ self.planes.to(query.dtype).mT >= 0, 1.0, -1.0)
-        # One more bit, of all: its product with −c/C breaks ties of the agreements, which are whole
-        # numbers, towards the first centroid; its votes are the members.
+        # One more bit that all have. Its product with −c/C breaks ties between agreements, which
+        # are whole numbers, in favour of the first centroid; its votes count the members.
         signs = F.pad(signs, (0, 1), value=1.0)
         step = torch.arange(self.clusters, device=query.device)
         start = real_first(real).gather(-1, step * real.sum(-1, keepdim=True) // self.clusters)
@@ -128,7 +128,7 @@ class Clustered(WideCore):
         """Softmax attention ``[B, H, N, D]`` of every query to the keys top ``[B, H, C, t]``.
 
         Queries are sorted by cluster into tiles of one cluster each, so that a cluster's keys are
-        fetched once a tile and not once a query.
+        fetched once per tile and not once per query.
         """
         slot, source, tile_group = self._tiles(group)
         tiles = pick(query, source)

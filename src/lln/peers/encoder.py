@@ -27,13 +27,12 @@ WORD_DTYPES = (torch.int64, torch.int32)
 class Encoder(nn.Module):
     """Layers of one attention system, and what every system gets around it.
 
-    A core or a mixer stands where attention stands: residual, norm, feed-forward. A block brings
-    all of these, so it replaces the whole layer, by as many blocks as its card says
-    (``layers_per_block``).
+    A core or a mixer takes the place of attention: residual, norm and feed-forward go around it. A
+    block brings all of these, so ``layers_per_block`` of its card replace a whole layer.
 
     Args:
         name: One of `lln.peers.available`.
-        depth: Layers of attention and feed-forward, or what replaces as many.
+        depth: Layers of attention and feed-forward; blocks replace as many.
         embed_dim: W.
         num_heads: Heads; divides embed_dim.
         max_len: The longest sequence it will see.
@@ -41,7 +40,7 @@ class Encoder(nn.Module):
         vocabulary: Number of words: the encoder takes words and embeds them and their positions.
             None: it takes token vectors as they are.
         norm: ``"pre"`` (norm before attention and feed-forward, one more at the end) or ``"post"``
-            (after each residual). Blocks place theirs themselves and get the one at the end.
+            (after each residual). Blocks bring their norms and get the one at the end.
         **options: Of the system, as for `lln.peers.build`, ``is_causal`` included.
 
     Raises:
@@ -133,8 +132,8 @@ class Encoder(nn.Module):
         try:
             return self.word(words) + self.position(places)
         except IndexError as error:
-            # Afterwards, because looking at the words first would make every call wait for the GPU.
-            # There torch stops the program itself, with an assertion of the device.
+            # Only now, because looking at the words before would make every call wait for the GPU.
+            # On a GPU torch stops the program itself, with a device-side assertion.
             raise self._unknown_words(words) from error
 
     def _unknown_words(self, words: Tensor) -> InvalidInputError:

@@ -28,11 +28,11 @@ class Flash(Peer):
 
     u = silu(W_u xn), v = silu(W_v xn), z = silu(W_z xn); queries and keys are four affine maps
     γz + β with rotary positions. In every chunk quad = relu(q kᵀ/C + bias)² v, and across chunks
-    lin = c q'(Σ k'ᵀ v); causal: over earlier chunks only. There are no heads, and one layer
-    replaces attention or feed-forward: a model has twice the layers.
+    lin = c q'(Σ k'ᵀ v); causal: over earlier chunks only. There are no heads. One layer replaces
+    attention or feed-forward, so a model has twice as many layers.
 
     Args:
-        chunk: C; at least N tokens make it FLASH-quad if `linear` is off.
+        chunk: C; with C ≥ N and `linear` off it is FLASH-quad.
         key_width: S.
         expansion: E / W.
         scale: c: ``"chunk"`` 1/C, ``"tokens"`` 1/N with N the real tokens of the sample.

@@ -18,8 +18,8 @@ class Hedgehog(LinearCore):
 
     Args:
         form: ``"softmax"`` over the feature axis, or ``"exp"``: φ(x) = [e^{Wx} ; e^{−Wx}].
-            The exponentials are kept in range by the largest over all keys of the sequence, which
-            cancels; a causal row may not look at all keys, so causal layers take ``"softmax"``.
+            The largest exponent over all keys is subtracted, which cancels. A causal row may not
+            look at all keys, so causal layers take ``"softmax"``.
         compat: ``"fla"`` for one softmax of [2Wx ; −2Wx], as flash-linear-attention has it.
     """
 
@@ -96,7 +96,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, key_mask: Mask = None) -
             f"student and teacher must have the same shape, got {tuple(student.shape)} and "
             f"{tuple(teacher.shape)}."
         )
-    # What the teacher does not look at costs nothing, whatever the student does there.
+    # Keys without weight in the teacher cost nothing, whatever the student gives them.
     least = torch.finfo(student.dtype).tiny
     loss = -(teacher.detach() * student.clamp_min(least).log()).sum(-1)
     if key_mask is None:

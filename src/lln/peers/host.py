@@ -1,4 +1,4 @@
-"""What the surrounding encoder tells a peer when it is built."""
+"""What a system knows of the encoder around it."""
 
 from dataclasses import dataclass
 

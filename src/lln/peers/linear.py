@@ -19,9 +19,9 @@ CHUNK = 64
 # What released code clamps denominators at.
 PUBLISHED_FLOOR = 1e-6
 
-# Keeps rows of zeros apart from all others and their gradients finite. For kernels with
-# κ(a q, b k) = aʳ bˢ κ(q, k), whose rows do not depend on a and b: a floor that small q and k reach
-# would shrink their rows.
+# Keeps the gradients of zero rows finite and touches no other row. For kernels with
+# κ(a q, b k) = aʳ bˢ κ(q, k): their rows do not depend on a and b, but would shrink where small q
+# and k reach the floor.
 LEAST_FLOOR = 1e-24
 WHY_LEAST_FLOOR = (
     "the denominator is clamped at 1e-24, because 1e-6 would shrink the rows of small q and k"

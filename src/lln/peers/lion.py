@@ -72,13 +72,12 @@ class LionS(Branched):
 
         M_ij = a_j a_{j+1} … a_{i−1} for j < i, 1 for j = i, a_{i+1} … a_j for j > i
 
-    This is the authors' mask. The key's own decay counts and the query's own does not, from both
-    sides, so that M_ij / M_ji = a_j / a_i for j < i: M is not symmetric unless all decays are
-    equal, as in `LionD`. Turning the sequence round turns the outputs round. The diagonal of M is
-    1, once: as two recurrences, one from each end, both of them reach token i and each counts it
-    half.
+    This is the authors' mask. From both sides the key's own decay counts and the query's does not,
+    so M_ij / M_ji = a_j / a_i for j < i: M is symmetric only where all decays are equal, as in
+    `LionD`. Reversing the sequence reverses the outputs. Written as two recurrences, one from each
+    end, both reach token i and each counts it half, so that the diagonal of M is 1.
 
-    The decays come from the tokens and not from q and k, hence a mixer. φ as in `LionD`; padding
+    The decays come from the tokens and not from q and k, so it is a mixer. φ as in `LionD`; padding
     does not decay. The branches are those of `Branched`, as for every core.
 
     Args:

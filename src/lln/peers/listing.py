@@ -41,7 +41,7 @@ def in_order(names: Iterable[str] | None = None) -> list[str]:
 
 
 def table() -> tuple[list[str], list[list[str]]]:
-    """Headings and cells, a line a system.
+    """Headings and cells, one line per system.
 
     Example:
         >>> heads, lines = table()
@@ -69,7 +69,7 @@ def table() -> tuple[list[str], list[list[str]]]:
 
 
 def notes() -> list[str]:
-    """What is said below the table, a sentence a line."""
+    """The notes below the table, one sentence per line."""
     softmax = compare_parameters(["softmax"], **SIZE)["softmax"].total
     limits = {name: card(name).causal_limit for name in in_order()}
     return [

@@ -17,8 +17,8 @@ class LLN(Core):
 
     Args:
         matching: Criterion of matching: ``"variance"``, ``"entropy"`` or ``"paper"`` (the
-            constants of the authors' code over the whole tensor, which ties a sample to its
-            batch-mates).
+            constants of the authors' code over the whole tensor, so that a sample
+            depends on the others of its batch).
         statistics: ``"sample"``, ``"running"``, ``"fixed"`` or ``"learned"`` (see
             `lln.nn.heads.LLNCore`). None = ``"sample"``, and ``"running"`` in a causal layer, where
             statistics of the own sequence would show rows the future.

@@ -26,7 +26,7 @@ class LocalGlobal(Core):
     Args:
         host: Its ``layer`` decides which kind this one is.
         window: Tokens of the window, even; w is its half.
-        every: One layer in so many is global, the first among them.
+        every: Layers 0, every, 2·every, … are global, the others see a window.
         local_theta: θ of windowed layers.
         global_theta: θ of global layers.
     """

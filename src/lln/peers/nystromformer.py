@@ -26,11 +26,11 @@ class Nystromformer(Core):
         landmarks: m.
         iterations: Of `pseudo_inverse`.
         kernel: Tokens under the depthwise convolution of the values, an odd number; 0 = none.
-        compat: ``"original"``: the start of the pseudo-inverse is scaled by the largest column
-            sum of the whole batch, so that samples depend on each other, as released.
-            ``"released"``: this, and landmarks are means over padded tokens too, whose queries and
-            keys are zero, so that real tokens see the padding; and with as many landmarks as
-            tokens the attention is exact softmax. The LRA tables were made so.
+        compat: ``"original"``: as released, the start of the pseudo-inverse is scaled by the
+            largest column sum of the whole batch, so that samples depend on each other.
+            ``"released"``: also, landmarks are means over padded tokens too (as zeros), so that
+            real tokens see the padding, and with one landmark per token the attention is exact
+            softmax. The LRA tables were made this way.
     """
 
     card = Card(
@@ -42,12 +42,12 @@ class Nystromformer(Core):
         causal=False,
         row_stochastic=False,
         repeats_on_gpu=False,
-        adds="one filter of 33 tokens a head",
+        adds="one filter of 33 tokens per head",
         oracle="transformers NystromformerSelfAttention; nystrom_attention; dense form",
-        departures="Pseudo-inverse started per sample and head (compat='original' couples the "
-        "batch). Landmarks are means over real tokens and empty segments are dropped, where the "
-        "authors average zeroed padding in; as many landmarks as tokens stay an approximation, "
-        "where theirs turns into exact softmax (compat='released' undoes all three).",
+        departures="The pseudo-inverse starts per sample and head (compat='original' couples the "
+        "batch). Landmarks are means over real tokens and empty segments are dropped; the authors "
+        "average zeroed padding in. One landmark per token is still an approximation; theirs turns "
+        "into exact softmax (compat='released' undoes all three).",
     )
 
     def __init__(
@@ -119,7 +119,7 @@ def nystrom_attention(
         query: ``[B, H, N, D]``.
         key: Like query.
         value: ``[B, H, N, E]``.
-        landmarks: Segments whose means stand for all queries and keys.
+        landmarks: Segments; their means stand for all queries and keys.
         iterations: Of `pseudo_inverse`.
         key_mask: bool ``[B, N]``, True = a real token.
         couples_batch: As in `pseudo_inverse`.
@@ -181,8 +181,8 @@ def segment_average(key_mask: Tensor, landmarks: int, dtype: torch.dtype) -> tup
         dtype: Of the matrix.
 
     Returns:
-        ``[B, m, N]`` whose rows sum to 1, or are zero where a segment is empty, and bool
-        ``[B, m]``, True = not empty.
+        ``[B, m, N]``, rows that sum to 1 or are zero where a segment is empty, and bool ``[B, m]``,
+        True = not empty.
     """
     real = key_mask.sum(-1, keepdim=True)
     length = ((real + landmarks - 1) // landmarks).clamp_min(1)

@@ -44,7 +44,7 @@ def check_number(name: str, value: float, fits: Callable[[float], bool], wanted:
 
 
 def check_window(window: int) -> None:
-    """Refuse a window that has no middle token with as many on each side."""
+    """Refuse a window that does not reach equally far to both sides."""
     check_count("window", window, least=2)
     if window % 2:
         raise InvalidInputError(

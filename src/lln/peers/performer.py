@@ -63,7 +63,7 @@ class Performer(LinearCore):
         oracle="performer-pytorch 1.1.4, sharing W; Monte-Carlo mean of the kernel",
         departures="signs of the orthogonal blocks corrected (haar=False undoes it); the causal "
         "form takes a constant c for the keys; compat='skyformer' computes exp(q·k/d) and leaves "
-        "padded keys in the denominator; compat='opennlplab' trains with a Gaussian W a call",
+        "padded keys in the denominator; compat='opennlplab' draws a Gaussian W per training call",
     )
 
     # ε makes every mass at least ε² times the number of keys.

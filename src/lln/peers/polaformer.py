@@ -25,15 +25,15 @@ class PolaFormer(Branched):
         same side: [q₊ ; q₋]·[k₊ ; k₋] weighs the first half of each head's values,
         other side: [q₋ ; q₊]·[k₊ ; k₋] the second half; both divided by their row's sum
 
-    Two matrices a head, hence a mixer and not a core. While w = 0 all powers are equal, and the
-    kernel is as blind to the length of a query as ReLU's. The branches are those of `Branched`, as
+    Two matrices per head, so a mixer and not a core. While w = 0 all powers are equal, and the
+    length of a query does not matter, as with ReLU. The branches are those of `Branched`, as
     for every core.
 
     Args:
         host: Sizes and place of the layer; the head width must be even.
         alpha: α, the range of the learned powers; 3 in the authors' LRA runs.
         local: Tokens under the authors' own depthwise convolution of the values (one filter and
-            bias a channel, shared by the heads), added to the attention; odd, 0 = none.
+            bias per channel, shared by the heads), added to the attention; odd, 0 = none.
         gate: Whether the output is multiplied by a linear map of x.
     """
 
@@ -111,7 +111,7 @@ def _swap(sides: Tensor) -> Tensor:
 
 
 def _count(like: Tensor, key_mask: Mask) -> Tensor:
-    """Real tokens a sample, at least 1: broadcasts to ``[B, 1, 1, 1]``."""
+    """Real tokens per sample, at least 1: broadcasts to ``[B, 1, 1, 1]``."""
     if key_mask is None:
         return torch.full((1, 1, 1, 1), like.shape[-2], dtype=like.dtype, device=like.device)
     return key_mask.sum(-1).clamp_min(1).to(like.dtype)[:, None, None, None]

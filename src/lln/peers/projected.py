@@ -24,7 +24,7 @@ class Branched(Peer):
     Args:
         diagonal: Block size of a block-diagonal softmax averaged with the attention's output, as
             in LLN+Diag; 0 = none.
-        convolution: Tokens under a depthwise convolution of the values (one filter a head, as in
+        convolution: Tokens under a depthwise convolution of the values (one filter per head, as in
             Nyströmformer) added to the output; odd, 0 = none.
     """
 
@@ -98,7 +98,7 @@ class Projected(Branched):
 
 
 class TokenConvolution(nn.Module):
-    """A depthwise convolution over the tokens: one odd filter a head, no bias."""
+    """A depthwise convolution over the tokens: one odd filter per head, no bias."""
 
     def __init__(self, heads: int, kernel: int) -> None:
         """Args: heads is H, kernel the number of tokens under the filter."""
@@ -109,7 +109,7 @@ class TokenConvolution(nn.Module):
 
     def forward(self, value: Tensor, key_mask: Mask) -> Tensor:
         """``[B, H, N, D]`` → the same."""
-        # Projected zeros are the bias: real neighbours must not see it.
+        # A padded token's value is the bias of the projection; real neighbours must not see it.
         return self.filter(zero_padding(value, key_mask))
 
 

@@ -24,7 +24,7 @@ HIDDEN_SCORE = -1e9
 class Reformer(Peer):
     """LSH attention with shared queries and keys u = W x.
 
-        bucket_r(i) = argmax [u_i R_r; −u_i R_r],  R_r Gaussian, one a head and round
+        bucket_r(i) = argmax [u_i R_r; −u_i R_r],  R_r Gaussian, one per head and round
         s_ij = u_i·u_j/‖u_j‖ for the keys j of i's chunk and the chunk before it in round r
         O_i = Σ_r softmax_r(L_ir) Σ_j exp(s_ij − L_ir) v_j,  L_ir = log Σ_j exp s_ij
 
@@ -32,8 +32,8 @@ class Reformer(Peer):
     looks back at the last. A key met twice in a window counts twice, as in published code. A
     token looks at itself only where it has nothing else.
 
-    Each sample has as many buckets as its own real length asks for, 2^⌊log₂ 2⌊N/c⌋⌋, in two
-    factors where that is many; a sample of at most c real tokens gets plain attention.
+    The number of buckets follows the real length of each sample, 2^⌊log₂ 2⌊N/c⌋⌋, as a product of
+    two hashes where it is large; a sample of at most c real tokens gets plain attention.
 
     Args:
         host: Its ``max_len`` bounds the number of buckets; longer inputs keep that number.

@@ -119,7 +119,7 @@ def find(name: str) -> type[Core] | type[Peer]:
 
 
 def card(name: str) -> Card:
-    """What the system says of itself."""
+    """The facts about a system."""
     return find(name).card
 
 
@@ -142,8 +142,7 @@ def build(
         embed_dim: Width of the tokens.
         num_heads: Heads.
         max_len: The longest sequence it will see; some systems have weights for every position.
-        is_causal: Whether token i sees tokens 0 … i only; refused where the system has no such
-            form.
+        is_causal: Whether token i sees tokens 0 … i only; refused by systems without a causal form.
         layer: Index of the layer in the host, for systems whose layers differ.
         layers: How many layers the host has.
         **options: The system's own, as its class documents them, and ``compat`` where it knows a

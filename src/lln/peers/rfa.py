@@ -24,9 +24,9 @@ class RandomFeatureAttention(LinearCore):
     least e^{−2/τ²}, below which the true sum cannot fall while σ = 1 and one key is real.
 
     Args:
-        features: M, random directions a head; the feature size is 2M.
+        features: M, random directions per head; the feature size is 2M.
         temperature: τ.
-        pool: Matrices drawn at construction. Every training call takes one a head at random; eval
+        pool: Matrices drawn at construction. Every training call takes one per head at random; eval
             mode the first H.
         compat: ``"released"`` for the factor 0.1 instead of M^(−½) and a denominator of at least
             1, which shrinks the rows of short sequences.

@@ -28,7 +28,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
     Args:
         x: ``[..., N, D]``.
-        angles: ``[D/2]``, radians a position.
+        angles: ``[D/2]``, radians per position.
 
     Returns:
         Like x, in its accumulation dtype.

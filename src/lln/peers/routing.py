@@ -59,7 +59,7 @@ class Routing(Peer):
         repeats_on_gpu=False,
         random="centroids, once, at construction",
         adds="query, value and output projections, and keys of the local heads; centroids are a "
-        "buffer of k·d a routing head",
+        "buffer of k·d per routing head",
         oracle="dense mask form",
         departures="A token sees itself as its paper's equation has it (the routing-transformer "
         "package hides it). Centroids start at random and are kept on the sphere; they follow the "

@@ -26,8 +26,8 @@ class Sinkhorn(Peer):
         K̃_g = Σ_h S_gh K_h,  Ṽ_g = Σ_h S_gh V_h,  O_g = softmax(Q_g [K_g; K̃_g]ᵀ/√d) [V_g; Ṽ_g]
 
     ε is Gumbel noise in training and 0 in eval mode. Blocks without a real token take no part in
-    the sorting. Padded tokens add nothing to a mixture, and an offset at which no block has a real
-    token is hidden.
+    the sorting. Padded tokens add nothing to a mixture; a place of the mixture that no block fills
+    with a real token is hidden.
 
     Args:
         block_size: b.
@@ -51,7 +51,7 @@ class Sinkhorn(Peer):
         adds="query, key, value and output projections; a sorting network of D² + D·H·⌈max_len/b⌉",
         departures="Logits go to the exponential as they are (the sinkhorn-transformer package "
         "takes the logarithm of their positive part); one network sorts for all heads, a row of "
-        "logits a head. The causal form and SortCut are not built.",
+        "logits per head. The causal form and SortCut are not built.",
     )
 
     def __init__(

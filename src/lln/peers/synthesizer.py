@@ -70,7 +70,7 @@ class Synthesizer(Peer):
             )
         self.variant = variant
         self.value, self.out = square_maps(host.embed_dim, 2)
-        # Columns of one factor; the other has as many as it takes.
+        # Columns of the fine factor; the coarse one has max_len divided by it.
         self.columns = math.isqrt(host.max_len - 1) + 1
         for name, shape, deviation in self._tables(rank):
             table = torch.randn(shape) * deviation
@@ -141,7 +141,7 @@ class Synthesizer(Peer):
 
 
 class _Synthesis(nn.Module):
-    """``[B, N, embed_dim]`` → ``[B, H, N, size]``: two layers, the second one a head."""
+    """``[B, N, embed_dim]`` → ``[B, H, N, size]``: two layers, the second per head."""
 
     def __init__(self, host: Host, size: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Synthesis(nn.Module):
             return hidden @ weight + bias
 
     def factors(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """``[B, H, N, D + 1]`` and ``[1, H, size, D + 1]``, whose product `forward` is."""
+        """``[B, H, N, D + 1]`` and ``[1, H, size, D + 1]``, with `forward` as their product."""
         hidden = split_heads(F.relu(self.hidden(x)), len(self.weight))
         columns = torch.cat((self.weight, self.bias), dim=1)[..., :size].mT
         return F.pad(hidden, (0, 1), value=1.0), columns.unsqueeze(0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RelativeNetwork(nn.Module):
-    """RPE: a distance in tokens → one number a channel.
+    """RPE: a distance in tokens → one number per channel.
 
     Linear(1, width), `layers` times (SRMS, ReLU, Linear), then SRMS, ReLU, Linear(width, C).
     """

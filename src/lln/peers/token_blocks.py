@@ -14,9 +14,9 @@ def cut(tokens: Tensor, size: int, dim: int = -2) -> Tensor:
 
 
 def windows(tokens: Tensor, size: int, margin: int, dim: int = -2) -> Tensor:
-    """Every block of ``size`` tokens with so many on both sides, as a view; beyond the ends zeros.
+    """Every block of ``size`` tokens with ``margin`` more on both sides, zeros beyond the ends.
 
-    The axis keeps its place and counts the blocks; the tokens of a window are a new last axis.
+    A view: the axis now counts the blocks, and the tokens of a window are a new last axis.
     """
     filled = _filled(tokens, dim, margin, margin + -tokens.shape[dim] % size)
     return filled.unfold(dim, size + 2 * margin, size)

@@ -34,8 +34,8 @@ class TransNormer(Peer):
         chunk: C.
         lrpe: Whether there are positions inside the attention.
         compat: ``"released"``, as in the released code: the gate of the GLU has no activation,
-            because the one asked for is not found; padding is not masked; and the zeros that fill
-            up the last chunk are keys like others, which T2's softmax counts.
+            because the code does not find the one asked for; padding is not masked; and the zeros
+            that fill up the last chunk are keys like others, which T2's softmax counts.
     """
 
     # Whether DiagAttention is a softmax, and not a ReLU with a norm behind it.
