@@ -34,4 +34,5 @@ class GatedLinearUnit(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The product of gate and value, ``[B, N, W]`` → the same."""
         return self.down(self.activation(self.gate(x)) * self.up(x))

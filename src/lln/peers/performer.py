@@ -175,6 +175,7 @@ class Performer(LinearCore):
         return torch.tensor(self.calls)
 
     def set_extra_state(self, state: Tensor) -> None:
+        """Take up what `get_extra_state` returned."""
         self.calls = int(state)
 
 
