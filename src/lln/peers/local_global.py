@@ -8,10 +8,12 @@ from torch import Tensor
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
+from lln.peers import rotary
 from lln.peers.band import band_attention
 from lln.peers.masked import softmax_matrix
 from lln.peers.option_checks import check_number, check_window
 from lln.peers.peer import Card, Core, Host, Mask, visible
+from lln.peers.rotary import frequencies
 from lln.peers.softmax import Softmax
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -83,21 +85,8 @@ class LocalGlobal(Core):
 
 
 def rotate(heads: Tensor, theta: float) -> Tensor:
-    """Turn the coordinates (t, t + D/2) of token i by i·θ^(−2t/D).
-
-    Args:
-        heads: ``[B, H, N, D]``.
-        theta: θ.
-
-    Returns:
-        ``[B, H, N, D]`` in the accumulation dtype: half precision cannot tell late angles apart.
-    """
+    """Turn the coordinates (t, t + D/2) of token i by i·θ^(−2t/D); in the accumulation dtype."""
     with without_autocast(heads):
         wide = accumulation_dtype(heads.dtype)
-        tokens, width = heads.shape[-2:]
-        exponents = torch.arange(0, width, 2, device=heads.device, dtype=wide) / -width
-        place = torch.arange(tokens, device=heads.device, dtype=wide)
-        angles = place.unsqueeze(-1) * theta**exponents
-        first, second = heads.to(wide).chunk(2, dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        angles = frequencies(heads.shape[-1], wide, heads.device, theta)
+        return rotary.rotate(heads, angles, halves=True)
