@@ -95,8 +95,8 @@ class Longformer(Peer):
         everywhere = None
         if chosen is not None:
             places, valid = chosen
-            key_value = (pick(side, places.unsqueeze(1)) for side in (key, value))
-            everywhere = Everywhere(*key_value, valid)
+            few_keys, few_values = (pick(side, places.unsqueeze(1)) for side in (key, value))
+            everywhere = Everywhere(few_keys, few_values, valid)
         reach, is_causal = self.reach, self.host.is_causal
         return band_attention(query, key, value, reach, key_mask, is_causal, everywhere)
 

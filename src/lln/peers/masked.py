@@ -34,7 +34,7 @@ def softmax_matrix(query: Tensor, key: Tensor, allowed: Tensor | None) -> Tensor
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, *, scale: float | None = None
 ) -> Tensor:
     """softmax(QKᵀ/√D) V among allowed keys, through torch's fused kernels.
 

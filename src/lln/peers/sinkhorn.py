@@ -88,7 +88,8 @@ class Sinkhorn(Peer):
             filled = real.any(1, keepdim=True).expand_as(real)
             seen = torch.cat((real, filled), dim=-1)[:, None, :, None, :]
             seen = seen.expand(-1, heads, -1, -1, -1).flatten(0, 1)
-        out = attend(*(side.flatten(0, 1) for side in (query, key, value)), seen)
+        query, key, value = (side.flatten(0, 1) for side in (query, key, value))
+        out = attend(query, key, value, seen)
         out = out.unflatten(0, (-1, heads)).permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)
         return self.out(out[:, :length])
 

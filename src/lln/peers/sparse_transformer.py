@@ -68,10 +68,11 @@ class SparseTransformer(WideCore):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         scaled = query / math.sqrt(query.shape[-1])
-        blocks = (cut(side, self.stride) for side in (scaled, key, value))
+        blocks_q, blocks_k, blocks_v = (cut(side, self.stride) for side in (scaled, key, value))
         real = cut(real_tokens(query[:1], key_mask), self.stride, dim=-1).unsqueeze(1)
         attend = self._strided if self.pattern == "strided" else self._fixed
-        return attend(*blocks, real).flatten(-3, -2)[..., : query.shape[-2], :]
+        out = attend(blocks_q, blocks_k, blocks_v, real)
+        return out.flatten(-3, -2)[..., : query.shape[-2], :]
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         place = torch.arange(query.shape[-2], device=query.device)

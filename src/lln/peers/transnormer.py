@@ -89,9 +89,11 @@ class TransNormer(Peer):
     def _linear(self, query: Tensor, key: Tensor, value: Tensor, _: Mask) -> Tensor:
         """φ(Q)(φ(K)ᵀV), ``[B, H, N, D]`` each, in the accumulation dtype: sums grow with N."""
         wide = accumulation_dtype(value.dtype)
-        features = (self._place(self.features(side.to(wide))) for side in (query, key))
+        features_q, features_k = (
+            self._place(self.features(side.to(wide))) for side in (query, key)
+        )
         sums = causal_sums if self.host.is_causal else full_sums
-        return sums(*features, value.to(wide))
+        return sums(features_q, features_k, value.to(wide))
 
     def _local(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         """Attention inside chunks, ``[B, H, N, D]`` each."""
