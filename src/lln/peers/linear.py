@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, M features, C tokens of a chunk.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,7 +30,7 @@ class LinearCore(WideCore):
     """A core that is a feature map: a subclass writes `feature_map`, or `features` as a whole."""
 
     # Denominators below this are raised to it, so that a row of zeros stays zeros.
-    floor: ClassVar[float] = PUBLISHED_FLOOR
+    floor: float = PUBLISHED_FLOOR
 
     def feature_map(self, x: Tensor) -> Tensor:
         """φ where it is the same for queries and keys: ``[B, H, N, D]`` → ``[B, H, N, M]``."""

@@ -107,7 +107,7 @@ class WideCore(Core):
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
-        """`Core.forward` of tensors in the accumulation dtype, which is returned too."""
+        """`Core.forward` with all tensors, the result included, in the accumulation dtype."""
 
 
 def check_vectors(name: str, x: Tensor, width: int | None = None) -> None:

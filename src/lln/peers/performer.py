@@ -4,7 +4,7 @@ Dimension legend: B batch, H heads, N tokens, D head width, M features.
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Performer(LinearCore):
     )
 
     # ε makes every mass at least ε² times the number of keys.
-    floor: ClassVar[float] = 1e-12
+    floor = 1e-12
 
     projection: Tensor
     # W of this training call, compat='opennlplab' only.
@@ -101,6 +101,7 @@ class Performer(LinearCore):
         self.calls = 0
         self.register_buffer("projection", draw_projection(features, width, haar=haar))
         if compat == "opennlplab":
+            self.floor = _OPENNLPLAB_FLOOR
             self.register_buffer("gaussian", torch.randn(features, width), persistent=False)
 
     def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
@@ -129,11 +130,6 @@ class Performer(LinearCore):
             ratio * (along_q - half_q - top_q).exp() + offset,
             ratio * (along_k - half_k - top_k).exp() + offset,
         )
-
-    def normalise(self, total: Tensor, mass: Tensor) -> Tensor:
-        if self.compat == "opennlplab":
-            return total / mass.clamp_min(_OPENNLPLAB_FLOOR)
-        return super().normalise(total, mass)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         if self._has_own_draw or (self.training and self.redraw_every):
