@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.peers.contract import HEADS, WIDTH, build, tokens
-from tests.peers.test_contract import some_padding
+from tests.peers.contract import HEADS, WIDTH, build, some_padding, tokens
 
 from lln import peers
 from lln.errors import InvalidInputError

@@ -12,8 +12,10 @@ from tests.peers.contract import (
     SILENT_ABOVE,
     UNEVEN,
     WIDTH,
+    bfloat16_budget,
     build,
     disturb,
+    some_padding,
     tokens,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,14 +44,6 @@ def having(**wanted):
         if all(getattr(peers.card(name), key) == value for key, value in wanted.items())
     ]
     return pytest.mark.parametrize("name", found)
-
-
-def some_padding(length=40, batch=2):
-    """Sample 0 keeps every token, the others lose a tail."""
-    mask = torch.ones(batch, length, dtype=torch.bool)
-    for sample in range(1, batch):
-        mask[sample, length - 7 * sample :] = False
-    return mask
 
 
 @every
@@ -282,19 +276,6 @@ def test_what_the_device_test_refuses():
         x + torch.arange(1)[0]
     with OnlyOn(x.device), pytest.raises(RuntimeError, match="meta"):
         x.sum().item()
-
-
-def bfloat16_budget(name):
-    """Relative error, in the norm: systems that sort or hash on rounded numbers jump."""
-    return {
-        # A rounded token may change places with the last member of a cluster: one in twelve seeds.
-        "routing": 0.15,
-        # A rounded query may fall on the other side of a plane and so into another cluster.
-        "clustered": 0.1,
-        # A token that rounds into another bucket moves all behind it in the list: up to 0.16 in
-        # three seeds of twelve, 0.003 in the others.
-        "reformer": 0.25,
-    }.get(name, 0.03)
 
 
 @every

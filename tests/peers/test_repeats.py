@@ -1,11 +1,12 @@
 """Whether the same call gives the same bits twice: on a CPU always, on a GPU as the cards say."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from tests.peers.contract import build, tokens
+from tests.peers.contract import build, some_padding, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lln import peers
@@ -41,12 +42,6 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def some_padding():
-    mask = torch.ones(2, 40, dtype=torch.bool)
-    mask[1, 33:] = False
-    return mask
-
-
 def every_way(name):
     """A layer and a mask: bidirectional and causal, in training and evaluation, with padding."""
     for is_causal in sorted({False, peers.card(name).causal}):
@@ -66,13 +61,22 @@ def run(layer, mask):
     return [out.detach(), x.grad, *(weight.grad for weight in layer.parameters())]
 
 
+@functools.cache
 def called_by(name):
-    """Every operator of a system."""
-    with Called() as called:
+    """Every operator of a system, and whether it calls fused softmax attention."""
+    attend, is_fused = torch.nn.functional.scaled_dot_product_attention, False
+
+    def noticed(*inputs, **options):
+        nonlocal is_fused
+        is_fused = True
+        return attend(*inputs, **options)
+
+    with pytest.MonkeyPatch.context() as patch, Called() as called:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", noticed)
         for layer, mask in every_way(name):
             run(layer, mask)
     assert aten.mm in called.operators, "nothing was seen"
-    return called.operators
+    return called.operators, is_fused
 
 
 @pytest.fixture
@@ -96,20 +100,14 @@ def test_deterministic_algorithms_change_nothing_on_a_cpu(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_order_of_adding_is_fixed_on_a_cpu(name):
     # By the operators: at this size torch has no use for several threads.
-    assert not called_by(name) & ANY_ORDER_ON_A_CPU
+    operators, _ = called_by(name)
+    assert not operators & ANY_ORDER_ON_A_CPU
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cards_say_what_repeats_on_a_gpu(name, monkeypatch):
-    attend, is_fused = torch.nn.functional.scaled_dot_product_attention, False
-
-    def noticed(*inputs, **options):
-        nonlocal is_fused
-        is_fused = True
-        return attend(*inputs, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noticed)
-    repeats = not called_by(name) & ANY_ORDER_ON_A_GPU and not is_fused
+def test_cards_say_what_repeats_on_a_gpu(name):
+    operators, is_fused = called_by(name)
+    repeats = not operators & ANY_ORDER_ON_A_GPU and not is_fused
     assert peers.card(name).repeats_on_gpu == repeats
 
 

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.peers.contract import build, tokens
-from tests.peers.test_contract import bfloat16_budget, some_padding
+from tests.peers.contract import bfloat16_budget, build, some_padding, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lln import peers

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tests.peers.contract import HEADS, MAX_LEN, WIDTH, build, tokens
-from tests.peers.test_contract import some_padding
+from tests.peers.contract import HEADS, MAX_LEN, WIDTH, build, some_padding, tokens
 
 from lln import peers
 from lln.errors import InvalidInputError

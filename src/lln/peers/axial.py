@@ -3,21 +3,16 @@
 Dimension legend: B batch, N tokens, R rows, C columns of the grid, H heads, D head width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.masked import attend
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer, real_tokens
+from lln.peers.projections import MultiHead
+from lln.peers.token_blocks import cut
 
 
 class Axial(Peer):
@@ -29,7 +24,6 @@ class Axial(Peer):
     max_len does, and a longer sequence has more rows.
 
     Args:
-        host: The layer it is built for.
         shape: Rows and columns, for images; they must hold max_len tokens. None = the most square
             grid that does: C = ⌈√max_len⌉ columns, ⌈max_len / C⌉ rows.
     """
@@ -43,11 +37,9 @@ class Axial(Peer):
         complexity="O(N (R + C) d), O(N √N d) on a square grid",
         is_linear=False,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
-        adds="eight projections, four an axis",
+        adds="eight projections, four per axis",
         oracle="dense mask form, one axis after the other",
         departures="The paper's layer is two residual sublayers with norms and feed-forward "
         "around each; here the residual between the two is inside, norms and feed-forward are the "
@@ -55,7 +47,6 @@ class Axial(Peer):
     )
 
     def __init__(self, host: Host, *, shape: Sequence[int] | None = None) -> None:
-        """See the class."""
         super().__init__(host)
         if shape is None:
             columns = math.isqrt(host.max_len - 1) + 1
@@ -70,41 +61,25 @@ class Axial(Peer):
                 f"{host.max_len}; give a larger grid."
             )
         self.shape = tuple(shape)
-        self.row, self.column = AxisAttention(host), AxisAttention(host)
+        width, heads = host.embed_dim, host.num_heads
+        self.row, self.column = AxisAttention(width, heads), AxisAttention(width, heads)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         length, columns = x.shape[1], self.shape[1]
-        short = -length % columns
-        grid = F.pad(x, (0, 0, 0, short)).unflatten(1, (-1, columns))
-        real = None
-        if key_mask is not None or short:
-            if key_mask is None:
-                key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-            real = F.pad(key_mask, (0, short)).unflatten(1, (-1, columns))
+        grid, real = cut(x, columns), None
+        if key_mask is not None or length % columns:
+            real = cut(real_tokens(x, key_mask), columns, dim=1)
         along_rows = self.row(grid, real)
         turned = None if real is None else real.mT
         along_columns = self.column((grid + along_rows).transpose(1, 2), turned)
         return (along_rows + along_columns.transpose(1, 2)).flatten(1, 2)[:, :length]
 
 
-class AxisAttention(nn.Module):
+class AxisAttention(MultiHead):
     """Multi-head softmax attention inside every row of a grid."""
-
-    def __init__(self, host: Host) -> None:
-        """Four projections of the host's width."""
-        super().__init__()
-        self.heads = host.num_heads
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
-        )
 
     def forward(self, grid: Tensor, real: Tensor | None) -> Tensor:
         """``[B, R, C, embed_dim]`` and bool ``[B, R, C]`` → ``[B, R, C, embed_dim]``."""
-        query, key, value = (
-            project(grid).flatten(0, 1).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        allowed = None if real is None else real.flatten(0, 1)[:, None, None, :]
-        attended = attend(query, key, value, allowed).transpose(1, 2).flatten(2)
-        return self.out(attended).unflatten(0, grid.shape[:2])
+        rows = grid.flatten(0, 1)
+        real_rows = None if real is None else real.flatten(0, 1)
+        return self.attend(rows, rows, real_rows).unflatten(0, grid.shape[:2])

@@ -4,15 +4,14 @@ Dimension legend: B batch, H heads, N tokens, D head width, n chunks, c tokens o
 w reach of the window, K keys that a chunk may look at, G keys that everyone sees.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lln.peers.masked import attend
+from lln.peers.peer import Mask, real_tokens
+from lln.peers.token_blocks import cut, windows
 
 # Narrow windows share chunks of this size, or the products would be too small to be fast.
 SMALLEST_CHUNK = 16
@@ -36,9 +35,8 @@ def band_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     reach: int,
-    key_mask: Tensor | None = None,
+    key_mask: Mask = None,
     is_causal: bool = False,
     everywhere: Everywhere | None = None,
 ) -> Tensor:
@@ -60,19 +58,18 @@ def band_attention(
     reach = min(reach, tokens - 1)
     size = max(reach, SMALLEST_CHUNK)
     if tokens <= size + 2 * reach:
-        # Chunks would look at as many keys as there are, and more of them beyond the ends.
+        # Windows would cover all the keys anyway, and zeros beyond the ends.
         size = tokens
-    short = -tokens % size
     # A single chunk holds all there is to see.
     margin = reach if tokens > size else 0
-    queries = F.pad(query, (0, 0, 0, short)).unflatten(-2, (-1, size)).transpose(1, 2)
-    keys, values = (_windows(side, size, margin, short).transpose(1, 2) for side in (key, value))
-    if key_mask is None:
-        key_mask = query.new_ones(1, tokens, dtype=torch.bool)
-    real = F.pad(key_mask, (margin, margin + short)).unfold(-1, size + 2 * margin, size)
-    ahead = _ahead(size, margin, query.device)
-    seen = real[:, :, None, None, :] & (ahead >= -reach) & (ahead <= (0 if is_causal else reach))
-    seen = seen.expand(query.shape[0], -1, -1, -1, -1)
+    queries = cut(query, size).transpose(1, 2)
+    keys, values = (windows(side, size, margin).mT.transpose(1, 2) for side in (key, value))
+    real = windows(real_tokens(query, key_mask), size, margin, dim=-1)
+    # How many tokens after its query each key of a window stands.
+    place = torch.arange(-margin, size + margin, device=query.device)
+    ahead = place - place[margin : margin + size].unsqueeze(-1)
+    near = (ahead >= -reach) & (ahead <= (0 if is_causal else reach))
+    seen = real[:, :, None, None, :] & near
     if everywhere is not None:
         chunks = queries.shape[1]
         keys, values = (
@@ -84,15 +81,3 @@ def band_attention(
     out = attend(*(tensor.flatten(0, 1) for tensor in (queries, keys, values, seen)))
     out = out.unflatten(0, queries.shape[:2]).transpose(1, 2).flatten(2, 3)
     return out[..., :tokens, :]
-
-
-def _windows(tensor: Tensor, size: int, margin: int, short: int) -> Tensor:
-    """What each chunk may look at: ``[B, H, N, D]`` → a view ``[B, H, n, K, D]``."""
-    padded = F.pad(tensor, (0, 0, margin, margin + short))
-    return padded.unfold(-2, size + 2 * margin, size).mT
-
-
-def _ahead(size: int, margin: int, device: torch.device) -> Tensor:
-    """``[c, K]``: how many tokens after its query each key of a chunk stands."""
-    rows = torch.arange(size, device=device).unsqueeze(-1)
-    return torch.arange(size + 2 * margin, device=device) - margin - rows

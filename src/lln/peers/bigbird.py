@@ -4,20 +4,13 @@ Dimension legend: B batch, H heads, N tokens, D head width, b tokens of a block,
 r random blocks, S = 5 + r blocks that a block may look at.
 """
 
-from __future__ import annotations
-
-import math
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.masked import with_neighbours
-from lln.peers.peer import Core
-from lln.precision import accumulation_dtype
+from lln.peers.masked import attend, softmax_matrix
+from lln.peers.peer import Card, Core, Host, Mask, real_tokens, visible
+from lln.peers.token_blocks import cut, with_neighbours
 
 
 class BigBird(Core):
@@ -27,8 +20,8 @@ class BigBird(Core):
         one of r others drawn for block(i); every j where block(i) is the first or the last.
 
     The last block is the one with the last real token of the sample, and random blocks are drawn
-    among those before it, so that padding changes nothing. What is drawn are numbers, turned into
-    blocks at every length; blocks beyond ``max_len`` use those of the first ones again.
+    among those before it, so that padding changes nothing. The draw is a table of numbers, turned
+    into blocks at every length; blocks beyond ``max_len`` use the table from its start again.
 
     Args:
         host: Its ``max_len`` says for how many blocks to draw.
@@ -42,15 +35,10 @@ class BigBird(Core):
     card = Card(
         name="bigbird",
         title="BigBird",
-        kind="core",
         citation="Zaheer et al. 2020, arXiv 2007.14062",
         equation="P = softmax(QKᵀ/√d) over first, last, neighbouring and random blocks",
         complexity="O(N b (5 + r) d)",
-        is_linear=True,
         causal=False,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         random="r blocks for each head and block, once, when built",
         oracle="transformers BigBirdBlockSparseAttention, sharing its random blocks; dense form",
@@ -63,7 +51,6 @@ class BigBird(Core):
     def __init__(
         self, host: Host, *, block: int = 64, random_blocks: int = 3, seed: int | None = None
     ) -> None:
-        """Draw the random blocks."""
         super().__init__(host)
         check_count("block", block)
         check_count("random_blocks", random_blocks, least=0)
@@ -76,17 +63,12 @@ class BigBird(Core):
         # Whole numbers, which no conversion to half precision rounds.
         self.register_buffer("draws", torch.randint(2**31, shape, generator=generator))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         last = self.last_block(query, key_mask)
         chosen, valid = self.plan(last, -(-query.shape[-2] // self.block))
         return attend_blocks(query, key, value, key_mask, last, chosen, valid, block=self.block)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
-        wide = accumulation_dtype(query.dtype)
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         tokens = query.shape[-2]
         last = self.last_block(query, key_mask)
         blocks = -(-tokens // self.block)
@@ -99,12 +81,9 @@ class BigBird(Core):
             seen = seen | ((one.unsqueeze(-1) == own) & is_one.unsqueeze(-1))
         of_token = torch.arange(tokens, device=query.device) // self.block
         seen = seen[..., of_token, :][..., of_token]
-        if key_mask is not None:
-            seen = seen & key_mask[:, None, None, :]
-        scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
-        return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+        return softmax_matrix(query, key, visible(query, key_mask, among=seen))
 
-    def last_block(self, query: Tensor, key_mask: Tensor | None) -> Tensor:
+    def last_block(self, query: Tensor, key_mask: Mask) -> Tensor:
         """The block of each sample's last real token, int64 ``[B]``."""
         batch, _, tokens, _ = query.shape
         if key_mask is None:
@@ -120,7 +99,8 @@ class BigBird(Core):
             blocks: n.
 
         Returns:
-            int64 and bool ``[B, H, n, r]``: which blocks, and whether there were so many left.
+            int64 and bool ``[B, H, n, r]``: the blocks, and which of them count: where fewer than
+            r were left to draw, the others do not.
         """
         own = torch.arange(blocks, device=last.device)
         # Blocks that nothing else makes visible: 1 … own − 2 and own + 2 … last − 1.
@@ -145,7 +125,7 @@ def attend_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_mask: Tensor | None,
+    key_mask: Mask,
     last: Tensor,
     chosen: Tensor,
     valid: Tensor,
@@ -167,14 +147,10 @@ def attend_blocks(
     Returns:
         ``[B, H, N, D]``; zeros where a query sees nothing.
     """
-    batch, heads, tokens, _ = query.shape
-    short = -tokens % block
-    if key_mask is None:
-        key_mask = torch.ones(batch, tokens, dtype=torch.bool, device=query.device)
-    real = F.pad(key_mask, (0, short)).unflatten(-1, (-1, block))
-    blocks_q, blocks_k, blocks_v = (
-        F.pad(side, (0, 0, 0, short)).unflatten(-2, (-1, block)) for side in (query, key, value)
-    )
+    heads, tokens = query.shape[1:3]
+    key_mask = real_tokens(query, key_mask)
+    real = cut(key_mask, block, dim=-1)
+    blocks_q, blocks_k, blocks_v = (cut(side, block) for side in (query, key, value))
     at_end = last[:, None, None, None, None]
 
     def spread(side: Tensor) -> Tensor:
@@ -189,13 +165,12 @@ def attend_blocks(
 
     is_real = real[:, None, :, :, None].expand(-1, heads, -1, -1, -1)
     counts = torch.cat((_counted(last, blocks_k.shape[2], heads), valid), dim=-1)
-    seen = spread(is_real).squeeze(-1) & counts.repeat_interleave(block, dim=-1)
-    out = _attend(
-        *(side.flatten(1, 2) for side in (blocks_q, spread(blocks_k), spread(blocks_v), seen))
-    ).unflatten(1, (heads, -1))
+    seen = spread(is_real).mT & counts.repeat_interleave(block, dim=-1).unsqueeze(-2)
+    sides = (blocks_q, spread(blocks_k), spread(blocks_v), seen)
+    out = attend(*(side.flatten(1, 2) for side in sides)).unflatten(1, (heads, -1))
     # The two ends see all.
     ends = torch.cat((blocks_q[:, :, :1], torch.take_along_dim(blocks_q, at_end, dim=2)), dim=2)
-    rows = _attend(ends.flatten(2, 3), key, value, key_mask.unsqueeze(1))
+    rows = attend(ends.flatten(2, 3), key, value, visible(key, key_mask))
     of_first, of_last = rows.unflatten(2, (2, 1, block)).unbind(2)
     own = torch.arange(out.shape[2], device=query.device)[:, None, None]
     out = torch.where(own == at_end, of_last, torch.where(own == 0, of_first, out))
@@ -208,11 +183,3 @@ def _counted(last: Tensor, blocks: int, heads: int) -> Tensor:
     counted = (own >= 0, last > 0, (own > 1) & (own <= last), (own > 0) & (own < last))
     counted = torch.broadcast_tensors(*counted, own + 1 < last)
     return torch.stack(counted, dim=-1).unsqueeze(1).expand(-1, heads, -1, -1)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-    # Fused kernels disagree on rows that see nothing: let them see all, then blank them.
-    seen = seen.unsqueeze(-2)
-    blind = ~seen.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen | blind)
-    return torch.where(blind, 0.0, out)

@@ -3,9 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, n blocks, S tokens of the longest block.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Sequence
 
 import torch
@@ -13,23 +10,20 @@ from torch import Tensor
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Core
-from lln.precision import accumulation_dtype
+from lln.peers.masked import attend, softmax_matrix
+from lln.peers.peer import Card, Core, Host, Mask, real_tokens
+from lln.peers.token_blocks import pick, real_first
 
 
 class Blockwise(Core):
     """Query block a of head h attends key block π_h(a) = (a + shift_h) mod n, and nothing else.
 
     The real tokens of a sample are cut into n consecutive blocks whose lengths differ by at most
-    one, so that padding moves no border; a sample of fewer than n tokens has one block a token.
+    one, so that padding moves no border; a sample of fewer than n tokens has one block per token.
 
     Args:
-        host: The layer it is built for.
         blocks: n.
-        shifts: One number a head, 0 … n − 1; None = the paper's ratio: one head in six (at least
+        shifts: One number per head, 0 … n − 1; None = the paper's ratio: one head in six (at least
             one) for each shift that is not 0, as far as they go, the others 0. That is 10 : 2 for
             12 heads and n = 2, 8 : 2 : 2 for n = 3.
     """
@@ -39,15 +33,11 @@ class Blockwise(Core):
     card = Card(
         name="blockwise",
         title="Blockwise attention (BlockBERT)",
-        kind="core",
         citation="Qiu et al. 2019, arXiv 1911.02972",
         equation="O_a = softmax(Q_a K_πᵀ/√d) V_π, π = π_h(a), for blocks a of N/n tokens",
         complexity="O(N² d / n)",
         is_linear=False,
         causal=False,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         oracle="dense mask form",
         departures="Blocks are cut from the real tokens of each sample, not from the padded "
@@ -55,7 +45,6 @@ class Blockwise(Core):
     )
 
     def __init__(self, host: Host, *, blocks: int = 2, shifts: Sequence[int] | None = None) -> None:
-        """See the class."""
         super().__init__(host)
         check_count("blocks", blocks)
         self.blocks = blocks
@@ -66,31 +55,25 @@ class Blockwise(Core):
             shift not in range(blocks) for shift in self.shifts
         ):
             raise InvalidInputError(
-                f"shifts must hold {host.num_heads} whole numbers from 0 to {blocks - 1}, one a "
-                f"head, got {shifts!r}."
+                f"shifts must hold {host.num_heads} whole numbers from 0 to {blocks - 1}, one "
+                f"per head, got {shifts!r}."
             )
         self.register_buffer("shift", torch.tensor(self.shifts)[:, None], persistent=False)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         heads, tokens = query.shape[1:3]
         if key_mask is None and tokens % self.blocks == 0:
             return self._attend_equal(query, key, value)
-        real = _all_real(query) if key_mask is None else key_mask
+        real = real_tokens(query, key_mask)
         starts, lengths = self._cuts(real)
-        # Where the r-th real token stands.
-        order = real.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
         offset = torch.arange(-(-tokens // self.blocks), device=query.device)
         inside = offset < lengths.unsqueeze(-1)
         rank = torch.where(inside, starts.unsqueeze(-1) + offset, 0)
-        source = order.gather(-1, rank.flatten(1)).view_as(rank)
+        source = real_first(real).gather(-1, rank.flatten(1)).unsqueeze(1)
         partner = self._partners(lengths)
 
         def cut(side: Tensor) -> Tensor:
-            index = source.flatten(1)[:, None, :, None].expand(*side.shape[:2], -1, side.shape[-1])
-            return side.gather(2, index).unflatten(2, (self.blocks, -1))
+            return pick(side, source).unflatten(2, (self.blocks, -1))
 
         def turn(side: Tensor) -> Tensor:
             index = partner[..., None, None].expand_as(side)
@@ -101,17 +84,15 @@ class Blockwise(Core):
         out = attend(cut(query).flatten(0, 1), turn(cut(key)), turn(cut(value)), seen.unsqueeze(-2))
         # Back to its place: rank among the real tokens → block and offset.
         place = (real.cumsum(-1) - 1).clamp_min(0)
-        block = self._block_of(place, starts)
+        # The last block that starts at or before it, empty ones left out.
+        block = torch.searchsorted(starts.contiguous(), place.contiguous(), right=True) - 1
+        block = block.clamp_min(0)
         slot = block * len(offset) + place - starts.gather(-1, block)
         slot = slot.clamp(0, self.blocks * len(offset) - 1)
-        out = out.unflatten(0, (-1, heads)).flatten(2, 3)
-        back = slot.expand(len(out), -1)[:, None, :, None].expand(-1, heads, -1, out.shape[-1])
-        return out.gather(2, back)
+        return pick(out.unflatten(0, (-1, heads)).flatten(2, 3), slot.unsqueeze(1))
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Softmax over the pairs of blocks as an N×N mask. See `Core.matrix`."""
-        wide = accumulation_dtype(query.dtype)
-        real = _all_real(query) if key_mask is None else key_mask
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
+        real = real_tokens(query, key_mask)
         count = real.sum(-1, keepdim=True)
         used = count.clamp(1, self.blocks)
         place = real.cumsum(-1) - 1
@@ -119,8 +100,7 @@ class Blockwise(Core):
         block = ((place + 1) * used - 1).clamp_min(0) // count.clamp_min(1)
         partner = (block.unsqueeze(1) + self.shift) % used.unsqueeze(1)
         allowed = partner.unsqueeze(-1) == block[:, None, None, :]
-        scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
-        return masked_softmax(scores, allowed & real[:, None, None, :])
+        return softmax_matrix(query, key, allowed & real[:, None, None, :])
 
     def _attend_equal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Blocks of one length without padding: no mask, which the fastest kernels do not take."""
@@ -145,15 +125,6 @@ class Blockwise(Core):
         """The key block ``[B, H, n]`` of every query block."""
         used = (lengths > 0).sum(-1).clamp_min(1)[:, None, None]
         return (torch.arange(self.blocks, device=lengths.device) + self.shift) % used
-
-    def _block_of(self, rank: Tensor, starts: Tensor) -> Tensor:
-        """The last block that starts at or before each rank ``[B, N]``, empty ones left out."""
-        used = torch.searchsorted(starts.contiguous(), rank.contiguous(), right=True) - 1
-        return used.clamp_min(0)
-
-
-def _all_real(tokens: Tensor) -> Tensor:
-    return torch.ones(tokens.shape[0], tokens.shape[-2], dtype=torch.bool, device=tokens.device)
 
 
 def _usual_shifts(heads: int, blocks: int) -> tuple[int, ...]:

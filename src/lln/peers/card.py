@@ -1,6 +1,4 @@
-"""What a peer says of itself, in data: the table of ``lln peers`` and of the docs is made of it."""
-
-from __future__ import annotations
+"""The facts about a system, as data: ``lln peers``, the docs and the tests read them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,40 +19,38 @@ class Card:
         complexity: Time in N and its own sizes.
         is_linear: Whether time grows no faster than N log N at a fixed setting.
         causal: Whether ``is_causal=True`` is possible.
-        causal_limit: In what way later tokens matter even so, empty where they do not.
-        padding: ``"longer"``, which every system keeps: appending padded tokens changes no real
-            token.
+        causal_limit: How later tokens still matter in the causal form; empty where they do not.
+        padding: ``"longer"`` for every system: appending padded tokens changes no real token.
         row_stochastic: Whether each row of its matrix is non-negative and sums to 1, up to a floor
-            of the denominator. A row that weighs no key at all is zero, which kernels with a ReLU
-            can have.
+            of the denominator. A row without any weight is zero; kernels with a ReLU have some.
         equivariant: Whether permuting the tokens permutes the outputs.
-        repeats_on_gpu: Whether the same call gives the same bits twice on a GPU, as it does on a
-            CPU, gradients included. False where floats are added in whichever order threads arrive
-            (gradients of gathers, of convolutions, of fused softmax attention): the same bits then
-            take ``torch.use_deterministic_algorithms(True)``.
+        repeats_on_gpu: Whether the same call gives the same bits twice on a GPU, gradients
+            included, as it does on a CPU. False where threads add floats in the order in which they
+            arrive (gradients of gathers, convolutions and fused softmax attention); then
+            ``torch.use_deterministic_algorithms(True)`` makes the bits repeat.
         needs_max_len: Whether longer inputs than ``max_len`` are refused.
         random: What is drawn at random, empty if nothing.
         adds: Parameters beyond the four projections (of a core), or all of them in words.
         oracle: What the tests compare it with.
         departures: Where the default differs from published code, and which ``compat`` undoes it.
         layers_per_block: Blocks only: how many of them replace one layer of attention and
-            feed-forward, so that parameters come out alike (FLASH: 2).
-        period: After how many layers their pattern repeats, where layers differ (a host of so many
-            has one of each, in the right proportion): what is measured of a system is the mean.
+            feed-forward at about the same number of parameters (FLASH: 2).
+        period: After how many layers the pattern repeats, where layers differ. Measurements are
+            the mean over one period.
     """
 
     name: str
     title: str
-    kind: Literal["core", "mixer", "block"]
+    kind: Literal["core", "mixer", "block"] = "core"
     citation: str
     equation: str
     complexity: str
-    is_linear: bool
-    causal: bool
-    padding: Literal["longer"]
-    row_stochastic: bool
-    equivariant: bool
-    oracle: str
+    is_linear: bool = True
+    causal: bool = True
+    padding: Literal["longer"] = "longer"
+    row_stochastic: bool = True
+    equivariant: bool = False
+    oracle: str = "dense form"
     causal_limit: str = ""
     repeats_on_gpu: bool = True
     needs_max_len: bool = False

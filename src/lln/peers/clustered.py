@@ -4,24 +4,19 @@ Dimension legend: B batch, H heads, N tokens, D head width, C clusters, t exact 
 tile.
 """
 
-from __future__ import annotations
-
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Core
-from lln.precision import accumulation_dtype, without_autocast
+from lln.peers.masked import attend, softmax_matrix
+from lln.peers.option_checks import check_counts
+from lln.peers.peer import Card, Host, Mask, WideCore, real_tokens, visible, zero_padding
+from lln.peers.token_blocks import pick, real_first
+from lln.precision import accumulation_dtype
 
 
-class Clustered(Core):
-    """i-clustered attention: one row a cluster, its largest entries once more for every query.
+class Clustered(WideCore):
+    """i-clustered attention: one row per cluster, its largest entries again for every query.
 
         A^c = softmax(Q^c Kᵀ/√d), Q^c the mean query of each cluster
         m_c = Σ A^c_cl over the t keys l of largest A^c_cl
@@ -33,7 +28,6 @@ class Clustered(Core):
     centroid (of votes: towards +1), and so is a function of its input; no gradient passes it.
 
     Args:
-        host: The layer it is built for.
         clusters: C.
         exact: t.
         bits: How many projections.
@@ -47,20 +41,14 @@ class Clustered(Core):
     card = Card(
         name="clustered",
         title="Improved clustered attention",
-        kind="core",
         citation="Vyas et al. 2020, arXiv 2007.04825",
         equation="A_il = m_c softmax_l(q_i·k_l/√d) on the top t keys of i's cluster c, else "
         "softmax_l(q^c·k_l/√d)",
         complexity="O(N (C + t) d + N C bits · iterations)",
-        is_linear=True,
         causal=False,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         random="projections of the hash, once, at construction",
         adds="none; the projections are a buffer of bits·d",
-        oracle="dense form",
         departures="Its code draws the K-means' first centroids and gives the hash a bias; here "
         "they are evenly spaced queries and there is none.",
     )
@@ -75,59 +63,45 @@ class Clustered(Core):
         iterations: int = 10,
         tile: int = 32,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         self.clusters, self.exact, self.bits = clusters, exact, bits
         self.iterations, self.tile = iterations, tile
-        for name in ("clusters", "exact", "bits", "iterations", "tile"):
-            check_count(name, getattr(self, name))
+        check_counts(clusters=clusters, exact=exact, bits=bits, iterations=iterations, tile=tile)
         self.register_buffer("planes", torch.randn(bits, host.head_dim))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
-        with without_autocast(query):
-            wide = accumulation_dtype(query.dtype)
-            query, key, values = query.to(wide), key.to(wide), value.to(wide)
-            group = self.groups(query, key_mask)
-            coarse = self._coarse(query, key, key_mask, group)
-            top = coarse.topk(min(self.exact, key.shape[-2]), dim=-1)
-            shared = coarse.scatter(-1, top.indices, 0.0) @ values
-            mass = top.values.sum(-1, keepdim=True)
-            own = self._exact(query, key, values, key_mask, group, top.indices)
-            out = _of_cluster(shared, group) + _of_cluster(mass, group) * own
-            return out.to(value.dtype)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        group = self.groups(query, key_mask)
+        coarse = self._coarse(query, key, key_mask, group)
+        top = coarse.topk(min(self.exact, key.shape[-2]), dim=-1)
+        shared = coarse.scatter(-1, top.indices, 0.0) @ value
+        mass = top.values.sum(-1, keepdim=True)
+        own = self._exact(query, key, value, key_mask, group, top.indices)
+        return pick(shared, group) + pick(mass, group) * own
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Both parts of every row, N×N. See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         wide = accumulation_dtype(query.dtype)
         query, key = query.to(wide), key.to(wide)
         group = self.groups(query, key_mask)
-        rows = _of_cluster(self._coarse(query, key, key_mask, group), group)
+        rows = pick(self._coarse(query, key, key_mask, group), group)
         top = rows.topk(min(self.exact, key.shape[-2]), dim=-1).indices
         is_exact = torch.zeros_like(rows, dtype=torch.bool).scatter(-1, top, True)
         mass = torch.where(is_exact, rows, 0.0).sum(-1, keepdim=True)
-        seen = is_exact if key_mask is None else is_exact & key_mask[:, None, None, :]
-        scores = query @ key.mT / math.sqrt(query.shape[-1])
-        return torch.where(is_exact, mass * masked_softmax(scores, seen), rows)
+        exact = softmax_matrix(query, key, visible(key, key_mask, among=is_exact))
+        return torch.where(is_exact, mass * exact, rows)
 
     @torch.no_grad()
-    def groups(self, query: Tensor, key_mask: Tensor | None) -> Tensor:
+    def groups(self, query: Tensor, key_mask: Mask) -> Tensor:
         """The cluster ``[B, H, N]`` of every query; masked ones are given one and move none."""
-        batch, heads, tokens = query.shape[:3]
-        real = torch.ones(1, tokens, dtype=torch.bool, device=query.device)
-        real = real.expand(batch, -1) if key_mask is None else key_mask
+        batch, heads = query.shape[:2]
+        real = real_tokens(query, key_mask)
         signs = torch.where(query @ self.planes.to(query.dtype).mT >= 0, 1.0, -1.0)
-        # One more bit, of all: its product with −c/C breaks ties of the agreements, which are whole
-        # numbers, towards the first centroid; its votes are the members.
+        # One more bit that all have. Its product with −c/C breaks ties between agreements, which
+        # are whole numbers, in favour of the first centroid; its votes count the members.
         signs = F.pad(signs, (0, 1), value=1.0)
-        order = real.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
         step = torch.arange(self.clusters, device=query.device)
-        start = order.gather(-1, step * real.sum(-1, keepdim=True) // self.clusters)
-        start = start[:, None, :, None].expand(-1, heads, -1, self.bits)
+        start = real_first(real).gather(-1, step * real.sum(-1, keepdim=True) // self.clusters)
         rank = (step / -self.clusters).unsqueeze(-1).expand(batch, heads, -1, 1)
-        centroids = torch.cat((signs.gather(2, start), rank), dim=-1)
+        centroids = torch.cat((pick(signs, start.unsqueeze(1))[..., :-1], rank), dim=-1)
         first = torch.arange(batch * heads, device=query.device).view(batch, heads, 1)
         voting = (signs * real[:, None, :, None]).flatten(0, 2)
         votes = voting.new_zeros(batch * heads * self.clusters, self.bits + 1)
@@ -140,47 +114,35 @@ class Clustered(Core):
             centroids = torch.where(found[..., -1:] > 0, moved, centroids)
         return _nearest(signs, centroids)
 
-    def _coarse(self, query: Tensor, key: Tensor, key_mask: Tensor | None, group: Tensor) -> Tensor:
+    def _coarse(self, query: Tensor, key: Tensor, key_mask: Mask, group: Tensor) -> Tensor:
         """A^c ``[B, H, C, N]`` of the mean real query of every cluster."""
-        real = None if key_mask is None else key_mask[:, None, :, None]
         member = group.unsqueeze(-1) == torch.arange(self.clusters, device=group.device)
-        member = (member if real is None else member & real).to(query.dtype)
-        if real is not None:
-            query = torch.where(real, query, 0.0)
-        centroid = member.mT @ query / member.sum(-2).clamp_min(1.0).unsqueeze(-1)
-        scores = centroid @ key.mT / math.sqrt(query.shape[-1])
-        return masked_softmax(scores, None if key_mask is None else key_mask[:, None, None, :])
+        member = zero_padding(member.to(query.dtype), key_mask)
+        totals = member.mT @ zero_padding(query, key_mask)
+        centroid = totals / member.sum(-2).clamp_min(1.0).unsqueeze(-1)
+        return softmax_matrix(centroid, key, visible(key, key_mask))
 
     def _exact(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        group: Tensor,
-        top: Tensor,
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask, group: Tensor, top: Tensor
     ) -> Tensor:
         """Softmax attention ``[B, H, N, D]`` of every query to the keys top ``[B, H, C, t]``.
 
         Queries are sorted by cluster into tiles of one cluster each, so that a cluster's keys are
-        fetched once a tile and not once a query.
+        fetched once per tile and not once per query.
         """
-        batch, heads, _, width = query.shape
         slot, source, tile_group = self._tiles(group)
-        tiles = query.gather(2, source.unsqueeze(-1).expand(-1, -1, -1, width))
-        index = _of_cluster(top, tile_group)
-        flat = index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, width)
+        tiles = pick(query, source)
+        index = pick(top, tile_group)
         keys, values = (
-            side.gather(2, flat).unflatten(2, index.shape[2:]).flatten(0, 1)
+            pick(side, index.flatten(2)).unflatten(2, index.shape[2:]).flatten(0, 1)
             for side in (key, value)
         )
         seen = None
         if key_mask is not None:
-            seen = key_mask[:, None].expand(-1, heads, -1).gather(2, index.flatten(2))
+            seen = key_mask[:, None].expand(-1, query.shape[1], -1).gather(2, index.flatten(2))
             seen = seen.view_as(index).flatten(0, 1).unsqueeze(-2)
         out = attend(tiles.unflatten(2, (-1, self.tile)).flatten(0, 1), keys, values, seen)
-        out = out.reshape(batch, heads, source.shape[-1], width)
-        return out.gather(2, slot.unsqueeze(-1).expand(-1, -1, -1, width))
+        return pick(out.reshape(tiles.shape), slot)
 
     def _tiles(self, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The slot of every query, the query of every slot, the cluster of every tile.
@@ -212,8 +174,3 @@ def _nearest(signs: Tensor, centroids: Tensor) -> Tensor:
     """The centroid ``[B, H, N]`` that agrees with most bits of each query."""
     # Not argmax, which takes thrice the time on a CPU.
     return (signs @ centroids.mT).max(-1).indices
-
-
-def _of_cluster(rows: Tensor, group: Tensor) -> Tensor:
-    """Row ``group`` ``[B, H, M]`` of rows ``[B, H, C, E]`` for every member: ``[B, H, M, E]``."""
-    return rows.gather(2, group.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))

@@ -1,7 +1,5 @@
 """A table as text in columns, some of which are folded so that all fit into a width."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Mapping, Sequence

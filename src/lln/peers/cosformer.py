@@ -1,14 +1,12 @@
 """cosFormer: ReLU features weighted by the cosine of the distance."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
 
-from lln.peers.card import Card
-from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.linear import LEAST_FLOOR, WHY_LEAST_FLOOR, LinearCore
+from lln.peers.peer import Card
 
 
 class CosFormer(LinearCore):
@@ -23,34 +21,18 @@ class CosFormer(LinearCore):
     card = Card(
         name="cosformer",
         title="cosFormer",
-        kind="core",
         citation="Qin et al. 2022, arXiv 2202.08791",
         equation="P_ij ∝ max(0, q_i)·max(0, k_j) cos(π(i − j)/2L)",
         complexity="O(N d²)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         needs_max_len=True,
-        oracle="dense form",
         departures="L is max_len, where the authors' code takes the length of the batch, which "
-        "makes a sample depend on its padding; the denominator is clamped at 1e-24, because 1e-6 "
-        "would shrink the rows of small q and k",
+        f"makes a sample depend on its padding; {WHY_LEAST_FLOOR}",
     )
 
     floor = LEAST_FLOOR
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
-        tokens = query.shape[-2]
-        position = torch.arange(tokens, device=query.device, dtype=query.dtype)
+    def feature_map(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.shape[-2], device=x.device, dtype=x.dtype)
         angle = (position * (math.pi / 2 / self.host.max_len)).unsqueeze(-1)
-        sine, cosine = angle.sin(), angle.cos()
-        query, key = query.relu(), key.relu()
-        return (
-            torch.cat((query * sine, query * cosine), dim=-1),
-            torch.cat((key * sine, key * cosine), dim=-1),
-        )
+        x = x.relu()
+        return torch.cat((x * angle.sin(), x * angle.cos()), dim=-1)

@@ -3,8 +3,6 @@
 Dimension legend: B batch, N tokens, W width of the tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lln.checks import shape_of
-from lln.checks.names import check_choice, shown
+from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError
-from lln.peers.peer import check_dtype, check_key_mask, check_vectors
+from lln.peers.option_checks import check_size
+from lln.peers.peer import Mask, check_dtype, check_key_mask, check_vectors, zero_padding
 from lln.peers.registry import available, build, card, parameter_count
 
 NORMS = ("pre", "post")
@@ -28,13 +27,12 @@ WORD_DTYPES = (torch.int64, torch.int32)
 class Encoder(nn.Module):
     """Layers of one attention system, and what every system gets around it.
 
-    A core or a mixer stands where attention stands: residual, norm, feed-forward. A block brings
-    all of these, so it replaces the whole layer, by as many blocks as its card says
-    (``layers_per_block``).
+    A core or a mixer takes the place of attention: residual, norm and feed-forward go around it. A
+    block brings all of these, so ``layers_per_block`` of its card replace a whole layer.
 
     Args:
         name: One of `lln.peers.available`.
-        depth: Layers of attention and feed-forward, or what replaces as many.
+        depth: Layers of attention and feed-forward; blocks replace as many.
         embed_dim: W.
         num_heads: Heads; divides embed_dim.
         max_len: The longest sequence it will see.
@@ -42,7 +40,7 @@ class Encoder(nn.Module):
         vocabulary: Number of words: the encoder takes words and embeds them and their positions.
             None: it takes token vectors as they are.
         norm: ``"pre"`` (norm before attention and feed-forward, one more at the end) or ``"post"``
-            (after each residual). Blocks place theirs themselves and get the one at the end.
+            (after each residual). Blocks bring their norms and get the one at the end.
         **options: Of the system, as for `lln.peers.build`, ``is_causal`` included.
 
     Raises:
@@ -68,32 +66,18 @@ class Encoder(nn.Module):
         norm: str = "pre",
         **options: Any,
     ) -> None:
-        """See the class."""
         super().__init__()
         check_choice("norm", norm, NORMS)
         sizes = {"feed_forward": feed_forward, "vocabulary": vocabulary}
         given = {label: size for label, size in sizes.items() if size is not None}
         for label, size in ({"depth": depth} | given).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise InvalidInputError(
-                    f"{label} must be a positive whole number, got {shown(size)}."
-                )
+            check_size(label, size)
         self.card, self.max_len, self.vocabulary = card(name), max_len, vocabulary
         self.width = embed_dim
         is_block = self.card.kind == "block"
         layers = depth * (self.card.layers_per_block if is_block else 1)
-        systems = [
-            build(
-                name,
-                embed_dim=embed_dim,
-                num_heads=num_heads,
-                max_len=max_len,
-                layer=layer,
-                layers=layers,
-                **options,
-            )
-            for layer in range(layers)
-        ]
+        options |= {"embed_dim": embed_dim, "num_heads": num_heads, "max_len": max_len}
+        systems = [build(name, layer=at, layers=layers, **options) for at in range(layers)]
         inner = feed_forward or 4 * embed_dim
         wrapped = systems if is_block else [_Layer(one, embed_dim, inner, norm) for one in systems]
         self.layers = nn.ModuleList(wrapped)
@@ -107,7 +91,7 @@ class Encoder(nn.Module):
         """Trainable numbers, embeddings included."""
         return parameter_count(self)
 
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, key_mask: Mask = None) -> Tensor:
         """Encode a batch.
 
         Args:
@@ -123,17 +107,13 @@ class Encoder(nn.Module):
             hidden = tokens
         else:
             hidden = self._embed(tokens)
-        if key_mask is None:
-            for layer in self.layers:
-                hidden = layer(hidden, None)
-            return self.norm(hidden)
-        check_key_mask(hidden, key_mask)
-        real = key_mask.unsqueeze(-1)
+        if key_mask is not None:
+            check_key_mask(hidden, key_mask)
         # What padded tokens hold would reach the weights' gradients through norm and feed-forward.
-        hidden = torch.where(real, hidden, 0.0)
+        hidden = zero_padding(hidden, key_mask)
         for layer in self.layers:
             hidden = layer(hidden, key_mask)
-        return torch.where(real, self.norm(hidden), 0.0)
+        return zero_padding(self.norm(hidden), key_mask)
 
     def _embed(self, words: Tensor) -> Tensor:
         is_tensor = isinstance(words, Tensor)
@@ -152,8 +132,8 @@ class Encoder(nn.Module):
         try:
             return self.word(words) + self.position(places)
         except IndexError as error:
-            # Afterwards, because looking at the words first would make every call wait for the GPU.
-            # There torch stops the program itself, with an assertion of the device.
+            # Only now, because looking at the words before would make every call wait for the GPU.
+            # On a GPU torch stops the program itself, with a device-side assertion.
             raise self._unknown_words(words) from error
 
     def _unknown_words(self, words: Tensor) -> InvalidInputError:
@@ -176,7 +156,7 @@ class _Layer(nn.Module):
         )
         self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
 
-    def forward(self, hidden: Tensor, key_mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, key_mask: Mask) -> Tensor:
         """``[B, N, W]`` → ``[B, N, W]``."""
         if self.norm_first:
             hidden = hidden + self.attention(self.attention_norm(hidden), key_mask)
@@ -185,7 +165,7 @@ class _Layer(nn.Module):
         return self.feed_forward_norm(hidden + self.feed_forward(hidden))
 
 
-def masked_mean(hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
+def masked_mean(hidden: Tensor, key_mask: Mask = None) -> Tensor:
     """Mean over the real tokens, ``[B, N, W]`` → ``[B, W]``; zero where there is none.
 
     Args:
@@ -200,8 +180,7 @@ def masked_mean(hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
     if key_mask is None:
         return hidden.mean(1)
     check_key_mask(hidden, key_mask)
-    real = key_mask.unsqueeze(-1)
-    return torch.where(real, hidden, 0.0).sum(1) / real.sum(1).clamp_min(1)
+    return zero_padding(hidden, key_mask).sum(1) / key_mask.sum(1, keepdim=True).clamp_min(1)
 
 
 @dataclass(frozen=True)
@@ -231,24 +210,14 @@ def compare_parameters(
         max_len: Counts where a system has weights for every position.
         feed_forward: Inner width.
     """
-    sizes = (depth, embed_dim, num_heads, max_len, feed_forward)
-    softmax = _count("softmax", *sizes)
-    totals = {name: _count(name, *sizes) for name in (available() if names is None else names)}
-    return {name: Parameters(total, total / softmax) for name, total in totals.items()}
+    sizes = {"depth": depth, "embed_dim": embed_dim, "num_heads": num_heads, "max_len": max_len}
+    count = functools.partial(_count, feed_forward=feed_forward, **sizes)
+    totals = {name: count(name) for name in (available() if names is None else names)}
+    return {name: Parameters(total, total / count("softmax")) for name, total in totals.items()}
 
 
 @functools.cache
-def _count(
-    name: str, depth: int, embed_dim: int, num_heads: int, max_len: int, feed_forward: int | None
-) -> int:
+def _count(name: str, **sizes: Any) -> int:
     # Counting needs the shapes alone; drawing the weights would take most of the time.
     with torch.device("meta"):
-        encoder = Encoder(
-            name,
-            depth=depth,
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            max_len=max_len,
-            feed_forward=feed_forward,
-        )
-    return encoder.parameter_count
+        return Encoder(name, **sizes).parameter_count

@@ -4,22 +4,19 @@ Dimension legend: B batch, N tokens, W width of the tokens, C tokens of a chunk,
 S shared width of queries and keys, E inner width.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.linear import earlier_sums
-from lln.peers.peer import Peer
+from lln.peers.option_checks import check_counts
+from lln.peers.peer import Card, Host, Mask, Peer, zero_padding
 from lln.peers.rotary import check_even, frequencies, rotate
+from lln.peers.token_blocks import cut
 from lln.precision import accumulation_dtype, without_autocast
 
 # Chunks up to here have one bias for every distance, longer ones a product of two vectors.
@@ -31,12 +28,11 @@ class Flash(Peer):
 
     u = silu(W_u xn), v = silu(W_v xn), z = silu(W_z xn); queries and keys are four affine maps
     γz + β with rotary positions. In every chunk quad = relu(q kᵀ/C + bias)² v, and across chunks
-    lin = c q'(Σ k'ᵀ v); causal: over earlier chunks only. There are no heads, and one layer
-    replaces attention or feed-forward: a model has twice the layers.
+    lin = c q'(Σ k'ᵀ v); causal: over earlier chunks only. There are no heads. One layer replaces
+    attention or feed-forward, so a model has twice as many layers.
 
     Args:
-        host: Sizes and place.
-        chunk: C; at least N tokens make it FLASH-quad if `linear` is off.
+        chunk: C; with C ≥ N and `linear` off it is FLASH-quad.
         key_width: S.
         expansion: E / W.
         scale: c: ``"chunk"`` 1/C, ``"tokens"`` 1/N with N the real tokens of the sample.
@@ -51,11 +47,7 @@ class Flash(Peer):
         citation="Hua et al. 2022, arXiv 2202.10447",
         equation="O = x + W_o[u ⊙ (relu(qkᵀ/C + b)² v in chunks + q'(Σ k'ᵀv)/C)]",
         complexity="O(N C E + N S E)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         adds="replaces the layer: u, v, out of width 2, z of width 128, 8·128 gains and shifts, "
         "2C − 1 biases",
         layers_per_block=2,
@@ -75,11 +67,8 @@ class Flash(Peer):
         linear: bool = True,
         rope: bool = True,
     ) -> None:
-        """Build the layer; Args as in the class."""
         super().__init__(host)
-        check_count("chunk", chunk)
-        check_count("key_width", key_width)
-        check_count("expansion", expansion)
+        check_counts(chunk=chunk, key_width=key_width, expansion=expansion)
         check_choice("scale", scale, ("chunk", "tokens"))
         if scale == "tokens" and host.is_causal:
             raise InvalidInputError(
@@ -99,19 +88,16 @@ class Flash(Peer):
         self.bias = ChunkBias(chunk, key_width)
         self.out = nn.Linear(inner, width)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         normed = self.norm(x)
-        value = F.silu(self.value(normed))
-        if key_mask is not None:
-            # Neither branch has a denominator: a key without a value is no key.
-            value = torch.where(key_mask.unsqueeze(-1), value, 0.0)
+        # Neither branch has a denominator: a key without a value is no key.
+        value = zero_padding(F.silu(self.value(normed)), key_mask)
         shared = F.silu(self.shared(normed))
         with without_autocast(x):
             mixed = self._attend(shared, value, key_mask)
         return x + self.out(F.silu(self.gate(normed)) * mixed.to(value.dtype))
 
-    def _attend(self, shared: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _attend(self, shared: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         """Both branches, quad + lin ``[B, N, E]`` of z ``[B, N, S]`` and v ``[B, N, E]``."""
         wide = accumulation_dtype(value.dtype)
         gains, shifts = self.gains.to(wide)[:, None, None], self.shifts.to(wide)[:, None, None]
@@ -121,16 +107,16 @@ class Flash(Peer):
         tokens = value.shape[1]
         # A sequence shorter than a chunk is not filled up; C in the formula stays.
         length = min(self.chunk, tokens)
-        values = _chunks(value.to(wide), length)
-        query, key = (_chunks(side, length) for side in sides[:2])
+        values = cut(value.to(wide), length)
+        query, key = (cut(side, length) for side in sides[:2])
         weights = (query @ key.mT / self.chunk + self.bias(length).to(wide)).relu().square()
         out = (weights.tril() if self.host.is_causal else weights) @ values
         if self.linear:
-            query, key = (_chunks(side, length) for side in sides[2:])
+            query, key = (cut(side, length) for side in sides[2:])
             out = out + query @ self._summary(key, values, tokens, key_mask)
         return out.flatten(1, 2)[:, :tokens]
 
-    def _summary(self, key: Tensor, values: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
+    def _summary(self, key: Tensor, values: Tensor, tokens: int, key_mask: Mask) -> Tensor:
         """The sum c Σ k'ᵀ v ``[B, 1, S, E]``, or of the chunks before each ``[B, G, S, E]``."""
         if self.host.is_causal:
             return earlier_sums(key.mT @ values / self.chunk, 1)
@@ -166,8 +152,3 @@ class ChunkBias(nn.Module):
         angles = frequencies(self.weight.shape[-1], wide, self.weight.device)
         rows, columns = rotate(self.weight[:, None, :].expand(-1, length, -1), angles)
         return rows @ columns.mT
-
-
-def _chunks(tokens: Tensor, length: int) -> Tensor:
-    """``[B, N, ·]`` → ``[B, G, length, ·]``, filled up with zeros."""
-    return F.pad(tokens, (0, 0, 0, -tokens.shape[1] % length)).unflatten(1, (-1, length))

@@ -3,8 +3,6 @@
 Dimension legend: B batch, N tokens, W width of the tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -36,5 +34,5 @@ class GatedLinearUnit(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """The product of gate and value, ``[B, N, W]`` → the same."""
         return self.down(self.activation(self.gate(x)) * self.up(x))

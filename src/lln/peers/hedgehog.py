@@ -1,7 +1,5 @@
 """Hedgehog: exponential features with learned matrices, and the loss that teaches them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -9,9 +7,8 @@ from torch import Tensor, nn
 
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.linear import LinearCore
+from lln.peers.peer import Card, Host, Mask
 
 _FORMS = ("softmax", "exp")
 
@@ -20,24 +17,18 @@ class Hedgehog(LinearCore):
     """Linear attention with φ(x) = [softmax(Wx) ; softmax(−Wx)], W per head, one for q, one for k.
 
     Args:
-        host: Sizes and place of the layer.
         form: ``"softmax"`` over the feature axis, or ``"exp"``: φ(x) = [e^{Wx} ; e^{−Wx}].
-            The exponentials are kept in range by the largest over all keys of the sequence, which
-            cancels; a causal row may not look at all keys, so causal layers take ``"softmax"``.
+            The largest exponent over all keys is subtracted, which cancels. A causal row may not
+            look at all keys, so causal layers take ``"softmax"``.
         compat: ``"fla"`` for one softmax of [2Wx ; −2Wx], as flash-linear-attention has it.
     """
 
     card = Card(
         name="hedgehog",
         title="Hedgehog",
-        kind="core",
         citation="Zhang et al. 2024, arXiv 2402.04347",
         equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = [softmax(Wx) ; softmax(−Wx)], or e^{±Wx}",
         complexity="O(N d²)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         adds="2 H d² (W, started at the identity)",
         oracle="dense form; compat='fla' against its formula",
@@ -51,7 +42,6 @@ class Hedgehog(LinearCore):
         form: Literal["softmax", "exp"] = "softmax",
         compat: Literal["fla"] | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_choice("form", form, _FORMS)
         check_choice("compat", compat, (None, "fla"))
@@ -67,10 +57,7 @@ class Hedgehog(LinearCore):
             nn.Parameter(torch.eye(host.head_dim).repeat(host.num_heads, 1, 1)) for _ in range(2)
         )
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
+    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         mapped_q = query @ self.query_map.to(query.dtype).mT
         mapped_k = key @ self.key_map.to(key.dtype).mT
         if self.compat == "fla":
@@ -89,7 +76,7 @@ class Hedgehog(LinearCore):
         return (exponents_q - top_q).exp(), (exponents_k - top).exp()
 
 
-def distillation_loss(student: Tensor, teacher: Tensor, key_mask: Tensor | None = None) -> Tensor:
+def distillation_loss(student: Tensor, teacher: Tensor, key_mask: Mask = None) -> Tensor:
     """Cross-entropy −Σ_j P_ij log P̂_ij of a teacher's rows P and a student's P̂.
 
     The mean over all heads and real rows. Teaching maps needs the N×N matrices; using them later
@@ -109,7 +96,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, key_mask: Tensor | None 
             f"student and teacher must have the same shape, got {tuple(student.shape)} and "
             f"{tuple(teacher.shape)}."
         )
-    # What the teacher does not look at costs nothing, whatever the student does there.
+    # Keys without weight in the teacher cost nothing, whatever the student gives them.
     least = torch.finfo(student.dtype).tiny
     loss = -(teacher.detach() * student.clamp_min(least).log()).sum(-1)
     if key_mask is None:

@@ -1,13 +1,10 @@
-"""What the surrounding encoder tells a peer when it is built."""
+"""What a system knows of the encoder around it."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass
-from numbers import Real
 
 from lln.checks.names import shown
 from lln.errors import InvalidInputError
+from lln.peers.option_checks import check_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +30,7 @@ class Host:
     def __post_init__(self) -> None:
         """Refuse sizes that no layer can have."""
         for name in ("embed_dim", "num_heads", "max_len", "layers"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise InvalidInputError(
-                    f"{name} must be a positive whole number, got {shown(size)}."
-                )
+            check_size(name, getattr(self, name))
         if not isinstance(self.is_causal, bool):
             raise InvalidInputError(
                 f"is_causal must be True or False, got {shown(self.is_causal)}."
@@ -56,8 +49,3 @@ class Host:
     def head_dim(self) -> int:
         """Width of a head."""
         return self.embed_dim // self.num_heads
-
-
-def is_number(value: object) -> bool:
-    """Whether an option is a finite number, and no truth value."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, k mixtures, G H or 1.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -12,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.checks.names import check_choice, did_you_mean
+from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Core, zero_padding
+from lln.peers.peer import Card, Core, Host, Mask, zero_padding
 from lln.precision import accumulation_dtype
 
 SHARING = ("none", "headwise", "key_value")
@@ -30,8 +26,8 @@ class Linformer(Core):
     Args:
         host: Sizes and place; E and F have ``host.max_len`` rows.
         mixtures: k.
-        shared: ``"none"``: E and F of every head's own. ``"headwise"``: one E and one F for all
-            heads. ``"key_value"``: one E for all heads, and F = E.
+        shared: ``"none"``: E and F of every head's own. ``"headwise"``, the default: one E and one
+            F for all heads. ``"key_value"``: one E for all heads, and F = E.
         compat: ``"skyformer"``: as in Skyformer's LRA code, where every head has one E that keys
             and values share, drawn from N(0, 0.02²) and by mistake never trained; `shared` must
             then be left alone.
@@ -40,15 +36,11 @@ class Linformer(Core):
     card = Card(
         name="linformer",
         title="Linformer",
-        kind="core",
         citation="Wang et al. 2020, arXiv 2006.04768",
         equation="O = softmax(Q(EᵀK)ᵀ/√d) FᵀV, E, F: max_len × k",
         complexity="O(N k d)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         needs_max_len=True,
         adds="2·max_len·k (headwise; times heads if not shared, half if key_value)",
@@ -65,15 +57,11 @@ class Linformer(Core):
         shared: Literal["none", "headwise", "key_value"] | None = None,
         compat: Literal["skyformer"] | None = None,
     ) -> None:
-        """Draw E and F; Args as in the class, `shared` defaults to ``"headwise"``."""
         super().__init__(host)
         check_count("mixtures", mixtures)
         check_choice("compat", compat, (None, "skyformer"))
-        if shared is not None and shared not in SHARING:
-            raise InvalidInputError(
-                f"shared must be one of {', '.join(map(repr, SHARING))}, got {shared!r}"
-                f"{did_you_mean(shared, SHARING)}."
-            )
+        if shared is not None:
+            check_choice("shared", shared, SHARING)
         if compat and shared:
             raise InvalidInputError("compat='skyformer' fixes what is shared; leave shared out.")
         sides = 1 if compat or shared == "key_value" else 2
@@ -86,21 +74,18 @@ class Linformer(Core):
             bound = mixtures**-0.5
             self.projections = nn.Parameter(drawn.uniform_(-bound, bound))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         for_keys, for_values = self._sides(key)
         key, value = zero_padding(key, key_mask), zero_padding(value, key_mask)
         few_keys = torch.einsum("hnk,bhnd->bhkd", for_keys, key)
         few_values = torch.einsum("hnk,bhnd->bhkd", for_values, value)
         return F.scaled_dot_product_attention(query.to(few_keys.dtype), few_keys, few_values)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """P = softmax(Q(EᵀK)ᵀ/√d) Fᵀ. See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
+        """P = softmax(Q(EᵀK)ᵀ/√d) Fᵀ."""
         wide = accumulation_dtype(query.dtype)
         for_keys, for_values = (side.to(wide) for side in self._sides(key))
-        key, for_values = zero_padding(key, key_mask), zero_padding(for_values, key_mask)
+        key, for_values = zero_padding(key, key_mask), zero_padding(for_values[None], key_mask)
         scores = query.to(wide) @ (for_keys.mT @ key.to(wide)).mT / query.shape[-1] ** 0.5
         return scores.softmax(-1) @ for_values.mT
 

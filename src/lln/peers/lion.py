@@ -7,8 +7,6 @@ Dimension legend: B batch, H heads, N tokens, D head width, M features, E value 
 C tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -16,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks.names import check_choice
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Core, zero_padding
+from lln.peers.peer import Card, Host, Mask, WideCore, real_tokens, zero_padding
 from lln.peers.projected import Branched
+from lln.peers.token_blocks import cut
 from lln.precision import accumulation_dtype, without_autocast
 
 # Tokens whose part of the mask is formed at once.
@@ -29,14 +26,13 @@ CHUNK = 64
 _FLOOR = 1e-6
 
 
-class LionD(Core):
+class LionD(WideCore):
     """LION-D: P_ij ∝ φ(q_i)·φ(k_j) a^|i−j|, a = sigmoid(w) learned per head.
 
     φ(x) = (silu(x) + ½)/‖silu(x) + ½‖, which is positive. The mask is symmetric and 1 on the
     diagonal. |i − j| counts real tokens, so that padding anywhere is as if it were not there.
 
     Args:
-        host: Sizes and place of the layer.
         features: ``"silu"``, or ``"elu"`` for φ(x) = elu(x) + 1: with a = 1 the Linear Transformer
             (LION-LIT).
     """
@@ -44,49 +40,31 @@ class LionD(Core):
     card = Card(
         name="lion_d",
         title="LION-D",
-        kind="core",
         citation="Afzal et al. 2025, arXiv 2502.16249",
         equation="P_ij ∝ φ(q_i)·φ(k_j) a^|i−j|, a = sigmoid(w), φ(x) = (silu(x)+½)/‖silu(x)+½‖",
         complexity="O(N d² + N C d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         random="w ~ N(0, 1) at construction",
         adds="H (w)",
-        oracle="dense form",
         departures="by chunks in linear time, where the authors train with the N×N mask; the "
         "denominator is clamped at 1e-6 instead of 1e-6 being added; causal = the lower triangle",
     )
 
     def __init__(self, host: Host, *, features: Literal["silu", "elu"] = "silu") -> None:
-        """See the class."""
         super().__init__(host)
-        _check_features(features)
+        check_choice("features", features, ("silu", "elu"))
         self.features = features
         self.decay = nn.Parameter(torch.randn(host.num_heads))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
-        batch, heads, tokens, _ = query.shape
-        with without_autocast(query):
-            decay = F.logsigmoid(self.decay.to(accumulation_dtype(query.dtype)))
-            log_decay = decay[:, None].expand(batch, heads, tokens)
-            return fading_attention(
-                query, key, value, log_decay, key_mask, self.features, self.host.is_causal
-            )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        log_decay = F.logsigmoid(self.decay.to(query.dtype))[:, None].expand(query.shape[:3])
+        return fading_attention(self, query, key, value, log_decay, key_mask)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         wide = accumulation_dtype(query.dtype)
-        real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool)
-        position = (real if key_mask is None else key_mask).to(wide).cumsum(-1)
+        position = real_tokens(query, key_mask).to(wide).cumsum(-1)
         distance = (position[:, None, :, None] - position[:, None, None, :]).abs()
         mask = self.decay.to(wide).sigmoid()[:, None, None] ** distance
-        return _dense(query, key, mask, key_mask, self.features, self.host.is_causal)
+        return _dense(self, query, key, mask, key_mask)
 
 
 class LionS(Branched):
@@ -94,17 +72,15 @@ class LionS(Branched):
 
         M_ij = a_j a_{j+1} … a_{i−1} for j < i, 1 for j = i, a_{i+1} … a_j for j > i
 
-    This is the authors' mask. The key's own decay counts and the query's own does not, from both
-    sides, so that M_ij / M_ji = a_j / a_i for j < i: M is not symmetric unless all decays are
-    equal, as in `LionD`. Turning the sequence round turns the outputs round. The diagonal of M is
-    1, once: as two recurrences, one from each end, both of them reach token i and each counts it
-    half.
+    This is the authors' mask. From both sides the key's own decay counts and the query's does not,
+    so M_ij / M_ji = a_j / a_i for j < i: M is symmetric only where all decays are equal, as in
+    `LionD`. Reversing the sequence reverses the outputs. Written as two recurrences, one from each
+    end, both reach token i and each counts it half, so that the diagonal of M is 1.
 
-    The decays come from the tokens and not from q and k, hence a mixer. φ as in `LionD`; padding
+    The decays come from the tokens and not from q and k, so it is a mixer. φ as in `LionD`; padding
     does not decay. The branches are those of `Branched`, as for every core.
 
     Args:
-        host: Sizes and place of the layer.
         features: ``"silu"``, or ``"elu"`` for φ(x) = elu(x) + 1.
     """
 
@@ -116,43 +92,27 @@ class LionS(Branched):
         equation="P_ij ∝ φ(q_i)·φ(k_j) M_ij, M_ij = a_j … a_{i−1} below the diagonal, 1 on it, "
         "a_{i+1} … a_j above, a_i = 1 − sigmoid(w·x_i + b)",
         complexity="O(N d² + N C d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         adds="projections and (W + 1) H of the decays, W the width of the tokens",
-        oracle="dense form",
         departures="as lion_d; no token is exempt from decay, where the authors' vision code "
         "exempts the class token",
     )
 
     def __init__(
-        self,
-        host: Host,
-        *,
-        features: Literal["silu", "elu"] = "silu",
-        diagonal: int = 0,
-        convolution: int = 0,
+        self, host: Host, *, features: Literal["silu", "elu"] = "silu", **branches: int
     ) -> None:
-        """See the class."""
-        super().__init__(host, diagonal=diagonal, convolution=convolution)
-        _check_features(features)
+        super().__init__(host, **branches)
+        check_choice("features", features, ("silu", "elu"))
         self.features = features
         self.decay = nn.Linear(host.embed_dim, host.num_heads)
 
     def attend(
-        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask
     ) -> Tensor:
-        """See `Branched.attend`."""
         log_decay = self._log_decay(x)
         with without_autocast(x):
-            return fading_attention(
-                query, key, value, log_decay, key_mask, self.features, self.host.is_causal
-            )
+            return fading_attention(self, query, key, value, log_decay, key_mask)
 
-    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Branched.weights`."""
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         log_decay = self._log_decay(x)
         if key_mask is not None:
             log_decay = torch.where(key_mask[:, None], log_decay, 0.0)
@@ -160,9 +120,7 @@ class LionS(Branched):
         before = up_to - log_decay
         below = (before[..., :, None] - before[..., None, :]).tril(-1)
         above = (up_to[..., None, :] - up_to[..., :, None]).triu(1)
-        return _dense(
-            query, key, (below + above).exp(), key_mask, self.features, self.host.is_causal
-        )
+        return _dense(self, query, key, (below + above).exp(), key_mask)
 
     def _log_decay(self, x: Tensor) -> Tensor:
         # log(1 − sigmoid(y)) = logsigmoid(−y), without the cancellation.
@@ -171,32 +129,24 @@ class LionS(Branched):
 
 
 def fading_attention(
+    system: LionD | LionS,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     log_decay: Tensor,
-    key_mask: Tensor | None,
-    features: str,
-    is_causal: bool,
+    key_mask: Mask,
 ) -> Tensor:
     """The row-normalised attention of both systems, ``[B, H, N, E]``.
 
-    Args:
-        query: ``[B, H, N, D]``.
-        key: Like query.
-        value: ``[B, H, N, E]``.
-        log_decay: log a ``[B, H, N]``, at most 0, in the accumulation dtype.
-        key_mask: bool ``[B, N]``.
-        features: ``"silu"`` or ``"elu"``.
-        is_causal: Whether only the lower triangle counts.
+    ``log_decay`` is log a ``[B, H, N]``, at most 0, in the accumulation dtype.
     """
     wide = log_decay.dtype
-    features_q, features_k = _map(query.to(wide), features), _map(key.to(wide), features)
-    features_k = zero_padding(features_k, key_mask)
+    features_q = _map(query.to(wide), system.features)
+    features_k = zero_padding(_map(key.to(wide), system.features), key_mask)
     if key_mask is not None:
         log_decay = torch.where(key_mask[:, None], log_decay, 0.0)
     values = F.pad(value.to(wide), (0, 1), value=1.0)
-    out = fading_sums(features_q, features_k, values, log_decay, is_causal)
+    out = fading_sums(features_q, features_k, values, log_decay, system.host.is_causal)
     return (out[..., :-1] / out[..., -1:].clamp_min(_FLOOR)).to(value.dtype)
 
 
@@ -204,13 +154,8 @@ def fading_sums(
     features_q: Tensor, features_k: Tensor, values: Tensor, log_decay: Tensor, is_causal: bool
 ) -> Tensor:
     """Σ_j φ(q_i)·φ(k_j) M_ij v_j with the M of `LionS`, ``[B, H, N, E]``, in linear time."""
-    tokens = features_q.shape[-2]
-    short = -tokens % CHUNK
-    chunks_q, chunks_k, chunks_v = (
-        F.pad(tensor, (0, 0, 0, short)).unflatten(-2, (-1, CHUNK))
-        for tensor in (features_q, features_k, values)
-    )
-    decay = F.pad(log_decay, (0, short)).unflatten(-1, (-1, CHUNK))
+    chunks_q, chunks_k, chunks_v = (cut(side, CHUNK) for side in (features_q, features_k, values))
+    decay = cut(log_decay, CHUNK, dim=-1)
     up_to = decay.cumsum(-1)
     before, total = up_to - decay, up_to[..., -1:]
     gap = before[..., :, None] - before[..., None, :]
@@ -233,7 +178,7 @@ def fading_sums(
         come = running_sums(left.flip(-3), total.flip(-2)).flip(-3)
         come = F.pad(come[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
         out = out + (chunks_q * (total - up_to).exp().unsqueeze(-1)) @ come
-    return out.flatten(-3, -2)[..., :tokens, :]
+    return out.flatten(-3, -2)[..., : values.shape[-2], :]
 
 
 def running_sums(states: Tensor, log_decay: Tensor) -> Tensor:
@@ -259,20 +204,13 @@ def running_sums(states: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def _dense(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor,
-    key_mask: Tensor | None,
-    features: str,
-    is_causal: bool,
+    system: LionD | LionS, query: Tensor, key: Tensor, mask: Tensor, key_mask: Mask
 ) -> Tensor:
     """P ``[B, H, N, N]`` of a fading mask that broadcasts to it."""
-    wide = mask.dtype
-    weights = _map(query.to(wide), features) @ _map(key.to(wide), features).mT * mask
-    if is_causal:
+    features_q, features_k = (_map(side.to(mask.dtype), system.features) for side in (query, key))
+    weights = features_q @ zero_padding(features_k, key_mask).mT * mask
+    if system.host.is_causal:
         weights = weights.tril()
-    if key_mask is not None:
-        weights = torch.where(key_mask[:, None, None], weights, 0.0)
     return weights / weights.sum(-1, keepdim=True).clamp_min(_FLOOR)
 
 
@@ -281,7 +219,3 @@ def _map(x: Tensor, features: str) -> Tensor:
         return F.elu(x) + 1
     positive = F.silu(x) + 0.5
     return positive / torch.linalg.vector_norm(positive, dim=-1, keepdim=True)
-
-
-def _check_features(features: str) -> None:
-    check_choice("features", features, ("silu", "elu"))

@@ -1,7 +1,5 @@
 """The systems as a table and one by one, for the command line and the docs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 from lln.checks.names import check_choices
 from lln.peers.card import Card
 from lln.peers.encoder import compare_parameters
-from lln.peers.families import FAMILIES
 from lln.peers.options import options_of
 from lln.peers.registry import available, card, find
 
@@ -40,11 +37,11 @@ LIBRARIES = (
 def in_order(names: Iterable[str] | None = None) -> list[str]:
     """Names by family, as tables list them; None = every one."""
     chosen = set(available() if names is None else names)
-    return [name for family in FAMILIES.values() for name in family if name in chosen]
+    return [name for name in available() if name in chosen]
 
 
 def table() -> tuple[list[str], list[list[str]]]:
-    """Headings and cells, a line a system.
+    """Headings and cells, one line per system.
 
     Example:
         >>> heads, lines = table()
@@ -72,7 +69,7 @@ def table() -> tuple[list[str], list[list[str]]]:
 
 
 def notes() -> list[str]:
-    """What is said below the table, a sentence a line."""
+    """The notes below the table, one sentence per line."""
     softmax = compare_parameters(["softmax"], **SIZE)["softmax"].total
     limits = {name: card(name).causal_limit for name in in_order()}
     return [

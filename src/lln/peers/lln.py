@@ -1,6 +1,6 @@
 """LLN and LLN+Diag, the systems all others are compared with, behind the same interface."""
 
-from __future__ import annotations
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -8,43 +8,17 @@ from lln import reference
 from lln.errors import InvalidInputError
 from lln.nn.heads import LLNCore, LLNDiagCore
 from lln.peers.block_diagonal import block_matrix
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Core, visible
+from lln.peers.peer import Card, Core, Host, Mask, visible
 from lln.precision import accumulation_dtype
 
 
-class _Matched(Core):
-    """What LLN and LLN+Diag share: a module of `lln.nn.heads` that brings its own α, β."""
-
-    attention: LLNCore
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
-        return self.attention(query, key, value, key_mask=key_mask, is_causal=self.host.is_causal)
-
-    def _long_range(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
-        """P of the LLN part, ``[B, H, N, N]``; running statistics are read, not updated."""
-        source = self.attention.statistics
-        was_training = source.training
-        source.eval()
-        alpha, beta = source(query, key, key_mask, self.host.is_causal)
-        source.train(was_training)
-        keep = visible(query, key_mask, self.host.is_causal)
-        matrix = reference.lln_matrix(query, key, alpha, beta, keep=keep)
-        return matrix.to(accumulation_dtype(query.dtype))
-
-
-class LLN(_Matched):
+class LLN(Core):
     """LLN attention: P_ij ∝ ⟨e^{αq_i}, e^{βk_j}⟩, Eq. (8), with α, β matched to softmax.
 
     Args:
-        host: Sizes and place of the layer.
         matching: Criterion of matching: ``"variance"``, ``"entropy"`` or ``"paper"`` (the
-            constants of the authors' code over the whole tensor, which ties a sample to its
-            batch-mates).
+            constants of the authors' code over the whole tensor, so that a sample
+            depends on the others of its batch).
         statistics: ``"sample"``, ``"running"``, ``"fixed"`` or ``"learned"`` (see
             `lln.nn.heads.LLNCore`). None = ``"sample"``, and ``"running"`` in a causal layer, where
             statistics of the own sequence would show rows the future.
@@ -54,17 +28,14 @@ class LLN(_Matched):
         impl: As in `lln.lln_attention`.
     """
 
+    attention_class: ClassVar[type[LLNCore]] = LLNCore
+
     card = Card(
         name="lln",
         title="Linear Log-Normal attention",
-        kind="core",
         citation="Nahshan et al. 2023, arXiv 2311.13541",
         equation="P_ij ∝ Σ_c e^{α q_ic + β k_jc}; α, β such that Var log P is softmax's",
         complexity="O(N d²)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         oracle="dense form; the tests of lln.lln_attention",
         departures="α, β per sample and head over real tokens, where the authors' code takes one "
@@ -82,94 +53,68 @@ class LLN(_Matched):
         beta: float | Tensor | None = None,
         momentum: float = 0.1,
         impl: str = "auto",
+        # What the attention class of a subclass takes besides.
+        **own: Any,
     ) -> None:
-        """See the class."""
         super().__init__(host)
-        self.attention = LLNCore(
+        if statistics is None:
+            statistics = "running" if host.is_causal else "sample"
+        if statistics == "sample" and host.is_causal:
+            raise InvalidInputError(
+                "statistics='sample' would show rows of a causal layer the future; use 'running', "
+                "'fixed' or 'learned'."
+            )
+        self.attention = self.attention_class(
             host.num_heads,
             host.head_dim,
             matching=matching,
-            statistics=_statistics(host, statistics),
+            statistics=statistics,
             alpha=alpha,
             beta=beta,
             momentum=momentum,
             impl=impl,
+            **own,
         )
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
-        return self._long_range(query, key, key_mask)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
+        return self.attention(query, key, value, key_mask=key_mask, is_causal=self.host.is_causal)
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
+        """P of the LLN part, ``[B, H, N, N]``; running statistics are read, not updated."""
+        source = self.attention.statistics
+        was_training = source.training
+        source.eval()
+        alpha, beta = source(query, key, key_mask, self.host.is_causal)
+        source.train(was_training)
+        keep = visible(query, key_mask, self.host.is_causal)
+        matrix = reference.lln_matrix(query, key, alpha, beta, keep=keep)
+        return matrix.to(accumulation_dtype(query.dtype))
 
 
-class LLNDiag(_Matched):
+class LLNDiag(LLN):
     """The layer of Figure 3: the mean of LLN and block-diagonal softmax attention.
 
     Args:
-        host: Sizes and place of the layer.
         block_size: Tokens in a diagonal block.
-        matching: As in `LLN`.
-        statistics: As in `LLN`.
-        alpha: As in `LLN`.
-        beta: As in `LLN`.
-        momentum: As in `LLN`.
         impl: As in `lln.lln_diag_attention`.
     """
+
+    attention_class = LLNDiagCore
 
     card = Card(
         name="lln_diag",
         title="LLN+Diag",
-        kind="core",
         citation="Nahshan et al. 2023, arXiv 2311.13541",
         equation="P = (P_lln + P_diag) / 2",
         complexity="O(N d² + N b d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         oracle="dense form; the tests of lln.lln_diag_attention",
         departures="as lln; blocks of 64 tokens, where the authors' code takes the head width",
     )
 
-    def __init__(
-        self,
-        host: Host,
-        *,
-        block_size: int = 64,
-        matching: str = "variance",
-        statistics: str | None = None,
-        alpha: float | Tensor | None = None,
-        beta: float | Tensor | None = None,
-        momentum: float = 0.1,
-        impl: str = "auto",
-    ) -> None:
-        """See the class."""
-        super().__init__(host)
+    def __init__(self, host: Host, *, block_size: int = 64, **matching: Any) -> None:
+        super().__init__(host, block_size=block_size, **matching)
         self.block_size = block_size
-        self.attention = LLNDiagCore(
-            host.num_heads,
-            host.head_dim,
-            block_size=block_size,
-            matching=matching,
-            statistics=_statistics(host, statistics),
-            alpha=alpha,
-            beta=beta,
-            momentum=momentum,
-            impl=impl,
-        )
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         short_range = block_matrix(query, key, self.block_size, key_mask, self.host.is_causal)
-        return 0.5 * (self._long_range(query, key, key_mask) + short_range)
-
-
-def _statistics(host: Host, statistics: str | None) -> str:
-    if statistics is None:
-        return "running" if host.is_causal else "sample"
-    if statistics == "sample" and host.is_causal:
-        raise InvalidInputError(
-            "statistics='sample' would show rows of a causal layer the future; use 'running', "
-            "'fixed' or 'learned'."
-        )
-    return statistics
+        return 0.5 * (super().matrix(query, key, key_mask) + short_range)

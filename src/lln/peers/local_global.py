@@ -3,19 +3,17 @@
 Dimension legend: B batch, H heads, N tokens, D head width, w reach of the window.
 """
 
-from __future__ import annotations
-
-import math
-
 import torch
 from torch import Tensor
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
+from lln.peers import rotary
 from lln.peers.band import band_attention
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
-from lln.peers.peer import Core, visible
+from lln.peers.masked import softmax_matrix
+from lln.peers.option_checks import check_number, check_window
+from lln.peers.peer import Card, Core, Host, Mask, visible
+from lln.peers.rotary import frequencies
 from lln.peers.softmax import Softmax
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -30,7 +28,7 @@ class LocalGlobal(Core):
     Args:
         host: Its ``layer`` decides which kind this one is.
         window: Tokens of the window, even; w is its half.
-        every: One layer in so many is global, the first among them.
+        every: Layers 0, every, 2·every, … are global, the others see a window.
         local_theta: θ of windowed layers.
         global_theta: θ of global layers.
     """
@@ -38,15 +36,10 @@ class LocalGlobal(Core):
     card = Card(
         name="local_global",
         title="Local and global layers (ModernBERT)",
-        kind="core",
         citation="Warner et al. 2024, arXiv 2412.13663",
         equation="P = softmax(RoPE(Q) RoPE(K)ᵀ/√d) over |i−j| ≤ w; over all in every third layer",
         complexity="O(N w d), in every third layer O(N² d)",
         is_linear=False,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         period=3,
         oracle="transformers ModernBertAttention, both kinds of layer; dense form",
@@ -62,17 +55,11 @@ class LocalGlobal(Core):
         local_theta: float = 10_000.0,
         global_theta: float = 160_000.0,
     ) -> None:
-        """Choose the kind of the layer."""
         super().__init__(host)
-        check_count("window", window, least=2)
-        if window % 2:
-            raise InvalidInputError(
-                f"window must be even, half of it on each side of a token, got {window}."
-            )
+        check_window(window)
         check_count("every", every)
         for name, theta in (("local_theta", local_theta), ("global_theta", global_theta)):
-            if not (is_number(theta) and theta > 0):
-                raise InvalidInputError(f"{name} must be a positive number, got {theta!r}.")
+            check_number(name, theta, lambda number: number > 0, "a positive number")
         if host.head_dim % 2:
             raise InvalidInputError(
                 f"local_global turns pairs of coordinates and needs an even head width, got "
@@ -83,51 +70,23 @@ class LocalGlobal(Core):
         self.theta = global_theta if self.is_global else local_theta
         self.full = Softmax(host)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         query, key = (rotate(side, self.theta).to(value.dtype) for side in (query, key))
         if self.is_global:
             return self.full(query, key, value, key_mask)
-        return band_attention(
-            query,
-            key,
-            value,
-            reach=self.reach,
-            key_mask=key_mask,
-            is_causal=self.host.is_causal,
-        )
+        return band_attention(query, key, value, self.reach, key_mask, self.host.is_causal)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
-        turned_q, turned_k = rotate(query, self.theta), rotate(key, self.theta)
-        scores = turned_q @ turned_k.mT / math.sqrt(query.shape[-1])
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         place = torch.arange(query.shape[-2], device=query.device)
         near = (place.unsqueeze(-1) - place).abs() <= self.reach
-        allowed = torch.ones_like(near) if self.is_global else near
-        hidden = visible(query, key_mask, self.host.is_causal)
-        if hidden is not None:
-            allowed = allowed & hidden
-        return scores.masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(0.0)
+        among = None if self.is_global else near
+        allowed = visible(query, key_mask, self.host.is_causal, among)
+        return softmax_matrix(rotate(query, self.theta), rotate(key, self.theta), allowed)
 
 
 def rotate(heads: Tensor, theta: float) -> Tensor:
-    """Turn the coordinates (t, t + D/2) of token i by i·θ^(−2t/D).
-
-    Args:
-        heads: ``[B, H, N, D]``.
-        theta: θ.
-
-    Returns:
-        ``[B, H, N, D]`` in the accumulation dtype: half precision cannot tell late angles apart.
-    """
+    """Turn the coordinates (t, t + D/2) of token i by i·θ^(−2t/D); in the accumulation dtype."""
     with without_autocast(heads):
         wide = accumulation_dtype(heads.dtype)
-        tokens, width = heads.shape[-2:]
-        exponents = torch.arange(0, width, 2, device=heads.device, dtype=wide) / -width
-        place = torch.arange(tokens, device=heads.device, dtype=wide)
-        angles = place.unsqueeze(-1) * theta**exponents
-        first, second = heads.to(wide).chunk(2, dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        angles = frequencies(heads.shape[-1], wide, heads.device, theta)
+        return rotary.rotate(heads, angles, halves=True)

@@ -3,18 +3,17 @@
 Dimension legend: B batch, H heads, N tokens, D head width, G global tokens, w reach of the window.
 """
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
 from lln.peers.band import Everywhere, band_attention
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Peer
+from lln.peers.masked import attend
+from lln.peers.option_checks import check_window
+from lln.peers.peer import Card, Host, Mask, Peer, real_tokens, visible
+from lln.peers.projections import join_heads, split_heads, square_maps
+from lln.peers.token_blocks import pick, real_first
 
 
 class Longformer(Peer):
@@ -26,7 +25,6 @@ class Longformer(Peer):
     the second with projections of its own, for keys and values too.
 
     Args:
-        host: Sizes.
         window: Tokens of the window, even; w is its half. 512 as published: nearly full attention
             where inputs have 512 tokens, so choose less there.
         global_tokens: How many of the first real tokens of a sequence are global. None: 1, the
@@ -40,11 +38,6 @@ class Longformer(Peer):
         citation="Beltagy et al. 2020, arXiv 2004.05150",
         equation="P = softmax(QKᵀ/√d) over |i−j| ≤ w and global j; global rows over all j",
         complexity="O(N w d + N g d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         oracle="transformers LongformerSelfAttention; dense form",
         adds="query, key, value and output projections; three more for global tokens",
@@ -53,13 +46,8 @@ class Longformer(Peer):
     )
 
     def __init__(self, host: Host, *, window: int = 512, global_tokens: int | None = None) -> None:
-        """Build the projections; those of global tokens only where there are any."""
         super().__init__(host)
-        check_count("window", window, least=2)
-        if window % 2:
-            raise InvalidInputError(
-                f"window must be even, half of it on each side of a token, got {window}."
-            )
+        check_window(window)
         if global_tokens is None:
             global_tokens = 0 if host.is_causal else 1
         check_count("global_tokens", global_tokens, least=0)
@@ -68,19 +56,16 @@ class Longformer(Peer):
                 "a global token sees later tokens; leave global_tokens 0 where is_causal=True."
             )
         self.reach, self.global_tokens = window // 2, global_tokens
-        self.query, self.key, self.value, self.out = _projections(host, 4)
+        self.query, self.key, self.value, self.out = square_maps(host.embed_dim, 4)
         if global_tokens:
-            self.global_query, self.global_key, self.global_value = _projections(host, 3)
+            maps = square_maps(host.embed_dim, 3)
+            self.global_query, self.global_key, self.global_value = maps
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         if not self.global_tokens:
-            return self.out(self._join(self._local(x, key_mask, None)))
-        if key_mask is None:
-            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        count = min(self.global_tokens, x.shape[1])
-        # A stable sort brings the real tokens to the front in their order.
-        places = (~key_mask).byte().argsort(dim=-1, stable=True)[:, :count]
+            return self.out(join_heads(self._local(x, key_mask, None)))
+        key_mask = real_tokens(x, key_mask)
+        places = real_first(key_mask)[:, : self.global_tokens]
         return self.attend(x, key_mask, places, key_mask.gather(1, places))
 
     def attend(self, x: Tensor, key_mask: Tensor, places: Tensor, valid: Tensor) -> Tensor:
@@ -98,49 +83,28 @@ class Longformer(Peer):
         is_global = torch.zeros_like(key_mask, dtype=torch.uint8)
         is_global = is_global.scatter_reduce(1, places, valid.byte(), "amax").bool()
         local = self._local(x, key_mask & ~is_global, (places, valid))
-        rows = self._global(_take(x, places), x, key_mask)
+        few = x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        rows = self._global(few, x, key_mask)
         rows = torch.where(valid[:, None, :, None], rows, 0.0)
         where = places[:, None, :, None].expand_as(rows)
         spread = torch.zeros_like(local).scatter_add(2, where, rows.to(local.dtype))
-        return self.out(self._join(torch.where(is_global[:, None, :, None], spread, local)))
+        return self.out(join_heads(torch.where(is_global[:, None, :, None], spread, local)))
 
-    def _local(
-        self, x: Tensor, key_mask: Tensor | None, chosen: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def _local(self, x: Tensor, key_mask: Mask, chosen: tuple[Tensor, Tensor] | None) -> Tensor:
         query, key, value = (self._split(p(x)) for p in (self.query, self.key, self.value))
         everywhere = None
         if chosen is not None:
             places, valid = chosen
-            where = places[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
-            everywhere = Everywhere(key.gather(2, where), value.gather(2, where), valid)
-        return band_attention(
-            query,
-            key,
-            value,
-            reach=self.reach,
-            key_mask=key_mask,
-            is_causal=self.host.is_causal,
-            everywhere=everywhere,
-        )
+            few_keys, few_values = (pick(side, places.unsqueeze(1)) for side in (key, value))
+            everywhere = Everywhere(few_keys, few_values, valid)
+        reach, is_causal = self.reach, self.host.is_causal
+        return band_attention(query, key, value, reach, key_mask, is_causal, everywhere)
 
     def _global(self, few: Tensor, x: Tensor, key_mask: Tensor) -> Tensor:
         """Rows ``[B, H, G, D]`` of the global tokens."""
         query = self._split(self.global_query(few))
         key, value = self._split(self.global_key(x)), self._split(self.global_value(x))
-        # A sample without a real key may look anywhere: its rows are dropped.
-        seen = (key_mask | ~key_mask.any(-1, keepdim=True))[:, None, None, :]
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        return attend(query, key, value, visible(key, key_mask))
 
     def _split(self, tokens: Tensor) -> Tensor:
-        return tokens.unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
-
-    def _join(self, heads: Tensor) -> Tensor:
-        return heads.transpose(1, 2).flatten(2)
-
-
-def _projections(host: Host, count: int) -> list[nn.Linear]:
-    return [nn.Linear(host.embed_dim, host.embed_dim) for _ in range(count)]
-
-
-def _take(x: Tensor, places: Tensor) -> Tensor:
-    return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        return split_heads(tokens, self.host.num_heads)

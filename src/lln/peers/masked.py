@@ -1,13 +1,15 @@
 """Softmax attention over whichever keys a pattern lets a query see; a query that sees none gets 0.
 
-Dimension legend: B batch, H heads, Q queries, K keys, D head width, G blocks of l tokens.
+Dimension legend: B batch, H heads, Q queries, K keys, D head width.
 """
 
-from __future__ import annotations
+import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from lln.precision import accumulation_dtype
 
 
 def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
@@ -24,13 +26,15 @@ def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
     return scores.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)
 
 
+def softmax_matrix(query: Tensor, key: Tensor, allowed: Tensor | None) -> Tensor:
+    """softmax(QKᵀ/√D) among allowed keys, ``[B, H, Q, K]`` in the accumulation dtype."""
+    wide = accumulation_dtype(query.dtype)
+    scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
+    return masked_softmax(scores, allowed)
+
+
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    allowed: Tensor | None,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, *, scale: float | None = None
 ) -> Tensor:
     """softmax(QKᵀ/√D) V among allowed keys, through torch's fused kernels.
 
@@ -48,13 +52,3 @@ def attend(
     seen = allowed | blind
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
     return torch.where(blind, 0.0, out)
-
-
-def with_neighbours(blocks: Tensor) -> Tensor:
-    """Every block between its neighbours: ``[..., G, l, D]`` → ``[..., G, 3l, D]``.
-
-    Beyond the ends there are zeros (False).
-    """
-    count = blocks.shape[-3]
-    padded = F.pad(blocks, (0, 0, 0, 0, 1, 1))
-    return torch.cat([padded[..., i : i + count, :, :] for i in range(3)], dim=-2)

@@ -3,20 +3,16 @@
 Dimension legend: B batch, H heads, N tokens, D head width, E value width, m landmarks.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lln.checks import check_count
 from lln.checks.names import check_choice
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Core, zero_padding
-from lln.peers.projected import TokenConvolution, check_kernel
+from lln.peers.option_checks import check_counts, check_kernel
+from lln.peers.peer import Card, Core, Host, Mask, real_tokens, visible, zero_padding
+from lln.peers.projected import TokenConvolution
 from lln.precision import accumulation_dtype, without_autocast
 
 
@@ -27,36 +23,31 @@ class Nystromformer(Core):
     multiple of the landmarks has a shorter last segment and possibly fewer landmarks.
 
     Args:
-        host: Sizes and place.
         landmarks: m.
         iterations: Of `pseudo_inverse`.
         kernel: Tokens under the depthwise convolution of the values, an odd number; 0 = none.
-        compat: ``"original"``: the start of the pseudo-inverse is scaled by the largest column
-            sum of the whole batch, so that samples depend on each other, as released.
-            ``"released"``: this, and landmarks are means over padded tokens too, whose queries and
-            keys are zero, so that real tokens see the padding; and with as many landmarks as
-            tokens the attention is exact softmax. The LRA tables were made so.
+        compat: ``"original"``: as released, the start of the pseudo-inverse is scaled by the
+            largest column sum of the whole batch, so that samples depend on each other.
+            ``"released"``: also, landmarks are means over padded tokens too (as zeros), so that
+            real tokens see the padding, and with one landmark per token the attention is exact
+            softmax. The LRA tables were made this way.
     """
 
     card = Card(
         name="nystromformer",
         title="Nyströmformer",
-        kind="core",
         citation="Xiong et al. 2021, arXiv 2102.03902",
         equation="O = softmax(QK̃ᵀ/√d) softmax(Q̃K̃ᵀ/√d)⁺ softmax(Q̃Kᵀ/√d) V + DWConv(V)",
         complexity="O(N m d + m³)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
-        adds="one filter of 33 tokens a head",
+        adds="one filter of 33 tokens per head",
         oracle="transformers NystromformerSelfAttention; nystrom_attention; dense form",
-        departures="Pseudo-inverse started per sample and head (compat='original' couples the "
-        "batch). Landmarks are means over real tokens and empty segments are dropped, where the "
-        "authors average zeroed padding in; as many landmarks as tokens stay an approximation, "
-        "where theirs turns into exact softmax (compat='released' undoes all three).",
+        departures="The pseudo-inverse starts per sample and head (compat='original' couples the "
+        "batch). Landmarks are means over real tokens and empty segments are dropped; the authors "
+        "average zeroed padding in. One landmark per token is still an approximation; theirs turns "
+        "into exact softmax (compat='released' undoes all three).",
     )
 
     def __init__(
@@ -68,39 +59,25 @@ class Nystromformer(Core):
         kernel: int = 33,
         compat: Literal["original", "released"] | None = None,
     ) -> None:
-        """Build the convolution; Args as in the class."""
         super().__init__(host)
-        check_count("landmarks", landmarks)
-        check_count("iterations", iterations)
+        check_counts(landmarks=landmarks, iterations=iterations)
         check_kernel("kernel", kernel)
         check_choice("compat", compat, (None, "original", "released"))
         self.landmarks, self.iterations = landmarks, iterations
         self.couples_batch, self.is_released = compat is not None, compat == "released"
         self.convolution = TokenConvolution(host.num_heads, kernel) if kernel else None
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
-        out = nystrom_attention(
-            query,
-            key,
-            value,
-            landmarks=self.landmarks,
-            iterations=self.iterations,
-            key_mask=key_mask,
-            couples_batch=self.couples_batch,
-            is_released=self.is_released,
-        )
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
+        sizes = {"landmarks": self.landmarks, "iterations": self.iterations}
+        compat = {"couples_batch": self.couples_batch, "is_released": self.is_released}
+        out = nystrom_attention(query, key, value, key_mask=key_mask, **sizes, **compat)
         return out if self.convolution is None else out + self.convolution(value, key_mask)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """The three factors multiplied, plus the convolution as a band. See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
+        """The three factors multiplied, plus the convolution as a band."""
         wide = accumulation_dtype(query.dtype)
         query, key = query.to(wide), key.to(wide)
-        if key_mask is None:
-            key_mask = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)
-        averaged = key_mask
+        key_mask = averaged = real_tokens(query, key_mask)
         if self.is_released:
             query, key = zero_padding(query, key_mask), zero_padding(key, key_mask)
             averaged = torch.ones_like(key_mask)
@@ -132,7 +109,7 @@ def nystrom_attention(
     *,
     landmarks: int = 64,
     iterations: int = 6,
-    key_mask: Tensor | None = None,
+    key_mask: Mask = None,
     couples_batch: bool = False,
     is_released: bool = False,
 ) -> Tensor:
@@ -142,7 +119,7 @@ def nystrom_attention(
         query: ``[B, H, N, D]``.
         key: Like query.
         value: ``[B, H, N, E]``.
-        landmarks: Segments whose means stand for all queries and keys.
+        landmarks: Segments; their means stand for all queries and keys.
         iterations: Of `pseudo_inverse`.
         key_mask: bool ``[B, N]``, True = a real token.
         couples_batch: As in `pseudo_inverse`.
@@ -151,7 +128,7 @@ def nystrom_attention(
     Returns:
         ``[B, H, N, E]`` in the dtype of value.
     """
-    from_keys = None if key_mask is None else key_mask[:, None, None, :]
+    from_keys = visible(key, key_mask)
     if is_released and landmarks == query.shape[-2]:
         return attend(query, key, value, from_keys)
     with without_autocast(query):
@@ -204,8 +181,8 @@ def segment_average(key_mask: Tensor, landmarks: int, dtype: torch.dtype) -> tup
         dtype: Of the matrix.
 
     Returns:
-        ``[B, m, N]`` whose rows sum to 1, or are zero where a segment is empty, and bool
-        ``[B, m]``, True = not empty.
+        ``[B, m, N]``, rows that sum to 1 or are zero where a segment is empty, and bool ``[B, m]``,
+        True = not empty.
     """
     real = key_mask.sum(-1, keepdim=True)
     length = ((real + landmarks - 1) // landmarks).clamp_min(1)

@@ -1,12 +1,11 @@
 """The options of a system, read from its signature and docstring."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from lln.peers.option_checks import keywords_of
 from lln.peers.peer import Core
 from lln.peers.projected import Projected
 from lln.peers.registry import find
@@ -45,11 +44,8 @@ def _own(system: type) -> tuple[Option, ...]:
     # What a class says goes over what its bases say.
     for one in reversed(system.__mro__):
         said |= _arguments(one.__doc__) | _arguments(vars(one).get("__init__", one).__doc__)
-    parameters = inspect.signature(system).parameters.values()
     return tuple(
-        Option(one.name, one.default, said.get(one.name, ""))
-        for one in parameters
-        if one.kind is one.KEYWORD_ONLY
+        Option(name, one.default, said.get(name, "")) for name, one in keywords_of(system).items()
     )
 
 

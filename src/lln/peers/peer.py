@@ -3,9 +3,8 @@
 Dimension legend: B batch, H heads, N tokens, D head width.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,24 +14,30 @@ from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
-from lln.precision import autocast_enabled
+from lln.precision import accumulation_dtype, autocast_enabled, without_autocast
+
+# Which tokens are real: bool ``[B, N]``, True = a real token; None = all of them.
+Mask: TypeAlias = Tensor | None
 
 
-class Peer(nn.Module, ABC):
+class _System(nn.Module, ABC):
+    """A module that knows its card, and its host: sizes and place of the layer."""
+
+    card: Card
+
+    def __init__(self, host: Host) -> None:
+        super().__init__()
+        self.host = host
+
+
+class Peer(_System):
     """Token vectors in, token vectors out: what `lln.peers.build` returns.
 
     A subclass writes `mix`. The rules common to all live here: padded tokens are zeroed on entry,
     so that nothing they hold can matter, and zero on return.
     """
 
-    card: Card
-
-    def __init__(self, host: Host) -> None:
-        """Keep what the host told."""
-        super().__init__()
-        self.host = host
-
-    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key_mask: Mask = None) -> Tensor:
         """Mix the tokens.
 
         Args:
@@ -43,16 +48,13 @@ class Peer(nn.Module, ABC):
             ``[B, N, embed_dim]``; padded tokens are zero, and so is a sequence without a real one.
         """
         self._check(x, key_mask)
-        if key_mask is None:
-            return self.mix(x, None)
-        real = key_mask.unsqueeze(-1)
-        return torch.where(real, self.mix(torch.where(real, x, 0.0), key_mask), 0.0)
+        return zero_padding(self.mix(zero_padding(x, key_mask), key_mask), key_mask)
 
     @abstractmethod
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         """The system itself; padded tokens of x are zero, what is returned for them is dropped."""
 
-    def _check(self, x: Tensor, key_mask: Tensor | None) -> None:
+    def _check(self, x: Tensor, key_mask: Mask) -> None:
         host = self.host
         check_vectors("x", x, host.embed_dim)
         check_dtype(x, self, self.card.name)
@@ -67,24 +69,15 @@ class Peer(nn.Module, ABC):
             check_key_mask(x, key_mask)
 
 
-class Core(nn.Module, ABC):
+class Core(_System):
     """Heads in, heads out: a drop-in for softmax attention.
 
     `matrix` is the N×N form written straight from the equation; ``core(q, k, v)`` must equal
     ``matrix(q, k) @ v`` and is tested against it.
     """
 
-    card: Card
-
-    def __init__(self, host: Host) -> None:
-        """Keep what the host told."""
-        super().__init__()
-        self.host = host
-
     @abstractmethod
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         """Attend as efficiently as its authors do.
 
         Args:
@@ -99,8 +92,22 @@ class Core(nn.Module, ABC):
         """
 
     @abstractmethod
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         """The attention matrix ``[B, H, N, N]``, dense, in the accumulation dtype."""
+
+
+class WideCore(Core):
+    """A core that computes in the accumulation dtype: a subclass writes `attend`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
+        with without_autocast(query):
+            wide = accumulation_dtype(query.dtype)
+            out = self.attend(query.to(wide), key.to(wide), value.to(wide), key_mask)
+        return out.to(value.dtype)
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        """`Core.forward` with all tensors, the result included, in the accumulation dtype."""
 
 
 def check_vectors(name: str, x: Tensor, width: int | None = None) -> None:
@@ -144,22 +151,37 @@ def check_key_mask(x: Tensor, key_mask: Tensor) -> None:
         )
 
 
-def visible(tokens: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor | None:
-    """bool, broadcasts to ``[B, 1, N, N]``: which key each query may see; None = every one.
+def real_tokens(tokens: Tensor, key_mask: Mask) -> Tensor:
+    """The mask of ``[B, …, N, D]`` as a tensor ``[B, N]``, all True where there is none."""
+    if key_mask is not None:
+        return key_mask
+    return tokens.new_ones(tokens.shape[0], tokens.shape[-2], dtype=torch.bool)
+
+
+def visible(
+    tokens: Tensor, key_mask: Mask, is_causal: bool = False, among: Tensor | None = None
+) -> Tensor | None:
+    """bool, broadcasts to ``[B, H, N, N]``: which key each query may see; None = every one.
 
     Args:
         tokens: ``[B, H, N, D]``, for its length and device.
         key_mask: bool ``[B, N]``.
         is_causal: Whether later keys are hidden.
+        among: What a pattern lets a query see, broadcasts likewise.
     """
-    allowed = None if key_mask is None else key_mask[:, None, None, :]
-    if not is_causal:
-        return allowed
-    length = tokens.shape[-2]
-    earlier = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-    return earlier[None, None] if allowed is None else allowed & earlier
+    allowed = among
+    if key_mask is not None:
+        real = key_mask[:, None, None, :]
+        allowed = real if allowed is None else allowed & real
+    if is_causal:
+        earlier = tokens.new_ones(tokens.shape[-2], tokens.shape[-2], dtype=torch.bool).tril()
+        allowed = earlier[None, None] if allowed is None else allowed & earlier
+    return allowed
 
 
-def zero_padding(heads: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Heads or features ``[B, H, N, ·]`` with zeros for padded tokens."""
-    return heads if key_mask is None else torch.where(key_mask[:, None, :, None], heads, 0.0)
+def zero_padding(tokens: Tensor, key_mask: Mask) -> Tensor:
+    """Tokens ``[B, N, ·]``, or heads ``[B, H, N, ·]``, with zeros for padded ones."""
+    if key_mask is None:
+        return tokens
+    real = key_mask.unsqueeze(-1) if tokens.dim() == 3 else key_mask[:, None, :, None]
+    return torch.where(real, tokens, 0.0)

@@ -3,21 +3,17 @@
 Dimension legend: B batch, H heads, N tokens, D head width, M features.
 """
 
-from __future__ import annotations
-
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lln.checks import check_count
 from lln.checks.names import check_choice
-from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
 from lln.peers.linear import LinearCore
-from lln.peers.peer import zero_padding
+from lln.peers.option_checks import check_number
+from lln.peers.peer import Card, Host, Mask, zero_padding
 
 # Added to the features of the relu kernel, as in the authors' code.
 _RELU_OFFSET = 1e-3
@@ -41,7 +37,6 @@ class Performer(LinearCore):
     Wx′ − ‖x′‖²/2 ≤ ‖w‖²/2 for every x, so that c = max(0, max_m ‖w_m‖²/2 − 60) is enough.
 
     Args:
-        host: Sizes and place of the layer.
         features: M; None = ⌊d ln d⌋.
         kernel: ``"exp"``, or ``"relu"`` for the generalised φ(x) = max(0, Wx′) + 10⁻³.
         epsilon: ε.
@@ -60,24 +55,19 @@ class Performer(LinearCore):
     card = Card(
         name="performer",
         title="Performer (FAVOR+)",
-        kind="core",
         citation="Choromanski et al. 2020, arXiv 2009.14794",
         equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = M^(−½)(exp(Wx′ − ‖x′‖²/2 − c) + ε), x′ = x d^(−¼)",
         complexity="O(N M d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         random="W, at construction and every 1000 training calls",
         oracle="performer-pytorch 1.1.4, sharing W; Monte-Carlo mean of the kernel",
         departures="signs of the orthogonal blocks corrected (haar=False undoes it); the causal "
         "form takes a constant c for the keys; compat='skyformer' computes exp(q·k/d) and leaves "
-        "padded keys in the denominator; compat='opennlplab' trains with a Gaussian W a call",
+        "padded keys in the denominator; compat='opennlplab' draws a Gaussian W per training call",
     )
 
     # ε makes every mass at least ε² times the number of keys.
-    floor: ClassVar[float] = 1e-12
+    floor = 1e-12
 
     projection: Tensor
     # W of this training call, compat='opennlplab' only.
@@ -94,17 +84,14 @@ class Performer(LinearCore):
         redraw_every: int | None = None,
         compat: Literal["skyformer", "opennlplab"] | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_choice("kernel", kernel, ("exp", "relu"))
         check_choice("compat", compat, (None, *_PUBLISHED_FEATURES))
-        if not (is_number(epsilon) and epsilon >= 0):
-            raise InvalidInputError(f"epsilon must be at least 0, got {epsilon!r}.")
+        check_number("epsilon", epsilon, lambda number: number >= 0, "at least 0")
         width = host.head_dim
         if features is None:
-            features = (
-                _PUBLISHED_FEATURES[compat] if compat else max(1, int(width * math.log(width)))
-            )
+            usual = max(1, int(width * math.log(width)))
+            features = _PUBLISHED_FEATURES[compat] if compat else usual
         if redraw_every is None:
             redraw_every = 0 if compat else 1000
         check_count("features", features)
@@ -114,12 +101,10 @@ class Performer(LinearCore):
         self.calls = 0
         self.register_buffer("projection", draw_projection(features, width, haar=haar))
         if compat == "opennlplab":
+            self.floor = _OPENNLPLAB_FLOOR
             self.register_buffer("gaussian", torch.randn(features, width), persistent=False)
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
+    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         width = query.shape[-1]
         scale = width**-0.5 if self.compat == "skyformer" else width**-0.25
         weights = (self.gaussian if self._has_own_draw else self.projection).to(query.dtype)
@@ -146,23 +131,14 @@ class Performer(LinearCore):
             ratio * (along_k - half_k - top_k).exp() + offset,
         )
 
-    def normalise(self, total: Tensor, mass: Tensor) -> Tensor:
-        """See `LinearCore.normalise`."""
-        if self.compat == "opennlplab":
-            return total / mass.clamp_min(_OPENNLPLAB_FLOOR)
-        return super().normalise(total, mass)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`; in training every so many calls begin with a new W."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         if self._has_own_draw or (self.training and self.redraw_every):
             self._count_call()
         if self.compat == "skyformer":
             value = zero_padding(value, key_mask)
         return super().forward(query, key, value, key_mask)
 
-    def _masked(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _masked(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
         if self.compat == "skyformer":
             # Zeroed and left in, as its code has it: φ(0) of padding weighs on the denominator.
             return self.features(query, zero_padding(key, key_mask), None)
@@ -195,7 +171,7 @@ class Performer(LinearCore):
         return torch.tensor(self.calls)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """See `get_extra_state`."""
+        """Take up what `get_extra_state` returned."""
         self.calls = int(state)
 
 

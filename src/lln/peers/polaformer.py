@@ -3,18 +3,15 @@
 Dimension legend: B batch, H heads, N tokens, D head width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
 from lln.peers.linear import full_sums
-from lln.peers.peer import zero_padding
-from lln.peers.projected import Branched, check_kernel
+from lln.peers.option_checks import check_kernel, check_number
+from lln.peers.peer import Card, Host, Mask, zero_padding
+from lln.peers.projected import Branched
 from lln.precision import accumulation_dtype, without_autocast
 
 # Added to the mean weight of a row, as in the authors' code.
@@ -28,15 +25,15 @@ class PolaFormer(Branched):
         same side: [q₊ ; q₋]·[k₊ ; k₋] weighs the first half of each head's values,
         other side: [q₋ ; q₊]·[k₊ ; k₋] the second half; both divided by their row's sum
 
-    Two matrices a head, hence a mixer and not a core. While w = 0 all powers are equal, and the
-    kernel is as blind to the length of a query as ReLU's. The branches are those of `Branched`, as
+    Two matrices per head, so a mixer and not a core. While w = 0 all powers are equal, and the
+    length of a query does not matter, as with ReLU. The branches are those of `Branched`, as
     for every core.
 
     Args:
         host: Sizes and place of the layer; the head width must be even.
         alpha: α, the range of the learned powers; 3 in the authors' LRA runs.
         local: Tokens under the authors' own depthwise convolution of the values (one filter and
-            bias a channel, shared by the heads), added to the attention; odd, 0 = none.
+            bias per channel, shared by the heads), added to the attention; odd, 0 = none.
         gate: Whether the output is multiplied by a linear map of x.
     """
 
@@ -48,36 +45,23 @@ class PolaFormer(Branched):
         equation="P ∝ [q₊;q₋]·[k₊;k₋] for one half of v, [q₋;q₊]·[k₊;k₋] for the other, "
         "x± = max(0, ±x/s)^p",
         complexity="O(N d²)",
-        is_linear=True,
         causal=False,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         adds="projections, H d powers and H d scales; with options its own convolution and a gate",
-        oracle="dense form",
         departures="no learned position added to k; its own convolution (5×5 over an image there; "
         "local=5) and its gate are options, off by default; means over real tokens only",
     )
 
     def __init__(
-        self,
-        host: Host,
-        *,
-        alpha: float = 3.0,
-        local: int = 0,
-        gate: bool = False,
-        diagonal: int = 0,
-        convolution: int = 0,
+        self, host: Host, *, alpha: float = 3.0, local: int = 0, gate: bool = False, **branches: int
     ) -> None:
-        """See the class."""
-        super().__init__(host, diagonal=diagonal, convolution=convolution)
+        super().__init__(host, **branches)
         width = host.head_dim
         if width % 2:
             raise InvalidInputError(
                 f"polaformer halves the heads: embed_dim/num_heads must be even, got {width}."
             )
-        if not (is_number(alpha) and alpha > 0):
-            raise InvalidInputError(f"alpha must be positive, got {alpha!r}.")
+        check_number("alpha", alpha, lambda number: number > 0, "positive")
         check_kernel("local", local)
         self.alpha = alpha
         self.power = nn.Parameter(torch.zeros(host.num_heads, 1, width))
@@ -88,39 +72,31 @@ class PolaFormer(Branched):
         self.gate = nn.Linear(host.embed_dim, host.embed_dim) if gate else None
 
     def attend(
-        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask
     ) -> Tensor:
-        """See `Branched.attend`."""
-        out = self._attend(query, key, value, key_mask)
+        with without_autocast(query):
+            sides_q, sides_k = self._sides(query), zero_padding(self._sides(key), key_mask)
+            sides_k = sides_k / _count(sides_k, key_mask)
+            halves = []
+            for side_q, half in zip((sides_q, _swap(sides_q)), value.chunk(2, dim=-1), strict=True):
+                values = F.pad(half.to(sides_q.dtype), (0, 1), value=1.0)
+                sums = full_sums(side_q, sides_k, values)
+                halves.append(sums[..., :-1] / (sums[..., -1:] + _OFFSET))
+            out = torch.cat(halves, dim=-1).to(value.dtype)
         if self.local is None:
             return out
         channels = zero_padding(value, key_mask).flatten(0, 1).mT
         return out + self.local(channels).mT.unflatten(0, value.shape[:2])
 
     def project(self, out: Tensor, x: Tensor) -> Tensor:
-        """See `Branched.project`."""
         return self.out(out if self.gate is None else out * self.gate(x))
 
-    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         """The two matrices ``[B, H, 2, N, N]`` of the halves of the values."""
         sides_q, sides_k = self._sides(query), zero_padding(self._sides(key), key_mask)
         weights = torch.stack((sides_q @ sides_k.mT, _swap(sides_q) @ sides_k.mT), dim=2)
         real = _count(weights[:, :, 0], key_mask)
         return weights / (weights.sum(-1, keepdim=True) + real.unsqueeze(2) * _OFFSET)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        with without_autocast(query):
-            sides_q, sides_k = self._sides(query), zero_padding(self._sides(key), key_mask)
-            sides_k = sides_k / _count(sides_k, key_mask)
-            same, other = (
-                F.pad(half, (0, 1), value=1.0) for half in value.to(sides_q.dtype).chunk(2, dim=-1)
-            )
-            sums = (
-                full_sums(sides_q, sides_k, same),
-                full_sums(_swap(sides_q), sides_k, other),
-            )
-            halves = [part[..., :-1] / (part[..., -1:] + _OFFSET) for part in sums]
-            return torch.cat(halves, dim=-1).to(value.dtype)
 
     def _sides(self, x: Tensor) -> Tensor:
         wide = accumulation_dtype(x.dtype)
@@ -134,8 +110,8 @@ def _swap(sides: Tensor) -> Tensor:
     return sides.roll(sides.shape[-1] // 2, -1)
 
 
-def _count(like: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Real tokens a sample, at least 1: broadcasts to ``[B, 1, 1, 1]``."""
+def _count(like: Tensor, key_mask: Mask) -> Tensor:
+    """Real tokens per sample, at least 1: broadcasts to ``[B, 1, 1, 1]``."""
     if key_mask is None:
         return torch.full((1, 1, 1, 1), like.shape[-2], dtype=like.dtype, device=like.device)
     return key_mask.sum(-1).clamp_min(1).to(like.dtype)[:, None, None, None]

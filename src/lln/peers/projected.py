@@ -3,18 +3,16 @@
 Dimension legend: B batch, H heads, N tokens, D head width.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
-import torch
 from torch import Tensor, nn
 
-from lln.checks import check_block_size, check_count
+from lln.checks import check_block_size
 from lln.errors import InvalidInputError
 from lln.functional.dense import block_diagonal_attention
-from lln.peers.host import Host
-from lln.peers.peer import Core, Peer, zero_padding
+from lln.peers.option_checks import check_kernel
+from lln.peers.peer import Core, Host, Mask, Peer, zero_padding
+from lln.peers.projections import join_heads, split_heads, square_maps
 from lln.precision import without_autocast
 
 
@@ -24,70 +22,58 @@ class Branched(Peer):
     A subclass writes `attend` and `weights`.
 
     Args:
-        host: Sizes and place of the layer.
         diagonal: Block size of a block-diagonal softmax averaged with the attention's output, as
             in LLN+Diag; 0 = none.
-        convolution: Tokens under a depthwise convolution of the values (one filter a head, as in
+        convolution: Tokens under a depthwise convolution of the values (one filter per head, as in
             Nyströmformer) added to the output; odd, 0 = none.
     """
 
     def __init__(self, host: Host, *, diagonal: int = 0, convolution: int = 0) -> None:
-        """Build the projections and the branches."""
         super().__init__(host)
         _check_branches(host, diagonal, convolution)
         self.diagonal = diagonal
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
-        )
+        self.query, self.key, self.value, self.out = square_maps(host.embed_dim, 4)
         self.convolution = TokenConvolution(host.num_heads, convolution) if convolution else None
 
     @abstractmethod
     def attend(
-        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask
     ) -> Tensor:
         """The attention, ``[B, H, N, D]``; x are the tokens that the heads were made of."""
 
     @abstractmethod
-    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         """What `attend` multiplies the values by, dense."""
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         query, key, value = self.heads(x)
         out = self.attend(x, query, key, value, key_mask)
         if self.diagonal:
+            size, is_causal = self.diagonal, self.host.is_causal
             short = block_diagonal_attention(
-                query,
-                key,
-                value,
-                block_size=self.diagonal,
-                key_mask=key_mask,
-                is_causal=self.host.is_causal,
+                query, key, value, block_size=size, key_mask=key_mask, is_causal=is_causal
             )
             out = 0.5 * (out + short)
         if self.convolution is not None:
             out = out + self.convolution(value, key_mask)
-        return self.project(out.transpose(1, 2).flatten(2), x)
+        return self.project(join_heads(out), x)
 
     def project(self, out: Tensor, x: Tensor) -> Tensor:
         """The output projection of joined heads ``[B, N, embed_dim]``."""
         return self.out(out)
 
-    def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, x: Tensor, key_mask: Mask = None) -> Tensor:
         """The attention matrix ``[B, H, N, N]`` of these tokens, branches not included."""
         self._check(x, key_mask)
-        if key_mask is not None:
-            x = torch.where(key_mask.unsqueeze(-1), x, 0.0)
+        x = zero_padding(x, key_mask)
         query, key, _ = self.heads(x)
         with without_autocast(x):
             return self.weights(x, query, key, key_mask)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value ``[B, H, N, D]`` of tokens ``[B, N, embed_dim]``."""
-        query, key, value = (
-            project(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
+        projected = self.query(x), self.key(x), self.value(x)
+        query, key, value = (split_heads(side, self.host.num_heads) for side in projected)
         return query, key, value
 
 
@@ -99,23 +85,20 @@ class Projected(Branched):
     """
 
     def __init__(self, core: Core, *, diagonal: int = 0, convolution: int = 0) -> None:
-        """See the class."""
         super().__init__(core.host, diagonal=diagonal, convolution=convolution)
         self.card, self.core = core.card, core
 
     def attend(
-        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask
     ) -> Tensor:
-        """See `Branched.attend`."""
         return self.core(query, key, value, key_mask)
 
-    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Branched.weights`."""
+    def weights(self, x: Tensor, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         return self.core.matrix(query, key, key_mask)
 
 
 class TokenConvolution(nn.Module):
-    """A depthwise convolution over the tokens: one odd filter a head, no bias."""
+    """A depthwise convolution over the tokens: one odd filter per head, no bias."""
 
     def __init__(self, heads: int, kernel: int) -> None:
         """Args: heads is H, kernel the number of tokens under the filter."""
@@ -124,17 +107,10 @@ class TokenConvolution(nn.Module):
             heads, heads, (kernel, 1), padding=(kernel // 2, 0), groups=heads, bias=False
         )
 
-    def forward(self, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def forward(self, value: Tensor, key_mask: Mask) -> Tensor:
         """``[B, H, N, D]`` → the same."""
-        # Projected zeros are the bias: real neighbours must not see it.
+        # A padded token's value is the bias of the projection; real neighbours must not see it.
         return self.filter(zero_padding(value, key_mask))
-
-
-def check_kernel(name: str, kernel: int) -> None:
-    """Refuse a number of tokens under a convolution that has no middle; 0 = no convolution."""
-    check_count(name, kernel, least=0)
-    if kernel and kernel % 2 == 0:
-        raise InvalidInputError(f"{name} must be an odd number of tokens or 0, got {kernel}.")
 
 
 def _check_branches(host: Host, diagonal: int, convolution: int) -> None:

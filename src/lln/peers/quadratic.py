@@ -1,13 +1,10 @@
 """Quadratic attention: squares as features, or the exact square of the score."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.linear import LEAST_FLOOR, WHY_LEAST_FLOOR, LinearCore
+from lln.peers.peer import Card, Host
 
 
 class Quadratic(LinearCore):
@@ -16,7 +13,6 @@ class Quadratic(LinearCore):
     The kernel is positively homogeneous: P(a q, b k) = P(q, k) for all a, b > 0.
 
     Args:
-        host: Sizes and place of the layer.
         exact: Whether the kernel is (q·k)², through its feature map of d(d + 1)/2 products
             x_a x_b, those with a < b weighted by √2.
     """
@@ -24,34 +20,22 @@ class Quadratic(LinearCore):
     card = Card(
         name="quadratic",
         title="Quadratic attention",
-        kind="core",
         citation="Figure 2 of Nahshan et al. 2023, arXiv 2311.13541",
         equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = x²; exact=True: P_ij ∝ (q_i·k_j)²",
         complexity="O(N d²); O(N d³) with exact=True",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         oracle="dense form; invariance to scale",
-        departures="the denominator is clamped at 1e-24, because 1e-6 would shrink the rows of "
-        "small q and k",
+        departures=WHY_LEAST_FLOOR,
     )
 
     floor = LEAST_FLOOR
 
     def __init__(self, host: Host, *, exact: bool = False) -> None:
-        """See the class."""
         super().__init__(host)
         self.exact = exact
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
-        if self.exact:
-            return outer_features(query), outer_features(key)
-        return query.square(), key.square()
+    def feature_map(self, x: Tensor) -> Tensor:
+        return outer_features(x) if self.exact else x.square()
 
 
 def outer_features(x: Tensor) -> Tensor:

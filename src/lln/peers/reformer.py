@@ -4,18 +4,15 @@ Dimension legend: B batch, H heads, N tokens, D head width, R rounds of hashing,
 chunk, n chunks of a list, b buckets.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Peer
+from lln.peers.option_checks import check_counts
+from lln.peers.peer import Card, Host, Mask, Peer, real_tokens
+from lln.peers.projections import join_heads, split_heads, square_maps
+from lln.peers.token_blocks import cut, pick
 from lln.precision import accumulation_dtype, without_autocast
 
 # Scores of a token with itself and with keys it must not see. Finite, in this order: a token
@@ -27,7 +24,7 @@ HIDDEN_SCORE = -1e9
 class Reformer(Peer):
     """LSH attention with shared queries and keys u = W x.
 
-        bucket_r(i) = argmax [u_i R_r; −u_i R_r],  R_r Gaussian, one a head and round
+        bucket_r(i) = argmax [u_i R_r; −u_i R_r],  R_r Gaussian, one per head and round
         s_ij = u_i·u_j/‖u_j‖ for the keys j of i's chunk and the chunk before it in round r
         O_i = Σ_r softmax_r(L_ir) Σ_j exp(s_ij − L_ir) v_j,  L_ir = log Σ_j exp s_ij
 
@@ -35,8 +32,8 @@ class Reformer(Peer):
     looks back at the last. A key met twice in a window counts twice, as in published code. A
     token looks at itself only where it has nothing else.
 
-    Each sample has as many buckets as its own real length asks for, 2^⌊log₂ 2⌊N/c⌋⌋, in two
-    factors where that is many; a sample of at most c real tokens gets plain attention.
+    The number of buckets follows the real length of each sample, 2^⌊log₂ 2⌊N/c⌋⌋, as a product of
+    two hashes where it is large; a sample of at most c real tokens gets plain attention.
 
     Args:
         host: Its ``max_len`` bounds the number of buckets; longer inputs keep that number.
@@ -54,13 +51,8 @@ class Reformer(Peer):
         citation="Kitaev et al. 2020, arXiv 2001.04451",
         equation="P_ij ∝ exp(u_i·u_j/‖u_j‖) over j in i's chunk of the list sorted by hash",
         complexity="O(R N c d + R N log N)",
-        is_linear=True,
-        causal=True,
         causal_limit="as published, no later token is attended to, but the hashes of all tokens "
         "decide which earlier ones share a chunk",
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         random="the rotations of the hash; drawn anew in every training step",
         oracle="transformers LSHSelfAttention, sharing its buckets; dense form",
@@ -71,15 +63,10 @@ class Reformer(Peer):
     )
 
     def __init__(self, host: Host, *, rounds: int = 2, chunk: int = 64) -> None:
-        """Build the projections and draw the rotations."""
         super().__init__(host)
-        check_count("rounds", rounds)
-        check_count("chunk", chunk)
+        check_counts(rounds=rounds, chunk=chunk)
         self.rounds, self.chunk = rounds, chunk
-        width = host.embed_dim
-        self.query_key, self.value, self.out = (
-            nn.Linear(width, width, bias=False) for _ in range(3)
-        )
+        self.query_key, self.value, self.out = square_maps(host.embed_dim, 3, bias=False)
         self.factors = bucket_factors(host.max_len, chunk)
         self.register_buffer("of_power", torch.tensor(self.factors), persistent=False)
         self.most = math.prod(self.factors[-1])
@@ -87,16 +74,13 @@ class Reformer(Peer):
         shape = (host.num_heads, rounds, host.head_dim, sum(self.columns))
         self.register_buffer("rotations", torch.randn(shape))
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         if self.training:
             self.rotations.normal_()
-        shared, value = self._split(self.query_key(x)), self._split(self.value(x))
-        if key_mask is None:
-            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        key_mask, wide = real_tokens(x, key_mask), accumulation_dtype(x.dtype)
+        projected = self.query_key(x), self.value(x)
         with without_autocast(x):
-            wide = accumulation_dtype(x.dtype)
-            shared, value = shared.to(wide), value.to(wide)
+            shared, value = (split_heads(side.to(wide), self.host.num_heads) for side in projected)
             lengths = key_mask.sum(-1)
             # A second round of a sequence that fits one chunk would only repeat the first.
             first = torch.arange(self.rounds, device=x.device) == 0
@@ -109,7 +93,7 @@ class Reformer(Peer):
             out = attend_sorted(
                 shared, value, buckets, used, last, chunk=self.chunk, is_causal=self.host.is_causal
             )
-        return self.out(out.transpose(1, 2).flatten(2).to(x.dtype))
+        return self.out(join_heads(out).to(x.dtype))
 
     def buckets(self, shared: Tensor, lengths: Tensor) -> Tensor:
         """Buckets ``[B, H, R, N]``, numbered on from round to round.
@@ -128,9 +112,6 @@ class Reformer(Peer):
         if self.columns[1]:
             found = found + of_first[:, None, None, None] * _side(second, of_second)
         return found + self.most * torch.arange(self.rounds, device=shared.device).unsqueeze(-1)
-
-    def _split(self, tokens: Tensor) -> Tensor:
-        return tokens.unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
 
 
 def bucket_factors(max_len: int, chunk: int) -> list[tuple[int, int]]:
@@ -176,12 +157,12 @@ def attend_sorted(
     rounds, tokens = buckets.shape[-2:]
     order = buckets.flatten(-2).argsort(dim=-1, stable=True)
     is_used = used.flatten(1).unsqueeze(1).expand_as(order).gather(-1, order)
-    short = -order.shape[-1] % chunk
-    place = F.pad(order % tokens, (0, short)).unflatten(-1, (-1, chunk))
-    is_used = F.pad(is_used, (0, short)).unflatten(-1, (-1, chunk))
+    place, is_used = cut(order % tokens, chunk, dim=-1), cut(is_used, chunk, dim=-1)
     unit = shared * torch.rsqrt(shared.square().mean(-1, keepdim=True) + 1e-6)
     key = unit / math.sqrt(shared.shape[-1])
-    queries, keys, values = (_chunks(side, place) for side in (shared, key, value))
+    queries, keys, values = (
+        pick(side, place.flatten(2)).unflatten(2, place.shape[2:]) for side in (shared, key, value)
+    )
     keys, values, seen, place_k = (
         _with_previous(side, last) for side in (keys, values, is_used, place)
     )
@@ -197,7 +178,7 @@ def attend_sorted(
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
     )
     mass = mass.flatten(2).gather(-1, back).unflatten(-1, (rounds, tokens))
-    out = _rows(out.flatten(2, 3), back).unflatten(2, (rounds, tokens))
+    out = pick(out.flatten(2, 3), back).unflatten(2, (rounds, tokens))
     # Lower than any score: unused rounds have no say where another one is used.
     shares = mass.masked_fill(~used.unsqueeze(1), -1e30).softmax(2)
     return (shares.unsqueeze(-1) * out).sum(2)
@@ -212,15 +193,6 @@ def _side(turned: Tensor, counts: Tensor) -> Tensor:
     is_negative = turned.gather(-1, best.unsqueeze(-1)).squeeze(-1) < 0
     # A factor of 1 has no columns: one bucket, number 0.
     return torch.where(half > 0, best + half * is_negative, 0)
-
-
-def _rows(tensor: Tensor, places: Tensor) -> Tensor:
-    return tensor.gather(2, places.unsqueeze(-1).expand(-1, -1, -1, tensor.shape[-1]))
-
-
-def _chunks(tensor: Tensor, place: Tensor) -> Tensor:
-    """``[B, H, N, D]`` → ``[B, H, n, c, D]`` in the order of the list."""
-    return _rows(tensor, place.flatten(2)).unflatten(2, place.shape[2:])
 
 
 def _with_previous(chunks: Tensor, last: Tensor) -> Tensor:

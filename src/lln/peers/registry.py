@@ -1,8 +1,5 @@
 """Every attention system by its name: `available`, `card`, `build`."""
 
-from __future__ import annotations
-
-import inspect
 from importlib import import_module
 from typing import Any
 
@@ -13,59 +10,92 @@ from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError
 from lln.peers.card import Card
 from lln.peers.host import Host
+from lln.peers.option_checks import keywords_of
 from lln.peers.peer import Core, Peer
 from lln.peers.projected import Projected
 
-# Name → file and class. Imported when asked for, so that a list of names costs nothing.
-_WHERE = {
-    "softmax": "softmax.Softmax",
-    "diag": "block_diagonal.BlockDiagonal",
-    "lln": "lln.LLN",
-    "lln_diag": "lln.LLNDiag",
-    "relu": "relu.Relu",
-    "quadratic": "quadratic.Quadratic",
-    "elu": "elu.Elu",
-    "performer": "performer.Performer",
-    "rfa": "rfa.RandomFeatureAttention",
-    "cosformer": "cosformer.CosFormer",
-    "nystromformer": "nystromformer.Nystromformer",
-    "linformer": "linformer.Linformer",
-    "skyformer": "skyformer.Skyformer",
-    "reformer": "reformer.Reformer",
-    "longformer": "longformer.Longformer",
-    "transformer_ls": "transformer_ls.TransformerLS",
-    "transnormer_t1": "transnormer.TransNormerT1",
-    "transnormer_t2": "transnormer.TransNormerT2",
-    "tnn": "tnn.ToeplitzNetwork",
-    "flash": "flash.Flash",
-    "hedgehog": "hedgehog.Hedgehog",
-    "mala": "mala.Mala",
-    "polaformer": "polaformer.PolaFormer",
-    "lion_d": "lion.LionD",
-    "lion_s": "lion.LionS",
-    "nalaformer": "nalaformer.NaLaFormer",
-    "local_global": "local_global.LocalGlobal",
-    "bigbird": "bigbird.BigBird",
-    "sparse_transformer": "sparse_transformer.SparseTransformer",
-    "blockwise": "blockwise.Blockwise",
-    "synthesizer": "synthesizer.Synthesizer",
-    "sinkhorn": "sinkhorn.Sinkhorn",
-    "routing": "routing.Routing",
-    "clustered": "clustered.Clustered",
-    "set_transformer": "set_transformer.SetTransformer",
-    "axial": "axial.Axial",
+# Family → name → file and class. Imported when asked for, so that a list of names costs nothing.
+_SYSTEMS = {
+    "softmax and LLN": {
+        "softmax": "softmax.Softmax",
+        "diag": "block_diagonal.BlockDiagonal",
+        "lln": "lln.LLN",
+        "lln_diag": "lln.LLNDiag",
+    },
+    "feature maps": {
+        "relu": "relu.Relu",
+        "quadratic": "quadratic.Quadratic",
+        "elu": "elu.Elu",
+        "performer": "performer.Performer",
+        "rfa": "rfa.RandomFeatureAttention",
+        "cosformer": "cosformer.CosFormer",
+        "hedgehog": "hedgehog.Hedgehog",
+        "mala": "mala.Mala",
+        "polaformer": "polaformer.PolaFormer",
+        "nalaformer": "nalaformer.NaLaFormer",
+    },
+    "low rank": {
+        "nystromformer": "nystromformer.Nystromformer",
+        "linformer": "linformer.Linformer",
+        "skyformer": "skyformer.Skyformer",
+        "set_transformer": "set_transformer.SetTransformer",
+        "synthesizer": "synthesizer.Synthesizer",
+    },
+    "windows and patterns": {
+        "longformer": "longformer.Longformer",
+        "transformer_ls": "transformer_ls.TransformerLS",
+        "local_global": "local_global.LocalGlobal",
+        "bigbird": "bigbird.BigBird",
+        "sparse_transformer": "sparse_transformer.SparseTransformer",
+        "blockwise": "blockwise.Blockwise",
+        "axial": "axial.Axial",
+    },
+    "sorting and clustering": {
+        "reformer": "reformer.Reformer",
+        "sinkhorn": "sinkhorn.Sinkhorn",
+        "routing": "routing.Routing",
+        "clustered": "clustered.Clustered",
+    },
+    "decay, convolution, gates": {
+        "transnormer_t1": "transnormer.TransNormerT1",
+        "transnormer_t2": "transnormer.TransNormerT2",
+        "tnn": "tnn.ToeplitzNetwork",
+        "flash": "flash.Flash",
+        "lion_d": "lion.LionD",
+        "lion_s": "lion.LionS",
+    },
 }
+_WHERE = {name: where for family in _SYSTEMS.values() for name, where in family.items()}
+
+# Which systems are of one kind of idea: the order of tables, and the panels of figures.
+FAMILIES: dict[str, tuple[str, ...]] = {family: tuple(names) for family, names in _SYSTEMS.items()}
 
 # Systems of the paper's section 2.2 without an encoder form, and why.
 _REFUSED = {
     "compressive": "Compressive Transformer is a causal language model's memory (past activations "
-    "kept, then compressed): an encoder that sees the whole sequence has nothing to remember",
+    "kept, then compressed): an encoder that sees the whole sequence has nothing to remember"
 }
 
 
 def available() -> tuple[str, ...]:
-    """The names `build` knows."""
+    """The names `build` knows, family by family."""
     return tuple(_WHERE)
+
+
+def family_of(name: str) -> str:
+    """The family a system belongs to.
+
+    Raises:
+        InvalidInputError: If it is in none.
+
+    Example:
+        >>> family_of("elu")
+        'feature maps'
+    """
+    for family, names in FAMILIES.items():
+        if name in names:
+            return family
+    raise InvalidInputError(f"{name!r} is in no family; lln.peers.FAMILIES lists them.")
 
 
 def find(name: str) -> type[Core] | type[Peer]:
@@ -89,7 +119,7 @@ def find(name: str) -> type[Core] | type[Peer]:
 
 
 def card(name: str) -> Card:
-    """What the system says of itself."""
+    """The facts about a system."""
     return find(name).card
 
 
@@ -112,8 +142,7 @@ def build(
         embed_dim: Width of the tokens.
         num_heads: Heads.
         max_len: The longest sequence it will see; some systems have weights for every position.
-        is_causal: Whether token i sees tokens 0 … i only; refused where the system has no such
-            form.
+        is_causal: Whether token i sees tokens 0 … i only; refused by systems without a causal form.
         layer: Index of the layer in the host, for systems whose layers differ.
         layers: How many layers the host has.
         **options: The system's own, as its class documents them, and ``compat`` where it knows a
@@ -158,8 +187,8 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def _check_options(name: str, system: type[nn.Module], options: dict[str, Any]) -> None:
-    parameters = inspect.signature(system).parameters
-    known = list(parameters)[1:]
+    parameters = keywords_of(system)
+    known = list(parameters)
     if issubclass(system, Core):
         known += ["diagonal", "convolution"]
     for option in options:

@@ -1,14 +1,10 @@
 """ReLU attention: the paper's linear kernel of Figure 2, and its dense counterpart."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.linear import LEAST_FLOOR, LinearCore
-from lln.peers.peer import visible
-from lln.precision import accumulation_dtype, without_autocast
+from lln.peers.linear import LEAST_FLOOR, WHY_LEAST_FLOOR, LinearCore
+from lln.peers.peer import Card, Host, Mask, visible
+from lln.precision import accumulation_dtype
 
 
 class Relu(LinearCore):
@@ -18,52 +14,35 @@ class Relu(LinearCore):
     features meet no key's is zero.
 
     Args:
-        host: Sizes and place of the layer.
         dense: Whether the kernel is max(0, q·k), which has no finite feature map: N² time.
     """
 
     card = Card(
         name="relu",
         title="ReLU attention",
-        kind="core",
         citation="Figure 2 of Nahshan et al. 2023, arXiv 2311.13541",
         equation="P_ij ∝ φ(q_i)·φ(k_j), φ(x) = max(0, x); dense=True: P_ij ∝ max(0, q_i·k_j)",
         complexity="O(N d²); O(N² d) with dense=True",
-        is_linear=True,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         oracle="dense form; invariance to scale",
-        departures="the denominator is clamped at 1e-24, because 1e-6 would shrink the rows of "
-        "small q and k",
+        departures=WHY_LEAST_FLOOR,
     )
 
     floor = LEAST_FLOOR
 
     def __init__(self, host: Host, *, dense: bool = False) -> None:
-        """See the class."""
         super().__init__(host)
         self.dense = dense
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
-        return query.relu(), key.relu()
+    def feature_map(self, x: Tensor) -> Tensor:
+        return x.relu()
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
-        if not self.dense:
-            return super().forward(query, key, value, key_mask)
-        with without_autocast(query):
-            weights = self.matrix(query, key, key_mask)
-            return (weights @ value.to(weights.dtype)).to(value.dtype)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        if self.dense:
+            return self.matrix(query, key, key_mask) @ value
+        return super().attend(query, key, value, key_mask)
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         if not self.dense:
             return super().matrix(query, key, key_mask)
         wide = accumulation_dtype(query.dtype)

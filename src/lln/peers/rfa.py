@@ -3,20 +3,17 @@
 Dimension legend: B batch, H heads, N tokens, D head width, M random directions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
 from lln.peers.linear import LEAST_FLOOR, LinearCore
+from lln.peers.option_checks import check_counts, check_number
+from lln.peers.peer import Card, Host, Mask
 
 
 class RandomFeatureAttention(LinearCore):
@@ -27,10 +24,9 @@ class RandomFeatureAttention(LinearCore):
     least e^{−2/τ²}, below which the true sum cannot fall while σ = 1 and one key is real.
 
     Args:
-        host: Sizes and place of the layer.
-        features: M, random directions a head; the feature size is 2M.
+        features: M, random directions per head; the feature size is 2M.
         temperature: τ.
-        pool: Matrices drawn at construction. Every training call takes one a head at random; eval
+        pool: Matrices drawn at construction. Every training call takes one per head at random; eval
             mode the first H.
         compat: ``"released"`` for the factor 0.1 instead of M^(−½) and a denominator of at least
             1, which shrinks the rows of short sequences.
@@ -39,13 +35,9 @@ class RandomFeatureAttention(LinearCore):
     card = Card(
         name="rfa",
         title="RFA",
-        kind="core",
         citation="Peng et al. 2021, arXiv 2103.02143",
         equation="P_ij = φ(q_i)·φ(k_j)/|Σ_l φ(q_i)·φ(k_l)|, φ(x) = M^(−½)[sin Wx̂ ; cos Wx̂]",
         complexity="O(N M d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
         row_stochastic=False,
         equivariant=True,
         random="a pool of W at construction; which of them, at every training call",
@@ -67,37 +59,27 @@ class RandomFeatureAttention(LinearCore):
         pool: int = 500,
         compat: Literal["released"] | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(host)
-        check_count("features", features)
-        check_count("pool", pool)
+        check_counts(features=features, pool=pool)
         if pool < host.num_heads:
             raise InvalidInputError(
                 f"pool must hold a matrix for each of the {host.num_heads} heads, got {pool}."
             )
-        if not (is_number(temperature) and temperature > 0):
-            raise InvalidInputError(f"temperature must be positive, got {temperature!r}.")
+        check_number("temperature", temperature, lambda number: number > 0, "positive")
         check_choice("compat", compat, (None, "released"))
         self.temperature, self.compat = temperature, compat
         self.sigma = nn.Parameter(torch.ones(host.num_heads, 1, host.head_dim))
         self.register_buffer("pool", torch.randn(pool, features, host.head_dim))
 
-    def features(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See `LinearCore.features`."""
-        heads = query.shape[1]
+    def features(self, query: Tensor, key: Tensor, key_mask: Mask) -> tuple[Tensor, Tensor]:
+        heads, drawn = query.shape[1], self.pool[: query.shape[1]]
         if self.training:
-            chosen = torch.randint(len(self.pool), (heads,), device=self.pool.device)
-            drawn = self.pool[chosen]
-        else:
-            drawn = self.pool[:heads]
+            drawn = self.pool[torch.randint(len(self.pool), (heads,), device=self.pool.device)]
         weights = drawn.to(query.dtype) * self.sigma.to(query.dtype) / self.temperature
         scale = 0.1 if self.compat == "released" else weights.shape[-2] ** -0.5
         return _waves(query, weights, scale), _waves(key, weights, scale)
 
     def normalise(self, total: Tensor, mass: Tensor) -> Tensor:
-        """See `LinearCore.normalise`."""
         least = 1.0 if self.compat else max(math.exp(-2 / self.temperature**2), LEAST_FLOOR)
         return total / mass.abs().clamp_min(least)
 

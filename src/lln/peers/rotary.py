@@ -3,8 +3,6 @@
 Dimension legend: N tokens, D width that is rotated.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -19,29 +17,34 @@ def check_even(name: str, width: int) -> None:
 
 
 def frequencies(
-    width: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+    width: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    theta: float = 10_000.0,
 ) -> Tensor:
-    """10000^(−2i/D), ``[D/2]``; width is D."""
-    return 10000.0 ** (-torch.arange(0, width, 2, dtype=dtype, device=device) / width)
+    """θ^(−2i/D), ``[D/2]``; width is D."""
+    return theta ** (-torch.arange(0, width, 2, dtype=dtype, device=device) / width)
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
+def rotate(x: Tensor, angles: Tensor, *, halves: bool = False) -> Tensor:
     """Turn the pairs (x₀, x₁), (x₂, x₃), … of position n by n·angles.
 
     Args:
         x: ``[..., N, D]``.
-        angles: ``[D/2]``, radians a position.
+        angles: ``[D/2]``, radians per position.
+        halves: Whether the pairs are (x₀, x_{D/2}), (x₁, x_{D/2+1}), … instead.
 
     Returns:
-        Like x, in its accumulation dtype.
+        Like x, in its accumulation dtype: half precision cannot tell late angles apart.
     """
     wide = accumulation_dtype(x.dtype)
     places = torch.arange(x.shape[-2], dtype=wide, device=x.device)
     turns = places[:, None] * angles.to(wide)
     cosine, sine = turns.cos(), turns.sin()
-    even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = (even * cosine - odd * sine, even * sine + odd * cosine)
-    return torch.stack(turned, dim=-1).flatten(-2)
+    x = x.to(wide)
+    first, second = x.chunk(2, dim=-1) if halves else x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = (first * cosine - second * sine, first * sine + second * cosine)
+    return torch.cat(turned, dim=-1) if halves else torch.stack(turned, dim=-1).flatten(-2)
 
 
 class LearnedRotation(nn.Module):

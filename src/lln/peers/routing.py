@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, k clusters, w members of a cluster.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -13,10 +11,11 @@ from torch.nn import functional as F
 
 from lln.checks import check_count
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
-from lln.peers.masked import attend, with_neighbours
-from lln.peers.peer import Peer
+from lln.peers.band import band_attention
+from lln.peers.masked import attend
+from lln.peers.option_checks import check_number
+from lln.peers.peer import Card, Host, Mask, Peer, real_tokens
+from lln.peers.projections import join_heads, split_heads, square_maps
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_compiling
 
@@ -38,7 +37,6 @@ class Routing(Peer):
     1 − λ = 0.001 is lost in rounding.
 
     Args:
-        host: The layer it is built for.
         clusters: k; None = ⌈√max_len⌉.
         window: Tokens to either side that a local head sees; None = ⌈max_len / k⌉.
         local_heads: How many heads are local, the first ones; None = half, rounded down.
@@ -57,13 +55,11 @@ class Routing(Peer):
         complexity="O(N (k + N/k + window) d), O(N √N d) at k = √N",
         is_linear=False,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         random="centroids, once, at construction",
         adds="query, value and output projections, and keys of the local heads; centroids are a "
-        "buffer of k·d a routing head",
+        "buffer of k·d per routing head",
         oracle="dense mask form",
         departures="A token sees itself as its paper's equation has it (the routing-transformer "
         "package hides it). Centroids start at random and are kept on the sphere; they follow the "
@@ -80,7 +76,6 @@ class Routing(Peer):
         local_heads: int | None = None,
         decay: float = 0.999,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         heads, width = host.num_heads, host.head_dim
         self.clusters = math.isqrt(host.max_len - 1) + 1 if clusters is None else clusters
@@ -93,46 +88,34 @@ class Routing(Peer):
             raise InvalidInputError(
                 f"local_heads must be at most num_heads, {heads}, got {self.local_heads}."
             )
-        if not (is_number(decay) and 0 <= decay < 1):
-            raise InvalidInputError(f"decay must be in [0, 1), got {decay!r}.")
+        check_number("decay", decay, lambda number: 0 <= number < 1, "in [0, 1)")
         self.decay = decay
-        self.query, self.value, self.out = (
-            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(3)
-        )
+        self.query, self.value, self.out = square_maps(host.embed_dim, 3)
         self.key = nn.Linear(host.embed_dim, self.local_heads * width) if self.local_heads else None
         start = torch.randn(heads - self.local_heads, self.clusters, width)
         self.register_buffer("centroids", F.normalize(start, dim=-1))
         # Those of the last training call, before it moved them.
         self.register_buffer("previous", self.centroids.clone(), persistent=False)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
-        width, local = self.host.head_dim, self.local_heads
-        is_full = key_mask is None
-        if key_mask is None:
-            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        query, value = (
-            project(x).unflatten(-1, (-1, width)).transpose(1, 2)
-            for project in (self.query, self.value)
-        )
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
+        heads, local = self.host.num_heads, self.local_heads
+        query, value = split_heads(self.query(x), heads), split_heads(self.value(x), heads)
         parts = []
         if self.key is not None:
-            key = self.key(x).unflatten(-1, (-1, width)).transpose(1, 2)
-            parts.append(self._attend_window(query[:, :local], key, value[:, :local], key_mask))
-        if local < self.host.num_heads:
-            routed = query[:, local:], value[:, local:]
-            parts.append(self._attend_clusters(*routed, key_mask, is_full))
-        return self.out(torch.cat(parts, dim=1).transpose(1, 2).flatten(2))
+            key = split_heads(self.key(x), local)
+            near = query[:, :local], key, value[:, :local]
+            parts.append(band_attention(*near, self.window, key_mask))
+        if local < heads:
+            parts.append(self._attend_clusters(query[:, local:], value[:, local:], key_mask))
+        return self.out(join_heads(torch.cat(parts, dim=1)))
 
-    def _attend_clusters(
-        self, tokens: Tensor, value: Tensor, real: Tensor, is_full: bool
-    ) -> Tensor:
-        """``[B, H, N, D]`` of tokens (before the norm) and value, real ``[B, N]``."""
+    def _attend_clusters(self, tokens: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        """``[B, H, N, D]`` of tokens (before the norm) and value."""
         batch, heads, length, width = tokens.shape
         with without_autocast(tokens):
             wide = accumulation_dtype(tokens.dtype)
             sphere = F.layer_norm(tokens.to(wide), (width,))
-            member, is_member = self._members(sphere.detach(), real)
+            member, is_member = self._members(sphere.detach(), real_tokens(tokens, key_mask))
             # Rows of one long list: selecting and adding rows can be made deterministic.
             first = torch.arange(batch * heads, device=tokens.device).view(batch, heads, 1, 1)
             rows = (first * length + member).flatten()
@@ -144,7 +127,7 @@ class Routing(Peer):
             sphere = sphere.to(value.dtype)
             seen = is_member.flatten(0, 1)
             # Without padding every place is taken, and the fastest kernels take no mask.
-            allowed = None if is_full else seen.unsqueeze(-2)
+            allowed = None if key_mask is None else seen.unsqueeze(-2)
             together = pick(sphere)
             out = attend(together, together, pick(value), allowed).to(wide)
             share = seen.flatten().to(wide).unsqueeze(-1)
@@ -184,18 +167,3 @@ class Routing(Peer):
         old = self.centroids.to(unit.dtype)
         moved = self.decay * old + (1.0 - self.decay) * total / count.clamp_min(1.0)
         self.centroids.copy_(torch.where(count > 0, F.normalize(moved, dim=-1), old))
-
-    def _attend_window(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
-        """Softmax over |i − j| ≤ window: ``[B, H, N, D]`` thrice, real ``[B, N]``."""
-        heads, length = query.shape[1:3]
-        size, short = self.window, -query.shape[2] % self.window
-        query, key, value = (
-            F.pad(side, (0, 0, 0, short)).unflatten(2, (-1, size)) for side in (query, key, value)
-        )
-        is_real = F.pad(real, (0, short)).unflatten(1, (-1, size)).unsqueeze(-1)
-        place = torch.arange(-size, 2 * size, device=query.device)
-        band = (place - place[size : 2 * size, None]).abs() <= size
-        seen = (with_neighbours(is_real).mT & band).unsqueeze(1).expand(-1, heads, -1, -1, -1)
-        keys, values = (with_neighbours(side).flatten(0, 1) for side in (key, value))
-        out = attend(query.flatten(0, 1), keys, values, seen.flatten(0, 1))
-        return out.unflatten(0, (-1, heads)).flatten(2, 3)[:, :, :length]

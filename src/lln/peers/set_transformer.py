@@ -3,17 +3,13 @@
 Dimension legend: B batch, H heads, N tokens, D head width, m inducing points.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.masked import attend
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer
+from lln.peers.projections import MultiHead
 
 
 class SetTransformer(Peer):
@@ -22,7 +18,6 @@ class SetTransformer(Peer):
     Residuals, norms and feed-forward are inside: it takes the place of a whole encoder layer.
 
     Args:
-        host: The layer it is built for.
         points: m.
     """
 
@@ -34,14 +29,11 @@ class SetTransformer(Peer):
         equation="ISAB(X) = MAB(X, MAB(I, X)), MAB(X, Y) = LN(H + relu(W H)), "
         "H = LN(X + Multihead(X, Y, Y))",
         complexity="O(N m d)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
         equivariant=True,
         repeats_on_gpu=False,
         adds="two MABs of 5·D² (four projections and one feed-forward layer) and m·D points",
-        oracle="dense form",
         departures="As in the paper, not its code: scores over √d of a head (code: √D of the "
         "whole width), a residual of X itself (code: of its query projection), an output "
         "projection (code: none) and LayerNorm always (code: off unless asked for). rFF is the "
@@ -49,7 +41,6 @@ class SetTransformer(Peer):
     )
 
     def __init__(self, host: Host, *, points: int = 32) -> None:
-        """See the class."""
         super().__init__(host)
         check_count("points", points)
         self.points = nn.Parameter(torch.empty(points, host.embed_dim))
@@ -57,30 +48,20 @@ class SetTransformer(Peer):
         self.gather = AttentionBlock(host.embed_dim, host.num_heads)
         self.spread = AttentionBlock(host.embed_dim, host.num_heads)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         points = self.points.to(x.dtype).expand(x.shape[0], -1, -1)
         return self.spread(x, self.gather(points, x, key_mask))
 
 
-class AttentionBlock(nn.Module):
+class AttentionBlock(MultiHead):
     """MAB(X, Y) = LN(H + rFF(H)), H = LN(X + Multihead(X, Y, Y))."""
 
     def __init__(self, width: int, heads: int) -> None:
-        """Args: width is that of both sets."""
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        super().__init__(width, heads)
         self.feed_forward = nn.Linear(width, width)
         self.norm_attention, self.norm_out = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor, y: Tensor, y_mask: Tensor | None = None) -> Tensor:
-        """``[B, N, embed_dim]`` of x attends ``[B, M, embed_dim]`` of y; y_mask bool ``[B, M]``."""
-        query, key, value = (
-            project(side).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project, side in ((self.query, x), (self.key, y), (self.value, y))
-        )
-        allowed = None if y_mask is None else y_mask[:, None, None, :]
-        attended = self.out(attend(query, key, value, allowed).transpose(1, 2).flatten(2))
-        hidden = self.norm_attention(x + attended)
+        """See `MultiHead.attend`."""
+        hidden = self.norm_attention(x + self.attend(x, y, y_mask))
         return self.norm_out(hidden + F.relu(self.feed_forward(hidden)))

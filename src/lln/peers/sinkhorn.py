@@ -3,18 +3,15 @@
 Dimension legend: B batch, H heads, N tokens, D head width, b tokens of a block, G blocks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.checks import check_count
-from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
 from lln.peers.masked import attend
-from lln.peers.peer import Peer
+from lln.peers.option_checks import check_counts, check_number
+from lln.peers.peer import Card, Host, Mask, Peer, real_tokens
+from lln.peers.projections import square_maps
+from lln.peers.token_blocks import cut
 from lln.precision import accumulation_dtype, without_autocast
 
 # A logarithm of zero that survives subtraction and has a gradient.
@@ -29,11 +26,10 @@ class Sinkhorn(Peer):
         K̃_g = Σ_h S_gh K_h,  Ṽ_g = Σ_h S_gh V_h,  O_g = softmax(Q_g [K_g; K̃_g]ᵀ/√d) [V_g; Ṽ_g]
 
     ε is Gumbel noise in training and 0 in eval mode. Blocks without a real token take no part in
-    the sorting. Padded tokens add nothing to a mixture, and an offset at which no block has a real
-    token is hidden.
+    the sorting. Padded tokens add nothing to a mixture; a place of the mixture that no block fills
+    with a real token is hidden.
 
     Args:
-        host: The layer it is built for.
         block_size: b.
         temperature: τ.
         iterations: t.
@@ -48,50 +44,33 @@ class Sinkhorn(Peer):
         complexity="O(N b d + N² d / b); memory O(N b + (N/b)²)",
         is_linear=False,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         needs_max_len=True,
         random="Gumbel noise on the sorting logits, in training only",
         adds="query, key, value and output projections; a sorting network of D² + D·H·⌈max_len/b⌉",
-        oracle="dense form",
         departures="Logits go to the exponential as they are (the sinkhorn-transformer package "
         "takes the logarithm of their positive part); one network sorts for all heads, a row of "
-        "logits a head. The causal form and SortCut are not built.",
+        "logits per head. The causal form and SortCut are not built.",
     )
 
     def __init__(
-        self,
-        host: Host,
-        *,
-        block_size: int = 64,
-        temperature: float = 0.75,
-        iterations: int = 7,
+        self, host: Host, *, block_size: int = 64, temperature: float = 0.75, iterations: int = 7
     ) -> None:
-        """See the class."""
         super().__init__(host)
-        check_count("block_size", block_size)
-        check_count("iterations", iterations)
-        if not (is_number(temperature) and temperature > 0):
-            raise InvalidInputError(f"temperature must be positive, got {temperature!r}.")
+        check_counts(block_size=block_size, iterations=iterations)
+        check_number("temperature", temperature, lambda number: number > 0, "positive")
         self.block_size, self.temperature, self.iterations = block_size, temperature, iterations
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(host.embed_dim, host.embed_dim) for _ in range(4)
-        )
+        self.query, self.key, self.value, self.out = square_maps(host.embed_dim, 4)
         blocks = -(-host.max_len // block_size)
         self.sort_hidden = nn.Linear(host.embed_dim, host.embed_dim)
         self.sort_out = nn.Linear(host.embed_dim, host.num_heads * blocks)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         length, heads = x.shape[1], self.host.num_heads
-        short = -length % self.block_size
-        is_full = key_mask is None and not short
-        if key_mask is None:
-            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        real = F.pad(key_mask, (0, short)).unflatten(1, (-1, self.block_size))
-        blocks = F.pad(x, (0, 0, 0, short)).unflatten(1, (-1, self.block_size))
+        is_full = key_mask is None and length % self.block_size == 0
+        real = cut(real_tokens(x, key_mask), self.block_size, dim=1)
+        blocks = cut(x, self.block_size)
         query, key, value = (
             project(blocks).unflatten(-1, (heads, -1)).permute(0, 3, 1, 2, 4)
             for project in (self.query, self.key, self.value)

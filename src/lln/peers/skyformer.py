@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, D head width, m landmarks.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -13,17 +11,17 @@ from torch import Tensor
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host, is_number
 from lln.peers.nystromformer import cubic_inverse
-from lln.peers.peer import Core, zero_padding
-from lln.precision import accumulation_dtype, without_autocast
+from lln.peers.option_checks import check_number
+from lln.peers.peer import Card, Host, Mask, WideCore, zero_padding
+from lln.peers.token_blocks import pick
+from lln.precision import accumulation_dtype
 
 # A uniform number is kept as a whole number of 2⁻³¹: a cast of the module cannot round it.
 BITS = 31
 
 
-class Skyformer(Core):
+class Skyformer(WideCore):
     """O ≈ GV, G_ij = exp(−‖q_i − k_j‖²/(2√d)), rows not normalised.
 
     Nyström on the stacked rows [Q; K]: with κ the kernel above and L the landmarks, half of them
@@ -34,7 +32,6 @@ class Skyformer(Core):
     D = diag(row sums of κ(L, L) + ridge I)^(−½).
 
     Args:
-        host: Sizes and place.
         landmarks: m, an even number.
         iterations: Of the inverse.
         ridge: Added to the diagonal of κ(L, L).
@@ -45,15 +42,11 @@ class Skyformer(Core):
     card = Card(
         name="skyformer",
         title="Skyformer",
-        kind="core",
         citation="Chen et al. 2021, arXiv 2111.00035",
         equation="O = κ(Q,L) [κ(L,L) + 0.1 I]⁻¹ κ(L,K) V, κ(a,b) = exp(−‖a−b‖²/(2√d))",
         complexity="O(N m d + m³)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         repeats_on_gpu=False,
         random="which tokens are landmarks: at construction and at every training step",
         oracle="dense form; all rows as landmarks give exact GV",
@@ -71,7 +64,6 @@ class Skyformer(Core):
         ridge: float = 0.1,
         compat: Literal["original"] | None = None,
     ) -> None:
-        """Draw the landmarks; Args as in the class."""
         super().__init__(host)
         check_count("landmarks", landmarks, least=2)
         check_count("iterations", iterations)
@@ -79,32 +71,26 @@ class Skyformer(Core):
             raise InvalidInputError(
                 f"landmarks must be even, half from queries and half from keys, got {landmarks}."
             )
-        if not (is_number(ridge) and ridge >= 0):
-            raise InvalidInputError(f"ridge must be at least 0, got {ridge!r}.")
+        check_number("ridge", ridge, lambda number: number >= 0, "at least 0")
         check_choice("compat", compat, (None, "original"))
         self.iterations, self.ridge, self.is_original = iterations, ridge, compat == "original"
         self.uniforms: Tensor
         # Row 0 chooses queries, row 1 keys; one draw for all samples and heads.
         self.register_buffer("uniforms", torch.randint(2**BITS, (2, landmarks // 2)))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         if self.training or self.is_original:
             self.uniforms.random_(2**BITS)
-        with without_autocast(query):
-            wide = accumulation_dtype(query.dtype)
-            scale = query.shape[-1] ** -0.25
-            query, key = query.to(wide) * scale, key.to(wide) * scale
-            landmarks = self.landmark_rows(query, key, key_mask)
-            summary = gaussian(landmarks, key) @ zero_padding(value.to(wide), key_mask)
-            weights, inverse = self._inverse(gaussian(landmarks, landmarks))
-            summary = weights * (inverse @ (weights * summary))
-            return (gaussian(query, landmarks) @ summary).to(value.dtype)
+        scale = query.shape[-1] ** -0.25
+        query, key = query * scale, key * scale
+        landmarks = self.landmark_rows(query, key, key_mask)
+        summary = gaussian(landmarks, key) @ zero_padding(value, key_mask)
+        weights, inverse = self._inverse(gaussian(landmarks, landmarks))
+        summary = weights * (inverse @ (weights * summary))
+        return gaussian(query, landmarks) @ summary
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """κ(Q, L) D Z D κ(L, K) with distances taken one by one. See `Core.matrix`."""
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
+        """κ(Q, L) D Z D κ(L, K) with distances taken one by one."""
         wide = accumulation_dtype(query.dtype)
         scale = query.shape[-1] ** -0.25
         query, key = query.to(wide) * scale, key.to(wide) * scale
@@ -118,9 +104,9 @@ class Skyformer(Core):
         out = kernel(query, landmarks) @ (weights * inverse * weights.mT) @ kernel(landmarks, key)
         return out if key_mask is None else out * key_mask[:, None, None, :]
 
-    def landmark_rows(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    def landmark_rows(self, query: Tensor, key: Tensor, key_mask: Mask) -> Tensor:
         """``[B, H, m, D]``: the rows ⌊U · real tokens⌋ among the real ones."""
-        batch, _, tokens, width = query.shape
+        batch, tokens = query.shape[0], query.shape[-2]
         if key_mask is None:
             places = (self.uniforms.flatten() * tokens >> BITS).expand(batch, -1)
         else:
@@ -129,11 +115,8 @@ class Skyformer(Core):
             # The place of the r-th real token is the first where r + 1 have been seen.
             places = torch.searchsorted(seen, ranks + 1).clamp_max(tokens - 1)
         # Not an index, whose gradient would be added up in any order, on a CPU too.
-        sides = (
-            side.gather(2, place[:, None, :, None].expand(-1, side.shape[1], -1, width))
-            for side, place in zip((query, key), places.chunk(2, dim=-1), strict=True)
-        )
-        return torch.cat(tuple(sides), dim=-2)
+        of_query, of_key = places.unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((pick(query, of_query), pick(key, of_key)), dim=-2)
 
     def _inverse(self, between: Tensor) -> tuple[Tensor, Tensor]:
         """The diagonal of D ``[B, H, m, 1]`` and Z ``[B, H, m, m]``."""

@@ -1,16 +1,10 @@
 """Softmax attention: the baseline every system is compared with."""
 
-from __future__ import annotations
-
-import math
-
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.peers.card import Card
-from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Core, visible
-from lln.precision import accumulation_dtype
+from lln.peers.masked import attend, softmax_matrix
+from lln.peers.peer import Card, Core, Mask, visible
 
 
 class Softmax(Core):
@@ -19,29 +13,19 @@ class Softmax(Core):
     card = Card(
         name="softmax",
         title="Softmax attention",
-        kind="core",
         citation="Vaswani et al. 2017, arXiv 1706.03762",
         equation="P = softmax(QKᵀ/√d)",
         complexity="O(N² d)",
         is_linear=False,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
         equivariant=True,
         repeats_on_gpu=False,
         oracle="torch scaled_dot_product_attention; dense form",
     )
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask = None) -> Tensor:
         if key_mask is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=self.host.is_causal)
         return attend(query, key, value, visible(query, key_mask, self.host.is_causal))
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """See `Core.matrix`."""
-        wide = accumulation_dtype(query.dtype)
-        scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
-        return masked_softmax(scores, visible(query, key_mask, self.host.is_causal))
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
+        return softmax_matrix(query, key, visible(query, key_mask, self.host.is_causal))

@@ -3,27 +3,22 @@
 Dimension legend: B batch, H heads, N tokens, D head width, l stride, G blocks of l tokens.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.masked import masked_softmax, with_neighbours
-from lln.peers.peer import Core, visible
-from lln.precision import accumulation_dtype, without_autocast
+from lln.peers.masked import masked_softmax, softmax_matrix
+from lln.peers.peer import Card, Host, Mask, WideCore, real_tokens, visible
+from lln.peers.token_blocks import cut, with_neighbours
 
 PATTERNS = ("strided", "fixed")
 
 
-class SparseTransformer(Core):
+class SparseTransformer(WideCore):
     """One softmax over a token's near keys and its far keys, without an N×N matrix.
 
         strided:  |i − j| < l                or  (i − j) mod l = 0
@@ -32,7 +27,6 @@ class SparseTransformer(Core):
     An encoder sees both sides; ``is_causal=True`` adds j ≤ i, as in the paper.
 
     Args:
-        host: The layer it is built for.
         pattern: ``"strided"`` or ``"fixed"``.
         stride: l; None = ⌈√max_len⌉.
         summary: c, of the fixed pattern; None = 8 as in the paper, l // 8 but at least 1 where
@@ -42,16 +36,11 @@ class SparseTransformer(Core):
     card = Card(
         name="sparse_transformer",
         title="Sparse Transformer",
-        kind="core",
         citation="Child et al. 2019, arXiv 1904.10509",
         equation="P_ij ∝ exp(q_i·k_j/√d) where |i−j| < l or (i−j) mod l = 0 (strided); in the "
         "same block of l or j among a block's last c (fixed)",
         complexity="O(N (l + N/l) d) strided, O(N (l + cN/l) d) fixed; O(N √N d) at l = √N",
         is_linear=False,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         oracle="dense mask form",
         departures="Both parts of a pattern share one softmax in every head (the paper's merged "
         "head); without is_causal the patterns lose j ≤ i, which the paper has throughout.",
@@ -65,7 +54,6 @@ class SparseTransformer(Core):
         stride: int | None = None,
         summary: int | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_choice("pattern", pattern, PATTERNS)
         self.pattern = pattern
@@ -78,29 +66,15 @@ class SparseTransformer(Core):
                 f"summary must be at most the stride, {self.stride}, got {self.summary}."
             )
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """See `Core.forward`."""
-        tokens, stride = query.shape[-2], self.stride
-        if key_mask is None:
-            key_mask = torch.ones(1, tokens, dtype=torch.bool, device=query.device)
-        short = -tokens % stride
-        real = F.pad(key_mask, (0, short)).unflatten(-1, (-1, stride))[:, None]
-        with without_autocast(query):
-            wide = accumulation_dtype(query.dtype)
-            scaled = query.to(wide) / math.sqrt(query.shape[-1])
-            blocks_q, blocks_k, blocks_v = (
-                F.pad(side.to(wide), (0, 0, 0, short)).unflatten(-2, (-1, stride))
-                for side in (scaled, key, value)
-            )
-            attend = self._strided if self.pattern == "strided" else self._fixed
-            out = attend(blocks_q, blocks_k, blocks_v, real).flatten(-3, -2)[..., :tokens, :]
-        return out.to(value.dtype)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        scaled = query / math.sqrt(query.shape[-1])
+        blocks_q, blocks_k, blocks_v = (cut(side, self.stride) for side in (scaled, key, value))
+        real = cut(real_tokens(query[:1], key_mask), self.stride, dim=-1).unsqueeze(1)
+        attend = self._strided if self.pattern == "strided" else self._fixed
+        out = attend(blocks_q, blocks_k, blocks_v, real)
+        return out.flatten(-3, -2)[..., : query.shape[-2], :]
 
-    def matrix(self, query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Softmax over the pattern as an N×N mask. See `Core.matrix`."""
-        wide = accumulation_dtype(query.dtype)
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         place = torch.arange(query.shape[-2], device=query.device)
         row, column = place[:, None], place[None, :]
         if self.pattern == "strided":
@@ -108,9 +82,8 @@ class SparseTransformer(Core):
         else:
             is_summary = column % self.stride >= self.stride - self.summary
             allowed = (row // self.stride == column // self.stride) | is_summary
-        seen = visible(query, key_mask, self.host.is_causal)
-        scores = query.to(wide) @ key.to(wide).mT / math.sqrt(query.shape[-1])
-        return masked_softmax(scores, allowed if seen is None else allowed & seen)
+        seen = visible(query, key_mask, self.host.is_causal, among=allowed)
+        return softmax_matrix(query, key, seen)
 
     def _strided(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
         """``[B, H, G, l, D]`` of query (scaled), key and value; real ``[B, 1, G, l]``."""

@@ -3,8 +3,6 @@
 Dimension legend: B batch, H heads, N tokens, L max_len, D head width, r rank.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -14,10 +12,9 @@ from torch.nn import functional as F
 from lln.checks import check_count
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
-from lln.peers.card import Card
-from lln.peers.host import Host
 from lln.peers.masked import attend, masked_softmax
-from lln.peers.peer import Peer, visible
+from lln.peers.peer import Card, Host, Mask, Peer, visible
+from lln.peers.projections import join_heads, split_heads, square_maps
 from lln.precision import accumulation_dtype, without_autocast
 
 VARIANTS = ("dense", "random", "factorised_dense", "factorised_random")
@@ -35,7 +32,6 @@ class Synthesizer(Peer):
     real columns.
 
     Args:
-        host: The layer it is built for.
         variant: One of the four.
         rank: r of ``"factorised_random"``.
         learned: Whether the matrices of the random variants are trained (the paper's Random) or
@@ -54,35 +50,27 @@ class Synthesizer(Peer):
         equation="O = softmax(B) V, B_i = W₂ relu(W₁ x_i) (dense), R (random), R₁R₂ᵀ (factorised)",
         complexity="O(N² d)",
         is_linear=False,
-        causal=True,
-        padding="longer",
-        row_stochastic=True,
-        equivariant=False,
         repeats_on_gpu=False,
         needs_max_len=True,
         random="with learned=False the matrices of the random variants, once, at construction",
         adds="value and output projections; per head d·L + d·D (dense), L² (random), "
         "2·L·r (factorised random), 2·d·√L + 2·d·D (factorised dense)",
-        oracle="dense form",
         departures="W₁ maps the whole token to H slices, W₂ each head's slice to its row.",
     )
 
     def __init__(
         self, host: Host, *, variant: str = "dense", rank: int = 8, learned: bool = True
     ) -> None:
-        """See the class."""
         super().__init__(host)
         check_choice("variant", variant, VARIANTS)
         check_count("rank", rank)
-        is_random = variant.endswith("random")
-        if not learned and not is_random:
+        if not learned and not variant.endswith("random"):
             raise InvalidInputError(
                 f"learned=False fixes the matrices of the random variants; {variant} has none."
             )
         self.variant = variant
-        self.value = nn.Linear(host.embed_dim, host.embed_dim)
-        self.out = nn.Linear(host.embed_dim, host.embed_dim)
-        # Columns of one factor; the other has as many as it takes.
+        self.value, self.out = square_maps(host.embed_dim, 2)
+        # Columns of the fine factor; the coarse one has max_len divided by it.
         self.columns = math.isqrt(host.max_len - 1) + 1
         for name, shape, deviation in self._tables(rank):
             table = torch.randn(shape) * deviation
@@ -90,24 +78,23 @@ class Synthesizer(Peer):
                 self.register_parameter(name, nn.Parameter(table))
             else:
                 self.register_buffer(name, table)
-        rows = -(-host.max_len // self.columns)
         if variant == "dense":
             self.synthesis = _Synthesis(host, host.max_len)
         elif variant == "factorised_dense":
-            self.coarse, self.fine = _Synthesis(host, rows), _Synthesis(host, self.columns)
+            self.coarse = _Synthesis(host, -(-host.max_len // self.columns))
+            self.fine = _Synthesis(host, self.columns)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
-        value = self.value(x).unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
+        value = split_heads(self.value(x), self.host.num_heads)
         if self.variant in ("dense", "factorised_random"):
             out = self._fused(x, value, key_mask)
         else:
             weights = self.matrix(x, key_mask)
             with without_autocast(x):
                 out = (weights @ value.to(weights.dtype)).to(value.dtype)
-        return self.out(out.transpose(1, 2).flatten(2))
+        return self.out(join_heads(out))
 
-    def _fused(self, x: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _fused(self, x: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
         """O ``[B, H, N, D]`` where B is a product: softmax attention without 1/√d, no N×N kept."""
         length, width = x.shape[1], value.shape[-1]
         if self.variant == "dense":
@@ -123,7 +110,7 @@ class Synthesizer(Peer):
         allowed = visible(value, key_mask, self.host.is_causal)
         return attend(query, key, padded, allowed, scale=1.0)[..., :width]
 
-    def matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def matrix(self, x: Tensor, key_mask: Mask = None) -> Tensor:
         """The attention matrix ``[B or 1, H, N, N]`` in the accumulation dtype."""
         allowed = visible(x.unsqueeze(1), key_mask, self.host.is_causal)
         return masked_softmax(self.scores(x), allowed)
@@ -154,7 +141,7 @@ class Synthesizer(Peer):
 
 
 class _Synthesis(nn.Module):
-    """``[B, N, embed_dim]`` → ``[B, H, N, size]``: two layers, the second one a head."""
+    """``[B, N, embed_dim]`` → ``[B, H, N, size]``: two layers, the second per head."""
 
     def __init__(self, host: Host, size: int) -> None:
         super().__init__()
@@ -167,13 +154,13 @@ class _Synthesis(nn.Module):
 
     def forward(self, x: Tensor, size: int | None = None) -> Tensor:
         wide = accumulation_dtype(x.dtype)
-        hidden = F.relu(self.hidden(x)).unflatten(-1, (self.weight.shape[0], -1))
+        hidden = split_heads(F.relu(self.hidden(x)).to(wide), len(self.weight))
         weight, bias = self.weight[..., :size].to(wide), self.bias[..., :size].to(wide)
         with without_autocast(x):
-            return hidden.to(wide).transpose(1, 2) @ weight + bias
+            return hidden @ weight + bias
 
     def factors(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """``[B, H, N, D + 1]`` and ``[1, H, size, D + 1]``, whose product `forward` is."""
-        hidden = F.relu(self.hidden(x)).unflatten(-1, (self.weight.shape[0], -1)).transpose(1, 2)
+        """``[B, H, N, D + 1]`` and ``[1, H, size, D + 1]``, with `forward` as their product."""
+        hidden = split_heads(F.relu(self.hidden(x)), len(self.weight))
         columns = torch.cat((self.weight, self.bias), dim=1)[..., :size].mT
         return F.pad(hidden, (0, 1), value=1.0), columns.unsqueeze(0)

@@ -3,18 +3,13 @@
 Dimension legend: B batch, N tokens, W width of the tokens.
 """
 
-from __future__ import annotations
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.errors import InvalidInputError
-from lln.peers.card import Card
 from lln.peers.gated import GatedLinearUnit, srms
-from lln.peers.host import Host, is_number
-from lln.peers.peer import Peer
+from lln.peers.option_checks import check_counts, check_number
+from lln.peers.peer import Card, Host, Mask, Peer, zero_padding
 from lln.peers.toeplitz import Toeplitz
 
 
@@ -25,7 +20,6 @@ class ToeplitzNetwork(Peer):
     (`Toeplitz`). There are no heads.
 
     Args:
-        host: Sizes and place.
         expansion: Width of u and v over that of the tokens.
         gamma: Decay of the entries of T with the distance.
         rpe_width: Of the network that makes the entries.
@@ -40,11 +34,7 @@ class ToeplitzNetwork(Peer):
         equation="x = SRMS(x + W_o[silu(W_u x) ⊙ T silu(W_v x)]), T_ij = γ^|i−j| RPE(i−j); "
         "then a GLU",
         complexity="O(N log N · 3W)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         adds="replaces the layer: u, v, out of width 3; a GLU of width 1; the RPE network",
         oracle="dense Toeplitz form",
         departures="Padded tokens are zeroed before T; the FFT runs in float32 at least.",
@@ -59,13 +49,10 @@ class ToeplitzNetwork(Peer):
         rpe_width: int = 64,
         rpe_layers: int = 6,
     ) -> None:
-        """Build the layer; Args as in the class."""
         super().__init__(host)
-        check_count("expansion", expansion)
-        check_count("rpe_width", rpe_width)
+        check_counts(expansion=expansion, rpe_width=rpe_width)
         check_count("rpe_layers", rpe_layers, least=0)
-        if not (is_number(gamma) and 0 < gamma <= 1):
-            raise InvalidInputError(f"gamma must be above 0 and at most 1, got {gamma!r}.")
+        check_number("gamma", gamma, lambda number: 0 < number <= 1, "above 0 and at most 1")
         width, inner = host.embed_dim, expansion * host.embed_dim
         self.gate, self.value = nn.Linear(width, inner), nn.Linear(width, inner)
         self.toeplitz = Toeplitz(
@@ -74,14 +61,11 @@ class ToeplitzNetwork(Peer):
         self.out = nn.Linear(inner, width)
         self.glu = GatedLinearUnit(width, width)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         x = srms(x + self.gated_toeplitz(x, key_mask))
         return srms(x + self.glu(x))
 
-    def gated_toeplitz(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+    def gated_toeplitz(self, x: Tensor, key_mask: Mask) -> Tensor:
         """GTU(x)."""
-        value = F.silu(self.value(x))
-        if key_mask is not None:
-            value = torch.where(key_mask.unsqueeze(-1), value, 0.0)
+        value = zero_padding(F.silu(self.value(x)), key_mask)
         return self.out(F.silu(self.gate(x)) * self.toeplitz(value).to(value.dtype))

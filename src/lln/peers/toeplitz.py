@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RelativeNetwork(nn.Module):
-    """RPE: a distance in tokens → one number a channel.
+    """RPE: a distance in tokens → one number per channel.
 
     Linear(1, width), `layers` times (SRMS, ReLU, Linear), then SRMS, ReLU, Linear(width, C).
     """
@@ -51,15 +51,7 @@ class Toeplitz(nn.Module):
     def __init__(
         self, channels: int, *, gamma: float, is_causal: bool, width: int = 64, layers: int = 6
     ) -> None:
-        """Build the network.
-
-        Args:
-            channels: C.
-            gamma: γ.
-            is_causal: Whether t_r = 0 for r < 0.
-            width: Of the network.
-            layers: Of the network.
-        """
+        """Args: channels is C, gamma γ; causal: t_r = 0 for r < 0; the rest as in the network."""
         super().__init__()
         self.gamma, self.is_causal = gamma, is_causal
         self.network = RelativeNetwork(channels, width=width, layers=layers)

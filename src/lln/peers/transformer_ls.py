@@ -4,18 +4,15 @@ Dimension legend: B batch, H heads, N tokens, D head width, r landmarks, w token
 n blocks, K keys that a block looks at.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lln.checks import check_count
-from lln.peers.card import Card
-from lln.peers.host import Host
-from lln.peers.peer import Peer
+from lln.peers.peer import Card, Host, Mask, Peer, real_tokens
+from lln.peers.projections import join_heads, split_heads, square_maps
+from lln.peers.token_blocks import cut, windows
 from lln.precision import accumulation_dtype, without_autocast
 
 
@@ -30,7 +27,6 @@ class TransformerLS(Peer):
     The norm between values and summary leaves no N×N matrix that would give O from V.
 
     Args:
-        host: Sizes.
         window: w.
         landmarks: r; 0 leaves the window alone.
     """
@@ -42,12 +38,8 @@ class TransformerLS(Peer):
         citation="Zhu et al. 2021, arXiv 2107.02192",
         equation="P = softmax(Q [LN(PᵀK); K_window]ᵀ/√d), P = softmax over tokens of W_p x",
         complexity="O(N (2w + r) d)",
-        is_linear=True,
         causal=False,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
-        oracle="dense form",
         adds="query, key, value and output projections; two LayerNorms; W_p of H·r columns",
         departures="W_p has no bias, which the softmax over tokens would cancel; no CLS token kept "
         "apart; any length, where published code wants a multiple of w. The RoBERTa run behind "
@@ -55,30 +47,27 @@ class TransformerLS(Peer):
     )
 
     def __init__(self, host: Host, *, window: int = 8, landmarks: int = 32) -> None:
-        """Build the projections and the two norms."""
         super().__init__(host)
         check_count("window", window)
         check_count("landmarks", landmarks, least=0)
         self.window, self.landmarks = window, landmarks
         width = host.embed_dim
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.query, self.key, self.value, self.out = square_maps(width, 4)
         self.long_norm = nn.LayerNorm(width)
         if landmarks:
             self.summary = nn.Linear(width, host.num_heads * landmarks, bias=False)
             self.short_norm = nn.LayerNorm(width)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         query = self._split(self.query(x))
         key, value = (self._split(self.long_norm(p(x))) for p in (self.key, self.value))
-        if key_mask is None:
-            key_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        key_mask = real_tokens(x, key_mask)
         few = self._compress(x, key, value, key_mask) if self.landmarks else None
         with without_autocast(x):
             wide = accumulation_dtype(x.dtype)
             far = None if few is None else (few[0].to(wide), few[1].to(wide))
             out = self._attend(query.to(wide), key.to(wide), value.to(wide), far, key_mask)
-        return self.out(self._join(out).to(x.dtype))
+        return self.out(join_heads(out).to(x.dtype))
 
     def _compress(
         self, x: Tensor, key: Tensor, value: Tensor, key_mask: Tensor
@@ -91,7 +80,7 @@ class TransformerLS(Peer):
             scores = scores.to(wide).masked_fill(~key_mask.unsqueeze(-1), -1e30)
             # Along memory: GPUs are slow where a softmax strides over all tokens.
             weights = scores.mT.contiguous().softmax(-1).unflatten(1, (self.host.num_heads, -1))
-            means = [self._join(weights @ side.to(wide)) for side in (key, value)]
+            means = [join_heads(weights @ side.to(wide)) for side in (key, value)]
         norm = self.short_norm
         few = [self._split(norm(side.to(norm.weight.dtype))) for side in means]
         return few[0], few[1]
@@ -104,29 +93,21 @@ class TransformerLS(Peer):
         few: tuple[Tensor, Tensor] | None,
         key_mask: Tensor,
     ) -> Tensor:
-        tokens, size = query.shape[-2], self.window
+        tokens = query.shape[-2]
         # Blocks longer than the sequence would be filled up with padding for nothing.
-        size = min(size, tokens)
+        size = min(self.window, tokens)
         margin = max(size // 2, 1)
-        short = -tokens % size
-        query = F.pad(query / math.sqrt(query.shape[-1]), (0, 0, 0, short))
-        windows_k, windows_v = (
-            F.pad(side, (0, 0, margin, margin + short)).unfold(-2, size + 2 * margin, size)
-            for side in (key, value)
-        )
-        real = F.pad(key_mask, (margin, margin + short)).unfold(-1, size + 2 * margin, size)
-        blocks = query.unflatten(-2, (-1, size))
+        blocks = cut(query / math.sqrt(query.shape[-1]), size)
+        windows_k, windows_v = (windows(side, size, margin) for side in (key, value))
+        real = windows(key_mask, size, margin, dim=-1)
         near = (blocks @ windows_k).masked_fill(~real[:, None, :, None, :], -1e30)
         if few is None:
             return (near.softmax(-1) @ windows_v.mT).flatten(2, 3)[..., :tokens, :]
-        far = (query @ few[0].mT).unflatten(-2, (-1, size))
+        far = (blocks.flatten(2, 3) @ few[0].mT).unflatten(-2, (-1, size))
         weights = torch.cat((far, near), dim=-1).softmax(-1)
         of_far, of_near = weights.split((far.shape[-1], near.shape[-1]), dim=-1)
         out = (of_near @ windows_v.mT).flatten(2, 3) + of_far.flatten(2, 3) @ few[1]
         return out[..., :tokens, :]
 
     def _split(self, tokens: Tensor) -> Tensor:
-        return tokens.unflatten(-1, (self.host.num_heads, -1)).transpose(1, 2)
-
-    def _join(self, heads: Tensor) -> Tensor:
-        return heads.transpose(1, 2).flatten(2)
+        return split_heads(tokens, self.host.num_heads)

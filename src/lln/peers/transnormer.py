@@ -3,24 +3,22 @@
 Dimension legend: B batch, H heads, N tokens, D head width, C tokens of a chunk.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from abc import abstractmethod
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lln.checks import check_count
 from lln.checks.names import check_choice
-from lln.peers.card import Card
 from lln.peers.gated import GatedLinearUnit, srms
-from lln.peers.host import Host
 from lln.peers.linear import causal_sums, full_sums
-from lln.peers.peer import Peer
+from lln.peers.masked import attend
+from lln.peers.peer import Card, Host, Mask, Peer, real_tokens, visible, zero_padding
+from lln.peers.projections import join_heads, split_heads, square_maps
 from lln.peers.rotary import LearnedRotation
+from lln.peers.token_blocks import cut
 from lln.precision import accumulation_dtype, without_autocast
 
 
@@ -36,8 +34,8 @@ class TransNormer(Peer):
         chunk: C.
         lrpe: Whether there are positions inside the attention.
         compat: ``"released"``, as in the released code: the gate of the GLU has no activation,
-            because the one asked for is not found; padding is not masked; and the zeros that fill
-            up the last chunk are keys like others, which T2's softmax counts.
+            because the code does not find the one asked for; padding is not masked; and the zeros
+            that fill up the last chunk are keys like others, which T2's softmax counts.
     """
 
     # Whether DiagAttention is a softmax, and not a ReLU with a norm behind it.
@@ -51,13 +49,12 @@ class TransNormer(Peer):
         lrpe: bool = True,
         compat: Literal["released"] | None = None,
     ) -> None:
-        """Build the layer; Args as in the class."""
         super().__init__(host)
         check_count("chunk", chunk)
         check_choice("compat", compat, (None, "released"))
         width = host.embed_dim
         self.chunk, self.is_local, self.compat = chunk, host.layer < host.layers // 2, compat
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.query, self.key, self.value, self.out = square_maps(width, 4)
         self.positions = LearnedRotation(host.head_dim) if lrpe else None
         activation = F.silu if compat is None else _nothing
         self.glu = GatedLinearUnit(width, int(8 * width / 3), activation)
@@ -71,80 +68,55 @@ class TransNormer(Peer):
     def features(x: Tensor) -> Tensor:
         """φ of NormAttention."""
 
-    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Peer.mix`."""
+    def mix(self, x: Tensor, key_mask: Mask) -> Tensor:
         x = srms(x + self.attend(x, key_mask))
         return srms(x + self.glu(x))
 
-    def attend(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+    def attend(self, x: Tensor, key_mask: Mask) -> Tensor:
         """The attention of this layer with its projections, ``[B, N, H·D]`` → the same."""
         if self.compat == "released":
             key_mask = None
-        query, key, value = (
-            project(x).unflatten(-1, (self.host.num_heads, -1))
-            for project in (self.query, self.key, self.value)
-        )
-        if key_mask is not None:
-            # Without a denominator, a key without a value is no key.
-            value = torch.where(key_mask[:, :, None, None], value, 0.0)
+        # Without a denominator, a key without a value is no key.
+        sides = self.query(x), self.key(x), zero_padding(self.value(x), key_mask)
+        query, key, value = (split_heads(side, self.host.num_heads) for side in sides)
         attention = self._local if self.is_local else self._linear
         with without_autocast(x):
-            out = attention(query, key, value, key_mask).flatten(2)
+            out = join_heads(attention(query, key, value, key_mask))
             if not (self.is_local and self.has_local_softmax):
                 out = srms(out)
         return self.out(out.to(value.dtype))
 
-    def _linear(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
-        """φ(Q)(φ(K)ᵀV), ``[B, N, H, D]`` each, in the accumulation dtype: sums grow with N."""
+    def _linear(self, query: Tensor, key: Tensor, value: Tensor, _: Mask) -> Tensor:
+        """φ(Q)(φ(K)ᵀV), ``[B, H, N, D]`` each, in the accumulation dtype: sums grow with N."""
         wide = accumulation_dtype(value.dtype)
         features_q, features_k = (
-            self._place(self.features(side.to(wide)).transpose(1, 2)) for side in (query, key)
+            self._place(self.features(side.to(wide))) for side in (query, key)
         )
         sums = causal_sums if self.host.is_causal else full_sums
-        return sums(features_q, features_k, value.to(wide).transpose(1, 2)).transpose(1, 2)
+        return sums(features_q, features_k, value.to(wide))
 
-    def _local(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Attention inside chunks, ``[B, N, H, D]`` each."""
-        batch, tokens = value.shape[:2]
+    def _local(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Mask) -> Tensor:
+        """Attention inside chunks, ``[B, H, N, D]`` each."""
+        batch, _, tokens, _ = value.shape
         chunk = self.chunk if self.compat == "released" else min(self.chunk, tokens)
-        short = -tokens % chunk
+        real = None
+        if key_mask is not None or (self.compat is None and tokens % chunk):
+            real = cut(real_tokens(value, key_mask), chunk, dim=1).flatten(0, 1)
         # The chunks are a batch of short sequences, [B·N/C, H, C, D].
         query, key, value = (
-            F.pad(side, (0, 0, 0, 0, 0, short))
-            .unflatten(1, (-1, chunk))
-            .flatten(0, 1)
-            .transpose(1, 2)
-            for side in (query, key, value)
+            cut(side, chunk).transpose(1, 2).flatten(0, 1) for side in (query, key, value)
         )
         query, key = self._place(query), self._place(key)
         if self.has_local_softmax:
-            allowed = self._visible(batch, tokens, chunk, key_mask, value.device)
-            query, key = query.to(value.dtype), key.to(value.dtype)
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+            allowed = visible(value, real, self.host.is_causal)
+            out = attend(query.to(value.dtype), key.to(value.dtype), value, allowed)
         else:
             wide = accumulation_dtype(value.dtype)
             scores = query.to(wide) @ key.to(wide).mT * self.host.head_dim**-0.5
             weights = scores.tril().relu() if self.host.is_causal else scores.relu()
             out = weights @ value.to(wide)
-        count = (tokens + short) // chunk
-        return out.transpose(1, 2).unflatten(0, (batch, count)).flatten(1, 2)[:, :tokens]
-
-    def _visible(
-        self, batch: int, tokens: int, chunk: int, key_mask: Tensor | None, device: torch.device
-    ) -> Tensor | None:
-        """bool, broadcasts to ``[B·N/C, 1, C, C]``; rows that would see nothing see all."""
-        short = 0 if self.compat == "released" else -tokens % chunk
-        allowed = None
-        if key_mask is not None or short:
-            if key_mask is None:
-                key_mask = torch.ones(batch, tokens, dtype=torch.bool, device=device)
-            real = F.pad(key_mask, (0, short)).unflatten(1, (-1, chunk)).flatten(0, 1)
-            allowed = real[:, None, None, :]
-        if self.host.is_causal:
-            earlier = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril()
-            allowed = earlier if allowed is None else allowed & earlier
-        # Only padded queries can be blind; fused kernels disagree on what those get.
-        return None if allowed is None else allowed | ~allowed.any(-1, keepdim=True)
+        out = out.unflatten(0, (batch, -(-tokens // chunk))).transpose(1, 2)
+        return out.flatten(2, 3)[:, :, :tokens]
 
     def _place(self, x: Tensor) -> Tensor:
         return x if self.positions is None else self.positions(x)
@@ -163,11 +135,7 @@ class TransNormerT1(TransNormer):
         equation="lower half of the layers: SRMS(relu(QKᵀ/√d) V) in chunks; upper half: "
         "SRMS(φ(Q)(φ(K)ᵀV)), φ = elu; LRPE; then a GLU",
         complexity="O(N d² + N C d)",
-        is_linear=True,
-        causal=True,
-        padding="longer",
         row_stochastic=False,
-        equivariant=False,
         period=2,
         random="the reflection of LRPE, once",
         adds="replaces the layer: q, k, v, out; a GLU of width 8/3; d/2 angles",
@@ -179,7 +147,6 @@ class TransNormerT1(TransNormer):
 
     @staticmethod
     def features(x: Tensor) -> Tensor:
-        """See `TransNormer.features`."""
         return F.elu(x)
 
 
@@ -199,7 +166,6 @@ class TransNormerT2(TransNormer):
 
     @staticmethod
     def features(x: Tensor) -> Tensor:
-        """See `TransNormer.features`."""
         return 1 + F.elu(x)
 
 
