@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lln.studies.bench.compare import Row, fastest
+from lln.studies.bench.compare import fastest
+from lln.studies.bench.rows import Row
 
 TOKENS, WIDTH = 65536, 64
 GRAPH, PYTHON = "graph_milliseconds", "milliseconds"

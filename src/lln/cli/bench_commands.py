@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -11,16 +12,43 @@ from typer.core import TyperGroup
 from lln.errors import InvalidInputError
 
 _ROBERTA, _PEERS = "roberta", "peers"
+_LISTS = ("--lengths", "--operations", "--passes", "--systems")
 
 
 class _ListsGroup(TyperGroup):
-    """Lets ``--lengths 512 1024`` take several words, which click cannot."""
+    """Lets ``--lengths 512 1024`` and ``--lengths 512,1024`` take several values."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore
-        """Join the words of list options before click sees them."""
-        from lln.studies.bench.many_values import join_lists
+        """Repeat the name of a list option before each of its values, as click wants it."""
+        return super().parse_args(ctx, repeat_names(args))
 
-        return super().parse_args(ctx, join_lists(args, (_ROBERTA, _PEERS)))
+
+def repeat_names(words: list[str]) -> list[str]:
+    """Words of the command line, with a list option's name before each of its values.
+
+    Example:
+        >>> repeat_names(["--lengths", "512", "1024", "--resume"])
+        ['--lengths', '512', '--lengths', '1024', '--resume']
+    """
+    repeated: list[str] = []
+    name = ""
+    for word, after in zip_longest(words, words[1:], fillvalue="-"):
+        option, _, values = word.partition("=")
+        if option in _LISTS:
+            name = option
+            # Without a value click says what is missing.
+            repeated += [name] * (not values and _ends_list(after))
+        elif name and not _ends_list(word):
+            values = word
+        else:
+            name, values = "", ""
+            repeated.append(word)
+        repeated += [each for value in values.split(",") if value for each in (name, value)]
+    return repeated
+
+
+def _ends_list(word: str) -> bool:
+    return word.startswith("-") or word in (_ROBERTA, _PEERS)
 
 
 bench_app = typer.Typer(cls=_ListsGroup, invoke_without_command=True, add_completion=False)
@@ -29,6 +57,7 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU 
 Resume = Annotated[
     bool, typer.Option("--resume", help="Keep what --out holds and measure only what is missing.")
 ]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")]
 Figure = Annotated[
     bool, typer.Option("--figure", help="Draw time and memory over N beside --out (SVG and PNG).")
 ]
@@ -39,11 +68,11 @@ def bench(
     context: typer.Context,
     device: Device = None,
     lengths: Annotated[
-        str | None,
+        list[int] | None,
         typer.Option(metavar="N…", help="Sequence lengths, e.g. --lengths 512 4096."),
     ] = None,
     operations: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME…",
             help="Only these: sdpa sdpa_flash sdpa_cudnn lln lln_matched lln_diag lln_compiled "
@@ -53,7 +82,7 @@ def bench(
         ),
     ] = None,
     passes: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(metavar="PASS…", help="forward, both (forward + backward); default: each."),
     ] = None,
     dtype: Annotated[
@@ -68,9 +97,7 @@ def bench(
         Path | None, typer.Option(help="Results file. Default: lln-bench-DEVICE.json here.")
     ] = None,
     resume: Resume = False,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")
-    ] = None,
+    threads: Threads = None,
     seconds: Annotated[
         float | None,
         typer.Option(help="Repetition of one case. Default: 0.3 on a CPU, 0.05 on a GPU."),
@@ -103,39 +130,26 @@ def bench(
                 f"got --{given[0]} before it."
             )
         return
-    from lln.studies.bench.command import run_bench
-    from lln.studies.bench.many_values import split_names, split_numbers
+    from lln.studies.bench.attention_bench import run_bench
+    from lln.studies.bench.command import Options
 
-    right = run_bench(
-        device=device,
-        lengths=split_numbers("--lengths", lengths),
-        operations=split_names(operations),
-        passes=split_names(passes),
-        dtype=dtype,
-        width=width,
-        out=out,
-        resume=resume,
-        threads=threads,
-        seconds=seconds,
-        figure=figure,
-        echo=typer.echo,
-    )
-    if not right:
-        raise typer.Exit(1)
+    options = Options(typer.echo, device, lengths, out, resume, threads, seconds, figure)
+    chosen = {"operations": operations, "passes": passes, "dtype": dtype, "width": width}
+    _exit(run_bench(options, **chosen))
 
 
 @bench_app.command(_ROBERTA)
 def roberta(
     device: Device = None,
     lengths: Annotated[
-        str | None,
+        list[int] | None,
         typer.Option(
             metavar="N…",
             help="Default: 512 to 16384, and on until memory runs out.",
         ),
     ] = None,
     systems: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME…",
             help="Only these: softmax_sdpa softmax_naive nystromformer lln lln_diag diag.",
@@ -152,7 +166,9 @@ def roberta(
         Path | None, typer.Option(help="Results file. Default: lln-roberta-DEVICE.json here.")
     ] = None,
     resume: Resume = False,
-    seconds: Annotated[float, typer.Option(help="Repetition of one cell, 20 steps at most.")] = 1.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="Repetition of one cell, 20 steps at most. Default: 1.")
+    ] = None,
     figure: Figure = False,
 ) -> None:
     """Memory and time of one training step of RoBERTa-base: the paper's Table 2.
@@ -167,34 +183,22 @@ def roberta(
     About five minutes on an H200. A taste on a CPU: --device cpu --lengths 64 128 --layers 2.
     A cell that does not fit says "out of memory", and the next one starts clean.
     """
-    from lln.studies.bench.many_values import split_names, split_numbers
-    from lln.studies.bench.roberta_table import run_roberta
+    from lln.studies.bench.command import Options
+    from lln.studies.bench.roberta_bench import run_roberta
 
-    right = run_roberta(
-        device=device,
-        lengths=split_numbers("--lengths", lengths),
-        systems=split_names(systems),
-        tokens=tokens,
-        layers=layers,
-        out=out,
-        resume=resume,
-        seconds=seconds,
-        figure=figure,
-        echo=typer.echo,
-    )
-    if not right:
-        raise typer.Exit(1)
+    options = Options(typer.echo, device, lengths, out, resume, None, seconds, figure)
+    _exit(run_roberta(options, systems=systems, tokens=tokens, layers=layers))
 
 
 @bench_app.command(_PEERS)
 def peers(
     device: Device = None,
     lengths: Annotated[
-        str | None,
+        list[int] | None,
         typer.Option(metavar="N…", help="Default: 256 1024 4096, on a GPU also 16384 65536."),
     ] = None,
     systems: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME…",
             help="Only these of `lln peers`, or softmax_layer: softmax with its feed-forward.",
@@ -211,9 +215,7 @@ def peers(
         Path | None, typer.Option(help="Results file. Default: lln-peers-DEVICE.json here.")
     ] = None,
     resume: Resume = False,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")
-    ] = None,
+    threads: Threads = None,
     seconds: Annotated[
         float | None,
         typer.Option(help="Repetition of one cell. Default: 0.1 on a CPU, 0.02 on a GPU."),
@@ -239,21 +241,13 @@ def peers(
     cell: Ctrl-C loses nothing, --resume goes on. A taste:
     lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu
     """
-    from lln.studies.bench.many_values import split_names, split_numbers
-    from lln.studies.bench.peers_run import run_peers
+    from lln.studies.bench.command import Options
+    from lln.studies.bench.peers_bench import run_peers
 
-    right = run_peers(
-        device=device,
-        lengths=split_numbers("--lengths", lengths),
-        systems=split_names(systems),
-        tokens=tokens,
-        out=out,
-        resume=resume,
-        threads=threads,
-        seconds=seconds,
-        limit=limit,
-        figure=figure,
-        echo=typer.echo,
-    )
+    options = Options(typer.echo, device, lengths, out, resume, threads, seconds, figure)
+    _exit(run_peers(options, systems=systems, tokens=tokens, limit=limit))
+
+
+def _exit(right: bool) -> None:
     if not right:
         raise typer.Exit(1)

@@ -32,7 +32,7 @@ _OURS = ("softmax", "unmatched", "variance", "entropy")
 
 
 def draw_figures(constants: Constants, folder: Path, device: str = "cpu") -> list[Path]:
-    """Draws both figures for these constants and returns the files, a PNG and an SVG each.
+    """Draws both figures for these constants and returns the files, an SVG and a PNG each.
 
     Args:
         constants: The content of ``constants.json``.
@@ -44,7 +44,7 @@ def draw_figures(constants: Constants, folder: Path, device: str = "cpu") -> lis
     written = []
     for name, (measure, draw) in plans.items():
         results = measure(setting)
-        written += save(folder, name, SIZE, lambda figure, d=draw, r=results: d(figure, r))
+        written += save(folder / name, SIZE, lambda figure, d=draw, r=results: d(figure, r))
     return written
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lln import __version__
+from lln.studies.processor import commit
 
 Results = dict[str, Any]
 
@@ -63,16 +63,5 @@ class Setting:
             "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
             "lln": __version__,
             "torch": torch.__version__,
-            "commit": _commit(),
+            "commit": commit() or None,
         }
-
-
-def _commit() -> str | None:
-    """The commit of the checkout this package is used from; None for an installed one."""
-    folder = Path(__file__).resolve().parent
-    words = ["git", "-C", str(folder), "rev-parse", "--verify", "HEAD"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None

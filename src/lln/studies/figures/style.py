@@ -1,4 +1,4 @@
-"""How all figures look, and how they are saved; matplotlib is imported by who draws."""
+"""How all figures look, and how they are saved; matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = {
     "relu": "ReLU",
     "quadratic": "quadratic",
 }
-SUFFIXES = (".png", ".svg")
+SUFFIXES = (".svg", ".png")
 _STYLE: Any = {
     "axes.grid": True,
     "axes.spines.right": False,
@@ -54,14 +54,11 @@ _STYLE: Any = {
 }
 
 
-def save(
-    folder: Path, name: str, size: tuple[float, float], draw: Callable[[Figure], None]
-) -> list[Path]:
-    """Draws a figure and returns its files, a PNG and an SVG.
+def save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) -> list[Path]:
+    """Draws a figure and returns its files, an SVG and a PNG.
 
     Args:
-        folder: Where the files go; made if missing.
-        name: Of the files, without suffix.
+        path: Where they go, with or without a suffix; folders are made.
         size: Width and height in inches.
         draw: Fills the empty figure.
 
@@ -72,17 +69,15 @@ def save(
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    written = []
+    written = [path.with_suffix(suffix) for suffix in SUFFIXES]
     with mpl.rc_context(_STYLE):
         # A figure of its own, not pyplot's: no window, no state left behind.
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
-        for suffix in SUFFIXES:
-            path = folder / f"{name}{suffix}"
-            metadata: Any = {"Date": None} if suffix == ".svg" else {}
-            with replacing(path) as file:
-                figure.savefig(file, format=suffix[1:], dpi=160, metadata=metadata)
-            written.append(path)
+        for place in written:
+            metadata: Any = {"Date": None} if place.suffix == ".svg" else {}
+            with replacing(place) as file:
+                figure.savefig(file, format=place.suffix[1:], dpi=150, metadata=metadata)
     return written
 
 
