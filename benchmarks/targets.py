@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from benchmarks.markdown import table
 from lln.studies.bench.compare import fastest
 from lln.studies.bench.rows import Row
 
@@ -56,18 +57,15 @@ def main_rows(results: dict) -> list[Row]:
 def targets_table(results: dict) -> str:
     """Markdown: asked, measured as a CUDA graph and from Python, met or missed."""
     rows = main_rows(results)
-    lines = [
-        "| what is asked, at every N measured | as CUDA graph | | called from Python | |",
-        "|---|---|---|---|---|",
-    ]
+    heads = ["what is asked, at every N measured", "as CUDA graph", "", "called from Python", ""]
+    lines = []
     for target in TARGETS:
         cells = [target.asked] if target.timed else [target.asked, "", ""]
         for field in (GRAPH, PYTHON) if target.timed else (PYTHON,):
             found = target.measure(rows, field)
             cells += ["" if found is None else target.form.format(found), target.verdict(found)]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "The worst of all lengths; an empty cell was not measured."]
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(heads, lines, "The worst of all lengths; an empty cell was not measured.")
 
 
 def _floors(operation: str, backward: bool) -> Callable[[list[Row], str], float | None]:
