@@ -51,7 +51,12 @@ def _ends_list(word: str) -> bool:
     return word.startswith("-") or word in (_ROBERTA, _PEERS)
 
 
-bench_app = typer.Typer(cls=_ListsGroup, invoke_without_command=True, add_completion=False)
+bench_app = typer.Typer(
+    cls=_ListsGroup,
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+)
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
 Resume = Annotated[
@@ -110,17 +115,20 @@ def bench(
     to fifteen on an H200. With --lengths, --dtype or --width every operation runs at just these.
 
     Correctness comes first: each case is compared with a float64 reference, gradients too. A case
-    that errs beyond its budget is refused: it prints its error and gets no time (exit code 1), and
-    the others go on.
+    over its error budget is refused: the command prints its error instead of a time, measures the
+    others and exits with 1.
 
-    Columns: ms is the median of calls from Python (~ where the runs lie far apart), graph ms of
-    replays as a CUDA graph (what the GPU takes by itself). One unit is the time to read or write
-    one tensor [B, H, N, D] at this machine's measured copy speed; floors is the time over the
-    fewest units that must move. vs softmax, vs compiled, vs fla: how many times faster than the
-    fastest softmax, than the eager form under torch.compile, than fla's linear attention (causal,
-    where that package is installed). memory is the peak over the tensors nobody can do without.
+    Columns of the table:
 
-    The results file is whole after every case: Ctrl-C loses nothing, --resume goes on.
+    - ms: median of calls from Python; ~ marks times with far scattered runs.
+    - graph ms: the same, replayed as a CUDA graph: what the GPU takes by itself.
+    - units: the time and the least possible, in reads or writes of one tensor (B, H, N, D) at the
+      copy speed of this machine. floors: the first over the second.
+    - vs softmax, vs compiled, vs fla: how many times faster than the fastest softmax, than the
+      eager form under torch.compile, than fla's linear attention (causal, if it is installed).
+    - memory: the peak, divided by the size of the tensors that no implementation can avoid.
+
+    The results file is whole after every case: Ctrl-C loses nothing, --resume continues.
     """
     if context.invoked_subcommand is not None:
         given = [name for name, value in context.params.items() if value]
@@ -180,8 +188,10 @@ def roberta(
     replayed as CUDA graphs, which shows what launching from Python takes; then with batches of
     equally many tokens that fill the GPU.
 
-    About five minutes on an H200. A taste on a CPU: --device cpu --lengths 64 128 --layers 2.
-    A cell that does not fit says "out of memory", and the next one starts clean.
+    About five minutes on an H200. A cell that does not fit says "out of memory", and the next one
+    starts clean.
+
+    A short try on a CPU: `lln bench roberta --device cpu --lengths 64 128 --layers 2`
     """
     from lln.studies.bench.command import Options
     from lln.studies.bench.roberta_bench import run_roberta
@@ -233,13 +243,14 @@ def peers(
     GPU 768 wide with 12 heads and weights in bfloat16; on a CPU 256 wide with 4 heads in float32.
     A block (see `lln peers`) does the work of a feed-forward too: compare it with softmax_layer.
 
-    A call over --limit is not repeated, and its system stops growing there; so does one that runs
-    out of memory. Cells say which. On a GPU memory is the allocator's peak, on a CPU the tensors
-    alive at once; weights and inputs count.
+    A system is not measured at longer sequences once a call takes longer than --limit or runs out
+    of memory; its cells say which. Memory is the allocator's peak on a GPU, and the tensors alive
+    at once on a CPU; weights and inputs count.
 
     About seven minutes on two CPU cores, a few on a GPU. The results file is whole after every
-    cell: Ctrl-C loses nothing, --resume goes on. A taste:
-    lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu
+    cell: Ctrl-C loses nothing, --resume continues.
+
+    A short try: `lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu`
     """
     from lln.studies.bench.command import Options
     from lln.studies.bench.peers_bench import run_peers

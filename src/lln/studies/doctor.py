@@ -31,7 +31,7 @@ def examine(echo: Callable[[str], object]) -> bool:
     Returns:
         Whether every device gave the right numbers.
     """
-    echo(f"python       {platform.pythonversion()} on {platform.system()} {platform.machine()}")
+    echo(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
     echo(f"lln          {version('lln')}")
     for name, fact in facts().items():
         echo(f"{name:<12} {fact}")

@@ -279,22 +279,3 @@ def test_page_and_readme_are_made_of_results(tmp_path):
 def test_tables_without_rows_are_left_out():
     for measure in TABLES:
         assert table_of(results(), measure) == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--lengths", "0"), "--lengths must be at least 1"),
-        (("--systems", "magic"), "--systems must be of softmax"),
-        (("--tokens", "-1"), "--tokens must be at least 0"),
-        (("--seconds", "0"), "--seconds must be a positive number"),
-        (("--limit", "-1"), "--limit must be a positive number"),
-        (("--device", "abacus"), "--device must be cpu or cuda"),
-    ],
-    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
-)
-def test_bad_options_are_refused_in_a_sentence(tmp_path, monkeypatch, words, sentence):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInputError, match=sentence):
-        bench(*words)
-    assert not list(tmp_path.iterdir())

@@ -219,22 +219,3 @@ def test_plan_doubles_behind_the_papers_lengths_and_fills_with_equal_tokens():
         ("filled", 128, 512),
         ("filled", 2, 32768),
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--lengths", "0"), "--lengths must be at least 1, got 0"),
-        (("--systems", "magic"), "--systems must be of softmax_sdpa"),
-        (("--layers", "0"), "--layers must be at least 1"),
-        (("--tokens", "-1"), "--tokens must be at least 0"),
-        (("--seconds", "0"), "--seconds must be a positive number"),
-        (("--device", "abacus"), "--device must be cpu or cuda"),
-    ],
-    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
-)
-def test_bad_options_are_refused_in_a_sentence(tmp_path, monkeypatch, words, sentence):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInputError, match=sentence):
-        roberta(*words)
-    assert not list(tmp_path.iterdir())

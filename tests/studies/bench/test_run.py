@@ -237,37 +237,6 @@ def test_threads_are_put_back(tmp_path):
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--device", "abacus"), "--device must be cpu or cuda"),
-        (("--operations", "magic"), "--operations must be of sdpa"),
-        (("--passes", "sideways"), "--passes must be of forward, both, got sideways"),
-        (("--dtype", "int8"), "--dtype must be of"),
-        (("--lengths", "0"), "--lengths must be at least 1"),
-        (("--width", "0"), "--width must be at least 1"),
-        (("--threads", "0"), "--threads must be at least 1"),
-        (("--seconds", "nan"), "--seconds must be a positive number"),
-        (("--device", "cpu", "--operations", "sdpa_flash"), "give --lengths"),
-        (("--device", "cpu", "roberta"), "go behind its name, got --device"),
-    ],
-    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
-)
-def test_bad_options_are_refused_in_a_sentence(tmp_path, monkeypatch, words, sentence):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInputError, match=sentence):
-        bench(*words)
-    assert not list(tmp_path.iterdir())
-
-
-def test_out_must_be_a_file_that_can_be_written(tmp_path):
-    with pytest.raises(InvalidInputError, match="must name a file"):
-        bench(*SMALL, "--out", str(tmp_path))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidInputError, match="cannot be written"):
-        bench(*SMALL, "--out", str(tmp_path / "file" / "results.json"))
-
-
 def test_help_teaches():
     text = " ".join(bench("--help").output.split())
     for word in ("--resume", "--figure", "roberta", "floors", "CUDA graph", "Ctrl-C", "minutes"):

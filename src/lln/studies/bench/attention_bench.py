@@ -78,14 +78,7 @@ def _possible(cases: Sequence[Case], echo: Echo) -> list[Case]:
 
 
 def measure_case(case: Case, gate: Gate, seconds: float, speed: float) -> Row:
-    """One row: judged first, timed if right.
-
-    Args:
-        case: What to measure.
-        gate: Judges it.
-        seconds: Repetition.
-        speed: Of a copy, in TB/s.
-    """
+    """One row: judged first, timed for so many seconds if right; ``speed`` is a copy's in TB/s."""
     operation = OPERATIONS[case.operation]
 
     def judge_and_time(row: Row) -> None:

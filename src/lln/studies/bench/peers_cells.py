@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lln import peers
-from lln.studies.bench.rows import Row, measured_row
+from lln.studies.bench.rows import Row, last_shorter, measured_row
 from lln.studies.bench.spread import timed
 from lln.studies.bench.timing import bind, milliseconds, peak_bytes
 
@@ -71,13 +71,9 @@ def layers_of(system: str) -> int:
 
 
 def build_layers(system: str, size: LayerSize, tokens: int, **options: Any) -> nn.Module:
-    """What stands for `layers_of` layers of the system, called with ``[B, N, W]``.
+    """What stands for `layers_of` layers of a system or `FRAME`, called with ``[B, N, W]``.
 
-    Args:
-        system: Of `lln.peers.available`, or `FRAME`.
-        size: Of a layer.
-        tokens: The longest sequence it will see.
-        **options: Of the system.
+    N is ``tokens`` at most; ``options`` are those of the system.
     """
     sizes: dict[str, Any] = options | {
         "embed_dim": size.width,
@@ -101,12 +97,7 @@ def is_linear(system: str) -> bool:
 def measure_cell(cell: PeerCell, size: LayerSize, device: str, seconds: float, limit: float) -> Row:
     """Median milliseconds and peak bytes, or the reason why there are none.
 
-    Args:
-        cell: What to measure.
-        size: Of the layer.
-        device: ``"cpu"`` or ``"cuda"``.
-        seconds: How long to repeat.
-        limit: Seconds that one call may take; a slower one is not repeated.
+    Calls are repeated for ``seconds``, but not one that takes longer than ``limit``.
     """
     return measured_row(cell, lambda row: row.update(_measure(cell, size, device, seconds, limit)))
 
@@ -161,25 +152,15 @@ def over(limit: float) -> Row:
 
 
 def foreseen(cell: PeerCell, rows: Sequence[Row], device: str, limit: float) -> Row | None:
-    """What shorter sequences say of a cell that is not worth trying; None: try it.
+    """What shorter sequences say of a cell that is not worth trying; None = try it.
 
-    Args:
-        cell: The next one.
-        rows: What has been measured.
-        device: ``"cpu"`` or ``"cuda"``.
-        limit: Seconds that one call may take.
+    ``rows`` have been measured, and one call may take ``limit`` seconds.
     """
     for row in rows:
         if row["system"] == cell.system and row.get("fatal"):
             # A system that cost the process once would cost minutes if tried again and again.
             return {"status": "failed", "reason": f"not tried after {row['name']}"}
-    kind = (cell.part, cell.system, cell.passes)
-    shorter = [
-        row
-        for row in rows
-        if (row["part"], row["system"], row["passes"]) == kind and row["tokens"] < cell.tokens
-    ]
-    last = max(shorter, key=lambda row: row["tokens"], default=None)
+    last = last_shorter(rows, cell, "part", "system", "passes")
     if last is None or last["status"] == "failed":
         return None
     where = f"N = {last['tokens']}"

@@ -21,7 +21,7 @@ from lln.studies.bench.record import Record
 from lln.studies.bench.roberta import SYSTEMS, RobertaSize, Training
 from lln.studies.bench.roberta_figure import draw_roberta
 from lln.studies.bench.roberta_table import tables_of, text_of
-from lln.studies.bench.rows import Row, measured_row, row_of
+from lln.studies.bench.rows import Row, last_shorter, measured_row, row_of
 from lln.studies.bench.spread import timed
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -79,7 +79,9 @@ def run_roberta(
     filling = filling_tokens(device, options.lengths or LENGTHS) if tokens is None else tokens
 
     def measure_if_worthwhile(cell: Cell, record: Record) -> Row | None:
-        last = _last_shorter(cell, record.rows)
+        # Batches that fill the device do not grow with the length.
+        alone = cell.part != "filled"
+        last = last_shorter(record.rows, cell, "part", "system") if alone else None
         if last is not None and last["status"] != "timed":
             return None
         # If time grows with the square of the length.
@@ -126,25 +128,8 @@ def filling_tokens(device: str, lengths: Sequence[int]) -> int:
     return 1 << (int(_FILLED * memory / _TOKEN_BYTES).bit_length() - 1)
 
 
-def _last_shorter(cell: Cell, rows: Sequence[Row]) -> Row | None:
-    """The longest of the shorter sequences in the same part, if its batch is one."""
-    if cell.part == "filled":
-        return None
-    kind = (cell.part, cell.system)
-    own = [row for row in rows if (row["part"], row["system"]) == kind]
-    shorter = [row for row in own if row["tokens"] < cell.tokens]
-    return max(shorter, key=lambda row: row["tokens"], default=None)
-
-
 def measure_cell(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
-    """Median milliseconds and peak bytes of a training step.
-
-    Args:
-        cell: What to measure.
-        size: Of the model.
-        device: ``"cpu"`` or ``"cuda"``.
-        seconds: How long to repeat: 20 steps at most, 3 at least on a GPU.
-    """
+    """Median milliseconds and peak bytes of a training step, repeated for so many seconds."""
     return measured_row(
         cell, lambda row: row.update(_measure(cell, size, device, seconds)), collect=True
     )

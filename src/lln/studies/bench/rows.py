@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -13,13 +13,18 @@ from lln.studies.report.failures import in_one_line
 Row = dict[str, Any]
 
 
-def row_of(cell: Any, **found: Any) -> Row:
-    """A row that says which cell it is of, and what was found.
+def last_shorter(rows: Iterable[Row], cell: Any, *kind: str) -> Row | None:
+    """The longest of the sequences that are shorter than a cell's and share its ``kind`` fields."""
+    shorter = [
+        row
+        for row in rows
+        if row["tokens"] < cell.tokens and all(row[name] == getattr(cell, name) for name in kind)
+    ]
+    return max(shorter, key=lambda row: row["tokens"], default=None)
 
-    Args:
-        cell: A dataclass with a ``name``.
-        **found: Further entries.
-    """
+
+def row_of(cell: Any, **found: Any) -> Row:
+    """A row that says which cell (a dataclass with a ``name``) it is of, and what was found."""
     return {"name": cell.name, **asdict(cell), **found}
 
 

@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lln.studies.bench.spread import Timed, timed
 
 # Bytes copied to find the machine's speed: far more than any cache holds.
 _COPIED = {"cpu": 1 << 28, "cuda": 1 << 29}
+_Made = TypeVar("_Made")
 # Runs without which there is no telling how far they lie apart.
 _FEWEST_RUNS = 3
 
@@ -183,15 +184,9 @@ def gpu_milliseconds(call: Callable[[], object], seconds: float) -> Timed:
 
 def _time_graph(call: Callable[[], object], seconds: float) -> Timed | None:
     """The call replayed as a CUDA graph: what the GPU takes, without Python launching it."""
-    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
-    side.wait_stream(current)
+    current = torch.cuda.current_stream()
     try:
-        with torch.cuda.stream(side):
-            call()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
+        graph, _ = captured(call)
     except RuntimeError as error:
         # A capture that fails leaves its own stream behind as the current one.
         torch.cuda.set_stream(current)
@@ -201,6 +196,21 @@ def _time_graph(call: Callable[[], object], seconds: float) -> Timed | None:
     found = gpu_milliseconds(graph.replay, seconds)
     graph.reset()
     return found
+
+
+def captured(call: Callable[[], _Made], warm_ups: int = 1) -> tuple[torch.cuda.CUDAGraph, _Made]:
+    """A call recorded as a CUDA graph, and what it returns, which every replay writes anew."""
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    # Kernels are compiled, and an optimiser's state is made, before the recording.
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            call()
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    return graph, made
 
 
 def copy_speed(device: str) -> float:

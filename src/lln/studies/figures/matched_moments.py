@@ -55,10 +55,9 @@ def measure_5b(setting: Setting) -> Results:
     p = torch.logspace(math.log10(0.05), math.log10(16), points, dtype=torch.float64)
     q, k = gaussians(width, length, seed=7, rows=length, draws=2, device=setting.device)
     curves = {"softmax": softmax_curves(q, k, tuple(p.tolist()))}
-    for name, s in _scales(setting.constants, p, width, length).items():
-        setting.progress(len(curves) / 5)
-        curves[name] = lln_curves(q, k, tuple(s.tolist()))
-    setting.progress(1.0)
+    scales = _scales(setting.constants, p, width, length)
+    for name in setting.steps(list(scales)):
+        curves[name] = lln_curves(q, k, tuple(scales[name].tolist()))
     return {"head_width": width, "tokens": length, "score_variance": p.tolist(), "curves": curves}
 
 
@@ -95,7 +94,7 @@ def measure_7(setting: Setting) -> Results:
     width, length = (32, 64) if setting.quick else (64, 512)
     q, k = gaussians(width, length, seed=7, rows=length, draws=2, device=setting.device)
     panels = []
-    for index, variance in enumerate((1.0, 4.0)):
+    for variance in setting.steps((1.0, 4.0)):
         p = torch.tensor([variance], dtype=torch.float64)
         logs = {"softmax": softmax_log_p(q, k, variance)}
         for name, s in _scales(setting.constants, p, width, length).items():
@@ -110,7 +109,6 @@ def measure_7(setting: Setting) -> Results:
                 "density": {name: _density(own, low, high) for name, own in logs.items()},
             }
         )
-        setting.progress((index + 1) / 2)
     return {"head_width": width, "tokens": length, "panels": panels}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from lln import __version__
 from lln.studies.processor import commit
 
 Results = dict[str, Any]
+_Item = TypeVar("_Item")
 
 
 def shipped_constants() -> dict[str, Any]:
@@ -51,6 +52,12 @@ class Setting:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
             self.device
         )
+
+    def steps(self, items: Sequence[_Item]) -> Iterator[_Item]:
+        """One item after the other, and the share that is done behind each."""
+        for index, item in enumerate(items):
+            yield item
+            self.progress((index + 1) / len(items))
 
     def describe(self, name: str) -> Results:
         """Where the numbers come from: command, versions, device, commit."""

@@ -40,6 +40,7 @@ def run(
     seeds: int,
     quick: bool,
     work: Path,
+    *,
     echo: Echo,
 ) -> None:
     """Fits the constants from scratch and writes them; an interrupted run goes on where it was.
