@@ -51,7 +51,7 @@ def test_bidirectional_models_convert_without_a_batch(tiny, name):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_causal_models_need_a_batch(tiny, text, name):
     model = tiny(name)
-    with pytest.raises(InvalidInputError, match="calibrate="):
+    with pytest.raises(InvalidInputError, match="pass calibrate, inputs"):
         convert(model, verbose=False)
     assert model.config._attn_implementation == "sdpa"
     report = convert(model, calibrate=text(), verbose=False)

@@ -117,8 +117,8 @@ def _panel(axes: Axes, rows: Sequence[Row], field: str, group: str) -> None:
 def _curve(rows: Iterable[Row], field: str) -> dict[int, Timed]:
     """Length → milliseconds or megabytes, by length."""
     scale = 1e-6 if field == "peak_bytes" else 1.0
-    found = {row["tokens"]: timed_in(row, field) for row in rows}
-    return {n: found[n].times(scale) for n in sorted(found) if found[n] is not None}
+    found = sorted((row["tokens"], timed_in(row, field)) for row in rows if row.get(field))
+    return {tokens: time.times(scale) for tokens, time in found if time is not None}
 
 
 def _mark_crossovers(
