@@ -134,7 +134,7 @@ def bench(
         given = [name for name, value in context.params.items() if value]
         if given:
             raise InvalidInputError(
-                f"options of `lln bench {context.invoked_subcommand}` go behind its name, "
+                f"options of `lln bench {context.invoked_subcommand}` follow its name, "
                 f"got --{given[0]} before it."
             )
         return

@@ -19,7 +19,7 @@ OWN = [
     ("--width 0", "--width must be at least 1"),
     ("--threads 0", "--threads must be at least 1"),
     ("--device cpu --operations sdpa_flash", "give --lengths"),
-    ("--device cpu roberta", "go behind its name, got --device"),
+    ("--device cpu roberta", "follow its name, got --device"),
     ("roberta --systems magic", "--systems must be of softmax_sdpa"),
     ("roberta --layers 0", "--layers must be at least 1"),
     ("roberta --tokens -1", "--tokens must be at least 0"),

@@ -20,7 +20,7 @@ from lln.studies.bench.record import Record
 from lln.studies.bench.rows import Row
 from lln.studies.bench.spread import noise_note
 from lln.studies.bench.tables import Table, show_table
-from lln.studies.figures.style import check_matplotlib
+from lln.studies.drawing import check_matplotlib
 from lln.studies.processor import check_device
 from lln.studies.report.progress import progress_bar
 

@@ -11,7 +11,7 @@ from lln.peers import FAMILIES, card
 from lln.studies.bench.length_axis import label_lengths, machine_of, points
 from lln.studies.bench.peers_cells import ALONE, FRAME
 from lln.studies.bench.rows import Row
-from lln.studies.figures.style import save
+from lln.studies.drawing import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lln.studies.bench.length_axis import label_lengths, machine_of, points
 from lln.studies.bench.roberta import SYSTEMS
 from lln.studies.bench.rows import Row
-from lln.studies.figures.style import save
+from lln.studies.drawing import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

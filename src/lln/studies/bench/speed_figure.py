@@ -13,7 +13,7 @@ from lln.studies.bench.length_axis import label_lengths, machine_of
 from lln.studies.bench.operations import OPERATIONS
 from lln.studies.bench.rows import Row
 from lln.studies.bench.spread import Timed, timed_in
-from lln.studies.figures.style import save
+from lln.studies.drawing import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

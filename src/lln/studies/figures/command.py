@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
 from lln.files import check_file, compact_json, write_atomically
+from lln.studies.drawing import SUFFIXES, check_matplotlib, save
 from lln.studies.figures import (
     evidence,
     matched_moments,
@@ -18,7 +19,6 @@ from lln.studies.figures import (
     temperature_sweep,
 )
 from lln.studies.figures.setting import Results, Setting
-from lln.studies.figures.style import SUFFIXES, check_matplotlib, save
 from lln.studies.processor import check_device
 from lln.studies.report.progress import progress_bar
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lln.studies.drawing import save
 from lln.studies.figures.setting import Results, Setting
-from lln.studies.figures.style import LOOKS, NAMES, plain_ticks, save, title
+from lln.studies.figures.style import LOOKS, NAMES, plain_ticks, title
 from lln.studies.fitting.fit import Constants, scale
 from lln.studies.fitting.injection import (
     gaussians,

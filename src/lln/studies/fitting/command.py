@@ -11,8 +11,8 @@ from lln.errors import InvalidInputError
 from lln.files import check_file, check_folder, compact_json, write_atomically
 from lln.printing import written
 from lln.studies.bench.tables import show_table
+from lln.studies.drawing import check_matplotlib
 from lln.studies.figures.matched_moments import draw_figures
-from lln.studies.figures.style import check_matplotlib
 from lln.studies.fitting.fit import Constants, FitConfig, fit_constants, scale
 from lln.studies.processor import check_device
 from lln.studies.report.progress import progress_bar
