@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+
+from rich.progress import TaskID
 
 from lln.studies.report.progress import progress_bar
 
@@ -19,21 +21,26 @@ def training_bar(
         What to call after a step with the phase, the step, their number and the last loss. Of
         several processes that ``torchrun`` starts one calls it, and only that one shows a bar.
     """
-    with ExitStack() as stack:
-        bar = progress_bar()
-        tasks = {}
-        last = math.nan
+    bar, last = progress_bar(), math.nan
+    tasks: dict[str, TaskID] = {}
 
-        def show(phase: str, step: int, total: int, loss: float) -> None:
-            nonlocal last
-            if not tasks:
-                stack.enter_context(bar)
-            if phase not in tasks:
-                tasks[phase] = bar.add_task(phase, total=total)
-            text = phase if math.isnan(loss) else f"{phase}, loss {loss:.4g}"
-            bar.update(tasks[phase], completed=step, description=text)
-            if not (bar.console.is_terminal or math.isnan(loss) or loss == last):
-                echo(f"{text}, step {step} of {total}")
-            last = loss
+    def show(phase: str, step: int, total: int, loss: float) -> None:
+        nonlocal last
+        if phase not in tasks:
+            tasks[phase] = bar.add_task(phase, total=total)
+            bar.start()
+        text = phase if math.isnan(loss) else f"{phase}, loss {loss:.4g}"
+        bar.update(tasks[phase], completed=step, description=text)
+        if not (bar.console.is_terminal or math.isnan(loss) or loss == last):
+            echo(f"{text}, step {step} of {total}")
+        last = loss
+        if step >= total:
+            # Gone before anything else is printed, for that would be written over.
+            bar.update(tasks[phase], visible=False)
+            bar.stop()
 
+    try:
         yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()

@@ -135,14 +135,17 @@ class Bench:
     def _measure_all(self, cells: Sequence[Any], record: Record, echo: Echo) -> None:
         self.begin(record)
         with progress_bar() as bar:
-            # Numbers come in the table at the end; on a terminal a line each would only scroll by.
-            tell = (lambda _: None) if bar.console.is_terminal else echo
             task = bar.add_task("starting", total=len(cells))
             for index, cell in enumerate(cells):
                 bar.update(task, description=cell.name, completed=index)
                 row = None if cell.name in record.done else self.measure(cell, record)
                 if row is not None:
-                    (echo if self.fails(row) else tell)(f"{cell.name}: {self.line(row)}")
+                    line = f"{cell.name}: {self.line(row)}"
+                    if not bar.console.is_terminal:
+                        echo(line)
+                    elif self.fails(row):
+                        # Above the bar. The other rows would only scroll by: a table comes later.
+                        bar.console.print(line, markup=False, highlight=False)
                     self.relate([*record.rows, row])
                     record.add(row)
 
