@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.markdown import table
 from lln.studies.bench.compare import fastest
-from lln.studies.bench.rows import Row
+from lln.studies.bench.result_rows import Row
 
 TOKENS, WIDTH = 65536, 64
 GRAPH, PYTHON = "graph_milliseconds", "milliseconds"

@@ -15,7 +15,7 @@ from lln.studies.bench.compare import TIMES, add_floors, add_ratios
 from lln.studies.bench.gate import Gate
 from lln.studies.bench.operations import OPERATIONS
 from lln.studies.bench.record import Record
-from lln.studies.bench.rows import Row, measured_row
+from lln.studies.bench.result_rows import Row, measured_row
 from lln.studies.bench.speed_figure import draw_speed
 from lln.studies.bench.suites import choose_cases
 from lln.studies.bench.tables import Table

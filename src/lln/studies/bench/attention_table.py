@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lln.studies.bench.operations import OPERATIONS
-from lln.studies.bench.rows import Row
+from lln.studies.bench.result_rows import Row
 from lln.studies.bench.spread import about
 from lln.studies.bench.tables import Table
 

@@ -17,7 +17,7 @@ import torch
 from lln.errors import InvalidInputError
 from lln.studies.bench.environment import describe
 from lln.studies.bench.record import Record
-from lln.studies.bench.rows import Row
+from lln.studies.bench.result_rows import Row
 from lln.studies.bench.spread import noise_note
 from lln.studies.bench.tables import Table, show_table
 from lln.studies.drawing import check_matplotlib

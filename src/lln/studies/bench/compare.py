@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from lln.studies.bench.cases import Case
 from lln.studies.bench.operations import OPERATIONS, Operation
-from lln.studies.bench.rows import Row
+from lln.studies.bench.result_rows import Row
 
 # The two ways of timing: the field of a row, and what the derived fields' names begin with.
 TIMES = {"milliseconds": "", "graph_milliseconds": "graph_"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lln.studies.bench.rows import Row
+from lln.studies.bench.result_rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

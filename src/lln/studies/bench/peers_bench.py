@@ -25,7 +25,7 @@ from lln.studies.bench.peers_figure import draw_peers
 from lln.studies.bench.peers_table import tables_of, text_of
 from lln.studies.bench.peers_worker import Worker
 from lln.studies.bench.record import Record
-from lln.studies.bench.rows import Row, row_of
+from lln.studies.bench.result_rows import Row, row_of
 
 SIZES = {"cpu": LayerSize(256, 4, "float32"), "cuda": LayerSize(768, 12, "bfloat16")}
 LENGTHS = {"cpu": (256, 1024, 4096), "cuda": (256, 1024, 4096, 16384, 65536)}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lln import peers
-from lln.studies.bench.rows import Row, last_shorter, measured_row
+from lln.studies.bench.result_rows import Row, last_shorter, measured_row
 from lln.studies.bench.spread import timed
 from lln.studies.bench.timing import bind, milliseconds, peak_bytes
 

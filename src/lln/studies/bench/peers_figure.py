@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lln.peers import FAMILIES, card
 from lln.studies.bench.length_axis import label_lengths, machine_of, points
 from lln.studies.bench.peers_cells import ALONE, FRAME
-from lln.studies.bench.rows import Row
+from lln.studies.bench.result_rows import Row
 from lln.studies.drawing import save
 
 if TYPE_CHECKING:

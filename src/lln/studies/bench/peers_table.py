@@ -8,7 +8,7 @@ from typing import Any
 
 from lln.peers.listing import in_order
 from lln.studies.bench.peers_cells import ALONE, FILLED, FRAME
-from lln.studies.bench.rows import Row
+from lln.studies.bench.result_rows import Row
 from lln.studies.bench.spread import about
 from lln.studies.bench.tables import Table, by_length, number_or_status
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lln.studies.bench.peers_cells import PeerCell
-from lln.studies.bench.rows import Row, row_of
+from lln.studies.bench.result_rows import Row, row_of
 
 # Seconds after which a cell is given up: far more than drawing, compiling and timing take.
 PATIENCE = 45.0

@@ -18,10 +18,10 @@ from torch import Tensor
 from lln.checks.names import check_choices
 from lln.studies.bench.command import Bench, Options, check_least
 from lln.studies.bench.record import Record
+from lln.studies.bench.result_rows import Row, last_shorter, measured_row, row_of
 from lln.studies.bench.roberta import SYSTEMS, RobertaSize, Training
 from lln.studies.bench.roberta_figure import draw_roberta
 from lln.studies.bench.roberta_table import tables_of, text_of
-from lln.studies.bench.rows import Row, last_shorter, measured_row, row_of
 from lln.studies.bench.spread import timed
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lln.studies.bench.length_axis import label_lengths, machine_of, points
+from lln.studies.bench.result_rows import Row
 from lln.studies.bench.roberta import SYSTEMS
-from lln.studies.bench.rows import Row
 from lln.studies.drawing import save
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lln.studies.bench.result_rows import Row
 from lln.studies.bench.roberta import SYSTEMS
-from lln.studies.bench.rows import Row
 from lln.studies.bench.spread import about
 from lln.studies.bench.tables import Table, by_length, number_or_status
 

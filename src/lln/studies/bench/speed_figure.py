@@ -11,7 +11,7 @@ from lln.studies.bench.compare import fastest_row
 from lln.studies.bench.crossover import crossover
 from lln.studies.bench.length_axis import label_lengths, machine_of
 from lln.studies.bench.operations import OPERATIONS
-from lln.studies.bench.rows import Row
+from lln.studies.bench.result_rows import Row
 from lln.studies.bench.spread import Timed, timed_in
 from lln.studies.drawing import save
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from lln.studies.bench.rows import Row
+from lln.studies.bench.result_rows import Row
 from lln.studies.bench.spread import about
 
 # Headings and cells.
