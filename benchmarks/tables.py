@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.markdown import source, table
 from benchmarks.targets import GRAPH, PYTHON, main_rows
 from lln.studies.bench.compare import fastest
 from lln.studies.bench.operations import OPERATIONS
@@ -19,11 +20,8 @@ def cpu_table(results: dict) -> str:
         for row in results["cases"]
         if row["operation"] in CPU_COLUMNS
     }
-    lines = [
-        "| N | SDPA | LLN | LLN matched | LLN + Diag "
-        "| SDPA fwd+bwd | LLN | LLN matched | LLN + Diag |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    ours = ["LLN", "LLN matched", "LLN + Diag"]
+    lines = []
     for tokens in sorted({tokens for _, _, tokens in times}):
         cells = [str(tokens)]
         for backward in (False, True):
@@ -35,15 +33,14 @@ def cpu_table(results: dict) -> str:
                     cells.append("")
                 else:
                     cells.append(f"{found:.1f}{'' if operation == 'sdpa' else faster}")
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     environment = results["environment"]
-    lines += [
-        "",
+    caption = (
         f"Milliseconds (times faster than SDPA) on {environment['device']}, "
         f"{environment['threads']} threads, float32, B = 1, H = 12, D = 64, torch "
-        f"{environment['torch']}; {_source(environment)}.",
-    ]
-    return "\n".join(lines)
+        f"{environment['torch']}; {source(environment)}."
+    )
+    return table(["N", "SDPA", *ours, "SDPA fwd+bwd", *ours], lines, caption)
 
 
 def gpu_table(results: dict, only: tuple[int, ...] = (), rest: str = "") -> str:
@@ -55,11 +52,9 @@ def gpu_table(results: dict, only: tuple[int, ...] = (), rest: str = "") -> str:
         rest: A sentence after the caption, that says where the rest is.
     """
     rows = {(row["operation"], row["backward"], row["tokens"]): row for row in main_rows(results)}
-    lines = [
-        "| N | pass | best softmax | LLN | LLN + Diag | from Python: best softmax | LLN "
-        "| LLN + Diag |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["N", "pass", "best softmax", "LLN", "LLN + Diag"]
+    heads += ["from Python: best softmax", "LLN", "LLN + Diag"]
+    lines = []
     lengths = sorted({n for name, _, n in rows if name in ("lln", "lln_diag")})
     lengths = [n for n in lengths if not only or n in only]
     for backward, what in PASSES:
@@ -71,17 +66,16 @@ def gpu_table(results: dict, only: tuple[int, ...] = (), rest: str = "") -> str:
                 cells.append("" if best is None else f"{best:.3f}")
                 for name in ("lln", "lln_diag"):
                     cells.append(_cell(rows.get((name, backward, tokens)), field, floors, best))
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append(cells)
     environment = results["environment"]
-    lines += [
-        "",
+    caption = (
         "Milliseconds (times faster than the better of flash and cuDNN; floors), α and β given: on "
         f"the left replayed as a CUDA graph, on the right called from Python. "
         f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}, "
-        f"copy {results['copy_terabytes_per_second']:.2f} TB/s; {_source(environment)}."
-        + (f" {rest}" if rest else ""),
-    ]
-    return "\n".join(lines)
+        f"copy {results['copy_terabytes_per_second']:.2f} TB/s; {source(environment)}."
+        + (f" {rest}" if rest else "")
+    )
+    return table(heads, lines, caption)
 
 
 def gpu_other_table(results: dict) -> str:
@@ -92,11 +86,9 @@ def gpu_other_table(results: dict) -> str:
 
 def _cases(results: dict, shown: set[str]) -> str:
     """Every case but those shown elsewhere."""
-    lines = [
-        "| operation | pass | B | N | D | graph ms | floors | ms | floors | vs best softmax "
-        "| vs compiled | vs fla | memory |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["operation", "pass", "B", "N", "D", "graph ms", "floors", "ms", "floors"]
+    heads += ["vs best softmax", "vs compiled", "vs fla", "memory"]
+    lines = []
     for row in results["cases"]:
         if row["name"] in shown:
             continue
@@ -118,8 +110,8 @@ def _cases(results: dict, shown: set[str]) -> str:
         ]
         if row.get("milliseconds") is None:
             cells[5] = row.get("status", "not right")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(heads, lines)
 
 
 # What README shows of the training steps.
@@ -132,21 +124,18 @@ def roberta_table(results: dict, part: str) -> str:
     if not cells:
         return "Not measured."
     environment = results["environment"]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    lines += [f"| {' | '.join(line)} |" for line in cells]
-    lines += [
-        "",
+    caption = (
         f"{title_of(results['cases'], part)}: "
         f"{'' if part == 'graph' else 'GB at peak and '}milliseconds, forward and backward in "
         f"bfloat16 by autocast and AdamW. {environment['device']}, torch {environment['torch']}; "
-        f"{_source(environment)}. An empty cell was not run.",
-    ]
-    return "\n".join(lines)
+        f"{source(environment)}. An empty cell was not run."
+    )
+    return table(heads, cells, caption)
 
 
 def roberta_summary(parts: list[tuple[dict, str]], lengths: tuple[int, ...]) -> str:
     """Milliseconds of a training step at some lengths, parts side by side, for README."""
-    lines: list[list[str]] = [["ms a step"]]
+    lines: list[list[str]] = [["ms per step"]]
     lines += [[SYSTEMS[name][0]] for name in SUMMARISED]
     for results, part in parts:
         rows = [row for row in results["cases"] if row["part"] == part]
@@ -159,18 +148,14 @@ def roberta_summary(parts: list[tuple[dict, str]], lengths: tuple[int, ...]) -> 
                 own, base = (times.get((key, tokens)) for key in (name, "softmax_sdpa"))
                 faster = f" ({base / own:.2f}×)" if own and base and name != "softmax_sdpa" else ""
                 line.append(f"{as_milliseconds(own)}{faster}" if own else "")
-    lines.insert(1, ["---"] * len(lines[0]))
     environments = [results["environment"] for results, _ in parts]
-    sources = dict.fromkeys(_source(environment) for environment in environments)
+    sources = dict.fromkeys(source(environment) for environment in environments)
     machine = environments[0]
-    return "\n".join(
-        [
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-            "Milliseconds (times faster than SDPA), forward and backward in bfloat16 by autocast "
-            f"and AdamW; {machine['device']}, torch {machine['torch']}; {'; '.join(sources)}.",
-        ]
+    caption = (
+        "Milliseconds (times faster than SDPA), forward and backward in bfloat16 by autocast "
+        f"and AdamW; {machine['device']}, torch {machine['torch']}; {'; '.join(sources)}."
     )
+    return table(lines[0], lines[1:], caption)
 
 
 def _cell(row: dict | None, field: str, floors: str, best: float | None) -> str:
@@ -182,7 +167,3 @@ def _cell(row: dict | None, field: str, floors: str, best: float | None) -> str:
     notes = [f"{best / row[field]:.1f}×"] if best is not None else []
     notes += [f"{row[floors]:.2f}"] if row.get(floors) is not None else []
     return f"{row[field]:.3f}" + (f" ({'; '.join(notes)})" if notes else "")
-
-
-def _source(environment: dict) -> str:
-    return f"made by `{environment['command']}`, commit `{environment['commit'][:10]}`"
