@@ -8,7 +8,7 @@ DOCTEST_SKIP := --ignore=src/lln/kernels --ignore=src/lln/integrations
 OLDEST := .oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest test-gpu bench fit check clean
+.PHONY: help setup demo test test-oldest test-gpu bench fit docs check clean
 
 help:  ## show this list
 	@echo "lln: Linear Log-Normal attention. First time here? Try 'make demo'."
@@ -44,6 +44,10 @@ bench: setup  ## time attention on this machine, table and figure (CPU: three mi
 fit: setup  ## refit the constants that ship with the package
 	$(BIN)/lln fit
 
+# The variable silences an advertisement for another program.
+docs: setup  ## build the site of the documentation in build/site, and fail on a dead link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 check: setup  ## lint, formatting, types and import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,7 +68,7 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[dev,hf,instruments,onnx,oracles,triton]' tensorboard
+	$(PIP) -e '.[dev,docs,hf,instruments,onnx,oracles,triton]' tensorboard
 	@touch $(VENV)/.stamp-run $@
 
 # Emptied first: pip leaves in a target folder whatever is there already.
