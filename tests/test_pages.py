@@ -1,5 +1,7 @@
 """The Python of README's neighbours runs as it stands, block after block."""
 
+import re
+
 import pytest
 import torch
 from tests.pages import ROOT, blocks, needs_pages, run
@@ -34,6 +36,19 @@ def test_the_tutorial_on_studying_runs(tmp_path):
     names = run("docs/tutorials/study.md", {})
     assert len(list(names["log"].records())) == 4
     assert list((tmp_path / "runs/1").iterdir())
+
+
+def test_files_that_pages_name_exist():
+    folders = ("src", "tests", "examples", "experiments", "benchmarks", "docs")
+    known = {
+        f"/{path.relative_to(ROOT)}" for name in folders for path in (ROOT / name).rglob("*.py")
+    }
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        if page.name == "CHANGELOG.md":
+            continue
+        for name in re.findall(r"`(?:[\w.]+/)*\w+\.py`", page.read_text("utf-8")):
+            ends = f"/{name.strip('`')}"
+            assert any(path.endswith(ends) for path in known), f"{page.name} names {name}"
 
 
 def test_readme_is_short_enough_to_be_read():
