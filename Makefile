@@ -44,9 +44,10 @@ bench: setup  ## time attention on this machine, table and figure (CPU: three mi
 fit: setup  ## refit the constants that ship with the package
 	$(BIN)/lln fit
 
+# Not --quiet, which also drops the warnings that --strict counts.
 # The variable silences an advertisement for another program.
 docs: setup  ## build the site of the documentation in build/site, and fail on a dead link
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: setup  ## lint, formatting, types and import layers
 	$(BIN)/ruff check .
