@@ -8,7 +8,7 @@ DOCTEST_SKIP := --ignore=src/lln/kernels --ignore=src/lln/integrations
 OLDEST := .oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest test-gpu bench fit docs check clean
+.PHONY: help setup demo test test-oldest test-gpu bench fit check clean
 
 help:  ## show this list
 	@echo "lln: Linear Log-Normal attention. First time here? Try 'make demo'."
@@ -46,6 +46,7 @@ fit: setup  ## refit the constants that ship with the package
 
 # Not --quiet, which also drops the warnings that --strict counts.
 # The variable silences an advertisement for another program.
+.PHONY: docs
 docs: setup  ## build the site of the documentation in build/site, and fail on a dead link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -1,4 +1,4 @@
-"""The attention systems in docs/peers.md: from their cards and from results files."""
+"""The attention systems in README and docs/peers.md: from their cards and from results files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TITLES = {"milliseconds": "time", "peak_bytes": "memory"}
 
 
 def cards_table() -> str:
-    """Markdown: a line per system, as ``lln peers`` prints it."""
+    """Markdown: a line a system, as ``lln peers`` prints it."""
     heads, lines = listing.table()
     marked = [[f"[`{line[0]}`](#{line[0]})", *line[1:]] for line in lines]
     notes = " ".join(listing.notes()).replace("*", r"\*")
@@ -32,7 +32,7 @@ def cards_in_full() -> str:
 
 
 def summary(results: dict | None) -> str:
-    """Markdown: the names by family, and the fastest of each where measured."""
+    """Markdown for README: the names by family, and the fastest of each where measured."""
     heads = ["family", "systems"]
     lengths = _timed_lengths(results) if results else []
     if results and lengths:
@@ -78,7 +78,7 @@ def efficiency(results: dict, figure: str) -> str:
 
 
 def _wide_table(results: dict, part: str) -> str:
-    """Time and memory of one part side by side: a line per system."""
+    """Time and memory of one part side by side: a line a system."""
     heads, columns = ["system"], {}
     shown = [measure for measure in TABLES if measure.part == part]
     for measure in shown:
@@ -103,7 +103,7 @@ def _part_title(results: dict, part: str) -> str:
     if part == ALONE:
         return "Batch 1"
     rows = (row for row in results["cases"] if row["part"] == part)
-    return f"{max(row['batch'] * row['tokens'] for row in rows):,} tokens per batch"
+    return f"{max(row['batch'] * row['tokens'] for row in rows):,} tokens a batch"
 
 
 def _card_in_full(name: str) -> str:

@@ -70,7 +70,7 @@ def test_command_measures_draws_and_exits_with_zero(tmp_path):
     assert all(one["status"] == "timed" for one in rows.values())
     assert all(one["milliseconds"] > 0 and one["peak_bytes"] > 0 for one in rows.values())
     assert rows["filled: elu both B4 N32"]["batch"] == 4
-    assert "Milliseconds, forward + backward, 128 tokens per batch" in done.output
+    assert "Milliseconds, forward + backward, 128 tokens a batch" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "peers-memory.png",
         "peers-memory.svg",

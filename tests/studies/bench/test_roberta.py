@@ -93,7 +93,7 @@ def test_table_runs_on_a_cpu(tmp_path):
     assert rows["filled: lln B4 N64"]["status"] == "timed"
     assert all(row["milliseconds"] > 0 for row in rows.values())
     assert "Nyströmformer" in done.output
-    assert "256 tokens per batch" in done.output
+    assert "256 tokens a batch" in done.output
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".png", ".svg"]
 
 

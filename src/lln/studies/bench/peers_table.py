@@ -63,7 +63,7 @@ def title_of(results: dict[str, Any], measure: Measure) -> str:
         return f"{what}, {passes}, batch 1"
     rows = (row for row in results["cases"] if row["part"] == FILLED)
     tokens = max(row["batch"] * row["tokens"] for row in rows)
-    return f"{what}, {passes}, {tokens:,} tokens per batch"
+    return f"{what}, {passes}, {tokens:,} tokens a batch"
 
 
 def text_of(row: Row) -> str:

@@ -274,7 +274,7 @@ def title_of(rows: Sequence[Row], part: str) -> str:
     if part != "filled":
         return "One training step, batch 1" + (", as a CUDA graph" if part == "graph" else "")
     tokens = max(row["batch"] * row["tokens"] for row in rows if row["part"] == part)
-    return f"One training step, {tokens:,} tokens per batch"
+    return f"One training step, {tokens:,} tokens a batch"
 
 
 def as_milliseconds(value: float) -> str:
