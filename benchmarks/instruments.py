@@ -1,7 +1,8 @@
 """Time, memory and accuracy of the instruments: ``python -m benchmarks.instruments``.
 
 Writes ``benchmarks/results/instruments.json``. Spectral gaps are compared with all eigenvalues of
-the dense matrix in the same run; long sequences run in a process each, whose peak memory counts.
+the dense matrix in the same run. Every long sequence runs in a process of its own, so that its
+peak memory can be seen.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.environment import describe
 from lln import instruments, match_moments, reference
+from lln.files import write_atomically
+from lln.studies.bench.environment import describe
 
 RESULTS = Path("benchmarks/results/instruments.json")
 LONG = 32768
@@ -45,8 +47,7 @@ def main() -> None:
         return
     # One thread for both sides: a few milliseconds of work gain nothing from more.
     torch.set_num_threads(1)
-    environment = describe("cpu") | {
-        "command": "python -m benchmarks.instruments",
+    environment = describe("cpu", "python -m benchmarks.instruments") | {
         "load_average": os.getloadavg()[0],
         "processors": os.cpu_count(),
     }
@@ -57,7 +58,7 @@ def main() -> None:
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
         results["long"].append(json.loads(done.stdout))
         print(results["long"][-1], flush=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+        write_atomically(RESULTS, json.dumps(results, indent=1) + "\n")
 
 
 def gaps(tokens: int = 2048, width: int = 64) -> list[dict[str, object]]:

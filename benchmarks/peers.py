@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 
+from benchmarks.markdown import source, table
 from lln import peers
 from lln.peers import listing
 from lln.studies.bench.peers_cells import ALONE, FILLED, FRAME
-from lln.studies.bench.peers_table import TABLES, systems_of, table_of
+from lln.studies.bench.peers_table import TABLES, batch_of, systems_of, table_of
 
 TITLES = {"milliseconds": "time", "peak_bytes": "memory"}
 
 
 def cards_table() -> str:
-    """Markdown: a line a system, as ``lln peers`` prints it."""
+    """Markdown: a line per system, as ``lln peers`` prints it."""
     heads, lines = listing.table()
     marked = [[f"[`{line[0]}`](#{line[0]})", *line[1:]] for line in lines]
     notes = " ".join(listing.notes()).replace("*", r"\*")
-    return f"{_table(heads, marked)}\n\n{notes}"
+    return f"{table(heads, marked)}\n\n{notes}"
 
 
 def cards_in_full() -> str:
@@ -46,7 +47,7 @@ def summary(results: dict | None) -> str:
         if results and lengths:
             line.append(_fastest(results, shown, lengths[-1]))
         lines.append(line)
-    text = _table(heads, lines)
+    text = table(heads, lines)
     if results and lengths:
         text += f"\n\nForward + backward of one layer, batch 1, {_setting(results)}."
     return text
@@ -66,11 +67,12 @@ def efficiency(results: dict, figure: str) -> str:
     for part in (ALONE, FILLED):
         lines = _wide_table(results, part)
         if lines:
-            parts += [f"**{_part_title(results, part)}**", lines]
+            batch = batch_of(results, part)
+            parts += [f"**{batch[0].upper()}{batch[1:]}**", lines]
     limit = results["limit_seconds"]
     parts.append(
-        f"{_setting(results)[0].upper()}{_setting(results)[1:]}; made by "
-        f"`{results['environment']['command']}`, commit `{results['environment']['commit'][:10]}`. "
+        f"{_setting(results)[0].upper()}{_setting(results)[1:]}; "
+        f"{source(results['environment'])}. "
         f"*over {limit:g} s*: one call takes longer, or would by the growth of the shorter ones. "
         "Columns: N. An empty cell was not run."
     )
@@ -78,7 +80,7 @@ def efficiency(results: dict, figure: str) -> str:
 
 
 def _wide_table(results: dict, part: str) -> str:
-    """Time and memory of one part side by side: a line a system."""
+    """Time and memory of one part side by side: a line per system."""
     heads, columns = ["system"], {}
     shown = [measure for measure in TABLES if measure.part == part]
     for measure in shown:
@@ -96,14 +98,7 @@ def _wide_table(results: dict, part: str) -> str:
         [f"`{name}`", *(columns.get((name, place), "") for place in range(2, len(heads) + 1))]
         for name in names
     ]
-    return _table(heads, wide)
-
-
-def _part_title(results: dict, part: str) -> str:
-    if part == ALONE:
-        return "Batch 1"
-    rows = (row for row in results["cases"] if row["part"] == part)
-    return f"{max(row['batch'] * row['tokens'] for row in rows):,} tokens a batch"
+    return table(heads, wide)
 
 
 def _card_in_full(name: str) -> str:
@@ -163,8 +158,3 @@ def _setting(results: dict) -> str:
         f"{layer['width']} wide, {layer['heads']} heads, weights and tokens in {layer['dtype']}, "
         f"no padding, {environment['device']}{threads}, torch {environment['torch']}"
     )
-
-
-def _table(heads: list[str], lines: list[list[str]]) -> str:
-    rule = ["---"] * len(heads)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, rule, *lines))

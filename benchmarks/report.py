@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from benchmarks import peers
+from benchmarks.markdown import fill, table
 from benchmarks.tables import (
     cpu_table,
     gpu_other_table,
@@ -135,28 +136,20 @@ def missing(command: str, name: str) -> str:
     return f"Not measured yet: `{command} --out benchmarks/results/{name}.json`."
 
 
-def fill(path: Path, name: str, section: str) -> None:
-    """Put a section between its marks in a file."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = path.read_text("utf-8").split(begin)
-    after = rest.split(end)[1]
-    path.write_text(f"{before}{begin}\n{section}\n{end}{after}", "utf-8")
-
-
 def attempts_table(attempts: dict) -> str:
     """Markdown: microseconds of every step, and times their floor in brackets."""
     unit = 65536 * 12 * 64 * 2 / (attempts["environment"]["copy_terabytes_per_second"] * 1e6)
     units = {("lln", 2): (4, 7), ("lln", 4): (2, 2, 3, 4), ("diag", 2): (6, 9)}
-    lines = []
-    for kind, columns in (
-        (
-            "lln",
-            "N = 512 forward, backward | N = 4,096 summarise, read, queries, keys | N = 65,536",
+    shown = {
+        "lln": (
+            "LLN: change",
+            "N = 4,096 summarise, read, queries, keys",
         ),
-        ("diag", "N = 512 forward, backward | N = 4,096 read, joint backward | N = 65,536"),
-    ):
-        title = "LLN" if kind == "lln" else "LLN + Diag"
-        lines += [f"| {title}: change | predicted | {columns} |", "|---|---|---|---|---|"]
+        "diag": ("LLN + Diag: change", "N = 4,096 read, joint backward"),
+    }
+    tables = []
+    for kind, (title, middle) in shown.items():
+        lines = []
         for number, step in enumerate(attempts["steps"], 1):
             cells = [f"{number}. {step['change']}", step["predicted"]]
             for tokens, times in step[kind].items():
@@ -165,50 +158,54 @@ def attempts_table(attempts: dict) -> str:
                     counts = (4, 7)
                 pairs = zip(times, counts, strict=True)
                 cells.append(", ".join(f"{us:.0f} ({us / (n * unit):.2f})" for us, n in pairs))
-            lines.append("| " + " | ".join(cells) + " |")
-        lines.append("")
-    environment = attempts["environment"]
-    lines.append(
+            lines.append(cells)
+        heads = [title, "predicted", "N = 512 forward, backward", middle, "N = 65,536"]
+        tables.append(table(heads, lines))
+    environment, later = attempts["environment"], attempts["later"]
+    tables.append(
         f"Microseconds (times the floor). {environment['device']}, torch {environment['torch']}, "
         f"triton {environment['triton']}, commits {environment['commit']}. Command: "
         f"{environment['command']}"
     )
-    later = attempts["later"]
-    lines += ["", "| later: change | predicted | outcome |", "|---|---|---|"]
-    for number, step in enumerate(later["steps"], len(attempts["steps"]) + 1):
-        lines.append(f"| {number}. {step['change']} | {step['predicted']} | {step['outcome']} |")
     environment = later["environment"]
-    lines += [
-        "",
-        f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}. "
-        f"Command: {environment['command']}.",
+    steps = [
+        [f"{number}. {step['change']}", step["predicted"], step["outcome"]]
+        for number, step in enumerate(later["steps"], len(attempts["steps"]) + 1)
     ]
-    return "\n".join(lines)
+    caption = (
+        f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}. "
+        f"Command: {environment['command']}."
+    )
+    tables.append(table(["later: change", "predicted", "outcome"], steps, caption))
+    return "\n\n".join(tables)
 
 
 def validation_table(fit: dict) -> str:
     """Markdown: how well each criterion does on fresh draws."""
-    lines = [
-        "| criterion | relative error of the variance inside a row, mean / max "
-        "| entropy, distance to SA in bits, mean / max |",
-        "|---|---|---|",
+    heads = [
+        "criterion",
+        "relative error of the variance inside a row, mean / max",
+        "entropy, distance to SA in bits, mean / max",
     ]
-    for name, row in fit["validation"]["criteria"].items():
-        first, second = (
-            f"{row[f'{side}_mean']:.3f} / {row[f'{side}_max']:.3f}"
-            for side in ("variance", "entropy")
-        )
-        lines.append(f"| `{name}` | {first} | {second} |")
+    lines = [
+        [
+            f"`{name}`",
+            *(
+                f"{row[f'{side}_mean']:.3f} / {row[f'{side}_max']:.3f}"
+                for side in ("variance", "entropy")
+            ),
+        ]
+        for name, row in fit["validation"]["criteria"].items()
+    ]
     drawn = fit["validation"]
     width, length, p = (
         f"{drawn[name][0]:,} to {drawn[name][-1]:,}" for name in ("widths", "lengths", "p")
     )
-    lines += [
-        "",
+    caption = (
         f"Gaussian queries and keys, fresh draws over head widths {width}, {length} tokens and p "
-        f"from {p}, {drawn['seeds']} seeds. Made by `{fit['command']}` on {fit['device']}.",
-    ]
-    return "\n".join(lines)
+        f"from {p}, {drawn['seeds']} seeds. Made by `{fit['command']}` on {fit['device']}."
+    )
+    return table(heads, lines, caption)
 
 
 if __name__ == "__main__":

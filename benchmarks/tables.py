@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from benchmarks.markdown import source, table
 from benchmarks.targets import GRAPH, PYTHON, main_rows
-from lln.studies.bench.compare import Row, fastest
+from lln.studies.bench.compare import fastest
 from lln.studies.bench.operations import OPERATIONS
 from lln.studies.bench.roberta import SYSTEMS
 from lln.studies.bench.roberta_table import as_milliseconds, table_of, title_of
+from lln.studies.bench.rows import Row
 
 CPU_COLUMNS = ("sdpa", "lln", "lln_matched", "lln_diag")
 PASSES = ((False, "forward"), (True, "fwd + bwd"))
@@ -19,11 +21,8 @@ def cpu_table(results: dict) -> str:
         for row in results["cases"]
         if row["operation"] in CPU_COLUMNS
     }
-    lines = [
-        "| N | SDPA | LLN | LLN matched | LLN + Diag "
-        "| SDPA fwd+bwd | LLN | LLN matched | LLN + Diag |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    ours = ["LLN", "LLN matched", "LLN + Diag"]
+    lines = []
     for tokens in sorted({tokens for _, _, tokens in times}):
         cells = [str(tokens)]
         for backward in (False, True):
@@ -35,15 +34,14 @@ def cpu_table(results: dict) -> str:
                     cells.append("")
                 else:
                     cells.append(f"{found:.1f}{'' if operation == 'sdpa' else faster}")
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     environment = results["environment"]
-    lines += [
-        "",
+    caption = (
         f"Milliseconds (times faster than SDPA) on {environment['device']}, "
         f"{environment['threads']} threads, float32, B = 1, H = 12, D = 64, torch "
-        f"{environment['torch']}; {_source(environment)}.",
-    ]
-    return "\n".join(lines)
+        f"{environment['torch']}; {source(environment)}."
+    )
+    return table(["N", "SDPA", *ours, "SDPA fwd+bwd", *ours], lines, caption)
 
 
 def speed_summary(results: dict, rows: list[Row], lengths: tuple[int, ...], setting: str) -> str:
@@ -58,7 +56,7 @@ def speed_summary(results: dict, rows: list[Row], lengths: tuple[int, ...], sett
     heads = ["N"]
     for _, what in PASSES:
         heads += [f"softmax, {what}", "LLN", "LLN + Diag"]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines = []
     for tokens in lengths:
         cells = [f"{tokens:,}"]
         for backward, _ in PASSES:
@@ -70,14 +68,13 @@ def speed_summary(results: dict, rows: list[Row], lengths: tuple[int, ...], sett
                 own = found[0] if found else None
                 faster = f" ({best / own:.1f}×)" if best and own else ""
                 cells.append(f"{_short(own)}{faster}")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     environment = results["environment"]
-    lines += [
-        "",
+    caption = (
         f"Milliseconds (times faster than softmax), {setting}, α and β given. "
-        f"{environment['device']}, torch {environment['torch']}; {_source(environment)}.",
-    ]
-    return "\n".join(lines)
+        f"{environment['device']}, torch {environment['torch']}; {source(environment)}."
+    )
+    return table(heads, lines, caption)
 
 
 def _short(milliseconds: float | None) -> str:
@@ -90,11 +87,9 @@ def _short(milliseconds: float | None) -> str:
 def gpu_table(results: dict) -> str:
     """GPU time and floors, replayed as a CUDA graph and called from Python."""
     rows = {(row["operation"], row["backward"], row["tokens"]): row for row in main_rows(results)}
-    lines = [
-        "| N | pass | best softmax | LLN | LLN + Diag | from Python: best softmax | LLN "
-        "| LLN + Diag |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["N", "pass", "best softmax", "LLN", "LLN + Diag"]
+    heads += ["from Python: best softmax", "LLN", "LLN + Diag"]
+    lines = []
     lengths = sorted({n for name, _, n in rows if name in ("lln", "lln_diag")})
     for backward, what in PASSES:
         for tokens in lengths:
@@ -105,16 +100,15 @@ def gpu_table(results: dict) -> str:
                 cells.append("" if best is None else f"{best:.3f}")
                 for name in ("lln", "lln_diag"):
                     cells.append(_cell(rows.get((name, backward, tokens)), field, floors, best))
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append(cells)
     environment = results["environment"]
-    lines += [
-        "",
+    caption = (
         "Milliseconds (times faster than the better of flash and cuDNN; floors), α and β given: on "
         f"the left replayed as a CUDA graph, on the right called from Python. "
         f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}, "
-        f"copy {results['copy_terabytes_per_second']:.2f} TB/s; {_source(environment)}.",
-    ]
-    return "\n".join(lines)
+        f"copy {results['copy_terabytes_per_second']:.2f} TB/s; {source(environment)}."
+    )
+    return table(heads, lines, caption)
 
 
 def gpu_other_table(results: dict) -> str:
@@ -125,11 +119,9 @@ def gpu_other_table(results: dict) -> str:
 
 def _cases(results: dict, shown: set[str]) -> str:
     """Every case but those shown elsewhere."""
-    lines = [
-        "| operation | pass | B | N | D | graph ms | floors | ms | floors | vs best softmax "
-        "| vs compiled | vs fla | memory |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["operation", "pass", "B", "N", "D", "graph ms", "floors", "ms", "floors"]
+    heads += ["vs best softmax", "vs compiled", "vs fla", "memory"]
+    lines = []
     for row in results["cases"]:
         if row["name"] in shown:
             continue
@@ -151,8 +143,8 @@ def _cases(results: dict, shown: set[str]) -> str:
         ]
         if row.get("milliseconds") is None:
             cells[5] = row.get("status", "not right")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(heads, lines)
 
 
 # What the summary of the training steps shows.
@@ -165,16 +157,13 @@ def roberta_table(results: dict, part: str) -> str:
     if not cells:
         return "Not measured."
     environment = results["environment"]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    lines += [f"| {' | '.join(line)} |" for line in cells]
-    lines += [
-        "",
+    caption = (
         f"{title_of(results['cases'], part)}: "
         f"{'' if part == 'graph' else 'GB at peak and '}milliseconds, forward and backward in "
         f"bfloat16 by autocast and AdamW. {environment['device']}, torch {environment['torch']}; "
-        f"{_source(environment)}. An empty cell was not run.",
-    ]
-    return "\n".join(lines)
+        f"{source(environment)}. An empty cell was not run."
+    )
+    return table(heads, cells, caption)
 
 
 def roberta_summary(parts: list[tuple[dict, str]], lengths: tuple[int, ...]) -> str:
@@ -192,18 +181,14 @@ def roberta_summary(parts: list[tuple[dict, str]], lengths: tuple[int, ...]) -> 
                 own, base = (times.get((key, tokens)) for key in (name, "softmax_sdpa"))
                 faster = f" ({base / own:.2f}×)" if own and base and name != "softmax_sdpa" else ""
                 line.append(f"{as_milliseconds(own)}{faster}" if own else "")
-    lines.insert(1, ["---"] * len(lines[0]))
     environments = [results["environment"] for results, _ in parts]
-    sources = dict.fromkeys(_source(environment) for environment in environments)
+    sources = dict.fromkeys(source(environment) for environment in environments)
     machine = environments[0]
-    return "\n".join(
-        [
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-            "Milliseconds (times faster than SDPA), forward and backward in bfloat16 by autocast "
-            f"and AdamW; {machine['device']}, torch {machine['torch']}; {'; '.join(sources)}.",
-        ]
+    caption = (
+        "Milliseconds (times faster than SDPA), forward and backward in bfloat16 by autocast "
+        f"and AdamW; {machine['device']}, torch {machine['torch']}; {'; '.join(sources)}."
     )
+    return table(lines[0], lines[1:], caption)
 
 
 def _cell(row: dict | None, field: str, floors: str, best: float | None) -> str:
@@ -215,7 +200,3 @@ def _cell(row: dict | None, field: str, floors: str, best: float | None) -> str:
     notes = [f"{best / row[field]:.1f}×"] if best is not None else []
     notes += [f"{row[floors]:.2f}"] if row.get(floors) is not None else []
     return f"{row[field]:.3f}" + (f" ({'; '.join(notes)})" if notes else "")
-
-
-def _source(environment: dict) -> str:
-    return f"made by `{environment['command']}`, commit `{environment['commit'][:10]}`"

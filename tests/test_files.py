@@ -74,9 +74,7 @@ def test_commands_refuse_a_place_that_cannot_be_written_before_any_work(
         raise AssertionError("work was begun")
 
     for name in (
-        "lln.studies.bench.command._run_cases",
-        "lln.studies.bench.roberta_table._run_cells",
-        "lln.studies.bench.peers_run._run_cells",
+        "lln.studies.bench.command.Bench._measure_all",
         "lln.studies.fitting.command.fit_constants",
         "lln.studies.demo.command.load_corpus",
         "lln.studies.figures.temperature_sweep.concentration",

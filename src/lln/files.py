@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import lzma
 import os
 import re
@@ -107,6 +108,21 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file in one step, so that a reader or an interrupt never sees half of it."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
+
+
+def compact_json(content: object) -> str:
+    """JSON that people read too: indented, with every list of plain values on one line.
+
+    Example:
+        >>> print(compact_json({"a": [1, 2.5], "b": "é"}), end="")
+        {
+          "a": [1, 2.5],
+          "b": "é"
+        }
+    """
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    lists = re.compile(r"\[[^\[\]{}]*\]")
+    return lists.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n"
 
 
 @contextmanager

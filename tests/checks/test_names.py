@@ -9,7 +9,9 @@ from lln.checks.names import check_choice, check_choices, did_you_mean
 from lln.instruments.measurements import Measurements
 from lln.integrations.settings import Settings
 from lln.peers.listing import check_names
-from lln.studies.bench import roberta_table, suites
+from lln.studies.bench import suites
+from lln.studies.bench.command import Options
+from lln.studies.bench.roberta_bench import run_roberta
 from lln.studies.figures import command
 
 QUERY, KEY, VALUE = torch.randn(3, 1, 2, 4, 8).unbind()
@@ -56,7 +58,7 @@ SIZES = {"embed_dim": 16, "num_heads": 2, "max_len": 8}
         (lambda: command.run("theorie", **FIGURE), "'theory'"),
         (lambda: check_names(["sofmax"], "--systems"), "softmax"),
         (lambda: suites.choose_cases("cpu", operations=["llnn"]), "lln"),
-        (lambda: roberta_table.run_roberta(systems=["lnl"], echo=print), "lln"),
+        (lambda: run_roberta(Options(print), systems=["lnl"]), "lln"),
     ],
 )
 def test_a_name_misspelt_is_answered_with_the_one_that_was_meant(call, meant):

@@ -229,10 +229,10 @@ def test_a_second_run_is_refused_and_the_first_one_undisturbed(
     tiny, text, folder, tmp_path, unloaded, other_run
 ):
     words, work = tmp_path / "text.txt", tmp_path / "work"
-    with pytest.raises(InvalidInputError, match=r"^another run trains in .*with another --work\.$"):
+    with pytest.raises(InvalidInputError, match=r"^another run trains in .*in another folder\.$"):
         model_commands.recover(folder, tmp_path / "out", words, work=work)
     model, data, options = training(tiny, text)
-    with pytest.raises(InvalidInputError, match=r"^another run trains in .*another output_dir\.$"):
+    with pytest.raises(InvalidInputError, match=r"^another run trains in .*in another folder\.$"):
         recover(model, data, output_dir=work, **options)
     assert [path.name for path in work.iterdir()] == [".lock"]
     assert other_run.poll() is None

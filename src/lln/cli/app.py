@@ -12,13 +12,20 @@ from lln.cli.model_commands import convert, recover
 from lln.cli.peer_commands import peers
 from lln.errors import LLNError
 
+_TEXT = (
+    "A text file, or a folder of them, to train on. Default: the source of Python's standard "
+    "library."
+)
 START, MODELS, MEASURE = "Start here", "Your Hugging Face model", "Measure and compare"
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
 app = typer.Typer(
     name="lln",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Paragraphs of the help are folded to the terminal, not to the source.
+    rich_markup_mode="markdown",
     help=(
         "Linear Log-Normal attention: softmax's concentration at linear cost.\n\n"
         "Start with `lln demo` (a page with plots, two minutes); `lln doctor` says what this "
@@ -44,13 +51,7 @@ def demo(
     out: Annotated[
         Path, typer.Option(help="Where to write the page; its numbers go beside it as JSON.")
     ] = Path("lln-demo.html"),
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="A text file, or a folder of them, to train on. "
-            "Default: the source of Python's own standard library."
-        ),
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help=_TEXT)] = None,
     seconds: Annotated[
         float | None,
         typer.Option(help="Rough time for the whole demo. Default: about two minutes."),
@@ -139,15 +140,9 @@ def figure(
     results: Annotated[
         Path | None, typer.Option(help="Folder for the numbers (JSON). Default: beside it.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="A coarse version, in seconds.")] = False,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Figure 1: a text file, or a folder of them, to train on. "
-            "Default: the source of Python's own standard library."
-        ),
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help=f"Figure 1: {_TEXT}")] = None,
     work: Annotated[
         Path, typer.Option(help="Figure 1: training so far; an interrupted one goes on from here.")
     ] = Path("lln-figure-1.pt"),
@@ -160,16 +155,8 @@ def figure(
     """
     from lln.studies.figures.command import run
 
-    run(
-        name,
-        out=out,
-        results=results,
-        device=device,
-        quick=quick,
-        echo=typer.echo,
-        data=data,
-        work=work,
-    )
+    places = {"out": out, "results": results, "data": data, "work": work}
+    run(name, device=device, quick=quick, echo=typer.echo, **places)
 
 
 @app.command(rich_help_panel=MEASURE)
@@ -180,7 +167,7 @@ def fit(
     figures: Annotated[
         Path | None, typer.Option(help="Folder for the paper's Figures 5b and 7 (PNG and SVG).")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     seeds: Annotated[int, typer.Option(help="Independent draws at every point of the grid.")] = 3,
     quick: Annotated[
         bool, typer.Option("--quick", help="A coarse grid, about a minute on a laptop.")
@@ -197,15 +184,7 @@ def fit(
     """
     from lln.studies.fitting.command import run
 
-    run(
-        out=out,
-        figures=figures,
-        device=device,
-        seeds=seeds,
-        quick=quick,
-        work=work,
-        echo=typer.echo,
-    )
+    run(out, figures, device, seeds, quick, work, echo=typer.echo)
 
 
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -11,24 +12,57 @@ from typer.core import TyperGroup
 from lln.errors import InvalidInputError
 
 _ROBERTA, _PEERS = "roberta", "peers"
+_LISTS = ("--lengths", "--operations", "--passes", "--systems")
 
 
 class _ListsGroup(TyperGroup):
-    """Lets ``--lengths 512 1024`` take several words, which click cannot."""
+    """Lets ``--lengths 512 1024`` and ``--lengths 512,1024`` take several values."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore
-        """Join the words of list options before click sees them."""
-        from lln.studies.bench.many_values import join_lists
-
-        return super().parse_args(ctx, join_lists(args, (_ROBERTA, _PEERS)))
+        """Repeat the name of a list option before each of its values, as click wants it."""
+        return super().parse_args(ctx, repeat_names(args))
 
 
-bench_app = typer.Typer(cls=_ListsGroup, invoke_without_command=True, add_completion=False)
+def repeat_names(words: list[str]) -> list[str]:
+    """Words of the command line, with a list option's name before each of its values.
+
+    Example:
+        >>> repeat_names(["--lengths", "512", "1024", "--resume"])
+        ['--lengths', '512', '--lengths', '1024', '--resume']
+    """
+    repeated: list[str] = []
+    name = ""
+    for word, after in zip_longest(words, words[1:], fillvalue="-"):
+        option, _, values = word.partition("=")
+        if option in _LISTS:
+            name = option
+            # Without a value click says what is missing.
+            repeated += [name] * (not values and _ends_list(after))
+        elif name and not _ends_list(word):
+            values = word
+        else:
+            name, values = "", ""
+            repeated.append(word)
+        repeated += [each for value in values.split(",") if value for each in (name, value)]
+    return repeated
+
+
+def _ends_list(word: str) -> bool:
+    return word.startswith("-") or word in (_ROBERTA, _PEERS)
+
+
+bench_app = typer.Typer(
+    cls=_ListsGroup,
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+)
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Keep what --out holds and measure only what is missing.")
 ]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")]
 Figure = Annotated[
     bool, typer.Option("--figure", help="Draw time and memory over N beside --out (SVG and PNG).")
 ]
@@ -39,11 +73,11 @@ def bench(
     context: typer.Context,
     device: Device = None,
     lengths: Annotated[
-        str | None,
+        list[int] | None,
         typer.Option(metavar="N…", help="Sequence lengths, e.g. --lengths 512 4096."),
     ] = None,
     operations: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME…",
             help="Only these: sdpa sdpa_flash sdpa_cudnn lln lln_matched lln_diag lln_compiled "
@@ -53,7 +87,7 @@ def bench(
         ),
     ] = None,
     passes: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(metavar="PASS…", help="forward, both (forward + backward); default: each."),
     ] = None,
     dtype: Annotated[
@@ -68,9 +102,7 @@ def bench(
         Path | None, typer.Option(help="Results file. Default: lln-bench-DEVICE.json here.")
     ] = None,
     resume: Resume = False,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")
-    ] = None,
+    threads: Threads = None,
     seconds: Annotated[
         float | None,
         typer.Option(help="Repetition of one case. Default: 0.3 on a CPU, 0.05 on a GPU."),
@@ -83,59 +115,49 @@ def bench(
     to fifteen on an H200. With --lengths, --dtype or --width every operation runs at just these.
 
     Correctness comes first: each case is compared with a float64 reference, gradients too. A case
-    that errs beyond its budget is refused: it prints its error and gets no time (exit code 1), and
-    the others go on.
+    over its error budget is refused: the command prints its error instead of a time, measures the
+    others and exits with 1.
 
-    Columns: ms is the median of calls from Python (~ where the runs lie far apart), graph ms of
-    replays as a CUDA graph (what the GPU takes by itself). One unit is the time to read or write
-    one tensor [B, H, N, D] at this machine's measured copy speed; floors is the time over the
-    fewest units that must move. vs softmax, vs compiled, vs fla: how many times faster than the
-    fastest softmax, than the eager form under torch.compile, than fla's linear attention (causal,
-    where that package is installed). memory is the peak over the tensors nobody can do without.
+    Columns of the table:
 
-    The results file is whole after every case: Ctrl-C loses nothing, --resume goes on.
+    - ms: median of calls from Python; ~ marks times with far scattered runs.
+    - graph ms: the same, replayed as a CUDA graph: what the GPU takes by itself.
+    - units: the time and the least possible, in reads or writes of one tensor (B, H, N, D) at the
+      copy speed of this machine. floors: the first over the second.
+    - vs softmax, vs compiled, vs fla: how many times faster than the fastest softmax, than the
+      eager form under torch.compile, than fla's linear attention (causal, if it is installed).
+    - memory: the peak, divided by the size of the tensors that no implementation can avoid.
+
+    The results file is whole after every case: Ctrl-C loses nothing, --resume continues.
     """
     if context.invoked_subcommand is not None:
         given = [name for name, value in context.params.items() if value]
         if given:
             raise InvalidInputError(
-                f"options of `lln bench {context.invoked_subcommand}` go behind its name, "
+                f"options of `lln bench {context.invoked_subcommand}` follow its name, "
                 f"got --{given[0]} before it."
             )
         return
-    from lln.studies.bench.command import run_bench
-    from lln.studies.bench.many_values import split_names, split_numbers
+    from lln.studies.bench.attention_bench import run_bench
+    from lln.studies.bench.command import Options
 
-    right = run_bench(
-        device=device,
-        lengths=split_numbers("--lengths", lengths),
-        operations=split_names(operations),
-        passes=split_names(passes),
-        dtype=dtype,
-        width=width,
-        out=out,
-        resume=resume,
-        threads=threads,
-        seconds=seconds,
-        figure=figure,
-        echo=typer.echo,
-    )
-    if not right:
-        raise typer.Exit(1)
+    options = Options(typer.echo, device, lengths, out, resume, threads, seconds, figure)
+    chosen = {"operations": operations, "passes": passes, "dtype": dtype, "width": width}
+    _exit(run_bench(options, **chosen))
 
 
 @bench_app.command(_ROBERTA)
 def roberta(
     device: Device = None,
     lengths: Annotated[
-        str | None,
+        list[int] | None,
         typer.Option(
             metavar="N…",
             help="Default: 512 to 16384, and on until memory runs out.",
         ),
     ] = None,
     systems: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME…",
             help="Only these: softmax_sdpa softmax_naive nystromformer lln lln_diag diag.",
@@ -152,7 +174,9 @@ def roberta(
         Path | None, typer.Option(help="Results file. Default: lln-roberta-DEVICE.json here.")
     ] = None,
     resume: Resume = False,
-    seconds: Annotated[float, typer.Option(help="Repetition of one cell, 20 steps at most.")] = 1.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="Repetition of one cell, 20 steps at most. Default: 1.")
+    ] = None,
     figure: Figure = False,
 ) -> None:
     """Memory and time of one training step of RoBERTa-base: the paper's Table 2.
@@ -164,37 +188,27 @@ def roberta(
     replayed as CUDA graphs, which shows what launching from Python takes; then with batches of
     equally many tokens that fill the GPU.
 
-    About five minutes on an H200. A taste on a CPU: --device cpu --lengths 64 128 --layers 2.
-    A cell that does not fit says "out of memory", and the next one starts clean.
-    """
-    from lln.studies.bench.many_values import split_names, split_numbers
-    from lln.studies.bench.roberta_table import run_roberta
+    About five minutes on an H200. A cell that does not fit says "out of memory", and the next one
+    starts clean.
 
-    right = run_roberta(
-        device=device,
-        lengths=split_numbers("--lengths", lengths),
-        systems=split_names(systems),
-        tokens=tokens,
-        layers=layers,
-        out=out,
-        resume=resume,
-        seconds=seconds,
-        figure=figure,
-        echo=typer.echo,
-    )
-    if not right:
-        raise typer.Exit(1)
+    A short try on a CPU: `lln bench roberta --device cpu --lengths 64 128 --layers 2`
+    """
+    from lln.studies.bench.command import Options
+    from lln.studies.bench.roberta_bench import run_roberta
+
+    options = Options(typer.echo, device, lengths, out, resume, None, seconds, figure)
+    _exit(run_roberta(options, systems=systems, tokens=tokens, layers=layers))
 
 
 @bench_app.command(_PEERS)
 def peers(
     device: Device = None,
     lengths: Annotated[
-        str | None,
+        list[int] | None,
         typer.Option(metavar="N…", help="Default: 256 1024 4096, on a GPU also 16384 65536."),
     ] = None,
     systems: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME…",
             help="Only these of `lln peers`, or softmax_layer: softmax with its feed-forward.",
@@ -211,9 +225,7 @@ def peers(
         Path | None, typer.Option(help="Results file. Default: lln-peers-DEVICE.json here.")
     ] = None,
     resume: Resume = False,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")
-    ] = None,
+    threads: Threads = None,
     seconds: Annotated[
         float | None,
         typer.Option(help="Repetition of one cell. Default: 0.1 on a CPU, 0.02 on a GPU."),
@@ -231,29 +243,22 @@ def peers(
     GPU 768 wide with 12 heads and weights in bfloat16; on a CPU 256 wide with 4 heads in float32.
     A block (see `lln peers`) does the work of a feed-forward too: compare it with softmax_layer.
 
-    A call over --limit is not repeated, and its system stops growing there; so does one that runs
-    out of memory. Cells say which. On a GPU memory is the allocator's peak, on a CPU the tensors
-    alive at once; weights and inputs count.
+    A system is not measured at longer sequences once a call takes longer than --limit or runs out
+    of memory; its cells say which. Memory is the allocator's peak on a GPU, and the tensors alive
+    at once on a CPU; weights and inputs count.
 
     About seven minutes on two CPU cores, a few on a GPU. The results file is whole after every
-    cell: Ctrl-C loses nothing, --resume goes on. A taste:
-    lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu
-    """
-    from lln.studies.bench.many_values import split_names, split_numbers
-    from lln.studies.bench.peers_run import run_peers
+    cell: Ctrl-C loses nothing, --resume continues.
 
-    right = run_peers(
-        device=device,
-        lengths=split_numbers("--lengths", lengths),
-        systems=split_names(systems),
-        tokens=tokens,
-        out=out,
-        resume=resume,
-        threads=threads,
-        seconds=seconds,
-        limit=limit,
-        figure=figure,
-        echo=typer.echo,
-    )
+    A short try: `lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu`
+    """
+    from lln.studies.bench.command import Options
+    from lln.studies.bench.peers_bench import run_peers
+
+    options = Options(typer.echo, device, lengths, out, resume, threads, seconds, figure)
+    _exit(run_peers(options, systems=systems, tokens=tokens, limit=limit))
+
+
+def _exit(right: bool) -> None:
     if not right:
         raise typer.Exit(1)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-
-from lln.errors import InvalidInputError
 
 _STATISTICS = (
     "Where α and β come from: sample (every sequence itself), running (an average that training "
@@ -35,7 +29,7 @@ Mix = Annotated[
 ]
 BlockSize = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Tokens in a diagonal block. Default: the head width."),
+    typer.Option(metavar="N", help="Tokens in a diagonal block. Default: the head width.", min=1),
 ]
 SlidingWindow = Annotated[
     str, typer.Option(help="Layers with a sliding window: refuse, or softmax to leave them.")
@@ -93,23 +87,22 @@ def convert(
     """
     from lln.integrations.folders import convert_folder
 
-    with _naming_options(convert):
-        convert_folder(
-            source,
-            target,
-            attention=attention,
-            layers=layers,
-            calibrate=calibrate,
-            samples=samples,
-            tokens=tokens,
-            statistics=statistics,
-            matching=matching,
-            mix=_number_or_name(mix),
-            block_size=block_size,
-            sliding_window=sliding_window,
-            overwrite=overwrite,
-            echo=typer.echo,
-        )
+    convert_folder(
+        source,
+        target,
+        attention=attention,
+        layers=layers,
+        calibrate=calibrate,
+        samples=samples,
+        tokens=tokens,
+        statistics=statistics,
+        matching=matching,
+        mix=_number_or_name(mix),
+        block_size=block_size,
+        sliding_window=sliding_window,
+        overwrite=overwrite,
+        echo=typer.echo,
+    )
 
 
 def recover(
@@ -133,7 +126,7 @@ def recover(
         typer.Option(metavar="N", help="Length of a sample: train at the length you need.", min=2),
     ] = 128,
     batch_size: Annotated[
-        int, typer.Option(metavar="N", help="Samples in a step, a device.", min=1)
+        int, typer.Option(metavar="N", help="Samples per step and device.", min=1)
     ] = 16,
     layer_steps: Annotated[
         int, typer.Option(metavar="N", help="Steps on single layers.", min=0)
@@ -157,7 +150,7 @@ def recover(
     save_steps: Annotated[
         int, typer.Option(metavar="N", help="Steps between checkpoints.", min=1)
     ] = 100,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of the data.")] = 0,
     work: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints. Default: NEW_FOLDER.work.")
     ] = None,
@@ -171,10 +164,11 @@ def recover(
     Try `lln recover FOLDER NEW_FOLDER --text text.txt`; on several GPUs,
     `torchrun --nproc-per-node 2 --no-python lln recover ...`.
     """
+    from lln.cli.training_bar import training_bar
     from lln.integrations.folders import recover_folder
     from lln.studies.report.threads import faster_threads
 
-    with _naming_options(recover, output_dir="--work"), faster_threads(typer.echo):
+    with faster_threads(typer.echo), training_bar(typer.echo) as show_step:
         recover_folder(
             source,
             target,
@@ -198,6 +192,7 @@ def recover(
                 "end_loss": end_loss,
                 "save_steps": save_steps,
                 "seed": seed,
+                "on_step": show_step,
             },
         )
 
@@ -207,44 +202,3 @@ def _number_or_name(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-@contextmanager
-def _naming_options(command: Callable[..., Any], **others: str) -> Iterator[None]:
-    """Refusals of the body name the command's options where Python's name arguments.
-
-    Args:
-        command: Whose parameters are the options.
-        **others: Options whose argument in Python has another name.
-    """
-    options = {
-        name: f"--{name.replace('_', '-')}" for name in inspect.signature(command).parameters
-    }
-    try:
-        yield
-    except InvalidInputError as error:
-        raise type(error)(in_options(str(error), options | others)) from error
-
-
-def in_options(sentence: str, options: dict[str, str]) -> str:
-    """A refusal in the words of the command line.
-
-    ``name='value'``, ``name=`` and a name that begins the sentence are arguments; elsewhere only
-    names with an underscore are, because the others may be plain words. Calls are left as they are.
-
-    Args:
-        sentence: As Python's users read it.
-        options: Name of an argument → its option.
-    """
-    names = "|".join(options)
-    joined = "|".join(name for name in options if "_" in name) or "(?!)"
-    sentence = re.sub(
-        rf"(?<![\w(/])({names})=(?:'([^']*)'|(?![\w\"]))",
-        lambda found: " ".join(filter(None, (options[found[1]], found[2]))),
-        sentence,
-    )
-    return re.sub(
-        rf"^({names})(?= must | has )|(?<![\w(/'-])({joined})(?![\w='/])",
-        lambda found: options[found[0]],
-        sentence,
-    )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
+from lln.files import write_atomically
 from lln.printing import brief, written
 
 
@@ -178,7 +179,7 @@ class Measurements:
         }
         text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
         if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+            write_atomically(Path(path), text + "\n")
         return text
 
 

@@ -93,14 +93,14 @@ def convert(
         statistics = "sample" if calibrate is None else "fixed"
     if statistics in ("fixed", "learned") and calibrate is None:
         raise InvalidInputError(
-            f"statistics={statistics!r} needs calibrate=, inputs to find α and β on."
+            f"statistics {statistics!r} needs calibrate, inputs to find α and β on."
         )
     earlier = _earlier(model)
     if calibrate is None and earlier is not None and _is_worth_keeping(earlier):
         raise InvalidInputError(
             f"{type(model).__name__} is converted already, and its α, β and joins "
-            f"(statistics={earlier.statistics!r}, mix={earlier.mix!r}) would be lost; pass "
-            "calibrate=, inputs to find new ones on, or convert the original model."
+            f"(statistics {earlier.statistics!r}, mix {earlier.mix!r}) would be lost; pass "
+            "calibrate, inputs to find new ones on, or convert the original model."
         )
     settings = Settings(
         matching=matching,
@@ -223,11 +223,11 @@ class _Surgeon:
             return wanted
         if self.settings.sliding_window == "softmax" and self.wanted is None:
             return False
-        fix = "pass sliding_window='softmax' to leave such layers as they are."
+        fix = "choose sliding_window 'softmax' to leave such layers as they are."
         raise UnsupportedModelError(
             f"layer {number} ({name}) attends within a sliding window of {call.window} tokens, "
             "which LLN attention does not have; "
-            + (fix if self.wanted is None else "leave it out of layers=.")
+            + (fix if self.wanted is None else "leave it out of layers.")
         )
 
     def _fit(self, call: Call) -> Heads:
@@ -238,9 +238,9 @@ class _Surgeon:
                 f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "
                 "show it the future; "
                 + (
-                    "use statistics='fixed', 'running' or 'learned'."
+                    "choose statistics 'fixed', 'running' or 'learned'."
                     if self.calibrated
-                    else "pass calibrate=, inputs to find them on."
+                    else "pass calibrate, inputs to find them on."
                 )
             )
         fitted = Heads(

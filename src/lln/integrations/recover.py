@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -84,6 +86,7 @@ def recover(
     save_steps: int = 100,
     seed: int = 0,
     on_start: Callable[[Path | None], object] = lambda checkpoint: None,
+    on_step: Callable[[str, int, int, float], object] | None = None,
     **training: Any,
 ) -> Recovery:
     """Train a converted model, in place, to imitate its softmax original.
@@ -109,6 +112,8 @@ def recover(
         seed: Of the order of the data.
         on_start: Called once nothing is left to refuse, with the checkpoint that training goes on
             from; None = from the start.
+        on_step: Called after every step with the phase, the step, their number and the last loss,
+            by the first process; None = Trainer shows its own bar.
         **training: Further arguments of ``transformers.TrainingArguments``.
 
     Returns:
@@ -157,6 +162,8 @@ def recover(
                 seed=seed,
                 **training,
             )
+            if on_step is not None:
+                _tell_steps(trainer, partial(on_step, phase))
             last = last_checkpoint(folder / phase)
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
             with writing(folder / phase, "its last checkpoint is kept, where training goes on"):
@@ -234,6 +241,20 @@ def _trainer(imitation: Imitation, dataset: Dataset[Any], folder: Path, **option
     return trainer
 
 
+def _tell_steps(trainer: Any, tell: Callable[[int, int, float], object]) -> None:
+    """Call a function after every step, instead of what Trainer prints."""
+
+    class Told(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            if state.is_world_process_zero:
+                logged = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)
+                tell(state.global_step, state.max_steps, next(logged, math.nan))
+
+    for own in (transformers.ProgressCallback, transformers.PrinterCallback):
+        trainer.remove_callback(own)
+    trainer.add_callback(Told())
+
+
 def _collate(entries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     if not entries or not isinstance(entries[0], Mapping):
         found = f"got {type(entries[0]).__name__}" if entries else "it is empty"
@@ -294,7 +315,7 @@ def check_checkpoint(model: PreTrainedModel, folder: Path) -> list[Path]:
     if missing or strange:
         raise InvalidInputError(
             f"the checkpoint {str(folder)!r} is of another model: {(missing + strange)[0]} does "
-            "not fit; start anew with another output_dir."
+            "not fit; start anew in another folder."
         )
     return files
 
@@ -322,7 +343,7 @@ def _read(folder: Path) -> Recovery:
         return Recovery(**json.loads(path.read_text("utf-8")))
     except (ValueError, TypeError) as error:
         raise InvalidInputError(
-            f"{str(path)!r} is no report of a recovery; start anew with another output_dir."
+            f"{str(path)!r} is no report of a recovery; start anew in another folder."
         ) from error
 
 

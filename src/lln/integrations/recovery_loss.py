@@ -105,8 +105,8 @@ def check_end_loss(
         output = model(**ready(model, inputs))
     if (end_loss == "logits") != ("logits" in output):
         raise InvalidInputError(
-            f"end_loss={end_loss!r} does not fit {type(model).__name__}, whose output has "
-            f"{', '.join(output)}; use end_loss='auto'."
+            f"end_loss {end_loss!r} does not fit {type(model).__name__}, which gives "
+            f"{', '.join(output)}; choose end_loss 'auto'."
         )
 
 

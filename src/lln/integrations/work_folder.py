@@ -98,9 +98,9 @@ def _lock(handle: int, folder: Path) -> None:
         if error.errno not in _TAKEN:
             raise InvalidInputError(
                 f"the folder {str(folder)!r} cannot be locked ({error.strerror}), so that two "
-                "runs could mix their checkpoints there; pass an output_dir on another disk."
+                "runs could mix their checkpoints there; choose a folder on another disk."
             ) from error
         raise InvalidInputError(
-            f"another run trains in {str(folder)!r}; wait until it ends, or start anew with "
-            "another output_dir."
+            f"another run trains in {str(folder)!r}; wait until it ends, or start anew in another "
+            "folder."
         ) from error

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from importlib import metadata
 
 import torch
 
 from lln.eager.load import read_load
 from lln.functional.dense import lln_diag_attention
 from lln.kernels.sizes import why_unavailable
-from lln.studies.processor import facts
+from lln.studies.processor import facts, version
 from lln.studies.report.failures import in_one_line
 from lln.testing.tolerances import budget, largest_error
 
@@ -33,13 +32,13 @@ def examine(echo: Callable[[str], object]) -> bool:
         Whether every device gave the right numbers.
     """
     echo(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
-    echo(f"lln          {_version('lln')}")
+    echo(f"lln          {version('lln')}")
     for name, fact in facts().items():
         echo(f"{name:<12} {fact}")
     load = read_load()
     echo(f"load         {load}{'; times measured now would be noisy' if load.is_high else ''}")
     for package, use in OPTIONAL.items():
-        found = _version(package)
+        found = version(package)
         extra = "" if found else f'pip install "lln[all]" adds {use}'
         echo(f"{package:<12} {found or 'not installed: ' + extra}")
     devices = ["cpu"]
@@ -72,10 +71,3 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
         echo(f"{device:<12} {verdict}: error {error:.1e} (allowed {allowed:.1e}), impl {impl!r}")
         are_right = are_right and error <= allowed
     return are_right
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -1,7 +1,7 @@
-"""The machine that numbers come from: its processor, and the libraries torch computes with.
+"""Where numbers come from: the device, the processor, torch's math libraries, the commit.
 
-Sums are added up in another order on another processor, and libraries differ in what they refuse:
-a result or a failure means something only together with these.
+Another processor adds in another order, and libraries differ in what they refuse. A result or a
+failure means something only together with these facts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,30 @@ import os
 import platform
 import re
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import torch
+
+import lln
+from lln.errors import InvalidInputError
+
+PACKAGE = Path(lln.__file__).resolve().parent
+
+
+def check_device(device: str | None) -> str:
+    """The device to use: the one asked for, else the GPU if there is one.
+
+    Raises:
+        InvalidInputError: If it is unknown or not here.
+    """
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise InvalidInputError(f"--device must be cpu or cuda, got {device!r}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError("--device cuda needs a CUDA device; use --device cpu.")
+    return device
 
 
 def facts() -> dict[str, str]:
@@ -49,10 +70,26 @@ def math_libraries(configuration: str) -> str:
     return ", ".join(found) or "unknown"
 
 
-def output_of(*command: str, folder: Path | None = None) -> str:
-    """What a program prints; nothing where it is missing or fails."""
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is missing."""
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str:
+    """The commit of the checkout that this package is used from; empty for an installed one."""
+    # An installed copy may lie inside the checkout of some other project.
+    if not output_of("git", "ls-files", "--", str(PACKAGE / "__init__.py")):
+        return ""
+    return output_of("git", "rev-parse", "--verify", "HEAD")
+
+
+def output_of(*command: str) -> str:
+    """What a program prints when run in the package's folder; nothing if missing or failing."""
+    try:
+        done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False)
     except OSError:
         return ""
     return done.stdout.strip()

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from lln.studies.bench.attention_bench import measure_case
 from lln.studies.bench.cases import DENSE, PACKED, Case, sequence_ends
-from lln.studies.bench.command import measure_case
 from lln.studies.bench.gate import EXACT_TOKENS, Gate
 from lln.studies.bench.operations import OPERATIONS
 

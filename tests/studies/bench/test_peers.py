@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from lln import peers
 from lln.cli import app
 from lln.errors import InvalidInputError
-from lln.studies.bench import peers_cells, peers_run
+from lln.studies.bench import peers_bench, peers_cells
+from lln.studies.bench.peers_bench import plan
 from lln.studies.bench.peers_cells import (
     ALONE,
     FILLED,
@@ -23,7 +24,6 @@ from lln.studies.bench.peers_cells import (
     measure_cell,
 )
 from lln.studies.bench.peers_figure import draw_peers
-from lln.studies.bench.peers_run import plan
 from lln.studies.bench.peers_table import TABLES, Measure, table_of
 from lln.studies.bench.spread import Timed
 
@@ -35,7 +35,7 @@ TIME = Measure(ALONE, "both", "milliseconds")
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
-    monkeypatch.setitem(peers_run.SIZES, "cpu", TINY)
+    monkeypatch.setitem(peers_bench.SIZES, "cpu", TINY)
 
 
 def bench(*words):
@@ -70,7 +70,7 @@ def test_command_measures_draws_and_exits_with_zero(tmp_path):
     assert all(one["status"] == "timed" for one in rows.values())
     assert all(one["milliseconds"] > 0 and one["peak_bytes"] > 0 for one in rows.values())
     assert rows["filled: elu both B4 N32"]["batch"] == 4
-    assert "Milliseconds, forward + backward, 128 tokens a batch" in done.output
+    assert "Milliseconds, forward + backward, 128 tokens per batch" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "peers-memory.png",
         "peers-memory.svg",
@@ -105,7 +105,7 @@ def test_every_system_can_be_measured(name, passes):
 
 
 def test_interrupt_and_resume(tmp_path, monkeypatch):
-    out, calls, measure = tmp_path / "peers.json", [], peers_run.measure_cell
+    out, calls, measure = tmp_path / "peers.json", [], peers_bench.measure_cell
 
     def interrupted(cell, *rest):
         calls.append(cell.name)
@@ -113,7 +113,7 @@ def test_interrupt_and_resume(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return measure(cell, *rest)
 
-    monkeypatch.setattr(peers_run, "measure_cell", interrupted)
+    monkeypatch.setattr(peers_bench, "measure_cell", interrupted)
     words = ["bench", "peers", *SMALL, *FEW, "--out", str(out)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 130 or isinstance(done.exception, KeyboardInterrupt)
@@ -231,9 +231,9 @@ def test_layers_that_differ_are_measured_by_their_period(monkeypatch):
     layers = build_layers("elu", TINY, 64)
     assert [(one.host.layer, one.host.layers) for one in layers] == [(0, 3), (1, 3), (2, 3)]
     monkeypatch.setattr(
-        peers_cells, "cpu_milliseconds", lambda call, seconds: Timed(30.0, 27.0, 33.0)
+        peers_cells, "milliseconds", lambda call, seconds, on_gpu: Timed(30.0, 27.0, 33.0)
     )
-    monkeypatch.setattr(peers_cells, "cpu_peak", lambda call: 0)
+    monkeypatch.setattr(peers_cells, "peak_bytes", lambda call, on_gpu: 0)
     cell = PeerCell(ALONE, "elu", "forward", 1, 64)
     found = measure_cell(cell, TINY, "cpu", 0.01, 5.0)
     assert found["milliseconds"] == 10.0
@@ -279,32 +279,3 @@ def test_page_and_readme_are_made_of_results(tmp_path):
 def test_tables_without_rows_are_left_out():
     for measure in TABLES:
         assert table_of(results(), measure) == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--lengths", "0"), "--lengths must be at least 1"),
-        (("--systems", "magic"), "--systems must be of softmax"),
-        (("--tokens", "-1"), "--tokens must be at least 0"),
-        (("--seconds", "0"), "--seconds must be a positive number"),
-        (("--limit", "-1"), "--limit must be a positive number"),
-        (("--device", "abacus"), "--device must be cpu or cuda"),
-    ],
-    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
-)
-def test_bad_options_are_refused_in_a_sentence(tmp_path, monkeypatch, words, sentence):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInputError, match=sentence):
-        bench(*words)
-    assert not list(tmp_path.iterdir())
-
-
-def test_runs_without_typer_and_rich(tmp_path):
-    from lln.studies.bench.__main__ import main
-
-    out = tmp_path / "peers.json"
-    with pytest.raises(SystemExit) as ended:
-        main(["peers", *SMALL, "--systems", "elu", "--out", str(out)])
-    assert ended.value.code == 0
-    assert len(json.loads(out.read_text())["cases"]) == 8

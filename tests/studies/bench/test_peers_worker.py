@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
-from lln.studies.bench import peers_run
+from lln.studies.bench import peers_bench
+from lln.studies.bench.command import Options
+from lln.studies.bench.peers_bench import run_peers
 from lln.studies.bench.peers_cells import ALONE, LayerSize, PeerCell, measure_cell
-from lln.studies.bench.peers_run import run_peers
 from lln.studies.bench.peers_worker import Worker, _serve
 
 
@@ -78,9 +79,10 @@ def test_the_command_runs_its_cells_there(tmp_path, monkeypatch):
     def isolated(device, arguments):
         return Worker(measure_cell, arguments)
 
-    monkeypatch.setattr(peers_run, "_measurer", isolated)
-    monkeypatch.setitem(peers_run.SIZES, "cpu", LayerSize(32, 2, "bfloat16"))
+    monkeypatch.setattr(peers_bench, "_measurer", isolated)
+    monkeypatch.setitem(peers_bench.SIZES, "cpu", LayerSize(32, 2, "bfloat16"))
     lines = []
-    options = {"lengths": [16, 32], "systems": ["softmax", "elu"], "tokens": 64, "seconds": 1e-3}
-    assert run_peers(device="cpu", out=tmp_path / "out.json", echo=lines.append, **options)
+    out = tmp_path / "out.json"
+    options = Options(lines.append, "cpu", lengths=[16, 32], out=out, seconds=1e-3)
+    assert run_peers(options, systems=["softmax", "elu"], tokens=64)
     assert (tmp_path / "out.json").read_text().count('"status": "timed"') == 16

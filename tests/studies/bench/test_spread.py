@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from lln.cli import app
 from lln.eager.load import Load
-from lln.studies.bench import command, environment, timing
+from lln.studies.bench import attention_bench, environment, timing
+from lln.studies.bench.attention_table import table_of, text_of
 from lln.studies.bench.crossover import Crossover, crossover
-from lln.studies.bench.display import line_of, table_of
 from lln.studies.bench.record import Record
 from lln.studies.bench.speed_figure import draw_speed
 from lln.studies.bench.spread import Timed, about, noise_note, timed, timed_in
@@ -143,9 +143,9 @@ def test_table_and_line_show_noisy_times_as_such():
     noisy, steady = row("lln", 128, 2.0, 0.3), row("sdpa", 128, 1.0, 0.01)
     heads, cells = table_of([steady, noisy])
     assert [line[heads.index("ms")] for line in cells] == ["1.000", "~2.000"]
-    assert line_of(noisy) == "lln 128: ~2.000 ms"
+    assert text_of(noisy) == "~2.000 ms"
     graph = row("lln", 128, 2.0, 0.3) | row("lln", 128, 1.0, 0.3, "graph_milliseconds")
-    assert line_of(graph) == "lln 128: ~2.000 ms, as a CUDA graph ~1.000"
+    assert text_of(graph) == "~2.000 ms, as a CUDA graph ~1.000"
 
 
 def test_few_long_runs_are_repeated_until_their_spread_shows(monkeypatch):
@@ -167,13 +167,13 @@ def test_few_long_runs_are_repeated_until_their_spread_shows(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(command, "copy_speed", lambda device: 0.01)
+    monkeypatch.setattr(attention_bench, "copy_speed", lambda device: 0.01)
     shown = {"lln": Timed(2.0, 1.5, 2.5)}
 
     def measure(operation, case, inputs, seconds):
         return shown.get(case.operation, Timed(1.0, 1.0, 1.0)).fields("milliseconds")
 
-    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(attention_bench, "measure", measure)
 
 
 @pytest.mark.usefixtures("quick")

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from lln import BackendUnavailableError, InvalidInputError
+from lln.files import compact_json
 from lln.studies.figures import evidence, matched_moments, softmax_moments, sums, temperature_sweep
-from lln.studies.figures.command import FIGURES, dump, run
+from lln.studies.figures.command import FIGURES, rounded, run
 from lln.studies.figures.setting import Setting
 
 QUICK = Setting(quick=True)
@@ -112,7 +113,7 @@ def test_theory_equation_32_and_its_missing_covariance():
 
 
 def test_numbers_have_six_digits_and_lists_one_line():
-    text = dump({"a": [1 / 3, 2.0], "b": {"c": 1e-12 / 7, "d": True}})
+    text = compact_json(rounded({"a": [1 / 3, 2.0], "b": {"c": 1e-12 / 7, "d": True}}))
     assert '"a": [0.333333, 2.0]' in text
     assert json.loads(text) == {"a": [0.333333, 2.0], "b": {"c": 1.42857e-13, "d": True}}
 

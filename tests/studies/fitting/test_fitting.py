@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from lln.cli import app
 from lln.errors import InvalidInputError
 from lln.matching.curves import matched_spread
 from lln.studies.fitting import FitConfig, command, fit, fit_constants, injection
@@ -199,12 +201,12 @@ def test_interrupted_fit_goes_on(fitted, tmp_path, monkeypatch):
     assert not made
 
 
-def test_command_writes_and_reports(fitted, tmp_path, monkeypatch, capsys):
+def test_command_writes_and_reports(fitted, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "fit_constants", lambda config, progress: fitted[1])
     out = tmp_path / "new" / "constants.json"
-    command.main(["--quick", "--out", str(out), "--work", str(tmp_path / "w.jsonl")])
+    words = ["fit", "--quick", "--out", str(out), "--work", str(tmp_path / "w.jsonl")]
+    printed = CliRunner().invoke(app, words, catch_exceptions=False).output
     assert json.loads(out.read_text()) == fitted[1]
-    printed = capsys.readouterr().out
     assert "2.274" in printed
     assert "fresh seeds" in printed
 
@@ -214,7 +216,7 @@ def test_figures_are_written(tmp_path):
     from lln.studies.figures.matched_moments import draw_figures
 
     written = draw_figures(SHIPPED, tmp_path / "figures")
-    names = ["figure-5b.png", "figure-5b.svg", "figure-7.png", "figure-7.svg"]
+    names = ["figure-5b.svg", "figure-5b.png", "figure-7.svg", "figure-7.png"]
     assert [path.name for path in written] == names
     assert all(path.stat().st_size > 10_000 for path in written)
 

@@ -1,103 +1,172 @@
-"""``lln bench``: gate, time, save, case after case; then a table and, if asked for, figures."""
+"""What ``lln bench``, ``lln bench roberta`` and ``lln bench peers`` share.
+
+Options that all three take, the results file, the loop over the cells, tables and figures.
+"""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lln.errors import InvalidInputError
-from lln.studies.bench.cases import Case
-from lln.studies.bench.compare import TIMES, Row, add_floors, add_ratios
-from lln.studies.bench.display import Echo, line_of, problem_of, progress, show_table, table_of
-from lln.studies.bench.environment import check_device, describe
-from lln.studies.bench.gate import Gate
-from lln.studies.bench.operations import OPERATIONS
+from lln.studies.bench.environment import describe
 from lln.studies.bench.record import Record
-from lln.studies.bench.speed_figure import check_matplotlib, draw_speed
+from lln.studies.bench.rows import Row
 from lln.studies.bench.spread import noise_note
-from lln.studies.bench.suites import choose_cases
-from lln.studies.bench.timing import copy_speed, free_memory, is_out_of_memory, measure
-from lln.studies.report.failures import in_one_line
+from lln.studies.bench.tables import Table, show_table
+from lln.studies.drawing import check_matplotlib
+from lln.studies.processor import check_device
+from lln.studies.report.progress import progress_bar
 
-# Seconds of repetition a case. A GPU is steady, and its suite is long.
-_SECONDS = {"cpu": 0.3, "cuda": 0.05}
+Echo = Callable[[str], object]
 
 
-def run_bench(
-    *,
-    device: str | None = None,
-    lengths: Sequence[int] | None = None,
-    operations: Sequence[str] | None = None,
-    passes: Sequence[str] | None = None,
-    dtype: str | None = None,
-    width: int | None = None,
-    out: Path | None = None,
-    resume: bool = False,
-    threads: int | None = None,
-    seconds: float | None = None,
-    figure: bool = False,
-    echo: Echo,
-) -> bool:
-    """Run the benchmark of this machine.
+@dataclass(frozen=True)
+class Options:
+    """What every bench can be asked for.
 
-    Args:
+    Attributes:
+        echo: Takes the lines meant for the terminal.
         device: ``"cpu"`` or ``"cuda"``; None = the GPU if there is one.
-        lengths: See `lln.studies.bench.suites.choose_cases`, also for the next four.
-        operations: Names of the registry.
-        passes: ``"forward"``, ``"both"``.
-        dtype: E.g. ``"bfloat16"``.
-        width: Head width.
-        out: The results file; None = ``lln-bench-DEVICE.json`` here.
+        lengths: N; none = those of the bench.
+        out: The results file; None = ``lln-BENCH-DEVICE.json`` here.
         resume: Whether to keep what ``out`` already holds.
         threads: CPU threads; None = as many as torch uses.
-        seconds: Repetition of one case; None = 0.3 on a CPU, 0.05 on a GPU.
+        seconds: Repetition of one cell; None = the bench's for the device.
         figure: Whether to draw the results beside ``out``.
-        echo: Takes the lines meant for the terminal.
-
-    Returns:
-        Whether everything of ours that ran was right.
-
-    Raises:
-        InvalidInputError: One sentence if an option cannot be used, before any work.
-        KeyboardInterrupt: After Ctrl-C, with the file in order.
+        repetition: Those seconds, once they are checked.
     """
-    device = check_device(device)
-    cases = choose_cases(device, lengths, operations, passes, dtype, width)
-    seconds = check_seconds(_SECONDS[device] if seconds is None else seconds)
-    if figure:
-        check_matplotlib()
-    options = {
-        "device": device,
-        "lengths": lengths,
-        "operations": operations,
-        "passes": passes,
-        "dtype": dtype,
-        "width": width,
-        "threads": threads,
-        "seconds": None if seconds == _SECONDS[device] else seconds,
-    }
-    with threads_set(threads):
-        environment = describe(device, command_of("lln bench", options), echo)
-        path = out or Path(f"lln-bench-{device}.json")
-        record = Record(path, "attention", environment, resume)
-        cases = _possible(cases, echo)
-        try:
-            _run_cases(cases, record, device, seconds, echo)
-        except KeyboardInterrupt:
-            echo(f"Stopped; {record.path} holds what was measured, and --resume goes on from it.")
-            raise
-    _report(record, figure, echo)
-    return all(_is_fine(row) for row in record.rows)
+
+    echo: Echo
+    device: Any = None
+    lengths: Sequence[int] | None = None
+    out: Path | None = None
+    resume: bool = False
+    threads: int | None = None
+    seconds: float | None = None
+    figure: bool = False
+    repetition: float = 0.0
+
+    def checked(self, seconds: Mapping[str, float]) -> Options:
+        """With a device and the seconds to repeat a cell.
+
+        Args:
+            seconds: Repetition on each device, where none is asked for.
+
+        Raises:
+            InvalidInputError: One sentence if an option cannot be used, before any work.
+        """
+        device = check_device(self.device)
+        check_least("--lengths", min(self.lengths or (1,)), 1)
+        check_least("--threads", self.threads, 1)
+        if self.figure:
+            check_matplotlib()
+        asked = seconds[device] if self.seconds is None else self.seconds
+        return replace(self, device=device, repetition=check_seconds(asked))
 
 
-def command_of(program: str, options: dict[str, Any]) -> str:
+@dataclass(frozen=True)
+class Bench:
+    """One bench: how it measures a cell, and how it shows what it found.
+
+    Attributes:
+        program: The words that call it, such as ``lln bench peers``.
+        kind: What its results file says it holds.
+        measure: A cell → its row; None = the cell is left out after all.
+        line: A row in a few words.
+        tables: Content of the results file → title and table, one after the other.
+        draw: Content of the results file, and its path without suffix → the figures' files.
+        fails: Whether a row makes the command fail.
+        times: Entries of a row that are times.
+        subject: Entries of the file without which rows cannot be compared.
+        extra: Further entries of the file.
+        begin: Called with the results file before the first cell.
+        relate: Writes into rows what follows from the others.
+    """
+
+    program: str
+    kind: str
+    measure: Callable[[Any, Record], Row | None]
+    line: Callable[[Row], str]
+    tables: Callable[[dict[str, Any]], Iterator[tuple[str, Table]]]
+    draw: Callable[[dict[str, Any], str], list[Path]]
+    fails: Callable[[Row], bool] = lambda row: row["status"] == "failed"
+    times: tuple[str, ...] = ("milliseconds",)
+    subject: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    begin: Callable[[Record], None] = lambda record: None
+    relate: Callable[[list[Row]], None] = lambda rows: None
+
+    def run(self, cells: Sequence[Any], options: Options, asked: dict[str, Any]) -> bool:
+        """Measure the cells that the results file lacks, then show all it holds.
+
+        Args:
+            cells: Each with a ``name``.
+            options: Checked ones.
+            asked: Further options, for the command that the file keeps; None = not given.
+
+        Returns:
+            Whether no row makes the command fail.
+
+        Raises:
+            KeyboardInterrupt: After Ctrl-C, with the file in order.
+        """
+        given = {"device": options.device, "lengths": options.lengths, **asked}
+        given |= {"threads": options.threads, "seconds": options.seconds}
+        path = options.out or Path(f"lln-{self.program.split()[-1]}-{options.device}.json")
+        with threads_set(options.threads):
+            environment = describe(options.device, command_of(self.program, given), options.echo)
+            record = Record(path, self.kind, environment, options.resume, self.subject)
+            record.extra |= self.extra
+            try:
+                self._measure_all(cells, record, options.echo)
+            except KeyboardInterrupt:
+                options.echo(f"Stopped; {path} holds what was measured; --resume continues there.")
+                raise
+        self._report(record, options)
+        return not any(map(self.fails, record.rows))
+
+    def _measure_all(self, cells: Sequence[Any], record: Record, echo: Echo) -> None:
+        self.begin(record)
+        with progress_bar() as bar:
+            # Numbers come in the table at the end; on a terminal a line each would only scroll by.
+            tell = (lambda _: None) if bar.console.is_terminal else echo
+            task = bar.add_task("starting", total=len(cells))
+            for index, cell in enumerate(cells):
+                bar.update(task, description=cell.name, completed=index)
+                row = None if cell.name in record.done else self.measure(cell, record)
+                if row is not None:
+                    (echo if self.fails(row) else tell)(f"{cell.name}: {self.line(row)}")
+                    self.relate([*record.rows, row])
+                    record.add(row)
+
+    def _report(self, record: Record, options: Options) -> None:
+        echo, results = options.echo, record.content
+        for title, table in self.tables(results):
+            show_table(*table, title)
+        if note := noise_note(record.rows, self.times):
+            echo(note)
+        failed = [row for row in record.rows if self.fails(row)]
+        for row in failed:
+            echo(f"{row['name']}: {self.line(row)}")
+        if failed:
+            echo(
+                f"{len(failed)} of {len(record.rows)} cases have no time for these reasons; the "
+                "others were measured, and --resume tries those again."
+            )
+        echo(f"Wrote {record.path}.")
+        if options.figure:
+            for written in self.draw(results, str(record.path.with_suffix(""))):
+                echo(f"Drew {written}.")
+
+
+def command_of(program: str, options: Mapping[str, Any]) -> str:
     """The command that makes the same measurements again, without a place of this machine.
 
     Example:
@@ -106,10 +175,20 @@ def command_of(program: str, options: dict[str, Any]) -> str:
     """
     words = [program]
     for name, value in options.items():
-        if value is not None:
-            several = isinstance(value, (list, tuple))
-            words += [f"--{name}", *(map(str, value) if several else [str(value)])]
+        several = list(value) if isinstance(value, (list, tuple)) else [value]
+        if several and value is not None:
+            words += [f"--{name}", *map(str, several)]
     return " ".join(words)
+
+
+def check_least(option: str, value: int | None, least: int) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        InvalidInputError: Names the option.
+    """
+    if value is not None and value < least:
+        raise InvalidInputError(f"{option} must be at least {least}, got {value}.")
 
 
 def check_seconds(seconds: float, option: str = "--seconds") -> float:
@@ -125,111 +204,10 @@ def check_seconds(seconds: float, option: str = "--seconds") -> float:
 
 @contextmanager
 def threads_set(threads: int | None) -> Iterator[None]:
-    """Run the body on so many CPU threads.
-
-    Raises:
-        InvalidInputError: If there cannot be so many.
-    """
+    """Run the body on so many CPU threads."""
     before = torch.get_num_threads()
-    if threads is not None and threads < 1:
-        raise InvalidInputError(f"--threads must be at least 1, got {threads}.")
     torch.set_num_threads(threads or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _possible(cases: Sequence[Case], echo: Echo) -> list[Case]:
-    """The cases whose operation can run here; says once why the others cannot."""
-    missing = {name: OPERATIONS[name].missing() for name in {case.operation for case in cases}}
-    for name, sentence in sorted(missing.items()):
-        if sentence:
-            echo(f"No rows for {name}: {sentence}.")
-    return [case for case in cases if not missing[case.operation]]
-
-
-def _run_cases(
-    cases: Sequence[Case], record: Record, device: str, seconds: float, echo: Echo
-) -> None:
-    if "copy_terabytes_per_second" not in record.extra:
-        record.extra["copy_terabytes_per_second"] = copy_speed(device)
-        free_memory()
-    speed = record.extra["copy_terabytes_per_second"]
-    echo(f"{record.environment['device']}: a copy moves {speed:.3g} TB/s; {len(cases)} cases.")
-    gate, done = Gate(device), record.done
-    with progress(len(cases), echo) as (advance, tell):
-        for case in cases:
-            advance(case.name)
-            if case.name in done:
-                continue
-            row = measure_case(case, gate, seconds, speed)
-            (tell if _is_fine(row) else echo)(line_of(row))
-            record.rows.append(row)
-            add_ratios(record.rows)
-            record.save()
-
-
-def measure_case(case: Case, gate: Gate, seconds: float, speed: float) -> Row:
-    """One row: judged first, timed if right; what goes wrong is a row too.
-
-    Args:
-        case: What to measure.
-        gate: Judges it.
-        seconds: Repetition.
-        speed: Of a copy, in TB/s.
-    """
-    operation = OPERATIONS[case.operation]
-    row: Row = {"name": case.name, **asdict(case)}
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            inputs = operation.layout.make(case, gate.device, 0)
-            verdict = gate.judge(operation, case, inputs)
-            row |= asdict(verdict)
-            row["status"] = "timed" if verdict.passed else "wrong"
-            if verdict.passed:
-                row |= measure(operation, case, inputs, seconds)
-                add_floors(row, operation, case, speed)
-        notes = {str(one.message) for one in caught if str(one.message).startswith("lln ")}
-        if notes:
-            row["note"] = " ".join(sorted(notes))
-    except Exception as error:
-        if is_out_of_memory(error):
-            row["status"] = "out of memory"
-        else:
-            row |= {"status": "failed", "reason": in_one_line(error)}
-    # Here the exception and the frames it kept alive are gone.
-    inputs = None
-    free_memory(collect=row["status"] != "timed")
-    return row
-
-
-def _is_fine(row: Row) -> bool:
-    """Whether nothing of ours is wrong; a rival may lack a shape."""
-    if row.get("status") == "failed":
-        return OPERATIONS[row["operation"]].kind != "lln"
-    return row.get("status") != "wrong"
-
-
-def _report(record: Record, figure: bool, echo: Echo) -> None:
-    heads, cells = table_of(record.rows)
-    environment = record.environment
-    show_table(heads, cells, f"{environment['device']}, torch {environment['torch']}")
-    if note := noise_note(record.rows, tuple(TIMES)):
-        echo(note)
-    bad = [row for row in record.rows if not _is_fine(row)]
-    for row in bad:
-        echo(f"{row['name']}: {problem_of(row)}")
-    if bad:
-        echo(
-            f"{len(bad)} of {len(record.rows)} cases have no time for these reasons; the others "
-            "were measured, and --resume tries those again."
-        )
-    echo(f"Wrote {record.path}.")
-    if figure:
-        results = {"environment": environment, "cases": record.rows}
-        stem = record.path.with_suffix("")
-        for group, end in (("bidirectional", ""), ("causal", "-causal")):
-            for written in draw_speed(results, Path(f"{stem}{end}.svg"), group):
-                echo(f"Drew {written}.")

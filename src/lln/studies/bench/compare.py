@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from lln.studies.bench.cases import Case
 from lln.studies.bench.operations import OPERATIONS, Operation
-
-Row = dict[str, Any]
+from lln.studies.bench.rows import Row
 
 # The two ways of timing: the field of a row, and what the derived fields' names begin with.
 TIMES = {"milliseconds": "", "graph_milliseconds": "graph_"}

@@ -212,7 +212,7 @@ def _with_longest(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> tu
 def _by_sequence(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, ends: Tensor
 ) -> Tensor:
-    """Attention ``[T, H, D]`` of packed sequences, one call a sequence."""
+    """Attention ``[T, H, D]`` of packed sequences, one call per sequence."""
     parts = [
         attend(*(side[start:end].transpose(0, 1) for side in (query, key, value)))
         for start, end in pairwise(ends.tolist())

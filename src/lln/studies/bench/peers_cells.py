@@ -14,24 +14,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lln import peers
-from lln.studies.bench.compare import Row
+from lln.studies.bench.rows import Row, last_shorter, measured_row
 from lln.studies.bench.spread import timed
-from lln.studies.bench.timing import (
-    cpu_milliseconds,
-    cpu_peak,
-    free_memory,
-    gpu_milliseconds,
-    gpu_peak,
-)
-from lln.studies.bench.timing import is_out_of_memory as is_memory_error
+from lln.studies.bench.timing import bind, milliseconds, peak_bytes
 
 # Softmax attention, residuals, norms and feed-forward: what a block replaces.
 FRAME = "softmax_layer"
@@ -79,13 +71,9 @@ def layers_of(system: str) -> int:
 
 
 def build_layers(system: str, size: LayerSize, tokens: int, **options: Any) -> nn.Module:
-    """What stands for `layers_of` layers of the system, called with ``[B, N, W]``.
+    """What stands for `layers_of` layers of a system or `FRAME`, called with ``[B, N, W]``.
 
-    Args:
-        system: Of `lln.peers.available`, or `FRAME`.
-        size: Of a layer.
-        tokens: The longest sequence it will see.
-        **options: Of the system.
+    N is ``tokens`` at most; ``options`` are those of the system.
     """
     sizes: dict[str, Any] = options | {
         "embed_dim": size.width,
@@ -109,34 +97,12 @@ def is_linear(system: str) -> bool:
 def measure_cell(cell: PeerCell, size: LayerSize, device: str, seconds: float, limit: float) -> Row:
     """Median milliseconds and peak bytes, or the reason why there are none.
 
-    Args:
-        cell: What to measure.
-        size: Of the layer.
-        device: ``"cpu"`` or ``"cuda"``.
-        seconds: How long to repeat.
-        limit: Seconds that one call may take; a slower one is not repeated.
+    Calls are repeated for ``seconds``, but not one that takes longer than ``limit``.
     """
-    row: Row = {"name": cell.name, **asdict(cell)}
-    try:
-        row |= _measure(cell, size, device, seconds, limit)
-    except Exception as error:
-        if is_memory_error(error):
-            row["status"] = "out of memory"
-        else:
-            lines = str(error).strip().splitlines() or [""]
-            row |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
-    # Here the exception and the frames it kept alive, layer included, are gone. A timed cell leaves
-    # no cycles, and what torch keeps for the next one is given back when memory gets short.
-    if row["status"] != "timed":
-        # A GPU that an error has cost does not even take its memory back.
-        with suppress(RuntimeError):
-            free_memory()
-    return row
+    return measured_row(cell, lambda row: row.update(_measure(cell, size, device, seconds, limit)))
 
 
-def _measure(
-    cell: PeerCell, size: LayerSize, device: str, seconds: float, limit: float
-) -> dict[str, Any]:
+def _measure(cell: PeerCell, size: LayerSize, device: str, seconds: float, limit: float) -> Row:
     torch.manual_seed(0)
     begin = time.perf_counter()
     dtype, backward = getattr(torch, size.dtype), cell.passes == "both"
@@ -145,11 +111,11 @@ def _measure(
         layers = build_layers(cell.system, size, cell.tokens)
     layers = layers.to(device, dtype).train(backward)
     x = torch.randn(cell.batch, cell.tokens, size.width, device=device, dtype=dtype)
-    row: dict[str, Any] = {
-        "setup_seconds": time.perf_counter() - begin,
-        "weights_bytes": sum(one.nbytes for one in (*layers.parameters(), *layers.buffers())),
-    }
-    call, held = _bind(layers, x, backward)
+    weights = sum(one.nbytes for one in (*layers.parameters(), *layers.buffers()))
+    row: Row = {"setup_seconds": time.perf_counter() - begin, "weights_bytes": weights}
+    x.requires_grad_(backward)
+    learnt = [x, *(weight for weight in layers.parameters() if weight.requires_grad)]
+    call = bind(lambda: layers(x), learnt, x if backward else None)
     brief = _BRIEF[device]
     spent = _seconds_of(call)
     if spent >= min(limit, brief):
@@ -157,35 +123,15 @@ def _measure(
         spent = min(spent, _seconds_of(call))
     if spent >= limit:
         return {**row, **over(limit)}
-    on_gpu = device == "cuda"
-    count = layers_of(cell.system)
-    row["peak_bytes"] = (held + (gpu_peak(call) if on_gpu else cpu_peak(call))) / count
+    on_gpu, count = device == "cuda", layers_of(cell.system)
+    # Tokens, and the gradient of the output, which is as large.
+    held = weights + (1 + backward) * x.nbytes
+    row["peak_bytes"] = (held + peak_bytes(call, on_gpu)) / count
     if spent >= brief:
         found = timed((spent, _seconds_of(call), _seconds_of(call))).times(1e3)
     else:
-        found = (gpu_milliseconds if on_gpu else cpu_milliseconds)(call, seconds)
+        found = milliseconds(call, seconds, on_gpu)
     return {**row, **found.times(1 / count).fields("milliseconds"), "status": "timed"}
-
-
-def _bind(layers: nn.Module, x: Tensor, backward: bool) -> tuple[Callable[[], Tensor], int]:
-    """The call to time, which returns the output, and the bytes it holds before it starts."""
-    weights = [weight for weight in layers.parameters() if weight.requires_grad]
-    held = x.nbytes + sum(one.nbytes for one in (*layers.parameters(), *layers.buffers()))
-    if not backward:
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return layers(x)
-
-        return forward, held
-    leaf, upstream = x.detach().requires_grad_(), torch.randn_like(x)
-
-    def both() -> Tensor:
-        out = layers(leaf)
-        torch.autograd.grad(out, (leaf, *weights), upstream)
-        return out.detach()
-
-    return both, held + upstream.nbytes
 
 
 def _seconds_of(call: Callable[[], Tensor]) -> float:
@@ -206,25 +152,15 @@ def over(limit: float) -> Row:
 
 
 def foreseen(cell: PeerCell, rows: Sequence[Row], device: str, limit: float) -> Row | None:
-    """What shorter sequences say of a cell that is not worth trying; None: try it.
+    """What shorter sequences say of a cell that is not worth trying; None = try it.
 
-    Args:
-        cell: The next one.
-        rows: What has been measured.
-        device: ``"cpu"`` or ``"cuda"``.
-        limit: Seconds that one call may take.
+    ``rows`` have been measured, and one call may take ``limit`` seconds.
     """
     for row in rows:
         if row["system"] == cell.system and row.get("fatal"):
             # A system that cost the process once would cost minutes if tried again and again.
             return {"status": "failed", "reason": f"not tried after {row['name']}"}
-    kind = (cell.part, cell.system, cell.passes)
-    shorter = [
-        row
-        for row in rows
-        if (row["part"], row["system"], row["passes"]) == kind and row["tokens"] < cell.tokens
-    ]
-    last = max(shorter, key=lambda row: row["tokens"], default=None)
+    last = last_shorter(rows, cell, "part", "system", "passes")
     if last is None or last["status"] == "failed":
         return None
     where = f"N = {last['tokens']}"

@@ -1,4 +1,4 @@
-"""Time and memory of every system over the length, a panel a family."""
+"""Time and memory of every system over the length, a panel per family."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lln.peers import FAMILIES, card
-from lln.studies.bench.compare import Row
+from lln.studies.bench.length_axis import label_lengths, machine_of, points
 from lln.studies.bench.peers_cells import ALONE, FRAME
-from lln.studies.bench.speed_figure import plain_ticks, save_figure
+from lln.studies.bench.rows import Row
+from lln.studies.drawing import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,16 +23,8 @@ _BESIDE = {"softmax": "#000000", "lln": "#0072B2", "lln_diag": "#D55E00"}
 _FRAME_COLOUR = "#777777"
 # Ten that differ in lightness too; markers say it again.
 _COLOURS = (
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#8B6914",
-    "#6A3D9A",
-    "#B22222",
-    "#2F6B6B",
-    "#8DB600",
-    "#FF8FA3",
+    *("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8B6914"),
+    *("#6A3D9A", "#B22222", "#2F6B6B", "#8DB600", "#FF8FA3"),
 )
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<", ">")
 # Names stand below each other at this distance, in shares of the panel's height.
@@ -68,7 +61,7 @@ def draw_peers(
         for axes, (family, names) in zip(panels, families.items(), strict=False):
             axes.set_title(family, fontsize=10)
             _panel(axes, rows, names, field)
-            plain_ticks(axes, lengths)
+            label_lengths(axes, lengths)
         for axes in panels[len(families) :]:
             axes.set_visible(False)
         # Limits are shared, so names find their heights when every panel is drawn.
@@ -79,7 +72,7 @@ def draw_peers(
         figure.supylabel(unit, fontsize=9)
         figure.suptitle(_title(results, passes), fontsize=9)
 
-    return save_figure(path, (4.0 * columns, 0.7 + 3.1 * lines), fill)
+    return save(path, (4.0 * columns, 0.7 + 3.1 * lines), fill)
 
 
 def _panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], field: str) -> None:
@@ -98,13 +91,11 @@ def _panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], field: str) ->
 
 def _line(axes: Axes, rows: Sequence[Row], name: str, field: str, **look: Any) -> None:
     own = [row for row in rows if row["system"] == name]
-    scale = 1e-6 if field == "peak_bytes" else 1.0
-    points = sorted((row["tokens"], row[field] * scale) for row in own if row.get(field))
-    if not points:
-        return
+    found = points(own, field, 1e-6 if field == "peak_bytes" else 1.0)
     # Some lines end because memory or patience does.
     ended = any(row["status"] != "timed" for row in own)
-    axes.plot(*zip(*points, strict=True), label=f"{name} ×" if ended else name, **look)
+    if found:
+        axes.plot(*zip(*found, strict=True), label=f"{name} ×" if ended else name, **look)
 
 
 def _name_lines(axes: Axes) -> None:
@@ -129,10 +120,10 @@ def _end(line: Line2D) -> float:
 
 
 def _title(results: dict[str, Any], passes: str) -> str:
-    environment, layer = results["environment"], results["layer"]
+    layer = results["layer"]
     what = "forward" if passes == "forward" else "forward + backward"
     return (
         f"One layer, {what}, batch 1, {layer['width']} wide, {layer['heads']} heads, "
-        f"{layer['dtype']}, {environment['device']}, torch {environment['torch']}; dashed: softmax "
-        "and LLN again; ×: ends out of memory or over the time limit"
+        f"{layer['dtype']}, {machine_of(results)}; dashed: softmax and LLN again; ×: ends out of "
+        "memory or over the time limit"
     )

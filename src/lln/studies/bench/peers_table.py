@@ -1,14 +1,16 @@
-"""The results of ``lln bench peers`` as tables: a line a system, a column a length."""
+"""The results of ``lln bench peers`` as tables: a line per system, a column per length."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lln.peers.listing import in_order
-from lln.studies.bench.compare import Row
 from lln.studies.bench.peers_cells import ALONE, FILLED, FRAME
+from lln.studies.bench.rows import Row
 from lln.studies.bench.spread import about
+from lln.studies.bench.tables import Table, by_length, number_or_status
 
 
 @dataclass(frozen=True)
@@ -20,50 +22,54 @@ class Measure:
     field: str
 
 
-TABLES = (
-    Measure(ALONE, "forward", "milliseconds"),
-    Measure(ALONE, "both", "milliseconds"),
-    Measure(ALONE, "both", "peak_bytes"),
-    Measure(FILLED, "forward", "milliseconds"),
-    Measure(FILLED, "both", "milliseconds"),
-    Measure(FILLED, "both", "peak_bytes"),
+TABLES = tuple(
+    Measure(part, passes, field)
+    for part in (ALONE, FILLED)
+    for passes, field in (
+        ("forward", "milliseconds"),
+        ("both", "milliseconds"),
+        ("both", "peak_bytes"),
+    )
 )
 
 
 def systems_of(results: dict[str, Any]) -> list[str]:
-    """The systems that were measured, by family, behind them the frame of the blocks."""
+    """The systems that were measured, by family, then the frame of the blocks."""
     names = {row["system"] for row in results["cases"]}
     return in_order(names) + [name for name in (FRAME,) if name in names]
 
 
-def table_of(results: dict[str, Any], measure: Measure) -> tuple[list[str], list[list[str]]]:
+def tables_of(results: dict[str, Any]) -> Iterator[tuple[str, Table]]:
+    """Titles and tables; those without any number are left out."""
+    for measure in TABLES:
+        table = table_of(results, measure)
+        if table[1]:
+            what = "Milliseconds" if measure.field == "milliseconds" else "Megabytes at peak"
+            passes = "forward" if measure.passes == "forward" else "forward + backward"
+            yield f"{what}, {passes}, {batch_of(results, measure.part)}", table
+
+
+def table_of(results: dict[str, Any], measure: Measure) -> Table:
     """Headings and cells; no line where nothing of the kind was measured."""
-    rows = [
-        row
-        for row in results["cases"]
-        if (row["part"], row["passes"]) == (measure.part, measure.passes)
-    ]
-    lengths = sorted({row["tokens"] for row in rows})
-    found = {(row["system"], row["tokens"]): row for row in rows}
+    kind = (measure.part, measure.passes)
+    rows = [row for row in results["cases"] if (row["part"], row["passes"]) == kind]
     if not any(row.get(measure.field) is not None for row in rows):
         return [], []
-    lines = []
-    for name in systems_of(results):
-        cells = [_cell(found.get((name, n)), measure.field) for n in lengths]
-        if any(cells):
-            lines.append([name, *cells])
-    return ["", *map(str, lengths)], lines
+    scale = 1.0 if measure.field == "milliseconds" else 1e-6
+    labels = {name: name for name in systems_of(results)}
+    return by_length(
+        rows,
+        labels,
+        lambda row: number_or_status(row, measure.field, lambda value: _digits(value * scale)),
+    )
 
 
-def title_of(results: dict[str, Any], measure: Measure) -> str:
-    """What a table shows, in words."""
-    what = "Milliseconds" if measure.field == "milliseconds" else "Megabytes at peak"
-    passes = "forward" if measure.passes == "forward" else "forward + backward"
-    if measure.part == ALONE:
-        return f"{what}, {passes}, batch 1"
-    rows = (row for row in results["cases"] if row["part"] == FILLED)
-    tokens = max(row["batch"] * row["tokens"] for row in rows)
-    return f"{what}, {passes}, {tokens:,} tokens a batch"
+def batch_of(results: dict[str, Any], part: str) -> str:
+    """The batches of a part, in words."""
+    if part == ALONE:
+        return "batch 1"
+    rows = (row for row in results["cases"] if row["part"] == part)
+    return f"{max(row['batch'] * row['tokens'] for row in rows):,} tokens per batch"
 
 
 def text_of(row: Row) -> str:
@@ -74,11 +80,6 @@ def text_of(row: Row) -> str:
     return f"{time} ms, {row['peak_bytes'] / 1e6:.0f} MB"
 
 
-def _cell(row: Row | None, field: str) -> str:
-    """A number of three digits, or why there is none."""
-    if row is None:
-        return ""
-    if row.get(field) is None:
-        return "" if row["status"] == "timed" else row["status"]
-    value = row[field] if field == "milliseconds" else row[field] / 1e6
-    return about(f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}", row, field)
+def _digits(value: float) -> str:
+    """Three of them."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"

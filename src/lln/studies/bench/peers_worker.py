@@ -10,14 +10,13 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from lln.studies.bench.compare import Row
 from lln.studies.bench.peers_cells import PeerCell
+from lln.studies.bench.rows import Row, row_of
 
 # Seconds after which a cell is given up: far more than drawing, compiling and timing take.
 PATIENCE = 45.0
@@ -66,13 +65,7 @@ class Worker:
             process.join(1.0)
             reason = f"the process ended with {process.exitcode}"
         self._end()
-        return {
-            "name": cell.name,
-            **asdict(cell),
-            "status": "failed",
-            "reason": reason,
-            "fatal": True,
-        }
+        return row_of(cell, status="failed", reason=reason, fatal=True)
 
     def _start(self) -> Any:
         self._pipe, theirs = self._context.Pipe()

@@ -8,13 +8,13 @@ from typing import Any
 
 from lln.errors import InvalidInputError
 from lln.files import check_file, write_atomically
-from lln.studies.bench.environment import check_same
+from lln.studies.bench.environment import IDENTITY, check_same
 
 _FIXED = ("kind", "environment", "cases")
 
 
 class Record:
-    """A JSON file with the environment of a run and one row a case.
+    """A JSON file with the environment of a run and one row per case.
 
     Attributes:
         path: Where it lies.
@@ -63,13 +63,8 @@ class Record:
                 f"--resume cannot read {self.path}: it is no file of this command; "
                 "leave --resume out to start anew."
             ) from error
-        check_same(environment, self.environment, self.path)
-        for name, here in subject.items():
-            if stored.get(name) != here:
-                raise InvalidInputError(
-                    f"--resume cannot go on with {self.path}: its {name} is {stored.get(name)}, "
-                    f"here it is {here}; leave --resume out to start anew, or choose another --out."
-                )
+        check_same(environment, {name: self.environment[name] for name in IDENTITY}, self.path)
+        check_same(stored, subject, self.path)
         # What failed or was wrong may have been repaired since; what is too large stays so.
         self.rows = [row for row in rows if row.get("status") not in ("failed", "wrong")]
         self.extra = {k: v for k, v in stored.items() if k not in _FIXED}
@@ -90,11 +85,15 @@ class Record:
         self.rows.append(row)
         self.save()
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """All that the file holds."""
+        top = {"kind": self.kind, "environment": self.environment}
+        return {**top, **self.extra, "cases": self.rows}
+
     def save(self) -> None:
         """Replace the file in one step: a reader or an interrupt never sees half of it."""
-        whole = {"kind": self.kind, "environment": self.environment}
-        whole |= {**self.extra, "cases": self.rows}
-        write_atomically(self.path, json.dumps(whole, indent=1) + "\n")
+        write_atomically(self.path, json.dumps(self.content, indent=1) + "\n")
 
 
 def _busier(*environments: dict[str, Any]) -> float | None:

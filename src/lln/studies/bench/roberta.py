@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import lln
 from lln.peers.host import Host
 from lln.peers.nystromformer import Nystromformer
+from lln.studies.bench.timing import captured
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -57,10 +58,7 @@ SYSTEMS: dict[str, tuple[str, Callable[[RobertaSize], Attention]]] = {
     "nystromformer": ("Nyströmformer", nystromformer),
     "lln": ("LLN", lambda _: lln.lln_attention),
     "lln_diag": ("LLN + Diag", lambda _: partial(lln.lln_diag_attention, block_size=BLOCK)),
-    "diag": (
-        "Diag alone",
-        lambda _: partial(lln.block_diagonal_attention, block_size=BLOCK),
-    ),
+    "diag": ("Diag alone", lambda _: partial(lln.block_diagonal_attention, block_size=BLOCK)),
 }
 
 
@@ -173,16 +171,7 @@ class Training:
 
     def captured(self) -> Callable[[], Tensor]:
         """The step as a CUDA graph: a function that replays it, whatever launching would take."""
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        # Kernels are compiled and the optimiser's state is made before the recording.
-        with torch.cuda.stream(beside):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = self.step()
+        graph, loss = captured(self.step, warm_ups=3)
 
         def replay() -> Tensor:
             graph.replay()

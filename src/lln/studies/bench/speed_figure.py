@@ -1,21 +1,19 @@
-"""Time and memory over the length, with the crossovers marked.
-
-matplotlib is imported inside the functions: measuring does not need it.
-"""
+"""The figure of ``lln bench``: time and memory over the length, with the crossovers marked."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lln.errors import InvalidInputError
-from lln.files import replacing
-from lln.studies.bench.compare import Row, fastest_row
+from lln.studies.bench.compare import fastest_row
 from lln.studies.bench.crossover import crossover
+from lln.studies.bench.length_axis import label_lengths, machine_of
 from lln.studies.bench.operations import OPERATIONS
+from lln.studies.bench.rows import Row
 from lln.studies.bench.spread import Timed, timed_in
+from lln.studies.drawing import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,36 +34,8 @@ _LOOKS: dict[str, tuple[str, str]] = {
     "fla_causal": ("#009E73", "v"),
     "fla_causal_raw": ("#9AD1BE", "v"),
 }
-# Whose crossover against the fastest softmax is marked.
+# The operations for which the crossover with the fastest softmax is marked.
 _MARKED = {"bidirectional": ("lln_matched", "lln_diag"), "causal": ("lln_causal",)}
-_STYLE: Any = {
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 9,
-    "grid.alpha": 0.25,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 4,
-    # A text in the SVG stays a text, and the same figure gives the same file.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "lln",
-}
-
-
-def check_matplotlib() -> None:
-    """Refuse before any work if figures cannot be drawn.
-
-    Raises:
-        InvalidInputError: Says how to get matplotlib.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InvalidInputError(
-            "--figure needs matplotlib: pip install 'lln[instruments]', or leave --figure out."
-        ) from error
 
 
 def draw_speed(results: dict[str, Any], path: Path, group: str = "bidirectional") -> list[Path]:
@@ -98,7 +68,7 @@ def draw_speed(results: dict[str, Any], path: Path, group: str = "bidirectional"
         figure.legend(handles, labels, loc="outside lower center", ncols=5)
         figure.suptitle(_title(results, rows), fontsize=9)
 
-    return save_figure(path, (9.5, 1.1 + 3.0 * len(fields)), fill)
+    return save(path, (9.5, 1.1 + 3.0 * len(fields)), fill)
 
 
 def main_series(rows: Sequence[Row], group: str) -> list[Row]:
@@ -118,61 +88,21 @@ def main_series(rows: Sequence[Row], group: str) -> list[Row]:
     return max(single, constant, key=len)
 
 
-def save_figure(
-    path: Path, size: tuple[float, float], fill: Callable[[Figure], None]
-) -> list[Path]:
-    """Draw into a figure of its own, not pyplot's, and write it as SVG and PNG."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    written = []
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        fill(figure)
-        for suffix, metadata in ((".svg", {"Date": None}), (".png", {})):
-            with replacing(path.with_suffix(suffix)) as file:
-                figure.savefig(file, format=suffix[1:], dpi=140, metadata=metadata)
-            written.append(path.with_suffix(suffix))
-    return written
-
-
-def plain_ticks(axes: Axes, lengths: Sequence[int]) -> None:
-    """Log scales whose marks are the lengths themselves and 0.1, 1, 10."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
-
-    axes.set(xscale="log", yscale="log")
-    names = [f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n) for n in lengths]
-    axes.set_xticks(lengths, names)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
 def _panel(axes: Axes, rows: Sequence[Row], field: str, group: str) -> None:
-    scale = 1e-6 if field == "peak_bytes" else 1.0
-    lengths = sorted({row["tokens"] for row in rows})
-    series: dict[str, dict[int, Timed]] = {}
-    for name, (colour, marker) in _LOOKS.items():
-        points = {
-            row["tokens"]: found.times(scale)
-            for row in rows
-            if row["operation"] == name and (found := timed_in(row, field)) is not None
-        }
+    series = {
+        name: _curve([row for row in rows if row["operation"] == name], field) for name in _LOOKS
+    }
+    for name, points in series.items():
         if points:
-            series[name] = points
+            colour, marker = _LOOKS[name]
+            heights = [point.median for point in points.values()]
             label = OPERATIONS[name].label
-            axes.plot(*_line(points), color=colour, marker=marker, label=label)
-    fastest = {
-        n: fastest_row([row for row in rows if row["tokens"] == n], field, group) for n in lengths
-    }
-    best = {
-        n: found.times(scale)
-        for n, row in fastest.items()
-        if row is not None and (found := timed_in(row, field)) is not None
-    }
-    _mark_crossovers(axes, series, best, field, group)
+            axes.plot(list(points), heights, color=colour, marker=marker, label=label)
+    lengths = sorted({row["tokens"] for row in rows})
+    softmax = (fastest_row([r for r in rows if r["tokens"] == n], field, group) for n in lengths)
+    _mark_crossovers(axes, series, _curve(filter(None, softmax), field), field, group)
     if lengths:
-        plain_ticks(axes, lengths)
+        label_lengths(axes, lengths)
         # Room for the sentences above the curves.
         heights = [point.median for points in series.values() for point in points.values()]
         highest = max(heights)
@@ -182,6 +112,13 @@ def _panel(axes: Axes, rows: Sequence[Row], field: str, group: str) -> None:
             axes.set_ylim(0.0, 1.5 * highest)
         else:
             axes.set_ylim(top=3 * highest)
+
+
+def _curve(rows: Iterable[Row], field: str) -> dict[int, Timed]:
+    """Length → milliseconds or megabytes, by length."""
+    scale = 1e-6 if field == "peak_bytes" else 1.0
+    found = sorted((row["tokens"], timed_in(row, field)) for row in rows if row.get(field))
+    return {tokens: time.times(scale) for tokens, time in found if time is not None}
 
 
 def _mark_crossovers(
@@ -208,11 +145,6 @@ def _mark_crossovers(
         height -= 0.08
 
 
-def _line(points: dict[int, Timed]) -> tuple[list[int], list[float]]:
-    lengths = sorted(points)
-    return lengths, [points[n].median for n in lengths]
-
-
 def _title(results: dict[str, Any], rows: Sequence[Row]) -> str:
     environment, row = results["environment"], rows[0]
     batches = {row["batch"] for row in rows}
@@ -221,6 +153,6 @@ def _title(results: dict[str, Any], rows: Sequence[Row]) -> str:
     count = environment["threads"]
     threads = "" if environment.get("triton") else f", {count} thread{'s' * (count > 1)}"
     return (
-        f"{environment['device']}{threads}, {row['dtype']}, {batch}, H = {row['heads']}, "
-        f"D = {row['width']}, torch {environment['torch']}{how}"
+        f"{machine_of(results)}{threads}, {row['dtype']}, {batch}, H = {row['heads']}, "
+        f"D = {row['width']}{how}"
     )

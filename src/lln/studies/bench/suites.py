@@ -35,42 +35,6 @@ def default_cases(device: str) -> list[Case]:
     return list(_gpu_cases() if device == "cuda" else _cpu_cases())
 
 
-def product_cases(
-    device: str,
-    lengths: Sequence[int] | None = None,
-    operations: Sequence[str] | None = None,
-    passes: Sequence[str] | None = None,
-    dtype: str | None = None,
-    width: int | None = None,
-) -> list[Case]:
-    """Every operation at every length and pass.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``; says the defaults of the rest.
-        lengths: N of every case; the batch is 1 on a CPU and 65,536 / N on a GPU.
-        operations: Names of the registry.
-        passes: Of `PASSES`.
-        dtype: Of all cases.
-        width: D of all cases.
-    """
-    on_gpu = device == "cuda"
-    lengths = lengths or (GPU_LENGTHS if on_gpu else CPU_LENGTHS)
-    operations = operations or ((*_GPU_DENSE, *_GPU_CAUSAL) if on_gpu else _CPU)
-    return [
-        case
-        for backward in _directions(passes)
-        for tokens in lengths
-        for case in _cases(
-            operations,
-            max(1, GPU_TOKENS // tokens) if on_gpu else 1,
-            tokens,
-            width or 64,
-            dtype or ("bfloat16" if on_gpu else "float32"),
-            backward,
-        )
-    ]
-
-
 def choose_cases(
     device: str,
     lengths: Sequence[int] | None = None,
@@ -82,16 +46,42 @@ def choose_cases(
     """The cases that the options ask for, checked.
 
     Without a length, dtype or width: the device's suite, of which operations and passes choose a
-    part. With one: the product of everything (see `product_cases` for the arguments).
+    part. With one: every operation at every length and pass.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``; decides the defaults of the rest.
+        lengths: N of every case; the batch is 1 on a CPU and 65,536 / N on a GPU.
+        operations: Names of the registry.
+        passes: Of `PASSES`.
+        dtype: Of all cases.
+        width: D of all cases.
 
     Raises:
         InvalidInputError: One sentence on what is not known or leaves nothing to do.
     """
-    _check(lengths, operations, passes, dtype, width)
+    check_choices("--operations", operations, OPERATIONS)
+    check_choices("--passes", passes, PASSES)
+    check_choices("--dtype", [dtype] if dtype else None, DTYPES)
+    if width is not None and width < 1:
+        raise InvalidInputError(f"--width must be at least 1, got {width}.")
+    on_gpu = device == "cuda"
+    directions = [backward for name, backward in PASSES.items() if not passes or name in passes]
     if lengths or dtype or width:
-        cases = product_cases(device, lengths, operations, passes, dtype, width)
+        names = operations or ((*_GPU_DENSE, *_GPU_CAUSAL) if on_gpu else _CPU)
+        cases = [
+            case
+            for backward in directions
+            for tokens in lengths or (GPU_LENGTHS if on_gpu else CPU_LENGTHS)
+            for case in _cases(
+                names,
+                max(1, GPU_TOKENS // tokens) if on_gpu else 1,
+                tokens,
+                width or 64,
+                dtype or ("bfloat16" if on_gpu else "float32"),
+                backward,
+            )
+        ]
     else:
-        directions = _directions(passes)
         cases = [
             case
             for case in default_cases(device)
@@ -103,31 +93,6 @@ def choose_cases(
             f"{', '.join(passes or PASSES)}; give --lengths to run it anyway."
         )
     return cases
-
-
-def _check(
-    lengths: Sequence[int] | None,
-    operations: Sequence[str] | None,
-    passes: Sequence[str] | None,
-    dtype: str | None,
-    width: int | None,
-) -> None:
-    for option, given, known in (
-        ("--operations", operations, OPERATIONS),
-        ("--passes", passes, PASSES),
-        ("--dtype", [dtype] if dtype else None, DTYPES),
-    ):
-        check_choices(option, given, known)
-    for option, sizes in (
-        ("--lengths", lengths or ()),
-        ("--width", () if width is None else [width]),
-    ):
-        if any(size < 1 for size in sizes):
-            raise InvalidInputError(f"{option} must be at least 1, got {min(sizes)}.")
-
-
-def _directions(passes: Sequence[str] | None) -> list[bool]:
-    return [PASSES[name] for name in PASSES if not passes or name in passes]
 
 
 def _cases(

@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lln.studies.bench.spread import Timed, timed
 
 # Bytes copied to find the machine's speed: far more than any cache holds.
 _COPIED = {"cpu": 1 << 28, "cuda": 1 << 29}
+_Made = TypeVar("_Made")
 # Runs without which there is no telling how far they lie apart.
 _FEWEST_RUNS = 3
 
@@ -37,58 +38,67 @@ def measure(
 
     Returns:
         ``milliseconds`` of a call from Python (median) and ``milliseconds_quartiles``, on a GPU
-        also ``graph_milliseconds`` and theirs, of its replay as a CUDA graph
-        (None if it cannot be captured); ``peak_bytes`` that are alive
-        at once (not of compiled functions on a CPU) and ``memory_ratio``, these over the tensors
-        that no implementation can do without.
+        also ``graph_milliseconds`` and theirs, of its replay as a CUDA graph (None if it cannot be
+        captured); ``peak_bytes`` that are alive at once (not of compiled functions on a CPU) and
+        ``memory_ratio``, these over the tensors that no implementation can do without.
     """
-    call, held, needed = _bind(operation, case, inputs)
-    call()
-    on_gpu = inputs[0].is_cuda
-    found: dict[str, Any] = {}
-    # The compiler steps aside while the CPU's tensors are counted.
-    if on_gpu or not operation.is_compiled:
-        peak = held + (gpu_peak(call) if on_gpu else cpu_peak(call))
-        found |= {"peak_bytes": peak, "memory_ratio": peak / needed}
-    if on_gpu:
-        found |= gpu_milliseconds(call, seconds).fields("milliseconds")
-        graph = _time_graph(call, seconds)
-        name = "graph_milliseconds"
-        found |= {name: None} if graph is None else graph.fields(name)
-    else:
-        found |= cpu_milliseconds(call, seconds).fields("milliseconds")
-    return found
-
-
-def _bind(
-    operation: Operation, case: Case, inputs: Sequence[Tensor]
-) -> tuple[Callable[[], None], int, int]:
-    """The call to time, the bytes it holds before it starts, and the bytes nobody can avoid."""
     leaves = [
         tensor.detach().requires_grad_(case.backward and tensor.is_floating_point())
         for tensor in inputs
     ]
     with torch.no_grad():
         arguments = operation.prepare(*leaves)
-    tensors = [one for one in arguments if isinstance(one, Tensor)]
-    held = sum(tensor.nbytes for tensor in tensors)
     # In every layout the output looks like the query.
-    output = inputs[0].nbytes
-    needed = held + output
-    if not case.backward:
-
-        def forward() -> None:
-            with torch.no_grad():
-                operation.run(*arguments)
-
-        return forward, held, needed
+    held = sum(one.nbytes for one in arguments if isinstance(one, Tensor))
+    needed = (1 + case.backward) * (held + inputs[0].nbytes)
     learnt = [leaf for leaf in leaves if leaf.requires_grad]
-    upstream = torch.randn_like(inputs[0])
+    call = bind(lambda: operation.run(*arguments), learnt, inputs[0] if case.backward else None)
+    call()
+    on_gpu = inputs[0].is_cuda
+    found: dict[str, Any] = {}
+    # The compiler steps aside while the CPU's tensors are counted.
+    if on_gpu or not operation.is_compiled:
+        upstream = inputs[0].nbytes if case.backward else 0
+        peak = held + upstream + peak_bytes(call, on_gpu)
+        found |= {"peak_bytes": peak, "memory_ratio": peak / needed}
+    found |= milliseconds(call, seconds, on_gpu).fields("milliseconds")
+    if on_gpu:
+        graph = _time_graph(call, seconds)
+        name = "graph_milliseconds"
+        found |= {name: None} if graph is None else graph.fields(name)
+    return found
 
-    def both() -> None:
-        torch.autograd.grad(operation.run(*arguments), learnt, upstream)
 
-    return both, held + output, 2 * needed
+def bind(
+    run: Callable[[], Tensor], learnt: Sequence[Tensor], like: Tensor | None
+) -> Callable[[], Tensor]:
+    """The call to time: forward, or forward + backward; it returns the output.
+
+    Args:
+        run: The forward.
+        learnt: What gets gradients.
+        like: A tensor of the output's shape; None = without a backward.
+    """
+    if like is None:
+        return torch.no_grad()(run)
+    upstream = torch.randn_like(like)
+
+    def both() -> Tensor:
+        out = run()
+        torch.autograd.grad(out, learnt, upstream)
+        return out.detach()
+
+    return both
+
+
+def milliseconds(call: Callable[[], object], seconds: float, on_gpu: bool) -> Timed:
+    """Of a call that is repeated for so many seconds."""
+    return (gpu_milliseconds if on_gpu else cpu_milliseconds)(call, seconds)
+
+
+def peak_bytes(call: Callable[[], object], on_gpu: bool) -> int:
+    """That a call adds at most to what was there before it."""
+    return (gpu_peak if on_gpu else cpu_peak)(call)
 
 
 def gpu_peak(call: Callable[[], object]) -> int:
@@ -172,17 +182,11 @@ def gpu_milliseconds(call: Callable[[], object], seconds: float) -> Timed:
     return Timed(*map(float, found))
 
 
-def _time_graph(call: Callable[[], None], seconds: float) -> Timed | None:
+def _time_graph(call: Callable[[], object], seconds: float) -> Timed | None:
     """The call replayed as a CUDA graph: what the GPU takes, without Python launching it."""
-    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
-    side.wait_stream(current)
+    current = torch.cuda.current_stream()
     try:
-        with torch.cuda.stream(side):
-            call()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
+        graph, _ = captured(call)
     except RuntimeError as error:
         # A capture that fails leaves its own stream behind as the current one.
         torch.cuda.set_stream(current)
@@ -194,14 +198,27 @@ def _time_graph(call: Callable[[], None], seconds: float) -> Timed | None:
     return found
 
 
+def captured(call: Callable[[], _Made], warm_ups: int = 1) -> tuple[torch.cuda.CUDAGraph, _Made]:
+    """A call recorded as a CUDA graph, and what it returns, which every replay writes anew."""
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    # Kernels are compiled, and an optimiser's state is made, before the recording.
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            call()
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    return graph, made
+
+
 def copy_speed(device: str) -> float:
-    """Bytes read and written a second by a large copy, in TB/s: what floors are measured with."""
+    """Bytes read and written per second by a large copy, in TB/s: what floors are measured with."""
     source = torch.randn(_COPIED[device] // 4, device=device)
     target = torch.empty_like(source)
-    if device == "cuda":
-        found = gpu_milliseconds(lambda: target.copy_(source), seconds=0.1)
-    else:
-        found = cpu_milliseconds(lambda: target.copy_(source), seconds=0.3)
+    on_gpu = device == "cuda"
+    found = milliseconds(lambda: target.copy_(source), 0.1 if on_gpu else 0.3, on_gpu)
     return 2 * source.nbytes / found.median / 1e9
 
 

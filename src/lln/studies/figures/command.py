@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
-from lln.files import check_file, write_atomically
+from lln.files import check_file, compact_json, write_atomically
+from lln.studies.drawing import SUFFIXES, check_matplotlib, save
 from lln.studies.figures import (
     evidence,
     matched_moments,
@@ -23,7 +19,8 @@ from lln.studies.figures import (
     temperature_sweep,
 )
 from lln.studies.figures.setting import Results, Setting
-from lln.studies.figures.style import SUFFIXES, check_matplotlib, save
+from lln.studies.processor import check_device
+from lln.studies.report.progress import progress_bar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,10 +81,7 @@ def run(
         raise InvalidInputError(
             f"there is no figure {name!r}{meant}; choose from {', '.join(FIGURES)}."
         )
-    if device not in ("cpu", "cuda"):
-        raise InvalidInputError(f"--device must be cpu or cuda, got {device!r}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidInputError("--device cuda needs a CUDA device; use --device cpu.")
+    check_device(device)
     check_matplotlib()
     plan = FIGURES[name]
     path = (out if results is None else results) / f"figure-{name}.json"
@@ -97,41 +91,30 @@ def run(
         places[work] = "--work"
     for place, option in places.items():
         check_file(place, option)
-    with _progress_bar(name) as progress:
-        setting = Setting(device=device, quick=quick, progress=progress, data=data, work=work)
+    with progress_bar() as bar:
+        task = bar.add_task(f"figure {name}", total=1.0)
+        setting = Setting(
+            device=device,
+            quick=quick,
+            progress=lambda share: bar.update(task, completed=share),
+            data=data,
+            work=work,
+        )
         found = plan.measure(setting)
     record = {"figure": name, "made_by": setting.describe(name), **found}
     # The numbers first: a picture that fails can be drawn again.
-    write_atomically(path, dump(record))
+    write_atomically(path, compact_json(rounded(record)))
     echo(f"wrote {path}")
-    for path in save(out, f"figure-{name}", plan.size, lambda figure: plan.draw(figure, found)):
+    for path in save(out / f"figure-{name}", plan.size, lambda figure: plan.draw(figure, found)):
         echo(f"wrote {path}")
 
 
-def dump(record: Results) -> str:
-    """JSON with six digits, and every list of numbers on one line."""
-
-    def rounded(value: object) -> object:
-        if isinstance(value, float):
-            return float(f"{value:.6g}")
-        if isinstance(value, dict):
-            return {key: rounded(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [rounded(item) for item in value]
-        return value
-
-    def one_line(found: re.Match[str]) -> str:
-        return f"[{' '.join(found[0][1:-1].split())}]"
-
-    text = json.dumps(rounded(record), indent=2, ensure_ascii=False)
-    return re.sub(r"\[[^\[\]{}]*\]", one_line, text) + "\n"
-
-
-@contextmanager
-def _progress_bar(name: str) -> Iterator[Callable[[float], None]]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"figure {name}", total=1.0)
-        yield lambda share: bar.update(task, completed=share)
+def rounded(value: object) -> object:
+    """Numbers with six digits, however deep they lie."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return value

@@ -42,9 +42,8 @@ def measure(setting: Setting) -> Results:
         "theorem_3_2_slope": lambda: _slope(setting, tokens, width),
         "temperature": lambda: _temperature(setting, tokens, width, draws),
     }
-    for index, (name, part) in enumerate(parts.items()):
-        found[name] = part()
-        setting.progress((index + 1) / len(parts))
+    for name in setting.steps(list(parts)):
+        found[name] = parts[name]()
     return found
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lln.studies.drawing import save
 from lln.studies.figures.setting import Results, Setting
-from lln.studies.figures.style import LOOKS, NAMES, plain_ticks, save, title
+from lln.studies.figures.style import LOOKS, NAMES, plain_ticks, title
 from lln.studies.fitting.fit import Constants, scale
 from lln.studies.fitting.injection import (
     gaussians,
@@ -32,7 +33,7 @@ _OURS = ("softmax", "unmatched", "variance", "entropy")
 
 
 def draw_figures(constants: Constants, folder: Path, device: str = "cpu") -> list[Path]:
-    """Draws both figures for these constants and returns the files, a PNG and an SVG each.
+    """Draws both figures for these constants and returns the files, an SVG and a PNG each.
 
     Args:
         constants: The content of ``constants.json``.
@@ -44,7 +45,7 @@ def draw_figures(constants: Constants, folder: Path, device: str = "cpu") -> lis
     written = []
     for name, (measure, draw) in plans.items():
         results = measure(setting)
-        written += save(folder, name, SIZE, lambda figure, d=draw, r=results: d(figure, r))
+        written += save(folder / name, SIZE, lambda figure, d=draw, r=results: d(figure, r))
     return written
 
 
@@ -55,10 +56,9 @@ def measure_5b(setting: Setting) -> Results:
     p = torch.logspace(math.log10(0.05), math.log10(16), points, dtype=torch.float64)
     q, k = gaussians(width, length, seed=7, rows=length, draws=2, device=setting.device)
     curves = {"softmax": softmax_curves(q, k, tuple(p.tolist()))}
-    for name, s in _scales(setting.constants, p, width, length).items():
-        setting.progress(len(curves) / 5)
-        curves[name] = lln_curves(q, k, tuple(s.tolist()))
-    setting.progress(1.0)
+    scales = _scales(setting.constants, p, width, length)
+    for name in setting.steps(list(scales)):
+        curves[name] = lln_curves(q, k, tuple(scales[name].tolist()))
     return {"head_width": width, "tokens": length, "score_variance": p.tolist(), "curves": curves}
 
 
@@ -95,7 +95,7 @@ def measure_7(setting: Setting) -> Results:
     width, length = (32, 64) if setting.quick else (64, 512)
     q, k = gaussians(width, length, seed=7, rows=length, draws=2, device=setting.device)
     panels = []
-    for index, variance in enumerate((1.0, 4.0)):
+    for variance in setting.steps((1.0, 4.0)):
         p = torch.tensor([variance], dtype=torch.float64)
         logs = {"softmax": softmax_log_p(q, k, variance)}
         for name, s in _scales(setting.constants, p, width, length).items():
@@ -110,7 +110,6 @@ def measure_7(setting: Setting) -> Results:
                 "density": {name: _density(own, low, high) for name, own in logs.items()},
             }
         )
-        setting.progress((index + 1) / 2)
     return {"head_width": width, "tokens": length, "panels": panels}
 
 

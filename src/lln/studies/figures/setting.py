@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lln import __version__
+from lln.studies.processor import commit
 
 Results = dict[str, Any]
+_Item = TypeVar("_Item")
 
 
 def shipped_constants() -> dict[str, Any]:
@@ -52,6 +53,12 @@ class Setting:
             self.device
         )
 
+    def steps(self, items: Sequence[_Item]) -> Iterator[_Item]:
+        """One item after the other, and the share that is done behind each."""
+        for index, item in enumerate(items):
+            yield item
+            self.progress((index + 1) / len(items))
+
     def describe(self, name: str) -> Results:
         """Where the numbers come from: command, versions, device, commit."""
         words = ["lln", "figure", name, "--device", self.device, *(["--quick"] * self.quick)]
@@ -63,16 +70,5 @@ class Setting:
             "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
             "lln": __version__,
             "torch": torch.__version__,
-            "commit": _commit(),
+            "commit": commit() or None,
         }
-
-
-def _commit() -> str | None:
-    """The commit of the checkout this package is used from; None for an installed one."""
-    folder = Path(__file__).resolve().parent
-    words = ["git", "-C", str(folder), "rev-parse", "--verify", "HEAD"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None

@@ -1,7 +1,7 @@
 """Figure 1: temperature, entropy and spectral gap of every layer while a small RoBERTa learns.
 
-The paper's model has a single head a layer, so that a layer is one curve. Ours is smaller and reads
-bytes: minutes on a CPU instead of days. What is measured is held-out text, the same at every point.
+The paper's model has a single head per layer, so that a layer is one curve. Ours is smaller and
+reads bytes: minutes on a CPU instead of days. It is measured on the same held-out text every time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recipe:
     Attributes:
         size: Sizes of the model.
         steps: Updates.
-        batch: Sequences an update.
+        batch: Sequences per update.
         rate: Highest learning rate.
         warmup: Share of the updates during which the rate rises; then it falls to zero.
         points: Measurements along the way, about.
@@ -218,7 +218,7 @@ class Run:
         return record
 
     def _loss(self, text: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Cross entropy in nats a chosen byte."""
+        """Cross entropy in nats per chosen byte."""
         tokens = text[start[:, None] + torch.arange(self.recipe.size.length)].long()
         shown, chosen = masked(tokens, _SHARE, generator)
         logits = self.model(shown.to(self.device), chosen.to(self.device))
@@ -253,7 +253,7 @@ def draw(figure: Figure, found: Results) -> None:
     panels[3].plot(found["step"], found["held_out_loss"], color="#000000", label="held out")
     look = {"color": "#D55E00", "linestyle": ":", "label": "byte frequencies alone"}
     panels[3].axhline(found["unigram_loss"], **look)
-    title(panels[3], "(d) loss, nats a byte")
+    title(panels[3], "(d) loss, nats per byte")
     panels[3].set_xlabel("training step")
     panels[3].legend()
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=layers)

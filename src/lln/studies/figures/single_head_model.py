@@ -1,4 +1,4 @@
-"""A small RoBERTa with a single head a layer: masked language model, tied output (Figure 1).
+"""A small RoBERTa with a single head per layer: masked language model, tied output (Figure 1).
 
 Two departures let it learn within minutes: norms stand before the sums, not behind, and positions
 start as waves, so that neighbours begin alike. Without them 400 updates of this size did not lead

@@ -26,14 +26,13 @@ def measure(setting: Setting) -> Results:
     lengths = (64, 256) if setting.quick else (128, 512, 2048)
     variances = [0.5, 2.0, 8.0] if setting.quick else [0.25, 0.5, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16]
     found: dict[str, Results] = {}
-    for place, tokens in enumerate(lengths):
+    for tokens in setting.steps(lengths):
         unit = setting.gaussians(draws, tokens, width, seed=tokens)
         own: dict[str, list[float]] = {"mean": [], "variance": [], "row_variance": []}
-        for index, p in enumerate(variances):
+        for p in variances:
             shape = instruments.log_normality(*(unit * p**0.25))
             for name, values in own.items():
                 values.append(getattr(shape, name).mean().item())
-            setting.progress((place + (index + 1) / len(variances)) / len(lengths))
         predicted = [theory.proposition_3_1(p, tokens) for p in variances]
         found[str(tokens)] = own | {
             "predicted_mean": [float(side.mean) for side in predicted],

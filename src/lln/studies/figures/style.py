@@ -1,18 +1,11 @@
-"""How all figures look, and how they are saved; matplotlib is imported by who draws."""
+"""How the paper's figures show each attention."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lln.errors import BackendUnavailableError
-from lln.files import replacing
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart with every common colour blindness; the line styles and
 # markers say the same thing again without colour.
@@ -36,64 +29,6 @@ NAMES = {
     "relu": "ReLU",
     "quadratic": "quadratic",
 }
-SUFFIXES = (".png", ".svg")
-_STYLE: Any = {
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 10,
-    "grid.alpha": 0.25,
-    "legend.columnspacing": 1.4,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-    # A text in the SVG stays a text, and the same figure gives the same file.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "lln",
-}
-
-
-def save(
-    folder: Path, name: str, size: tuple[float, float], draw: Callable[[Figure], None]
-) -> list[Path]:
-    """Draws a figure and returns its files, a PNG and an SVG.
-
-    Args:
-        folder: Where the files go; made if missing.
-        name: Of the files, without suffix.
-        size: Width and height in inches.
-        draw: Fills the empty figure.
-
-    Raises:
-        BackendUnavailableError: If matplotlib is not installed.
-    """
-    check_matplotlib()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    written = []
-    with mpl.rc_context(_STYLE):
-        # A figure of its own, not pyplot's: no window, no state left behind.
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure)
-        for suffix in SUFFIXES:
-            path = folder / f"{name}{suffix}"
-            metadata: Any = {"Date": None} if suffix == ".svg" else {}
-            with replacing(path) as file:
-                figure.savefig(file, format=suffix[1:], dpi=160, metadata=metadata)
-            written.append(path)
-    return written
-
-
-def check_matplotlib() -> None:
-    """Say how to get matplotlib where it is missing, before anything is measured."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise BackendUnavailableError(
-            "figures need matplotlib; install it with pip install 'lln[instruments]'."
-        )
 
 
 def plain_ticks(axes: Axes) -> None:

@@ -6,6 +6,7 @@ the paper has a line, Eq. (30), and where LLN attention works: σ̃² from 7 to 
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,15 +45,12 @@ def measure_broad(setting: Setting) -> Results:
 
 def _measure(setting: Setting, variances: list[float]) -> Results:
     draws = 1 << (11 if setting.quick else 16)
-    found: dict[str, Results] = {}
-    for place, terms in enumerate(_TERMS):
-        measured = []
-        for index, variance in enumerate(variances):
-            options = {"draws": draws, "device": setting.device}
-            measured.append(theory.sample_sum_variance(variance, terms, **options))
-            setting.progress((place + (index + 1) / len(variances)) / len(_TERMS))
-        fenton = [theory.fenton_variance(variance, terms) for variance in variances]
-        found[str(terms)] = {"measured": measured, "fenton": fenton}
+    options = {"draws": draws, "device": setting.device}
+    found: dict[str, Results] = {str(terms): {"measured": [], "fenton": []} for terms in _TERMS}
+    for terms, variance in setting.steps(list(product(_TERMS, variances))):
+        own = found[str(terms)]
+        own["measured"].append(theory.sample_sum_variance(variance, terms, **options))
+        own["fenton"].append(theory.fenton_variance(variance, terms))
     return {"draws": draws, "variance": variances, "terms": found}
 
 

@@ -40,13 +40,12 @@ def measure(setting: Setting) -> Results:
     entropy: dict[str, list[float]] = {name: [] for name in names}
     gap: dict[str, list[float]] = {name: [] for name in names}
     fixed = {name: concentration(name, unit[0], unit[1]) for name in _SCALE_FREE}
-    for index, p in enumerate(variances):
+    for p in setting.steps(variances):
         query, key = unit * p**0.25
         for name in names:
             own = fixed[name] if name in fixed else concentration(name, query, key)
             entropy[name].append(own[0].median().item())
             gap[name].append(own[1].median().item())
-        setting.progress((index + 1) / len(variances))
     return {
         "tokens": tokens,
         "head_width": width,

@@ -337,7 +337,7 @@ def judge(names: list[str], requests: list[Request], curves: list[Curves]) -> Co
 
 
 class _WorkFile:
-    """Measurements on disk, one JSON object a line, so that an interrupted fit goes on."""
+    """Measurements on disk, one JSON object per line, so that an interrupted fit goes on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

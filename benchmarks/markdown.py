@@ -1,0 +1,28 @@
+"""Markdown: tables, and pages with sections that programs write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lln.files import write_atomically
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str = "") -> str:
+    """Headings, cells and, below, a caption."""
+    rows = [f"| {' | '.join(line)} |" for line in (heads, *lines)]
+    rows.insert(1, "|" + "---|" * len(heads))
+    return "\n".join([*rows, "", caption] if caption else rows)
+
+
+def source(environment: dict) -> str:
+    """What made the results, and from which commit."""
+    return f"made by `{environment['command']}`, commit `{environment['commit'][:10]}`"
+
+
+def fill(path: Path, name: str, section: str) -> None:
+    """Put a section between its marks in a file."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = path.read_text("utf-8").split(begin)
+    after = rest.split(end)[1]
+    write_atomically(path, f"{before}{begin}\n{section}\n{end}{after}")
