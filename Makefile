@@ -44,6 +44,12 @@ bench: setup  ## time attention on this machine, table and figure (CPU: three mi
 fit: setup  ## refit the constants that ship with the package
 	$(BIN)/lln fit
 
+# Not --quiet, which also drops the warnings that --strict counts.
+# The variable silences an advertisement for another program.
+.PHONY: docs
+docs: setup  ## build the site of the documentation in build/site, and fail on a dead link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 check: setup  ## lint, formatting, types and import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,7 +70,7 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[dev,hf,instruments,onnx,oracles,triton]' tensorboard
+	$(PIP) -e '.[dev,docs,hf,instruments,onnx,oracles,triton]' tensorboard
 	@touch $(VENV)/.stamp-run $@
 
 # Emptied first: pip leaves in a target folder whatever is there already.

@@ -18,8 +18,9 @@ from benchmarks.tables import (
     gpu_table,
     roberta_summary,
     roberta_table,
+    speed_summary,
 )
-from benchmarks.targets import targets_table
+from benchmarks.targets import main_rows, targets_table
 from lln.studies.bench.compare import add_ratios
 from lln.studies.bench.operations import OPERATIONS
 from lln.studies.bench.peers_figure import draw_peers
@@ -30,38 +31,51 @@ RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/matching/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
-# What README shows of the GPU's main table: the ends, and two lengths between.
-SHOWN = (512, 2048, 8192, 65536)
-# And of the training steps.
+# What README shows of a device.
+CPU_LENGTHS, GPU_LENGTHS = (256, 1024, 4096), (512, 4096, 65536)
+# And the summary of the training steps.
 STEPS = (512, 4096, 16384)
-ELSEWHERE = (
-    "All lengths, causal, packed and decoding, other widths and B = 1: "
-    "[docs/benchmarks.md](docs/benchmarks.md#gpu)."
-)
 
 
 def main() -> None:
     """Read the results, write the figures and the marked sections."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    cpu = read("cpu")
-    if cpu:
-        draw_speed(cpu, FIGURES / "cpu_speed.svg")
-    fill(README, "cpu-speed", cpu_table(cpu) if cpu else missing("lln bench --device cpu", "cpu"))
-    gpu = read("cuda")
-    command = missing("lln bench --device cuda", "cuda")
-    if gpu:
-        draw_speed(gpu, FIGURES / "gpu_speed.svg")
-        draw_speed(gpu, FIGURES / "gpu_speed_causal.svg", "causal")
-    fill(README, "gpu-speed", gpu_table(gpu, SHOWN, ELSEWHERE) if gpu else command)
-    fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
-    fill(README, "gpu-targets", targets_table(gpu) if gpu else command)
-    fill(BENCHMARKS, "gpu-other", gpu_other_table(gpu) if gpu else command)
+    fill_cpu()
+    fill_gpu()
     fill_roberta()
     fill_peers()
     attempts = json.loads((RESULTS / "attempts.json").read_text())
     fill(Path("docs/kernels.md"), "attempts", attempts_table(attempts))
     constants = json.loads(CONSTANTS.read_text())
     fill(Path("docs/method.md"), "validation", validation_table(constants["fit"]))
+
+
+def fill_cpu() -> None:
+    """The figure and both tables of the CPU."""
+    cpu = read("cpu")
+    summary = table = missing("lln bench --device cpu", "cpu")
+    if cpu:
+        draw_speed(cpu, FIGURES / "cpu_speed.svg")
+        setting = f"float32, {cpu['environment']['threads']} threads, B = 1, H = 12, D = 64"
+        summary = speed_summary(cpu, cpu["cases"], CPU_LENGTHS, setting)
+        table = cpu_table(cpu)
+    fill(README, "cpu-speed", summary)
+    fill(BENCHMARKS, "cpu-speed", table)
+
+
+def fill_gpu() -> None:
+    """The figures and all tables of the GPU's operations."""
+    gpu = read("cuda")
+    summary = command = missing("lln bench --device cuda", "cuda")
+    if gpu:
+        draw_speed(gpu, FIGURES / "gpu_speed.svg")
+        draw_speed(gpu, FIGURES / "gpu_speed_causal.svg", "causal")
+        setting = "bfloat16, H = 12, D = 64, B·N = 65,536; softmax is the better of flash and cuDNN"
+        summary = speed_summary(gpu, main_rows(gpu), GPU_LENGTHS, setting)
+    fill(README, "gpu-speed", summary)
+    fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
+    fill(BENCHMARKS, "gpu-targets", targets_table(gpu) if gpu else command)
+    fill(BENCHMARKS, "gpu-other", gpu_other_table(gpu) if gpu else command)
 
 
 def fill_roberta() -> None:
@@ -86,11 +100,11 @@ def fill_roberta() -> None:
     summary = "\n\n".join(lacking.values())
     if not lacking:
         summary = roberta_summary([(found[name], part) for name, part in parts], STEPS)
-    fill(README, "roberta", summary)
+    fill(BENCHMARKS, "roberta-summary", summary)
 
 
 def fill_peers() -> None:
-    """The page of the attention systems, and their summary in README."""
+    """The page of the attention systems."""
     fill(PEERS, "cards", peers.cards_table())
     fill(PEERS, "cards-in-full", peers.cards_in_full())
     for device in ("cuda", "cpu"):
@@ -101,7 +115,7 @@ def fill_peers() -> None:
                 draw_peers(results, FIGURES / f"peers_{device}_{end}.svg", field)
             section = peers.efficiency(results, f"peers_{device}")
         fill(PEERS, name, section)
-    fill(README, "peers", peers.summary(read("peers-cuda")))
+    fill(PEERS, "summary", peers.summary(read("peers-cuda")))
 
 
 def read(name: str) -> dict | None:
@@ -183,7 +197,15 @@ def validation_table(fit: dict) -> str:
         ]
         for name, row in fit["validation"]["criteria"].items()
     ]
-    return table(heads, lines, f"Made by `{fit['command']}` on {fit['device']}.")
+    drawn = fit["validation"]
+    width, length, p = (
+        f"{drawn[name][0]:,} to {drawn[name][-1]:,}" for name in ("widths", "lengths", "p")
+    )
+    caption = (
+        f"Gaussian queries and keys, fresh draws over head widths {width}, {length} tokens and p "
+        f"from {p}, {drawn['seeds']} seeds. Made by `{fit['command']}` on {fit['device']}."
+    )
+    return table(heads, lines, caption)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from lln.studies.bench.compare import fastest
 from lln.studies.bench.operations import OPERATIONS
 from lln.studies.bench.roberta import SYSTEMS
 from lln.studies.bench.roberta_table import as_milliseconds, table_of, title_of
+from lln.studies.bench.rows import Row
 
 CPU_COLUMNS = ("sdpa", "lln", "lln_matched", "lln_diag")
 PASSES = ((False, "forward"), (True, "fwd + bwd"))
@@ -43,20 +44,53 @@ def cpu_table(results: dict) -> str:
     return table(["N", "SDPA", *ours, "SDPA fwd+bwd", *ours], lines, caption)
 
 
-def gpu_table(results: dict, only: tuple[int, ...] = (), rest: str = "") -> str:
-    """GPU time and floors, replayed as a CUDA graph and called from Python.
+def speed_summary(results: dict, rows: list[Row], lengths: tuple[int, ...], setting: str) -> str:
+    """The few lines that README shows of a device, all called from Python.
 
     Args:
         results: Content of a results file.
-        only: The lengths to show; all of them without.
-        rest: A sentence after the caption, that says where the rest is.
+        rows: Those of its cases to choose from, one per operation, pass and length.
+        lengths: The lengths to show.
+        setting: What the caption says about shapes.
     """
+    heads = ["N"]
+    for _, what in PASSES:
+        heads += [f"softmax, {what}", "LLN", "LLN + Diag"]
+    lines = []
+    for tokens in lengths:
+        cells = [f"{tokens:,}"]
+        for backward, _ in PASSES:
+            beside = [row for row in rows if (row["tokens"], row["backward"]) == (tokens, backward)]
+            best = fastest(beside, PYTHON, "bidirectional")
+            cells.append(_short(best))
+            for name in ("lln", "lln_diag"):
+                found = [row.get(PYTHON) for row in beside if row["operation"] == name]
+                own = found[0] if found else None
+                faster = f" ({best / own:.1f}×)" if best and own else ""
+                cells.append(f"{_short(own)}{faster}")
+        lines.append(cells)
+    environment = results["environment"]
+    caption = (
+        f"Milliseconds (times faster than softmax), {setting}, α and β given. "
+        f"{environment['device']}, torch {environment['torch']}; {source(environment)}."
+    )
+    return table(heads, lines, caption)
+
+
+def _short(milliseconds: float | None) -> str:
+    """Three digits or so."""
+    if milliseconds is None:
+        return ""
+    return f"{milliseconds:,.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
+
+
+def gpu_table(results: dict) -> str:
+    """GPU time and floors, replayed as a CUDA graph and called from Python."""
     rows = {(row["operation"], row["backward"], row["tokens"]): row for row in main_rows(results)}
     heads = ["N", "pass", "best softmax", "LLN", "LLN + Diag"]
     heads += ["from Python: best softmax", "LLN", "LLN + Diag"]
     lines = []
     lengths = sorted({n for name, _, n in rows if name in ("lln", "lln_diag")})
-    lengths = [n for n in lengths if not only or n in only]
     for backward, what in PASSES:
         for tokens in lengths:
             cells = [str(tokens), what]
@@ -73,7 +107,6 @@ def gpu_table(results: dict, only: tuple[int, ...] = (), rest: str = "") -> str:
         f"the left replayed as a CUDA graph, on the right called from Python. "
         f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}, "
         f"copy {results['copy_terabytes_per_second']:.2f} TB/s; {source(environment)}."
-        + (f" {rest}" if rest else "")
     )
     return table(heads, lines, caption)
 
@@ -114,7 +147,7 @@ def _cases(results: dict, shown: set[str]) -> str:
     return table(heads, lines)
 
 
-# What README shows of the training steps.
+# What the summary of the training steps shows.
 SUMMARISED = ("softmax_sdpa", "lln", "lln_diag", "diag")
 
 
@@ -134,7 +167,7 @@ def roberta_table(results: dict, part: str) -> str:
 
 
 def roberta_summary(parts: list[tuple[dict, str]], lengths: tuple[int, ...]) -> str:
-    """Milliseconds of a training step at some lengths, parts side by side, for README."""
+    """Milliseconds of a training step at some lengths, parts side by side."""
     lines: list[list[str]] = [["ms per step"]]
     lines += [[SYSTEMS[name][0]] for name in SUMMARISED]
     for results, part in parts:

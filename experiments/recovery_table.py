@@ -1,4 +1,4 @@
-"""The tables of recovery training in docs/huggingface.md, from the experiment's results."""
+"""The tables of recovery training in README and docs, from the experiment's results."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ NAMES = {
     "elu": "ELU + 1",
     "hedgehog": "Hedgehog",
 }
+# What README shows: the one other linear attention that does best.
+SHOWN = ("softmax", "lln", "lln_diag", "lln_diag_gate", "diag", "hedgehog")
 STAGES = ("converted", "layers", "output")
 
 
@@ -38,11 +40,40 @@ def recovery(results: dict[str, Any]) -> str:
         "Converted → every layer trained by itself → the whole trained; means over the seeds, ± "
         "their standard deviation at the end. Held-out texts: "
         f"{held_out} tokens. Training: {setup['layer_steps']} + {setup['end_steps']} steps of "
-        f"{setup['batch_tokens']:,} tokens, 512 a text, bfloat16 by autocast. {setup['note']} "
+        f"{setup['batch_tokens']:,} tokens, 512 per text, bfloat16 by autocast. {setup['note']} "
         f"{setup['device']}, torch {setup['torch']}, transformers {setup['transformers']}, commit "
         f"`{setup['commit']}`; made by `{setup['command']}`."
     )
     return "\n\n".join(parts)
+
+
+def quality(results: dict[str, Any]) -> str:
+    """What README shows: cosine with the original, converted and trained back."""
+    columns = {
+        "converted": ("converted", "512"),
+        "trained back": ("output", "512"),
+        "at 2,048 tokens": ("output", "2048"),
+    }
+    lines = []
+    for name in SHOWN:
+        found = [row for key, row in results["rows"].items() if key.split()[0] == name]
+        # The original has one stage: nothing was done to it.
+        cells = [
+            _mean(found, stage if stage in found[0] else "converted", tokens, "cosine")
+            for stage, tokens in columns.values()
+        ]
+        lines.append([NAMES[name], *cells])
+    setup, seeds = results["setup"], len({key.split()[-1] for key in results["rows"]})
+    return (
+        f"{table(['attention', *columns], lines)}\n\nMean cosine of the sentence embeddings with "
+        "the original's, all-MiniLM-L6-v2, held-out English Wikipedia, texts of 512 tokens unless "
+        f"said otherwise; trained on {setup['layer_steps'] + setup['end_steps']:,} × "
+        f"{setup['batch_tokens']:,} tokens without labels, 512 per text; means over {seeds} seeds."
+    )
+
+
+def _mean(found: list[dict[str, Any]], stage: str, tokens: str, measure: str) -> str:
+    return f"{statistics.mean(row[stage][tokens][measure] for row in found):.3f}"
 
 
 def _cell(found: list[dict[str, Any]], tokens: str, measure: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.report import fill
 
-from experiments.recovery_table import recovery
+from experiments.recovery_table import quality, recovery
 from experiments.step_table import training_steps
 from experiments.tables import table
 from lln.printing import written
@@ -52,6 +52,7 @@ def main() -> None:
     ):
         fill(PAGE, name, write(theory) + "\n\n" + made_by(theory, name != "proposition-3-1"))
     found = json.loads((RESULTS / "minilm_recovery.json").read_text("utf-8"))
+    fill(Path("README.md"), "quality", quality(found))
     fill(Path("docs/huggingface.md"), "recovery", recovery(found))
     steps = json.loads((RESULTS / "roberta_step.json").read_text("utf-8"))
     fill(Path("docs/huggingface.md"), "steps", training_steps(steps))
@@ -81,17 +82,17 @@ def training(results: dict[str, Any]) -> str:
     size, made = results["size"], results["made_by"]
     return (
         f"{text}\n\n{size['layers']} layers, one head of {size['width']}, {size['length']} bytes "
-        f"of {results['corpus']} a sequence, {results['batch']} sequences an update, "
+        f"of {results['corpus']} per sequence, {results['batch']} sequences per update, "
         f"{results['steps']:,} updates, seed {results['seed']}; medians over {results['held_out']} "
         f"held-out sequences. Held-out loss {results['held_out_loss'][0]:.2f} → "
-        f"{results['held_out_loss'][-1]:.2f} nats a byte, byte frequencies alone "
+        f"{results['held_out_loss'][-1]:.2f} nats per byte, byte frequencies alone "
         f"{results['unigram_loss']:.2f}. Made by `{made['command']}`, torch {made['torch']}, "
         f"commit `{made['commit'][:10]}`."
     )
 
 
 def distances(results: dict[str, Any]) -> str:
-    """Figure 2 as two numbers a kernel."""
+    """Figure 2 as two numbers per kernel."""
     found = results["distance_to_softmax"]
     rows = [
         [ATTENTION[name], f"{own['entropy_bits']:.3f}", f"{own['spectral_gap']:.3f}"]

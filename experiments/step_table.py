@@ -18,7 +18,7 @@ NAMES = {
 
 
 def training_steps(results: dict[str, Any]) -> str:
-    """Milliseconds a step, and how many times faster than softmax; what was not run is empty."""
+    """Milliseconds per step, and how many times faster than softmax; what was not run is empty."""
     setup, rows = results["setup"], results["rows"]
     lengths = sorted({int(name.split("N=")[1]) for name in rows})
     lines = []
@@ -30,10 +30,10 @@ def training_steps(results: dict[str, Any]) -> str:
             if own is not None and base is not None and key != "sdpa":
                 cells[-1] += f" ({base['milliseconds'] / own['milliseconds']:.2f}×)"
         lines.append([label, *cells])
-    heads = ["ms a step", *(f"N = {tokens:,}" for tokens in lengths)]
+    heads = ["ms per step", *(f"N = {tokens:,}" for tokens in lengths)]
     return (
         f"{table(heads, lines)}\n\nMedians (times faster than SDPA): forward, masked-word loss, "
-        f"backward and AdamW, {setup['layers']} layers, {setup['tokens']:,} tokens a batch, "
+        f"backward and AdamW, {setup['layers']} layers, {setup['tokens']:,} tokens per batch, "
         f"{setup['precision']}, random weights and tokens. An empty cell was not run. "
         f"{setup['device']}, torch {setup['torch']}, transformers {setup['transformers']}, commit "
         f"`{setup['commit'][:10]}`; made by `{setup['command']}`."

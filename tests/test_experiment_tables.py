@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from experiments.recovery_table import NAMES, recovery
+from experiments.recovery_table import NAMES, quality, recovery
 from experiments.step_table import training_steps
 
 ROOT = Path(__file__).parents[1]
@@ -13,6 +13,7 @@ RESULTS = ROOT / "experiments/results/minilm_recovery.json"
 def test_the_published_recovery_table_is_the_one_of_its_results():
     results = json.loads(RESULTS.read_text("utf-8"))
     assert recovery(results) in (ROOT / "docs/huggingface.md").read_text("utf-8")
+    assert quality(results) in (ROOT / "README.md").read_text("utf-8")
     assert {name.split()[0] for name in results["rows"]} == NAMES.keys()
 
 

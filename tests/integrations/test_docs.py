@@ -1,44 +1,67 @@
-"""The Python of docs/huggingface.md runs as it stands, block after block, on tiny models."""
+"""The Python of README and of the pages about Hugging Face models runs as it stands."""
 
 import functools
 import re
-from pathlib import Path
 
 import pytest
+import torch
+from tests.pages import ROOT, blocks, needs_pages, run
 
 from lln.integrations import recover as recovery
 
-PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+pytestmark = [
+    needs_pages,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 
-def blocks():
-    """By the heading they stand under."""
-    sections = re.split(r"^## (.+)$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
-    return {
-        heading: re.findall(r"```python\n(.+?)```", text, re.DOTALL)
-        for heading, text in zip(sections[1::2], sections[2::2], strict=True)
-    }
-
-
-@pytest.mark.skipif(not PAGE.is_file(), reason="the pages are not part of a source distribution")
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_the_page_runs(tiny, tmp_path, save_with_tokenizer, monkeypatch):
-    few_steps = functools.partial(recovery.recover, layer_steps=2, end_steps=2, batch_size=4)
-    monkeypatch.setattr(recovery, "recover", few_steps)
+@pytest.fixture
+def given(tiny, tmp_path, save_with_tokenizer, monkeypatch):
+    """What the pages take as given: checkpoints on the disk and texts."""
     monkeypatch.chdir(tmp_path)
     names = {"texts": [f"w{i} w{i + 3} w{i + 7} w{i + 1}" for i in range(2, 30)]}
     names |= {name: tmp_path / name for name in ("folder", "causal_folder", "new_folder")}
     save_with_tokenizer(tiny("roberta"), names["folder"])
     save_with_tokenizer(tiny("llama"), names["causal_folder"])
-    found = blocks()
+    return names
+
+
+def test_readme_runs(given, capsys):
+    names = run("README.md", given)
+    assert len(blocks("README.md")) == 3
+    printed = capsys.readouterr().out
+    assert "2 of 2 attention layers run lln_diag" in printed
+    assert "spectral_gap" in printed
+    state = torch.nn.MultiheadAttention(768, 12, batch_first=True).state_dict()
+    names["layer"].load_state_dict(state)
+
+
+def test_the_tutorial_on_converting_runs(given):
+    names = run("docs/tutorials/convert.md", given)
+    assert names["report"].done == ["layers", "output"]
+
+
+def test_the_guide_runs(given, monkeypatch):
+    few_steps = functools.partial(recovery.recover, layer_steps=2, end_steps=2, batch_size=4)
+    monkeypatch.setattr(recovery, "recover", few_steps)
+    found = _by_heading("docs/huggingface.md")
     # It downloads a model, and has tests of its own.
     (vision,) = found.pop("timm")
     assert "pretrained=True" in vision
     for block in (block for section in found.values() for block in section):
-        exec(block, names)
+        exec(block, given)
         if "config.lln =" in block:
-            names["model"](**names["model"].dummy_inputs)
-    assert names["report"].done == ["layers", "output"]
-    assert (names["new_folder"] / "config.json").is_file()
-    assert names["written"].shape[1] == names["prompt"].shape[1] + 20
-    assert names["logits"].shape[:2] == (1, 1)
+            given["model"](**given["model"].dummy_inputs)
+    assert given["report"].done == ["layers", "output"]
+    assert (given["new_folder"] / "config.json").is_file()
+    assert given["written"].shape[1] == given["prompt"].shape[1] + 20
+    assert given["logits"].shape[:2] == (1, 1)
+
+
+def _by_heading(name):
+    text = (ROOT / name).read_text("utf-8")
+    sections = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
+    return {
+        heading: re.findall(r"```python\n(.+?)```", text, re.DOTALL)
+        for heading, text in zip(sections[1::2], sections[2::2], strict=True)
+    }

@@ -11,6 +11,7 @@ from benchmarks.tables import (
     gpu_table,
     roberta_summary,
     roberta_table,
+    speed_summary,
 )
 from benchmarks.targets import TARGETS, targets_table
 
@@ -138,12 +139,15 @@ def test_gpu_table_leaves_cells_that_were_not_run_empty():
     assert "0123456789`" in table
 
 
-def test_gpu_table_shows_the_lengths_it_is_asked_for():
-    cases = [row("lln", tokens, 0.5) for tokens in (512, 1024, 2048)]
-    table = gpu_table(results(*cases), (512, 2048), "The rest is there.")
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:6]] == ["512", "2048"] * 2
-    assert "1024" not in table
-    assert table.endswith("The rest is there.")
+def test_the_summary_shows_the_lengths_it_is_asked_for_beside_the_fastest_softmax():
+    cases = [row("lln", tokens, 0.1, python=0.5) for tokens in (512, 1024, 2048)]
+    cases += [row("sdpa_flash", 512, 0.2, python=2.0), row("sdpa_cudnn", 512, 0.3, python=1.5)]
+    cases.append(row("lln_diag", 2048, None, status="out of memory"))
+    lines = speed_summary(results(*cases), cases, (512, 2048), "as it was").splitlines()
+    assert lines[2] == "| 512 | 1.50 | 0.50 (3.0×) |  |  |  |  |"
+    assert lines[3] == "| 2,048 |  | 0.50 |  |  |  |  |"
+    assert "as it was" in lines[-1]
+    assert "0123456789`" in lines[-1]
 
 
 def test_the_rest_of_the_gpu_run_has_a_table():
@@ -220,9 +224,9 @@ def test_report_fills_every_section_and_changes_nothing_twice(checkout):
     readme = texts[checkout / "README.md"]
     page = texts[checkout / "docs/benchmarks.md"]
     for text, names in (
-        (readme, ("cpu-speed", "gpu-speed", "gpu-targets", "roberta")),
-        (page, ("gpu-speed", "gpu-other", "roberta", "roberta-graph", "roberta-filled")),
-        (page, ("roberta-fewer",)),
+        (readme, ("cpu-speed", "gpu-speed")),
+        (page, ("cpu-speed", "gpu-speed", "gpu-targets", "gpu-other")),
+        (page, ("roberta-summary", "roberta", "roberta-graph", "roberta-filled", "roberta-fewer")),
     ):
         for name in names:
             section = text.split(f"<!-- {name}: begin -->")[1].split(f"<!-- {name}: end -->")[0]
