@@ -1,30 +1,38 @@
-"""A number for every layer and head, as a grid of coloured cells in inline SVG."""
+"""A number for every layer and head, as a grid of coloured cells."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import TYPE_CHECKING
 
-from lln.studies.report.limits import robust_ends
-from lln.studies.report.markup import number
-from lln.studies.report.picture import DIVERGING, SEQUENTIAL, Stops, colour_at
+from lln.studies.report.chart import WIDTH, Chart, note
+from lln.studies.report.numbers import number
+from lln.studies.report.plot_area import boxed_axes, write_at
+from lln.studies.report.robust_ends import robust_ends
+from lln.studies.report.theme import colour, colour_map
 
-_WIDTH, _LEFT, _TOP, _ROW, _LINE = 480, 42, 24, 24, 18
-_BAR, _BAR_LABEL, _BAR_PIECES = 110, 46, 16
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
+
+_LEFT, _TOP, _ROW, _LINE = 42, 24, 24, 18
+_BAR, _BAR_LABEL = 110, 46
 # Columns beyond which the numbers no longer fit into the cells.
 _MOST_NUMBERED = 16
+# Of numbers on dark and on light cells; the same on every screen, as the cells are.
+_LIGHT, _DARK = "#fefefe", "#10151b"
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """How numbers become colours: the numbers at its ends, and the colours between them."""
+    """How numbers become colours."""
 
     low: float
     high: float
     log: bool
-    stops: Stops
+    centred: bool
 
     def shade(self, value: float) -> float:
         """Where a number lies, from 0 to 1; the middle where all are alike."""
@@ -46,8 +54,8 @@ def heat_map(
     log: bool = False,
     centred: bool = False,
     least: float = 0.0,
-) -> str:
-    """The grid as ``<svg>``: layers from the top, heads from the left.
+) -> Chart:
+    """The grid with layers from the top and heads from the left.
 
     Numbers beyond the ends of the scale have its last colour and a mark, and a line below the map
     says how far they go.
@@ -55,8 +63,8 @@ def heat_map(
     Args:
         title: What the numbers are.
         grid: By layer and head; NaN = not measured.
-        low: Number of the first colour; None = the smallest that is no extreme.
-        high: Number of the last colour; None = the largest that is no extreme.
+        low: Number of the first colour; None = the smallest that is not an extreme.
+        high: Number of the last colour; None = the largest that is not an extreme.
         write: How a number is written.
         log: Whether colours follow the logarithm.
         centred: Whether numbers have a sign: zero has the middle of two colours.
@@ -68,44 +76,73 @@ def heat_map(
     if centred:
         high = max(abs(low), abs(high), least)
         low = -high
-    scale = _Scale(low, high, log, DIVERGING if centred else SEQUENTIAL)
+    scale = _Scale(low, high, log, centred)
     columns = max((len(row) for row in grid), default=1)
-    width = (_WIDTH - _LEFT) / columns
+    beyond = _beyond(grid, scale, write)
+    under_map = 40 + _LINE * len(beyond)
     bottom = _TOP + _ROW * len(grid)
-    parts = [f'<text class="name" x="2" y="13">{escape(title)}</text>', _bar(scale, write)]
-    for index, row in enumerate(grid):
-        middle = _TOP + _ROW * (index + 0.5) + 4
-        parts.append(f'<text class="tick end" x="{_LEFT - 7}" y="{middle:.1f}">{index}</text>')
-        for head, value in enumerate(row):
-            place = (_LEFT + head * width, _TOP + _ROW * index, width)
-            note = f"layer {index}, head {head}: "
-            if math.isnan(value):
-                parts.append(_lost(place, note))
-            else:
+
+    def draw(figure: FigureBase) -> None:
+        axes = boxed_axes(figure, _LEFT, 1, _TOP, under_map)
+        _set_ticks(axes, len(grid), columns)
+        for layer, row in enumerate(grid):
+            for head, value in enumerate(row):
                 text = write(value) if columns <= _MOST_NUMBERED else ""
-                parts.append(_cell(place, value, scale, text, note + number(value, ".5g")))
+                _draw_cell(axes, layer, head, value, scale, text)
+        write_at(figure, 2, 14, title, fontsize=13, fontweight="bold")
+        _draw_bar(figure, scale, write)
+        for index, line in enumerate(beyond):
+            at = bottom + 48 + _LINE * index
+            write_at(figure, _LEFT, at, line, fontsize=12, color=colour("soft"))
+
+    return Chart(f"{title} by layer and head", bottom + under_map, draw)
+
+
+def _set_ticks(axes: Axes, rows: int, columns: int) -> None:
+    axes.set(xlim=(0, columns), ylim=(rows, 0))
     every = max(1, math.ceil(columns / 24))
-    for head in range(0, columns, every):
-        across = _LEFT + (head + 0.5) * width
-        parts.append(f'<text class="tick mid" x="{across:.1f}" y="{bottom + 15}">{head}</text>')
-    middle = (_LEFT + _WIDTH) / 2
-    parts.append(f'<text class="tick mid" x="{middle}" y="{bottom + 32}">head</text>')
-    turned = f'transform="translate(12 {(_TOP + bottom) / 2}) rotate(-90)"'
-    parts.append(f'<text class="tick mid" {turned}>layer</text>')
-    height = bottom + 40
-    for line in _beyond(grid, scale, write):
-        parts.append(f'<text class="tick" x="{_LEFT}" y="{height + 10}">{escape(line)}</text>')
-        height += _LINE
-    return (
-        f'<svg class="chart heat" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-label="{escape(title)} by layer and head">{"".join(parts)}</svg>'
-    )
+    heads = range(0, columns, every)
+    axes.set_xticks([head + 0.5 for head in heads], [str(head) for head in heads])
+    axes.set_yticks([row + 0.5 for row in range(rows)], [str(row) for row in range(rows)])
+    axes.tick_params(length=0)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("head", color=colour("soft"))
+    axes.set_ylabel("layer", color=colour("soft"))
+
+
+def _draw_cell(axes: Axes, layer: int, head: int, value: float, scale: _Scale, text: str) -> None:
+    from matplotlib.colors import to_hex
+    from matplotlib.patches import Rectangle
+
+    told = f"layer {layer}, head {head}: "
+    if math.isnan(value):
+        look = {"facecolor": "none", "edgecolor": colour("hair"), "linestyle": (0, (2, 2))}
+        told += "not measured"
+        text, tone = "–", colour("soft")
+    else:
+        red, green, blue, _ = shade = colour_map(scale.centred)(scale.shade(value))
+        # By perceived lightness, so that numbers stay readable on every colour.
+        tone = _DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.46 else _LIGHT
+        told += number(value, ".5g")
+        side = (value > scale.high) - (value < scale.low)
+        if side:
+            told += ", above the scale" if side > 0 else ", below the scale"
+            corner = (head + 0.9, layer + (0.17 if side > 0 else 0.83))
+            mark = "^" if side > 0 else "v"
+            axes.plot(*corner, mark, color=tone, markersize=4.5, markeredgewidth=0)
+        look = {"facecolor": to_hex(shade), "edgecolor": colour("panel"), "linewidth": 1.5}
+    # An artist instead of a patch: the limits of the axes are known, and finding them is slow.
+    axes.add_artist(Rectangle((head, layer), 1, 1, **look, gid=note(told)))
+    if text:
+        options = {"ha": "center", "va": "center_baseline", "fontsize": 10.5, "color": tone}
+        axes.text(head + 0.5, layer + 0.5, text, **options)
 
 
 def _beyond(
     grid: Sequence[Sequence[float]], scale: _Scale, write: Callable[[float], str]
 ) -> list[str]:
-    """What lies beyond the scale, a line for each end."""
+    """What lies beyond the scale, one line for each end."""
     cells = [
         (value, f"{layer}.{head}")
         for layer, row in enumerate(grid)
@@ -124,50 +161,18 @@ def _beyond(
     return lines
 
 
-def _cell(
-    place: tuple[float, float, float], value: float, scale: _Scale, text: str, note: str
-) -> str:
-    x, y, width = place
-    red, green, blue = colour_at(scale.shade(value), scale.stops)
-    # Perceived lightness: numbers must stay readable on every colour.
-    tone = "dark" if 0.3 * red + 0.59 * green + 0.11 * blue > 118 else "light"
-    mark, right = "", x + width - 3
-    if value > scale.high:
-        mark = f'<path class="{tone}" d="M{right:.1f} {y + 6}h-5l2.5-4z"/>'
-        note += ", above the scale"
-    elif value < scale.low:
-        mark = f'<path class="{tone}" d="M{right:.1f} {y + _ROW - 6}h-5l2.5 4z"/>'
-        note += ", below the scale"
-    if text:
-        mark += (
-            f'<text class="value {tone}" x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 4:.1f}">'
-            f"{escape(text)}</text>"
-        )
-    return (
-        f'<g><title>{escape(note)}</title><rect class="cell" x="{x:.1f}" y="{y}" '
-        f'width="{width:.1f}" height="{_ROW}" fill="rgb({red} {green} {blue})"/>{mark}</g>'
-    )
-
-
-def _lost(place: tuple[float, float, float], note: str) -> str:
-    x, y, width = place
-    return (
-        f'<g><title>{escape(note)}not measured</title><rect class="absent" x="{x + 1:.1f}" '
-        f'y="{y + 1}" width="{width - 2:.1f}" height="{_ROW - 2}"/>'
-        f'<text class="value lost" x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 4:.1f}">–</text></g>'
-    )
-
-
-def _bar(scale: _Scale, write: Callable[[float], str]) -> str:
+def _draw_bar(figure: FigureBase, scale: _Scale, write: Callable[[float], str]) -> None:
     """The scale of the colours, in the upper right corner."""
-    left, step = _WIDTH - _BAR - _BAR_LABEL, _BAR / _BAR_PIECES
-    # Pieces instead of a gradient, whose name would have to be unique on the page.
-    pieces = "".join(
-        f'<rect x="{left + step * index:.1f}" y="4" width="{step + 0.5:.1f}" height="9" '
-        f'fill="rgb({" ".join(map(str, colour_at(index / (_BAR_PIECES - 1), scale.stops)))})"/>'
-        for index in range(_BAR_PIECES)
+    height = figure.bbox.height
+    axes = boxed_axes(figure, WIDTH - _BAR - _BAR_LABEL, _BAR_LABEL, 4, height - 13)
+    axes.imshow(
+        [[step / 63 for step in range(64)]],
+        aspect="auto",
+        cmap=colour_map(scale.centred),
+        interpolation="none",
     )
-    return (
-        f'{pieces}<text class="tick end" x="{left - 5}" y="13">{escape(write(scale.low))}</text>'
-        f'<text class="tick" x="{left + _BAR + 5}" y="13">{escape(write(scale.high))}</text>'
-    )
+    axes.set_axis_off()
+    left = WIDTH - _BAR - _BAR_LABEL
+    soft = {"fontsize": 12, "color": colour("soft")}
+    write_at(figure, left - 5, 13, write(scale.low), ha="right", **soft)
+    write_at(figure, left + _BAR + 5, 13, write(scale.high), **soft)
