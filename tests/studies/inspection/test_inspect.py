@@ -36,7 +36,7 @@ from lln.studies.inspection.choice import choose_heads, parse_heads
 from lln.studies.inspection.findings import findings
 from lln.studies.inspection.page import render_json, render_page
 from lln.studies.inspection.stand_in import imitate
-from lln.studies.inspection.study import INSTRUMENTS, Layer, Study, study_layer
+from lln.studies.inspection.study import INSTRUMENTS, StudiedLayer, Study, study_layer
 from lln.studies.inspection.text import read_text
 
 SIZES = {
@@ -335,7 +335,7 @@ def test_heads_to_show(bert, text, tmp_path):
         parse_heads("five")
     with pytest.raises(InvalidInputError, match=r"--heads 7\.0 does not exist: layers are 0 to 2"):
         run_inspect(str(bert), tmp_path, text=text, tokens=16, heads="7.0")
-    study = Study("m", "M", "t", 8, 1, [Layer("a", "softmax", 2, 4, 8, 8, False)])
+    study = Study("m", "M", "t", 8, 1, [StudiedLayer("a", "softmax", 2, 4, 8, 8, False)])
     with pytest.raises(InvalidInputError, match=r"heads of layer 0 are 0 to 1"):
         choose_heads(study, [(0, 2)])
 
@@ -467,7 +467,9 @@ def test_default_text_is_prose_of_the_standard_library():
 
 def test_a_page_of_nothing_is_still_a_page():
     study = Study("m & m", "M", "a <text>", 8, 1)
-    study.layers = [Layer("a", "softmax", 2, 4, 8, 8, False, problem="not measured: so it was")]
+    study.layers = [
+        StudiedLayer("a", "softmax", 2, 4, 8, 8, False, problem="not measured: so it was")
+    ]
     assert findings(study) == {}
     reader = Reader(render_page(study, choose_heads(study, None)))
     assert "m & m" in reader.text

@@ -116,9 +116,8 @@ def _quantile_plot(study: Study, chosen: Chosen) -> CaptionedChart | None:
         plot_area.linear_axis(axes.xaxis, points[0][0], points[-1][0])
         plot_area.linear_axis(axes.yaxis, low, high)
         plot_area.equal_line(axes, points[0][0], points[-1][0])
-        for a, b in points:
-            text = f"{number(b, '.3f')} where the normal has {number(a, '.3f')}"
-            plot_area.dot(axes, a, b, 0.0, text)
+        told = (f"{number(b, '.3f')} where the normal has {number(a, '.3f')}" for a, b in points)
+        plot_area.dots(axes, [(a, b, 0.0, text) for (a, b), text in zip(points, told, strict=True)])
 
     return CaptionedChart(
         Chart(f"quantiles of log P of head {chosen.name}", plot_area.HEIGHT, draw),
@@ -234,8 +233,7 @@ def _against(
         for axis in (axes.xaxis, axes.yaxis):
             (plot_area.log_axis if log else plot_area.linear_axis)(axis, *ends)
         plot_area.equal_line(axes, *ends)
-        for x, y, layer, name in dots:
-            plot_area.dot(axes, x, y, layer / last, f"head {name}")
+        plot_area.dots(axes, [(x, y, layer / last, f"head {name}") for x, y, layer, name in dots])
 
     chart = Chart(f"{labels[1]} against {labels[0]}", plot_area.HEIGHT, draw)
     return CaptionedChart(chart, lead, caption + _ringed(outside))

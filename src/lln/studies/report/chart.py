@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 WIDTH = 480
 _MARGIN = 24
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
-# An artist with this at the start of its gid gets the rest as a note for the pointer.
-_NOTE = "note:"
+_NOTES = "notes:"
 _STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": colour("soft"),
@@ -78,9 +77,9 @@ class CaptionedChart(NamedTuple):
     caption: str
 
 
-def note(text: str) -> str:
-    """The ``gid`` of an artist that shows ``text`` when the pointer rests on it."""
-    return f"{_NOTE}{text}"
+def notes(texts: Sequence[str]) -> dict[str, Any]:
+    """Options of a collection with a text for each of its parts, shown under the pointer."""
+    return {"gid": "\n".join((_NOTES, *texts)), "clip_on": False}
 
 
 def inline_svg(chart: Chart) -> Markup:
@@ -143,15 +142,15 @@ def _draw(salt: str, width: int, height: int, draw: Callable[[Any], None]) -> st
 
 
 def _clean(svg: str) -> str:
-    """The drawing alone: no namespaces, clipping or unused names; notes become titles."""
+    """The drawing alone: no namespaces, clipping or unused names."""
     inside = svg[svg.index("</style>") : svg.rindex("</svg>")].partition("</defs>")[2]
     # Hundredths of a point are enough, and the same on every processor.
     inside = re.sub(r' (d|x|y|transform)="[^"]*"', lambda found: _rounded(found[0]), inside)
+    inside = re.sub(rf'<g id="{_NOTES}\n([^"]*)">(.*?)</g>', _titled, inside, flags=re.DOTALL)
     for pattern, replacement in (
         (r"<defs>\s*(<clipPath.*?</clipPath>\s*)+</defs>", ""),
         (r' clip-path="[^"]*"| transform="rotate\(-?0 [^"]*"', ""),
         (r"font-family: [^;\"]*; ", ""),
-        (rf'<g id="{_NOTE}([^"]*)">', r"<g><title>\1</title>"),
         (r'<g id="[^"]*"(/?)>', r"<g\1>"),
         (r'(<image [^>]*?)id="[^"]*"', r"\1"),
         (r"xlink:href", "href"),
@@ -165,3 +164,14 @@ def _clean(svg: str) -> str:
 def _rounded(attribute: str) -> str:
     numbers = re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.2f}", attribute)
     return f" {' '.join(numbers.split())}"
+
+
+def _titled(group: re.Match[str]) -> str:
+    """A group with one title in each of its parts; parts with a name are only definitions."""
+    texts = iter(group[1].split("\n"))
+    parts = re.sub(
+        r"<(path|use)((?:(?! id=)[^>])*)/>",
+        lambda part: f"<{part[1]}{part[2]}><title>{next(texts)}</title></{part[1]}>",
+        group[2],
+    )
+    return f"<g>{parts}</g>"

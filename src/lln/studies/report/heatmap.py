@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lln.studies.report.chart import WIDTH, Chart, note
+from lln.studies.report.chart import WIDTH, Chart, notes
 from lln.studies.report.numbers import number
 from lln.studies.report.plot_area import boxed_axes, write_at
 from lln.studies.report.robust_ends import robust_ends
@@ -85,10 +85,17 @@ def heat_map(
     def draw(figure: FigureBase) -> None:
         axes = boxed_axes(figure, _LEFT, 1, _TOP, under_map)
         _set_ticks(axes, len(grid), columns)
-        for layer, row in enumerate(grid):
-            for head, value in enumerate(row):
-                text = write(value) if columns <= _MOST_NUMBERED else ""
-                _draw_cell(axes, layer, head, value, scale, text)
+        cells = [
+            _Cell(layer, head, value, scale)
+            for layer, row in enumerate(grid)
+            for head, value in enumerate(row)
+        ]
+        _draw_cells(axes, cells)
+        for cell in cells:
+            if math.isnan(cell.value):
+                _write_number(axes, cell, "–")
+            elif columns <= _MOST_NUMBERED:
+                _write_number(axes, cell, write(cell.value))
         write_at(figure, 2, 14, title, fontsize=13, fontweight="bold")
         _draw_bar(figure, scale, write)
         for index, line in enumerate(beyond):
@@ -111,32 +118,53 @@ def _set_ticks(axes: Axes, rows: int, columns: int) -> None:
     axes.set_ylabel("layer", color=colour("soft"))
 
 
-def _draw_cell(axes: Axes, layer: int, head: int, value: float, scale: _Scale, text: str) -> None:
-    from matplotlib.colors import to_hex
-    from matplotlib.patches import Rectangle
+class _Cell:
+    """The number of a head, its colour and how it is told."""
 
-    told = f"layer {layer}, head {head}: "
-    if math.isnan(value):
-        look = {"facecolor": "none", "edgecolor": colour("hair"), "linestyle": (0, (2, 2))}
-        told += "not measured"
-        text, tone = "–", colour("soft")
-    else:
+    def __init__(self, layer: int, head: int, value: float, scale: _Scale) -> None:
+        from matplotlib.colors import to_hex
+
+        self.layer, self.head, self.value = layer, head, value
+        # 1 = above the scale, −1 = below it.
+        self.beyond = (value > scale.high) - (value < scale.low)
+        self.note = f"layer {layer}, head {head}: "
+        if math.isnan(value):
+            self.note += "not measured"
+            self.fill, self.ink = "none", colour("soft")
+            return
+        self.note += (
+            number(value, ".5g") + ("", ", above the scale", ", below the scale")[self.beyond]
+        )
         red, green, blue, _ = shade = colour_map(scale.centred)(scale.shade(value))
+        self.fill = to_hex(shade)
         # By perceived lightness, so that numbers stay readable on every colour.
-        tone = _DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.46 else _LIGHT
-        told += number(value, ".5g")
-        side = (value > scale.high) - (value < scale.low)
-        if side:
-            told += ", above the scale" if side > 0 else ", below the scale"
-            corner = (head + 0.9, layer + (0.17 if side > 0 else 0.83))
-            mark = "^" if side > 0 else "v"
-            axes.plot(*corner, mark, color=tone, markersize=4.5, markeredgewidth=0)
-        look = {"facecolor": to_hex(shade), "edgecolor": colour("panel"), "linewidth": 1.5}
-    # An artist instead of a patch: the limits of the axes are known, and finding them is slow.
-    axes.add_artist(Rectangle((head, layer), 1, 1, **look, gid=note(told)))
-    if text:
-        options = {"ha": "center", "va": "center_baseline", "fontsize": 10.5, "color": tone}
-        axes.text(head + 0.5, layer + 0.5, text, **options)
+        self.ink = _DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.46 else _LIGHT
+
+
+def _draw_cells(axes: Axes, cells: Sequence[_Cell]) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners = ((0, 0), (1, 0), (1, 1), (0, 1))
+    axes.add_collection(
+        PolyCollection(
+            [[(cell.head + x, cell.layer + y) for x, y in corners] for cell in cells],
+            facecolors=[cell.fill for cell in cells],
+            edgecolors=[colour("hair" if cell.fill == "none" else "panel") for cell in cells],
+            linewidths=1.5,
+            **notes([cell.note for cell in cells]),
+        ),
+        autolim=False,
+    )
+    for cell in cells:
+        if cell.beyond:
+            corner = (cell.head + 0.9, cell.layer + 0.5 - 0.33 * cell.beyond)
+            mark = "^" if cell.beyond > 0 else "v"
+            axes.plot(*corner, mark, color=cell.ink, markersize=4.5, markeredgewidth=0)
+
+
+def _write_number(axes: Axes, cell: _Cell, text: str) -> None:
+    options = {"ha": "center", "va": "center_baseline", "fontsize": 10.5, "color": cell.ink}
+    axes.text(cell.head + 0.5, cell.layer + 0.5, text, **options)
 
 
 def _beyond(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lln.studies.report.chart import note
+from lln.studies.report.chart import notes
 from lln.studies.report.numbers import number
 from lln.studies.report.series import LOOKS
 from lln.studies.report.theme import colour, colour_map
@@ -53,10 +53,10 @@ def linear_axis(axis: Axis, low: float, high: float) -> None:
 
 def log_axis(axis: Axis, low: float, high: float) -> None:
     """A logarithmic axis with at least three round ticks, if the range contains so many."""
-    from matplotlib.ticker import LogLocator
-
-    for steps in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)):
-        values = LogLocator(subs=steps, numticks=100).tick_values(low, high)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        values = (step * 10.0**power for power in powers for step in steps)
         ticks = [value for value in values if low <= value <= high]
         if len(ticks) >= 3:
             break
@@ -91,25 +91,24 @@ def curve(
         marks: Whether points are marked.
         band: Whether a wide band lies under the line, which other lines may cover.
     """
-    look = LOOKS[name]
+    look, ink = LOOKS[name], colour(LOOKS[name].colour_name)
     points = [point for point in points if math.isfinite(point[1])]
     across, up = [x for x, _ in points], [y for _, y in points]
     if band:
-        axes.plot(across, up, color=colour(look.colour_name), linewidth=9, alpha=0.2)
+        axes.plot(across, up, color=ink, linewidth=9, alpha=0.2)
     axes.plot(
         across,
         up,
         **look.line,
         label=label or look.label,
         marker=look.marker if marks else "",
-        markeredgecolor=colour("panel" if look.marker != "x" else look.colour_name),
+        markeredgecolor=colour("panel") if look.marker != "x" else ink,
         markeredgewidth=0.8 if look.marker != "x" else 2,
     )
     if marks:
-        for x, y in points:
-            text = f"{look.label}: {number(y, '.4g')}{unit} at {number(x, ',.4g')}"
-            # Seen by the pointer only, and larger than the marker, so that it is easy to hit.
-            axes.plot(x, y, "o", markersize=12, alpha=0, gid=note(text))
+        told = [f"{look.label}: {number(y, '.4g')}{unit} at {number(x, ',.4g')}" for x, y in points]
+        # Seen by the pointer only, and larger than the marker, so that it is easy to hit.
+        axes.scatter(across, up, s=144, color=ink, linewidth=0, alpha=0, **notes(told))
 
 
 def equal_line(axes: Axes, low: float, high: float) -> None:
@@ -117,20 +116,29 @@ def equal_line(axes: Axes, low: float, high: float) -> None:
     axes.plot([low, high], [low, high], **LOOKS["theory"].line)
 
 
-def dot(axes: Axes, x: float, y: float, shade: float, text: str) -> None:
-    """A dot, dark at shade 0 and light at 1; one beyond the axes is ringed at their edge."""
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    inside = min(max(x, left), right), min(max(y, bottom), top)
-    ring = not (math.isclose(inside[0], x) and math.isclose(inside[1], y))
-    axes.plot(
-        *inside,
-        "o",
-        markersize=8,
+def dots(axes: Axes, points: Sequence[tuple[float, float, float, str]]) -> None:
+    """Points as ``(x, y, shade, note)``, dark at shade 0 and light at 1.
+
+    Points beyond the axes are drawn at their edge, with a ring.
+    """
+    ends = axes.get_xlim(), axes.get_ylim()
+    places = [
+        [min(max(point[side], low), high) for point in points]
+        for side, (low, high) in enumerate(ends)
+    ]
+    rings = [
+        not (math.isclose(x, point[0]) and math.isclose(y, point[1]))
+        for x, y, point in zip(*places, points, strict=True)
+    ]
+    axes.scatter(
+        *places,
+        s=64,
+        zorder=3,
         # Not from the darkest colour on, which dark screens do not show.
-        color=colour_map()(0.2 + 0.8 * shade),
-        markeredgecolor=colour("text" if ring else "soft"),
-        markeredgewidth=2 if ring else 0.8,
-        gid=note(text),
+        color=[colour_map()(0.2 + 0.8 * shade) for _, _, shade, _ in points],
+        edgecolors=[colour("text" if ring else "soft") for ring in rings],
+        linewidths=[2 if ring else 0.8 for ring in rings],
+        **notes([text for *_, text in points]),
     )
 
 
