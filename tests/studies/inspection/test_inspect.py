@@ -88,6 +88,14 @@ def text(tmp_path):
     return path
 
 
+@pytest.fixture(autouse=True)
+def pages_without_charts(request, monkeypatch):
+    """Drawing takes seconds; two tests here, and test_page.py, look at pages with charts."""
+    drawn = ("test_page_and_numbers", "test_bad_layers_get_a_sentence_and_the_rest_a_report")
+    if request.node.originalname not in drawn:
+        monkeypatch.setattr("lln.studies.inspection.page.inline_svg", lambda chart: chart.label)
+
+
 class Reader(HTMLParser):
     """Checks that tags close in order, and keeps the text."""
 
@@ -123,6 +131,10 @@ def test_page_and_numbers(bert, text, tmp_path):
     assert page == tmp_path / "out" / "lln-inspect.html"
     reader = Reader(page.read_text("utf-8"))
     assert "script" not in reader.tags
+    assert page.read_text("utf-8").count('<svg class="chart"') == page.read_text("utf-8").count(
+        "<figcaption>"
+    )
+    assert reader.tags.count("figure") >= 24
     for title in ("How concentrated", "Is log P normal", "Measured against theory", "Gaussian"):
         assert title in reader.text
     assert "refresh" not in page.read_text("utf-8")

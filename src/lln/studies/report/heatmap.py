@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lln.studies.report.chart import WIDTH, Chart, notes
 from lln.studies.report.numbers import number
-from lln.studies.report.plot_area import boxed_axes, write_at
+from lln.studies.report.plot_area import from_corner, write_at
 from lln.studies.report.robust_ends import robust_ends
 from lln.studies.report.theme import colour, colour_map
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
 _LEFT, _TOP, _ROW, _LINE = 42, 24, 24, 18
@@ -23,6 +22,7 @@ _BAR, _BAR_LABEL = 110, 46
 _MOST_NUMBERED = 16
 # Of numbers on dark and on light cells; the same on every screen, as the cells are.
 _LIGHT, _DARK = "#fefefe", "#10151b"
+_SOFT: dict[str, Any] = {"fontsize": 12.5, "color": colour("soft")}
 
 
 @dataclass(frozen=True)
@@ -83,48 +83,47 @@ def heat_map(
     bottom = _TOP + _ROW * len(grid)
 
     def draw(figure: FigureBase) -> None:
-        axes = boxed_axes(figure, _LEFT, 1, _TOP, under_map)
-        _set_ticks(axes, len(grid), columns)
         cells = [
-            _Cell(layer, head, value, scale)
+            _Cell(layer, head, value, scale, (WIDTH - _LEFT - 1) / columns)
             for layer, row in enumerate(grid)
             for head, value in enumerate(row)
         ]
-        _draw_cells(axes, cells)
+        _draw_cells(figure, cells)
         for cell in cells:
             if math.isnan(cell.value):
-                _write_number(axes, cell, "–")
+                cell.write(figure, "–")
             elif columns <= _MOST_NUMBERED:
-                _write_number(axes, cell, write(cell.value))
+                cell.write(figure, write(cell.value))
+        _write_places(figure, len(grid), columns)
         write_at(figure, 2, 14, title, fontsize=13, fontweight="bold")
         _draw_bar(figure, scale, write)
         for index, line in enumerate(beyond):
-            at = bottom + 48 + _LINE * index
-            write_at(figure, _LEFT, at, line, fontsize=12, color=colour("soft"))
+            write_at(figure, _LEFT, bottom + 48 + _LINE * index, line, **_SOFT)
 
     return Chart(f"{title} by layer and head", bottom + under_map, draw)
 
 
-def _set_ticks(axes: Axes, rows: int, columns: int) -> None:
-    axes.set(xlim=(0, columns), ylim=(rows, 0))
-    every = max(1, math.ceil(columns / 24))
-    heads = range(0, columns, every)
-    axes.set_xticks([head + 0.5 for head in heads], [str(head) for head in heads])
-    axes.set_yticks([row + 0.5 for row in range(rows)], [str(row) for row in range(rows)])
-    axes.tick_params(length=0)
-    axes.grid(False)
-    axes.spines[:].set_visible(False)
-    axes.set_xlabel("head", color=colour("soft"))
-    axes.set_ylabel("layer", color=colour("soft"))
+def _write_places(figure: FigureBase, rows: int, columns: int) -> None:
+    """The numbers of layers and heads, and what they are."""
+    width, bottom = (WIDTH - _LEFT - 1) / columns, _TOP + _ROW * rows
+    for head in range(0, columns, max(1, math.ceil(columns / 24))):
+        write_at(figure, _LEFT + width * (head + 0.5), bottom + 15, f"{head}", ha="center", **_SOFT)
+    for layer in range(rows):
+        middle = _TOP + _ROW * (layer + 0.5)
+        write_at(figure, _LEFT - 7, middle + 4.5, f"{layer}", ha="right", **_SOFT)
+    write_at(figure, (_LEFT + WIDTH) / 2, bottom + 32, "head", ha="center", **_SOFT)
+    turned = {"rotation": 90, "ha": "center", "va": "center"}
+    write_at(figure, 12, (_TOP + bottom) / 2, "layer", **turned, **_SOFT)
 
 
 class _Cell:
-    """The number of a head, its colour and how it is told."""
+    """The number of a head, its place, its colour and how it is told."""
 
-    def __init__(self, layer: int, head: int, value: float, scale: _Scale) -> None:
+    def __init__(self, layer: int, head: int, value: float, scale: _Scale, width: float) -> None:
         from matplotlib.colors import to_hex
 
-        self.layer, self.head, self.value = layer, head, value
+        self.value, self.width = value, width
+        self.left, self.top = _LEFT + width * head, _TOP + _ROW * layer
         # 1 = above the scale, −1 = below it.
         self.beyond = (value > scale.high) - (value < scale.low)
         self.note = f"layer {layer}, head {head}: "
@@ -140,31 +139,38 @@ class _Cell:
         # By perceived lightness, so that numbers stay readable on every colour.
         self.ink = _DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.46 else _LIGHT
 
+    def write(self, figure: FigureBase, text: str) -> None:
+        """Writes into the middle."""
+        place = self.left + self.width / 2, self.top + _ROW / 2 + 4
+        write_at(figure, *place, text, ha="center", fontsize=10.5, color=self.ink)
 
-def _draw_cells(axes: Axes, cells: Sequence[_Cell]) -> None:
+
+def _draw_cells(figure: FigureBase, cells: Sequence[_Cell]) -> None:
+    """The coloured cells, without axes: those take matplotlib longer than everything else."""
     from matplotlib.collections import PolyCollection
+    from matplotlib.lines import Line2D
 
     corners = ((0, 0), (1, 0), (1, 1), (0, 1))
-    axes.add_collection(
+    placed = from_corner(figure)
+    figure.add_artist(
         PolyCollection(
-            [[(cell.head + x, cell.layer + y) for x, y in corners] for cell in cells],
+            [
+                [(cell.left + cell.width * x, cell.top + _ROW * y) for x, y in corners]
+                for cell in cells
+            ],
             facecolors=[cell.fill for cell in cells],
             edgecolors=[colour("hair" if cell.fill == "none" else "panel") for cell in cells],
             linewidths=1.5,
+            transform=placed,
             **notes([cell.note for cell in cells]),
-        ),
-        autolim=False,
+        )
     )
     for cell in cells:
         if cell.beyond:
-            corner = (cell.head + 0.9, cell.layer + 0.5 - 0.33 * cell.beyond)
+            x, y = cell.left + cell.width - 4, cell.top + _ROW / 2 - 8 * cell.beyond
             mark = "^" if cell.beyond > 0 else "v"
-            axes.plot(*corner, mark, color=cell.ink, markersize=4.5, markeredgewidth=0)
-
-
-def _write_number(axes: Axes, cell: _Cell, text: str) -> None:
-    options = {"ha": "center", "va": "center_baseline", "fontsize": 10.5, "color": cell.ink}
-    axes.text(cell.head + 0.5, cell.layer + 0.5, text, **options)
+            look = {"color": cell.ink, "markersize": 4.5, "markeredgewidth": 0}
+            figure.add_artist(Line2D([x], [y], marker=mark, transform=placed, **look))
 
 
 def _beyond(
@@ -191,16 +197,13 @@ def _beyond(
 
 def _draw_bar(figure: FigureBase, scale: _Scale, write: Callable[[float], str]) -> None:
     """The scale of the colours, in the upper right corner."""
-    height = figure.bbox.height
-    axes = boxed_axes(figure, WIDTH - _BAR - _BAR_LABEL, _BAR_LABEL, 4, height - 13)
-    axes.imshow(
-        [[step / 63 for step in range(64)]],
-        aspect="auto",
-        cmap=colour_map(scale.centred),
-        interpolation="none",
-    )
-    axes.set_axis_off()
+    from matplotlib.image import BboxImage
+    from matplotlib.transforms import Bbox, TransformedBbox
+
     left = WIDTH - _BAR - _BAR_LABEL
-    soft = {"fontsize": 12, "color": colour("soft")}
-    write_at(figure, left - 5, 13, write(scale.low), ha="right", **soft)
-    write_at(figure, left + _BAR + 5, 13, write(scale.high), **soft)
+    place = TransformedBbox(Bbox([[left, 13], [left + _BAR, 4]]), from_corner(figure))
+    bar = BboxImage(place, cmap=colour_map(scale.centred))
+    bar.set_data([[step / 255 for step in range(256)]])
+    figure.add_artist(bar)
+    write_at(figure, left - 5, 13, write(scale.low), ha="right", **_SOFT)
+    write_at(figure, left + _BAR + 5, 13, write(scale.high), **_SOFT)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import FigureBase
+    from matplotlib.transforms import Transform
 
 # Of a chart without a legend, and of one line of a legend.
 HEIGHT, LEGEND_LINE = 330, 19
@@ -28,8 +29,16 @@ def boxed_axes(figure: FigureBase, left: float, right: float, top: float, bottom
     return figure.add_axes((left / width, bottom / height, *sides))
 
 
+def from_corner(figure: FigureBase) -> Transform:
+    """Places in points, counted from the upper left corner of a chart."""
+    from matplotlib.transforms import Affine2D
+
+    width, height = figure.bbox.size
+    return Affine2D().scale(1 / width, -1 / height).translate(0, 1) + figure.transSubfigure
+
+
 def write_at(figure: FigureBase, x: float, y: float, text: str, **options: Any) -> None:
-    """Writes at a point, counted from the upper left corner."""
+    """Writes at a place as `from_corner` counts."""
     width, height = figure.bbox.size
     figure.text(x / width, 1 - y / height, text, **options)
 
