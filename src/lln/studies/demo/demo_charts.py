@@ -15,7 +15,7 @@ from lln.studies.report.series import LOOKS
 from lln.studies.report.theme import colour
 
 if TYPE_CHECKING:
-    from matplotlib.figure import FigureBase
+    from lln.studies.report.chart import AnyFigure
 
 LABELS = {"lln": "LLN, variance-matched (default)", "quadratic": "quadratic, (q·k)²"}
 
@@ -33,7 +33,7 @@ def _concentration(
 ) -> Chart:
     asked, lines = part.score_variances, math.ceil(len(KERNELS) / 2)
 
-    def draw(figure: FigureBase) -> None:
+    def draw(figure: AnyFigure) -> None:
         axes = plot_area.plot_area(figure, "variance p of the softmax scores", label, lines)
         ticks = {p: f"{p:g}" if p >= 1 else f"1/{1 / p:g}" for p in asked}
         plot_area.log_axis_with_ticks(axes.xaxis, asked[0] / 1.15, asked[-1] * 1.15, ticks)
@@ -57,7 +57,7 @@ def speed_chart(part: Speed) -> Chart:
     found = {name: part.crossover(name) for name in TIMED if name != "softmax"}
     places = {name: each.place for name, each in found.items() if each and each.place is not None}
 
-    def draw(figure: FigureBase) -> None:
+    def draw(figure: AnyFigure) -> None:
         axes = plot_area.plot_area(figure, "sequence length N", "milliseconds per call", 1)
         ticks = {float(n): f"{n:,}" for n in part.lengths if n <= last}
         plot_area.log_axis_with_ticks(axes.xaxis, measured[0] / 1.15, last * 1.15, ticks)
@@ -81,7 +81,7 @@ def training_chart(part: Training) -> Chart:
     seen = [loss for point in part.points for loss in point.loss.values() if math.isfinite(loss)]
     margin = 0.05 * (max(seen) - min(seen)) + 0.01
 
-    def draw(figure: FigureBase) -> None:
+    def draw(figure: AnyFigure) -> None:
         axes = plot_area.plot_area(
             figure, "training steps", "held-out loss, nats per masked byte", 1
         )

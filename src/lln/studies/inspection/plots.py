@@ -15,7 +15,7 @@ from lln.studies.report.robust_ends import robust_ends
 from lln.studies.report.theme import colour
 
 if TYPE_CHECKING:
-    from matplotlib.figure import FigureBase
+    from lln.studies.report.chart import AnyFigure
 
 # Heads outside the axes that are named; the others are counted.
 _MOST_NAMED = 3
@@ -54,7 +54,7 @@ def _histogram(study: Study, chosen: Chosen) -> CaptionedChart | None:
         (left + width / 2, min(y, 1.05 * highest)) for left, y in zip(edges, other, strict=False)
     ]
 
-    def draw(figure: FigureBase) -> None:
+    def draw(figure: AnyFigure) -> None:
         axes = plot_area.plot_area(figure, "log P", f"density, head {chosen.name}", 1)
         plot_area.linear_axis(axes.xaxis, edges[0], edges[-1])
         plot_area.linear_axis(axes.yaxis, 0, 1.08 * highest)
@@ -109,7 +109,7 @@ def _quantile_plot(study: Study, chosen: Chosen) -> CaptionedChart | None:
     if not high > low:
         return None
 
-    def draw(figure: FigureBase) -> None:
+    def draw(figure: AnyFigure) -> None:
         axes = plot_area.plot_area(
             figure, "quantile of the fitted normal", f"quantile of log P, head {chosen.name}"
         )
@@ -221,14 +221,15 @@ def _against(
     if not dots:
         return None
     # Both axes are alike, so that the line of equal values is the diagonal.
-    sides = [robust_ends([dot[side] for dot in dots], log=log) for side in (0, 1)]
+    across, up = [x for x, *_ in dots], [y for _, y, *_ in dots]
+    sides = [robust_ends(side, log=log) for side in (across, up)]
     least, most = min(side[0] for side in sides), max(side[1] for side in sides)
     margin = 0.04 * (most - least) + 1e-6
     ends = (least / 1.25, most * 1.25) if log else (least - margin, most + margin)
     outside = [name for x, y, _, name in dots if not ends[0] <= min(x, y) <= max(x, y) <= ends[1]]
     last = max(len(study.layers) - 1, 1)
 
-    def draw(figure: FigureBase) -> None:
+    def draw(figure: AnyFigure) -> None:
         axes = plot_area.plot_area(figure, *labels)
         for axis in (axes.xaxis, axes.yaxis):
             (plot_area.log_axis if log else plot_area.linear_axis)(axis, *ends)

@@ -12,7 +12,11 @@ from markupsafe import Markup, escape
 from lln.studies.report.theme import colour, theme_css, themed
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure, FigureBase
+    from typing import TypeAlias
+
+    from matplotlib.figure import Figure, SubFigure
+
+    AnyFigure: TypeAlias = Figure | SubFigure
 
 # In points, which are also the units of the SVG.
 WIDTH = 480
@@ -66,7 +70,7 @@ class Chart(NamedTuple):
 
     label: str
     height: int
-    draw: Callable[[FigureBase], None]
+    draw: Callable[[AnyFigure], None]
 
 
 class CaptionedChart(NamedTuple):
@@ -108,7 +112,8 @@ def svg_file(charts: Sequence[Chart], columns: int = 2) -> str:
                 cell = figure.add_subfigure(grid[2 * index + 1, 2 * place + 1])
                 below = _tallest(row) - chart.height
                 # A shorter chart keeps its size, at the top of its row.
-                chart.draw(cell.subfigures(2, 1, height_ratios=(chart.height, below))[0])
+                halves = cell.add_gridspec(2, 1, height_ratios=(chart.height, below))
+                chart.draw(cell.add_subfigure(halves[0]))
 
     drawn = _draw("file", *size, draw)
     box = f'viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}"'
@@ -132,8 +137,9 @@ def _draw(salt: str, width: int, height: int, draw: Callable[[Any], None]) -> st
     with mpl.rc_context():
         # The reader's own matplotlibrc must not change the pages.
         mpl.rcdefaults()
+        style: Any = _STYLE | {"svg.hashsalt": salt}
         # Names inside a drawing come from the salt, so they differ between the charts of a page.
-        mpl.rcParams.update(_STYLE | {"svg.hashsalt": salt})
+        mpl.rcParams.update(style)
         figure = Figure(figsize=(width / 72, height / 72), dpi=72)
         draw(figure)
         nothing: Any = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -14,7 +14,7 @@ from lln.studies.report.robust_ends import robust_ends
 from lln.studies.report.theme import colour, colour_map
 
 if TYPE_CHECKING:
-    from matplotlib.figure import FigureBase
+    from lln.studies.report.chart import AnyFigure
 
 _LEFT, _TOP, _ROW, _LINE = 42, 24, 24, 18
 _BAR, _BAR_LABEL = 110, 46
@@ -82,7 +82,7 @@ def heat_map(
     under_map = 40 + _LINE * len(beyond)
     bottom = _TOP + _ROW * len(grid)
 
-    def draw(figure: FigureBase) -> None:
+    def draw(figure: AnyFigure) -> None:
         cells = [
             _Cell(layer, head, value, scale, (WIDTH - _LEFT - 1) / columns)
             for layer, row in enumerate(grid)
@@ -103,7 +103,7 @@ def heat_map(
     return Chart(f"{title} by layer and head", bottom + under_map, draw)
 
 
-def _write_places(figure: FigureBase, rows: int, columns: int) -> None:
+def _write_places(figure: AnyFigure, rows: int, columns: int) -> None:
     """The numbers of layers and heads, and what they are."""
     width, bottom = (WIDTH - _LEFT - 1) / columns, _TOP + _ROW * rows
     for head in range(0, columns, max(1, math.ceil(columns / 24))):
@@ -139,13 +139,13 @@ class _Cell:
         # By perceived lightness, so that numbers stay readable on every colour.
         self.ink = _DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.46 else _LIGHT
 
-    def write(self, figure: FigureBase, text: str) -> None:
+    def write(self, figure: AnyFigure, text: str) -> None:
         """Writes into the middle."""
         place = self.left + self.width / 2, self.top + _ROW / 2 + 4
         write_at(figure, *place, text, ha="center", fontsize=10.5, color=self.ink)
 
 
-def _draw_cells(figure: FigureBase, cells: Sequence[_Cell]) -> None:
+def _draw_cells(figure: AnyFigure, cells: Sequence[_Cell]) -> None:
     """The coloured cells, without axes: those take matplotlib longer than everything else."""
     from matplotlib.collections import PolyCollection
     from matplotlib.lines import Line2D
@@ -195,7 +195,7 @@ def _beyond(
     return lines
 
 
-def _draw_bar(figure: FigureBase, scale: _Scale, write: Callable[[float], str]) -> None:
+def _draw_bar(figure: AnyFigure, scale: _Scale, write: Callable[[float], str]) -> None:
     """The scale of the colours, in the upper right corner."""
     from matplotlib.image import BboxImage
     from matplotlib.transforms import Bbox, TransformedBbox

@@ -20,9 +20,10 @@ def matrix_picture(weights: Tensor) -> str:
     from matplotlib.image import imsave
 
     level = weights.double().clamp_min(1e-12).log2()
-    file, nothing = io.BytesIO(), {"Software": None}
-    scale: Any = {"vmin": -OCTAVES, "vmax": OCTAVES, "cmap": SEQUENTIAL}
-    imsave(file, level.numpy(), format="png", metadata=nothing, **scale)
+    file = io.BytesIO()
+    # Without the version of matplotlib, so that the same matrix is the same text.
+    options: Any = {"format": "png", "metadata": {"Software": None}}
+    imsave(file, level.numpy(), vmin=-OCTAVES, vmax=OCTAVES, cmap=SEQUENTIAL, **options)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
 

@@ -13,23 +13,24 @@ from lln.studies.report.theme import colour, colour_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import FigureBase
+    from matplotlib.axis import XAxis, YAxis
     from matplotlib.transforms import Transform
+
+    from lln.studies.report.chart import AnyFigure
 
 # Of a chart without a legend, and of one line of a legend.
 HEIGHT, LEGEND_LINE = 330, 19
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 27, 50
 
 
-def boxed_axes(figure: FigureBase, left: float, right: float, top: float, bottom: float) -> Axes:
+def boxed_axes(figure: AnyFigure, left: float, right: float, top: float, bottom: float) -> Axes:
     """Axes with these margins in points."""
     width, height = figure.bbox.size
     sides = 1 - (left + right) / width, 1 - (top + bottom) / height
     return figure.add_axes((left / width, bottom / height, *sides))
 
 
-def from_corner(figure: FigureBase) -> Transform:
+def from_corner(figure: AnyFigure) -> Transform:
     """Places in points, counted from the upper left corner of a chart."""
     from matplotlib.transforms import Affine2D
 
@@ -37,13 +38,13 @@ def from_corner(figure: FigureBase) -> Transform:
     return Affine2D().scale(1 / width, -1 / height).translate(0, 1) + figure.transSubfigure
 
 
-def write_at(figure: FigureBase, x: float, y: float, text: str, **options: Any) -> None:
+def write_at(figure: AnyFigure, x: float, y: float, text: str, **options: Any) -> None:
     """Writes at a place as `from_corner` counts."""
     width, height = figure.bbox.size
     figure.text(x / width, 1 - y / height, text, **options)
 
 
-def plot_area(figure: FigureBase, x_label: str, y_label: str, legend_lines: int = 0) -> Axes:
+def plot_area(figure: AnyFigure, x_label: str, y_label: str, legend_lines: int = 0) -> Axes:
     """The axes of a line chart, above the space for its legend."""
     axes = boxed_axes(figure, _LEFT, _RIGHT, _TOP, _BOTTOM + LEGEND_LINE * legend_lines)
     axes.set_xlabel(x_label, fontsize=13, fontweight="bold")
@@ -51,7 +52,7 @@ def plot_area(figure: FigureBase, x_label: str, y_label: str, legend_lines: int 
     return axes
 
 
-def linear_axis(axis: Axis, low: float, high: float) -> None:
+def linear_axis(axis: XAxis | YAxis, low: float, high: float) -> None:
     """About five round ticks over a range."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -60,7 +61,7 @@ def linear_axis(axis: Axis, low: float, high: float) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: number(value, ",.6g")))
 
 
-def log_axis(axis: Axis, low: float, high: float) -> None:
+def log_axis(axis: XAxis | YAxis, low: float, high: float) -> None:
     """A logarithmic axis with at least three round ticks, if the range contains so many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
@@ -72,7 +73,9 @@ def log_axis(axis: Axis, low: float, high: float) -> None:
     log_axis_with_ticks(axis, low, high, {tick: f"{tick:,.6g}" for tick in ticks})
 
 
-def log_axis_with_ticks(axis: Axis, low: float, high: float, ticks: dict[float, str]) -> None:
+def log_axis_with_ticks(
+    axis: XAxis | YAxis, low: float, high: float, ticks: dict[float, str]
+) -> None:
     """A logarithmic axis with ticks of the caller's choice."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
     axis.set_ticks(list(ticks), labels=list(ticks.values()))
@@ -184,7 +187,7 @@ def _rule_text(
     )
 
 
-def legend_below(figure: FigureBase, axes: Axes, columns: int) -> None:
+def legend_below(figure: AnyFigure, axes: Axes, columns: int) -> None:
     """The labelled lines of a chart in the order of drawing, under its lower axis."""
     handles, labels = axes.get_legend_handles_labels()
     width, height = figure.bbox.size
