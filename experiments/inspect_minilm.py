@@ -17,12 +17,11 @@ from statistics import median
 from lln.studies.inspection import run_inspect
 from lln.studies.inspection.choice import Chosen
 from lln.studies.inspection.findings import findings
-from lln.studies.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, draw_maps
-from lln.studies.inspection.plots import lln_plots, shape_plots, theory_plots
+from lln.studies.inspection.page import study_charts
 from lln.studies.inspection.saved import read_study
 from lln.studies.inspection.study import Study
-from lln.studies.report.markup import number
-from lln.studies.report.picture_file import svg_file
+from lln.studies.report.chart import svg_file
+from lln.studies.report.numbers import number
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = ROOT / "experiments" / "results" / "inspect_minilm.json"
@@ -61,16 +60,9 @@ def measure() -> None:
 
 def pictures(study: Study, chosen: list[Chosen]) -> dict[str, str]:
     """SVG files by name."""
-    groups = {
-        "concentration": draw_maps(study, CONCENTRATION),
-        "normality": draw_maps(study, NORMALITY),
-        "shapes": [pair for each in chosen for pair in shape_plots(study, each)],
-        "theory": [*theory_plots(study), *draw_maps(study, (CROSS,))],
-        "gaussian": draw_maps(study, GAUSSIAN),
-        "lln": [*draw_maps(study, LLN), *lln_plots(study)],
-    }
     return {
-        f"{name}.svg": svg_file([drawn for drawn, _ in group]) for name, group in groups.items()
+        f"{name}.svg": svg_file([chart for chart, _, _ in group])
+        for name, group in study_charts(study, chosen).items()
     }
 
 

@@ -1,6 +1,7 @@
 """Numbers as people read them."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from lln.instruments.measurements import Measurement, Measurements
 from lln.printing import written
 from lln.studies.demo.concentration import KERNELS, Concentration
-from lln.studies.demo.sections import concentration_section
+from lln.studies.demo.page import Demo, render_page
 
 
 @pytest.mark.parametrize(
@@ -41,4 +42,6 @@ def test_tables_of_measurements_and_of_the_demo_write_zero_without_a_sign():
     for curves in (part.entropy, part.gap):
         for name in KERNELS:
             curves[name][1.0] = [-1e-17]
-    assert "-0.0" not in concentration_section(part)
+    page = render_page(Demo(concentration=part))
+    assert "<td>0.00</td>" in page
+    assert not re.search(r"[-−]0\.0", page)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from importlib import metadata, resources
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -17,7 +18,7 @@ from lln.studies import doctor
 PACKAGE = Path(lln.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 OPTIONAL = ("triton", "transformers", "timm", "scipy", "matplotlib", "sklearn")
-HEAVY = (*OPTIONAL, "typer", "rich")
+HEAVY = (*OPTIONAL, "typer", "rich", "jinja2")
 PUBLIC = [
     "BackendUnavailableError",
     "CausalStatisticsError",
@@ -154,6 +155,19 @@ def test_data_files_are_in_the_package():
     assert files.joinpath("py.typed").is_file()
     constants = json.loads(files.joinpath("matching/constants.json").read_text("utf-8"))
     assert set(constants["criteria"]) == {"paper", "variance", "entropy"}
+    for page in ("report/base.html", "report/page.css", "demo/page.html", "inspection/page.html"):
+        assert files.joinpath("studies", page).is_file()
+
+
+def test_the_wheel_contains_every_file_of_the_package(tmp_path):
+    builder = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not installed")
+    (wheel,) = builder.WheelBuilder(str(PACKAGE.parents[1])).build(
+        directory=str(tmp_path), versions=["standard"]
+    )
+    with ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.startswith("lln/")}
+    kept = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert packed == {path.relative_to(PACKAGE.parent).as_posix() for path in kept}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 from experiments import inspect_minilm
@@ -9,15 +10,26 @@ from experiments import inspect_minilm
 from lln.errors import InvalidInputError
 from lln.studies.inspection.page import render_json, render_page
 from lln.studies.inspection.saved import read_study
-from lln.studies.report.picture_file import svg_file
 
 STALE = "stale: run python -m experiments.inspect_minilm --draw"
+
+
+def apart(svg):
+    """The drawing without its places, which differ by less than a point between matplotlib 3.10
+    and 3.11, and the places.
+    """
+    pattern = r' (?:d|x|y|transform)="[^"]*"'
+    places = [float(n) for part in re.findall(pattern, svg) for n in re.findall(r"[\d.]+", part)]
+    return re.sub(pattern, "", svg), places
 
 
 def test_pictures_and_page_are_up_to_date():
     study, chosen = read_study(inspect_minilm.NUMBERS)
     for name, drawn in inspect_minilm.pictures(study, chosen).items():
-        assert (inspect_minilm.FIGURES / name).read_text("utf-8") == drawn, STALE
+        published, places = apart((inspect_minilm.FIGURES / name).read_text("utf-8"))
+        again, places_again = apart(drawn)
+        assert again == published, STALE
+        assert places_again == pytest.approx(places, abs=1), STALE
     page = inspect_minilm.PAGE.read_text("utf-8")
     assert inspect_minilm.sentences(study, chosen, page) == page, STALE
 
@@ -33,7 +45,13 @@ def test_a_study_reads_back_as_it_was_written(tmp_path):
     path = tmp_path / "again.json"
     path.write_text(render_json(study, chosen), encoding="utf-8")
     again, chosen_again = read_study(path)
-    assert render_page(again, chosen_again) == render_page(study, chosen)
+    assert chosen_again == chosen
+    assert render_json(again, chosen_again) == render_json(study, chosen)
+    for each in (study, again):
+        del each.layers[1:]
+    shown = [each for each in chosen if each.layer == 0]
+    assert shown
+    assert render_page(again, shown) == render_page(study, shown)
 
 
 def test_the_numbers_hold_no_place_of_a_machine():
@@ -58,13 +76,3 @@ def test_foreign_files_are_refused(tmp_path):
         path.write_text(content)
         with pytest.raises(InvalidInputError, match="is not a report of lln inspect"):
             read_study(path)
-
-
-def test_svg_grid():
-    chart = '<svg class="chart" viewBox="0 0 480 100" role="img"></svg>'
-    tall = chart.replace("480 100", "480 330")
-    drawn = svg_file([chart, tall, chart])
-    assert 'viewBox="0 0 1032 502"' in drawn
-    assert drawn.count("<svg") == drawn.count("</svg>") == 4
-    assert 'x="528" y="24"' in drawn
-    assert 'x="24" y="378"' in drawn

@@ -36,7 +36,7 @@ from lln.studies.inspection.choice import choose_heads, parse_heads
 from lln.studies.inspection.findings import findings
 from lln.studies.inspection.page import render_json, render_page
 from lln.studies.inspection.stand_in import imitate
-from lln.studies.inspection.study import INSTRUMENTS, Layer, Study, study_layer
+from lln.studies.inspection.study import INSTRUMENTS, StudiedLayer, Study, study_layer
 from lln.studies.inspection.text import read_text
 
 SIZES = {
@@ -88,6 +88,14 @@ def text(tmp_path):
     return path
 
 
+@pytest.fixture(autouse=True)
+def pages_without_charts(request, monkeypatch):
+    """Drawing takes seconds; two tests here, and test_page.py, look at pages with charts."""
+    drawn = ("test_page_and_numbers", "test_bad_layers_get_a_sentence_and_the_rest_a_report")
+    if request.node.originalname not in drawn:
+        monkeypatch.setattr("lln.studies.inspection.page.inline_svg", lambda chart: chart.label)
+
+
 class Reader(HTMLParser):
     """Checks that tags close in order, and keeps the text."""
 
@@ -123,6 +131,10 @@ def test_page_and_numbers(bert, text, tmp_path):
     assert page == tmp_path / "out" / "lln-inspect.html"
     reader = Reader(page.read_text("utf-8"))
     assert "script" not in reader.tags
+    assert page.read_text("utf-8").count('<svg class="chart"') == page.read_text("utf-8").count(
+        "<figcaption>"
+    )
+    assert reader.tags.count("figure") >= 24
     for title in ("How concentrated", "Is log P normal", "Measured against theory", "Gaussian"):
         assert title in reader.text
     assert "refresh" not in page.read_text("utf-8")
@@ -335,7 +347,7 @@ def test_heads_to_show(bert, text, tmp_path):
         parse_heads("five")
     with pytest.raises(InvalidInputError, match=r"--heads 7\.0 does not exist: layers are 0 to 2"):
         run_inspect(str(bert), tmp_path, text=text, tokens=16, heads="7.0")
-    study = Study("m", "M", "t", 8, 1, [Layer("a", "softmax", 2, 4, 8, 8, False)])
+    study = Study("m", "M", "t", 8, 1, [StudiedLayer("a", "softmax", 2, 4, 8, 8, False)])
     with pytest.raises(InvalidInputError, match=r"heads of layer 0 are 0 to 1"):
         choose_heads(study, [(0, 2)])
 
@@ -467,7 +479,9 @@ def test_default_text_is_prose_of_the_standard_library():
 
 def test_a_page_of_nothing_is_still_a_page():
     study = Study("m & m", "M", "a <text>", 8, 1)
-    study.layers = [Layer("a", "softmax", 2, 4, 8, 8, False, problem="not measured: so it was")]
+    study.layers = [
+        StudiedLayer("a", "softmax", 2, 4, 8, 8, False, problem="not measured: so it was")
+    ]
     assert findings(study) == {}
     reader = Reader(render_page(study, choose_heads(study, None)))
     assert "m & m" in reader.text

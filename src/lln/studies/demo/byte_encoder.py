@@ -46,7 +46,7 @@ def trained_attentions(block_size: int) -> dict[str, Attention]:
     }
 
 
-class Encoder(nn.Module):
+class ByteEncoder(nn.Module):
     """Pre-norm encoder with learned positions."""
 
     def __init__(self, size: EncoderSize, attention: Attention, log_frequency: Tensor) -> None:
@@ -58,7 +58,7 @@ class Encoder(nn.Module):
         self.embedding = nn.Embedding(BYTES + 1, size.width)
         nn.init.normal_(self.embedding.weight, std=0.5)
         self.position = nn.Parameter(_waves(size.length, size.width))
-        self.layers = nn.ModuleList(Layer(size, attention) for _ in range(size.layers))
+        self.layers = nn.ModuleList(ByteEncoderLayer(size, attention) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, BYTES)
         nn.init.zeros_(self.head.weight)
@@ -73,7 +73,7 @@ class Encoder(nn.Module):
         return self.head(self.norm(hidden[chosen]))
 
 
-class Layer(nn.Module):
+class ByteEncoderLayer(nn.Module):
     """Attention and a feed-forward network, each behind its norm and beside a residual."""
 
     def __init__(self, size: EncoderSize, attention: Attention) -> None:

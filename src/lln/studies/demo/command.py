@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import math
-import time
 import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lln.errors import InvalidInputError
-from lln.files import write_atomically
 from lln.studies.demo.byte_encoder import EncoderSize
 from lln.studies.demo.concentration import Concentration
 from lln.studies.demo.corpus import Corpus, load_corpus
+from lln.studies.demo.headlines import concentration_headline, speed_headline, training_headline
 from lln.studies.demo.page import Demo, render_json, render_page
-from lln.studies.demo.sections import concentration_headline, speed_headline, training_headline
 from lln.studies.demo.speed import Speed
 from lln.studies.demo.state import Clock, State, page_path
 from lln.studies.demo.training import Training
+from lln.studies.report.page_file import PageFile
 from lln.studies.report.progress import progress_bar
+from lln.studies.report.rendering import check_page_packages
 from lln.studies.report.threads import faster_threads
 
 SECONDS = 110.0
 QUICK_SECONDS = 10.0
 # Shares of the whole at which the first two parts should be over.
 _CONCENTRATION_END, _SPEED_END = 0.12, 0.35
-_REWRITE_SECONDS = 3.0
 
 
 def run_demo(
@@ -38,8 +37,8 @@ def run_demo(
 ) -> Path:
     """Measure concentration, speed and learning on this machine and write a page about it.
 
-    The page and its JSON are rewritten all the time, each in one step: whenever the run ends, they
-    hold what was measured until then and say what is missing.
+    The page and its JSON are rewritten again and again, each in one step. After Ctrl-C they
+    contain what was measured until then and say what is missing.
 
     Args:
         out: The page's name if it ends in ``.html``, else the folder for ``lln-demo.html``.
@@ -54,22 +53,25 @@ def run_demo(
 
     Raises:
         InvalidInputError: One sentence if an argument cannot be used, before any work.
+        BackendUnavailableError: If jinja2 or matplotlib is not installed.
         KeyboardInterrupt: After Ctrl-C, once the page is written.
     """
     if seconds is None:
         seconds = QUICK_SECONDS if quick else SECONDS
     if not (math.isfinite(seconds) and seconds > 0):
         raise InvalidInputError(f"--seconds must be a positive number, got {seconds!r}.")
+    check_page_packages()
     page = page_path(out)
     corpus = load_corpus(data)
-    echo(f"About {seconds:.0f} seconds of measurements; Ctrl-C ends early and keeps what there is.")
+    echo(f"About {seconds:.0f} seconds of measurements; Ctrl-C ends early and keeps the results.")
     with faster_threads():
         demo = _quick_demo() if quick else Demo()
+        file = PageFile(page, lambda: render_page(demo), lambda: render_json(demo))
         try:
-            _run_parts(demo, corpus, seconds, page)
+            _run_parts(demo, corpus, seconds, file)
         except KeyboardInterrupt:
             _mark_stopped(demo)
-            _write(demo, page)
+            file.write()
             echo(f"Stopped. What was measured so far: {page}")
             raise
     echo(concentration_headline(demo.concentration))
@@ -81,15 +83,14 @@ def run_demo(
     return page
 
 
-def _run_parts(demo: Demo, corpus: Corpus, seconds: float, page: Path) -> None:
+def _run_parts(demo: Demo, corpus: Corpus, seconds: float, file: PageFile) -> None:
     clock = Clock(seconds)
     steps: tuple[tuple[str, float, Callable[[Clock], Iterator[float]]], ...] = (
         ("concentration", _CONCENTRATION_END, demo.concentration.measure),
         ("speed", _SPEED_END, demo.speed.measure),
         ("training", 1.0, lambda left: demo.training.measure(corpus, left)),
     )
-    _write(demo, page)
-    written = time.perf_counter()
+    file.write()
     with progress_bar() as bar:
         task = bar.add_task("", total=1.0)
         begin = 0.0
@@ -97,17 +98,10 @@ def _run_parts(demo: Demo, corpus: Corpus, seconds: float, page: Path) -> None:
             bar.update(task, description=name, completed=begin)
             for fraction in measure(Clock(seconds * end - clock.spent)):
                 bar.update(task, completed=begin + fraction * (end - begin))
-                if time.perf_counter() - written > _REWRITE_SECONDS:
-                    _write(demo, page)
-                    written = time.perf_counter()
-            _write(demo, page)
+                file.write_if_due()
+            file.write()
             begin = end
         bar.update(task, completed=1.0)
-
-
-def _write(demo: Demo, page: Path) -> None:
-    write_atomically(page, render_page(demo))
-    write_atomically(page.with_suffix(".json"), render_json(demo))
 
 
 def _mark_stopped(demo: Demo) -> None:

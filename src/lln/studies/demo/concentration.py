@@ -9,6 +9,7 @@ Dimension legend: N tokens, d head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
@@ -37,7 +38,7 @@ def _curves() -> Curves:
 
 @dataclass
 class Concentration(Part):
-    """Entropy in bits and spectral gap, by kernel and score variance p, one value a seed.
+    """Entropy in bits and spectral gap, by kernel and score variance p, one value per seed.
 
     Attributes:
         tokens: N.
@@ -77,9 +78,20 @@ class Concentration(Part):
     def distance(self, curves: Curves, name: str) -> float:
         """Mean distance to softmax attention over the score variances measured."""
         gaps = [
-            abs(median(curves[name][p]) - median(curves["softmax"][p])) for p in self.measured()
+            abs(self.middle(curves, name, p) - self.middle(curves, "softmax", p))
+            for p in self.measured()
         ]
         return sum(gaps) / len(gaps)
+
+    @staticmethod
+    def middle(curves: Curves, name: str, p: float) -> float:
+        """Median over the draws."""
+        return median(curves[name][p])
+
+    @property
+    def even_entropy(self) -> float:
+        """Entropy in bits of attention with equal weights."""
+        return math.log2(self.tokens)
 
     def measure(self, clock: Clock) -> Iterator[float]:
         """Fill in the curves, draw by draw; yields the share that is done."""
@@ -119,11 +131,9 @@ class Concentration(Part):
             "head_width": self.width,
             "seeds": self.seeds_done(),
             "score_variance": measured,
-            "entropy_bits": {
-                name: [median(self.entropy[name][p]) for p in measured] for name in KERNELS
-            },
-            "spectral_gap": {
-                name: [median(self.gap[name][p]) for p in measured] for name in KERNELS
+            **{
+                key: {name: [self.middle(curves, name, p) for p in measured] for name in KERNELS}
+                for key, curves in (("entropy_bits", self.entropy), ("spectral_gap", self.gap))
             },
         }
 

@@ -4,47 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from html import escape
 
-from lln.studies.demo.concentration import Concentration
-from lln.studies.demo.sections import concentration_section, speed_section, training_section
-from lln.studies.demo.speed import Speed
+from lln.studies.bench.spread import NOISY
+from lln.studies.demo.concentration import KERNELS, MAPPED, Concentration
+from lln.studies.demo.demo_charts import (
+    LABELS,
+    concentration_charts,
+    speed_chart,
+    training_chart,
+)
+from lln.studies.demo.headlines import concentration_headline, speed_headline, training_headline
+from lln.studies.demo.speed import TIMED, Speed
 from lln.studies.demo.state import Part, State
 from lln.studies.demo.training import Training
-from lln.studies.report.document import html_document, json_document, read_environment
-from lln.studies.report.markup import section, table
-
-_EXAMPLE = """\
-import torch
-from lln import lln_diag_attention
-
-query, key, value = torch.randn(3, 2, 8, 4096, 64)   # each [batch, heads, tokens, head width]
-out = lln_diag_attention(query, key, value)          # no 4096 × 4096 matrix on the way"""
-
-_METHOD = """
-<p>Linear Log-Normal (LLN) attention weighs key <i>j</i> for query <i>i</i> by
-⟨e<sup>αq<sub>i</sub></sup>, e<sup>βk<sub>j</sub></sup>⟩, elementwise exponentials and their inner
-product. Written out, that is two softmaxes, one after the other:</p>
-<div class="flow">
-<div class="step"><b>N keys and values</b>
-<div class="formula">k<sub>j</sub>, v<sub>j</sub></div>
-<div class="small">as many as there are tokens</div></div>
-<div class="go">softmax over<br>tokens <span class="arrow"></span></div>
-<div class="step"><b>d slots</b>
-<div class="formula">C<sub>f</sub> = Σ<sub>j</sub> softmax<sub>j</sub>(β k<sub>jf</sub>)
-v<sub>j</sub></div>
-<div class="formula">L<sub>f</sub> = logsumexp<sub>j</sub>(β k<sub>jf</sub>)</div>
-<div class="small">a mean value and a log-mass for each feature</div></div>
-<div class="go">softmax over<br>slots <span class="arrow"></span></div>
-<div class="step"><b>N outputs</b>
-<div class="formula">out<sub>i</sub> = Σ<sub>f</sub> softmax<sub>f</sub>(α q<sub>if</sub> +
-L<sub>f</sub>) C<sub>f</sub></div>
-<div class="small">each a mix of the slots</div></div>
-</div>
-<p>The N × N matrix P is never formed: time and memory grow with N, not N².
-α and β are temperatures. Set from the inputs, they give P the spread that softmax attention would
-have.</p>
-"""
+from lln.studies.report.chart import inline_svg
+from lln.studies.report.json_text import json_text
+from lln.studies.report.page_environment import read_environment
+from lln.studies.report.picture import colour_bar, matrix_picture
+from lln.studies.report.rendering import render
 
 
 @dataclass
@@ -72,50 +49,44 @@ class Demo:
 
 def render_page(demo: Demo) -> str:
     """The page as it stands."""
-    running = bool(demo.lacking()) and not demo.interrupted
-    where = f"PyTorch threads: {demo.environment['threads']}, version {demo.environment['PyTorch']}"
-    rows = [[escape(name), escape(value)] for name, value in demo.environment.items()]
-    body = "".join(
-        (
-            "<h1>Linear Log-Normal attention, measured here</h1>"
-            '<p class="lead">What <code>lln demo</code> found on this machine, '
-            f"{escape(demo.environment['date'])}.</p>",
-            _notice(demo, running),
-            section("method", "What it is", _METHOD),
-            concentration_section(demo.concentration),
-            speed_section(demo.speed, escape(where), _busy(demo.environment)),
-            training_section(demo.training),
-            section("use", "Use it", f"<pre><code>{escape(_EXAMPLE)}</code></pre>"),
-            section(
-                "environment",
-                "Environment",
-                f'<div class="panel">{table([], rows)}</div>'
-                '<p class="small" style="margin-top:.9rem">The numbers of this page lie beside it '
-                "as JSON. The method: arXiv 2311.13541.</p>",
-            ),
-        )
+    concentration, speed, training = demo.concentration, demo.speed, demo.training
+    headlines, charts, pictures = {}, {}, {}
+    if concentration.has_results:
+        headlines["concentration"] = concentration_headline(concentration)
+        charts["entropy"], charts["gap"] = map(inline_svg, concentration_charts(concentration))
+        pictures = {
+            name: matrix_picture(concentration.maps[name])
+            for name in MAPPED
+            if name in concentration.maps
+        }
+    if speed.has_results:
+        headlines["speed"] = speed_headline(speed)
+        charts["speed"] = inline_svg(speed_chart(speed))
+    if training.has_results:
+        headlines["training"] = training_headline(training)
+        charts["training"] = inline_svg(training_chart(training))
+    return render(
+        "demo/page.html",
+        title="LLN attention demo",
+        running=bool(demo.lacking()) and not demo.interrupted,
+        demo=demo,
+        State=State,
+        headlines=headlines,
+        charts=charts,
+        pictures=pictures,
+        colour_bar=colour_bar,
+        kernels=KERNELS,
+        labels=LABELS,
+        timed=list(TIMED),
+        noisy=NOISY,
+        busy=_busy(demo.environment),
     )
-    return html_document("LLN attention demo", body, refresh=running)
-
-
-def _notice(demo: Demo, running: bool) -> str:
-    """What is missing, where anything is."""
-    lacking = demo.lacking()
-    if not lacking:
-        return ""
-    reason = "The run is still going on" if running else "The run was interrupted"
-    return f'<p class="warn"><b>{reason}.</b> Not complete: {", ".join(lacking)}.</p>'
 
 
 def _busy(environment: dict[str, str]) -> str:
-    """A caution where other work kept the processors from the start."""
+    """The load, where other work kept the processors busy from the start."""
     load, cores = float(environment.get("load at start", 0)), os.cpu_count() or 1
-    if load < 0.7 * cores:
-        return ""
-    return (
-        f'<p class="warn">This machine was busy with other work (load {load:.1f} on {cores} CPUs '
-        "at the start): these times are longer and noisier than they need be.</p>"
-    )
+    return "" if load < 0.7 * cores else f"load {load:.1f} on {cores} CPUs"
 
 
 def render_json(demo: Demo) -> str:
@@ -125,4 +96,4 @@ def render_json(demo: Demo) -> str:
         "environment": demo.environment,
         **{name: part.as_json() for name, part in demo.parts().items()},
     }
-    return json_document(content)
+    return json_text(content)

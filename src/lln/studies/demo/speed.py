@@ -26,13 +26,13 @@ _FEWEST_RUNS = 3
 
 @dataclass
 class Speed(Part):
-    """Seconds a call, by attention and length, one value a run.
+    """Seconds per call, by attention and length, one value per run.
 
     Attributes:
         lengths: Sequence lengths N, each twice the one before.
         heads: H.
         width: D.
-        most_runs: Runs a length at most.
+        most_runs: Runs per length at most.
         runs: Seconds of every run, by attention and length.
         dropped: Where a series ended because the next length would have cost too much time.
     """
@@ -56,11 +56,11 @@ class Speed(Part):
         return [n for n in self.lengths if any(self.runs[name].get(n) for name in TIMED)]
 
     def times(self, name: str) -> dict[int, float]:
-        """Median seconds a call, by length."""
+        """Median seconds per call, by length."""
         return {n: median(runs) for n, runs in self.runs[name].items() if runs}
 
     def timed(self, name: str) -> dict[int, Timed]:
-        """Median and quartiles of the seconds a call, by length."""
+        """Median and quartiles of the seconds per call, by length."""
         return {n: timed(runs) for n, runs in self.runs[name].items() if runs}
 
     def crossover(self, name: str) -> Crossover | None:
@@ -72,9 +72,27 @@ class Speed(Part):
         return {n: (min(runs), max(runs)) for n, runs in self.runs[name].items() if runs}
 
     def unsteady(self, name: str) -> list[int]:
-        """Lengths that took less time than a shorter one: the machine's doing, not the method's."""
+        """Lengths that took less time than a shorter one, which only other work can cause."""
         times = self.times(name)
         return [n for n in times if any(times[m] > times[n] for m in times if m < n)]
+
+    def every_unsteady(self) -> dict[str, list[int]]:
+        """The same by attention, without those that have none."""
+        return {name: lengths for name in TIMED if (lengths := self.unsteady(name))}
+
+    def ratio(self, name: str, length: int) -> str:
+        """Time of softmax attention over that of an attention, as tables show it."""
+        slow, fast = self.times("softmax").get(length), self.times(name).get(length)
+        return "–" if slow is None or fast is None else f"{slow / fast:.2f}"
+
+    def run_counts(self) -> str:
+        """Fewest and most runs behind a time."""
+        counts = sorted({len(runs) for name in TIMED for runs in self.runs[name].values()})
+        return f"{counts[0]} to {counts[-1]}" if counts[0] != counts[-1] else f"{counts[0]}"
+
+    def has_noise(self) -> bool:
+        """Whether any time is noisy."""
+        return any(time.is_noisy for name in TIMED for time in self.timed(name).values())
 
     def measure(self, clock: Clock) -> Iterator[float]:
         """Time every attention in turn at every length; yields the share that is done."""

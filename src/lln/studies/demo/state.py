@@ -36,13 +36,6 @@ class Part(ABC):
         """Numbers alone, without tensors."""
 
 
-def missing(part: Part) -> str:
-    """What to say instead of results."""
-    if part.state is State.STOPPED:
-        return '<p class="warn">The run was stopped before this part had a result.</p>'
-    return '<p class="warn">Not measured yet.</p>'
-
-
 class Clock:
     """The seconds a part may use."""
 

@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln.studies.demo.byte_encoder import MASK, Attention, Encoder, EncoderSize, trained_attentions
+from lln.studies.demo.byte_encoder import (
+    MASK,
+    Attention,
+    ByteEncoder,
+    EncoderSize,
+    trained_attentions,
+)
 from lln.studies.demo.corpus import Corpus, log_frequency
 from lln.studies.demo.state import Clock, Part, State
 
@@ -39,7 +45,7 @@ class Point:
 
     Attributes:
         step: Steps of each.
-        loss: Cross entropy in nats a masked byte.
+        loss: Cross entropy in nats per masked byte.
     """
 
     step: int
@@ -52,7 +58,7 @@ class Training(Part):
 
     Attributes:
         size: Sizes of the encoder.
-        batch: Sequences a step.
+        batch: Sequences per step.
         held_out: Sequences of the evaluation.
         turn: Steps an encoder takes before the next one's turn.
         evaluations: Points of a curve, about.
@@ -85,9 +91,13 @@ class Training(Part):
         """Whether any step was evaluated."""
         return len(self.points) > 1
 
-    def seconds_a_step(self, name: str) -> float | None:
+    def seconds_per_step(self, name: str) -> float | None:
         """Median seconds of a step."""
         return median(self.seconds[name]) if self.seconds[name] else None
+
+    def ranking(self) -> list[str]:
+        """The attentions by their last loss, lowest first."""
+        return sorted(TRAINED, key=self.points[-1].loss.__getitem__)
 
     def measure(self, corpus: Corpus, clock: Clock) -> Iterator[float]:
         """Train until the time is up; yields the share of it that is used."""
@@ -145,7 +155,7 @@ class Training(Part):
             "steps": [point.step for point in self.points],
             "unigram_loss": self.unigram,
             "held_out_loss": {name: [p.loss[name] for p in self.points] for name in TRAINED},
-            "seconds_a_step": {name: self.seconds_a_step(name) for name in TRAINED},
+            "seconds_per_step": {name: self.seconds_per_step(name) for name in TRAINED},
         }
 
 
@@ -155,7 +165,7 @@ class _Trainee:
     def __init__(self, training: Training, attention: Attention, log_frequency: Tensor) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(training.seed)
-            self.encoder = Encoder(training.size, attention, log_frequency)
+            self.encoder = ByteEncoder(training.size, attention, log_frequency)
         self.optimiser = torch.optim.AdamW(
             self.encoder.parameters(), lr=training.rate, betas=(0.9, 0.98), fused=True
         )

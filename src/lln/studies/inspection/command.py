@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 
 from lln import checks
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.files import check_file, check_folder, write_atomically
+from lln.files import check_file, check_folder
 from lln.instruments import capture
 from lln.instruments.observed_call import SeenCall
 from lln.matching.calibration import ENOUGH_TOKENS
-from lln.studies.inspection.choice import choose_heads, parse_heads, refuse_missing_heads
+from lln.studies.inspection.choice import Chosen, choose_heads, parse_heads, refuse_missing_heads
 from lln.studies.inspection.findings import findings
 from lln.studies.inspection.page import render_json, render_page
 from lln.studies.inspection.study import INSTRUMENTS, Study, study_layer
 from lln.studies.inspection.text import read_text
-from lln.studies.report.document import read_environment
+from lln.studies.report.page_environment import read_environment
+from lln.studies.report.page_file import PageFile
 from lln.studies.report.progress import progress_bar
+from lln.studies.report.rendering import check_page_packages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +49,8 @@ def run_inspect(
 ) -> Path:
     """Measure the attention of a model that is on this machine and write a page about it.
 
-    The page and its JSON are written after every layer, each in one step: whenever the run ends,
-    they hold what was measured until then.
+    The page and its JSON are rewritten as layers come in, each in one step. After Ctrl-C or an
+    error they contain what was measured until then.
 
     Args:
         model: A folder, or a hub name in this machine's cache.
@@ -64,12 +66,13 @@ def run_inspect(
 
     Raises:
         InvalidInputError: One sentence if an argument cannot be used, or no attention is seen.
-        BackendUnavailableError: If transformers is not installed.
+        BackendUnavailableError: If transformers, jinja2 or matplotlib is not installed.
         KeyboardInterrupt: After Ctrl-C, once the page is written.
     """
     checks.check_count("--tokens", tokens, least=FEWEST_TOKENS)
     checks.check_count("--samples", samples)
     asked = parse_heads(heads)
+    check_page_packages()
     page = _page_path(out)
     content = read_text(text)
     local = _load(model)
@@ -90,17 +93,22 @@ def run_inspect(
     by_layer = _count_heads(local, ids[:1])
     study.expected_layers = len(by_layer)
     refuse_missing_heads(asked, by_layer)
+    file = PageFile(
+        page,
+        lambda: render_page(study, _shown(study, asked)),
+        lambda: render_json(study, _shown(study, asked)),
+    )
     try:
-        _measure(study, local, ids, page, asked)
+        _measure(study, local, ids, file)
     except KeyboardInterrupt:
         study.stopped = True
-        _write(study, page, None)
+        file.write()
         echo(f"Stopped. What was measured so far: {page}")
         raise
     except Exception:
         if study.layers:
             study.stopped = True
-            _write(study, page, None)
+            file.write()
         raise
     for sentence in findings(study).values():
         echo(sentence)
@@ -111,13 +119,7 @@ def run_inspect(
     return page
 
 
-def _measure(
-    study: Study,
-    local: LocalModel,
-    ids: Tensor,
-    page: Path,
-    asked: list[tuple[int, int]] | None,
-) -> None:
+def _measure(study: Study, local: LocalModel, ids: Tensor, file: PageFile) -> None:
     start = time.perf_counter()
     with progress_bar() as bar:
         task = bar.add_task("layer 0", total=_STEPS * study.expected_layers)
@@ -136,18 +138,18 @@ def _measure(
             bar.update(task, description=f"layer {len(study.layers)}")
             study.seconds = time.perf_counter() - start
             if len(study.layers) < study.expected_layers:
-                _write(study, page, None)
+                file.write_if_due()
 
         with capture(local.model, instruments=INSTRUMENTS, on_call=take):
             local.run(ids)
     study.expected_layers = len(study.layers)
-    _write(study, page, asked)
+    file.write()
 
 
-def _write(study: Study, page: Path, asked: list[tuple[int, int]] | None) -> None:
-    chosen = choose_heads(study, asked)
-    write_atomically(page, render_page(study, chosen))
-    write_atomically(page.with_suffix(".json"), render_json(study, chosen))
+def _shown(study: Study, asked: list[tuple[int, int]] | None) -> list[Chosen]:
+    """The heads to show in detail; those asked for may still be missing before the end."""
+    whole = len(study.layers) == study.expected_layers
+    return choose_heads(study, asked if whole else None)
 
 
 def _count_heads(local: LocalModel, ids: Tensor) -> list[int]:

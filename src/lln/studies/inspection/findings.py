@@ -16,7 +16,7 @@ NEAR_VARIANCE = 0.25
 
 
 def findings(study: Study) -> dict[str, str]:
-    """One or two sentences a section; sections without a measured head have none."""
+    """One or two sentences per section; sections without a measured head have none."""
     parts = {
         "concentration": _concentration(study),
         "normality": _normality(study),

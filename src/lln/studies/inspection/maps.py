@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lln.studies.inspection.study import Grid, Study
+from lln.studies.report.chart import CaptionedChart, Chart
 from lln.studies.report.heatmap import heat_map
-from lln.studies.report.markup import number
+from lln.studies.report.numbers import number
 
 # Ends of a scale of signed numbers, which are written to two digits after the point.
 _LEAST = 0.05
@@ -19,33 +20,37 @@ class Map:
     """A heat map of the report.
 
     Attributes:
-        name: The value, or a name of its own if ``grid`` is given.
+        name: The value; ``a - b`` = the difference of two values.
         title: Above the map.
-        caption: Below it.
+        lead: The first words of the caption.
+        caption: The rest of it.
         write: How a number is written.
-        low: Number of the first colour; None = the smallest that is no extreme.
-        high: Number of the last colour; None = the largest that is no extreme.
+        low: Number of the first colour; None = the smallest that is not an extreme.
+        high: Number of the last colour; None = the largest that is not an extreme.
         log: Whether colours follow the logarithm.
         centred: Whether numbers have a sign: zero has the middle of two colours.
-        grid: The numbers; None = the value of that name.
     """
 
     name: str
     title: str
+    lead: str
     caption: str
     write: Callable[[float], str]
     low: float | None = None
     high: float | None = None
     log: bool = False
     centred: bool = False
-    grid: Callable[[Study], Grid] | None = None
 
     def numbers(self, study: Study) -> Grid:
         """By layer and head."""
-        return study.grid(self.name) if self.grid is None else self.grid(study)
+        first, _, second = self.name.partition(" - ")
+        if not second:
+            return study.grid(first)
+        pairs = zip(study.grid(first), study.grid(second), strict=True)
+        return [[a - b for a, b in zip(*rows, strict=True)] for rows in pairs]
 
-    def draw(self, study: Study) -> str:
-        """The map as SVG."""
+    def draw(self, study: Study) -> Chart:
+        """The chart of the map."""
         return heat_map(
             self.title,
             self.numbers(study),
@@ -58,11 +63,21 @@ class Map:
         )
 
 
+def draw_maps(study: Study, maps: Sequence[Map]) -> list[CaptionedChart]:
+    """Every map with a number in it."""
+    even = f"{math.log2(max(study.tokens, 1)):.1f}"
+    return [
+        CaptionedChart(each.draw(study), each.lead, each.caption.replace("{even}", even))
+        for each in maps
+        if any(math.isfinite(value) for row in each.numbers(study) for value in row)
+    ]
+
+
 def _digits(count: int) -> Callable[[float], str]:
     return lambda value: number(value, f".{count}f")
 
 
-def _signed(value: float) -> str:
+def _with_sign(value: float) -> str:
     return number(value, "+.2f" if abs(value) < 9.995 else "+.0f")
 
 
@@ -77,189 +92,124 @@ def _short(value: float) -> str:
     return number(value, ".0f" if size >= 10 else ".1f" if size >= 1 else ".2f")
 
 
-def _difference(name: str, other: str) -> Callable[[Study], Grid]:
-    def grid(study: Study) -> Grid:
-        pairs = zip(study.grid(name), study.grid(other), strict=True)
-        return [[a - b for a, b in zip(*rows, strict=True)] for rows in pairs]
+def _signed(name: str, title: str, lead: str, caption: str) -> Map:
+    return Map(name, title, lead, caption, _with_sign, centred=True)
 
-    return grid
+
+def _logarithmic(name: str, title: str, lead: str, caption: str) -> Map:
+    return Map(name, title, lead, f"{caption} Colours are logarithmic.", _short, log=True)
 
 
 CONCENTRATION = (
     Map(
         "entropy",
         "entropy, bits",
-        "<b>Entropy</b> of a row of P, Eq. (7): 0 = one key, {even} bits = all alike.",
+        "Entropy",
+        " of a row of P, Eq. (7): 0 = one key, {even} bits = all alike.",
         _digits(1),
         low=0.0,
     ),
     Map(
         "spectral_gap",
         "spectral gap",
-        "<b>Spectral gap</b> 1 − |λ₂|: near 1 every token receives nearly the same average.",
+        "Spectral gap",
+        " 1 − |λ₂|: near 1 every token receives nearly the same average.",
         _digits(2),
         low=0.0,
         high=1.0,
     ),
-    Map(
+    _logarithmic(
         "temperature",
         "temperature",
-        "<b>Temperature</b> 1/σ of the scores, Eq. (5): the lower, the sharper. Colours are "
-        "logarithmic.",
-        _short,
-        log=True,
+        "Temperature",
+        " 1/σ of the scores, Eq. (5): the lower, the sharper.",
     ),
-    Map(
-        "variance",
-        "variance of P",
-        "<b>Variance</b> of the entries of P (Theorem 3.4). Colours are logarithmic.",
-        _short,
-        log=True,
-    ),
+    _logarithmic("variance", "variance of P", "Variance", " of the entries of P (Theorem 3.4)."),
 )
 NORMALITY = (
     Map(
         "log_normality.ks",
         "distance from normal",
-        "<b>Kolmogorov-Smirnov distance</b> of log P from the normal distribution of its mean and "
-        "variance, from 0 to 1.",
+        "Kolmogorov-Smirnov distance",
+        " of log P from the normal distribution of its mean and variance, from 0 to 1.",
         _digits(2),
         low=0.0,
     ),
-    Map(
+    _signed(
         "log_normality.skew",
         "skew of log P",
-        "<b>Skew</b> of log P: 0 for a normal one; positive = a tail of large weights.",
-        _signed,
-        centred=True,
+        "Skew",
+        " of log P: 0 for a normal distribution; positive = a tail of large weights.",
     ),
-    Map(
+    _signed(
         "log_normality.kurtosis",
         "excess kurtosis of log P",
-        "<b>Excess kurtosis</b> of log P: 0 for a normal one; positive = heavy tails.",
-        _signed,
-        centred=True,
+        "Excess kurtosis",
+        " of log P: 0 for a normal distribution; positive = heavy tails.",
     ),
-    Map(
+    _logarithmic(
         "log_normality.row_variance",
         "variance of log P in a row",
-        "<b>Variance</b> of log P inside a row, which is that of the scores: the p that moment "
-        "matching reproduces. Colours are logarithmic.",
-        _short,
-        log=True,
+        "Variance",
+        " of log P inside a row, which is that of the scores: the p that moment matching "
+        "reproduces.",
     ),
 )
+_GAUSSIAN_ENTRIES = ": 0 for Gaussian entries."
+_GAUSSIAN_NORMS = ": relative variance of the squared norm, 1 for Gaussian entries."
 GAUSSIAN = (
-    Map(
-        "gaussianity.query_kurtosis",
-        "excess kurtosis of queries",
-        "<b>Queries</b>: 0 for Gaussian entries.",
-        _signed,
-        centred=True,
+    _signed(
+        "gaussianity.query_kurtosis", "excess kurtosis of queries", "Queries", _GAUSSIAN_ENTRIES
     ),
-    Map(
+    _signed(
         "gaussianity.key_kurtosis",
         "excess kurtosis of keys",
-        "<b>Keys</b>, their mean taken out: 0 for Gaussian entries.",
-        _signed,
-        centred=True,
+        "Keys",
+        " without their mean" + _GAUSSIAN_ENTRIES,
     ),
-    Map(
-        "gaussianity.query_skew",
-        "skew of queries",
-        "<b>Queries</b>: 0 for Gaussian entries.",
-        _signed,
-        centred=True,
+    _signed("gaussianity.query_skew", "skew of queries", "Queries", _GAUSSIAN_ENTRIES),
+    _signed("gaussianity.key_skew", "skew of keys", "Keys", _GAUSSIAN_ENTRIES),
+    _logarithmic(
+        "gaussianity.query_norms", "spread of query norms", "Norms of queries", _GAUSSIAN_NORMS
     ),
-    Map(
-        "gaussianity.key_skew",
-        "skew of keys",
-        "<b>Keys</b>: 0 for Gaussian entries.",
-        _signed,
-        centred=True,
-    ),
-    Map(
-        "gaussianity.query_norms",
-        "spread of query norms",
-        "<b>Token norms</b> of queries: relative variance of |q|², 1 for Gaussian entries. Colours "
-        "are logarithmic.",
-        _short,
-        log=True,
-    ),
-    Map(
-        "gaussianity.key_norms",
-        "spread of key norms",
-        "<b>Token norms</b> of keys: relative variance of |k|², 1 for Gaussian entries. Colours "
-        "are logarithmic.",
-        _short,
-        log=True,
-    ),
+    _logarithmic("gaussianity.key_norms", "spread of key norms", "Norms of keys", _GAUSSIAN_NORMS),
 )
-CROSS = Map(
+CROSS = _signed(
     "theory.cross_share",
     "share of C_cross",
-    "<b>C_cross</b> of Eq. (5) as a share of the scores' variance inside a row: what features "
-    "of unequal spread and correlations add to σq²σk²; negative = take away.",
-    _signed,
-    centred=True,
+    "C_cross",
+    " of Eq. (5) as a share of the variance of the scores inside a row: what features of unequal "
+    "spread and correlations add to σq²σk²; a negative share reduces it.",
 )
 LLN = (
-    Map(
-        "lln.alpha",
-        "α",
-        "<b>α</b> at which LLN attention has the head’s entropy. Colours are logarithmic.",
-        _short,
-        log=True,
-    ),
-    Map(
-        "lln.beta",
-        "β",
-        "<b>β</b> at which LLN attention has the head’s entropy. Colours are logarithmic.",
-        _short,
-        log=True,
-    ),
-    Map(
-        "lln.entropy_difference",
+    _logarithmic("lln.alpha", "α", "α", " at which LLN attention has the head’s entropy."),
+    _logarithmic("lln.beta", "β", "β", " at which LLN attention has the head’s entropy."),
+    _signed(
+        "lln.entropy - entropy",
         "LLN’s entropy, difference",
-        "<b>Entropy</b> that LLN misses at that α and β, in bits.",
-        _signed,
-        centred=True,
-        grid=_difference("lln.entropy", "entropy"),
+        "Entropy",
+        " that LLN misses at that α and β, in bits.",
     ),
-    Map(
-        "lln.gap_difference",
+    _signed(
+        "lln.spectral_gap - spectral_gap",
         "LLN’s spectral gap, difference",
-        "<b>Spectral gap</b> of LLN less that of softmax.",
-        _signed,
-        centred=True,
-        grid=_difference("lln.spectral_gap", "spectral_gap"),
+        "Spectral gap",
+        " of LLN minus that of softmax.",
     ),
     Map(
         "lln.distance",
         "weight that lies elsewhere",
-        "<b>Total variation</b> between rows of LLN and of softmax, 0 = the same weights, "
-        "1 = disjoint.",
+        "Total variation",
+        " between rows of LLN and of softmax: 0 = the same weights, 1 = disjoint.",
         _digits(2),
         low=0.0,
         high=1.0,
     ),
-    Map(
-        "lln.formula_difference",
+    _signed(
+        "lln.formula_entropy - entropy",
         "entropy by formula, difference",
-        '<b>Without measuring</b>: entropy at the α, β of <code>matching="entropy"</code>, which '
-        "takes entries to be Gaussian, less softmax’s, in bits.",
-        _signed,
-        centred=True,
-        grid=_difference("lln.formula_entropy", "entropy"),
+        "Without measuring",
+        ': entropy at the α, β of matching="entropy", which takes entries to be Gaussian, minus '
+        "that of softmax, in bits.",
     ),
 )
-
-
-def draw_maps(study: Study, maps: Sequence[Map]) -> list[tuple[str, str]]:
-    """SVG and caption of every map with a number in it."""
-    even = f"{math.log2(max(study.tokens, 1)):.1f}"
-    return [
-        (each.draw(study), each.caption.replace("{even}", even))
-        for each in maps
-        if any(math.isfinite(value) for row in each.numbers(study) for value in row)
-    ]

@@ -1,34 +1,33 @@
-"""The plots of the report that are no heat maps, each as SVG."""
+"""The charts of the report that are not heat maps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from lln.studies.inspection.choice import Chosen
-from lln.studies.inspection.study import Layer, Study, bin_edges
-from lln.studies.report.chart import Bars, Dots, Line, line_chart, linear_axis, log_axis
-from lln.studies.report.limits import robust_ends
-from lln.studies.report.markup import number
+from lln.studies.inspection.study import StudiedLayer, Study, bin_edges
+from lln.studies.report import plot_area
+from lln.studies.report.chart import CaptionedChart, Chart
+from lln.studies.report.numbers import number
+from lln.studies.report.robust_ends import robust_ends
+from lln.studies.report.theme import colour
+
+if TYPE_CHECKING:
+    from lln.studies.report.chart import AnyFigure
 
 # Heads outside the axes that are named; the others are counted.
 _MOST_NAMED = 3
 
 
-class Plot(NamedTuple):
-    """A plot, and what it leaves out, in sentences that begin with a space.
-
-    Attributes:
-        svg: Empty where there is nothing to draw.
-        remark: Empty where everything is in the plot.
-    """
-
-    svg: str = ""
-    remark: str = ""
+def shape_plots(study: Study, chosen: Chosen) -> list[CaptionedChart]:
+    """The distribution of a head as histogram and as quantile plot; empty if it has none."""
+    charts = _histogram(study, chosen), _quantile_plot(study, chosen)
+    return [] if None in charts else [chart for chart in charts if chart is not None]
 
 
-def histogram(study: Study, chosen: Chosen) -> Plot:
+def _histogram(study: Study, chosen: Chosen) -> CaptionedChart | None:
     """The distribution of log P: of a head, of LLN in its place, and the fitted normal one."""
     layer = study.layers[chosen.layer]
     shape = layer.shapes[chosen.head]
@@ -36,7 +35,7 @@ def histogram(study: Study, chosen: Chosen) -> Plot:
     variance = layer.value("log_normality.variance", chosen.head)
     bins = len(shape.softmax_histogram)
     if not bins or not variance > 0:
-        return Plot()
+        return None
     edges = bin_edges(mean, variance, bins)
     width = edges[1] - edges[0]
     # No weight is above 1, so there is nothing to see beyond the bin that ends at log P = 0.
@@ -50,26 +49,41 @@ def histogram(study: Study, chosen: Chosen) -> Plot:
         (x, math.exp(-((x - mean) ** 2) / (2 * variance)) / math.sqrt(2 * math.pi * variance))
         for x in edges
     ]
-    middles = [(left + width / 2, height) for left, height in zip(edges, other, strict=False)]
     highest = max(*own, *(y for _, y in normal), min(max(other), 2 * max(own)))
-    clipped = [(x, min(y, 1.05 * highest)) for x, y in middles]
-    x = linear_axis("log P", edges[0], edges[-1])
-    y = linear_axis(f"density, head {chosen.name}", 0, 1.08 * highest)
-    lines = [
-        Bars("softmax", edges, own),
-        Line("lln", clipped, marks=False),
-        Line("normal", normal, marks=False),
+    clipped = [
+        (left + width / 2, min(y, 1.05 * highest)) for left, y in zip(edges, other, strict=False)
     ]
-    remark = _above_one(layer, chosen.head)
+
+    def draw(figure: AnyFigure) -> None:
+        axes = plot_area.plot_area(figure, "log P", f"density, head {chosen.name}", 1)
+        plot_area.linear_axis(axes.xaxis, edges[0], edges[-1])
+        plot_area.linear_axis(axes.yaxis, 0, 1.08 * highest)
+        look = {"color": colour("softmax"), "alpha": 0.28, "linewidth": 0}
+        axes.stairs(own, edges, fill=True, label="the head", **look)
+        plot_area.curve(axes, "lln", clipped, label="LLN at its α, β", marks=False)
+        plot_area.curve(axes, "normal", normal, marks=False)
+        plot_area.legend_below(figure, axes, columns=3)
+
+    caption = f", {chosen.why}: entropy {number(layer.value('entropy', chosen.head), '.2f')} bits"
+    for label, name, digits in (
+        ("skew", "skew", 2),
+        ("excess kurtosis", "kurtosis", 2),
+        ("distance from normal", "ks", 3),
+    ):
+        value = layer.value(f"log_normality.{name}", chosen.head)
+        caption += f", {label} {number(value, f'.{digits}f')}"
+    caption += f".{_above_one(layer, chosen.head)}"
     if max(other) > 1.05 * highest:
-        remark += f" LLN’s peak, {number(max(other), '.2g')} high, is cut off."
+        caption += f" LLN’s peak, {number(max(other), '.2g')} high, is cut off."
     outside = 1 - sum(shape.lln_histogram)
     if outside >= 0.005:
-        remark += f" {number(outside, '.0%')} of LLN’s log P lies outside the axis."
-    return Plot(line_chart(f"distribution of log P of head {chosen.name}", x, y, lines), remark)
+        caption += f" {number(outside, '.0%')} of LLN’s log P lies outside the axis."
+    label = f"distribution of log P of head {chosen.name}"
+    chart = Chart(label, plot_area.HEIGHT + plot_area.LEGEND_LINE, draw)
+    return CaptionedChart(chart, f"Head {chosen.name}", caption)
 
 
-def _above_one(layer: Layer, head: int) -> str:
+def _above_one(layer: StudiedLayer, head: int) -> str:
     """Says how much of the fitted normal would be weights above 1, where that is much."""
     mean = layer.value("log_normality.mean", head)
     variance = layer.value("log_normality.variance", head)
@@ -82,80 +96,148 @@ def _above_one(layer: Layer, head: int) -> str:
     )
 
 
-def quantile_plot(study: Study, chosen: Chosen) -> Plot:
+def _quantile_plot(study: Study, chosen: Chosen) -> CaptionedChart | None:
     """Quantiles of log P against those of the fitted normal distribution."""
     layer = study.layers[chosen.layer]
     shape = layer.shapes[chosen.head]
     points = list(zip(shape.normal_quantiles, shape.quantiles, strict=True))
     if not all(math.isfinite(value) for pair in points for value in pair):
-        return Plot()
+        return None
     points = [pair for pair in points if pair[0] <= 0]
     low = min((min(pair) for pair in points), default=0.0)
     high = max((max(pair) for pair in points), default=0.0)
     if not high > low:
-        return Plot()
-    x = linear_axis("quantile of the fitted normal", points[0][0], points[-1][0])
-    y = linear_axis(f"quantile of log P, head {chosen.name}", low, high)
-    ends = [points[0][0], points[-1][0]]
-    notes = (f"{number(b, '.3f')} where the normal has {number(a, '.3f')}" for a, b in points)
-    lines = [
-        Line("theory", [(end, end) for end in ends], marks=False),
-        Dots([(a, b, 0.15, note) for (a, b), note in zip(points, notes, strict=True)]),
-    ]
-    chart = line_chart(f"quantiles of log P of head {chosen.name}", x, y, lines)
-    return Plot(chart, _above_one(layer, chosen.head))
+        return None
+
+    def draw(figure: AnyFigure) -> None:
+        axes = plot_area.plot_area(
+            figure, "quantile of the fitted normal", f"quantile of log P, head {chosen.name}"
+        )
+        plot_area.linear_axis(axes.xaxis, points[0][0], points[-1][0])
+        plot_area.linear_axis(axes.yaxis, low, high)
+        plot_area.equal_line(axes, points[0][0], points[-1][0])
+        told = (f"{number(b, '.3f')} where the normal has {number(a, '.3f')}" for a, b in points)
+        plot_area.dots(axes, [(a, b, 0.0, text) for (a, b), text in zip(points, told, strict=True)])
+
+    return CaptionedChart(
+        Chart(f"quantiles of log P of head {chosen.name}", plot_area.HEIGHT, draw),
+        f"Head {chosen.name}",
+        ": quantiles of log P against those of the fitted normal distribution, from 0.01 % to "
+        f"99.99 %. A normal log P would lie on the dashed line.{_above_one(layer, chosen.head)}",
+    )
 
 
-def against(
+def theory_plots(study: Study) -> list[CaptionedChart]:
+    """What Proposition 3.1 predicts against what is measured."""
+    variance, mean, entropy = (
+        (f"{label}, predicted", f"{label}, measured")
+        for label in ("variance of log P in a row", "−mean of log P", "entropy in bits")
+    )
+    charts = (
+        _against(
+            study,
+            ("theory.variance", "score_variance.within_row"),
+            variance,
+            "Variance inside a row",
+            " against σq²σk². The distance from the line is C_cross of Eq. (5). Axes are "
+            "logarithmic.",
+            log=True,
+        ),
+        _against(
+            study,
+            ("theory.mean", "log_normality.mean"),
+            mean,
+            "Mean of log P",
+            " against −ln N − p/2, with the measured p. Axes are logarithmic.",
+            sign=-1,
+            log=True,
+        ),
+        _against(
+            study,
+            ("theory.entropy", "entropy"),
+            entropy,
+            "Entropy",
+            " against that of a log-normal P of the measured p; predictions below 0 are drawn at "
+            "0.",
+            low=0.0,
+        ),
+    )
+    return [chart for chart in charts if chart is not None]
+
+
+def lln_plots(study: Study) -> list[CaptionedChart]:
+    """LLN attention beside softmax attention."""
+    charts = (
+        _against(
+            study,
+            ("spectral_gap", "lln.spectral_gap"),
+            ("spectral gap of softmax", "spectral gap of LLN"),
+            "Spectral gap",
+            " at equal entropy. On the dashed line LLN mixes tokens as fast as softmax does.",
+        ),
+        _against(
+            study,
+            ("entropy", "lln.formula_entropy"),
+            ("entropy of softmax, bits", "entropy of LLN by formula, bits"),
+            "The closed formula",
+            ", which measures nothing: how far the entropy is from that of softmax where entries "
+            "are not Gaussian.",
+        ),
+    )
+    return [chart for chart in charts if chart is not None]
+
+
+def _against(
     study: Study,
-    across: str,
-    up: str,
+    names: tuple[str, str],
     labels: tuple[str, str],
+    lead: str,
+    caption: str,
     *,
     sign: float = 1.0,
     low: float | None = None,
     log: bool = False,
-) -> Plot:
+) -> CaptionedChart | None:
     """One value of every head against another; dark dots are early layers.
 
     Args:
         study: Where the values are.
-        across: Name of the value from left to right.
-        up: Name of the other.
+        names: Of the value from left to right and of the other.
         labels: What the two are.
+        lead: The first words of the caption.
+        caption: The rest of it; heads outside the axes are added.
         sign: Factor of both.
         low: Smaller values are drawn here.
         log: Whether both axes are logarithmic.
     """
-    dots, names = [], []
-    last = max(len(study.layers) - 1, 1)
-    for layer, head, values in study.cells(across, up):
+    dots: list[tuple[float, float, int, str]] = []
+    for layer, head, values in study.cells(*names):
         x, y = (sign * value for value in values)
         where = f"{number(y, '.4g')} upright, {number(x, '.4g')} across"
         if low is not None:
             x, y = max(x, low), max(y, low)
         if not log or min(x, y) > 0:
-            dots.append((x, y, layer / last, f"head {layer}.{head}: {where}"))
-            names.append(f"{layer}.{head} ({where})")
+            dots.append((x, y, layer, f"{layer}.{head} ({where})"))
     if not dots:
-        return Plot()
+        return None
     # Both axes are alike, so that the line of equal values is the diagonal.
-    sides = [robust_ends([dot[side] for dot in dots], log=log) for side in (0, 1)]
+    across, up = [x for x, *_ in dots], [y for _, y, *_ in dots]
+    sides = [robust_ends(side, log=log) for side in (across, up)]
     least, most = min(side[0] for side in sides), max(side[1] for side in sides)
-    if log:
-        axes = [log_axis(label, least, most) for label in labels]
-    else:
-        margin = 0.04 * (most - least) + 1e-6
-        axes = [linear_axis(label, least - margin, most + margin) for label in labels]
-    ends = (axes[0].low, axes[0].high)
-    lines = [Line("theory", [(end, end) for end in ends], marks=False), Dots(dots)]
-    outside = [
-        name
-        for name, (x, y, _, _) in zip(names, dots, strict=True)
-        if not (axes[0].holds(x) and axes[1].holds(y))
-    ]
-    chart = line_chart(f"{labels[1]} against {labels[0]}", axes[0], axes[1], lines)
-    return Plot(chart, _ringed(outside))
+    margin = 0.04 * (most - least) + 1e-6
+    ends = (least / 1.25, most * 1.25) if log else (least - margin, most + margin)
+    outside = [name for x, y, _, name in dots if not ends[0] <= min(x, y) <= max(x, y) <= ends[1]]
+    last = max(len(study.layers) - 1, 1)
+
+    def draw(figure: AnyFigure) -> None:
+        axes = plot_area.plot_area(figure, *labels)
+        for axis in (axes.xaxis, axes.yaxis):
+            (plot_area.log_axis if log else plot_area.linear_axis)(axis, *ends)
+        plot_area.equal_line(axes, *ends)
+        plot_area.dots(axes, [(x, y, layer / last, f"head {name}") for x, y, layer, name in dots])
+
+    chart = Chart(f"{labels[1]} against {labels[0]}", plot_area.HEIGHT, draw)
+    return CaptionedChart(chart, lead, caption + _ringed(outside))
 
 
 def _ringed(outside: Sequence[str]) -> str:
@@ -165,86 +247,3 @@ def _ringed(outside: Sequence[str]) -> str:
     rest = len(outside) - _MOST_NAMED
     more = f" and {rest} more" if rest > 0 else ""
     return f" Outside the axes, ringed at the edge: {', '.join(outside[:_MOST_NAMED])}{more}."
-
-
-def shape_plots(study: Study, chosen: Chosen) -> list[tuple[str, str]]:
-    """The distribution of a head as histogram and quantile plot, each with its caption."""
-    value = study.layers[chosen.layer].value
-    shape, quantiles = histogram(study, chosen), quantile_plot(study, chosen)
-    if not shape.svg or not quantiles.svg:
-        return []
-    numbers = ", ".join(
-        f"{label} {number(value(f'log_normality.{name}', chosen.head), f'.{digits}f')}"
-        for label, name, digits in (
-            ("skew", "skew", 2),
-            ("excess kurtosis", "kurtosis", 2),
-            ("distance from normal", "ks", 3),
-        )
-    )
-    entropy = number(value("entropy", chosen.head), ".2f")
-    return _captioned(
-        (
-            shape,
-            f"<b>Head {chosen.name}</b>, {chosen.why}: entropy {entropy} bits, {numbers}.",
-        ),
-        (
-            quantiles,
-            f"<b>Head {chosen.name}</b>: quantiles of log P against those of the fitted normal "
-            "distribution, from 0.01 % to 99.99 %. On the dashed line it would be normal.",
-        ),
-    )
-
-
-def theory_plots(study: Study) -> list[tuple[str, str]]:
-    """What Proposition 3.1 predicts and what is, each with its caption."""
-    variance, mean, entropy = (
-        (f"{label}, predicted", f"{label}, measured")
-        for label in ("variance of log P in a row", "−mean of log P", "entropy in bits")
-    )
-    return _captioned(
-        (
-            against(study, "theory.variance", "score_variance.within_row", variance, log=True),
-            "<b>Variance inside a row</b> against σq²σk². What lies off the line is C_cross of "
-            "Eq. (5). Axes are logarithmic.",
-        ),
-        (
-            against(study, "theory.mean", "log_normality.mean", mean, sign=-1, log=True),
-            "<b>Mean of log P</b> against −ln N − p/2, with the measured p. Axes are logarithmic.",
-        ),
-        (
-            against(study, "theory.entropy", "entropy", entropy, low=0.0),
-            "<b>Entropy</b> against that of a log-normal P of the measured p; predictions below 0 "
-            "are drawn at 0.",
-        ),
-    )
-
-
-def lln_plots(study: Study) -> list[tuple[str, str]]:
-    """LLN attention beside softmax attention, each with its caption."""
-    return _captioned(
-        (
-            against(
-                study,
-                "spectral_gap",
-                "lln.spectral_gap",
-                ("spectral gap of softmax", "spectral gap of LLN"),
-            ),
-            "<b>Spectral gap</b> at equal entropy. On the dashed line LLN mixes tokens as fast as "
-            "softmax does.",
-        ),
-        (
-            against(
-                study,
-                "entropy",
-                "lln.formula_entropy",
-                ("entropy of softmax, bits", "entropy of LLN by formula, bits"),
-            ),
-            "<b>The closed formula</b>, which measures nothing: how far the entropy is from "
-            "softmax’s where entries are not Gaussian.",
-        ),
-    )
-
-
-def _captioned(*plots: tuple[Plot, str]) -> list[tuple[str, str]]:
-    """The plots that are there, each with its caption and what it leaves out."""
-    return [(plot.svg, caption + plot.remark) for plot, caption in plots if plot.svg]

@@ -1,4 +1,4 @@
-"""A study read back from its JSON, so that pictures can be drawn again without the model."""
+"""A study read back from its JSON, so that charts can be drawn again without the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from lln.errors import InvalidInputError
 from lln.studies.inspection.choice import Chosen
-from lln.studies.inspection.study import Layer, Shape, Study
+from lln.studies.inspection.study import Shape, StudiedLayer, Study
 
 
 def read_study(path: Path) -> tuple[Study, list[Chosen]]:
@@ -57,7 +57,7 @@ def _study(content: dict[str, Any]) -> Study:
                     each["lln_histogram"],
                 )
         study.layers.append(
-            Layer(
+            StudiedLayer(
                 layer["name"],
                 layer["kind"],
                 heads,

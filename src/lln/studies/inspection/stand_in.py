@@ -22,7 +22,7 @@ BINS, REACH = 60, 5.0
 _STEPS = 12
 
 
-class Imitation(NamedTuple):
+class StandIn(NamedTuple):
     """LLN attention at the α and β that give a head's entropy, ``[B, H]`` each unless said.
 
     Attributes:
@@ -50,7 +50,7 @@ class Imitation(NamedTuple):
     lln_histogram: Tensor
 
 
-def imitate(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> Imitation:
+def imitate(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> StandIn:
     """Find the LLN attention for every head of a softmax call and measure it.
 
     Args:
@@ -79,7 +79,7 @@ def imitate(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> Imitat
         formula = lln_entropy(*(torch.where(healthy, side, 1.0) for side in closed))
     distance, even_distance, own_histogram, lln_histogram = _compare(seen, alpha, beta)
     tick()
-    return Imitation(
+    return StandIn(
         alpha=torch.where(healthy, alpha, torch.nan)[..., 0, 0].double(),
         beta=torch.where(healthy, beta, torch.nan)[..., 0, 0].double(),
         entropy=found,

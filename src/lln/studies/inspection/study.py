@@ -15,7 +15,7 @@ from torch import Tensor
 from lln.errors import LLNError
 from lln.instruments import gaussianity
 from lln.instruments.observed_call import SeenCall
-from lln.studies.inspection.stand_in import REACH, Imitation, imitate
+from lln.studies.inspection.stand_in import REACH, StandIn, imitate
 
 INSTRUMENTS = (
     "temperature",
@@ -47,7 +47,7 @@ class Shape:
 
 
 @dataclass
-class Layer:
+class StudiedLayer:
     """One attention layer.
 
     Attributes:
@@ -58,7 +58,7 @@ class Layer:
         queries: T.
         keys: S.
         is_causal: Whether row i sees keys 0 … i only.
-        values: By name, one number a head: the median over the samples.
+        values: By name, one number per head: the median over the samples.
         shapes: By head, of the first sample.
         problem: Why (part of) it was not measured; empty if all was.
         note: Why LLN was not tried in its place; empty if it was.
@@ -81,6 +81,10 @@ class Layer:
         heads = self.values.get(name, [])
         return heads[head] if head < len(heads) else math.nan
 
+    def remarks(self) -> str:
+        """Everything that was not measured, and why."""
+        return "; ".join(filter(None, (self.problem, self.note and f"no LLN: {self.note}")))
+
 
 @dataclass
 class Study:
@@ -91,7 +95,7 @@ class Study:
     text: str
     tokens: int
     samples: int
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[StudiedLayer] = field(default_factory=list)
     expected_layers: int = 0
     seconds: float = math.nan
     environment: dict[str, str] = field(default_factory=dict)
@@ -106,6 +110,10 @@ class Study:
         """Values by layer and head; NaN where there is none."""
         return [[layer.value(name, head) for head in range(self.heads)] for layer in self.layers]
 
+    def value_names(self) -> list[str]:
+        """Names of everything that was measured in any layer."""
+        return sorted({name for layer in self.layers for name in layer.values})
+
     def cells(self, *names: str) -> list[tuple[int, int, tuple[float, ...]]]:
         """``(layer, head, values)`` of all heads where every one of them is finite."""
         found = []
@@ -117,7 +125,7 @@ class Study:
         return found
 
 
-def study_layer(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> Layer:
+def study_layer(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> StudiedLayer:
     """Everything about one call that was measured by capture.
 
     Args:
@@ -125,7 +133,7 @@ def study_layer(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> La
         tick: Called after each of two steps.
     """
     queries, keys = seen.tokens
-    layer = Layer(
+    layer = StudiedLayer(
         seen.layer,
         seen.kind,
         seen.query.shape[-3],
@@ -137,7 +145,7 @@ def study_layer(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> La
     )
     values = {name: tensor for name, tensor in seen.values.items() if tensor.dim() == 2}
     values |= _theory(values, seen)
-    found: Imitation | None = None
+    found: StandIn | None = None
     layer.note = _why_not_lln(seen)
     try:
         mask = seen.options.get("key_mask")
@@ -194,7 +202,7 @@ def _why_not_lln(seen: SeenCall) -> str:
     return ""
 
 
-def _shapes(seen: SeenCall, found: Imitation | None) -> list[Shape]:
+def _shapes(seen: SeenCall, found: StandIn | None) -> list[Shape]:
     """The first sample's distributions, by head."""
     if "log_normality.quantiles" not in seen.values:
         return []

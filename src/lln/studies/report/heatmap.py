@@ -1,30 +1,38 @@
-"""A number for every layer and head, as a grid of coloured cells in inline SVG."""
+"""A number for every layer and head, as a grid of coloured cells."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import TYPE_CHECKING, Any
 
-from lln.studies.report.limits import robust_ends
-from lln.studies.report.markup import number
-from lln.studies.report.picture import DIVERGING, SEQUENTIAL, Stops, colour_at
+from lln.studies.report.chart import WIDTH, Chart, notes
+from lln.studies.report.numbers import number
+from lln.studies.report.plot_area import from_corner, write_at
+from lln.studies.report.robust_ends import robust_ends
+from lln.studies.report.theme import colour, colour_map
 
-_WIDTH, _LEFT, _TOP, _ROW, _LINE = 480, 42, 24, 24, 18
-_BAR, _BAR_LABEL, _BAR_PIECES = 110, 46, 16
+if TYPE_CHECKING:
+    from lln.studies.report.chart import AnyFigure
+
+_LEFT, _TOP, _ROW, _LINE = 42, 24, 24, 18
+_BAR, _BAR_LABEL = 110, 46
 # Columns beyond which the numbers no longer fit into the cells.
 _MOST_NUMBERED = 16
+# Of numbers on dark and on light cells; the same on every screen, as the cells are.
+_LIGHT, _DARK = "#fefefe", "#10151b"
+_SOFT: dict[str, Any] = {"fontsize": 12.5, "color": colour("soft")}
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """How numbers become colours: the numbers at its ends, and the colours between them."""
+    """How numbers become colours."""
 
     low: float
     high: float
     log: bool
-    stops: Stops
+    centred: bool
 
     def shade(self, value: float) -> float:
         """Where a number lies, from 0 to 1; the middle where all are alike."""
@@ -46,8 +54,8 @@ def heat_map(
     log: bool = False,
     centred: bool = False,
     least: float = 0.0,
-) -> str:
-    """The grid as ``<svg>``: layers from the top, heads from the left.
+) -> Chart:
+    """The grid with layers from the top and heads from the left.
 
     Numbers beyond the ends of the scale have its last colour and a mark, and a line below the map
     says how far they go.
@@ -55,8 +63,8 @@ def heat_map(
     Args:
         title: What the numbers are.
         grid: By layer and head; NaN = not measured.
-        low: Number of the first colour; None = the smallest that is no extreme.
-        high: Number of the last colour; None = the largest that is no extreme.
+        low: Number of the first colour; None = the smallest that is not an extreme.
+        high: Number of the last colour; None = the largest that is not an extreme.
         write: How a number is written.
         log: Whether colours follow the logarithm.
         centred: Whether numbers have a sign: zero has the middle of two colours.
@@ -68,44 +76,107 @@ def heat_map(
     if centred:
         high = max(abs(low), abs(high), least)
         low = -high
-    scale = _Scale(low, high, log, DIVERGING if centred else SEQUENTIAL)
+    scale = _Scale(low, high, log, centred)
     columns = max((len(row) for row in grid), default=1)
-    width = (_WIDTH - _LEFT) / columns
+    beyond = _beyond(grid, scale, write)
+    under_map = 40 + _LINE * len(beyond)
     bottom = _TOP + _ROW * len(grid)
-    parts = [f'<text class="name" x="2" y="13">{escape(title)}</text>', _bar(scale, write)]
-    for index, row in enumerate(grid):
-        middle = _TOP + _ROW * (index + 0.5) + 4
-        parts.append(f'<text class="tick end" x="{_LEFT - 7}" y="{middle:.1f}">{index}</text>')
-        for head, value in enumerate(row):
-            place = (_LEFT + head * width, _TOP + _ROW * index, width)
-            note = f"layer {index}, head {head}: "
-            if math.isnan(value):
-                parts.append(_lost(place, note))
-            else:
-                text = write(value) if columns <= _MOST_NUMBERED else ""
-                parts.append(_cell(place, value, scale, text, note + number(value, ".5g")))
-    every = max(1, math.ceil(columns / 24))
-    for head in range(0, columns, every):
-        across = _LEFT + (head + 0.5) * width
-        parts.append(f'<text class="tick mid" x="{across:.1f}" y="{bottom + 15}">{head}</text>')
-    middle = (_LEFT + _WIDTH) / 2
-    parts.append(f'<text class="tick mid" x="{middle}" y="{bottom + 32}">head</text>')
-    turned = f'transform="translate(12 {(_TOP + bottom) / 2}) rotate(-90)"'
-    parts.append(f'<text class="tick mid" {turned}>layer</text>')
-    height = bottom + 40
-    for line in _beyond(grid, scale, write):
-        parts.append(f'<text class="tick" x="{_LEFT}" y="{height + 10}">{escape(line)}</text>')
-        height += _LINE
-    return (
-        f'<svg class="chart heat" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-label="{escape(title)} by layer and head">{"".join(parts)}</svg>'
+
+    def draw(figure: AnyFigure) -> None:
+        cells = [
+            _Cell(layer, head, value, scale, (WIDTH - _LEFT - 1) / columns)
+            for layer, row in enumerate(grid)
+            for head, value in enumerate(row)
+        ]
+        _draw_cells(figure, cells)
+        for cell in cells:
+            if math.isnan(cell.value):
+                cell.write(figure, "–")
+            elif columns <= _MOST_NUMBERED:
+                cell.write(figure, write(cell.value))
+        _write_places(figure, len(grid), columns)
+        write_at(figure, 2, 14, title, fontsize=13, fontweight="bold")
+        _draw_bar(figure, scale, write)
+        for index, line in enumerate(beyond):
+            write_at(figure, _LEFT, bottom + 48 + _LINE * index, line, **_SOFT)
+
+    return Chart(f"{title} by layer and head", bottom + under_map, draw)
+
+
+def _write_places(figure: AnyFigure, rows: int, columns: int) -> None:
+    """The numbers of layers and heads, and what they are."""
+    width, bottom = (WIDTH - _LEFT - 1) / columns, _TOP + _ROW * rows
+    for head in range(0, columns, max(1, math.ceil(columns / 24))):
+        write_at(figure, _LEFT + width * (head + 0.5), bottom + 15, f"{head}", ha="center", **_SOFT)
+    for layer in range(rows):
+        middle = _TOP + _ROW * (layer + 0.5)
+        write_at(figure, _LEFT - 7, middle + 4.5, f"{layer}", ha="right", **_SOFT)
+    write_at(figure, (_LEFT + WIDTH) / 2, bottom + 32, "head", ha="center", **_SOFT)
+    turned = {"rotation": 90, "ha": "center", "va": "center"}
+    write_at(figure, 12, (_TOP + bottom) / 2, "layer", **turned, **_SOFT)
+
+
+class _Cell:
+    """The number of a head, its place, its colour and how it is told."""
+
+    def __init__(self, layer: int, head: int, value: float, scale: _Scale, width: float) -> None:
+        from matplotlib.colors import to_hex
+
+        self.value, self.width = value, width
+        self.left, self.top = _LEFT + width * head, _TOP + _ROW * layer
+        # 1 = above the scale, −1 = below it.
+        self.beyond = (value > scale.high) - (value < scale.low)
+        self.note = f"layer {layer}, head {head}: "
+        if math.isnan(value):
+            self.note += "not measured"
+            self.fill, self.ink = "none", colour("soft")
+            return
+        self.note += (
+            number(value, ".5g") + ("", ", above the scale", ", below the scale")[self.beyond]
+        )
+        red, green, blue, _ = shade = colour_map(scale.centred)(scale.shade(value))
+        self.fill = to_hex(shade)
+        # By perceived lightness, so that numbers stay readable on every colour.
+        self.ink = _DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.46 else _LIGHT
+
+    def write(self, figure: AnyFigure, text: str) -> None:
+        """Writes into the middle."""
+        place = self.left + self.width / 2, self.top + _ROW / 2 + 4
+        write_at(figure, *place, text, ha="center", fontsize=10.5, color=self.ink)
+
+
+def _draw_cells(figure: AnyFigure, cells: Sequence[_Cell]) -> None:
+    """The coloured cells, without axes: those take matplotlib longer than everything else."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.lines import Line2D
+
+    corners = ((0, 0), (1, 0), (1, 1), (0, 1))
+    placed = from_corner(figure)
+    figure.add_artist(
+        PolyCollection(
+            [
+                [(cell.left + cell.width * x, cell.top + _ROW * y) for x, y in corners]
+                for cell in cells
+            ],
+            facecolors=[cell.fill for cell in cells],
+            edgecolors=[colour("hair" if cell.fill == "none" else "panel") for cell in cells],
+            linewidths=1.5,
+            transform=placed,
+            **notes([cell.note for cell in cells]),
+        )
     )
+    for cell in cells:
+        if cell.beyond:
+            x, y = cell.left + cell.width - 4, cell.top + _ROW / 2 - 8 * cell.beyond
+            mark = "^" if cell.beyond > 0 else "v"
+            look = {"color": cell.ink, "markersize": 4.5, "markeredgewidth": 0}
+            figure.add_artist(Line2D([x], [y], marker=mark, transform=placed, **look))
 
 
 def _beyond(
     grid: Sequence[Sequence[float]], scale: _Scale, write: Callable[[float], str]
 ) -> list[str]:
-    """What lies beyond the scale, a line for each end."""
+    """What lies beyond the scale, one line for each end."""
     cells = [
         (value, f"{layer}.{head}")
         for layer, row in enumerate(grid)
@@ -124,50 +195,15 @@ def _beyond(
     return lines
 
 
-def _cell(
-    place: tuple[float, float, float], value: float, scale: _Scale, text: str, note: str
-) -> str:
-    x, y, width = place
-    red, green, blue = colour_at(scale.shade(value), scale.stops)
-    # Perceived lightness: numbers must stay readable on every colour.
-    tone = "dark" if 0.3 * red + 0.59 * green + 0.11 * blue > 118 else "light"
-    mark, right = "", x + width - 3
-    if value > scale.high:
-        mark = f'<path class="{tone}" d="M{right:.1f} {y + 6}h-5l2.5-4z"/>'
-        note += ", above the scale"
-    elif value < scale.low:
-        mark = f'<path class="{tone}" d="M{right:.1f} {y + _ROW - 6}h-5l2.5 4z"/>'
-        note += ", below the scale"
-    if text:
-        mark += (
-            f'<text class="value {tone}" x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 4:.1f}">'
-            f"{escape(text)}</text>"
-        )
-    return (
-        f'<g><title>{escape(note)}</title><rect class="cell" x="{x:.1f}" y="{y}" '
-        f'width="{width:.1f}" height="{_ROW}" fill="rgb({red} {green} {blue})"/>{mark}</g>'
-    )
-
-
-def _lost(place: tuple[float, float, float], note: str) -> str:
-    x, y, width = place
-    return (
-        f'<g><title>{escape(note)}not measured</title><rect class="absent" x="{x + 1:.1f}" '
-        f'y="{y + 1}" width="{width - 2:.1f}" height="{_ROW - 2}"/>'
-        f'<text class="value lost" x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 4:.1f}">–</text></g>'
-    )
-
-
-def _bar(scale: _Scale, write: Callable[[float], str]) -> str:
+def _draw_bar(figure: AnyFigure, scale: _Scale, write: Callable[[float], str]) -> None:
     """The scale of the colours, in the upper right corner."""
-    left, step = _WIDTH - _BAR - _BAR_LABEL, _BAR / _BAR_PIECES
-    # Pieces instead of a gradient, whose name would have to be unique on the page.
-    pieces = "".join(
-        f'<rect x="{left + step * index:.1f}" y="4" width="{step + 0.5:.1f}" height="9" '
-        f'fill="rgb({" ".join(map(str, colour_at(index / (_BAR_PIECES - 1), scale.stops)))})"/>'
-        for index in range(_BAR_PIECES)
-    )
-    return (
-        f'{pieces}<text class="tick end" x="{left - 5}" y="13">{escape(write(scale.low))}</text>'
-        f'<text class="tick" x="{left + _BAR + 5}" y="13">{escape(write(scale.high))}</text>'
-    )
+    from matplotlib.image import BboxImage
+    from matplotlib.transforms import Bbox, TransformedBbox
+
+    left = WIDTH - _BAR - _BAR_LABEL
+    place = TransformedBbox(Bbox([[left, 13], [left + _BAR, 4]]), from_corner(figure))
+    bar = BboxImage(place, cmap=colour_map(scale.centred))
+    bar.set_data([[step / 255 for step in range(256)]])
+    figure.add_artist(bar)
+    write_at(figure, left - 5, 13, write(scale.low), ha="right", **_SOFT)
+    write_at(figure, left + _BAR + 5, 13, write(scale.high), **_SOFT)

@@ -1,0 +1,56 @@
+"""Pages from jinja2 templates; every room of the studies keeps the template of its own page."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from lln.errors import BackendUnavailableError
+from lln.studies.report.numbers import milliseconds, number
+from lln.studies.report.series import LOOKS
+from lln.studies.report.theme import theme_css
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def check_page_packages() -> None:
+    """Refuse to begin where a page could not be written at the end.
+
+    Raises:
+        BackendUnavailableError: One sentence with what to install.
+    """
+    from importlib.util import find_spec
+
+    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise BackendUnavailableError(
+            f"the page needs {' and '.join(missing)}; run pip install 'lln[instruments]'."
+        )
+
+
+def render(template: str, **content: object) -> str:
+    """One self-contained HTML file, without scripts and without anything to load.
+
+    Args:
+        template: Its place below ``lln/studies``, such as ``"demo/page.html"``.
+        content: What the template shows; text is escaped, `markupsafe.Markup` is not.
+    """
+    return _environment().get_template(template).render(**content)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("lln.studies", ""),
+        autoescape=True,
+        keep_trailing_newline=True,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.globals.update(looks=LOOKS, theme_css=theme_css)
+    environment.filters.update(milliseconds=milliseconds, number=number)
+    return environment
