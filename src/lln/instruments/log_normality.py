@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lln.instruments.head_groups import select
-from lln.instruments.merged_moments import Moments, entry_moments
+from lln.instruments.attention_inputs import AttentionInputs
+from lln.instruments.head_groups import measure_all
+from lln.instruments.instrument import instrument
+from lln.instruments.merged_moments import EntryMoments, entry_moments
 from lln.instruments.rows import AttentionRows, Rows
 from lln.printing import brief
 
@@ -58,58 +60,17 @@ class LogNormality(NamedTuple):
         return brief(self, self._asdict())
 
 
-def log_normality(
-    query: Tensor,
-    key: Tensor,
-    *,
-    kind: str = "softmax",
-    alpha: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
-    matching: str = "variance",
-    block_size: int | None = None,
-    mix: float | Tensor = 0.5,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> LogNormality:
+@instrument(AttentionInputs)
+def log_normality(inputs: AttentionInputs) -> LogNormality:
     """Moments of log P, and its distance from a normal distribution (Propositions 3.1 and 4.1).
-
-    Args:
-        query: As in `entropy`.
-        key: As in `entropy`.
-        kind: As in `entropy`.
-        alpha: As in `entropy`.
-        beta: As in `entropy`.
-        matching: As in `entropy`.
-        block_size: As in `entropy`.
-        mix: As in `entropy`.
-        key_mask: As in `entropy`.
-        is_causal: As in `entropy`.
-        scale: As in `entropy`.
-        cu_seqlens: As in `entropy`.
 
     Returns:
         A `LogNormality`; NaN as in `entropy`. Where log P does not vary (uniform attention) it has
         no shape: skew, kurtosis and KS distance are NaN.
     """
-    selection = select(
-        query,
-        key,
-        kind=kind,
-        alpha=alpha,
-        beta=beta,
-        matching=matching,
-        block_size=block_size,
-        mix=mix,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-    )
     shapes = (*((),) * 6, *((len(PROBABILITIES),),) * 2)
-    found = selection.measure_all(lambda heads: shape_of_log_p(AttentionRows(heads)), shapes)
-    return LogNormality(*found, probabilities=_probabilities(query.device))
+    found = measure_all(inputs, lambda heads: shape_of_log_p(AttentionRows(heads)), shapes)
+    return LogNormality(*found, probabilities=_probabilities(inputs.query.device))
 
 
 def shape_of_log_p(rows: Rows) -> tuple[Tensor, ...]:
@@ -139,7 +100,7 @@ def _probabilities(device: torch.device) -> Tensor:
     return torch.tensor(PROBABILITIES, dtype=torch.float64, device=device)
 
 
-def _sorted(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tensor]:
+def _sorted(rows: Rows, moments: EntryMoments, spread: Tensor) -> tuple[Tensor, Tensor]:
     """KS distance and quantiles from all entries, one head after the other."""
     found = []
     for part in rows.slices():
@@ -169,7 +130,7 @@ def _interpolate(ordered: Tensor, probabilities: Tensor) -> Tensor:
     return torch.lerp(ordered[low], ordered[high], place - low)
 
 
-def _binned(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tensor]:
+def _binned(rows: Rows, moments: EntryMoments, spread: Tensor) -> tuple[Tensor, Tensor]:
     """KS distance and quantiles from a histogram over mean ± 12 standard deviations."""
     edges = torch.linspace(-_REACH, _REACH, _BINS + 1, dtype=spread.dtype, device=spread.device)
     counts = []

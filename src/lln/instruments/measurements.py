@@ -17,7 +17,7 @@ from lln.printing import brief, written
 
 
 @dataclass(frozen=True)
-class Record:
+class HeadRecord:
     """One head of one sample of one call.
 
     Attributes:
@@ -65,7 +65,7 @@ class Measurement:
         """By shapes."""
         return brief(self, vars(self))
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[HeadRecord]:
         """Sample by sample, head by head."""
         lists = {name: value.tolist() for name, value in self.values.items()}
         if not lists:
@@ -75,7 +75,7 @@ class Measurement:
             for head in range(heads):
                 values = {name: rows[sample][head] for name, rows in lists.items()}
                 where = (self.layer, self.first_head + head, self.call, sample)
-                yield Record(*where, self.kind, values)
+                yield HeadRecord(*where, self.kind, values)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Measurements:
         return f"{type(self).__name__}(calls={len(self.calls)}, layers={len(self.layers)})"
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[HeadRecord]:
         """One a call, sample and head."""
         return [record for call in self.calls for record in call.records()]
 

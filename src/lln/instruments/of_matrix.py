@@ -27,7 +27,7 @@ from lln.errors import InvalidInputError
 from lln.instruments.eigenvalues import second_modulus
 from lln.instruments.entropy import mean_row_entropy
 from lln.instruments.log_normality import PROBABILITIES, LogNormality, shape_of_log_p
-from lln.instruments.rows import TILE, Rows, Tile, heads_in_a_slice
+from lln.instruments.rows import TILE, Rows, RowTile, heads_in_a_slice
 from lln.instruments.temperature import measured_temperature
 from lln.instruments.variance import matrix_variance
 
@@ -201,11 +201,11 @@ class MatrixRows:
         for start in range(0, count, step):
             yield MatrixRows(self.matrix[start : start + step])
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self) -> Iterator[RowTile]:
         """All rows, in order."""
         count, rows, columns = self.shape
         step = max(TILE // (count * columns), 1)
         for start in range(0, rows, step):
             part = self.matrix[:, start : start + step].double()
             part = part / part.sum(-1, keepdim=True)
-            yield Tile(part.log(), start, 0, part)
+            yield RowTile(part.log(), start, 0, part)
