@@ -14,7 +14,7 @@ import lln
 from lln.cli import model_commands
 from lln.errors import CalibrationWarning, InvalidInputError, UnsupportedModelError
 from lln.integrations import attend
-from lln.integrations.attached import Heads, KeptSoftmax
+from lln.integrations.attached import AttachedHeads, KeptSoftmax
 from lln.integrations.convert import convert
 from lln.integrations.trial_batch import example_inputs
 
@@ -90,7 +90,7 @@ def test_only_the_layers_asked_for_change(tiny, text):
         report = convert(model, layers=layers, batch=text(), verbose=False)
         assert [layer.attention for layer in report.layers] == ["softmax", "lln_diag"]
         assert isinstance(heads_of(model, 0), KeptSoftmax)
-        assert isinstance(heads_of(model, 1), Heads)
+        assert isinstance(heads_of(model, 1), AttachedHeads)
     none = copy.deepcopy(soft)
     convert(none, layers=[], batch=text(), verbose=False)
     inputs = text(20, padding=6)

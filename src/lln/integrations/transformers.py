@@ -28,7 +28,7 @@ try:
 except ImportError as error:
     raise unavailable(error) from error
 
-from lln.integrations.attached import ATTRIBUTE, Heads, attached_to, rebuild
+from lln.integrations.attached import ATTRIBUTE, AttachedHeads, attached_to, rebuild
 from lln.integrations.attend import lln_diag_forward, lln_forward
 from lln.integrations.cache import LLNCache
 from lln.integrations.masks import slicing_mask
@@ -153,7 +153,7 @@ def _filling(initialize: Any) -> Any:
 
     @wraps(initialize)
     def wrapper(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, Heads) and not getattr(module, "_is_hf_initialized", False):
+        if isinstance(module, AttachedHeads) and not getattr(module, "_is_hf_initialized", False):
             module.fill_missing()
         initialize(self, module, *args, **kwargs)
 
