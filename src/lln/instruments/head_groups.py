@@ -1,7 +1,7 @@
 """Any input of an instrument as groups of heads of one length, with nothing masked.
 
 Padded tokens are taken out, packed sequences are taken apart, grouped queries get their keys. What
-is left are heads whose P is row-stochastic. So no instrument has to know about masks, and nothing
+is left are heads with a row-stochastic P. So no instrument has to know about masks, and nothing
 under a mask, NaN included, can enter a measurement.
 
 Dimension legend: B samples (or packed sequences), H query heads, Hk key heads, T queries, S keys,
@@ -150,16 +150,17 @@ def _temperatures(inputs: AttentionInputs, device: torch.device) -> tuple[Tensor
                 bounds, centred = inputs.cu_seqlens.long(), matching == "paper"
                 moments = packed_moments(query, key, bounds, centred=centred)
                 alpha, beta = temperatures(moments, query.shape[-1], matching)
-    heads = inputs.query.shape[1]
+    sizes = (inputs.batch, inputs.query.shape[1], device)
+    return per_head(alpha, *sizes), per_head(beta, *sizes)
 
-    def per_head(side: float | Tensor) -> Tensor:
-        side = _as_double(side, device)
-        side = side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))
-        if side.shape[1] not in (1, heads):
-            side = repeat_heads(side, heads)
-        return side.expand(inputs.batch, heads, 1, 1)
 
-    return per_head(alpha), per_head(beta)
+def per_head(side: float | Tensor, batch: int, heads: int, device: torch.device) -> Tensor:
+    """α or β as float64 ``[B, H, 1, 1]``."""
+    side = _as_double(side, device)
+    side = side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))
+    if side.shape[1] not in (1, heads):
+        side = repeat_heads(side, heads)
+    return side.expand(batch, heads, 1, 1)
 
 
 def _as_double(number: float | Tensor, device: torch.device) -> Tensor:

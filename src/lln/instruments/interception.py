@@ -111,7 +111,7 @@ def listening() -> bool:
 
 
 def sight(sighting: Sighting, module: nn.Module | None = None) -> None:
-    """Tell every listener in whose model the call happened."""
+    """Tell every listener that watches the model in which the call happened."""
     if not listening():
         return
     _thread.sightings += 1

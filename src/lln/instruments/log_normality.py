@@ -19,6 +19,9 @@ _TAIL = (1e-4, 1e-3, 5e-3)
 _PERCENTS = tuple(percent / 100 for percent in range(1, 100))
 PROBABILITIES = (*_TAIL, *_PERCENTS, *(1 - tail for tail in reversed(_TAIL)))
 
+# What follows [B, H] in the shape of each field of `LogNormality` but the last.
+SHAPES = (*((),) * 6, *((len(PROBABILITIES),),) * 2)
+
 # A variance below this is rounding: such a distribution is a point and has no shape.
 _POINT = 1e-20
 
@@ -68,9 +71,8 @@ def log_normality(inputs: AttentionInputs) -> LogNormality:
         A `LogNormality`; NaN as in `entropy`. Where log P does not vary (uniform attention) it has
         no shape: skew, kurtosis and KS distance are NaN.
     """
-    shapes = (*((),) * 6, *((len(PROBABILITIES),),) * 2)
-    found = measure_all(inputs, lambda heads: shape_of_log_p(AttentionRows(heads)), shapes)
-    return LogNormality(*found, probabilities=_probabilities(inputs.query.device))
+    found = measure_all(inputs, lambda heads: shape_of_log_p(AttentionRows(heads)), SHAPES)
+    return LogNormality(*found, probabilities=probabilities(inputs.query.device))
 
 
 def shape_of_log_p(rows: Rows) -> tuple[Tensor, ...]:
@@ -84,7 +86,7 @@ def shape_of_log_p(rows: Rows) -> tuple[Tensor, ...]:
     sort = rows.shape[1] * rows.shape[2] <= _SORTED
     ks, quantiles = (_sorted if sort else _binned)(rows, moments, torch.where(there, spread, 1.0))
     quantiles = torch.where(there[:, None], quantiles, moments.mean[:, None])
-    normal = torch.special.ndtri(_probabilities(spread.device))
+    normal = torch.special.ndtri(probabilities(spread.device))
     shape = (torch.where(there, number, torch.nan) for number in (skew, kurtosis, ks))
     return (
         moments.mean,
@@ -96,7 +98,8 @@ def shape_of_log_p(rows: Rows) -> tuple[Tensor, ...]:
     )
 
 
-def _probabilities(device: torch.device) -> Tensor:
+def probabilities(device: torch.device) -> Tensor:
+    """The probabilities of the quantiles, ``[Q]``."""
     return torch.tensor(PROBABILITIES, dtype=torch.float64, device=device)
 
 
@@ -111,7 +114,7 @@ def _sorted(rows: Rows, moments: EntryMoments, spread: Tensor) -> tuple[Tensor, 
             normal = torch.special.ndtr((own - moments.mean[index]) / spread[index])
             rank = torch.arange(own.shape[0] + 1, dtype=own.dtype, device=own.device) / own.shape[0]
             ks = torch.maximum((rank[1:] - normal).max(), (normal - rank[:-1]).max())
-            found.append((ks, _interpolate(own, _probabilities(own.device))))
+            found.append((ks, _interpolate(own, probabilities(own.device))))
     return torch.stack([ks for ks, _ in found]), torch.stack([points for _, points in found])
 
 
@@ -122,9 +125,9 @@ def _ascending(numbers: Tensor) -> Tensor:
     return numbers.sort().values
 
 
-def _interpolate(ordered: Tensor, probabilities: Tensor) -> Tensor:
+def _interpolate(ordered: Tensor, wanted: Tensor) -> Tensor:
     """Quantiles of sorted numbers, linear between neighbours (`torch.quantile` stops at 16M)."""
-    place = probabilities * (ordered.shape[0] - 1)
+    place = wanted * (ordered.shape[0] - 1)
     low = place.floor().long()
     high = (low + 1).clamp_max(ordered.shape[0] - 1)
     return torch.lerp(ordered[low], ordered[high], place - low)
@@ -145,10 +148,10 @@ def _binned(rows: Rows, moments: EntryMoments, spread: Tensor) -> tuple[Tensor, 
     cumulative = torch.stack(counts).cumsum(-1) / moments.size[:, None]
     normal = torch.special.ndtr(edges)
     ks = (cumulative - normal[1:]).abs().amax(-1)
-    probabilities = _probabilities(spread.device).expand(cumulative.shape[0], -1).contiguous()
-    above = torch.searchsorted(cumulative, probabilities).clamp_max(_BINS - 1)
+    wanted = probabilities(spread.device).expand(cumulative.shape[0], -1).contiguous()
+    above = torch.searchsorted(cumulative, wanted).clamp_max(_BINS - 1)
     below = torch.where(above > 0, cumulative.gather(-1, (above - 1).clamp_min(0)), 0.0)
-    share = (probabilities - below) / (cumulative.gather(-1, above) - below)
+    share = (wanted - below) / (cumulative.gather(-1, above) - below)
     standard = edges[above] + share * (edges[1] - edges[0])
     return ks, moments.mean[:, None] + spread[:, None] * standard
 

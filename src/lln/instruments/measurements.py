@@ -1,4 +1,4 @@
-"""What a capture found: one measurement a call, and views of them as records, table and JSON."""
+"""What a capture found: one measurement per call, with views as records, table and JSON."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
+from lln.instruments.run_log import json_ready
 from lln.printing import brief, written
 
 
@@ -90,14 +91,14 @@ class Measurements:
 
     @property
     def records(self) -> list[HeadRecord]:
-        """One a call, sample and head."""
+        """One per call, sample and head."""
         return [record for call in self.calls for record in call.records()]
 
     @property
     def layers(self) -> list[str]:
         """Layers in the order in which they were first called.
 
-        A layer whose heads have two attentions each, joined afterwards, counts as two:
+        If each head of a layer has two attentions, joined afterwards, the layer counts as two:
         ``"path (lln)"`` and ``"path (diag)"``.
         """
         return list(dict.fromkeys(self._labels()))
@@ -146,7 +147,7 @@ class Measurements:
         }
 
     def table(self) -> str:
-        """A text table, one line a layer and head: medians over calls and samples."""
+        """A text table, one line per layer and head: medians over calls and samples."""
         names = list(dict.fromkeys(name for call in self.calls for name in call.values))
         columns = {name: self.medians(name) for name in names}
         rows = [["layer", "head", *names]]
@@ -165,18 +166,12 @@ class Measurements:
         content = {
             "problems": self.problems,
             "records": [
-                {
-                    "layer": record.layer,
-                    "head": record.head,
-                    "call": record.call,
-                    "sample": record.sample,
-                    "kind": record.kind,
-                    **{name: _plain(value) for name, value in record.values.items()},
-                }
+                {name: part for name, part in vars(record).items() if name != "values"}
+                | record.values
                 for record in self.records
             ],
         }
-        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(json_ready(content), indent=1, ensure_ascii=False, allow_nan=False)
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
         return text
@@ -192,8 +187,3 @@ def _line(row: list[str], widths: list[int]) -> str:
     cells = [row[0].ljust(widths[0])]
     cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
     return "  ".join(cells).rstrip()
-
-
-def _plain(value: float) -> float | None:
-    """JSON has no NaN or infinity: they become null."""
-    return value if math.isfinite(value) else None

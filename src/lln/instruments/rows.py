@@ -8,9 +8,9 @@ Dimension legend: G heads, T queries, S keys, D head width, r rows and w columns
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,21 +52,28 @@ class RowTile:
         return self.log_p.exp() if self.known_p is None else self.known_p
 
 
-class Rows(Protocol):
+class Rows(ABC):
     """Row-stochastic matrices ``[G, T, S]`` that can be read a tile of rows at a time."""
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, int, int]:
         """(G, T, S)."""
-        ...
 
-    def slices(self) -> Iterator[Rows]:
-        """The same in groups of heads, few enough that a tile holds many rows."""
-        ...
+    @abstractmethod
+    def part(self, start: int, end: int) -> Rows:
+        """The matrices from ``start`` up to ``end``."""
 
+    @abstractmethod
     def tiles(self) -> Iterator[RowTile]:
         """All rows, in order."""
-        ...
+
+    def slices(self) -> Iterator[Rows]:
+        """The same in groups of matrices, few enough that a tile of many rows fits in `TILE`."""
+        count, tokens, keys = self.shape
+        step = max(TILE // (min(tokens, MOST_ROWS) * keys), 1)
+        for start in range(0, count, step):
+            yield self.part(start, start + step)
 
 
 def sum_over_rows(rows: Rows, statistic: Callable[[RowTile], Tensor]) -> Tensor:
@@ -81,13 +88,8 @@ def sum_over_rows(rows: Rows, statistic: Callable[[RowTile], Tensor]) -> Tensor:
     return torch.cat(found)
 
 
-def heads_in_a_slice(tokens: int, keys: int) -> int:
-    """How many heads go together so that a tile of many rows stays within `TILE`."""
-    return max(TILE // (min(tokens, MOST_ROWS) * keys), 1)
-
-
 @dataclass(frozen=True)
-class AttentionRows:
+class AttentionRows(Rows):
     """Rows of P of some heads.
 
     Attributes:
@@ -104,12 +106,9 @@ class AttentionRows:
         count, tokens, _ = self.heads.query.shape
         return count, tokens, self.heads.key.shape[1]
 
-    def slices(self) -> Iterator[AttentionRows]:
-        """The same in groups of heads, few enough that a tile holds many rows."""
-        count, tokens, keys = self.shape
-        step = heads_in_a_slice(tokens, keys)
-        for start in range(0, count, step):
-            yield replace(self, heads=self.heads.part(start, start + step))
+    def part(self, start: int, end: int) -> AttentionRows:
+        """The heads from ``start`` up to ``end``."""
+        return replace(self, heads=self.heads.part(start, end))
 
     @property
     def width(self) -> int:

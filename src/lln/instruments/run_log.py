@@ -1,4 +1,4 @@
-"""A run's measurements on disk: JSON lines that survive an interruption, and TensorBoard beside."""
+"""A run's measurements on disk: JSON lines that survive an interruption, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lln.errors import BackendUnavailableError, InvalidInputError
@@ -20,7 +19,7 @@ LINES = "concentration.jsonl"
 
 
 class RunLog:
-    """One record a logged step, appended as it happens.
+    """One record per logged step, appended as it happens.
 
     Args:
         out: Folder; the records go to ``concentration.jsonl`` in it, events for TensorBoard to
@@ -55,7 +54,7 @@ class RunLog:
 
     def write(self, record: dict[str, Any], scalars: Mapping[str, float]) -> None:
         """Append a record with its ``step``; ``scalars`` are TensorBoard's curves."""
-        line = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+        line = json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -73,12 +72,7 @@ class RunLog:
         """Itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the files."""
         self.close()
 
@@ -141,12 +135,12 @@ def _open_tensorboard(
     return SummaryWriter(str(folder), purge_step=1 if last_step is None else last_step + 1)
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null."""
+def json_ready(value: Any) -> Any:
+    """A value with NaN and infinity replaced by None: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [json_ready(item) for item in value]
     return value

@@ -153,7 +153,7 @@ class Check:
 
     Attributes:
         statement: In words, left to right.
-        left: ``[...]``, one value a matrix.
+        left: ``[...]``, one value per matrix.
         right: Likewise.
         holds: bool ``[...]``.
     """

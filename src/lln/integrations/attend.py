@@ -44,7 +44,7 @@ _REFUSED = {
 }
 
 _LINEAR_DECODING = (
-    "LLN attention decodes from a full key-value cache here, which costs O(N) a token; pass "
+    "LLN attention decodes from a full key-value cache here, which costs O(N) per token; pass "
     "past_key_values=lln.integrations.cache.LLNCache(model) for O(1)."
 )
 

@@ -1,4 +1,4 @@
-"""Any model whose attention modules call ``scaled_dot_product_attention``: answer the call.
+"""Answer the calls of ``scaled_dot_product_attention`` that any model's attention modules make.
 
 A module that is converted gets a submodule ``lln`` and two hooks. Around its forward they let our
 attention answer ``torch.nn.functional.scaled_dot_product_attention``; projections, norms and rotary
