@@ -94,7 +94,7 @@ class ConcentrationLogger:
     def begin_step(self) -> None:
         """Watch the coming forward, if its update is due; `step` does this for the next one."""
         if self._running is None and self.is_due:
-            # Nothing stays patched if the backward pass fails and nobody comes back.
+            # One forward only: nothing stays patched if training fails before `step` is called.
             self._running = capture(
                 self.model, instruments=self.instruments, max_calls=1, one_forward=True
             )

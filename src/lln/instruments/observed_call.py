@@ -35,7 +35,7 @@ INSTRUMENTS: dict[str, Callable[..., Any]] = {
     "score_variance": score_variance,
 }
 
-# Those that also read P itself, for calls that queries and keys alone do not tell.
+# Instruments that also read P itself, for calls where queries and keys do not determine it.
 _OF_MATRIX = ("temperature", "entropy", "spectral_gap", "variance", "log_normality")
 
 # Entries of a P that is formed for one head at a time: 128 MiB.
@@ -55,7 +55,7 @@ class SeenCall:
         options: The other arguments of an instrument: α, β, masks, scale.
         pair_mask: A mask over pairs of tokens that the options cannot express.
         weights: P, if the model computed it anyway.
-        problem: Why queries and keys do not tell P, or what was not measured; empty if all is well.
+        problem: Why queries and keys do not determine P, or what was not measured; else empty.
         values: What was measured, by instrument.
     """
 

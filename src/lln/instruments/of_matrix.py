@@ -179,7 +179,7 @@ def _check_stochastic(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MatrixRows(Rows):
-    """Rows of matrices that are there.
+    """Rows of given matrices.
 
     Attributes:
         matrix: ``[G, T, S]``, no row zero.

@@ -1,7 +1,7 @@
-"""P a tile of rows at a time, as logarithms; nothing of size N×N is ever held.
+"""P, read one tile of rows at a time, as logarithms; nothing of size N×N is ever held.
 
 `Rows` is what the instruments read: the attention of some heads (`AttentionRows`), or a matrix that
-somebody else made (`lln.instruments.of_matrix`).
+was given (`lln.instruments.of_matrix`).
 
 Dimension legend: G heads, T queries, S keys, D head width, r rows and w columns of a tile.
 """
@@ -53,7 +53,7 @@ class RowTile:
 
 
 class Rows(ABC):
-    """Row-stochastic matrices ``[G, T, S]`` that can be read a tile of rows at a time."""
+    """Row-stochastic matrices ``[G, T, S]`` that can be read one tile of rows at a time."""
 
     @property
     @abstractmethod

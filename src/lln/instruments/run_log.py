@@ -37,7 +37,7 @@ class RunLog:
     def __init__(
         self, out: str | Path, *, resume_from: int | None = None, tensorboard: bool | None = None
     ) -> None:
-        """Read what is there, leave out what will be done again."""
+        """Read the records that are there and drop those that will be written again."""
         self.folder = Path(out)
         self.path = self.folder / LINES
         try:
@@ -102,7 +102,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _go_on(path: Path, resume_from: int | None) -> int | None:
-    """Drop records that come again; returns the last step kept, None if there is none."""
+    """Drop records that will be written again; returns the last step kept, if there is one."""
     if not path.exists():
         return None
     records = read_records(path)
@@ -131,7 +131,7 @@ def _open_tensorboard(
             "TensorBoard is not installed; run pip install 'lln[experiments]', or pass "
             "tensorboard=False."
         ) from error
-    # Events of steps that come again are hidden.
+    # TensorBoard hides the events of steps that will be written again.
     return SummaryWriter(str(folder), purge_step=1 if last_step is None else last_step + 1)
 
 

@@ -24,8 +24,8 @@ class ScoreVariance(NamedTuple):
             the mean of the keys moves a whole row.
         sigma_q: σq = √(mean of q²).
         sigma_k: σk = √(mean over features of the variance over tokens).
-        cross: C_cross = total − σq²σk² (times scale²·D, if a scale is given): what the scores owe
-            to features of unequal spread, to correlations and to the means.
+        cross: C_cross = total − σq²σk² (times scale²·D, if a scale is given): the part that comes
+            from features of unequal spread, from correlations and from the means.
         trace: scale²·tr(M_q Σ_k), with M_q = QᵀQ/T and Σ_k the covariance of the keys: the
             variance inside a row of bidirectional attention, from two D×D matrices.
     """

@@ -221,7 +221,7 @@ def theorem_3_3(matrix: Tensor, tolerance: float = 1e-6) -> Check:
 
 
 def spectral_bound(matrix: Tensor) -> Check:
-    """What is left of Theorem 3.3 for every P: |λ₂| ≤ σ₁(P̄).
+    """The part of Theorem 3.3 that holds for every P: |λ₂| ≤ σ₁(P̄).
 
     Args:
         matrix: ``[..., N, N]``, row-stochastic.

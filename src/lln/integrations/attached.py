@@ -87,7 +87,7 @@ class AttachedHeads(LLNDiagCore):
         }
 
     def check_settings(self, settings: Settings) -> None:
-        """Refuse a configuration that was changed since and says what this module does not do."""
+        """Refuse a configuration that was changed after conversion and does not fit this module."""
         if not settings.attached:
             raise InvalidInputError(
                 "config.lln was replaced after conversion, and the model would be saved without "
@@ -114,7 +114,7 @@ class AttachedHeads(LLNDiagCore):
 
     @torch.no_grad()
     def fill_missing(self) -> None:
-        """Give what a checkpoint did not hold its starting value; it was made without one."""
+        """Set what a checkpoint did not hold to its starting value."""
         with torch.device("cpu"):
             fresh = rebuild(self.sizes(), self.settings)
         starts = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
@@ -130,7 +130,7 @@ class AttachedHeads(LLNDiagCore):
         return self.statistics(query, key, key_mask, is_causal)
 
     def weight(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:
-        """The mix of joins that are one, broadcasting to ``[B, H, T, E]``."""
+        """The weight of the LLN part, for joins that have one; broadcasts to ``[B, H, T, E]``."""
         return self._mix(query, key_mask) if self.fixed_mix is None else self.fixed_mix
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AttachedHeads:

@@ -1,4 +1,4 @@
-"""The attention functions that Hugging Face calls: its contract in, ours out.
+"""The attention functions that Hugging Face calls.
 
 Every call goes one of four ways: dense (padded batches, cross attention), packed sequences,
 causal with a past (a cache), or softmax for layers that keep it.
@@ -34,7 +34,7 @@ from lln.integrations.masks import check_mask
 from lln.integrations.packed_batches import boundaries, inside_sequences
 from lln.integrations.settings import Settings
 
-# What a model may ask of its attention that changes the scores one by one.
+# What a model may ask of its attention that changes single scores.
 _REFUSED = {
     "position_bias": "a bias for every pair of positions",
     "softcap": "a soft cap of the scores",

@@ -25,7 +25,7 @@ class LayerReport:
         alpha: Smallest and largest over the heads; None where every sample has its own.
         beta: Likewise.
         moved: ‖LLN − softmax‖ / ‖softmax‖ of this module's output on the same inputs.
-        tokens: That α and β of a head rest on; None = they were not calibrated.
+        tokens: Tokens that α and β of a head were found on; None = they were not calibrated.
         sharp: Heads with α and β far larger than usual (`lln.matching.calibration.unusual`).
     """
 
@@ -67,7 +67,7 @@ class Conversion:
 
     @property
     def tokens(self) -> int | None:
-        """That α and β of a head rest on, in the layer with the fewest; None if there are none."""
+        """Tokens that α and β were found on, in the layer with the fewest; None = none were."""
         return min(
             (layer.tokens for layer in self.layers if layer.tokens is not None), default=None
         )

@@ -50,7 +50,7 @@ def boundaries(kwargs: dict[str, Any], mask: Tensor | None, query: Tensor) -> Te
 
 
 def _differ(one: Tensor, two: Tensor) -> bool:
-    """Whether the shapes differ, or the values where looking at them costs no wait."""
+    """Whether the shapes differ, or the values, which are read only where that costs no wait."""
     if one.shape != two.shape:
         return True
     if not (values_are_readable(one) and values_are_readable(two)):

@@ -179,7 +179,7 @@ def seen(modules: list[nn.Module]) -> Iterator[list[Any]]:
 
 
 def quiet(model: nn.Module, *, statistics: bool) -> None:
-    """No dropout: its noise is no part of the target; running statistics go on running."""
+    """Switch dropout off, because its noise is not in the target; running statistics go on."""
     model.eval()
     for module in model.modules():
         if isinstance(module, AttachedHeads):

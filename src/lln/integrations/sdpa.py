@@ -1,7 +1,7 @@
 """Answer the calls of ``scaled_dot_product_attention`` that any model's attention modules make.
 
-A module that is converted gets a submodule ``lln`` and two hooks. Around its forward they let our
-attention answer ``torch.nn.functional.scaled_dot_product_attention``; projections, norms and rotary
+A converted module gets a submodule ``lln`` and two hooks. Around its forward they let LLN attention
+answer ``torch.nn.functional.scaled_dot_product_attention``; projections, norms and rotary
 embeddings stay the model's own.
 """
 

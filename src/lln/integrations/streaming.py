@@ -1,4 +1,4 @@
-"""Causal attention that goes on where earlier tokens ended: decoding, and prompts in pieces.
+"""Causal attention that continues after earlier tokens: decoding, and prompts in pieces.
 
 The long-range part needs nothing of the past but its `KeySummary`; the short-range part needs the
 keys of the unfinished diagonal block. Both have a fixed size.

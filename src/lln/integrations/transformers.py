@@ -176,7 +176,7 @@ def _with_cache(prepare: Any) -> Any:
             and generation_config.cache_implementation in (None, "dynamic")
         ):
             model_kwargs["past_key_values"] = LLNCache(self)
-            # What transformers asks of a cache that it is given must not be held against ours.
+            # transformers restricts a cache that the user gives; this one is not the user's.
             chosen, generation_config.cache_implementation = (
                 generation_config.cache_implementation,
                 None,
