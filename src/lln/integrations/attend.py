@@ -64,7 +64,8 @@ def observed(observer: Callable[[AttentionCall], Tensor | None]) -> Any:
         _observer = before
 
 
-def lln_forward(
+def forward(
+    attention: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -75,9 +76,10 @@ def lln_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """LLN attention, Eq. (8), as Hugging Face's attention interface calls it.
+    """LLN attention, Eq. (8), or LLN + Diag, Figure 3, as Hugging Face's interface calls it.
 
     Args:
+        attention: ``"lln"`` or ``"lln_diag"``.
         module: The model's attention module.
         query: ``[B, H, T, D]``, any strides.
         key: ``[B, Hk, S, D]``.
@@ -91,40 +93,6 @@ def lln_forward(
     Returns:
         ``[B, T, H, E]`` contiguous, and None or, with ``output_attentions``, the weights.
     """
-    return _forward(
-        "lln", module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs
-    )
-
-
-def lln_diag_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """LLN + block-diagonal attention, Figure 3, as Hugging Face calls it; see `lln_forward`."""
-    return _forward(
-        "lln_diag", module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs
-    )
-
-
-def _forward(
-    attention: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
