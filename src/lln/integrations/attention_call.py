@@ -44,11 +44,11 @@ class AttentionCall:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    cu_seqlens: Tensor | None
-    is_causal: bool
-    window: int | None
-    dropout_p: float
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    is_causal: bool = False
+    window: int | None = None
+    dropout_p: float = 0.0
 
     @property
     def block_size(self) -> int:

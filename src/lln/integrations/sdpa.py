@@ -110,9 +110,7 @@ def call_of(
         key=key,
         value=value,
         mask=mask,
-        cu_seqlens=None,
         is_causal=is_causal,
-        window=None,
         dropout_p=dropout_p,
     )
 
