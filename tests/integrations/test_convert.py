@@ -335,7 +335,7 @@ def test_encoder_decoder_models_convert_and_generate(text):
     report = convert(model, "lln", calibrate=shorter, verbose=False)
     assert len(report.layers) == 3
     options = {"max_new_tokens": 6, "do_sample": False}
-    with pytest.warns(UserWarning, match="O\\(N\\) a token"):
+    with pytest.warns(UserWarning, match="O\\(N\\) per token"):
         found = model.generate(**inputs, **options)
     assert torch.equal(found, model.generate(**inputs, **options, use_cache=False))
 
