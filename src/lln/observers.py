@@ -1,4 +1,4 @@
-"""Where a call of attention can be watched as it passes, for instruments.
+"""Lets instruments watch calls of attention.
 
 An entry point announces what it is about to compute. With nobody watching that costs one look at
 an empty list; inside a compiled graph nothing is announced.
@@ -28,7 +28,7 @@ class Announcement:
         alpha: α of the LLN part, as used.
         beta: β of the LLN part, as used.
         block_size: Tokens in a diagonal block.
-        mix: Weight of the LLN part beside the diagonal one.
+        mix: Weight of the LLN part; the diagonal part has the rest.
         scale: Factor of softmax scores; None = 1/√D.
         key_mask: bool ``[B, S]``, True = attend.
         is_causal: Whether row i sees keys 0 … i only.

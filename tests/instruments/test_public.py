@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from lln import instruments
 from lln.instruments import of_matrix, theory
@@ -49,6 +50,17 @@ def test_arguments_are_documented(function):
     assert documentation
     for parameter in inspect.signature(function).parameters:
         assert re.search(rf"^\s+{parameter}: ", documentation, re.MULTILINE), parameter
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_calls_that_do_not_fit_name_the_instrument(name):
+    call, query = getattr(instruments, name), torch.zeros(1, 1, 4, 2)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'mask'"):
+        call(query, query, mask=None)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) missing a required argument: 'key'"):
+        call(query)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) too many positional arguments"):
+        call(query, query, "lln")
 
 
 def test_names_are_exported():

@@ -14,7 +14,7 @@ import lln
 from lln.cli import model_commands
 from lln.errors import CalibrationWarning, InvalidInputError, UnsupportedModelError
 from lln.integrations import attend
-from lln.integrations.attached import Heads, KeptSoftmax
+from lln.integrations.attached import AttachedHeads, KeptSoftmax
 from lln.integrations.convert import convert
 from lln.integrations.trial_batch import example_inputs
 
@@ -90,7 +90,7 @@ def test_only_the_layers_asked_for_change(tiny, text):
         report = convert(model, layers=layers, batch=text(), verbose=False)
         assert [layer.attention for layer in report.layers] == ["softmax", "lln_diag"]
         assert isinstance(heads_of(model, 0), KeptSoftmax)
-        assert isinstance(heads_of(model, 1), Heads)
+        assert isinstance(heads_of(model, 1), AttachedHeads)
     none = copy.deepcopy(soft)
     convert(none, layers=[], batch=text(), verbose=False)
     inputs = text(20, padding=6)
@@ -335,7 +335,7 @@ def test_encoder_decoder_models_convert_and_generate(text):
     report = convert(model, "lln", calibrate=shorter, verbose=False)
     assert len(report.layers) == 3
     options = {"max_new_tokens": 6, "do_sample": False}
-    with pytest.warns(UserWarning, match="O\\(N\\) a token"):
+    with pytest.warns(UserWarning, match="O\\(N\\) per token"):
         found = model.generate(**inputs, **options)
     assert torch.equal(found, model.generate(**inputs, **options, use_cache=False))
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.integrations.convert import convert
 from lln.integrations.recover import layer_names, load_checkpoint, recover, softmax_teacher
-from lln.integrations.recovery_loss import Imitation, divergence, measure, relative_error
+from lln.integrations.recovery_loss import RecoveryLoss, divergence, measure, relative_error
 
 # Trainer and torch warn about GPUs that are not there.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -103,7 +103,7 @@ def test_the_teacher_is_the_softmax_model(tiny):
 def test_the_first_phase_trains_attention_alone(tiny):
     model = converted(tiny)
     teacher = softmax_teacher(model)
-    imitation = Imitation(model, teacher, layer_names(teacher), "layers", "auto").train()
+    imitation = RecoveryLoss(model, teacher, layer_names(teacher), "layers", "auto").train()
     imitation(**batch())["loss"].backward()
     moved = {name for name, p in model.named_parameters() if p.grad is not None}
     assert moved

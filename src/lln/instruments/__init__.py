@@ -1,6 +1,6 @@
 """Instruments that see how concentrated attention is: exact, in memory linear in N.
 
-Each takes queries and keys and gives one number a head, ``[B, H]``:
+Each takes queries and keys and gives one number per head, ``[B, H]``:
 
 - `temperature`, Eq. (5) and (11)
 - `entropy`, Eq. (7)

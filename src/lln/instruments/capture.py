@@ -32,7 +32,7 @@ class capture(Measurements):
     Sees calls of lln's functions and modules, of ``scaled_dot_product_attention``, of
     ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` (fast path included) and of everything
     that goes through Hugging Face's attention interface, whatever the implementation. Queries and
-    keys are measured as they pass and then let go; nothing of size N×N is kept. Attention dropout
+    keys are measured as they pass and then released; nothing of size N×N is kept. Attention dropout
     is not part of what is measured. A forward that activation checkpointing runs again inside the
     backward pass is not measured again.
 
@@ -44,7 +44,7 @@ class capture(Measurements):
         instruments: Names of functions of `lln.instruments`: ``"temperature"``, ``"entropy"``,
             ``"spectral_gap"``, ``"variance"``, ``"log_normality"``, ``"score_variance"``. LLN
             layers report their ``alpha`` and ``beta`` as well.
-        max_calls: Calls of a layer to measure; later ones pass unseen. None = all.
+        max_calls: Calls per layer to measure; later ones are not measured. None = all.
         on_call: Called with a `SeenCall` after each call is measured.
         one_forward: Whether to stop watching as soon as the model's own forward has ended once.
 
@@ -153,7 +153,7 @@ class capture(Measurements):
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Say where a compiled part hides its attention."""
+    """Refuse a model with a compiled part, which hides its attention, and name that part."""
     for name, module in model.named_modules():
         where = f"its part {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):

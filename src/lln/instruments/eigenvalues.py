@@ -60,8 +60,8 @@ def second_moduli(matrices: Tensor) -> Tensor:
 def _moduli(matrices: Tensor) -> Tensor:
     """The moduli of all eigenvalues ``[..., n]``, on the CPU.
 
-    By numpy, whose LAPACK is the same on every processor: Intel's, which PyTorch takes where it
-    can, gives up on matrices with many equal eigenvalues.
+    By numpy, because its LAPACK is the same on every processor. PyTorch may use Intel's, which
+    gives up on matrices with many equal eigenvalues.
     """
     return torch.from_numpy(np.abs(np.linalg.eigvals(matrices.detach().cpu().numpy())))
 

@@ -1,7 +1,8 @@
-"""The doors through which models enter attention, each with a wrapper that looks and passes on.
+"""The functions through which models call attention, each with a wrapper that reports the call.
 
-A wrapper calls the original first. If a door further inside saw the call (a Hugging Face function
-that calls ``scaled_dot_product_attention``, say), that one knows better and the outer one is still.
+A wrapper calls the original first. If a function further inside reported the call (for example
+``scaled_dot_product_attention``, called by a function of Hugging Face), the outer wrapper reports
+nothing: the inner one knows more.
 
 Dimension legend: B batch, H query heads, T queries, S keys, D head width, W model width.
 """
@@ -137,8 +138,8 @@ def _watch_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
         before = sighted()
         out = original(*args, **kwargs)
         if listening() and sighted() == before:
-            # It returned the weights, and for that went its own way. Run up to the attention again
-            # on the way that can be seen; the mask says what is_causal only hints at.
+            # To return the weights it took a path that cannot be seen. Run the visible path again,
+            # up to the attention. The mask says what is_causal only hints at.
             again = signature.bind(*args, **kwargs)
             again.arguments |= {"need_weights": False, "training": False, "is_causal": False}
             _second_run.active = True

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lln.instruments.head_groups import Heads, select
+from lln.instruments.attention_inputs import AttentionInputs
+from lln.instruments.head_groups import measure_all
+from lln.instruments.unmasked_heads import UnmaskedHeads
 
 
 class Gaussianity(NamedTuple):
@@ -61,24 +63,11 @@ def gaussianity(
         >>> round(gaussianity(query, key).query_kurtosis.item(), 1)
         0.0
     """
-    selection = select(
-        query,
-        key,
-        kind="softmax",
-        alpha=None,
-        beta=None,
-        matching="variance",
-        block_size=None,
-        mix=0.5,
-        key_mask=key_mask,
-        is_causal=False,
-        scale=None,
-        cu_seqlens=cu_seqlens,
-    )
-    return Gaussianity(*selection.measure_all(_shapes, ((),) * 6))
+    inputs = AttentionInputs(query, key, key_mask=key_mask, cu_seqlens=cu_seqlens)
+    return Gaussianity(*measure_all(inputs, _shapes, ((),) * 6))
 
 
-def _shapes(heads: Heads) -> tuple[Tensor, ...]:
+def _shapes(heads: UnmaskedHeads) -> tuple[Tensor, ...]:
     key = heads.key - heads.key.mean(-2, keepdim=True)
     return (*_shape(heads.query), *_shape(key))
 

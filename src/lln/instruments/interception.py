@@ -1,9 +1,9 @@
 """Seeing attention calls from outside: who listens, where a call happens, what is patched.
 
-Functions are replaced while somebody listens, by wrappers that call the original with the very
-arguments they got, and put back when the last listener goes. Modules are followed by hooks that
-hold for all modules at once, because a hook on a module of its own would switch
-``nn.TransformerEncoderLayer`` from its fast path to another kernel, and so change the output.
+While somebody listens, functions are replaced by wrappers that call the original with the same
+arguments. The originals are put back when the last listener leaves. Modules are followed by global
+hooks: a hook on a single ``nn.TransformerEncoderLayer`` would switch it from its fast path to
+another kernel, and change the output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sighting:
         call: What was computed.
         pair_mask: A mask over pairs of tokens, as given: bool (True = attend) or additive.
         weights: P itself ``[B, H, T, S]``, where the caller computed it anyway.
-        problem: Why queries and keys alone do not tell P; empty if they do.
+        problem: Why queries and keys alone do not determine P; empty if they do.
     """
 
     call: Announcement
@@ -44,7 +44,7 @@ class Sighting:
 
 
 class Listener(Protocol):
-    """Somebody who wants to know of the calls inside one model."""
+    """Receives the attention calls inside one model."""
 
     names: dict[int, str]
 
@@ -53,7 +53,7 @@ class Listener(Protocol):
         ...
 
     def forward_ended(self, module: nn.Module) -> None:
-        """Learn that the forward of some module has ended, well or not."""
+        """Learn that the forward of some module has ended, with or without an error."""
         ...
 
 
@@ -111,7 +111,7 @@ def listening() -> bool:
 
 
 def sight(sighting: Sighting, module: nn.Module | None = None) -> None:
-    """Tell every listener in whose model the call happened."""
+    """Tell every listener that watches the model in which the call happened."""
     if not listening():
         return
     _thread.sightings += 1
@@ -200,14 +200,14 @@ def _enter_module(module: nn.Module, _: object) -> None:
     if is_compiling():
         return
     if _thread.round != _board.round:
-        # Left over from a forward that was under way when nobody listened any more.
+        # Left over from a forward that was running when the last listener left.
         _thread.modules.clear()
         _thread.round = _board.round
     _thread.modules.append(module)
 
 
 def _leave_module(module: nn.Module, _: object, __: object) -> None:
-    # One that was entered before anybody listened was never noted.
+    # A module that was entered before anybody listened was not noted.
     if not is_compiling() and module in _thread.modules:
         while _thread.modules.pop() is not module:
             pass

@@ -8,14 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lln.instruments.head_groups import select
-from lln.instruments.merged_moments import Moments, entry_moments
+from lln.instruments.attention_inputs import AttentionInputs
+from lln.instruments.head_groups import measure_all
+from lln.instruments.instrument import instrument
+from lln.instruments.merged_moments import EntryMoments, entry_moments
 from lln.instruments.rows import AttentionRows, Rows
 from lln.printing import brief
 
 _TAIL = (1e-4, 1e-3, 5e-3)
 _PERCENTS = tuple(percent / 100 for percent in range(1, 100))
 PROBABILITIES = (*_TAIL, *_PERCENTS, *(1 - tail for tail in reversed(_TAIL)))
+
+# What follows [B, H] in the shape of each field of `LogNormality` but the last.
+SHAPES = (*((),) * 6, *((len(PROBABILITIES),),) * 2)
 
 # A variance below this is rounding: such a distribution is a point and has no shape.
 _POINT = 1e-20
@@ -58,58 +63,16 @@ class LogNormality(NamedTuple):
         return brief(self, self._asdict())
 
 
-def log_normality(
-    query: Tensor,
-    key: Tensor,
-    *,
-    kind: str = "softmax",
-    alpha: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
-    matching: str = "variance",
-    block_size: int | None = None,
-    mix: float | Tensor = 0.5,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> LogNormality:
+@instrument(AttentionInputs)
+def log_normality(inputs: AttentionInputs) -> LogNormality:
     """Moments of log P, and its distance from a normal distribution (Propositions 3.1 and 4.1).
-
-    Args:
-        query: As in `entropy`.
-        key: As in `entropy`.
-        kind: As in `entropy`.
-        alpha: As in `entropy`.
-        beta: As in `entropy`.
-        matching: As in `entropy`.
-        block_size: As in `entropy`.
-        mix: As in `entropy`.
-        key_mask: As in `entropy`.
-        is_causal: As in `entropy`.
-        scale: As in `entropy`.
-        cu_seqlens: As in `entropy`.
 
     Returns:
         A `LogNormality`; NaN as in `entropy`. Where log P does not vary (uniform attention) it has
         no shape: skew, kurtosis and KS distance are NaN.
     """
-    selection = select(
-        query,
-        key,
-        kind=kind,
-        alpha=alpha,
-        beta=beta,
-        matching=matching,
-        block_size=block_size,
-        mix=mix,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-    )
-    shapes = (*((),) * 6, *((len(PROBABILITIES),),) * 2)
-    found = selection.measure_all(lambda heads: shape_of_log_p(AttentionRows(heads)), shapes)
-    return LogNormality(*found, probabilities=_probabilities(query.device))
+    found = measure_all(inputs, lambda heads: shape_of_log_p(AttentionRows(heads)), SHAPES)
+    return LogNormality(*found, probabilities=probabilities(inputs.query.device))
 
 
 def shape_of_log_p(rows: Rows) -> tuple[Tensor, ...]:
@@ -123,7 +86,7 @@ def shape_of_log_p(rows: Rows) -> tuple[Tensor, ...]:
     sort = rows.shape[1] * rows.shape[2] <= _SORTED
     ks, quantiles = (_sorted if sort else _binned)(rows, moments, torch.where(there, spread, 1.0))
     quantiles = torch.where(there[:, None], quantiles, moments.mean[:, None])
-    normal = torch.special.ndtri(_probabilities(spread.device))
+    normal = torch.special.ndtri(probabilities(spread.device))
     shape = (torch.where(there, number, torch.nan) for number in (skew, kurtosis, ks))
     return (
         moments.mean,
@@ -135,11 +98,12 @@ def shape_of_log_p(rows: Rows) -> tuple[Tensor, ...]:
     )
 
 
-def _probabilities(device: torch.device) -> Tensor:
+def probabilities(device: torch.device) -> Tensor:
+    """The probabilities of the quantiles, ``[Q]``."""
     return torch.tensor(PROBABILITIES, dtype=torch.float64, device=device)
 
 
-def _sorted(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tensor]:
+def _sorted(rows: Rows, moments: EntryMoments, spread: Tensor) -> tuple[Tensor, Tensor]:
     """KS distance and quantiles from all entries, one head after the other."""
     found = []
     for part in rows.slices():
@@ -150,7 +114,7 @@ def _sorted(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tenso
             normal = torch.special.ndtr((own - moments.mean[index]) / spread[index])
             rank = torch.arange(own.shape[0] + 1, dtype=own.dtype, device=own.device) / own.shape[0]
             ks = torch.maximum((rank[1:] - normal).max(), (normal - rank[:-1]).max())
-            found.append((ks, _interpolate(own, _probabilities(own.device))))
+            found.append((ks, _interpolate(own, probabilities(own.device))))
     return torch.stack([ks for ks, _ in found]), torch.stack([points for _, points in found])
 
 
@@ -161,15 +125,15 @@ def _ascending(numbers: Tensor) -> Tensor:
     return numbers.sort().values
 
 
-def _interpolate(ordered: Tensor, probabilities: Tensor) -> Tensor:
+def _interpolate(ordered: Tensor, wanted: Tensor) -> Tensor:
     """Quantiles of sorted numbers, linear between neighbours (`torch.quantile` stops at 16M)."""
-    place = probabilities * (ordered.shape[0] - 1)
+    place = wanted * (ordered.shape[0] - 1)
     low = place.floor().long()
     high = (low + 1).clamp_max(ordered.shape[0] - 1)
     return torch.lerp(ordered[low], ordered[high], place - low)
 
 
-def _binned(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tensor]:
+def _binned(rows: Rows, moments: EntryMoments, spread: Tensor) -> tuple[Tensor, Tensor]:
     """KS distance and quantiles from a histogram over mean ± 12 standard deviations."""
     edges = torch.linspace(-_REACH, _REACH, _BINS + 1, dtype=spread.dtype, device=spread.device)
     counts = []
@@ -184,10 +148,10 @@ def _binned(rows: Rows, moments: Moments, spread: Tensor) -> tuple[Tensor, Tenso
     cumulative = torch.stack(counts).cumsum(-1) / moments.size[:, None]
     normal = torch.special.ndtr(edges)
     ks = (cumulative - normal[1:]).abs().amax(-1)
-    probabilities = _probabilities(spread.device).expand(cumulative.shape[0], -1).contiguous()
-    above = torch.searchsorted(cumulative, probabilities).clamp_max(_BINS - 1)
+    wanted = probabilities(spread.device).expand(cumulative.shape[0], -1).contiguous()
+    above = torch.searchsorted(cumulative, wanted).clamp_max(_BINS - 1)
     below = torch.where(above > 0, cumulative.gather(-1, (above - 1).clamp_min(0)), 0.0)
-    share = (probabilities - below) / (cumulative.gather(-1, above) - below)
+    share = (wanted - below) / (cumulative.gather(-1, above) - below)
     standard = edges[above] + share * (edges[1] - edges[0])
     return ks, moments.mean[:, None] + spread[:, None] * standard
 

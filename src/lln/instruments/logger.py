@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -88,19 +87,14 @@ class ConcentrationLogger:
         self.begin_step()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop watching and close the files."""
         self.close()
 
     def begin_step(self) -> None:
         """Watch the coming forward, if its update is due; `step` does this for the next one."""
         if self._running is None and self.is_due:
-            # Nothing stays patched if the backward pass fails and nobody comes back.
+            # One forward only: nothing stays patched if training fails before `step` is called.
             self._running = capture(
                 self.model, instruments=self.instruments, max_calls=1, one_forward=True
             )
@@ -115,7 +109,7 @@ class ConcentrationLogger:
     ) -> dict[str, Any] | None:
         """Log the update under way, if it is due; call it after every backward pass.
 
-        Call it once an update, before ``optimiser.step()`` and ``zero_grad()``. With gradient
+        Call it once per update, before ``optimiser.step()`` and ``zero_grad()``. With gradient
         accumulation that is after the last of the backward passes; the first forward is measured.
 
         Args:
@@ -200,7 +194,7 @@ def gradient_norm(model: nn.Module) -> float | None:
 
 
 def _by_layer(found: Measurements) -> dict[str, dict[str, list[float]]]:
-    """Medians over the batch: ``{layer: {instrument: [one a head]}}``."""
+    """Medians over the batch: ``{layer: {instrument: [one per head]}}``."""
     names = dict.fromkeys(name for call in found.calls for name in call.values)
     medians = {name: found.medians(name) for name in names}
     return {

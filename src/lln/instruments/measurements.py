@@ -1,4 +1,4 @@
-"""What a capture found: one measurement a call, and views of them as records, table and JSON."""
+"""What a capture found: one measurement per call, with views as records, table and JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor
 from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
 from lln.files import write_atomically
+from lln.instruments.run_log import json_ready
 from lln.printing import brief, written
 
 
 @dataclass(frozen=True)
-class Record:
+class HeadRecord:
     """One head of one sample of one call.
 
     Attributes:
@@ -66,7 +67,7 @@ class Measurement:
         """By shapes."""
         return brief(self, vars(self))
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[HeadRecord]:
         """Sample by sample, head by head."""
         lists = {name: value.tolist() for name, value in self.values.items()}
         if not lists:
@@ -76,7 +77,7 @@ class Measurement:
             for head in range(heads):
                 values = {name: rows[sample][head] for name, rows in lists.items()}
                 where = (self.layer, self.first_head + head, self.call, sample)
-                yield Record(*where, self.kind, values)
+                yield HeadRecord(*where, self.kind, values)
 
 
 @dataclass
@@ -90,15 +91,15 @@ class Measurements:
         return f"{type(self).__name__}(calls={len(self.calls)}, layers={len(self.layers)})"
 
     @property
-    def records(self) -> list[Record]:
-        """One a call, sample and head."""
+    def records(self) -> list[HeadRecord]:
+        """One per call, sample and head."""
         return [record for call in self.calls for record in call.records()]
 
     @property
     def layers(self) -> list[str]:
         """Layers in the order in which they were first called.
 
-        A layer whose heads have two attentions each, joined afterwards, counts as two:
+        If each head of a layer has two attentions, joined afterwards, the layer counts as two:
         ``"path (lln)"`` and ``"path (diag)"``.
         """
         return list(dict.fromkeys(self._labels()))
@@ -147,7 +148,7 @@ class Measurements:
         }
 
     def table(self) -> str:
-        """A text table, one line a layer and head: medians over calls and samples."""
+        """A text table, one line per layer and head: medians over calls and samples."""
         names = list(dict.fromkeys(name for call in self.calls for name in call.values))
         columns = {name: self.medians(name) for name in names}
         rows = [["layer", "head", *names]]
@@ -166,18 +167,12 @@ class Measurements:
         content = {
             "problems": self.problems,
             "records": [
-                {
-                    "layer": record.layer,
-                    "head": record.head,
-                    "call": record.call,
-                    "sample": record.sample,
-                    "kind": record.kind,
-                    **{name: _plain(value) for name, value in record.values.items()},
-                }
+                {name: part for name, part in vars(record).items() if name != "values"}
+                | record.values
                 for record in self.records
             ],
         }
-        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(json_ready(content), indent=1, ensure_ascii=False, allow_nan=False)
         if path is not None:
             write_atomically(Path(path), text + "\n")
         return text
@@ -193,8 +188,3 @@ def _line(row: list[str], widths: list[int]) -> str:
     cells = [row[0].ljust(widths[0])]
     cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
     return "  ".join(cells).rstrip()
-
-
-def _plain(value: float) -> float | None:
-    """JSON has no NaN or infinity: they become null."""
-    return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Moments of all entries of some rows, merged tile by tile without cancellation."""
+"""EntryMoments of all entries of some rows, merged tile by tile without cancellation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.instruments.rows import Rows, Tile
+from lln.instruments.rows import Rows, RowTile
 
 
-class Moments(NamedTuple):
+class EntryMoments(NamedTuple):
     """Number, mean and sums of powers of the deviations from it, ``[G]`` each."""
 
     size: Tensor
@@ -24,7 +24,7 @@ class Moments(NamedTuple):
         """Mean square deviation."""
         return self.second / self.size
 
-    def merge(self, other: Moments) -> Moments:
+    def merge(self, other: EntryMoments) -> EntryMoments:
         """The moments of both sets of numbers."""
         a, b = self.size, other.size
         n = a + b
@@ -43,15 +43,15 @@ class Moments(NamedTuple):
             + 6 * shift**2 * (a**2 * other.second + b**2 * self.second) / n**2
             + 4 * shift * (a * other.third - b * self.third) / n
         )
-        return Moments(n, self.mean + shift * b / n, second, third, fourth)
+        return EntryMoments(n, self.mean + shift * b / n, second, third, fourth)
 
 
-def entry_moments(rows: Rows) -> tuple[Moments, Tensor]:
+def entry_moments(rows: Rows) -> tuple[EntryMoments, Tensor]:
     """Moments of the finite entries of ``log_p``, and the mean of the variances inside a row."""
     found = [_moments_of_tiles(part) for part in rows.slices()]
     columns = zip(*(moments for moments, _ in found), strict=True)
     within_row = torch.cat([row for _, row in found]) / rows.shape[1]
-    return Moments(*(torch.cat(column) for column in columns)), within_row
+    return EntryMoments(*(torch.cat(column) for column in columns)), within_row
 
 
 def row_and_total_variance(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def row_and_total_variance(rows: Rows) -> tuple[Tensor, Tensor]:
     return within_row, moments.variance
 
 
-def _moments_of_tiles(rows: Rows) -> tuple[Moments, Tensor]:
+def _moments_of_tiles(rows: Rows) -> tuple[EntryMoments, Tensor]:
     tiles = rows.tiles()
     moments, within_row = _moments_of_tile(next(tiles))
     for tile in tiles:
@@ -69,7 +69,7 @@ def _moments_of_tiles(rows: Rows) -> tuple[Moments, Tensor]:
     return moments, within_row
 
 
-def _moments_of_tile(tile: Tile) -> tuple[Moments, Tensor]:
+def _moments_of_tile(tile: RowTile) -> tuple[EntryMoments, Tensor]:
     entries = tile.log_p
     there = entries > -torch.inf
     entries = torch.where(there, entries, 0.0)
@@ -82,4 +82,4 @@ def _moments_of_tile(tile: Tile) -> tuple[Moments, Tensor]:
     deviation = torch.where(there, entries - mean[:, None, None], 0.0)
     square = deviation.square()
     powers = (square, square * deviation, square.square())
-    return Moments(count, mean, *(power.sum((-2, -1)) for power in powers)), within_row
+    return EntryMoments(count, mean, *(power.sum((-2, -1)) for power in powers)), within_row

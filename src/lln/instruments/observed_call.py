@@ -15,6 +15,7 @@ from torch import Tensor
 from lln.eager.run import repeat_heads
 from lln.instruments import of_matrix
 from lln.instruments.entropy import entropy
+from lln.instruments.head_groups import per_head
 from lln.instruments.interception import Sighting
 from lln.instruments.log_normality import log_normality
 from lln.instruments.pair_masks import reduce_mask, shown
@@ -34,7 +35,7 @@ INSTRUMENTS: dict[str, Callable[..., Any]] = {
     "score_variance": score_variance,
 }
 
-# Those that also read P itself, for calls that queries and keys alone do not tell.
+# Instruments that also read P itself, for calls where queries and keys do not determine it.
 _OF_MATRIX = ("temperature", "entropy", "spectral_gap", "variance", "log_normality")
 
 # Entries of a P that is formed for one head at a time: 128 MiB.
@@ -54,7 +55,7 @@ class SeenCall:
         options: The other arguments of an instrument: α, β, masks, scale.
         pair_mask: A mask over pairs of tokens that the options cannot express.
         weights: P, if the model computed it anyway.
-        problem: Why queries and keys do not tell P, or what was not measured; empty if all is well.
+        problem: Why queries and keys do not determine P, or what was not measured; else empty.
         values: What was measured, by instrument.
     """
 
@@ -141,7 +142,11 @@ def _measure(seen: SeenCall, name: str) -> Iterator[tuple[str, Tensor]]:
     """The values of one instrument, or α or β of the layer."""
     if name in ("alpha", "beta"):
         if seen.options.get(name) is not None:
-            yield name, _per_head(seen, name)
+            packed = seen.options.get("cu_seqlens")
+            batch = seen.query.shape[0] if packed is None else packed.shape[0] - 1
+            cpu = torch.device("cpu")
+            side = per_head(seen.options[name], batch, seen.query.shape[1], cpu)
+            yield name, side[..., 0, 0]
         return
     queries, keys = seen.tokens
     if (seen.problem and seen.weights is None) or (name == "spectral_gap" and queries != keys):
@@ -210,17 +215,6 @@ def _matrix(seen: SeenCall, sample: int, head: int) -> Tensor:
         matrix = scores.masked_fill(~keep, -torch.inf).softmax(-1)
     # A row of zeros is a query that saw nothing, and does not count.
     return torch.where(keep.any(-1, keepdim=True), matrix, 0.0)
-
-
-def _per_head(seen: SeenCall, side: str) -> Tensor:
-    """α or β as used, ``[B, H]``."""
-    scale = seen.options[side]
-    packed = seen.options.get("cu_seqlens")
-    batch = seen.query.shape[0] if packed is None else packed.shape[0] - 1
-    heads = seen.query.shape[1]
-    scale = torch.as_tensor(scale, dtype=torch.float64, device=seen.query.device)
-    scale = scale.reshape((1,) * (4 - scale.dim()) + tuple(scale.shape))[..., 0, 0]
-    return (scale if scale.shape[1] == 1 else repeat_heads(scale, heads)).expand(batch, heads)
 
 
 def _missing(seen: SeenCall) -> str:

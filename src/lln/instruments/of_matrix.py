@@ -26,8 +26,8 @@ from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.instruments.eigenvalues import second_modulus
 from lln.instruments.entropy import mean_row_entropy
-from lln.instruments.log_normality import PROBABILITIES, LogNormality, shape_of_log_p
-from lln.instruments.rows import TILE, Rows, Tile, heads_in_a_slice
+from lln.instruments.log_normality import SHAPES, LogNormality, probabilities, shape_of_log_p
+from lln.instruments.rows import TILE, Rows, RowTile
 from lln.instruments.temperature import measured_temperature
 from lln.instruments.variance import matrix_variance
 
@@ -75,9 +75,8 @@ def log_normality(matrix: Tensor) -> LogNormality:
         matrix: ``[..., T, S]``, row-stochastic.
     """
     check_tensor("matrix", matrix)
-    shapes = (*((),) * 6, *((len(PROBABILITIES),),) * 2)
-    probabilities = torch.tensor(PROBABILITIES, dtype=torch.float64, device=matrix.device)
-    return LogNormality(*_measure_all(matrix, shape_of_log_p, shapes), probabilities=probabilities)
+    found = _measure_all(matrix, shape_of_log_p, SHAPES)
+    return LogNormality(*found, probabilities=probabilities(matrix.device))
 
 
 def spectral_gap(matrix: Tensor) -> Tensor:
@@ -179,8 +178,8 @@ def _check_stochastic(matrix: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MatrixRows:
-    """Rows of matrices that are there.
+class MatrixRows(Rows):
+    """Rows of given matrices.
 
     Attributes:
         matrix: ``[G, T, S]``, no row zero.
@@ -194,18 +193,15 @@ class MatrixRows:
         count, rows, columns = self.matrix.shape
         return count, rows, columns
 
-    def slices(self) -> Iterator[MatrixRows]:
-        """The same in groups of matrices, few enough that a tile holds many rows."""
-        count, rows, columns = self.shape
-        step = heads_in_a_slice(rows, columns)
-        for start in range(0, count, step):
-            yield MatrixRows(self.matrix[start : start + step])
+    def part(self, start: int, end: int) -> MatrixRows:
+        """The matrices from ``start`` up to ``end``."""
+        return MatrixRows(self.matrix[start:end])
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self) -> Iterator[RowTile]:
         """All rows, in order."""
         count, rows, columns = self.shape
         step = max(TILE // (count * columns), 1)
         for start in range(0, rows, step):
             part = self.matrix[:, start : start + step].double()
             part = part / part.sum(-1, keepdim=True)
-            yield Tile(part.log(), start, 0, part)
+            yield RowTile(part.log(), start, 0, part)

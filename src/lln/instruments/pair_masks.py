@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# e to this power is zero beside any score: libraries write "masked" as −1e4 or lower.
+# e to this power is zero compared with any score: libraries write "masked" as −1e4 or lower.
 _MASKED = -1e4
 
 
@@ -20,7 +20,7 @@ class ReducedMask(NamedTuple):
     Attributes:
         key_mask: bool ``[B, S]``, True = attend; None = all keys.
         is_causal: Whether row i sees keys 0 … i only.
-        pair_mask: What can be said no shorter: the mask itself, ``[b, h, T, S]``.
+        pair_mask: The mask itself, ``[b, h, T, S]``, where the other two cannot express it.
     """
 
     key_mask: Tensor | None
@@ -35,7 +35,7 @@ def reduce_mask(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
 
     Args:
         mask: bool (True = attend) or additive, broadcasts to ``[B, H, T, S]``.
-        is_causal: What the call says beside it.
+        is_causal: What the call says in addition to the mask.
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, S, D]``.
     """

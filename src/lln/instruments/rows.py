@@ -1,21 +1,21 @@
-"""P a tile of rows at a time, as logarithms; nothing of size N×N is ever held.
+"""P, read one tile of rows at a time, as logarithms; nothing of size N×N is ever held.
 
 `Rows` is what the instruments read: the attention of some heads (`AttentionRows`), or a matrix that
-somebody else made (`lln.instruments.of_matrix`).
+was given (`lln.instruments.of_matrix`).
 
 Dimension legend: G heads, T queries, S keys, D head width, r rows and w columns of a tile.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lln.instruments.head_groups import Heads
+from lln.instruments.unmasked_heads import UnmaskedHeads
 
 # Entries of a tile, all heads together: 8 MiB in float64.
 TILE = 1 << 20
@@ -31,7 +31,7 @@ _PAIRS = 1 << 14
 
 
 @dataclass(frozen=True)
-class Tile:
+class RowTile:
     """Some rows of P.
 
     Attributes:
@@ -52,24 +52,31 @@ class Tile:
         return self.log_p.exp() if self.known_p is None else self.known_p
 
 
-class Rows(Protocol):
-    """Row-stochastic matrices ``[G, T, S]`` that can be read a tile of rows at a time."""
+class Rows(ABC):
+    """Row-stochastic matrices ``[G, T, S]`` that can be read one tile of rows at a time."""
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, int, int]:
         """(G, T, S)."""
-        ...
+
+    @abstractmethod
+    def part(self, start: int, end: int) -> Rows:
+        """The matrices from ``start`` up to ``end``."""
+
+    @abstractmethod
+    def tiles(self) -> Iterator[RowTile]:
+        """All rows, in order."""
 
     def slices(self) -> Iterator[Rows]:
-        """The same in groups of heads, few enough that a tile holds many rows."""
-        ...
+        """The same in groups of matrices, few enough that a tile of many rows fits in `TILE`."""
+        count, tokens, keys = self.shape
+        step = max(TILE // (min(tokens, MOST_ROWS) * keys), 1)
+        for start in range(0, count, step):
+            yield self.part(start, start + step)
 
-    def tiles(self) -> Iterator[Tile]:
-        """All rows, in order."""
-        ...
 
-
-def sum_over_rows(rows: Rows, statistic: Callable[[Tile], Tensor]) -> Tensor:
+def sum_over_rows(rows: Rows, statistic: Callable[[RowTile], Tensor]) -> Tensor:
     """The sum over all tiles of a statistic of each, ``[G, ...]``."""
     found = []
     for part in rows.slices():
@@ -81,13 +88,8 @@ def sum_over_rows(rows: Rows, statistic: Callable[[Tile], Tensor]) -> Tensor:
     return torch.cat(found)
 
 
-def heads_in_a_slice(tokens: int, keys: int) -> int:
-    """How many heads go together so that a tile of many rows stays within `TILE`."""
-    return max(TILE // (min(tokens, MOST_ROWS) * keys), 1)
-
-
 @dataclass(frozen=True)
-class AttentionRows:
+class AttentionRows(Rows):
     """Rows of P of some heads.
 
     Attributes:
@@ -95,7 +97,7 @@ class AttentionRows:
         normalised: Whether tiles hold log P; otherwise the logarithms of the kernel, the scores.
     """
 
-    heads: Heads
+    heads: UnmaskedHeads
     normalised: bool = True
 
     @property
@@ -104,12 +106,9 @@ class AttentionRows:
         count, tokens, _ = self.heads.query.shape
         return count, tokens, self.heads.key.shape[1]
 
-    def slices(self) -> Iterator[AttentionRows]:
-        """The same in groups of heads, few enough that a tile holds many rows."""
-        count, tokens, keys = self.shape
-        step = heads_in_a_slice(tokens, keys)
-        for start in range(0, count, step):
-            yield replace(self, heads=self.heads.part(start, start + step))
+    def part(self, start: int, end: int) -> AttentionRows:
+        """The heads from ``start`` up to ``end``."""
+        return replace(self, heads=self.heads.part(start, end))
 
     @property
     def width(self) -> int:
@@ -119,7 +118,7 @@ class AttentionRows:
             return keys
         return min(keys, MOST_ROWS + 2 * int(self.heads.block.bincount().max()))
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self) -> Iterator[RowTile]:
         """All rows, in order."""
         count, tokens, _ = self.shape
         most = MOST_ROWS if self.heads.kind == "diag" else tokens
@@ -138,13 +137,13 @@ class AttentionRows:
 class _SoftmaxKernel:
     """Rows of softmax attention, in diagonal blocks or not."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: UnmaskedHeads) -> None:
         self.heads = heads
         self.query = heads.scale * heads.query
         self.key = heads.key.mT.contiguous()
         self.in_blocks = heads.kind in ("diag", "lln_diag")
 
-    def tile(self, rows: slice, normalised: bool = True) -> Tile:
+    def tile(self, rows: slice, normalised: bool = True) -> RowTile:
         """Log P of some rows, or their scores."""
         heads = self.heads
         first, last = 0, rows.stop if heads.is_causal else heads.key.shape[1]
@@ -157,7 +156,7 @@ class _SoftmaxKernel:
         hidden = _hidden(heads, rows, columns, self.in_blocks)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
-        return Tile(scores.log_softmax(-1) if normalised else scores, rows.start, first)
+        return RowTile(scores.log_softmax(-1) if normalised else scores, rows.start, first)
 
 
 class _LLNKernel:
@@ -168,7 +167,7 @@ class _LLNKernel:
     attention, all that a row sees): those are summed as logarithms.
     """
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: UnmaskedHeads) -> None:
         self.heads = heads
         exponent = heads.beta * heads.key
         peak = exponent.amax(-2, keepdim=True)
@@ -178,7 +177,7 @@ class _LLNKernel:
         self.exponent_q = exponent - exponent.amax(-1, keepdim=True)
         self.query = self.exponent_q.exp()
 
-    def tile(self, rows: slice, normalised: bool = True) -> Tile:
+    def tile(self, rows: slice, normalised: bool = True) -> RowTile:
         """Log P of some rows, or the kernel's logarithms."""
         heads = self.heads
         columns = slice(0, rows.stop if heads.is_causal else heads.key.shape[1])
@@ -188,11 +187,11 @@ class _LLNKernel:
             if hidden is not None:
                 kernel.masked_fill_(hidden, 0.0)
             p = kernel.div_(kernel.sum(-1, keepdim=True))
-            return Tile(p.log(), rows.start, 0, p)
+            return RowTile(p.log(), rows.start, 0, p)
         log_kernel = self._log(kernel, rows.start)
         if hidden is not None:
             log_kernel.masked_fill_(hidden, -torch.inf)
-        return Tile(log_kernel.log_softmax(-1) if normalised else log_kernel, rows.start, 0)
+        return RowTile(log_kernel.log_softmax(-1) if normalised else log_kernel, rows.start, 0)
 
     def _log(self, kernel: Tensor, first_row: int) -> Tensor:
         lost = kernel < _TINY
@@ -204,19 +203,19 @@ class _LLNKernel:
         return log_kernel
 
 
-def _mixed(long_range: Tile, short_range: Tile, mix: Tensor) -> Tile:
+def _mixed(long_range: RowTile, short_range: RowTile, mix: Tensor) -> RowTile:
     """Rows of mix · LLN + (1 − mix) · diagonal, Figure 3."""
     near = slice(short_range.column, short_range.column + short_range.log_p.shape[-1])
     if long_range.known_p is not None:
         p = mix * long_range.known_p
         p[..., near] += (1 - mix) * short_range.p
-        return Tile(p.log(), long_range.row, 0, p)
+        return RowTile(p.log(), long_range.row, 0, p)
     log_p = long_range.log_p + mix.log()
     log_p[..., near] = torch.logaddexp(log_p[..., near], short_range.log_p + (-mix).log1p())
-    return Tile(log_p, long_range.row, 0)
+    return RowTile(log_p, long_range.row, 0)
 
 
-def _hidden(heads: Heads, rows: slice, columns: slice, in_blocks: bool) -> Tensor | None:
+def _hidden(heads: UnmaskedHeads, rows: slice, columns: slice, in_blocks: bool) -> Tensor | None:
     """Which pairs of a tile P leaves out: bool ``[r, w]``."""
     hidden = None
     if in_blocks:

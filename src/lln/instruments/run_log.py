@@ -1,4 +1,4 @@
-"""A run's measurements on disk: JSON lines that survive an interruption, and TensorBoard beside."""
+"""A run's measurements on disk: JSON lines that survive an interruption, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lln.errors import BackendUnavailableError, InvalidInputError
@@ -20,7 +19,7 @@ LINES = "concentration.jsonl"
 
 
 class RunLog:
-    """One record a logged step, appended as it happens.
+    """One record per logged step, appended as it happens.
 
     Args:
         out: Folder; the records go to ``concentration.jsonl`` in it, events for TensorBoard to
@@ -38,7 +37,7 @@ class RunLog:
     def __init__(
         self, out: str | Path, *, resume_from: int | None = None, tensorboard: bool | None = None
     ) -> None:
-        """Read what is there, leave out what will be done again."""
+        """Read the records that are there and drop those that will be written again."""
         self.folder = Path(out)
         self.path = self.folder / LINES
         try:
@@ -55,7 +54,7 @@ class RunLog:
 
     def write(self, record: dict[str, Any], scalars: Mapping[str, float]) -> None:
         """Append a record with its ``step``; ``scalars`` are TensorBoard's curves."""
-        line = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+        line = json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -73,12 +72,7 @@ class RunLog:
         """Itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the files."""
         self.close()
 
@@ -108,7 +102,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _go_on(path: Path, resume_from: int | None) -> int | None:
-    """Drop records that come again; returns the last step kept, None if there is none."""
+    """Drop records that will be written again; returns the last step kept, if there is one."""
     if not path.exists():
         return None
     records = read_records(path)
@@ -137,16 +131,16 @@ def _open_tensorboard(
             "TensorBoard is not installed; run pip install 'lln[experiments]', or pass "
             "tensorboard=False."
         ) from error
-    # Events of steps that come again are hidden.
+    # TensorBoard hides the events of steps that will be written again.
     return SummaryWriter(str(folder), purge_step=1 if last_step is None else last_step + 1)
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null."""
+def json_ready(value: Any) -> Any:
+    """A value with NaN and infinity replaced by None: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [json_ready(item) for item in value]
     return value

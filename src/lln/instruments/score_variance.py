@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lln.instruments.head_groups import Heads, select
+from lln.instruments.attention_inputs import AttentionInputs
+from lln.instruments.head_groups import measure_all
+from lln.instruments.instrument import instrument
 from lln.instruments.merged_moments import row_and_total_variance
 from lln.instruments.rows import AttentionRows
+from lln.instruments.unmasked_heads import UnmaskedHeads
 
 
 class ScoreVariance(NamedTuple):
@@ -21,8 +24,8 @@ class ScoreVariance(NamedTuple):
             the mean of the keys moves a whole row.
         sigma_q: σq = √(mean of q²).
         sigma_k: σk = √(mean over features of the variance over tokens).
-        cross: C_cross = total − σq²σk² (times scale²·D, if a scale is given): what the scores owe
-            to features of unequal spread, to correlations and to the means.
+        cross: C_cross = total − σq²σk² (times scale²·D, if a scale is given): the part that comes
+            from features of unequal spread, from correlations and from the means.
         trace: scale²·tr(M_q Σ_k), with M_q = QᵀQ/T and Σ_k the covariance of the keys: the
             variance inside a row of bidirectional attention, from two D×D matrices.
     """
@@ -35,62 +38,21 @@ class ScoreVariance(NamedTuple):
     trace: Tensor
 
 
-def score_variance(
-    query: Tensor,
-    key: Tensor,
-    *,
-    kind: str = "softmax",
-    alpha: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
-    matching: str = "variance",
-    block_size: int | None = None,
-    mix: float | Tensor = 0.5,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> ScoreVariance:
+@instrument(AttentionInputs)
+def score_variance(inputs: AttentionInputs) -> ScoreVariance:
     """Variance of the softmax scores and its parts, Eq. (5).
 
     O(N·D²) from second moments where every query sees every key; with causal attention and
     diagonal blocks (tiles) only the pairs that P keeps count. For the LLN kinds these are the
     scores of the softmax attention that moment matching imitates.
 
-    Args:
-        query: As in `entropy`.
-        key: As in `entropy`.
-        kind: As in `entropy`.
-        alpha: As in `entropy`.
-        beta: As in `entropy`.
-        matching: As in `entropy`.
-        block_size: As in `entropy`.
-        mix: As in `entropy`.
-        key_mask: As in `entropy`.
-        is_causal: As in `entropy`.
-        scale: As in `entropy`.
-        cu_seqlens: As in `entropy`.
-
     Returns:
         A `ScoreVariance` of ``[B, H]`` tensors, float64; NaN as in `entropy`.
     """
-    selection = select(
-        query,
-        key,
-        kind=kind,
-        alpha=alpha,
-        beta=beta,
-        matching=matching,
-        block_size=block_size,
-        mix=mix,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-    )
-    return ScoreVariance(*selection.measure_all(score_parts, ((),) * 6))
+    return ScoreVariance(*measure_all(inputs, score_parts, ((),) * 6))
 
 
-def score_parts(heads: Heads) -> tuple[Tensor, ...]:
+def score_parts(heads: UnmaskedHeads) -> tuple[Tensor, ...]:
     """The fields of `ScoreVariance`, ``[G]`` each."""
     query, key, squared = heads.query, heads.key, heads.scale**2
     key_mean = key.mean(-2, keepdim=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lln.errors import InvalidInputError
+from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.eigenvalues import (
     DENSE,
     Product,
@@ -16,30 +17,18 @@ from lln.instruments.eigenvalues import (
     second_modulus,
     second_modulus_of_product,
 )
-from lln.instruments.factors import factors
-from lln.instruments.head_groups import Heads, select
+from lln.instruments.head_groups import measure
+from lln.instruments.instrument import instrument
 from lln.instruments.rows import AttentionRows
+from lln.instruments.unmasked_heads import UnmaskedHeads
 
 # Entries of P, or of its diagonal blocks, that may be kept between products: P of 4,096 tokens, 128
 # MiB. Made again for each of some 150 products it would cost more than all eigenvalues.
 KEPT = 1 << 24
 
 
-def spectral_gap(
-    query: Tensor,
-    key: Tensor,
-    *,
-    kind: str = "softmax",
-    alpha: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
-    matching: str = "variance",
-    block_size: int | None = None,
-    mix: float | Tensor = 0.5,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+@instrument(AttentionInputs)
+def spectral_gap(inputs: AttentionInputs) -> Tensor:
     """Spectral gap γ = 1 − |λ₂| of P (section 3.2.2).
 
     How it is found depends on P, and always exactly (to rounding, or 1e-8 where iterated):
@@ -54,50 +43,23 @@ def spectral_gap(
     The gap of ``"lln_diag"`` sits near ``mix`` whatever the inputs, because the scaled-down block
     diagonal has an eigenvalue near 1 − mix for every block; look at the parts instead.
 
-    Args:
-        query: As in `entropy`.
-        key: As in `entropy`.
-        kind: As in `entropy`.
-        alpha: As in `entropy`.
-        beta: As in `entropy`.
-        matching: As in `entropy`.
-        block_size: As in `entropy`.
-        mix: As in `entropy`.
-        key_mask: As in `entropy`.
-        is_causal: As in `entropy`.
-        scale: As in `entropy`.
-        cu_seqlens: As in `entropy`.
-
     Returns:
         ``[B, H]``, float64, from 0 to 1; NaN as in `entropy`. A single token has gap 1.
     """
-    selection = select(
-        query,
-        key,
-        kind=kind,
-        alpha=alpha,
-        beta=beta,
-        matching=matching,
-        block_size=block_size,
-        mix=mix,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-    )
-    if cu_seqlens is None and query.shape[2] != key.shape[2]:
+    if not inputs.is_square:
+        queries, keys = inputs.query.shape[2], inputs.key.shape[2]
         raise InvalidInputError(
-            f"spectral_gap needs as many queries as keys, got T = {query.shape[2]} and S = "
-            f"{key.shape[2]}: eigenvalues exist for self attention only."
+            f"spectral_gap needs as many queries as keys, got T = {queries} and S = "
+            f"{keys}: eigenvalues exist for self attention only."
         )
-    return selection.measure(_gap)
+    return measure(inputs, _gap)
 
 
-def _gap(heads: Heads) -> Tensor:
+def _gap(heads: UnmaskedHeads) -> Tensor:
     return (1 - _second_modulus(heads)).clamp(0.0, 1.0)
 
 
-def _second_modulus(heads: Heads) -> Tensor:
+def _second_modulus(heads: UnmaskedHeads) -> Tensor:
     """|λ₂| of every head, ``[G]``."""
     if heads.is_causal:
         # Triangular: the eigenvalues are the diagonal, and the first row sees itself only.
@@ -106,7 +68,7 @@ def _second_modulus(heads: Heads) -> Tensor:
         ).amax(1)
     if heads.kind == "lln":
         # A·B and B·A have the same eigenvalues but for zeros.
-        slots, tokens = factors(heads)
+        slots, tokens = heads.lln_factors()
         return second_moduli(tokens @ slots)
     if heads.kind == "diag" and bool(heads.block[0] != heads.block[-1]):
         # Every block has an eigenvalue 1 of its own.
@@ -115,7 +77,7 @@ def _second_modulus(heads: Heads) -> Tensor:
     return torch.tensor(found, dtype=torch.float64, device=heads.query.device)
 
 
-def _of_one(heads: Heads) -> float:
+def _of_one(heads: UnmaskedHeads) -> float:
     size = heads.query.shape[1]
     factored = heads.kind == "lln_diag" and size > DENSE
     if size * size <= KEPT and not factored:
@@ -123,7 +85,7 @@ def _of_one(heads: Heads) -> float:
     return second_modulus_of_product(_product(heads), size, heads.query.device)
 
 
-def _formed(heads: Heads) -> Tensor:
+def _formed(heads: UnmaskedHeads) -> Tensor:
     """The matrix ``[N, N]`` of one short head."""
     matrix = heads.query.new_zeros(heads.query.shape[1], heads.key.shape[1])
     for tile in AttentionRows(heads).tiles():
@@ -132,10 +94,10 @@ def _formed(heads: Heads) -> Tensor:
     return matrix
 
 
-def _product(heads: Heads) -> Product:
+def _product(heads: UnmaskedHeads) -> Product:
     """Multiplication with P of one head; the diagonal blocks are kept if small."""
     if heads.kind == "lln_diag":
-        slots, tokens = (side[0] for side in factors(heads))
+        slots, tokens = (side[0] for side in heads.lln_factors())
         short_range, mix = _product(replace(heads, kind="diag")), heads.mix[0]
         return lambda x: mix * (slots @ (tokens @ x)) + (1 - mix) * short_range(x)
     if heads.kind == "diag":
@@ -153,7 +115,7 @@ def _product(heads: Heads) -> Product:
     return product
 
 
-def _block_product(heads: Heads, start: Tensor, members: Tensor) -> Product:
+def _block_product(heads: UnmaskedHeads, start: Tensor, members: Tensor) -> Product:
     """Multiplication with the diagonal blocks, kept as ``[n, b, b]``."""
     step = torch.arange(int(members.max()), device=start.device)
     inside = step < members[:, None]
@@ -169,7 +131,7 @@ def _blocks(block: Tensor) -> tuple[Tensor, Tensor]:
     return members.cumsum(0) - members, members
 
 
-def _diagonal(heads: Heads) -> Tensor:
+def _diagonal(heads: UnmaskedHeads) -> Tensor:
     """P_ii of causal attention, ``[G, T]``."""
     if heads.kind == "lln_diag":
         parts = (_diagonal(replace(heads, kind=kind)) for kind in ("lln", "diag"))

@@ -4,46 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lln.instruments.factors import factors
-from lln.instruments.head_groups import Heads, select
-from lln.instruments.rows import AttentionRows, Rows, Tile, sum_over_rows
+from lln.instruments.attention_inputs import AttentionInputs
+from lln.instruments.head_groups import measure
+from lln.instruments.instrument import instrument
+from lln.instruments.rows import AttentionRows, Rows, RowTile, sum_over_rows
+from lln.instruments.unmasked_heads import UnmaskedHeads
 
 
-def variance(
-    query: Tensor,
-    key: Tensor,
-    *,
-    kind: str = "softmax",
-    alpha: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
-    matching: str = "variance",
-    block_size: int | None = None,
-    mix: float | Tensor = 0.5,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+@instrument(AttentionInputs)
+def variance(inputs: AttentionInputs) -> Tensor:
     """Variance of the entries of P over the whole matrix, σ_p² of Theorem A.3.
 
         σ_p² = (1/NS) Σ_ij (P_ij − 1/S)²
 
     Entries that P leaves out (later keys, other blocks) are zeros and count. LLN attention takes
     O(N·D²) time, by ΣP² = Σ (AᵀA)∘(BBᵀ) for P = A·B; the others O(N²·D) in tiles.
-
-    Args:
-        query: As in `entropy`.
-        key: As in `entropy`.
-        kind: As in `entropy`.
-        alpha: As in `entropy`.
-        beta: As in `entropy`.
-        matching: As in `entropy`.
-        block_size: As in `entropy`.
-        mix: As in `entropy`.
-        key_mask: As in `entropy`.
-        is_causal: As in `entropy`.
-        scale: As in `entropy`.
-        cu_seqlens: As in `entropy`.
 
     Returns:
         ``[B, H]``, float64; NaN as in `entropy`.
@@ -53,27 +28,13 @@ def variance(
         >>> variance(torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 16, 8)).item()
         0.0
     """
-    selection = select(
-        query,
-        key,
-        kind=kind,
-        alpha=alpha,
-        beta=beta,
-        matching=matching,
-        block_size=block_size,
-        mix=mix,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-    )
-    return selection.measure(_variance)
+    return measure(inputs, _variance)
 
 
-def _variance(heads: Heads) -> Tensor:
+def _variance(heads: UnmaskedHeads) -> Tensor:
     if heads.kind == "lln" and not heads.is_causal:
         # Rows of A sum to one, so that 1/S may be taken from B before the product.
-        slots, tokens = factors(heads)
+        slots, tokens = heads.lln_factors()
         centred = tokens - 1 / tokens.shape[-1]
         squares = ((slots.mT @ slots) * (centred @ centred.mT)).sum((-2, -1))
         return squares.clamp_min(0.0) / (slots.shape[-2] * tokens.shape[-1])
@@ -84,7 +45,7 @@ def matrix_variance(rows: Rows) -> Tensor:
     """σ_p² of every matrix: ``[G]``."""
     _, tokens, keys = rows.shape
 
-    def squares(tile: Tile) -> Tensor:
+    def squares(tile: RowTile) -> Tensor:
         left_out = keys - tile.log_p.shape[-1]
         seen = (tile.p - 1 / keys).square().sum((-2, -1))
         return seen + tile.log_p.shape[-2] * left_out / keys**2

@@ -1,4 +1,4 @@
-"""Where other libraries meet LLN attention: Hugging Face transformers and timm.
+"""LLN attention in models of other libraries: Hugging Face transformers and timm.
 
 Nothing here is imported by ``import lln``; each module imports its library when it is imported:
 

@@ -20,7 +20,7 @@ from lln.nn.temperatures import FixedTemperatures
 # The name of the submodule in every converted attention module.
 ATTRIBUTE = "lln"
 
-# Settings that are built into `Heads`: changed in the configuration alone, they would do nothing.
+# Settings that are built into `AttachedHeads`: changing them in the configuration does nothing.
 _BUILT_IN = ("matching", "statistics", "momentum", "mix")
 
 
@@ -32,7 +32,7 @@ class KeptSoftmax(nn.Module):
         return {"softmax": True}
 
 
-class Heads(LLNDiagCore):
+class AttachedHeads(LLNDiagCore):
     """α, β and join of one attention module.
 
     Args:
@@ -87,7 +87,7 @@ class Heads(LLNDiagCore):
         }
 
     def check_settings(self, settings: Settings) -> None:
-        """Refuse a configuration that was changed since and says what this module does not do."""
+        """Refuse a configuration that was changed after conversion and does not fit this module."""
         if not settings.attached:
             raise InvalidInputError(
                 "config.lln was replaced after conversion, and the model would be saved without "
@@ -114,7 +114,7 @@ class Heads(LLNDiagCore):
 
     @torch.no_grad()
     def fill_missing(self) -> None:
-        """Give what a checkpoint did not hold its starting value; it was made without one."""
+        """Set what a checkpoint did not hold to its starting value."""
         with torch.device("cpu"):
             fresh = rebuild(self.sizes(), self.settings)
         starts = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
@@ -130,10 +130,10 @@ class Heads(LLNDiagCore):
         return self.statistics(query, key, key_mask, is_causal)
 
     def weight(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:
-        """The mix of joins that are one, broadcasting to ``[B, H, T, E]``."""
+        """The weight of the LLN part, for joins that have one; broadcasts to ``[B, H, T, E]``."""
         return self._mix(query, key_mask) if self.fixed_mix is None else self.fixed_mix
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Heads:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AttachedHeads:
         """Follow the model to another device, but keep fixed α, β in float32."""
         before = dict(self.statistics.named_buffers())
         super()._apply(fn, recurse)
@@ -155,13 +155,13 @@ class Heads(LLNDiagCore):
         return (mix * long_range + (1 - mix) * short_range).to(long_range.dtype)
 
 
-def attached_to(module: nn.Module) -> Heads | KeptSoftmax | None:
+def attached_to(module: nn.Module) -> AttachedHeads | KeptSoftmax | None:
     """The submodule that `convert` gave an attention module, if it did."""
     found = getattr(module, ATTRIBUTE, None)
-    return found if isinstance(found, (Heads, KeptSoftmax)) else None
+    return found if isinstance(found, (AttachedHeads, KeptSoftmax)) else None
 
 
-def attach(module: nn.Module, attached: Heads | KeptSoftmax) -> None:
+def attach(module: nn.Module, attached: AttachedHeads | KeptSoftmax) -> None:
     """Give an attention module its submodule, in place of an earlier one."""
     if attached_to(module) is not None:
         delattr(module, ATTRIBUTE)
@@ -173,8 +173,8 @@ def attach(module: nn.Module, attached: Heads | KeptSoftmax) -> None:
 
 
 def rebuild(
-    sizes: dict[str, Any], settings: Settings, kind: type[Heads] = Heads
-) -> Heads | KeptSoftmax:
+    sizes: dict[str, Any], settings: Settings, kind: type[AttachedHeads] = AttachedHeads
+) -> AttachedHeads | KeptSoftmax:
     """The submodule that a saved configuration describes, ready for its weights."""
     if sizes.get("softmax"):
         return KeptSoftmax()

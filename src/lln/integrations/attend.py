@@ -1,4 +1,4 @@
-"""The attention functions that Hugging Face calls: its contract in, ours out.
+"""The attention functions that Hugging Face calls.
 
 Every call goes one of four ways: dense (padded batches, cross attention), packed sequences,
 causal with a past (a cache), or softmax for layers that keep it.
@@ -13,7 +13,8 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,16 +23,18 @@ from torch import Tensor, nn
 from lln.eager.dropout import drop_keys
 from lln.eager.run import join
 from lln.eager.summary import KeySummary
-from lln.errors import CausalStatisticsError, InvalidInputError, UnsupportedModelError
+from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
 from lln.integrations import streaming
-from lln.integrations.attached import Heads, KeptSoftmax, attached_to
-from lln.integrations.kept_softmax import softmax_attention
-from lln.integrations.masks import check_mask, is_packed
-from lln.integrations.packed_batches import attend_packed, boundaries, numbered
+from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to
+from lln.integrations.attention_call import AttentionCall
+from lln.integrations.kept_softmax import softmax
+from lln.integrations.masks import check_mask
+from lln.integrations.packed_batches import boundaries, inside_sequences
 from lln.integrations.settings import Settings
 
-# What a model may ask of its attention that changes the scores one by one.
+# What a model may ask of its attention that changes single scores.
 _REFUSED = {
     "position_bias": "a bias for every pair of positions",
     "softcap": "a soft cap of the scores",
@@ -41,55 +44,17 @@ _REFUSED = {
 }
 
 _LINEAR_DECODING = (
-    "LLN attention decodes from a full key-value cache here, which costs O(N) a token; pass "
+    "LLN attention decodes from a full key-value cache here, which costs O(N) per token; pass "
     "past_key_values=lln.integrations.cache.LLNCache(model) for O(1)."
 )
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of an attention function, with what the module and its settings say.
-
-    Attributes:
-        module: The model's attention module.
-        attention: ``"lln"`` or ``"lln_diag"``.
-        settings: Of the module's configuration.
-        heads: What `convert` attached, if it did.
-        query: ``[B, H, T, D]``, scaled so that softmax scores are q·k/√D.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        mask: As `lln.integrations.masks.slicing_mask` returns it.
-        cu_seqlens: Boundaries of packed sequences over all B·T tokens, if there are any.
-        is_causal: Whether a query sees only its own and earlier positions.
-        window: Width of a sliding window, if the layer has one.
-        dropout_p: Probability to drop a key.
-    """
-
-    module: nn.Module
-    attention: str
-    settings: Settings
-    heads: Heads | None
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    cu_seqlens: Tensor | None
-    is_causal: bool
-    window: int | None
-    dropout_p: float
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a diagonal block."""
-        return self.settings.block_size or self.query.shape[-1]
-
-
 # Set while `convert` looks at a model: sees every call and may answer it.
-_observer: Callable[[Call], Tensor | None] | None = None
+_observer: Callable[[AttentionCall], Tensor | None] | None = None
 
 
 @contextmanager
-def observed(observer: Callable[[Call], Tensor | None]) -> Any:
+def observed(observer: Callable[[AttentionCall], Tensor | None]) -> Any:
     """Show every call to ``observer``; what it returns, unless None, is the attention's output."""
     global _observer
     before, _observer = _observer, observer
@@ -99,7 +64,8 @@ def observed(observer: Callable[[Call], Tensor | None]) -> Any:
         _observer = before
 
 
-def lln_forward(
+def forward(
+    attention: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -110,9 +76,10 @@ def lln_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """LLN attention, Eq. (8), as Hugging Face's attention interface calls it.
+    """LLN attention, Eq. (8), or LLN + Diag, Figure 3, as Hugging Face's interface calls it.
 
     Args:
+        attention: ``"lln"`` or ``"lln_diag"``.
         module: The model's attention module.
         query: ``[B, H, T, D]``, any strides.
         key: ``[B, Hk, S, D]``.
@@ -126,40 +93,6 @@ def lln_forward(
     Returns:
         ``[B, T, H, E]`` contiguous, and None or, with ``output_attentions``, the weights.
     """
-    return _forward(
-        "lln", module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs
-    )
-
-
-def lln_diag_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """LLN + block-diagonal attention, Figure 3, as Hugging Face calls it; see `lln_forward`."""
-    return _forward(
-        "lln_diag", module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs
-    )
-
-
-def _forward(
-    attention: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
@@ -173,23 +106,23 @@ def _forward(
             f"config.lln says that {type(module).__name__} was converted, but its statistics are "
             "not there: call lln.integrations.transformers.register() before loading the model."
         )
-    if isinstance(attached, Heads) and _observer is None:
+    if isinstance(attached, AttachedHeads) and _observer is None:
         if attached.attention != attention:
             raise InvalidInputError(
                 f"this model was converted to {attached.attention!r} and cannot run as "
                 f"{attention!r}; convert it again."
             )
         attached.check_settings(settings)
-    past = getattr(key, "lln_past", None)
-    past = None if past is None else past.take()
+    marked = getattr(key, "lln_past", None)
+    past = None if marked is None else marked.take()
     if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
         query = query * (scaling * math.sqrt(query.shape[-1]))
     mask = check_mask(attention_mask)
-    call = Call(
+    call = AttentionCall(
         module=module,
         attention=attention,
         settings=settings,
-        heads=attached if isinstance(attached, Heads) else None,
+        heads=attached if isinstance(attached, AttachedHeads) else None,
         query=query,
         key=key,
         value=value,
@@ -216,23 +149,7 @@ def _forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def softmax(call: Call) -> Tensor:
-    """The softmax attention that a call would have been: ``[B, H, T, E]``."""
-    mask = call.mask
-    if call.cu_seqlens is not None and not is_packed(mask):
-        mask = numbered(call.cu_seqlens, call.query)
-    return softmax_attention(
-        call.query,
-        call.key,
-        call.value,
-        mask,
-        is_causal=call.is_causal,
-        window=call.window,
-        dropout_p=call.dropout_p,
-    )
-
-
-def attend(call: Call, past: streaming.Past | None = None) -> Tensor:
+def attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
     """LLN or LLN + Diag attention of a call: ``[B, H, T, E]``."""
     if call.window is not None:
         raise UnsupportedModelError(
@@ -240,71 +157,36 @@ def attend(call: Call, past: streaming.Past | None = None) -> Tensor:
             "attention does not have; set config.lln = {'sliding_window': 'softmax'} (or "
             "convert(sliding_window='softmax')) to leave such layers softmax."
         )
-    if call.cu_seqlens is not None:
-        return attend_packed(call, call.cu_seqlens)
-    if call.is_causal and (past is not None or call.query.shape[2] != call.key.shape[2]):
+    continues = past is not None or call.query.shape[2] != call.key.shape[2]
+    if call.is_causal and call.cu_seqlens is None and continues:
         return _continue(call, past)
-    alpha, beta = temperatures(call)
-    options: dict[str, Any] = {
-        "key_mask": call.mask,
+    sides = (call.query, call.key, call.value)
+    alpha, beta = call.temperatures()
+    shared: dict[str, Any] = {
         "is_causal": call.is_causal,
         "enable_gqa": True,
-    }
-    long = {
-        "alpha": alpha,
-        "beta": beta,
-        "matching": call.settings.matching,
         "impl": call.settings.impl,
-        **options,
     }
+    long = {"alpha": alpha, "beta": beta, "matching": call.settings.matching, **shared}
+    lln, lln_diag, diagonal = lln_attention, lln_diag_attention, block_diagonal_attention
+    if call.cu_seqlens is None:
+        shared["key_mask"] = long["key_mask"] = call.mask
+    else:
+        lln = inside_sequences(lln_attention_varlen, call.cu_seqlens)
+        lln_diag = inside_sequences(lln_diag_attention_varlen, call.cu_seqlens)
+        diagonal = partial(lln_diag, mix=0.0, **long)
     if call.attention == "lln":
-        return lln_attention(call.query, call.key, call.value, dropout_p=call.dropout_p, **long)
-    mix = mix_of(call)
+        return lln(*sides, dropout_p=call.dropout_p, **long)
+    mix, block_size = call.mix(), call.block_size
     if call.heads is None or call.heads.join not in ("scale", "heads"):
-        return lln_diag_attention(
-            call.query,
-            call.key,
-            call.value,
-            mix=mix,
-            block_size=call.block_size,
-            dropout_p=call.dropout_p,
-            **long,
-        )
-    value = drop_keys(call.value, call.dropout_p)
-    return call.heads.combine(
-        lln_attention(call.query, call.key, value, **long),
-        block_diagonal_attention(
-            call.query, call.key, value, block_size=call.block_size, **options
-        ),
-        mix,
-    )
+        return lln_diag(*sides, mix=mix, block_size=block_size, dropout_p=call.dropout_p, **long)
+    # Keys are dropped once for both parts.
+    sides = (call.query, call.key, drop_keys(call.value, call.dropout_p))
+    short = diagonal(*sides, block_size=block_size, **shared)
+    return call.heads.combine(lln(*sides, **long), short, mix)
 
 
-def temperatures(call: Call) -> tuple[float | Tensor | None, float | Tensor | None]:
-    """α and β of a call; None, None = to be matched to the sample."""
-    if call.heads is not None:
-        mask = None if is_packed(call.mask) else call.mask
-        return call.heads.temperatures(call.query, call.key, call.value, mask, call.is_causal)
-    if call.settings.statistics == "fixed":
-        return call.settings.alpha, call.settings.beta
-    if call.is_causal:
-        raise CausalStatisticsError(
-            "causal LLN attention needs α and β that do not come from the sequence itself: use "
-            "lln.integrations.convert.convert(model, calibrate=batch), or config.lln = "
-            "{'statistics': 'fixed', 'alpha': ..., 'beta': ...}."
-        )
-    return None, None
-
-
-def mix_of(call: Call) -> float | Tensor:
-    """The weight of the LLN part, broadcasting to ``[B, H, T, E]``."""
-    if call.heads is None:
-        # Checked with the settings: without a module to learn in, the mix is a number.
-        return cast("float", call.settings.mix)
-    return call.heads.weight(call.query, None if is_packed(call.mask) else call.mask)
-
-
-def _continue(call: Call, past: streaming.Past | None) -> Tensor:
+def _continue(call: AttentionCall, past: streaming.Past | None) -> Tensor:
     """Causal attention of tokens that come after others, kept in a cache."""
     tokens, keys = call.query.shape[2], call.key.shape[2]
     if call.dropout_p > 0:
@@ -324,7 +206,7 @@ def _continue(call: Call, past: streaming.Past | None) -> Tensor:
         mask=None if call.mask is None else call.mask[:, -tokens:],
     )
     # Of a causal call they are never None.
-    alpha, beta = cast("tuple[float | Tensor, float | Tensor]", temperatures(new))
+    alpha, beta = cast("tuple[float | Tensor, float | Tensor]", new.temperatures())
     if past is None:
         if tokens == 1:
             warnings.warn(_LINEAR_DECODING, stacklevel=2)
@@ -334,13 +216,13 @@ def _continue(call: Call, past: streaming.Past | None) -> Tensor:
     if call.attention == "lln":
         return long
     short = streaming.short_range(*sides, call.block_size, new.mask)
-    mix = mix_of(new)
+    mix = new.mix()
     if call.heads is None:
         return join(long, short, mix).to(long.dtype)
     return call.heads.combine(long, short, mix)
 
 
-def _past_of(call: Call, length: int, beta: float | Tensor) -> streaming.Past:
+def _past_of(call: AttentionCall, length: int, beta: float | Tensor) -> streaming.Past:
     """The past that the first ``length`` keys of a full cache amount to."""
     key, value = call.key[:, :, :length], call.value[:, :, :length]
     mask = None if call.mask is None else call.mask[:, :length]
@@ -351,7 +233,7 @@ def _past_of(call: Call, length: int, beta: float | Tensor) -> streaming.Past:
     return past
 
 
-def _attend_with_weights(call: Call) -> tuple[Tensor, Tensor]:
+def _attend_with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Attention and its implied N×N weights, for inspection: unit vectors attended to beside v.
 
     In one pass, because running statistics count every call.

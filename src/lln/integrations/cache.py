@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lln.errors import InvalidInputError, LLNError
 from lln.integrations import unavailable
-from lln.integrations.attached import Heads, attached_to
+from lln.integrations.attached import AttachedHeads, attached_to
 from lln.integrations.settings import ATTENTIONS, Settings
 from lln.integrations.streaming import Past
 
@@ -181,6 +181,6 @@ def _softmax_layers(model: torch.nn.Module, config: Any) -> set[int]:
         kept.update(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
     for module in model.modules():
         attached = attached_to(module)
-        if attached is not None and not isinstance(attached, Heads):
+        if attached is not None and not isinstance(attached, AttachedHeads):
             kept.add(getattr(module, "layer_idx", -1))
     return kept

@@ -25,8 +25,8 @@ class LayerReport:
         alpha: Smallest and largest over the heads; None where every sample has its own.
         beta: Likewise.
         moved: ‖LLN − softmax‖ / ‖softmax‖ of this module's output on the same inputs.
-        tokens: That α and β of a head rest on; None = they were not calibrated.
-        sharp: Heads whose α and β are far larger than usual (`lln.matching.calibration.unusual`).
+        tokens: Tokens that α and β of a head were found on; None = they were not calibrated.
+        sharp: Heads with α and β far larger than usual (`lln.matching.calibration.unusual`).
     """
 
     name: str
@@ -47,7 +47,7 @@ class Conversion:
     Attributes:
         attention: ``"lln"`` or ``"lln_diag"``.
         statistics: Where α and β come from.
-        layers: One entry an attention module, in the order they run.
+        layers: One entry per attention module, in the order they run.
         moved: ‖converted − original‖ / ‖original‖ of the model's output on the batch.
         replaced: Whether an earlier conversion was replaced, with its α, β and joins.
     """
@@ -67,7 +67,7 @@ class Conversion:
 
     @property
     def tokens(self) -> int | None:
-        """That α and β of a head rest on, in the layer with the fewest; None if there are none."""
+        """Tokens that α and β were found on, in the layer with the fewest; None = none were."""
         return min(
             (layer.tokens for layer in self.layers if layer.tokens is not None), default=None
         )
@@ -117,7 +117,8 @@ class Conversion:
                 _span(layer.beta, layer.attention),
                 "" if layer.attention == "softmax" else f"{layer.moved:.1%}",
             )
-        console = Console(file=StringIO(), width=width)
+        stream = StringIO()
+        console = Console(file=stream, width=width)
         console.print(table)
         changed = sum(layer.attention != "softmax" for layer in self.layers)
         behind = "" if self.tokens is None else f", α and β from {self.tokens} tokens"
@@ -128,8 +129,7 @@ class Conversion:
         )
         for note in self.notes():
             console.print(f"Note: {note}", highlight=False)
-        stream = console.file
-        return stream.getvalue() if isinstance(stream, StringIO) else ""
+        return stream.getvalue()
 
 
 def relative_change(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:

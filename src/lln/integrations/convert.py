@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from lln.checks.names import check_choice, did_you_mean
 from lln.errors import InvalidInputError, UnsupportedModelError
-from lln.integrations.attached import ATTRIBUTE, Heads, KeptSoftmax, attach, attached_to
-from lln.integrations.attend import Call, attend, observed, softmax
+from lln.integrations.attached import ATTRIBUTE, AttachedHeads, KeptSoftmax, attach, attached_to
+from lln.integrations.attend import observed
+from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import Conversion, LayerReport, relative_change
-from lln.integrations.found_temperatures import describe_temperatures, fit_temperatures
-from lln.integrations.masks import is_packed
+from lln.integrations.fitted_layer import fit_layer
+from lln.integrations.kept_softmax import softmax
 from lln.integrations.own_attention import refuse_own_attention
 from lln.integrations.settings import ATTENTIONS, Settings
 from lln.integrations.transformers import name_of_module, register, remember_attention
@@ -152,7 +153,7 @@ class _Surgeon:
         self.configs: dict[int, Any] = {}
         self.names: dict[int, str] = {}
 
-    def look(self, call: Call) -> Tensor:
+    def look(self, call: AttentionCall) -> Tensor:
         """Fit what this module will run, and answer with softmax."""
         self.calls += 1
         softmax_out = softmax(call)
@@ -169,16 +170,10 @@ class _Surgeon:
             attach(call.module, KeptSoftmax())
             self.reports.append(LayerReport(name, "softmax", heads, width))
             return softmax_out
-        fitted = self._fit(call)
+        fitted = self._heads_for(call)
+        report = fit_layer(name, fitted, call, softmax_out, self.calibrated)
         attach(call.module, fitted)
-        probe = replace(call, heads=fitted, settings=self.settings, dropout_p=0.0)
-        moved = relative_change(
-            attend(probe).transpose(1, 2),
-            softmax_out.transpose(1, 2),
-            _token_mask(call),
-        )
-        own = describe_temperatures(fitted, call, _token_mask(call), self.calibrated)
-        self.reports.append(LayerReport(name, self.attention, heads, width, moved=moved, **own))
+        self.reports.append(report)
         return softmax_out
 
     def check(self) -> None:
@@ -217,7 +212,7 @@ class _Surgeon:
         self.model.config.lln = replace(self.settings, layers=described).as_dict()
         remember_attention(self.model)
 
-    def _is_wanted(self, number: int, name: str, call: Call) -> bool:
+    def _is_wanted(self, number: int, name: str, call: AttentionCall) -> bool:
         wanted = self.wanted is None or number in self.wanted or name in self.wanted
         if call.window is None or not wanted:
             return wanted
@@ -230,8 +225,8 @@ class _Surgeon:
             + (fix if self.wanted is None else "leave it out of layers.")
         )
 
-    def _fit(self, call: Call) -> Heads:
-        """α, β and join of one attention module, calibrated if there is a batch for it."""
+    def _heads_for(self, call: AttentionCall) -> AttachedHeads:
+        """α, β and join of one attention module, not fitted yet."""
         heads, width = call.query.shape[1], call.query.shape[3]
         if self.settings.statistics == "sample" and call.is_causal:
             raise InvalidInputError(
@@ -243,7 +238,7 @@ class _Surgeon:
                     else "pass calibrate, inputs to find them on."
                 )
             )
-        fitted = Heads(
+        fitted = AttachedHeads(
             self.attention,
             heads,
             width,
@@ -252,21 +247,14 @@ class _Surgeon:
             device=call.query.device,
         )
         fitted.train(call.module.training)
-        if self.calibrated:
-            fit_temperatures(fitted, call, _token_mask(call))
         return fitted
-
-
-def _token_mask(call: Call) -> Tensor | None:
-    """The valid tokens; None where there is no padding."""
-    return None if call.mask is None or is_packed(call.mask) else call.mask
 
 
 def _prove(model: PreTrainedModel, inputs: dict[str, Tensor], surgeon: _Surgeon) -> Tensor:
     """Run the converted model and count the layers in which our attention ran."""
     seen: set[int] = set()
 
-    def count(call: Call) -> None:
+    def count(call: AttentionCall) -> None:
         seen.add(id(call.module))
 
     with observed(count):
@@ -292,7 +280,7 @@ def _check_model(model: Any) -> None:
 def _earlier(model: PreTrainedModel) -> Settings | None:
     """The settings of a conversion that was made before."""
     attached = (attached_to(module) for module in model.modules())
-    return next((heads.settings for heads in attached if isinstance(heads, Heads)), None)
+    return next((heads.settings for heads in attached if isinstance(heads, AttachedHeads)), None)
 
 
 def _is_worth_keeping(settings: Settings) -> bool:
@@ -357,7 +345,7 @@ def _undone_on_error(model: PreTrainedModel) -> Iterator[None]:
                 delattr(config, "lln")
         for module, own in attached:
             if ATTRIBUTE in module._modules and isinstance(
-                module._modules[ATTRIBUTE], (Heads, KeptSoftmax)
+                module._modules[ATTRIBUTE], (AttachedHeads, KeptSoftmax)
             ):
                 delattr(module, ATTRIBUTE)
             if own is not None:

@@ -1,62 +1,46 @@
 """Softmax attention for the layers of a converted model that keep it.
 
 Such layers get the same 2-D masks as their LLN neighbours, so the N×N mask is made here.
-
-Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width.
 """
 
 from __future__ import annotations
+
+from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lln.integrations.attention_call import AttentionCall
 from lln.integrations.masks import is_packed
+from lln.integrations.packed_batches import numbered
 
 
-def softmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    is_causal: bool,
-    window: int | None = None,
-    scaling: float | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Eq. (1) over the pairs that the model attends to: ``[B, H, T, E]``.
-
-    Args:
-        query: ``[B, H, T, D]``; the last T of the S positions.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        mask: As `lln.integrations.masks.slicing_mask` returns it.
-        is_causal: Whether a query sees only its own and earlier positions.
-        window: Pairs further apart than ``window − 1`` are masked.
-        scaling: Factor of the scores; None = 1/√D.
-        dropout_p: Of the attention weights.
-    """
+def softmax(call: AttentionCall) -> Tensor:
+    """The softmax attention, Eq. (1), that a call would have been: ``[B, H, T, E]``."""
+    query, key, mask = call.query, call.key, call.mask
+    if call.cu_seqlens is not None and not is_packed(mask):
+        mask = numbered(call.cu_seqlens, query)
     tokens, keys = query.shape[2], key.shape[2]
-    keep = None
-    if mask is not None and not is_packed(mask):
-        keep = mask[:, None, None, :]
-    if is_causal or window is not None:
+    keep: list[Tensor] = []
+    if call.is_causal or call.window is not None:
+        # Queries are the last of the keys' positions.
         place = torch.arange(keys, device=query.device)
         distance = place[keys - tokens :, None] - place
-        near = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
-        if window is not None:
-            near = near & (distance.abs() < window)
-        keep = near if keep is None else keep & near
+        if call.is_causal:
+            keep.append(distance >= 0)
+        if call.window is not None:
+            keep.append(distance.abs() < call.window)
     if mask is not None and is_packed(mask):
-        same = (mask[:, None, :, None] == mask[:, None, None, :])[:, :, keys - tokens :]
-        keep = same if keep is None else keep & same
+        keep.append((mask[:, None, :, None] == mask[:, None, None, :])[:, :, keys - tokens :])
+    elif mask is not None:
+        keep.append(mask[:, None, None, :])
     return F.scaled_dot_product_attention(
         query,
         key,
-        value,
-        attn_mask=keep,
-        dropout_p=dropout_p,
-        scale=scaling,
+        call.value,
+        attn_mask=reduce(and_, keep) if keep else None,
+        dropout_p=call.dropout_p,
         enable_gqa=query.shape[1] != key.shape[1],
     )

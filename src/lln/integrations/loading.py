@@ -1,4 +1,4 @@
-"""Why a checkpoint cannot be loaded, in one sentence whatever library stumbled over it."""
+"""Why a checkpoint cannot be loaded, in one sentence, whichever library failed."""
 
 from __future__ import annotations
 

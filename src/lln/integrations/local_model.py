@@ -115,7 +115,7 @@ def load_local_model(model: str) -> LocalModel:
                 f"files beside the model: {why_not_loaded(folder, error)}"
             ) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        # What the library makes where the files are missing.
+        # The library makes such a tokenizer where the files are missing.
         raise InvalidInputError(
             f"{model!r} has a model but no vocabulary; put the tokenizer's files (tokenizer.json) "
             "beside the model."
@@ -147,7 +147,7 @@ def _is_cached(model: str) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library's bars and notes on loading to itself."""
+    """Silence the library's progress bars and notes while loading."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

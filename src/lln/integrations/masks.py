@@ -1,8 +1,8 @@
 """The masks of our attention functions: the model's 2-D padding mask, sliced, and nothing N×N.
 
 Hugging Face calls the mask function before the layers run and hands its result to every attention
-call. Without one it would hand over None and padding would be attended in silence. Ours only
-slices: no value is looked at, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` pass.
+call. Without one it would hand over None, and padding would be attended to silently. Ours only
+slices: it reads no value, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which models keep their attention to themselves, told from their code before one is built.
+"""Which models compute attention in their own layers, found in their code before one is built.
 
 A class of transformers calls its attention through ``ALL_ATTENTION_FUNCTIONS`` or computes it in
 its own layers, where a name like ``"lln"`` is ignored, fails as a key or breaks on a shape.
@@ -48,7 +48,7 @@ def keeps_own_attention(kind: type[PreTrainedModel]) -> bool:
     """Whether the code around a class of models has attention layers, and none calls the interface.
 
     The files that define the class and those it inherits from are looked at, with the layers they
-    import. A class without attention layers is put together from models that are asked themselves.
+    import. A class without attention layers is made of other models, which are checked themselves.
     """
     from transformers import PreTrainedModel
 

@@ -1,23 +1,20 @@
 """Packed batches: several sequences in one row, told apart by boundaries or numbers.
 
-Dimension legend: B batch, H query heads, T tokens, D head width, E value width, n sequences.
+Dimension legend: B batch, H heads, T tokens, D head width, n sequences,
+L tokens of the longest.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lln.eager.dropout import drop_keys
 from lln.errors import InvalidInputError
-from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
 from lln.integrations.masks import is_packed
 from lln.tracing import values_are_readable
-
-if TYPE_CHECKING:
-    from lln.integrations.attend import Call
 
 
 def boundaries(kwargs: dict[str, Any], mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -53,7 +50,7 @@ def boundaries(kwargs: dict[str, Any], mask: Tensor | None, query: Tensor) -> Te
 
 
 def _differ(one: Tensor, two: Tensor) -> bool:
-    """Whether the shapes differ, or the values where looking at them costs no wait."""
+    """Whether the shapes differ, or the values, which are read only where that costs no wait."""
     if one.shape != two.shape:
         return True
     if not (values_are_readable(one) and values_are_readable(two)):
@@ -69,73 +66,40 @@ def numbered(cu_seqlens: Tensor, query: Tensor) -> Tensor:
     return torch.searchsorted(bounds, place, right=True).view(batch, tokens)
 
 
-def attend_packed(call: Call, cu_seqlens: Tensor) -> Tensor:
-    """LLN or LLN + Diag attention inside each packed sequence: ``[B, H, T, E]``."""
-    from lln.integrations.attend import mix_of
+def inside_sequences(attention: Callable[..., Tensor], cu_seqlens: Tensor) -> Callable[..., Tensor]:
+    """A function of packed sequences, for tensors ``[B, H, T, …]``.
 
-    batch, _, tokens, _ = call.query.shape
-    query, key, value = (
-        tensor.transpose(1, 2).flatten(0, 1) for tensor in (call.query, call.key, call.value)
-    )
-    alpha, beta = _temperatures(call, cu_seqlens)
-    options: dict[str, Any] = {
-        "alpha": alpha,
-        "beta": beta,
-        "matching": call.settings.matching,
-        "is_causal": call.is_causal,
-        "enable_gqa": True,
-        "impl": call.settings.impl,
-    }
+    Args:
+        attention: Takes query, key and value ``[B·T, H, …]`` and boundaries.
+        cu_seqlens: The boundaries.
+    """
 
-    def dense(packed: Tensor) -> Tensor:
-        return packed.unflatten(0, (batch, tokens)).transpose(1, 2)
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        mix = options.get("mix")
+        if isinstance(mix, Tensor):
+            options["mix"] = _packed(mix.expand(*query.shape[:3], -1))
+        out = attention(*map(_packed, (query, key, value)), cu_seqlens, **options)
+        return out.unflatten(0, (query.shape[0], -1)).transpose(1, 2)
 
-    if call.attention == "lln":
-        out = lln_attention_varlen(
-            query, key, value, cu_seqlens, dropout_p=call.dropout_p, **options
-        )
-        return dense(out)
-    mix = mix_of(call)
-    if call.heads is not None and call.heads.join in ("scale", "heads"):
-        value = drop_keys(value.transpose(0, 1), call.dropout_p).transpose(0, 1)
-        long = lln_attention_varlen(query, key, value, cu_seqlens, **options)
-        short = lln_diag_attention_varlen(
-            query, key, value, cu_seqlens, mix=0.0, block_size=call.block_size, **options
-        )
-        return call.heads.combine(dense(long), dense(short), mix)
-    if isinstance(mix, Tensor):
-        shape = (batch, call.query.shape[1], tokens, mix.shape[-1])
-        mix = mix.expand(shape).transpose(1, 2).flatten(0, 1)
-    out = lln_diag_attention_varlen(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        mix=mix,
-        block_size=call.block_size,
-        dropout_p=call.dropout_p,
-        **options,
-    )
-    return dense(out)
+    return attend
 
 
-def _temperatures(
-    call: Call, cu_seqlens: Tensor
-) -> tuple[float | Tensor | None, float | Tensor | None]:
-    """α, β for all sequences; running and sample statistics see each as a sample of its own."""
-    from lln.integrations.attend import temperatures
-
-    if call.heads is None:
-        return temperatures(call)
-    if call.settings.statistics == "sample":
-        return None, None
-    sides = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (call.query, call.key, call.value)]
+def padded(
+    sides: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Each packed sequence as a sample of its own: ``[n, H, L, …]``, and bool ``[n, L]``."""
     lengths = cu_seqlens.diff()
-    if call.settings.statistics == "running" and call.heads.training:
-        token_mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-        padded = [side.new_zeros(*token_mask.shape, *side.shape[1:]) for side in sides]
-        for dense, side in zip(padded, sides, strict=True):
-            dense[token_mask] = side.detach()
-        sides = [dense.transpose(1, 2) for dense in padded]
-        return call.heads.temperatures(sides[0], sides[1], sides[2], token_mask, call.is_causal)
-    return call.heads.temperatures(call.query, call.key, call.value, None, call.is_causal)
+    mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+
+    def pad(side: Tensor) -> Tensor:
+        tokens = _packed(side)
+        dense = tokens.new_zeros(*mask.shape, *tokens.shape[1:])
+        dense[mask] = tokens.detach()
+        return dense.transpose(1, 2)
+
+    return (pad(sides[0]), pad(sides[1]), pad(sides[2])), mask
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """``[B, H, T, …]`` → ``[B·T, H, …]``."""
+    return tensor.transpose(1, 2).flatten(0, 1)

@@ -33,7 +33,7 @@ from torch.utils.data import Dataset
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.files import write_atomically, writing
 from lln.integrations.attached import KeptSoftmax, attach
-from lln.integrations.recovery_loss import Imitation, OutputLoss, check_end_loss, measure
+from lln.integrations.recovery_loss import OutputLoss, RecoveryLoss, check_end_loss, measure
 from lln.integrations.settings import Settings
 from lln.integrations.transformers import find_module, transformers
 from lln.integrations.work_folder import last_checkpoint, locked, saving
@@ -152,7 +152,7 @@ def recover(
                 load_checkpoint(model, folder / phase / "final")
                 continue
             trainer = _trainer(
-                Imitation(model, teacher, names, phase, end_loss),
+                RecoveryLoss(model, teacher, names, phase, end_loss),
                 dataset,
                 folder / phase,
                 max_steps=steps[phase],
@@ -204,7 +204,7 @@ def layer_names(model: PreTrainedModel) -> list[str]:
     return list(Settings.of(model.config).layers or {})
 
 
-def _trainer(imitation: Imitation, dataset: Dataset[Any], folder: Path, **options: Any) -> Any:
+def _trainer(imitation: RecoveryLoss, dataset: Dataset[Any], folder: Path, **options: Any) -> Any:
     """A Trainer whose checkpoints are folders that ``from_pretrained`` loads."""
 
     class RecoveryTrainer(transformers.Trainer):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError, UnsupportedModelError
-from lln.integrations.attached import Heads
+from lln.integrations.attached import AttachedHeads
 from lln.integrations.conversion_report import relative_change
 from lln.integrations.transformers import find_module
 
@@ -24,7 +24,7 @@ OutputLoss = Callable[[Any, Any, dict[str, Tensor]], Tensor]
 LOSSES = ("auto", "hidden", "logits", "embedding")
 
 
-class Imitation(nn.Module):
+class RecoveryLoss(nn.Module):
     """Inputs in, loss out, so that ``Trainer`` and DistributedDataParallel see one module.
 
     Args:
@@ -179,10 +179,10 @@ def seen(modules: list[nn.Module]) -> Iterator[list[Any]]:
 
 
 def quiet(model: nn.Module, *, statistics: bool) -> None:
-    """No dropout: its noise is no part of the target; running statistics go on running."""
+    """Switch dropout off, because its noise is not in the target; running statistics go on."""
     model.eval()
     for module in model.modules():
-        if isinstance(module, Heads):
+        if isinstance(module, AttachedHeads):
             module.train(statistics)
 
 

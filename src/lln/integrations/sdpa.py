@@ -1,7 +1,7 @@
-"""Any model whose attention modules call ``scaled_dot_product_attention``: answer the call.
+"""Answer the calls of ``scaled_dot_product_attention`` that any model's attention modules make.
 
-A module that is converted gets a submodule ``lln`` and two hooks. Around its forward they let our
-attention answer ``torch.nn.functional.scaled_dot_product_attention``; projections, norms and rotary
+A converted module gets a submodule ``lln`` and two hooks. Around its forward they let LLN attention
+answer ``torch.nn.functional.scaled_dot_product_attention``; projections, norms and rotary
 embeddings stay the model's own.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,20 +18,22 @@ from torch.overrides import TorchFunctionMode
 
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError, UnsupportedModelError
-from lln.integrations.attached import ATTRIBUTE, Heads, attached_to, rebuild
-from lln.integrations.attend import Call, attend, softmax
+from lln.integrations.attached import ATTRIBUTE, AttachedHeads, attached_to, rebuild
+from lln.integrations.attend import attend
+from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import Conversion, LayerReport, relative_change
-from lln.integrations.found_temperatures import describe_temperatures, fit_temperatures
+from lln.integrations.fitted_layer import fit_layer
+from lln.integrations.kept_softmax import softmax
 from lln.integrations.settings import ATTENTIONS, Settings
 
 Inputs = Tensor | dict[str, Tensor]
 
 
-class AnsweredHeads(Heads):
-    """`Heads` that answer the attention calls of the module they are attached to."""
+class AnsweredHeads(AttachedHeads):
+    """`AttachedHeads` that answer the attention calls of the module they are attached to."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As `Heads`."""
+        """As `AttachedHeads`."""
         super().__init__(*args, **kwargs)
         self._modes: list[_Answer] = []
 
@@ -78,7 +79,7 @@ def call_of(
     module: nn.Module,
     attention: str,
     settings: Settings,
-    heads: Heads | None,
+    heads: AttachedHeads | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -87,7 +88,7 @@ def call_of(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Call:
+) -> AttentionCall:
     """The arguments of ``scaled_dot_product_attention`` as a call of ours."""
     mask = None
     if attn_mask is not None:
@@ -100,7 +101,7 @@ def call_of(
         mask = attn_mask[:, 0, 0].expand(query.shape[0], -1)
     if scale is not None:
         query = query * (scale * query.shape[-1] ** 0.5)
-    return Call(
+    return AttentionCall(
         module=module,
         attention=attention,
         settings=settings,
@@ -109,9 +110,7 @@ def call_of(
         key=key,
         value=value,
         mask=mask,
-        cu_seqlens=None,
         is_causal=is_causal,
-        window=None,
         dropout_p=dropout_p,
     )
 
@@ -158,14 +157,8 @@ def convert_calls(
             attention, heads, width, call.value.shape[3], settings, device=call.query.device
         )
         own.eval()
-        if calibrated:
-            fit_temperatures(own, call, call.mask)
+        report.layers.append(fit_layer(name, own, call, out, calibrated))
         fitted[id(module)] = own
-        moved = relative_change(
-            attend(replace(call, heads=own, dropout_p=0.0)).transpose(1, 2), out.transpose(1, 2)
-        )
-        found = describe_temperatures(own, call, call.mask, calibrated)
-        report.layers.append(LayerReport(name, attention, heads, width, moved=moved, **found))
         return out
 
     training = model.training

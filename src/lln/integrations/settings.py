@@ -46,7 +46,7 @@ class Settings:
     Attributes:
         matching: Criterion of moment matching (see `lln.match_moments`).
         statistics: ``"sample"`` or ``"fixed"``; after `convert` also ``"running"``, ``"learned"``.
-        alpha: α of ``"fixed"``, a number; a converted model keeps one value a head instead.
+        alpha: α of ``"fixed"``, a number; a converted model keeps one value per head instead.
         beta: β of ``"fixed"``.
         momentum: Of ``"running"``.
         mix: Weight of the LLN part of ``lln_diag``: a number; after `convert` also a learned join,

@@ -1,4 +1,4 @@
-"""Causal attention that goes on where earlier tokens ended: decoding, and prompts in pieces.
+"""Causal attention that continues after earlier tokens: decoding, and prompts in pieces.
 
 The long-range part needs nothing of the past but its `KeySummary`; the short-range part needs the
 keys of the unfinished diagonal block. Both have a fixed size.
@@ -10,6 +10,7 @@ b block size.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,17 +79,28 @@ def long_range(
         key_mask: bool ``[B, T]``.
         impl: As in `lln.lln_attention`.
     """
+    within = partial(
+        lln_attention,
+        query,
+        key,
+        value,
+        alpha=alpha,
+        beta=beta,
+        key_mask=key_mask,
+        is_causal=True,
+        enable_gqa=True,
+        impl=impl,
+    )
     summary = KeySummary.of(key, value, beta, key_mask)
     if past.log_mass is None or past.centroid is None:
         past.log_mass, past.centroid = summary.log_mass, summary.centroid
-        return _within(query, key, value, alpha, beta, key_mask, impl)
+        return within()
     before = KeySummary(past.log_mass, past.centroid, beta)
     after = before.merge(summary)
     past.log_mass, past.centroid = after.log_mass, after.centroid
     if query.shape[2] == 1:
         return after.read(query, alpha)
-    inside = _within(query, key, value, alpha, beta, key_mask, impl)
-    outside = before.read(query, alpha)
+    inside, outside = within(), before.read(query, alpha)
     weight = torch.sigmoid(
         _past_mass(query, before.log_mass, alpha) - _own_mass(query, key, alpha, beta, key_mask)
     )
@@ -188,32 +200,9 @@ def keep_block(
     return key, value, key_mask
 
 
-def _within(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None,
-    impl: str,
-) -> Tensor:
-    return lln_attention(
-        query,
-        key,
-        value,
-        alpha=alpha,
-        beta=beta,
-        key_mask=key_mask,
-        is_causal=True,
-        enable_gqa=True,
-        impl=impl,
-    )
-
-
 def _past_mass(query: Tensor, log_mass: Tensor, alpha: float | Tensor) -> Tensor:
     """Log of every row's normaliser over the past, ``[B, H, T]``."""
-    if log_mass.shape[1] != query.shape[1]:
-        log_mass = log_mass.repeat_interleave(query.shape[1] // log_mass.shape[1], 1)
+    log_mass = repeat_heads(log_mass, query.shape[1])
     return (query.to(log_mass.dtype) * alpha + log_mass.unsqueeze(-2)).logsumexp(-1)
 
 
@@ -226,9 +215,7 @@ def _own_mass(
 ) -> Tensor:
     """Log of every row's normaliser over the new tokens up to itself, ``[B, H, T]``."""
     dtype = accumulation_dtype(query.dtype)
-    if key.shape[1] != query.shape[1]:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    exponent = key.to(dtype) * beta
+    exponent = repeat_heads(key, query.shape[1]).to(dtype) * beta
     if key_mask is not None:
         exponent = torch.where(key_mask[:, None, :, None], exponent, LOG_ZERO)
     return (query.to(dtype) * alpha + exponent.logcumsumexp(-2)).logsumexp(-1)

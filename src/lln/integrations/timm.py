@@ -50,8 +50,8 @@ def convert(
         attention: ``"lln"`` or ``"lln_diag"``.
         layers: Numbers in the order they run, or names; None = all.
         calibrate: Images ``[B, C, height, width]`` to find α and β of every head on.
-        batch: Images for the proving run without ``calibrate``; None = noise of the size the model
-            was made for.
+        batch: Images for the runs that prove the conversion, without ``calibrate``; None = noise
+            of the size the model was made for.
         statistics: As in `lln.integrations.convert.convert`, and likewise the rest.
         matching: Criterion of matching.
         mix: Weight of the LLN part, or a learned join.

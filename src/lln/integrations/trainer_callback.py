@@ -14,7 +14,7 @@ from lln.instruments.logger import ConcentrationLogger, gradient_norm
 from lln.integrations import unavailable
 
 try:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainerState, TrainingArguments
 except ImportError as error:
     raise unavailable(error) from error
 
@@ -55,11 +55,7 @@ class ConcentrationCallback(TrainerCallback):
         self._pending: dict[str, Any] | None = None
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:
         """Open the files, after the step of the checkpoint if there is one."""
         self._close()
@@ -74,13 +70,7 @@ class ConcentrationCallback(TrainerCallback):
             tensorboard=self.tensorboard,
         )
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Watch the forward, if its update is due."""
         self._flush()
         if self._log is not None:
@@ -88,11 +78,7 @@ class ConcentrationCallback(TrainerCallback):
             self._log.begin_step()
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:
         """Take the measurements, while the gradients are there."""
         if self._log is None or not self._log.is_due:
@@ -109,9 +95,9 @@ class ConcentrationCallback(TrainerCallback):
 
     def on_log(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -126,23 +112,11 @@ class ConcentrationCallback(TrainerCallback):
             record.pop("gradient_norm_is_clipped", None)
         self._flush()
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
         """A checkpoint's own update is in the file before anything can go wrong."""
         self._flush()
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Close the files."""
         self._close()
 

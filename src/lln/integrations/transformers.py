@@ -12,7 +12,7 @@ come back with softmax. Settings live in ``config.lln`` (see `lln.integrations.s
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
@@ -28,8 +28,8 @@ try:
 except ImportError as error:
     raise unavailable(error) from error
 
-from lln.integrations.attached import ATTRIBUTE, Heads, attached_to, rebuild
-from lln.integrations.attend import lln_diag_forward, lln_forward
+from lln.integrations.attached import ATTRIBUTE, AttachedHeads, attached_to, rebuild
+from lln.integrations.attend import forward
 from lln.integrations.cache import LLNCache
 from lln.integrations.masks import slicing_mask
 from lln.integrations.own_attention import refuse_own_attention
@@ -56,8 +56,8 @@ def register() -> None:
     old = too_old(transformers.__version__)
     if old is not None:
         raise old
-    for name, function in (("lln", lln_forward), ("lln_diag", lln_diag_forward)):
-        AttentionInterface.register(name, function)
+    for name in ATTENTIONS:
+        AttentionInterface.register(name, partial(forward, name))
         AttentionMaskInterface.register(name, slicing_mask)
     for owner, method, wrap in (
         (PreTrainedModel, "get_correct_attn_implementation", _refusing),
@@ -153,7 +153,7 @@ def _filling(initialize: Any) -> Any:
 
     @wraps(initialize)
     def wrapper(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, Heads) and not getattr(module, "_is_hf_initialized", False):
+        if isinstance(module, AttachedHeads) and not getattr(module, "_is_hf_initialized", False):
             module.fill_missing()
         initialize(self, module, *args, **kwargs)
 
@@ -176,7 +176,7 @@ def _with_cache(prepare: Any) -> Any:
             and generation_config.cache_implementation in (None, "dynamic")
         ):
             model_kwargs["past_key_values"] = LLNCache(self)
-            # What transformers asks of a cache that it is given must not be held against ours.
+            # transformers restricts a cache that the user gives; this one is not the user's.
             chosen, generation_config.cache_implementation = (
                 generation_config.cache_implementation,
                 None,

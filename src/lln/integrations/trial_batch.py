@@ -21,8 +21,8 @@ def check_inputs(name: str, inputs: Any, model: PreTrainedModel) -> dict[str, Te
 
     Args:
         name: Of the argument it was passed as.
-        inputs: What a user took for a batch.
-        model: That will run on it.
+        inputs: What the user gave as a batch.
+        model: The model that will run on it.
     """
     if not isinstance(inputs, Mapping):
         raise InvalidInputError(

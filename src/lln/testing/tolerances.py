@@ -43,11 +43,11 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
 def size_of_sum(terms: Tensor, shape: Sequence[int]) -> float:
     """The ``magnitude`` of a sum, e.g. of the gradient of a scalar: √Σ term², the largest entry's.
 
-    A sum that cancels is no measure of its own rounding. Every term comes rounded, to ε of its own
-    size; summed in a tree, every level rounds partial sums whose squares add up to about Σ term²
-    again. These roundings know nothing of each other, so that their squares add up as well: to a
-    few ε · √Σ term², whatever the tree and the machine. What bounds every sum, ε · Σ|term|, is up
-    to √n times as large and would hide that much more. Where all terms have one sign the sum itself
+    Where terms cancel, the sum does not show how much was rounded. Every term is rounded to ε of
+    its own size. Summed in a tree, every level rounds partial sums again, and their squares add up
+    to about Σ term². The roundings are independent, so their squares add up too: to a few
+    ε · √Σ term², whatever the tree and the machine. The bound for every sum, ε · Σ|term|, is up to
+    √n times as large and would hide larger errors. Where all terms have one sign the sum itself
     is larger than √Σ term², and `budget` takes the larger of both.
 
     Args:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from lln.instruments import entropy, spectral_gap
-from lln.instruments.head_groups import Heads, select
+from lln.instruments.attention_inputs import AttentionInputs
+from lln.instruments.head_groups import head_groups, measure_all
 from lln.instruments.observed_call import SeenCall
 from lln.instruments.rows import AttentionRows
+from lln.instruments.unmasked_heads import UnmaskedHeads
 from lln.matching.calibration import LOG_SPREAD_RANGE, find_temperatures
 from lln.matching.moments import head_moments, match_moments
 
@@ -119,31 +121,27 @@ def _temperatures(seen: SeenCall) -> tuple[Tensor, Tensor]:
 
 def _compare(seen: SeenCall, alpha: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
     """Distances ``[B, H]`` and histograms ``[B, H, BINS]``, softmax beside LLN row by row."""
-    shared = {
-        "matching": "variance",
-        "block_size": None,
-        "mix": 0.5,
-        "cu_seqlens": None,
-        **{name: seen.options[name] for name in ("key_mask", "is_causal", "scale")},
-    }
+    shared = {name: seen.options[name] for name in ("key_mask", "is_causal", "scale")}
     softmax, lln = (
-        select(seen.query, seen.key, kind=kind, alpha=alpha, beta=beta, **shared)
+        AttentionInputs(seen.query, seen.key, kind=kind, alpha=alpha, beta=beta, **shared)
         for kind in ("softmax", "lln")
     )
-    partners = (group.heads for group in lln.groups())
+    partners = (group.heads for group in head_groups(lln))
     centre = seen.values["log_normality.mean"], seen.values["log_normality.variance"].sqrt()
     places = (
         [side[group.samples].flatten().to(seen.query.device) for side in centre]
-        for group in softmax.groups()
+        for group in head_groups(softmax)
     )
 
-    def compare(heads: Heads) -> tuple[Tensor, ...]:
+    def compare(heads: UnmaskedHeads) -> tuple[Tensor, ...]:
         return _compare_heads(heads, next(partners), *next(places))
 
-    return softmax.measure_all(compare, ((), (), (BINS,), (BINS,)))
+    return measure_all(softmax, compare, ((), (), (BINS,), (BINS,)))
 
 
-def _compare_heads(softmax: Heads, lln: Heads, mean: Tensor, spread: Tensor) -> tuple[Tensor, ...]:
+def _compare_heads(
+    softmax: UnmaskedHeads, lln: UnmaskedHeads, mean: Tensor, spread: Tensor
+) -> tuple[Tensor, ...]:
     """The results of `_compare` for a group of heads, ``[G]`` and ``[G, BINS]``."""
     found = [
         _compare_head(softmax.part(head, head + 1), lln.part(head, head + 1), *place)
@@ -153,7 +151,7 @@ def _compare_heads(softmax: Heads, lln: Heads, mean: Tensor, spread: Tensor) -> 
 
 
 def _compare_head(
-    softmax: Heads, lln: Heads, mean: Tensor, spread: Tensor
+    softmax: UnmaskedHeads, lln: UnmaskedHeads, mean: Tensor, spread: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     distance = even_distance = own_counts = lln_counts = torch.zeros((), dtype=torch.float64)
     entries = 0

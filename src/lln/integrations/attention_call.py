@@ -1,0 +1,92 @@
+"""One call of an attention function, with what the module and its settings say of it.
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
+E value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor, nn
+
+from lln.errors import CausalStatisticsError
+from lln.integrations.attached import AttachedHeads
+from lln.integrations.masks import is_packed
+from lln.integrations.packed_batches import padded
+from lln.integrations.settings import Settings
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention function.
+
+    Attributes:
+        module: The model's attention module.
+        attention: ``"lln"`` or ``"lln_diag"``.
+        settings: Of the module's configuration.
+        heads: What `convert` attached, if it did.
+        query: ``[B, H, T, D]``, scaled so that softmax scores are q·k/√D.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
+        mask: As `lln.integrations.masks.slicing_mask` returns it.
+        cu_seqlens: Boundaries of packed sequences over all B·T tokens, if there are any.
+        is_causal: Whether a query sees only its own and earlier positions.
+        window: Width of a sliding window, if the layer has one.
+        dropout_p: Probability to drop a key.
+    """
+
+    module: nn.Module
+    attention: str
+    settings: Settings
+    heads: AttachedHeads | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    is_causal: bool = False
+    window: int | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a diagonal block."""
+        return self.settings.block_size or self.query.shape[-1]
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """Bool ``[B, S]``, the valid tokens; None where there is no padding."""
+        return None if is_packed(self.mask) else self.mask
+
+    def temperatures(self) -> tuple[float | Tensor | None, float | Tensor | None]:
+        """α and β; None, None = to be matched to the sample."""
+        if self.heads is None:
+            return self._stateless_temperatures()
+        sides, mask = (self.query, self.key, self.value), self.key_mask
+        if self.cu_seqlens is not None:
+            # To these statistics each packed sequence is a sample of its own.
+            if self.settings.statistics == "sample":
+                return None, None
+            if self.settings.statistics == "running" and self.heads.training:
+                sides, mask = padded(sides, self.cu_seqlens)
+        return self.heads.temperatures(*sides, mask, self.is_causal)
+
+    def _stateless_temperatures(self) -> tuple[float | None, float | None]:
+        if self.settings.statistics == "fixed":
+            return self.settings.alpha, self.settings.beta
+        if self.is_causal:
+            raise CausalStatisticsError(
+                "causal LLN attention needs α and β that do not come from the sequence itself: use "
+                "lln.integrations.convert.convert(model, calibrate=batch), or config.lln = "
+                "{'statistics': 'fixed', 'alpha': ..., 'beta': ...}."
+            )
+        return None, None
+
+    def mix(self) -> float | Tensor:
+        """The weight of the LLN part, broadcasting to ``[B, H, T, E]``."""
+        if self.heads is None:
+            # Checked with the settings: without a module to learn in, the mix is a number.
+            return cast("float", self.settings.mix)
+        return self.heads.weight(self.query, self.key_mask)

@@ -1,0 +1,139 @@
+"""The shape of ``src/lln``: which module imports which, where files lie, what names are taken."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src"
+PACKAGE = SOURCE / "lln"
+
+LOOSE = {"errors", "files", "observers", "precision", "printing", "reference", "tracing"}
+MOST_ROOMS = 12
+
+# Each folder may have its own of these.
+SHARED_FILE_NAMES = {"__init__.py", "__main__.py", "command.py", "page.py"}
+
+# Names that are still taken twice. Nothing may be added; take out what has been renamed.
+REPEATED_FILES = {
+    "concentration.py",
+    "limits.py",
+    "packed.py",
+    "run.py",
+    "speed.py",
+    "training.py",
+}
+REPEATED_CLASSES = {"Encoder", "Layer", "Plan", "Recipe", "Request", "Training"}
+
+
+def name_of(path: Path) -> str:
+    """``lln.nn.heads`` for ``src/lln/nn/heads.py``, ``lln.nn`` for ``src/lln/nn/__init__.py``."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
+
+
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, functions included, without what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            children = child.orelse
+        else:
+            children = [child]
+        for one in children:
+            yield one
+            yield from executed(one)
+
+
+def imports_of(name: str, modules: dict[str, Path], tree: ast.AST) -> set[str]:
+    """The modules of the package that a module imports, at any depth of its code."""
+    package = name if modules[name].name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in executed(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                home = ".".join(parts[: len(parts) - node.level + 1])
+                base = f"{home}.{base}".rstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in modules else base)
+    return (found & set(modules)) - {name}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or by way of others."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen, waiting = set(), list(graph[start])
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting.extend(graph[name])
+        reach[start] = seen
+    groups = {
+        tuple(sorted({one for one in reach[name] if name in reach[one]} | {name}))
+        for name in graph
+        if name in reach[name]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def repeated(places: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: sorted(found) for name, found in places.items() if len(found) > 1}
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return {name: imports_of(name, MODULES, tree) for name, tree in TREES.items()}
+
+
+def test_no_modules_import_each_other_in_a_circle(graph):
+    assert circles(graph) == []
+
+
+def test_the_search_for_circles_finds_them():
+    modules = {name: Path(f"{name}.py") for name in ("lln.a", "lln.b", "lln.c", "lln.d")}
+    codes = {
+        "lln.a": "from lln import b\nfrom lln.d import x",
+        "lln.b": "def f():\n    from lln.c import x",
+        "lln.c": "from . import a",
+        "lln.d": "if TYPE_CHECKING:\n    from lln import a",
+    }
+    found = {name: imports_of(name, modules, ast.parse(code)) for name, code in codes.items()}
+    assert found["lln.d"] == set()
+    assert circles(found) == [["lln.a", "lln.b", "lln.c"]]
+
+
+def test_the_top_of_the_package_is_small():
+    entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    rooms = [path.name for path in entries if path.is_dir()]
+    loose = {path.stem for path in entries if path.suffix == ".py"}
+    assert len(rooms) <= MOST_ROOMS, rooms
+    assert loose == LOOSE | {"__init__", "__main__"}
+
+
+def test_no_two_files_share_a_name():
+    places = defaultdict(list)
+    for name, path in MODULES.items():
+        if path.name not in SHARED_FILE_NAMES:
+            places[path.name].append(name)
+    assert set(repeated(places)) <= REPEATED_FILES, repeated(places)
+
+
+def test_no_two_classes_share_a_name():
+    places = defaultdict(list)
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert set(repeated(places)) <= REPEATED_CLASSES, repeated(places)
