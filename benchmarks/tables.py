@@ -6,9 +6,9 @@ from benchmarks.markdown import source, table
 from benchmarks.targets import GRAPH, PYTHON, main_rows
 from lln.studies.bench.compare import fastest
 from lln.studies.bench.operations import OPERATIONS
+from lln.studies.bench.result_rows import Row
 from lln.studies.bench.roberta import SYSTEMS
 from lln.studies.bench.roberta_table import as_milliseconds, table_of, title_of
-from lln.studies.bench.rows import Row
 
 CPU_COLUMNS = ("sdpa", "lln", "lln_matched", "lln_diag")
 PASSES = ((False, "forward"), (True, "fwd + bwd"))

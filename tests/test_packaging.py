@@ -8,8 +8,8 @@ import sys
 import warnings
 from importlib import metadata, resources
 from pathlib import Path
-from zipfile import ZipFile
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import pytest
 

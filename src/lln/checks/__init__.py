@@ -1,6 +1,6 @@
 """What every entry point accepts, and the one sentence it refuses with.
 
-``arguments`` judges what an attention call is given, ``packed`` the bounds of packed sequences,
+``arguments`` judges what an attention call is given, ``bounds`` the bounds of packed sequences,
 ``tensors`` what a tensor has to be at all, ``names`` a choice among names, ``signatures`` a call
 that does not fit its function.
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln import checks
-from lln.checks.packed import check_bounds
+from lln.checks.bounds import check_bounds
 from lln.checks.signatures import explain_misfits
 from lln.functional.request import Request
 from lln.functional.run import attend

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.checks.bounds import check_cu_seqlens
 from lln.checks.names import check_choice
-from lln.checks.packed import check_cu_seqlens
 from lln.errors import InvalidInputError
 
 KINDS = ("softmax", "lln", "diag", "lln_diag")

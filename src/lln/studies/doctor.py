@@ -9,7 +9,7 @@ import torch
 
 from lln.eager.load import read_load
 from lln.functional.dense import lln_diag_attention
-from lln.kernels.sizes import why_unavailable
+from lln.kernels.limits import why_unavailable
 from lln.studies.processor import facts, version
 from lln.studies.report.failures import in_one_line
 from lln.testing.tolerances import budget, largest_error

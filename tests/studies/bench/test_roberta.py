@@ -11,7 +11,7 @@ from lln import reference
 from lln.cli import app
 from lln.errors import InvalidInputError
 from lln.studies.bench import roberta_bench
-from lln.studies.bench.roberta import SYSTEMS, Roberta, RobertaSize, Training, naive_softmax
+from lln.studies.bench.roberta import SYSTEMS, Roberta, RobertaSize, TrainingStep, naive_softmax
 from lln.studies.bench.roberta_bench import Cell, filling_tokens, measure_cell, plan
 from lln.studies.bench.roberta_figure import draw_roberta
 from lln.studies.bench.roberta_table import table_of
@@ -61,7 +61,7 @@ def test_blocks_are_block_diagonal_softmax_for_strided_views():
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_training_learns_its_batch(name):
     size = RobertaSize(layers=2, dropout=0.0, **TINY)
-    training = Training(size, SYSTEMS[name][1], batch=2, tokens=64, device="cpu")
+    training = TrainingStep(size, SYSTEMS[name][1], batch=2, tokens=64, device="cpu")
     losses = [training.step().item() for _ in range(25)]
     assert losses[-1] < 0.9 * losses[0]
     moved = [weight for weight in training.model.parameters() if training.optimiser.state[weight]]
@@ -72,7 +72,7 @@ def test_training_learns_its_batch(name):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_captured_step_takes_the_steps_that_a_called_one_takes(name):
     size = RobertaSize(layers=2, dropout=0.0, **TINY)
-    called, replayed = (Training(size, SYSTEMS[name][1], 2, 64, "cuda") for _ in range(2))
+    called, replayed = (TrainingStep(size, SYSTEMS[name][1], 2, 64, "cuda") for _ in range(2))
     replay = replayed.captured()
     # Three steps warm up; the capture itself takes none.
     losses = [called.step().item() for _ in range(10)]
@@ -160,14 +160,14 @@ def test_memory_of_a_cell_is_free_before_the_next(monkeypatch):
     import weakref
 
     models = []
-    step = Training.step
+    step = TrainingStep.step
 
     def fail(self):
         models.append(weakref.ref(self.model))
         step(self)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(Training, "step", fail)
+    monkeypatch.setattr(TrainingStep, "step", fail)
     size = RobertaSize(layers=1, **TINY)
     row = measure_cell(Cell("batch 1", "lln", 1, 64), size, "cpu", 0.001)
     assert row["status"] == "out of memory"
@@ -176,7 +176,7 @@ def test_memory_of_a_cell_is_free_before_the_next(monkeypatch):
 
 
 def test_a_loss_that_is_no_number_fails_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(Training, "step", lambda self: torch.tensor(torch.nan))
+    monkeypatch.setattr(TrainingStep, "step", lambda self: torch.tensor(torch.nan))
     out = tmp_path / "roberta.json"
     assert roberta(*SMALL, "--systems", "lln", "--out", str(out)).exit_code == 1
     assert {row["reason"] for row in rows_of(out)} == {

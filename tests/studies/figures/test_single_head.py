@@ -15,7 +15,7 @@ from lln.studies.demo.corpus import load_corpus
 from lln.studies.figures import single_head
 from lln.studies.figures.command import run
 from lln.studies.figures.setting import Setting
-from lln.studies.figures.single_head import QUICK, Recipe, Run
+from lln.studies.figures.single_head import QUICK, Run, TrainingRecipe
 from lln.studies.figures.single_head_model import MASK, SingleHeadRoberta, Size, masked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -154,7 +154,7 @@ def test_masking_is_berts():
 
 
 def test_learning_rate_rises_and_falls():
-    recipe = Recipe(steps=100, rate=1.0, warmup=0.1)
+    recipe = TrainingRecipe(steps=100, rate=1.0, warmup=0.1)
     rates = [recipe.rate_at(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == pytest.approx(0.91)

@@ -13,7 +13,7 @@ from lln.cli import app
 from lln.errors import InvalidInputError
 from lln.matching.curves import matched_spread
 from lln.studies.fitting import FitConfig, command, fit, fit_constants, injection
-from lln.studies.fitting.injection import Request
+from lln.studies.fitting.injection import Injection
 
 P = (0.25, 1.0, 4.0)
 S = tuple(math.exp(0.12 * i) for i in range(16))
@@ -40,7 +40,7 @@ def tiny(work):
 @pytest.fixture(scope="module")
 def measured():
     """Curves at N = 1024 for the widths of the reference values."""
-    requests = [Request(d, 1024, 3, P, S) for d in (32, 64, 128)]
+    requests = [Injection(d, 1024, 3, P, S) for d in (32, 64, 128)]
     return {request.d: (request, injection.measure(request)) for request in requests}
 
 
@@ -133,7 +133,7 @@ def test_shipped_file_has_the_agreed_form():
 
 def test_paper_constants_come_out_again():
     sigma = tuple(0.8 + 0.2 * i for i in range(12))
-    request = Request(64, 512, 5, (), sigma, rows=256, keys=4096)
+    request = Injection(64, 512, 5, (), sigma, rows=256, keys=4096)
     found = fit.refit_paper([request], [injection.measure(request)])
     assert found["a"] == pytest.approx(fit.PAPER["a"], rel=0.06)
     assert found["b"] == pytest.approx(fit.PAPER["b"], rel=0.10)
@@ -146,7 +146,7 @@ def test_fit_recovers_known_coefficients():
     for d in (8, 32, 128, 512):
         for n in (64, 1024, 16384):
             p = fit._log_grid(fit.P_RANGE, 9)
-            request = Request(d, n, 0, p, fit._log_grid((0.1, 40.0), 400))
+            request = Injection(d, n, 0, p, fit._log_grid((0.1, 40.0), 400))
             s = fit.scale(truth, torch.tensor(p, dtype=torch.float64), d, n)
             # Both attentions with entropy deficit 0.1 s: they agree where LLN's s is the truth.
             deficits = {"softmax": s.tolist(), "lln": request.s}
@@ -168,7 +168,7 @@ def test_fit_recovers_known_coefficients():
 def test_out_of_reach_is_said_and_not_extrapolated(measured):
     request, curves = measured[64]
     short = {name: values[:4] for name, values in curves["lln"].items()}
-    narrow = Request(64, 1024, 3, P, S[:4])
+    narrow = Injection(64, 1024, 3, P, S[:4])
     with pytest.raises(InvalidInputError, match="widen the grid of s"):
         fit.match("variance", narrow, {"softmax": curves["softmax"], "lln": short})
     swapped = {"softmax": curves["softmax"], "lln": {"variance": [2.0, 1.0]}}

@@ -125,7 +125,7 @@ class _Layer(nn.Module):
         return F.dropout(tensor, self.dropout, self.training)
 
 
-class Training:
+class TrainingStep:
     """A model, its optimiser and one fixed batch: everything that a training step needs."""
 
     def __init__(

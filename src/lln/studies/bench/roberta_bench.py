@@ -19,7 +19,7 @@ from lln.checks.names import check_choices
 from lln.studies.bench.command import Bench, Options, check_least
 from lln.studies.bench.record import Record
 from lln.studies.bench.result_rows import Row, last_shorter, measured_row, row_of
-from lln.studies.bench.roberta import SYSTEMS, RobertaSize, Training
+from lln.studies.bench.roberta import SYSTEMS, RobertaSize, TrainingStep
 from lln.studies.bench.roberta_figure import draw_roberta
 from lln.studies.bench.roberta_table import tables_of, text_of
 from lln.studies.bench.spread import timed
@@ -138,7 +138,7 @@ def measure_cell(cell: Cell, size: RobertaSize, device: str, seconds: float) -> 
 def _measure(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    training = Training(size, SYSTEMS[cell.system][1], cell.batch, cell.tokens, device)
+    training = TrainingStep(size, SYSTEMS[cell.system][1], cell.batch, cell.tokens, device)
     first = _timed_step(training.step)
     # The first step also compiles kernels, so it counts only where that is little beside it.
     times = [first] if first > PATIENCE / 4 and cell.tokens > LENGTHS[-1] else []

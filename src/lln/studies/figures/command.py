@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Echo = Callable[[str], None]
 
 
-class Plan(NamedTuple):
+class FigurePlan(NamedTuple):
     """How a figure is made."""
 
     measure: Callable[[Setting], Results]
@@ -37,14 +37,14 @@ class Plan(NamedTuple):
 
 
 FIGURES = {
-    "1": Plan(single_head.measure, single_head.draw, single_head.SIZE),
-    "2": Plan(temperature_sweep.measure, temperature_sweep.draw, temperature_sweep.SIZE),
-    "5a": Plan(softmax_moments.measure, softmax_moments.draw, softmax_moments.SIZE),
-    "5b": Plan(matched_moments.measure_5b, matched_moments.draw_5b, matched_moments.SIZE),
-    "6a": Plan(sums.measure_moderate, sums.draw_moderate, sums.SIZE),
-    "6b": Plan(sums.measure_broad, sums.draw_broad, sums.SIZE),
-    "7": Plan(matched_moments.measure_7, matched_moments.draw_7, matched_moments.SIZE),
-    "theory": Plan(evidence.measure, evidence.draw, evidence.SIZE),
+    "1": FigurePlan(single_head.measure, single_head.draw, single_head.SIZE),
+    "2": FigurePlan(temperature_sweep.measure, temperature_sweep.draw, temperature_sweep.SIZE),
+    "5a": FigurePlan(softmax_moments.measure, softmax_moments.draw, softmax_moments.SIZE),
+    "5b": FigurePlan(matched_moments.measure_5b, matched_moments.draw_5b, matched_moments.SIZE),
+    "6a": FigurePlan(sums.measure_moderate, sums.draw_moderate, sums.SIZE),
+    "6b": FigurePlan(sums.measure_broad, sums.draw_broad, sums.SIZE),
+    "7": FigurePlan(matched_moments.measure_7, matched_moments.draw_7, matched_moments.SIZE),
+    "theory": FigurePlan(evidence.measure, evidence.draw, evidence.SIZE),
 }
 
 

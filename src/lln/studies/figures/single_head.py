@@ -35,7 +35,7 @@ _SHARE = 0.15
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """How the model is trained.
 
     Attributes:
@@ -70,7 +70,7 @@ class Recipe:
         return self.rate * min(rise, 1.0, 1 - step / self.steps)
 
 
-QUICK = Recipe(Size(16, 2, 32), steps=12, batch=4, points=4, held_out=2)
+QUICK = TrainingRecipe(Size(16, 2, 32), steps=12, batch=4, points=4, held_out=2)
 
 
 def measure(setting: Setting) -> Results:
@@ -79,7 +79,7 @@ def measure(setting: Setting) -> Results:
     What is done so far lies in ``setting.work``; a run that was interrupted goes on from there.
     """
     corpus = load_corpus(setting.data)
-    run = Run(QUICK if setting.quick else Recipe(), corpus, setting.device)
+    run = Run(QUICK if setting.quick else TrainingRecipe(), corpus, setting.device)
     work = setting.work
     if work is not None and work.exists():
         run.resume(work)
@@ -93,7 +93,7 @@ def measure(setting: Setting) -> Results:
 class Run:
     """A training under way."""
 
-    def __init__(self, recipe: Recipe, corpus: Corpus, device: str = "cpu") -> None:
+    def __init__(self, recipe: TrainingRecipe, corpus: Corpus, device: str = "cpu") -> None:
         """Fresh weights and nothing measured."""
         self.recipe, self.corpus, self.device = recipe, corpus, device
         frequency = log_frequency(corpus.train)

@@ -39,7 +39,7 @@ class SingleHeadRoberta(nn.Module):
         self.embedding = nn.Embedding(BYTES + 1, size.width)
         self.position = nn.Parameter(_waves(size.length, size.width))
         self.norm = nn.LayerNorm(size.width)
-        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
+        self.layers = nn.ModuleList(SingleHeadLayer(size) for _ in range(size.layers))
         self.head_norm = nn.LayerNorm(size.width)
         self.bias = nn.Parameter(log_frequency.clone())
         nn.init.normal_(self.embedding.weight, std=0.5)
@@ -54,7 +54,7 @@ class SingleHeadRoberta(nn.Module):
         return F.linear(guess, self.embedding.weight[:BYTES], self.bias)
 
 
-class Layer(nn.Module):
+class SingleHeadLayer(nn.Module):
     """Attention with one head and a feed-forward network, each behind its norm."""
 
     def __init__(self, size: Size) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lln.errors import InvalidInputError
 from lln.files import writing
-from lln.studies.fitting.injection import Curves, Request, measure
+from lln.studies.fitting.injection import Curves, Injection, measure
 
 Progress = Callable[[int, int, str], None]
 # The content of constants.json, or one criterion of it.
@@ -98,22 +98,22 @@ class FitConfig:
             check_seeds=2,
         )
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[Injection]:
         """Measurements the polynomials are fitted to."""
         p, s = _log_grid(P_RANGE, self.p_points), _log_grid(S_RANGE, self.s_points)
         return [
-            Request(d, n, seed, p, s, self.rows, self.keys)
+            Injection(d, n, seed, p, s, self.rows, self.keys)
             for seed in range(self.seeds)
             for d in self.widths
             for n in self.lengths
         ]
 
-    def paper_requests(self) -> list[Request]:
+    def paper_requests(self) -> list[Injection]:
         """Measurements of Eq. (34): d = 64, N = 512, sigma uniform on [0.7, 3.1]."""
         sigma = tuple(round(0.75 + 0.1 * i, 2) for i in range(24))
-        return [Request(64, 512, seed, (), sigma, 512, self.keys) for seed in range(self.seeds)]
+        return [Injection(64, 512, seed, (), sigma, 512, self.keys) for seed in range(self.seeds)]
 
-    def check_requests(self, criteria: dict[str, Constants]) -> list[Request]:
+    def check_requests(self, criteria: dict[str, Constants]) -> list[Injection]:
         """Measurements on fresh seeds at the scales that the criteria choose."""
         p = torch.tensor(self.check_p, dtype=torch.float64)
         found = []
@@ -122,7 +122,7 @@ class FitConfig:
                 for n in self.check_lengths:
                     s = torch.cat([scale(values, p, d, n) for values in criteria.values()])
                     found.append(
-                        Request(d, n, seed, self.check_p, tuple(s.tolist()), self.rows, self.keys)
+                        Injection(d, n, seed, self.check_p, tuple(s.tolist()), self.rows, self.keys)
                     )
         return found
 
@@ -142,7 +142,7 @@ def fit_constants(config: FitConfig, progress: Progress | None = None) -> Consta
     total = len(requests) + len(paper_requests) + checks
     store = _WorkFile(config.work)
 
-    def run(batch: list[Request], done: int, what: str) -> list[Curves]:
+    def run(batch: list[Injection], done: int, what: str) -> list[Curves]:
         results = []
         for request in batch:
             results.append(store.measured(request, config.device))
@@ -210,7 +210,7 @@ def scale(criterion: Constants, p: Tensor, d: int, n: int) -> Tensor:
     return log_s.exp() * (p / inside).sqrt()
 
 
-def match(name: str, request: Request, curves: Curves) -> tuple[Tensor, Tensor]:
+def match(name: str, request: Injection, curves: Curves) -> tuple[Tensor, Tensor]:
     """Finds where LLN attention has the softmax attention's statistic.
 
     The LLN curve is read backwards by linear interpolation, logarithm against logarithm. The
@@ -252,7 +252,7 @@ def match(name: str, request: Request, curves: Curves) -> tuple[Tensor, Tensor]:
 
 
 def fit_criterion(
-    name: str, measured: Iterable[tuple[Request, Curves]], length_terms: int
+    name: str, measured: Iterable[tuple[Injection, Curves]], length_terms: int
 ) -> tuple[Constants, dict[str, float]]:
     """Fits one polynomial by weighted least squares.
 
@@ -290,7 +290,7 @@ def fit_criterion(
     return criterion, {"rms_log_s": round(rms, 5), "max_log_s": round(most, 5)}
 
 
-def refit_paper(requests: Iterable[Request], curves: Iterable[Curves]) -> dict[str, float]:
+def refit_paper(requests: Iterable[Injection], curves: Iterable[Curves]) -> dict[str, float]:
     """Fits the paper's a and b, Var(log P) = a * 2 s^2 + b over the whole matrix, Eq. (34)."""
     x = torch.tensor([value for r in requests for value in r.s], dtype=torch.float64)
     y = torch.tensor([v for c in curves for v in c["lln"]["total"]], dtype=torch.float64)
@@ -299,7 +299,7 @@ def refit_paper(requests: Iterable[Request], curves: Iterable[Curves]) -> dict[s
     return {"a": round(a, 6), "b": round(b, 6)}
 
 
-def judge(names: list[str], requests: list[Request], curves: list[Curves]) -> Constants:
+def judge(names: list[str], requests: list[Injection], curves: list[Curves]) -> Constants:
     """Compares each criterion's LLN attention with softmax attention on the same inputs.
 
     Args:
@@ -354,7 +354,7 @@ class _WorkFile:
             # Without this the next record would be glued to the broken one and lost with it.
             self._append("\n")
 
-    def measured(self, request: Request, device: str) -> Curves:
+    def measured(self, request: Injection, device: str) -> Curves:
         """The curves of a request: from the file, or measured now and written to it."""
         name = request.digest()
         if name not in self.known:

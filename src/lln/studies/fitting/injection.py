@@ -30,7 +30,7 @@ _TILE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Request:
+class Injection:
     """One measurement, complete: equal requests give equal results on every device.
 
     Attributes:
@@ -63,7 +63,7 @@ class Request:
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def measure(request: Request, device: str | torch.device = "cpu") -> Curves:
+def measure(request: Injection, device: str | torch.device = "cpu") -> Curves:
     """Measures both attentions on the request's Gaussians.
 
     Args:
