@@ -193,7 +193,7 @@ def test_long_source_files_are_named():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_source_file_reads_a_shared_folder_or_names_a_machine_path(path):
     text = path.read_text("utf-8")
-    assert not re.search(r"""["'/]shared/|["']shared["']""", text)
+    assert not re.search(r"""["'/]shared/|\.\./shared|Path\(["']shared""", text)
     assert not re.search(r"""["'](/\w+/|[A-Z]:\\)""", text)
 
 

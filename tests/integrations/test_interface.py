@@ -63,7 +63,7 @@ def test_layer_output_is_the_dense_formula(tiny, text, attention):
         near = (place[:, None] == place) & keep
         weights = scores.masked_fill(~near, -torch.inf).softmax(-1).nan_to_num()
         expected = 0.5 * expected + 0.5 * weights @ value
-    found, weights = attend._forward(
+    found, weights = attend.forward(
         attention,
         call.module,
         call.query,
@@ -72,8 +72,6 @@ def test_layer_output_is_the_dense_formula(tiny, text, attention):
         call.mask,
         0.0,
         8**-0.5,
-        None,
-        {},
     )
     assert weights is None
     assert found.shape == (2, 12, 4, 8)
