@@ -13,10 +13,8 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses import FakeTensor
 
-
-def is_compiling() -> bool:
-    """Whether ``torch.compile`` or ``torch.export`` is tracing the call."""
-    return torch.compiler.is_compiling()
+# Whether ``torch.compile`` or ``torch.export`` is tracing the call.
+is_compiling = torch.compiler.is_compiling
 
 
 def is_transformed() -> bool:

@@ -55,6 +55,7 @@ def holes(batch, keys, seed=3):
 def limit_chips(monkeypatch, **less):
     """Every chip takes no more than that; see `lln.kernels.limits.Chip`."""
     monkeypatch.setattr(limits, "CHIPS", tuple(chip._replace(**less) for chip in limits.CHIPS))
+    monkeypatch.setattr(plan, "_plans", {})
 
 
 def check_compiled(attend, batch, heads, lengths):

@@ -25,6 +25,9 @@ from lln.kernels.limits import (
 )
 from lln.tracing import is_compiling, is_transformed
 
+# Plans that are remembered, because a call must not pay for being planned again.
+MOST_PLANS = 4096
+
 
 class Plan(NamedTuple):
     """How one call is computed; ``str(plan)`` says it in one sentence.
@@ -65,6 +68,9 @@ class Plan(NamedTuple):
         return f"The fused kernels compute LLN attention {how[self.diagonal]}{slices}."
 
 
+_plans: dict[tuple[object, ...], Plan] = {}
+
+
 def plan_call(request: Request, impl: str) -> Plan:
     """Decide how a call is computed, from shapes, dtype, device and options.
 
@@ -75,21 +81,47 @@ def plan_call(request: Request, impl: str) -> Plan:
     Raises:
         BackendUnavailableError: If ``"triton"`` was asked for and cannot run a part of the call.
     """
-    chosen = choose_implementation(impl, request.query)
+    query = request.query
+    chosen = choose_implementation(impl, query)
     if chosen != "triton":
         diagonal = chosen if request.block_size else None
         return Plan(chosen, diagonal, request.block_size)
-    query, is_causal = request.query, request.is_causal
-    heads, learns = request.samples * query.shape[1], request.mix_learns
-    if request.kind == "lln":
+    is_masked, is_packed = request.key_mask is not None, request.bounds is not None
+    samples = request.bounds.shape[0] - 1 if request.bounds is not None else query.shape[0]
+    heads, rows, learns, has_channels = samples * query.shape[1], 0, False, False
+    if request.block_size:
+        rows = min(request.block_size, _longest(request))
+        learns, has_channels = request.mix_learns, request.mix_has_channels
+    how = (request.kind, rows, request.is_causal, learns, has_channels, is_masked, is_packed)
+    if is_compiling():
+        return _plan_kernels(query, heads, impl, *how)
+    known = (query.device, query.dtype, query.shape[-1], heads, impl, *how)
+    if known not in _plans:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[known] = _plan_kernels(query, heads, impl, *how)
+    return _plans[known]
+
+
+def _plan_kernels(
+    query: Tensor,
+    heads: int,
+    impl: str,
+    kind: str,
+    rows: int,
+    is_causal: bool,
+    mix_learns: bool,
+    has_channels: bool,
+    is_masked: bool,
+    is_packed: bool,
+) -> Plan:
+    if kind == "lln":
         return Plan("triton", value_width=widest_value(query, heads, 0, is_causal, False))
-    rows = min(request.block_size, _longest(request))
-    extras = request.key_mask is not None or request.mix_has_channels
-    if request.kind == "lln_diag" and blocks_join(query, heads, rows, is_causal, learns, extras):
-        return Plan("triton", "joint", rows, widest_value(query, heads, rows, is_causal, learns))
+    joint = (query, heads, rows, is_causal, mix_learns)
+    if kind == "lln_diag" and blocks_join(*joint, is_masked or has_channels):
+        return Plan("triton", "joint", rows, widest_value(*joint))
     # The tiles that packed sequences are cut into have a mask.
-    is_masked = request.key_mask is not None or request.bounds is not None
-    fits = blocks_fit(query, rows, False, is_masked)
+    fits = blocks_fit(query, rows, False, is_masked or is_packed)
     if not fits and impl == "triton":
         masked = " with a key mask" if is_masked else ""
         raise BackendUnavailableError(
@@ -97,7 +129,7 @@ def plan_call(request: Request, impl: str) -> Plan:
             f"channels{masked} here; use smaller blocks, or impl='auto' to let lln choose."
         )
     own = widest_block_value(query, rows) if fits else 0
-    if request.kind == "diag":
+    if kind == "diag":
         return Plan("triton", "beside", rows, 0, own) if fits else Plan("eager", "eager", rows)
     width = widest_value(query, heads, 0, is_causal, False)
     return Plan("triton", "beside" if fits else "eager", rows, width, own)

@@ -51,11 +51,6 @@ class Request(NamedTuple):
     longest: int | None = None
 
     @property
-    def samples(self) -> int:
-        """B, or the number of packed sequences."""
-        return self.query.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
-
-    @property
     def mix_learns(self) -> bool:
         """Whether mix asks for a gradient: the same in both runs of a checkpointed forward."""
         return isinstance(self.mix, Tensor) and self.mix.requires_grad

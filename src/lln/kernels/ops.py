@@ -161,21 +161,16 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None,) * (TENSORS + NUMBERS)
     asked = asked_gradients(ctx)
     found = attend_backward(gradient, *ctx.saved_tensors, *ctx.numbers, *asked)
-    return *in_order(found, asked), *(None,) * NUMBERS
+    alpha, beta, mix = (
+        side if wanted else None for side, wanted in zip(found[3:], asked, strict=True)
+    )
+    return *found[:3], alpha, beta, None, mix, None, *(None,) * NUMBERS
 
 
 def asked_gradients(ctx: Any) -> tuple[bool, bool, bool]:
     """Whether a backward is asked for the gradients of alpha, beta and mix."""
     needs = ctx.needs_input_grad
     return needs[3], needs[4], needs[6]
-
-
-def in_order(found: tuple[Any, ...], asked: tuple[bool, bool, bool]) -> tuple[Any, ...]:
-    """Gradients in the order of a call's tensors, None where there is none."""
-    alpha, beta, mix = (
-        grad if wanted else None for grad, wanted in zip(found[3:], asked, strict=True)
-    )
-    return *found[:3], alpha, beta, None, mix, None
 
 
 attend_saving.register_autograd(_backward, setup_context=_save)

@@ -202,7 +202,8 @@ class _Attend(torch.autograd.Function):
         asked = ops.asked_gradients(ctx)
         *tensors, log_mass, centroid = ctx.saved_tensors
         found = ops.gradients(gradient, (*tensors, *ctx.numbers), log_mass, centroid, asked)
-        return *ops.in_order(found, asked), None
+        dq, dk, dv, dalpha, dbeta, dmix = found
+        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None
 
 
 class _AttendBlocks(torch.autograd.Function):
