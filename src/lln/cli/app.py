@@ -13,8 +13,8 @@ from lln.cli.peer_commands import peers
 from lln.errors import LLNError
 
 _TEXT = (
-    "A text file, or a folder of them, to train on. Default: the source of Python's standard "
-    "library."
+    "A text file, or a folder of text files, to train on. Default: the source code of Python's "
+    "standard library."
 )
 START, MODELS, MEASURE = "Start here", "Your Hugging Face model", "Measure and compare"
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -27,10 +27,10 @@ app = typer.Typer(
     # Paragraphs of the help are folded to the terminal, not to the source.
     rich_markup_mode="markdown",
     help=(
-        "Linear Log-Normal attention: softmax's concentration at linear cost.\n\n"
-        "Start with `lln demo` (a page with plots, two minutes); `lln doctor` says what this "
-        "machine can run, `lln bench` how fast. With a model of your own: `lln inspect` looks into "
-        "its attention, `lln recover` makes it linear and trains it back."
+        "Linear Log-Normal (LLN) attention: as concentrated as softmax, in linear time.\n\n"
+        "Start with `lln demo` (a page with plots, two minutes). `lln doctor` says what this "
+        "machine can run, `lln bench` how fast. For your own model: `lln inspect` measures its "
+        "attention, `lln recover` replaces it with LLN attention and trains the model back."
     ),
 )
 
@@ -49,23 +49,24 @@ def _options(
 @app.command(rich_help_panel=START)
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Where to write the page; its numbers go beside it as JSON.")
+        Path,
+        typer.Option(help="Where to write the page. Its numbers go into a JSON file next to it."),
     ] = Path("lln-demo.html"),
     data: Annotated[Path | None, typer.Option(help=_TEXT)] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Rough time for the whole demo. Default: about two minutes."),
+        typer.Option(help="Rough time for the whole demo. Default: 110, or 10 with --quick."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A short look, under half a minute.")
+        bool, typer.Option("--quick", help="A short version, under half a minute.")
     ] = False,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page when done.")] = False,
 ) -> None:
     """Show what LLN attention is: one self-contained HTML page with measured plots.
 
-    Three parts: how concentrated softmax, LLN and plain kernels are; how long LLN and softmax take
-    over the length of the sequence, with the crossover marked; a small encoder trained on real
-    text with softmax, LLN, block-diagonal and LLN + block-diagonal attention.
+    Three parts: how concentrated softmax, LLN and plain kernels are; the time of LLN and softmax
+    at growing sequence lengths, with the crossover marked; a small encoder trained on real text
+    with softmax, LLN, block-diagonal and LLN + block-diagonal attention.
 
     Ctrl-C leaves a valid page with what has been measured so far.
     """
@@ -78,9 +79,9 @@ def demo(
 
 @app.command(rich_help_panel=START)
 def doctor() -> None:
-    """Say what this machine can run and how busy it is, and prove it on a small example.
+    """Say what this machine can run and how busy it is, and check it on a small example.
 
-    Exits with 1 if attention gives a wrong number here.
+    Exits with 1 if attention gives a wrong result on this machine.
     """
     from lln.studies.doctor import examine
 
@@ -91,7 +92,10 @@ def doctor() -> None:
 @app.command(rich_help_panel=MODELS)
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="A folder with a Hugging Face model, or a hub name in the cache.")
+        str,
+        typer.Argument(
+            help="A folder with a Hugging Face model, or a hub name in the local cache."
+        ),
     ],
     text: Annotated[
         Path | None,
@@ -103,19 +107,21 @@ def inspect(
         Path, typer.Option(help="Folder for lln-inspect.html and lln-inspect.json.")
     ] = Path("."),
     tokens: Annotated[
-        int, typer.Option(help="Length of a sequence; 8 at least, 64 or more are better.")
+        int, typer.Option(help="Tokens per sequence: at least 8, better 64 or more.")
     ] = 512,
-    samples: Annotated[int, typer.Option(help="Sequences; values are medians over them.")] = 1,
+    samples: Annotated[
+        int, typer.Option(help="Number of sequences; the report shows medians over them.")
+    ] = 1,
     heads: Annotated[
         str | None,
         typer.Option(help="Heads to show in detail, as LAYER.HEAD,... Default: the extremes."),
     ] = None,
 ) -> None:
-    """Look into a model's attention: one self-contained HTML report, and its numbers as JSON.
+    """Measure a model's attention: one self-contained HTML report, and its numbers as JSON.
 
-    For every layer and head: temperature, entropy, spectral gap, how log-normal the weights are,
-    measured against the paper's theory; where its Gaussian assumptions break; the LLN attention
-    that could stand in for the head. Nothing is downloaded.
+    For every layer and head: temperature, entropy, spectral gap and how log-normal the weights
+    are, compared with the paper's theory; where the theory's Gaussian assumptions fail; which LLN
+    attention could replace the head. Nothing is downloaded.
 
     Ctrl-C leaves a valid page with the layers measured so far.
     """
@@ -132,26 +138,33 @@ app.command(rich_help_panel=MEASURE)(peers)
 @app.command(rich_help_panel=MEASURE)
 def figure(
     name: Annotated[
-        str, typer.Argument(help="1, 2, 5a, 5b, 6a, 6b or 7 of the paper; theory: its claims.")
+        str,
+        typer.Argument(
+            help="A figure of the paper: 1, 2, 5a, 5b, 6a, 6b or 7; or theory: its claims."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the picture (PNG and SVG).")] = Path(
         "figures"
     ),
     results: Annotated[
-        Path | None, typer.Option(help="Folder for the numbers (JSON). Default: beside it.")
+        Path | None,
+        typer.Option(help="Folder for the numbers (JSON). Default: the folder of --out."),
     ] = None,
     device: Device = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="A coarse version, in seconds.")] = False,
     data: Annotated[Path | None, typer.Option(help=f"Figure 1: {_TEXT}")] = None,
     work: Annotated[
-        Path, typer.Option(help="Figure 1: training so far; an interrupted one goes on from here.")
+        Path,
+        typer.Option(
+            help="Figure 1: file for the training state; an interrupted run resumes from it."
+        ),
     ] = Path("lln-figure-1.pt"),
 ) -> None:
-    """Measure one analysis figure of the paper anew, and draw it as the paper does and as we would.
+    """Measure one analysis figure of the paper again; draw it like the paper and in our own way.
 
     Figure 1 trains a small RoBERTa (minutes), 2 compares attention kernels, 5a and theory test the
     paper's predictions, 5b and 7 show moment matching, 6a and 6b sums of log-normals. The numbers
-    are kept beside the picture.
+    are saved with the picture.
     """
     from lln.studies.figures.command import run
 
@@ -162,24 +175,25 @@ def figure(
 @app.command(rich_help_panel=MEASURE)
 def fit(
     out: Annotated[
-        Path, typer.Option(help="Where to write the constants the library loads.")
+        Path, typer.Option(help="Where to write the constants that the library loads.")
     ] = Path("constants.json"),
     figures: Annotated[
         Path | None, typer.Option(help="Folder for the paper's Figures 5b and 7 (PNG and SVG).")
     ] = None,
     device: Device = "cpu",
-    seeds: Annotated[int, typer.Option(help="Independent draws at every point of the grid.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Independent draws per grid point.")] = 3,
     quick: Annotated[
         bool, typer.Option("--quick", help="A coarse grid, about a minute on a laptop.")
     ] = False,
     work: Annotated[
-        Path, typer.Option(help="Measurements so far; an interrupted fit goes on from here.")
+        Path,
+        typer.Option(help="File for the measurements so far; an interrupted fit resumes from it."),
     ] = Path("lln-fit.jsonl"),
 ) -> None:
     """Fit the constants of moment matching again from scratch (appendix A.7).
 
     Draws Gaussian queries and keys, measures softmax and LLN attention on them, solves for the
-    spread s at which both agree, and fits the curves s(p, D, N). Prints our values beside the
+    spread s at which both agree, and fits the curves s(p, D, N). Prints our values next to the
     published ones and checks the fit on fresh draws.
     """
     from lln.studies.fitting.command import run

@@ -64,7 +64,7 @@ Resume = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")]
 Figure = Annotated[
-    bool, typer.Option("--figure", help="Draw time and memory over N beside --out (SVG and PNG).")
+    bool, typer.Option("--figure", help="Draw time and memory over N, next to --out (SVG and PNG).")
 ]
 
 
@@ -88,7 +88,9 @@ def bench(
     ] = None,
     passes: Annotated[
         list[str] | None,
-        typer.Option(metavar="PASS…", help="forward, both (forward + backward); default: each."),
+        typer.Option(
+            metavar="PASS…", help="forward, or both (forward + backward). Default: each of the two."
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -105,30 +107,32 @@ def bench(
     threads: Threads = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Repetition of one case. Default: 0.3 on a CPU, 0.05 on a GPU."),
+        typer.Option(help="Time to repeat one case for. Default: 0.3 on a CPU, 0.05 on a GPU."),
     ] = None,
     figure: Figure = False,
 ) -> None:
     """Time LLN attention and its rivals on this machine, forward and forward + backward.
 
-    Without options the suite of the device runs: about three minutes on two CPU cores, ten
-    to fifteen on an H200. With --lengths, --dtype or --width every operation runs at just these.
+    Without options it runs the suite for the device: about three minutes on two CPU cores, ten to
+    fifteen on an H200. With --lengths, --dtype or --width every operation runs with these values
+    only.
 
-    Correctness comes first: each case is compared with a float64 reference, gradients too. A case
-    over its error budget is refused: the command prints its error instead of a time, measures the
-    others and exits with 1.
+    Correctness comes first: each case is compared with a float64 reference, gradients too. For a
+    case over its error budget the command prints the error instead of a time. It still measures
+    the others, and exits with 1.
 
     Columns of the table:
 
-    - ms: median of calls from Python; ~ marks times with far scattered runs.
-    - graph ms: the same, replayed as a CUDA graph: what the GPU takes by itself.
-    - units: the time and the least possible, in reads or writes of one tensor (B, H, N, D) at the
-      copy speed of this machine. floors: the first over the second.
+    - ms: median of calls from Python; ~ marks noisy times.
+    - graph ms: the same, replayed as a CUDA graph: the time of the GPU alone.
+    - units: the time taken / the least possible time (the floor). A unit is the time to read or
+      write one tensor (B, H, N, D) at the copy speed of this machine.
+    - floors: the time divided by the floor.
     - vs softmax, vs compiled, vs fla: how many times faster than the fastest softmax, than the
       eager form under torch.compile, than fla's linear attention (causal, if it is installed).
     - memory: the peak, divided by the size of the tensors that no implementation can avoid.
 
-    The results file is whole after every case: Ctrl-C loses nothing, --resume continues.
+    The results file is complete after every case: Ctrl-C loses nothing, --resume continues.
     """
     if context.invoked_subcommand is not None:
         given = [name for name, value in context.params.items() if value]
@@ -153,7 +157,7 @@ def roberta(
         list[int] | None,
         typer.Option(
             metavar="N…",
-            help="Default: 512 to 16384, and on until memory runs out.",
+            help="Default: 512 to 16384, then longer until memory runs out.",
         ),
     ] = None,
     systems: Annotated[
@@ -166,7 +170,7 @@ def roberta(
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens in a batch of the last part; 0 leaves it out. Default: what fills the GPU."
+            help="Tokens per batch in the last part; 0 skips it. Default: as many as fill the GPU."
         ),
     ] = None,
     layers: Annotated[int, typer.Option(help="Layers of the encoder.")] = 12,
@@ -175,21 +179,22 @@ def roberta(
     ] = None,
     resume: Resume = False,
     seconds: Annotated[
-        float | None, typer.Option(help="Repetition of one cell, 20 steps at most. Default: 1.")
+        float | None,
+        typer.Option(help="Time to repeat one cell for, at most 20 steps. Default: 1."),
     ] = None,
     figure: Figure = False,
 ) -> None:
     """Memory and time of one training step of RoBERTa-base: the paper's Table 2.
 
     Forward (bfloat16 by autocast on a GPU, float32 on a CPU), backward and AdamW of a 12-layer
-    masked-language model with each attention: PyTorch's softmax, softmax with its N×N matrix
-    written down, Nyströmformer, LLN, LLN + Diag, and the diagonal part alone. First with batch 1
-    over the length, doubling until memory runs out; then, on a GPU, the same up to 16,384 tokens
-    replayed as CUDA graphs, which shows what launching from Python takes; then with batches of
-    equally many tokens that fill the GPU.
+    masked-language model with each attention: PyTorch's softmax, softmax that stores its N×N
+    matrix, Nyströmformer, LLN, LLN + Diag, and the diagonal part alone. First with batch 1 at
+    lengths that double until memory runs out; then, on a GPU, the same up to 16,384 tokens as
+    CUDA graphs, which shows how much time launching from Python takes; then with batches that
+    fill the GPU and have the same number of tokens at every length.
 
     About five minutes on an H200. A cell that does not fit says "out of memory", and the next one
-    starts clean.
+    starts with free memory.
 
     A short try on a CPU: `lln bench roberta --device cpu --lengths 64 128 --layers 2`
     """
@@ -217,8 +222,7 @@ def peers(
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens in a batch of the second part; 0 leaves it out. Default: 4096, on a GPU "
-            "65536."
+            help="Tokens per batch in the second part; 0 skips it. Default: 4096, on a GPU 65536."
         ),
     ] = None,
     out: Annotated[
@@ -228,7 +232,7 @@ def peers(
     threads: Threads = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Repetition of one cell. Default: 0.1 on a CPU, 0.02 on a GPU."),
+        typer.Option(help="Time to repeat one cell for. Default: 0.1 on a CPU, 0.02 on a GPU."),
     ] = None,
     limit: Annotated[
         float | None,
@@ -236,18 +240,19 @@ def peers(
     ] = None,
     figure: Figure = False,
 ) -> None:
-    """Time and memory of one layer of every attention system over the length.
+    """Time and memory of one layer of every attention system at several lengths.
 
     Forward, and forward + backward with gradients of the tokens and all weights, projections
-    included, no padding: first with batch 1, then with equally many tokens in every batch. On a
-    GPU 768 wide with 12 heads and weights in bfloat16; on a CPU 256 wide with 4 heads in float32.
-    A block (see `lln peers`) does the work of a feed-forward too: compare it with softmax_layer.
+    included, no padding: first with batch 1, then with the same number of tokens in every batch.
+    On a GPU layers are 768 wide with 12 heads and weights in bfloat16; on a CPU 256 wide with 4
+    heads in float32. A block (see `lln peers`) also does the work of a feed-forward: compare it
+    with softmax_layer.
 
     A system is not measured at longer sequences once a call takes longer than --limit or runs out
-    of memory; its cells say which. Memory is the allocator's peak on a GPU, and the tensors alive
-    at once on a CPU; weights and inputs count.
+    of memory; its cells say which. Memory is the allocator's peak on a GPU, and the largest total
+    of the tensors alive at once on a CPU; both include weights and inputs.
 
-    About seven minutes on two CPU cores, a few on a GPU. The results file is whole after every
+    About seven minutes on two CPU cores, a few on a GPU. The results file is complete after every
     cell: Ctrl-C loses nothing, --resume continues.
 
     A short try: `lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu`

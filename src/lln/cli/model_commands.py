@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 _STATISTICS = (
-    "Where α and β come from: sample (every sequence itself), running (an average that training "
-    "updates), fixed (the calibration), learned (trained, from the calibration on)."
+    "Where α and β come from: sample (each sequence itself), running (an average that training "
+    "updates), fixed (the calibration), learned (trained, starting from the calibration)."
 )
 
 Attention = Annotated[
     str,
-    typer.Option(help="lln_diag: LLN joined with softmax inside blocks; lln: LLN alone."),
+    typer.Option(help="lln_diag: LLN mixed with softmax inside blocks; lln: LLN alone."),
 ]
 Layers = Annotated[
     str | None,
@@ -23,8 +23,8 @@ Layers = Annotated[
 Mix = Annotated[
     str,
     typer.Option(
-        help="Weight of LLN beside the blocks: a number, or learned (gate: per token; ratio, "
-        "scale: per channel), or heads: half of the heads each."
+        help="Weight of LLN against the blocks: a number, or learned (gate: per token; ratio, "
+        "scale: per channel), or heads: half of the heads use LLN, half use blocks."
     ),
 ]
 BlockSize = Annotated[
@@ -32,7 +32,10 @@ BlockSize = Annotated[
     typer.Option(metavar="N", help="Tokens in a diagonal block. Default: the head width.", min=1),
 ]
 SlidingWindow = Annotated[
-    str, typer.Option(help="Layers with a sliding window: refuse, or softmax to leave them.")
+    str,
+    typer.Option(
+        help="Layers with a sliding window: refuse them, or softmax: keep their attention."
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace NEW_FOLDER.")]
 
@@ -49,15 +52,15 @@ def convert(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="Text to find α and β of every head on; causal models need it. A file or folder, "
-            ".txt[.xz]."
+            help="Text for finding α and β (LLN's temperatures) of every head; causal models need "
+            "it. A file or folder, .txt[.xz]."
         ),
     ] = None,
     samples: Annotated[
         int, typer.Option(metavar="N", help="Lines of that text to use.", min=1)
     ] = 32,
     tokens: Annotated[
-        int, typer.Option(metavar="N", help="Longest sample, in tokens.", min=2)
+        int, typer.Option(metavar="N", help="Tokens per sample; longer samples are cut.", min=2)
     ] = 512,
     statistics: Annotated[
         str | None,
@@ -66,8 +69,8 @@ def convert(
     matching: Annotated[
         str,
         typer.Option(
-            help="What LLN is to share with softmax under sample and running statistics: variance "
-            "(of the log weights), entropy, or what the paper's constants give (paper)."
+            help="What LLN matches to softmax with sample and running statistics: variance (of the "
+            "log weights), entropy, or paper (the paper's constants)."
         ),
     ] = "variance",
     mix: Mix = "0.5",
@@ -75,14 +78,14 @@ def convert(
     sliding_window: SlidingWindow = "refuse",
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn a Hugging Face checkpoint linear and prove by running it that every layer is.
+    """Replace a checkpoint's attention with LLN, and check by running it that every layer uses it.
 
     Prints which layers changed and how far their outputs moved. A converted model is less accurate
     until it is trained further: fine-tune it, or let `lln recover` convert and train the original.
     Nothing is downloaded.
 
-    Try `lln convert FOLDER NEW_FOLDER --calibrate text.txt` with a few dozen lines as the model
-    will read them. In Python, call `lln.integrations.transformers.register()` and load NEW_FOLDER
+    Try `lln convert FOLDER NEW_FOLDER --calibrate text.txt` with a few dozen lines like those the
+    model will read. In Python, call `lln.integrations.transformers.register()` and load NEW_FOLDER
     with `from_pretrained`.
     """
     from lln.integrations.folders import convert_folder
@@ -129,28 +132,29 @@ def recover(
         int, typer.Option(metavar="N", help="Samples per step and device.", min=1)
     ] = 16,
     layer_steps: Annotated[
-        int, typer.Option(metavar="N", help="Steps on single layers.", min=0)
+        int,
+        typer.Option(metavar="N", help="Steps that train each attention layer by itself.", min=0),
     ] = 500,
     end_steps: Annotated[
-        int, typer.Option(metavar="N", help="Steps on the model's output.", min=0)
+        int, typer.Option(metavar="N", help="Steps that train on the model's output.", min=0)
     ] = 500,
     layer_learning_rate: Annotated[
-        float, typer.Option(metavar="X", help="Learning rate of the steps on single layers.")
+        float, typer.Option(metavar="X", help="Learning rate of --layer-steps.")
     ] = 1e-3,
     end_learning_rate: Annotated[
-        float, typer.Option(metavar="X", help="Learning rate of the steps on the output.")
+        float, typer.Option(metavar="X", help="Learning rate of --end-steps.")
     ] = 1e-4,
     end_loss: Annotated[
         str,
         typer.Option(
-            help="What the steps on the output compare: logits, hidden (the last hidden state), "
-            "embedding (its mean too), or auto: logits where there are any."
+            help="What --end-steps compare: logits, hidden (the last hidden state), embedding (its "
+            "mean too), or auto: logits if there are any."
         ),
     ] = "auto",
     save_steps: Annotated[
         int, typer.Option(metavar="N", help="Steps between checkpoints.", min=1)
     ] = 100,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed for the order of the data.")] = 0,
     work: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints. Default: NEW_FOLDER.work.")
     ] = None,
@@ -158,8 +162,9 @@ def recover(
 ) -> None:
     """Convert a Hugging Face checkpoint and train it to imitate its softmax original.
 
-    First every attention layer learns its original's output, then the model learns the model's.
-    Interrupt it as you like: the same command resumes. Nothing is downloaded.
+    First every attention layer learns the output of its softmax original, then the whole model
+    learns the original model's output. You can interrupt it: the same command resumes. Nothing is
+    downloaded.
 
     Try `lln recover FOLDER NEW_FOLDER --text text.txt`; on several GPUs,
     `torchrun --nproc-per-node 2 --no-python lln recover ...`.

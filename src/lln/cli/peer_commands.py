@@ -23,11 +23,11 @@ def peers(
     """List the attention systems that LLN is compared with, or show the card of one.
 
     Columns: kind is core (heads in, heads out), mixer (owns its projections) or block (replaces
-    attention and feed-forward). complexity is time in N tokens, d the head width. causal: whether
+    attention and feed-forward). complexity is time for N tokens with head width d. causal: whether
     there is a form for decoders. mask: appending padded tokens changes no real token.
     row-stochastic: rows of the attention matrix are non-negative and sum to 1, so that entropy and
-    spectral gap mean something. oracle: the library that the tests compare it with, besides its
-    dense form. adds: parameters beyond softmax's in an encoder of a stated size.
+    spectral gap are defined. oracle: the library that the tests compare it with, besides its dense
+    N×N form. adds: parameters beyond softmax's in an encoder of a stated size.
 
     Try `lln peers performer`, then in Python:
     `lln.peers.build("performer", embed_dim=256, num_heads=4, max_len=512)`. How fast they are:
