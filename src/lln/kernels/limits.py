@@ -206,7 +206,12 @@ def has_own_pass(widest: int, dtype: torch.dtype, heads: int, mix_grad: bool) ->
 
     Together they do not fit the registers.
     """
-    return widest > 64 and dtype != torch.float32 and not mix_grad and not is_crowded(heads)
+    return widest > 64 and can_split(dtype, heads, mix_grad)
+
+
+def can_split(dtype: torch.dtype, heads: int, mix_grad: bool) -> bool:
+    """Whether the kernels can find the gradients of the two parts one after the other."""
+    return dtype != torch.float32 and not mix_grad and not is_crowded(heads)
 
 
 def is_crowded(heads: int) -> bool:
@@ -240,7 +245,7 @@ def widest_value(
     chip = chip_of(query.device) or CHIPS[-1]
     is_float32 = query.dtype == torch.float32
     # Tiles and summaries share the chip, unless the diagonal part has a pass of its own.
-    is_joint = block_size > 0 and (is_float32 or mix_grad or is_crowded(heads))
+    is_joint = block_size > 0 and not can_split(query.dtype, heads, mix_grad)
     if is_causal:
         most = MAX_CAUSAL_SUMMARY
     elif is_joint:
