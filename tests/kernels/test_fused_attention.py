@@ -288,6 +288,7 @@ def test_doctor_looks_at_the_kernels_too():
     lines = []
     assert examine(lines.append)
     assert {line.split()[1] for line in lines if line.endswith("impl 'triton'")} == {"right:"}
+    assert any("a usual call" in line for line in lines)
 
 
 @pytest.mark.parametrize("block_size", [None, 16])

@@ -9,6 +9,8 @@ import torch
 
 from lln.eager.load import read_load
 from lln.functional.dense import lln_diag_attention
+from lln.functional.plan import Plan, plan_call
+from lln.functional.request import Request
 from lln.kernels.limits import why_unavailable
 from lln.studies.processor import facts, version
 from lln.studies.report.failures import in_one_line
@@ -70,4 +72,12 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
         verdict = "right" if error <= allowed else "WRONG"
         echo(f"{device:<12} {verdict}: error {error:.1e} (allowed {allowed:.1e}), impl {impl!r}")
         are_right = are_right and error <= allowed
+    echo(f"{device:<12} a usual call (LLN + Diag, 12 heads of width 64): {_usual_plan(device)}")
     return are_right
+
+
+def _usual_plan(device: str) -> Plan:
+    """How `lln.lln_diag_attention` runs with ``impl="auto"``; nothing is computed."""
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    side = torch.empty((), dtype=dtype, device=device).expand(1, 12, 4096, 64)
+    return plan_call(Request("lln_diag", side, side, side, mix=0.5, block_size=64), "auto")
