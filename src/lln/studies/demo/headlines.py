@@ -20,7 +20,8 @@ def concentration_headline(part: Concentration) -> str:
             ("elu", "ELU + 1"),
         )
     )
-    return f"Mean distance to softmax attention: {distances}."
+    setting = f"Gaussian inputs, {_at(part.tokens)}, d\u00a0=\u00a0{part.width}"
+    return f"Mean distance to softmax attention ({setting}): {distances}."
 
 
 def speed_headline(part: Speed) -> str:
