@@ -52,8 +52,8 @@ class LLNAttention(nn.Module):
 
     core_class: type[LLNCore] = LLNCore
 
-    # nn.TransformerEncoderLayer looks here before it takes its fused softmax path, which would
-    # bypass this module without a word.
+    # nn.TransformerEncoderLayer reads this before it takes its fused softmax path, which would
+    # silently bypass this module.
     _qkv_same_embed_dim = False
 
     @explain_misfits
