@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Paragraphs of the help are folded to the terminal, not to the source.
+    # Paragraphs of the help are wrapped to the terminal's width, not as in the source.
     rich_markup_mode="markdown",
     help=(
         "Linear Log-Normal attention: softmax's concentration at linear cost.\n\n"
@@ -147,11 +147,11 @@ def figure(
         Path, typer.Option(help="Figure 1: training so far; an interrupted one goes on from here.")
     ] = Path("lln-figure-1.pt"),
 ) -> None:
-    """Measure one analysis figure of the paper anew, and draw it as the paper does and as we would.
+    """Measure one analysis figure of the paper again; draw it as in the paper and in our own form.
 
     Figure 1 trains a small RoBERTa (minutes), 2 compares attention kernels, 5a and theory test the
     paper's predictions, 5b and 7 show moment matching, 6a and 6b sums of log-normals. The numbers
-    are kept beside the picture.
+    are saved next to the picture.
     """
     from lln.studies.figures.command import run
 
@@ -191,7 +191,7 @@ app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 
 
 def main() -> None:
-    """Run the command line; errors of ours are one sentence, not a traceback."""
+    """Run the command line; errors raised on purpose are one sentence, not a traceback."""
     try:
         app()
     except LLNError as error:

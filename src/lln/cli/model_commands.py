@@ -75,15 +75,15 @@ def convert(
     sliding_window: SlidingWindow = "refuse",
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn a Hugging Face checkpoint linear and prove by running it that every layer is.
+    """Convert a Hugging Face checkpoint to linear attention, and run it to check every layer.
 
     Prints which layers changed and how far their outputs moved. A converted model is less accurate
     until it is trained further: fine-tune it, or let `lln recover` convert and train the original.
     Nothing is downloaded.
 
-    Try `lln convert FOLDER NEW_FOLDER --calibrate text.txt` with a few dozen lines as the model
-    will read them. In Python, call `lln.integrations.transformers.register()` and load NEW_FOLDER
-    with `from_pretrained`.
+    Try `lln convert FOLDER NEW_FOLDER --calibrate text.txt` with a few dozen lines like those that
+    the model will read. In Python, call `lln.integrations.transformers.register()` and load
+    NEW_FOLDER with `from_pretrained`.
     """
     from lln.integrations.folders import convert_folder
 

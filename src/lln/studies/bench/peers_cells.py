@@ -1,10 +1,10 @@
 """Time and memory of one layer of any attention system at one shape.
 
-Where the layers of a system differ, the mean over one period of them.
+If the layers of a system differ, it is the mean over one period of them.
 
-Cores and mixers are measured as `lln.peers.build` gives them, projections included. A block also
-does the work of a feed-forward, so blocks are measured as what stands for one encoder layer, and
-`FRAME`, softmax attention with its feed-forward, is the row to compare them with.
+Cores and mixers are measured as `lln.peers.build` returns them, projections included. A block
+includes a feed-forward, so blocks are measured as a whole encoder layer, and `FRAME`, softmax
+attention with its feed-forward, is the row to compare them with.
 
 Dimension legend: B batch, N tokens, W width of the tokens.
 """
