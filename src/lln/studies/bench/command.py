@@ -40,7 +40,7 @@ class Options:
         threads: CPU threads; None = as many as torch uses.
         seconds: How long to repeat one cell; None = the benchmark's default for the device.
         figure: Whether to draw the results next to ``out``.
-        repetition: ``seconds`` after the check, never None.
+        repetition: ``seconds`` or its default; set by `checked`.
     """
 
     echo: Echo
