@@ -172,7 +172,7 @@ def check_causal(is_causal: bool, query_tokens: int, key_tokens: int) -> None:
     if is_causal and query_tokens != key_tokens:
         raise InvalidInputError(
             f"is_causal needs as many queries as keys, got T = {query_tokens} and S = "
-            f"{key_tokens}; to go on from earlier tokens use lln.KeySummary."
+            f"{key_tokens}; to continue after earlier tokens use lln.KeySummary."
         )
 
 

@@ -49,7 +49,9 @@ def check_choices(name: str, given: Iterable[str] | None, known: Collection[str]
         f"{one}{did_you_mean(one, known, quoted=False)}" for one in given or () if one not in known
     ]
     if unknown:
-        raise InvalidInputError(f"{name} must be of {', '.join(known)}, got {', '.join(unknown)}.")
+        raise InvalidInputError(
+            f"{name} must be among {', '.join(known)}, got {', '.join(unknown)}."
+        )
 
 
 def did_you_mean(given: object, known: Iterable[str | None], *, quoted: bool = True) -> str:

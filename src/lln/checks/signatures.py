@@ -23,7 +23,7 @@ _NO_MATRIX = "the N×N matrix that it belongs to is never formed"
 _CAUSAL = "is_causal=True for a causal mask"
 _MASKS = f"use key_mask= (bool [B, S], True = attend) for padding and {_CAUSAL}"
 _SCALE = (
-    "alpha and beta stand in its place; to match softmax attention of another scale multiply query "
+    "alpha and beta replace it; to match softmax attention of another scale multiply query "
     "by scale * D**0.5"
 )
 _OPPOSITE = "which says the opposite: True = {}"

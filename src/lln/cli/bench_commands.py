@@ -64,7 +64,7 @@ Resume = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")]
 Figure = Annotated[
-    bool, typer.Option("--figure", help="Draw time and memory over N beside --out (SVG and PNG).")
+    bool, typer.Option("--figure", help="Draw time and memory over N next to --out (SVG and PNG).")
 ]
 
 

@@ -14,7 +14,7 @@ _STATISTICS = (
 
 Attention = Annotated[
     str,
-    typer.Option(help="lln_diag: LLN joined with softmax inside blocks; lln: LLN alone."),
+    typer.Option(help="lln_diag: LLN combined with softmax inside blocks; lln: LLN alone."),
 ]
 Layers = Annotated[
     str | None,
@@ -23,7 +23,7 @@ Layers = Annotated[
 Mix = Annotated[
     str,
     typer.Option(
-        help="Weight of LLN beside the blocks: a number, or learned (gate: per token; ratio, "
+        help="Weight of LLN against the blocks: a number, or learned (gate: per token; ratio, "
         "scale: per channel), or heads: half of the heads each."
     ),
 ]

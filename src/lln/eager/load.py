@@ -46,7 +46,7 @@ class Load:
     def __str__(self) -> str:
         """In a few words."""
         if self.busy is None:
-            return "not known, this system does not tell"
+            return "unknown on this system"
         if self.averaged:
             return f"average of the last minute {self.busy:.1f} on {self.cores} cores"
         return f"other programs keep {self.busy:.1f} of {self.cores} cores busy"

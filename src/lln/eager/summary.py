@@ -245,7 +245,7 @@ class KeySummary:
             self.centroid.shape != other.centroid.shape
         ):
             raise InvalidInputError(
-                f"summaries to merge must have one shape, got centroids "
+                f"summaries to merge must have the same shape, got centroids "
                 f"{checks.shape_of(self.centroid)} and {checks.shape_of(other.centroid)}."
             )
         if not _same_beta(self.beta, other.beta):

@@ -64,6 +64,6 @@ def check_same(stored: dict[str, Any], here: dict[str, Any], path: Path) -> None
     for name, own in here.items():
         if stored.get(name) != own:
             raise InvalidInputError(
-                f"--resume cannot go on with {path}: its {name} is {stored.get(name)!r}, here it "
-                f"is {own!r}; leave --resume out to start anew, or choose another --out."
+                f"--resume cannot continue {path}: its {name} is {stored.get(name)!r}, here it "
+                f"is {own!r}; leave --resume out to start over, or choose another --out."
             )

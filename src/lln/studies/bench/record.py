@@ -60,8 +60,8 @@ class Record:
                 raise ValueError
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInputError(
-                f"--resume cannot read {self.path}: it is no file of this command; "
-                "leave --resume out to start anew."
+                f"--resume cannot read {self.path}: it is not a file of this command; "
+                "leave --resume out to start over."
             ) from error
         check_same(environment, {name: self.environment[name] for name in IDENTITY}, self.path)
         check_same(stored, subject, self.path)

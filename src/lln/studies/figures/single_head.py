@@ -226,7 +226,7 @@ class Run:
 
 
 def draw(figure: Figure, found: Results) -> None:
-    """The paper's three panels, and the loss beside them."""
+    """The paper's three panels, and the loss."""
     from matplotlib import colormaps
 
     panels = figure.subplots(1, 4)

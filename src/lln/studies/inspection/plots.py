@@ -166,7 +166,7 @@ def theory_plots(study: Study) -> list[CaptionedChart]:
 
 
 def lln_plots(study: Study) -> list[CaptionedChart]:
-    """LLN attention beside softmax attention."""
+    """LLN attention compared with softmax attention."""
     charts = (
         _against(
             study,
