@@ -49,7 +49,7 @@ def _options(
 @app.command(rich_help_panel=START)
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Where to write the page; its numbers go next to it as JSON.")
+        Path, typer.Option(help="Where to write the page; its numbers go beside it as JSON.")
     ] = Path("lln-demo.html"),
     data: Annotated[Path | None, typer.Option(help=_TEXT)] = None,
     seconds: Annotated[
@@ -114,8 +114,8 @@ def inspect(
     """Look into a model's attention: one self-contained HTML report, and its numbers as JSON.
 
     For every layer and head: temperature, entropy, spectral gap, how log-normal the weights are,
-    measured against the paper's theory; where its Gaussian assumptions fail; the LLN attention
-    that could replace the head. Nothing is downloaded.
+    measured against the paper's theory; where its Gaussian assumptions break; the LLN attention
+    that could stand in for the head. Nothing is downloaded.
 
     Ctrl-C leaves a valid page with the layers measured so far.
     """
@@ -138,20 +138,20 @@ def figure(
         "figures"
     ),
     results: Annotated[
-        Path | None, typer.Option(help="Folder for the numbers (JSON). Default: that of --out.")
+        Path | None, typer.Option(help="Folder for the numbers (JSON). Default: beside it.")
     ] = None,
     device: Device = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="A coarse version, in seconds.")] = False,
     data: Annotated[Path | None, typer.Option(help=f"Figure 1: {_TEXT}")] = None,
     work: Annotated[
-        Path, typer.Option(help="Figure 1: file from which an interrupted training resumes.")
+        Path, typer.Option(help="Figure 1: training so far; an interrupted one goes on from here.")
     ] = Path("lln-figure-1.pt"),
 ) -> None:
-    """Measure one analysis figure of the paper again; draw it as in the paper and in our own form.
+    """Measure one analysis figure of the paper anew, and draw it as the paper does and as we would.
 
     Figure 1 trains a small RoBERTa (minutes), 2 compares attention kernels, 5a and theory test the
     paper's predictions, 5b and 7 show moment matching, 6a and 6b sums of log-normals. The numbers
-    are saved next to the picture.
+    are kept beside the picture.
     """
     from lln.studies.figures.command import run
 
@@ -173,13 +173,13 @@ def fit(
         bool, typer.Option("--quick", help="A coarse grid, about a minute on a laptop.")
     ] = False,
     work: Annotated[
-        Path, typer.Option(help="Measurements so far; an interrupted fit resumes from here.")
+        Path, typer.Option(help="Measurements so far; an interrupted fit goes on from here.")
     ] = Path("lln-fit.jsonl"),
 ) -> None:
     """Fit the constants of moment matching again from scratch (appendix A.7).
 
     Draws Gaussian queries and keys, measures softmax and LLN attention on them, solves for the
-    spread s at which both agree, and fits the curves s(p, D, N). Prints our values next to the
+    spread s at which both agree, and fits the curves s(p, D, N). Prints our values beside the
     published ones and checks the fit on fresh draws.
     """
     from lln.studies.fitting.command import run

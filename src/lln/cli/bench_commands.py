@@ -64,7 +64,7 @@ Resume = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: as many as torch uses.")]
 Figure = Annotated[
-    bool, typer.Option("--figure", help="Draw time and memory over N next to --out (SVG and PNG).")
+    bool, typer.Option("--figure", help="Draw time and memory over N beside --out (SVG and PNG).")
 ]
 
 
@@ -120,15 +120,15 @@ def bench(
 
     Columns of the table:
 
-    - ms: median of calls from Python; ~ marks times whose runs differ a lot.
-    - graph ms: the same, replayed as a CUDA graph: the GPU's time without Python's launches.
+    - ms: median of calls from Python; ~ marks times with far scattered runs.
+    - graph ms: the same, replayed as a CUDA graph: what the GPU takes by itself.
     - units: the time and the least possible, in reads or writes of one tensor (B, H, N, D) at the
-      copy speed of this machine. floors: the first divided by the second.
+      copy speed of this machine. floors: the first over the second.
     - vs softmax, vs compiled, vs fla: how many times faster than the fastest softmax, than the
       eager form under torch.compile, than fla's linear attention (causal, if it is installed).
     - memory: the peak, divided by the size of the tensors that no implementation can avoid.
 
-    The results file is complete after every case: Ctrl-C loses nothing, --resume continues.
+    The results file is whole after every case: Ctrl-C loses nothing, --resume continues.
     """
     if context.invoked_subcommand is not None:
         given = [name for name, value in context.params.items() if value]
@@ -182,11 +182,11 @@ def roberta(
     """Memory and time of one training step of RoBERTa-base: the paper's Table 2.
 
     Forward (bfloat16 by autocast on a GPU, float32 on a CPU), backward and AdamW of a 12-layer
-    masked-language model with each attention: PyTorch's softmax, softmax with its N×N matrix in
-    memory, Nyströmformer, LLN, LLN + Diag, and the diagonal part alone. First with batch 1 over the
-    length, doubling until memory runs out; then, on a GPU, the same up to 16,384 tokens replayed as
-    CUDA graphs, which shows what launching from Python costs; then with batches that fill the GPU,
-    with the same number of tokens at every length.
+    masked-language model with each attention: PyTorch's softmax, softmax with its N×N matrix
+    written down, Nyströmformer, LLN, LLN + Diag, and the diagonal part alone. First with batch 1
+    over the length, doubling until memory runs out; then, on a GPU, the same up to 16,384 tokens
+    replayed as CUDA graphs, which shows what launching from Python takes; then with batches of
+    equally many tokens that fill the GPU.
 
     About five minutes on an H200. A cell that does not fit says "out of memory", and the next one
     starts clean.
@@ -239,15 +239,15 @@ def peers(
     """Time and memory of one layer of every attention system over the length.
 
     Forward, and forward + backward with gradients of the tokens and all weights, projections
-    included, no padding: first with batch 1, then with the same number of tokens per batch. On a
+    included, no padding: first with batch 1, then with equally many tokens in every batch. On a
     GPU 768 wide with 12 heads and weights in bfloat16; on a CPU 256 wide with 4 heads in float32.
-    A block (see `lln peers`) includes a feed-forward: compare it with softmax_layer.
+    A block (see `lln peers`) does the work of a feed-forward too: compare it with softmax_layer.
 
     A system is not measured at longer sequences once a call takes longer than --limit or runs out
     of memory; its cells say which. Memory is the allocator's peak on a GPU, and the tensors alive
     at once on a CPU; weights and inputs count.
 
-    About seven minutes on two CPU cores, a few on a GPU. The results file is complete after every
+    About seven minutes on two CPU cores, a few on a GPU. The results file is whole after every
     cell: Ctrl-C loses nothing, --resume continues.
 
     A short try: `lln bench peers --device cpu --lengths 256 1024 --systems softmax lln elu`

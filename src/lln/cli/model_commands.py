@@ -14,7 +14,7 @@ _STATISTICS = (
 
 Attention = Annotated[
     str,
-    typer.Option(help="lln_diag: LLN combined with softmax inside blocks; lln: LLN alone."),
+    typer.Option(help="lln_diag: LLN joined with softmax inside blocks; lln: LLN alone."),
 ]
 Layers = Annotated[
     str | None,
@@ -23,7 +23,7 @@ Layers = Annotated[
 Mix = Annotated[
     str,
     typer.Option(
-        help="Weight of LLN against the blocks: a number, or learned (gate: per token; ratio, "
+        help="Weight of LLN beside the blocks: a number, or learned (gate: per token; ratio, "
         "scale: per channel), or heads: half of the heads each."
     ),
 ]
@@ -75,15 +75,15 @@ def convert(
     sliding_window: SlidingWindow = "refuse",
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert a Hugging Face checkpoint to linear attention, and run it to check every layer.
+    """Turn a Hugging Face checkpoint linear and prove by running it that every layer is.
 
     Prints which layers changed and how far their outputs moved. A converted model is less accurate
     until it is trained further: fine-tune it, or let `lln recover` convert and train the original.
     Nothing is downloaded.
 
-    Try `lln convert FOLDER NEW_FOLDER --calibrate text.txt` with a few dozen lines like those that
-    the model will read. In Python, call `lln.integrations.transformers.register()` and load
-    NEW_FOLDER with `from_pretrained`.
+    Try `lln convert FOLDER NEW_FOLDER --calibrate text.txt` with a few dozen lines as the model
+    will read them. In Python, call `lln.integrations.transformers.register()` and load NEW_FOLDER
+    with `from_pretrained`.
     """
     from lln.integrations.folders import convert_folder
 

@@ -87,7 +87,7 @@ def plan_call(request: Request, impl: str) -> Plan:
     extras = request.key_mask is not None or request.mix_has_channels
     if request.kind == "lln_diag" and blocks_join(query, heads, rows, is_causal, learns, extras):
         return Plan("triton", "joint", rows, widest_value(query, heads, rows, is_causal, learns))
-    # Packed sequences count as masked: the tiles that they are cut into have a mask.
+    # The tiles that packed sequences are cut into have a mask.
     is_masked = request.key_mask is not None or request.bounds is not None
     fits = blocks_fit(query, rows, False, is_masked)
     if not fits and impl == "triton":

@@ -205,9 +205,9 @@ def blocks_join(
 
 
 def has_own_pass(widest: int, dtype: torch.dtype, heads: int, mix_grad: bool) -> bool:
-    """Whether the diagonal's gradients have a separate pass.
+    """Whether the diagonal's gradients have a pass of their own, without those of wide summaries.
 
-    Together with the gradients of wide summaries they do not fit the registers.
+    Together they do not fit the registers.
     """
     return widest > 64 and dtype != torch.float32 and not mix_grad and not is_crowded(heads)
 
@@ -242,7 +242,7 @@ def widest_value(
     """
     chip = chip_of(query.device) or CHIPS[-1]
     is_float32 = query.dtype == torch.float32
-    # Tiles and summaries share the chip, unless the diagonal part has a separate pass.
+    # Tiles and summaries share the chip, unless the diagonal part has a pass of its own.
     is_joint = block_size > 0 and (is_float32 or mix_grad or is_crowded(heads))
     if is_causal:
         most = MAX_CAUSAL_SUMMARY
