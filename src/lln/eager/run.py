@@ -100,7 +100,7 @@ def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:
 def _widen(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in the accumulation dtype, dropped keys zeroed, bad padded queries zeroed."""
+    """All three in the accumulation dtype; dropped keys' values and bad padded queries are 0."""
     dtype = accumulation_dtype(query.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if key_mask is not None and query.shape[2] == key.shape[2]:

@@ -35,7 +35,7 @@ class Chip(NamedTuple):
     """Limits of one kind of chip.
 
     Attributes:
-        shared: Bytes of shared memory that a program needs at least.
+        shared: Least bytes of shared memory per program that such a chip has.
         summary: Most slots times channels of a summary; wider values are read in slices.
         summary_float32: The same in float32.
         block_tokens: The longest diagonal block that fits one tile; longer ones are computed

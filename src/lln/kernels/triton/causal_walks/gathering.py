@@ -35,7 +35,7 @@ def gather_tile(
     b_new = tl.maximum(b_peak, tl.max(b_h, 0).to(tl.float32))
     b_shrink = exponential(b_peak - b_new)
     b_e = exponential((b_h - b_new[None, :].to(EXP)).to(tl.float32))
-    # Before any other row, rows that see no key get weight too; all keys before them are masked.
+    # Without other rows, rows that see no key get weight too, but all keys before them are masked.
     b_e = b_e * b_row[:, None]
     b_level = b_level * b_shrink + tl.sum(b_e * b_delta[:, None], 0)
     b_sum = b_sum * b_shrink[:, None]

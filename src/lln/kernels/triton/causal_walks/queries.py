@@ -1,6 +1,6 @@
 """The backward walk over the queries, forward over the tiles: dq.
 
-With dP_ij = dO_i·v_j. It stores two numbers per row for the walk over the keys (n and r are those
+With dP_ij = dO_i·v_j, it stores two numbers per row for the walk over the keys (n and r are those
 of `lln.kernels.triton.causal_walks.tiles`):
 
     Z_i = r_i + log n_i,  δ_i = dO_i·out_i

@@ -1,4 +1,4 @@
-"""The state that a stretch starts from: the sums of all stretches before it.
+"""The state that a stretch (a program's tokens) starts from: the sums of all earlier stretches.
 
 A scan over the stretches' own sums writes these states to memory before a walk starts. The states
 of the walk over the keys (`gathering`) go through the same scan, from the last stretch to the
