@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, error):
             (new / "config.json").write_text("half")
             raise error
 
-    with pytest.raises(WriteError, match=r"file' cannot be written: No space left on device; what"):
+    with pytest.raises(WriteError, match=r"file' cannot be written: No space left on device; any"):
         write()
     with pytest.raises(WriteError, match=r"folder' cannot be written: No space left on device; no"):
         fill()
@@ -270,7 +270,7 @@ def test_lines_of_files_packed_or_not(tmp_path):
     (tmp_path / "b.txt.xz").write_bytes(b"no archive")
     with pytest.raises(InvalidInputError, match=r"^--text .*b\.txt\.xz' cannot be read: "):
         read_lines(tmp_path, "--text")
-    with pytest.raises(InvalidInputError, match=r"^--text .*none' is no text file, nor a folder"):
+    with pytest.raises(InvalidInputError, match=r"^--text .*none' is neither a text file nor"):
         read_lines(tmp_path / "none", "--text")
 
 

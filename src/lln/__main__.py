@@ -1,4 +1,4 @@
-"""``python -m lln``: the command line where its program is not on the path."""
+"""``python -m lln``: the command line, for when the ``lln`` program is not on the PATH."""
 
 from lln.cli import main
 

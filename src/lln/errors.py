@@ -10,7 +10,7 @@ class InvalidInputError(LLNError, ValueError):
 
 
 class CausalStatisticsError(InvalidInputError):
-    """Causal attention was asked to take α, β from the very sequence it processes."""
+    """Causal attention was asked to take α and β from the same sequence that it processes."""
 
 
 class BackendUnavailableError(LLNError, RuntimeError):
@@ -18,7 +18,7 @@ class BackendUnavailableError(LLNError, RuntimeError):
 
 
 class UnsupportedModelError(InvalidInputError):
-    """A model keeps its attention to itself, or asks of it what linear attention cannot do."""
+    """A model's attention cannot be reached, or uses a feature that linear attention lacks."""
 
 
 class UnexpectedArgumentError(InvalidInputError, TypeError):
@@ -26,8 +26,8 @@ class UnexpectedArgumentError(InvalidInputError, TypeError):
 
 
 class WriteError(LLNError, OSError):
-    """The disk is full or cannot be written; the message says what is left there."""
+    """The disk is full or not writable; the message says what the failed write left behind."""
 
 
 class CalibrationWarning(UserWarning):
-    """α and β were found on few tokens, or lie far from where they usually do."""
+    """α and β were measured on too few tokens, or are far outside their usual range."""

@@ -1,4 +1,4 @@
-"""Files: read as text, looked at before the work begins, and never left half written."""
+"""File access: read text, check targets before long work, never leave a file half written."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _KINDS = (
     (stat.S_ISBLK, "device"),
 )
 
-# How safetensors, written in Rust, and torch, written in C++, tell of the disk.
+# How safetensors (Rust) and torch (C++) report disk errors in their messages.
 _NUMBERED = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
 _TORCH = re.compile(r"PytorchStreamWriter failed|iostream error|inline_container\.cc")
 
 
 def check_file(path: Path, name: str) -> None:
-    """Refuse a place where a file could not be written, before there is anything to write.
+    """Refuse a path where a file could not be written, before there is anything to write.
 
     Args:
-        path: Of the file to be.
-        name: What it was given as, such as ``--out``.
+        path: The file that will be written.
+        name: The option or argument that gave it, such as ``--out``.
 
     Raises:
         InvalidInputError: One sentence.
@@ -50,7 +50,7 @@ def check_file(path: Path, name: str) -> None:
 
 
 def check_folder(path: Path, name: str) -> None:
-    """Likewise for a folder, which may be there already."""
+    """The same for a folder, which may already exist."""
     if path.exists() and not path.is_dir():
         raise InvalidInputError(
             f"{name} must name a folder, got the {_kind(path) or 'file'} {str(path)!r}; name a new "
@@ -60,12 +60,12 @@ def check_folder(path: Path, name: str) -> None:
 
 
 def check_free(target: Path, overwrite: bool, name: str) -> None:
-    """Refuse a folder to be that cannot be made, or takes a place that is not to be given up.
+    """Refuse a new folder that cannot be created, or that would replace what must not be replaced.
 
     Args:
-        target: Where the folder is to be.
+        target: The folder to create.
         overwrite: Whether it may replace a checkpoint folder.
-        name: What it was given as.
+        name: The option or argument that gave it.
     """
     if not target.exists():
         _probe(target, target.parent, name)
@@ -76,19 +76,19 @@ def check_free(target: Path, overwrite: bool, name: str) -> None:
     ours = target.is_dir() and ((target / "config.json").is_file() or not any(target.iterdir()))
     if not ours:
         raise InvalidInputError(
-            f"--overwrite replaces checkpoint folders, and {str(target)!r} is none; name another "
-            "folder, or remove it yourself."
+            f"--overwrite replaces checkpoint folders, and {str(target)!r} is not one; name "
+            "another folder, or remove it yourself."
         )
 
 
 def check_apart(kept: Path, written: Path, name: str, why: str) -> None:
-    """Refuse to write where something is kept: the same folder, one around it or inside it.
+    """Refuse to write to a folder that must not change, to a parent of it, or inside it.
 
     Args:
-        kept: Must not change.
-        written: Will; links are followed.
-        name: What it was given as.
-        why: What is said of the folder that is kept.
+        kept: The folder that must not change.
+        written: The folder to write; links are followed.
+        name: The option or argument that gave ``written``.
+        why: Why ``kept`` must not change, for the message.
     """
     one, other = kept.resolve(), written.resolve()
     if one == other:
@@ -127,28 +127,28 @@ def compact_json(content: object) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes its place in one step when it is complete.
+    """A file to write to, which replaces ``path`` in one step when it is complete.
 
-    What is no regular file (a device, a pipe) is refused: it would be replaced by one.
+    A device or a pipe is refused, because it would be replaced by a regular file.
 
     Args:
-        path: Its place; folders are made, and a link goes on pointing to it.
+        path: Where it goes; missing folders are created, and a link keeps pointing to it.
 
     Raises:
-        InvalidInputError: If something else than a file is there.
-        WriteError: If the disk is full, or cannot be written; the place is then as it was.
+        InvalidInputError: If ``path`` exists and is not a regular file.
+        WriteError: If the disk is full or not writable; ``path`` is then unchanged.
     """
     kind = _kind(path)
     if kind:
         raise InvalidInputError(f"{str(path)!r} is a {kind}, not a file; name a new file.")
     path = Path(os.path.realpath(path))
-    with writing(path, "what was there is as it was"):
+    with writing(path, "any earlier file is unchanged"):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 yield file
-            # mkstemp makes private files; results are there to be shown.
+            # mkstemp makes files that only the owner can read; others should read results too.
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
@@ -160,9 +160,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 def new_folder(target: Path, overwrite: bool, name: str) -> Iterator[Path]:
     """A folder that appears under its name only when it is complete; see `check_free`."""
     check_free(target, overwrite, name)
-    # A link goes on pointing to it.
+    # Resolved, so that a link keeps pointing to the folder.
     place = Path(os.path.realpath(target))
-    with writing(target, "nothing was left there, and what was there is as it was"):
+    with writing(target, "nothing was left there, and any earlier folder is unchanged"):
         place.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
         new, old = work / "new", work / "old"
@@ -183,11 +183,11 @@ def new_folder(target: Path, overwrite: bool, name: str) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path, kept: str) -> Iterator[None]:
-    """Tell of a disk that takes no more in one sentence.
+    """Turn disk errors in the body into one sentence, a `WriteError`.
 
     Args:
         path: What the body writes.
-        kept: What an attempt that fails leaves behind.
+        kept: What a failed attempt leaves behind, for the message.
     """
     try:
         yield
@@ -198,13 +198,13 @@ def writing(path: Path, kept: str) -> Iterator[None]:
         if reason is None:
             raise
         raise WriteError(
-            f"{str(path)!r} cannot be written: {reason}; {kept}: make room there or name another "
+            f"{str(path)!r} cannot be written: {reason}; {kept}; make room there or name another "
             "place, and run it again."
         ) from error
 
 
 def _kind(path: Path) -> str:
-    """What is there if it is no regular file, links followed."""
+    """``"folder"``, ``"pipe"`` and so on; empty for a regular file or nothing. Follows links."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -213,7 +213,7 @@ def _kind(path: Path) -> str:
 
 
 def _probe(path: Path, folder: Path, name: str) -> None:
-    """Make a file for a moment where a folder is or will be: rights alone do not say enough."""
+    """Try a temporary file in the folder or its nearest parent: permission bits do not suffice."""
     folder = folder.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -227,7 +227,7 @@ def _probe(path: Path, folder: Path, name: str) -> None:
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """What the disk said, wherever in the chain of errors; None if it said nothing."""
+    """The disk error anywhere in the chain of exceptions, in words; None if there is none."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return os.strerror(error.errno)
@@ -244,12 +244,12 @@ def read_utf8(path: Path, name: str, most: int | None = None) -> str:
     """The text of a file.
 
     Args:
-        path: Of the file; ``.xz`` and ``.gz`` are unpacked.
-        name: What it was given as, such as ``--text``.
+        path: The file; ``.xz`` and ``.gz`` are decompressed.
+        name: The option or argument that gave it, such as ``--text``.
         most: Bytes to read; None = all of them.
 
     Raises:
-        InvalidInputError: One sentence if it cannot be read, or is no text in UTF-8.
+        InvalidInputError: One sentence if it cannot be read, or is not text in UTF-8.
     """
     given = f"{name} {str(path)!r}"
     try:
@@ -262,7 +262,7 @@ def read_utf8(path: Path, name: str, most: int | None = None) -> str:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        # A character that ends beyond the last byte read is whole in the file.
+        # Reading ``most`` bytes may cut the last character; that is not an error in the file.
         if error.reason != "unexpected end of data" or len(content) != most:
             raise InvalidInputError(f"{given} {_not_utf8(content, error.start)}") from error
         text = content[: error.start].decode("utf-8")
@@ -272,25 +272,25 @@ def read_utf8(path: Path, name: str, most: int | None = None) -> str:
 
 
 def read_lines(path: Path, name: str) -> list[str]:
-    """The lines that are not empty of a text file, or of all of them in a folder.
+    """The non-empty lines of a text file, or of all text files in a folder.
 
     Args:
-        path: A file, or a folder with files that end in ``.txt`` or, packed, ``.txt.xz``.
-        name: What it was given as.
+        path: A file, or a folder with ``.txt`` or compressed ``.txt.xz`` files.
+        name: The option or argument that gave it.
     """
     files = [path]
     if path.is_dir():
         files = sorted([*path.rglob("*.txt"), *path.rglob("*.txt.xz")])
     if not files or not all(file.is_file() for file in files):
         raise InvalidInputError(
-            f"{name} {str(path)!r} is no text file, nor a folder with .txt or .txt.xz files."
+            f"{name} {str(path)!r} is neither a text file nor a folder with .txt or .txt.xz files."
         )
     lines = (line.strip() for file in files for line in io.StringIO(read_utf8(file, name), None))
     return [line for line in lines if line]
 
 
 def open_unpacked(path: Path) -> IO[bytes]:
-    """A file's bytes, unpacked if its name says that they are packed."""
+    """A file opened for reading bytes, decompressed if its name ends in ``.xz`` or ``.gz``."""
     if path.suffix == ".xz":
         return lzma.open(path, "rb")
     if path.suffix == ".gz":
@@ -299,7 +299,7 @@ def open_unpacked(path: Path) -> IO[bytes]:
 
 
 def _not_utf8(content: bytes, place: int) -> str:
-    """Where it stops to be UTF-8, and what to do."""
+    """Where the content stops being UTF-8, and how to convert it."""
     guess = "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
     line = content.count(b"\n", 0, place) + 1
     return (

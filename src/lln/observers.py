@@ -1,7 +1,7 @@
 """Lets instruments watch calls of attention.
 
-An entry point announces what it is about to compute. With nobody watching that costs one look at
-an empty list; inside a compiled graph nothing is announced.
+An entry point announces what it is about to compute. Without observers that costs one look at an
+empty list; inside a compiled graph nothing is announced.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width.
 """
@@ -48,7 +48,7 @@ class Announcement:
     cu_seqlens: Tensor | None = None
 
     def __repr__(self) -> str:
-        """By shapes."""
+        """Tensors are shown by their shapes."""
         return brief(self, vars(self))
 
 
@@ -58,7 +58,7 @@ _observers: list[Observer] = []
 
 
 def is_observed() -> bool:
-    """Whether anybody watches, and the call is a real one rather than a trace."""
+    """Whether there are observers, and the call is a real one rather than a trace."""
     return not is_compiling() and bool(_observers)
 
 
@@ -69,7 +69,7 @@ def announce(announcement: Announcement) -> None:
 
 
 def add_observer(observer: Observer) -> None:
-    """Tell ``observer`` of every call, in any thread, until it is removed."""
+    """Tell ``observer`` about every call, in any thread, until it is removed."""
     _observers.append(observer)
 
 

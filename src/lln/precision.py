@@ -20,8 +20,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as ``scaled_dot_product_attention`` does under autocast: to the autocast dtype.
 
-    float64 stays as it is, and outside autocast nothing happens. Doing it before the checks makes
-    a float32 query next to a bfloat16 key legal there, as users of autocast expect.
+    float64 stays as it is, and outside autocast nothing happens. It runs before the checks, so that
+    under autocast a float32 query with a bfloat16 key is accepted, as users expect.
     """
     first = tensors[0]
     if not isinstance(first, Tensor) or not autocast_enabled(first.device.type):
@@ -46,7 +46,7 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-# Asked once, because torch.compile cannot trace the question.
+# Looked up once, because torch.compile cannot trace the lookup.
 _AUTOCAST_DEVICES = frozenset(
     name
     for name in ("cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "xla", "xpu")

@@ -24,18 +24,18 @@ def _shown(part: object) -> str:
     if not isinstance(part, Tensor):
         return repr(part)
     kind = str(part.dtype).removeprefix("torch.")
-    # Nested tensors do not tell their shape.
+    # Nested tensors have no plain shape.
     shape = "[nested]" if part.is_nested else str(list(part.shape))
     place = "" if part.device.type == "cpu" else f" on {part.device}"
     return f"{kind}{shape}{place}"
 
 
 def written(value: float, form: str) -> str:
-    """A number in the given form, without a sign before what reads as zero.
+    """A number in the given format, without a sign if it rounds to zero.
 
     Args:
         value: The number.
-        form: As `format` takes it.
+        form: A format specification, as `format` takes it.
 
     Example:
         >>> written(-0.004, ".2f"), written(-0.004, "+.2f"), written(-0.004, "+.3f")

@@ -54,7 +54,7 @@ def log_lln_kernel(
 
 
 def normalise(log_kernel: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Divide every row of a kernel by its sum over the kept keys; rows without any become zero."""
+    """Divide every row of a kernel by its sum over the kept keys; rows without kept keys are 0."""
     if keep is None:
         return log_kernel.softmax(-1)
     weights = torch.where(keep, log_kernel, -1e300).softmax(-1)
@@ -184,7 +184,7 @@ def block_keep(
 
 
 def causal_keep(tokens: int, device: torch.device | None = None) -> Tensor:
-    """Which pairs look back: bool ``[T, T]``."""
+    """Which pairs causal attention keeps, j ≤ i: bool ``[T, T]``."""
     return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
 
 
@@ -200,7 +200,7 @@ def block_diagonal_attention(
     """Softmax attention whose matrix is zero outside the diagonal blocks (section 4.2)."""
     blocks = block_keep(query.shape[-2], block_size, query.device, keep=keep)
     seen = blocks if keep is None else keep & blocks
-    # Only the caller's mask hides contents: a NaN in another block must stay where it is.
+    # Hide only what the caller masked: a NaN in another block must stay visible there.
     key, value = _hide(key, keep), _hide(value, keep)
     return normalise(log_softmax_kernel(query, key, scale), seen) @ value
 
@@ -224,7 +224,7 @@ def lln_diag_attention(
 
 
 def _hide(tensor: Tensor, keep: Tensor | None) -> Tensor:
-    """Zero tokens that no query keeps, so that what they hold cannot leak as 0 · NaN."""
+    """Zero the tokens that no query keeps, so that a NaN in them cannot leak as 0 · NaN."""
     if keep is None:
         return tensor.double()
     seen = keep.any(-2).unsqueeze(-1)

@@ -1,7 +1,7 @@
-"""Who is watching a call: a compiler, a transform, a dispatch mode or a CUDA graph.
+"""What is tracing a call: a compiler, a transform, a dispatch mode or a CUDA graph.
 
-Every question about tracing is asked here. The answers decide whether values may be looked at, and
-whether a kernel has to be called as a registered operator.
+All checks for tracing are here. They decide whether values may be read, and whether a kernel has to
+be called as a registered operator.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def is_transformed() -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the tensor holds numbers that may steer the program, and not a trace of it."""
+    """Whether the tensor holds real numbers that control flow may depend on; False in a trace."""
     if is_compiling() or is_transformed():
         return False
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def values_are_readable(tensor: Tensor) -> bool:
-    """Whether looking at the tensor's values costs nothing and cannot break a trace."""
+    """Whether reading the tensor's values costs nothing and cannot break a trace."""
     if not has_values(tensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("LLN_DEBUG") == "1"
@@ -59,5 +59,5 @@ def is_capturing() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread, as it does under checkpointing."""
+    """Whether this thread is inside a backward pass, as when checkpointing repeats a forward."""
     return not is_compiling() and torch._C._current_graph_task_id() != -1

@@ -82,7 +82,7 @@ def test_what_is_near_nothing_gets_the_list_alone():
         check_choice("x", "zzz", ("head", "tensor"))
     with pytest.raises(InvalidInputError, match=r"^x must be one of 'a', 'b', 'c', got 'zzz'\.$"):
         check_choice("x", "zzz", ("a", "b", "c"))
-    with pytest.raises(InvalidInputError, match=r"^--x must be of a, b, got y, z\.$"):
+    with pytest.raises(InvalidInputError, match=r"^--x must be among a, b, got y, z\.$"):
         check_choices("--x", ["a", "y", "z"], ("a", "b"))
 
 

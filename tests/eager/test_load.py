@@ -89,7 +89,7 @@ def test_doctor_prints_the_load(monkeypatch):
             "load         other programs keep 1.4 of 2 cores busy; times measured now would be "
             "noisy",
         ),
-        (Load(None, 2), "load         not known, this system does not tell"),
+        (Load(None, 2), "load         unknown on this system"),
     ):
         lines = []
         monkeypatch.setattr(doctor, "read_load", lambda load=load: load)

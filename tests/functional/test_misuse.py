@@ -70,7 +70,7 @@ def empty(**changed):
         (lambda: LAYER([1.0]), "query must be a torch.Tensor, got list"),
         (lambda: LAYER(X, None, ARRAY), "value must be a torch.Tensor, got ndarray"),
         (lambda: LAYER(X.to_sparse()), r"query\.to_dense\(\)"),
-        (lambda: LAYER(X[0], X, X), "as many dimensions, got 2, 3 and 3"),
+        (lambda: LAYER(X[0], X, X), "the same number of dimensions, got 2, 3 and 3"),
         (lambda: LAYER(X.double()), "query is torch.float64 .* weights .* torch.float32"),
         (lambda: LAYER(X.long()), "query is torch.int64 .* weights .* torch.float32"),
         (lambda: LAYER(X.to("meta")), "query is on meta .* weights .* cpu"),

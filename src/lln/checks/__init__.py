@@ -1,8 +1,8 @@
-"""What every entry point accepts, and the one sentence it refuses with.
+"""What every entry point accepts, and the one-sentence errors for everything else.
 
-``arguments`` judges what an attention call is given, ``bounds`` the bounds of packed sequences,
-``tensors`` what a tensor has to be at all, ``names`` a choice among names, ``signatures`` a call
-that does not fit its function.
+``arguments`` checks the arguments of an attention call, ``bounds`` the bounds of packed sequences,
+``tensors`` that a tensor is dense and has the right axes, ``names`` a choice among names,
+``signatures`` explains a call that does not fit its function.
 """
 
 from lln.checks.arguments import (

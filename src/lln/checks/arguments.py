@@ -1,11 +1,11 @@
-"""What every entry point accepts, and the one sentence it refuses with.
+"""Checks of the arguments that the entry points share; each refuses with one sentence.
 
 Dimension legend: B batch, H heads, T queries, S keys, D head width, E value width.
 
-Checks of shape and type always run and are free of device synchronisation, so that they hold under
-``torch.compile`` and ``torch.export``. Checks of *values* (is α positive, do packed sequences'
-bounds increase) run on CPU tensors, and on other devices only where the environment sets
-``LLN_DEBUG=1``.
+Checks of shape and type always run and never synchronise with the device, so that they also work
+under ``torch.compile`` and ``torch.export``. Checks of *values* (is α positive, do the bounds of
+packed sequences increase) run on CPU tensors, and on other devices only if ``LLN_DEBUG=1`` is set
+in the environment.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def check_qkv(
 
 
 def _are_alike(query: Tensor, key: Tensor, value: Tensor, rank: int) -> bool:
-    """Whether a short look is enough: the usual case, three tensors that differ in nothing.
+    """Whether a quick check is enough: the usual case, three tensors that are alike.
 
-    A trace takes the long way, which compares no more sizes than it must.
+    A trace uses the full check, which compares no more sizes than necessary.
     """
     return (
         type(query) is type(key) is type(value) is Tensor
         and not is_compiling()
-        # Nested tensors do not even tell their shape.
+        # Nested tensors have no plain shape.
         and not (query.is_nested or key.is_nested or value.is_nested)
         and query.layout is key.layout is value.layout is torch.strided
         and query.shape == key.shape == value.shape
@@ -172,7 +172,7 @@ def check_causal(is_causal: bool, query_tokens: int, key_tokens: int) -> None:
     if is_causal and query_tokens != key_tokens:
         raise InvalidInputError(
             f"is_causal needs as many queries as keys, got T = {query_tokens} and S = "
-            f"{key_tokens}; to go on from earlier tokens use lln.KeySummary."
+            f"{key_tokens}; to continue after earlier tokens use lln.KeySummary."
         )
 
 
@@ -184,7 +184,7 @@ def check_matching(matching: str) -> None:
 def check_temperatures(
     alpha: float | Tensor | None, beta: float | Tensor | None, *, is_causal: bool
 ) -> None:
-    """Refuse α without β, and causal attention that would read its own statistics."""
+    """Refuse α without β, and causal attention with statistics of its own sequence."""
     if (alpha is None) != (beta is None):
         given, missing = ("alpha", "beta") if beta is None else ("beta", "alpha")
         raise InvalidInputError(
@@ -215,7 +215,7 @@ def check_options(
         query: ``[B, H, T, D]`` or ``[T, H, D]``: the heads are axis 1 in both.
         key: Likewise.
         batch: B, or the number of packed sequences.
-        alpha: As the entry point got it, and so all below.
+        alpha: As the entry point got it; the same for all below.
         beta: Likewise.
         matching: Likewise.
         dropout_p: Likewise.
@@ -282,7 +282,7 @@ def check_temperature(
 
 
 def check_blocks(block_size: int, scale: float | None) -> None:
-    """Refuse what cannot describe diagonal blocks."""
+    """Refuse an invalid block size or scale of the diagonal blocks."""
     check_block_size(block_size)
     check_scale(scale)
 
@@ -356,7 +356,7 @@ def check_self_attention(query: Tensor, key: Tensor, what: str) -> None:
 
 
 def check_count(name: str, number: int, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least ``least``."""
+    """Refuse anything but an integer of at least ``least``."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         kind = f"{type(number).__name__} " if isinstance(number, str | float) else ""
         raise InvalidInputError(

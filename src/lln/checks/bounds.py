@@ -1,4 +1,4 @@
-"""What the packed entry points accept beside what all do: the bounds of the sequences.
+"""Checks that only the packed entry points need: the bounds of the sequences.
 
 Dimension legend: T tokens of all sequences.
 """
@@ -19,7 +19,7 @@ from lln.tracing import is_compiling, values_are_readable
 def check_bounds(
     cu_seqlens: Tensor, max_seqlen: int | None, key_mask: Tensor | None, query: Tensor
 ) -> int | None:
-    """Refuse bounds that do not fit packed queries ``[T, H, D]``, or a mask beside them.
+    """Refuse bounds that do not fit packed queries ``[T, H, D]``, and any mask.
 
     Returns:
         The length of the longest sequence; None if it is unknown.
@@ -34,7 +34,7 @@ def check_bounds(
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> None:
-    """Refuse sequence boundaries that do not run from 0 to T without going back."""
+    """Refuse sequence bounds that do not run from 0 to T without decreasing."""
     check_tensor("cu_seqlens", cu_seqlens, "an int32 or int64 tensor")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InvalidInputError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
@@ -62,7 +62,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> N
 
 
 def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) -> int | None:
-    """The longest sequence's length as given or found, None if unknown; refuse too small a one."""
+    """Length of the longest sequence, given or found; None if unknown. Refuse one too small."""
     if max_seqlen is not None:
         check_count("max_seqlen", max_seqlen, least=0)
     if values_are_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:

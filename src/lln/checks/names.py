@@ -1,4 +1,4 @@
-"""Names to choose from: the one sentence that refuses any other, with the name that was meant."""
+"""Checks of arguments that take one of several names; errors suggest the name that was meant."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def check_choice(name: str, given: object, known: Collection[str | None]) -> Non
     """Refuse an argument that is not one of the names it may have.
 
     Args:
-        name: The argument.
-        given: What it was given.
-        known: The names; None among them where leaving it out is one.
+        name: The argument's name.
+        given: Its value.
+        known: The allowed names; includes None if the argument may be left out.
 
     Raises:
         InvalidInputError: With the names, and the one that was probably meant.
@@ -26,7 +26,7 @@ def check_choice(name: str, given: object, known: Collection[str | None]) -> Non
         lln.errors.InvalidInputError: matching must be one of 'variance', 'entropy', 'paper', got
         'varience' (did you mean 'variance'?).
     """
-    # Arrays compare entry by entry, and lists cannot be looked up in a dictionary.
+    # Only strings and None are looked up: arrays compare by entry, and lists are not hashable.
     if (given is None or isinstance(given, str)) and given in known:
         return
     few = len(known) < 3
@@ -38,7 +38,7 @@ def check_choice(name: str, given: object, known: Collection[str | None]) -> Non
 
 
 def check_choices(name: str, given: Iterable[str] | None, known: Collection[str]) -> None:
-    """Refuse an option that takes several names if one of them is none of those it may take.
+    """Refuse an option that takes several names if one of them is not allowed.
 
     Names are shown as they are typed on a command line, without quotes.
 
@@ -49,11 +49,13 @@ def check_choices(name: str, given: Iterable[str] | None, known: Collection[str]
         f"{one}{did_you_mean(one, known, quoted=False)}" for one in given or () if one not in known
     ]
     if unknown:
-        raise InvalidInputError(f"{name} must be of {', '.join(known)}, got {', '.join(unknown)}.")
+        raise InvalidInputError(
+            f"{name} must be among {', '.join(known)}, got {', '.join(unknown)}."
+        )
 
 
 def did_you_mean(given: object, known: Iterable[str | None], *, quoted: bool = True) -> str:
-    """What to say after a name that nobody knows; nothing where none is near it.
+    """What to add after an unknown name; empty if no known name is close to it.
 
     >>> did_you_mean("LLN-Dag", ("softmax", "lln", "lln_diag"))
     " (did you mean 'lln_diag'?)"
@@ -69,7 +71,7 @@ def did_you_mean(given: object, known: Iterable[str | None], *, quoted: bool = T
 
 
 def shown(given: object) -> str:
-    """A name or number as it was given; of anything else its type, for it may fill a screen."""
+    """A name or number as it was given; for anything else its type, to keep messages short."""
     plain = given is None or isinstance(given, str | int | float)
     return repr(given) if plain else type(given).__name__
 

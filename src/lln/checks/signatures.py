@@ -1,7 +1,7 @@
-"""Calls that do not fit a signature, answered with how the function is called instead.
+"""Errors for calls that do not fit a signature; they say how to call the function instead.
 
-People come from ``scaled_dot_product_attention`` and ``nn.MultiheadAttention`` and bring arguments
-that linear attention has no use for, or has under another name.
+Users of ``scaled_dot_product_attention`` and ``nn.MultiheadAttention`` pass arguments that linear
+attention does not have, or has under another name.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NO_MATRIX = "the N×N matrix that it belongs to is never formed"
 _CAUSAL = "is_causal=True for a causal mask"
 _MASKS = f"use key_mask= (bool [B, S], True = attend) for padding and {_CAUSAL}"
 _SCALE = (
-    "alpha and beta stand in its place; to match softmax attention of another scale multiply query "
+    "alpha and beta replace it; to match softmax attention of another scale multiply query "
     "by scale * D**0.5"
 )
 _OPPOSITE = "which says the opposite: True = {}"
 
-# What to do instead, by the name of an argument that another attention has.
+# Name of an argument of other attention functions → what to do instead.
 _INSTEAD = {
     "attn_mask": f"{_NO_MATRIX}; {_MASKS}",
     "attn_bias": f"{_NO_MATRIX}; {_MASKS}",
@@ -47,9 +47,9 @@ _INSTEAD_PACKED = {
 
 
 def explain_misfits(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function answer arguments it does not take with one sentence.
+    """Decorator: arguments that the function does not take raise an error of one sentence.
 
-    Nothing is looked at before Python itself has refused the call.
+    Arguments are inspected only after Python itself has refused the call.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -61,7 +61,7 @@ def explain_misfits(function: Callable[P, R]) -> Callable[P, R]:
                 raise
         raise UnexpectedArgumentError(reason)
 
-    # torch.compile counts recompilations by code object: one for all would run out of them.
+    # torch.compile limits recompilations per code object: a shared one would reach the limit.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return functools.update_wrapper(call, function)
 
@@ -77,7 +77,7 @@ def why_misfit(
     ordered = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     takes = [one.name for one in parameters]
     unknown = [one for one in kwargs if one not in takes]
-    # Whoever collects further options refuses them by itself.
+    # A function with **options checks them itself.
     if unknown and len(every) == len(_named(every)):
         return refusal(name, unknown[0], takes)
     if len(args) > len(ordered):
@@ -106,13 +106,13 @@ def check_options(
     """Refuse options that no constructor of the classes or their bases takes.
 
     Args:
-        owner: Whose class the sentence names.
-        options: Collected by its constructor for others.
-        classes: Who may take them.
-        without: What the owner gives by itself.
+        owner: The object whose class the message names.
+        options: The ``**options`` that its constructor passes on.
+        classes: The classes that may take them.
+        without: Arguments that the owner passes itself, so that users may not.
 
     Raises:
-        UnexpectedArgumentError: With all that is taken, or what to do instead.
+        UnexpectedArgumentError: With all arguments that are taken, or what to do instead.
     """
     bases = [base for one in classes for base in one.__mro__ if "__init__" in vars(base)]
     takes = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""What a tensor has to be before anything is asked of its numbers: dense, and of fitting axes."""
+"""Checks that hold for every tensor argument: it is dense and has the right axes."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def check_tensor(name: str, given: object, what: str = "a torch.Tensor") -> None:
-    """Refuse what is no tensor, or one that is not stored as a dense array.
+    """Refuse anything that is not a tensor, or is not stored as a dense array.
 
     Args:
-        name: The argument.
-        given: What it was given.
+        name: The argument's name.
+        given: Its value.
         what: What it must be, in words.
     """
     if not isinstance(given, Tensor):
         raise InvalidInputError(f"{name} must be {what}, got {type(given).__name__}.")
     if given.is_nested:
-        # It does not even tell its shape.
+        # Comes first, because nested tensors have no plain shape.
         raise InvalidInputError(
-            f"{name} is a nested tensor, which is not taken; give "
+            f"{name} is a nested tensor, which is not supported; give "
             f"torch.nested.to_padded_tensor({name}, 0) and mask the padding."
         )
     if given.layout is not torch.strided:
         raise InvalidInputError(
-            f"{name} is a sparse tensor ({given.layout}), which is not taken; give "
+            f"{name} is a sparse tensor ({given.layout}), which is not supported; give "
             f"{name}.to_dense()."
         )
 
 
 def missing_axes(name: str, given: Tensor, leads: Iterable[tuple[tuple[int, ...], int]]) -> str:
-    """What to say after a shape that only lacks axes of size 1 at its end; else nothing.
+    """What to add after a shape that only lacks axes of size 1 at its end; else empty.
 
     Args:
-        name: The argument.
+        name: The argument's name.
         given: The tensor.
-        leads: Shapes without their last axes, and how many those are.
+        leads: Expected shapes without their last axes, and how many axes those are.
 
     Example:
         >>> missing_axes("alpha", torch.ones(4), [((4,), 2), ((2, 4), 2)])

@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Paragraphs of the help are folded to the terminal, not to the source.
+    # Paragraphs of the help are wrapped to the terminal's width, not as in the source.
     rich_markup_mode="markdown",
     help=(
         "Linear Log-Normal (LLN) attention: as concentrated as softmax, in linear time.\n\n"
@@ -205,7 +205,7 @@ app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 
 
 def main() -> None:
-    """Run the command line; errors of ours are one sentence, not a traceback."""
+    """Run the command line; errors raised on purpose are one sentence, not a traceback."""
     try:
         app()
     except LLNError as error:

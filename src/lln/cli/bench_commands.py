@@ -19,7 +19,7 @@ class _ListsGroup(TyperGroup):
     """Lets ``--lengths 512 1024`` and ``--lengths 512,1024`` take several values."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore
-        """Repeat the name of a list option before each of its values, as click wants it."""
+        """Repeat the name of a list option before each of its values, as click requires."""
         return super().parse_args(ctx, repeat_names(args))
 
 
@@ -36,7 +36,7 @@ def repeat_names(words: list[str]) -> list[str]:
         option, _, values = word.partition("=")
         if option in _LISTS:
             name = option
-            # Without a value click says what is missing.
+            # Kept without a value, so that click reports what is missing.
             repeated += [name] * (not values and _ends_list(after))
         elif name and not _ends_list(word):
             values = word

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-# Columns that text is folded to where the terminal does not decide.
+# Width that text is wrapped to where there is no terminal.
 WIDTH = 100
-# Columns of the table that give way to the terminal, and how far: narrower, formulas fall apart.
+# Columns of the table that may shrink to fit the terminal, and their least width: formulas break
+# below it.
 FOLDED = {"oracle": 13, "complexity": 16}
 
 
@@ -48,7 +49,7 @@ def peers(
 
 
 def _show(heads: list[str], lines: list[list[str]], notes: list[str]) -> None:
-    """The table, at most as wide as the terminal; away from one 100 columns or $COLUMNS."""
+    """Print the table, at most as wide as the terminal; without one 100 columns or $COLUMNS."""
     import shutil
 
     from lln.peers.columns import in_columns
@@ -56,7 +57,7 @@ def _show(heads: list[str], lines: list[list[str]], notes: list[str]) -> None:
     width = shutil.get_terminal_size((WIDTH, 24)).columns
     folded = dict(FOLDED)
     if width < WIDTH:
-        # Last in importance: every system has the dense form besides.
+        # The least important column: every system is also tested against its dense form.
         at = heads.index("oracle")
         heads, lines = _without(heads, at), [_without(line, at) for line in lines]
         folded.pop("oracle")
@@ -76,7 +77,7 @@ def _without(cells: list[str], at: int) -> list[str]:
 
 
 def _folded(text: str, indent: int = 16) -> str:
-    """Long lines folded to the terminal, continued under their text."""
+    """Long lines wrapped to the terminal, with continuation lines indented."""
     import shutil
     import textwrap
 

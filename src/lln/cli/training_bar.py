@@ -1,4 +1,4 @@
-"""The progress bar of a training, which begins with its first step."""
+"""The progress bar of a training run, which appears with the first step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lln.studies.report.progress import progress_bar
 def training_bar(
     echo: Callable[[str], object],
 ) -> Iterator[Callable[[str, int, int, float], None]]:
-    """Shows the phase, the steps and the loss; away from a terminal in a line per new loss.
+    """Shows the phase, the steps and the loss; without a terminal, one line per new loss.
 
     Yields:
-        What to call after a step with the phase, the step, their number and the last loss. Of
-        several processes that ``torchrun`` starts one calls it, and only that one shows a bar.
+        A function to call after a step with the phase, the step, the number of steps and the last
+        loss. Of several processes started by ``torchrun`` only the one that calls it shows a bar.
     """
     bar, last = progress_bar(), math.nan
     tasks: dict[str, TaskID] = {}
@@ -35,7 +35,7 @@ def training_bar(
             echo(f"{text}, step {step} of {total}")
         last = loss
         if step >= total:
-            # Gone before anything else is printed, for that would be written over.
+            # Removed before anything else is printed, because the bar would overwrite it.
             bar.update(tasks[phase], visible=False)
             bar.stop()
 

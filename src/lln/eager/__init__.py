@@ -1,1 +1,1 @@
-"""Attention in plain PyTorch: any device, differentiable, exportable; the judge of the kernels."""
+"""Attention in plain PyTorch: any device, differentiable, exportable; kernels are tested on it."""

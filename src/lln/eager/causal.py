@@ -1,17 +1,18 @@
 """Causal LLN attention: a scan of chunk summaries, fast and exact.
 
-A chunk's rows read the merged summary of all earlier chunks and, inside their own chunk, the keys
-up to themselves. The inside has two forms.
+A chunk's rows read the merged summary of all earlier chunks (`lln.eager.summary`) and, inside their
+own chunk, the keys up to themselves. There are two ways to compute the inside.
 
-*Fast*: one lower-triangular product, with every feature shifted by its largest exponent in sight.
-A later key of the same chunk may set that shift; if it lies further above the earlier keys than
-the exponent range reaches, their rows lose all their digits. Their normaliser tells: at or above
-``GUARD`` the result is exact to rounding.
+*Fast*: one lower-triangular product, with every feature shifted by its largest exponent so far.
+A later key of the same chunk may set that shift; if it exceeds the earlier keys by more than the
+exponent range, their rows lose all their digits. The normaliser shows this: at or above ``GUARD``
+the result is exact to rounding.
 
 *Exact*: recursive halving. The second half of a chunk reads the summary of its first half, and so
-on down to blocks of 8 tokens whose scores are formed one by one in the log domain. Always right,
-several times slower, so it runs only for the chunks that the guard refuses; where values may not
-steer control flow (``torch.compile``, ``torch.export``, ``torch.func``, CUDA graphs), for all.
+on down to blocks of 8 tokens whose scores are formed one by one in the log domain. It is always
+right but several times slower, so it runs only for chunks with a normaliser below ``GUARD``, and
+for all chunks where control flow may not depend on values (``torch.compile``, ``torch.export``,
+``torch.func``, CUDA graphs).
 
 Dimension legend: n chunks, c tokens in a chunk, D head width, E value width, ``...`` leading.
 """
@@ -32,12 +33,12 @@ from lln.tracing import has_values, is_compiling
 CHUNK = 64
 LEAF = 8
 
-# Terms lost to underflow weigh at most (smallest normal number) / GUARD of their row.
+# Terms lost to underflow are at most (smallest normal number) / GUARD of their row's sum.
 GUARD = {torch.float32: 1e-25, torch.float64: 1e-280}
 
 
 class Chunks(NamedTuple):
-    """Everything the inside of a chunk needs, one chunk a row of the batch.
+    """Everything the inside of a chunk needs; each chunk is one entry of the batch.
 
     Attributes:
         query: α·q, ``[..., c, D]``.
@@ -119,7 +120,7 @@ def attend_chunks(
 
 
 def _fast(chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """One triangular product a chunk; returns the output and every row's normaliser."""
+    """One triangular product per chunk; returns the output and every row's normaliser."""
     query, key, value, log_mass, centroid = chunks
     log_mass = log_mass.unsqueeze(-2)
     peak = torch.maximum(key.detach().amax(-2, keepdim=True), log_mass.detach())
@@ -173,7 +174,7 @@ def _exact(chunks: Chunks) -> Tensor:
 def _add_part(
     mass: Tensor, out: Tensor, part_mass: Tensor, part_out: Tensor, half: int
 ) -> tuple[Tensor, Tensor]:
-    """Merge a part that only the second halves have into the rows of both halves."""
+    """Merge a part that exists only for the second halves into the rows of both halves."""
     mass, out = mass.unflatten(-1, (-1, 2, half)), out.unflatten(-2, (-1, 2, half))
     late_mass, late_out = _merge_parts(mass[..., 1, :], out[..., 1, :, :], part_mass, part_out)
     mass = torch.stack([mass[..., 0, :], late_mass], dim=-2).flatten(-3)
@@ -190,7 +191,7 @@ def _merge_parts(
 
 
 def _split(chunks: Chunks, refused: Tensor) -> Tensor:
-    """The fast form where it holds, the exact one for the chunks that the guard refused.
+    """The fast form where it is accurate, the exact form for the ``refused`` chunks.
 
     Both start again from the inputs: a fast result that lost its digits must not be in the
     gradient's graph, not even with weight zero.

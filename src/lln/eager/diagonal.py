@@ -45,7 +45,7 @@ def attend_blocks(
         scores = torch.where(token_mask.unsqueeze(-2), scores, LOG_ZERO)
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        # Below LOG_ZERO, so that a row whose visible keys are all masked stays on those zeros.
+        # Below LOG_ZERO: a row whose visible keys are all masked must weigh those, not later keys.
         scores = scores.masked_fill(later, 10 * LOG_ZERO)
     return multiply(scores.softmax(-1), value)
 
@@ -73,7 +73,7 @@ def block_diagonal(
         block_size: Tokens in a block.
         scale: Factor of the scores; None = 1/√D.
         key_mask: bool ``[B, T]``, True = attend.
-        first: int ``[B]``, with a mask: a place where a block begins; None = `first_tokens`.
+        first: int ``[B]``, with a mask: a position where a block begins; None = `first_tokens`.
         is_causal: Whether a token sees only itself and earlier tokens of its block.
     """
     options = {"scale": scale, "is_causal": is_causal}
@@ -88,7 +88,7 @@ def block_diagonal(
 
 
 def first_tokens(key_mask: Tensor) -> Tensor:
-    """Where the first token of every row ``[B, T]`` is that counts: int64 ``[B]``; 0 if none."""
+    """Position of the first unmasked token of every row ``[B, T]``: int64 ``[B]``; 0 if none."""
     return key_mask.to(torch.uint8).argmax(-1)
 
 
@@ -128,10 +128,10 @@ def _cut_behind_gaps(
     gap: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """The same, once every row has a gap ``[B]`` before it; None = none.
+    """The same, with a gap of ``[B]`` empty places before every row; None = no gap.
 
-    Tokens are fetched into blocks instead of reshaped: a trace then asks nothing of the length, and
-    holds for every one.
+    Tokens are gathered into blocks instead of reshaped: a trace then puts no condition on the
+    length, and holds for every length.
     """
     batch, _, tokens, _ = query.shape
     device = query.device
@@ -146,7 +146,7 @@ def _cut_behind_gaps(
     place = place.clamp(0, tokens - 1)
     sample = torch.arange(batch, device=device)[:, None, None]
     sides = [side.transpose(1, 2)[sample, place].movedim(3, 1) for side in (query, key, value)]
-    # What stands in for a query that is not there must not reach a gradient.
+    # The placeholder of a missing query must not reach a gradient.
     sides[0] = torch.where(there[:, None, ..., None], sides[0], 0.0)
     token_mask = there if key_mask is None else there & key_mask[sample, place]
     out = attend_blocks(*sides, token_mask=token_mask[:, None], **options)

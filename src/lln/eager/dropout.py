@@ -1,4 +1,4 @@
-"""Attention dropout for an attention that never forms its weights: whole keys are dropped."""
+"""Attention dropout where the N×N weights are never formed: whole keys are dropped."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""One call of every vector function before several threads can make the first one together.
+"""Calls every vector function once, before several threads can make the first call at once.
 
-Intel's MKL 2024.2, which PyTorch's x86 wheels contain, looks for the kernel of a vector function
-when it is first called. Where two threads make that first call at once, one of them may get a
-kernel of low accuracy for its part of that one call: `exp` then errs by 1e-4, and the next call is
-right again (pytorch issue 188792). One number through each function, in one thread, when the
-package is imported, and the kernels are found before it matters.
+Intel's MKL 2024.2, which PyTorch's x86 wheels contain, selects the kernel of a vector function
+when it is first called. If two threads make that first call at once, one of them may get a kernel
+of low accuracy for its part of that one call: `exp` is then off by 1e-4, and the next call is right
+again (pytorch issue 188792). Calling each function with one number, in one thread, when the package
+is imported avoids this.
 """
 
 from __future__ import annotations
 
 import torch
 
-# What PyTorch hands to MKL's vector mathematics, as far as this package or models around it use it.
+# The functions that PyTorch passes to MKL's vector library and that this package or models use.
 VECTOR_FUNCTIONS = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1",
     "log", "log10", "log1p", "log2", "sin", "sinh", "cosh", "sqrt", "tan", "tanh",
@@ -19,7 +19,7 @@ VECTOR_FUNCTIONS = (
 
 
 def find_kernels() -> None:
-    """Call every vector function once, with one number; a fifth of a millisecond."""
+    """Call every vector function once, with one number; takes a fifth of a millisecond."""
     if not torch.backends.mkl.is_available():
         return
     for dtype in (torch.float32, torch.float64):

@@ -1,4 +1,4 @@
-"""How busy other programs keep the processors, which times measured here then include."""
+"""How busy other programs keep the processors, because that lengthens the times measured here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SECONDS = 0.5
-# Where Linux counts what its processors do.
+# Where Linux reports the processors' busy time.
 _STAT = Path("/", "proc", "stat")
 
 
@@ -18,10 +18,10 @@ class Load:
     """What else runs on this machine.
 
     Attributes:
-        busy: Cores that other programs keep busy; None where the system does not tell.
+        busy: Cores that other programs keep busy; None where the system does not report it.
         cores: Cores that this program may use.
-        averaged: Whether ``busy`` is the load average of the last minute, this program's own work
-            included, because the system tells no more.
+        averaged: Whether ``busy`` is the load average of the last minute, including this program's
+            own work, because the system reports nothing better.
     """
 
     busy: float | None
@@ -30,12 +30,12 @@ class Load:
 
     @property
     def is_high(self) -> bool:
-        """Whether times would show it: a third of a core, or a tenth of many cores."""
+        """Whether it would affect times: a third of a core, or a tenth of many cores."""
         return self.busy is not None and self.busy >= max(0.3, 0.1 * self.cores)
 
     @property
     def warning(self) -> str:
-        """One sentence where the load is high, else nothing."""
+        """One sentence if the load is high, else an empty string."""
         if not self.is_high:
             return ""
         return (
@@ -46,7 +46,7 @@ class Load:
     def __str__(self) -> str:
         """In a few words."""
         if self.busy is None:
-            return "not known, this system does not tell"
+            return "unknown on this system"
         if self.averaged:
             return f"average of the last minute {self.busy:.1f} on {self.cores} cores"
         return f"other programs keep {self.busy:.1f} of {self.cores} cores busy"
@@ -78,7 +78,7 @@ def own_cpus() -> set[int]:
 
 
 def _busy_seconds(cpus: set[int]) -> float | None:
-    """Seconds that the processors have worked since they started; None where that is not told."""
+    """Seconds that the processors have been busy since boot; None where that is not reported."""
     try:
         lines = _STAT.read_text("ascii").splitlines()
     except (OSError, UnicodeError):
@@ -86,8 +86,8 @@ def _busy_seconds(cpus: set[int]) -> float | None:
     ticks = 0
     for name, *numbers in map(str.split, filter(None, lines)):
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cpus:
-            # Time of user, nice, system, (idle, waiting,) interrupts, and of other machines on
-            # this one.
+            # Skips idle and I/O wait; adds user, nice, system, interrupts, and time stolen by other
+            # virtual machines.
             used = [int(number) for number in numbers[:8]]
             ticks += sum(used[:3]) + sum(used[5:])
     return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
@@ -96,8 +96,8 @@ def _busy_seconds(cpus: set[int]) -> float | None:
 class LoadWatch:
     """How many cores other programs keep busy, for callers that ask often and cannot wait.
 
-    The answer is that of the time between the last two looks, which lie some tenths of a second
-    apart at least; 0 until there were two, and where the system does not tell.
+    The answer is the mean between the last two readings, which are at least some tenths of a second
+    apart; 0 before the second reading, and where the system does not report it.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class LoadWatch:
         clock: Callable[[], float] = time.perf_counter,
         others: Callable[[], float | None] | None = None,
     ) -> None:
-        """Take the first look.
+        """Take the first reading.
 
         Args:
-            seconds: Between two looks, at least.
-            clock: Tells the time.
-            others: Tells the seconds that other programs have worked so far; None = look.
+            seconds: Minimum time between two readings.
+            clock: Returns the time.
+            others: Returns the seconds that other programs have worked so far; None = measure.
         """
         self._seconds, self._clock, self._others = seconds, clock, others or _others_seconds
         self._then, self._before = clock(), self._others()

@@ -35,7 +35,7 @@ def attend(
     is_causal: bool = False,
     longest: int | None = None,
 ) -> Tensor:
-    """LLN attention inside every sequence, joined with its diagonal blocks: ``[T, H, E]``.
+    """LLN attention inside every sequence, combined with its diagonal blocks: ``[T, H, E]``.
 
     Args:
         query: ``[T, H, D]``.
@@ -49,7 +49,7 @@ def attend(
         scale: Factor of the blocks' scores; None = 1/√D.
         dropout_p: Probability to drop a key, for both parts.
         is_causal: Whether a token sees only itself and earlier tokens of its sequence.
-        longest: No sequence is longer; None = unknown.
+        longest: Length of the longest sequence, or more; None = unknown.
     """
     dtype, bounds = accumulation_dtype(query.dtype), bounds.long()
     value = drop_keys(value.to(dtype).transpose(0, 1), dropout_p).transpose(0, 1)
@@ -72,7 +72,7 @@ def short_range(
     scale: float | None,
     is_causal: bool,
 ) -> Tensor:
-    """Block-diagonal attention; blocks start anew with every sequence: ``[T, H, E]``."""
+    """Block-diagonal attention; every sequence starts a new block: ``[T, H, E]``."""
     dtype, heads = accumulation_dtype(query.dtype), query.shape[1]
     tiles = cut_tiles(bounds.long(), query.shape[0], block_size)
     sides = (query.to(dtype), *(repeat_heads(side.to(dtype), heads) for side in (key, value)))
@@ -97,7 +97,7 @@ def _long_range(
 ) -> Tensor:
     heads = query.shape[1]
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    # Chunks are powers of two, and no shorter than the causal form's leaves.
+    # Chunks are powers of two, and at least as long as the smallest blocks of the causal form.
     chunk = CHUNK
     if longest is not None:
         chunk = min(CHUNK, max(LEAF, 1 << (longest - 1).bit_length()))

@@ -1,7 +1,7 @@
-"""Attention where no kernel runs: plain PyTorch, or the N×N reference.
+"""Attention without kernels: plain PyTorch, or the N×N reference.
 
-Inputs are checked and α, β are known; what is left is to compute in the accumulation dtype, each
-thread its share of the heads (`lln.eager.workers`).
+Inputs are already checked and α, β known. Arithmetic runs in the accumulation dtype; on a busy CPU
+each thread takes a share of the heads (`lln.eager.workers`).
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width.
@@ -24,12 +24,12 @@ from lln.eager.summary import read_heads, summarise_heads
 from lln.eager.workers import cut_heads, share_out
 from lln.precision import accumulation_dtype
 
-# Where query, key, value, then α, β, the key mask and the mix can be cut into heads or samples.
+# The axes along which query, key, value, α, β, the key mask and the mix can be cut.
 _LLN_AXES = {"heads": (-3, -3, -3, -3, -3, None), "samples": (-4, -4, -4, -4, -4, -2)}
 _DIAG_AXES = {"heads": (-3, -3, -3, None), "samples": (-4, -4, -4, -2)}
 _LLN_DIAG_AXES = {name: (*axes, axes[0]) for name, axes in _LLN_AXES.items()}
 
-# Larger numbers in padded queries are taken for leftovers, not for queries.
+# Larger numbers in padded queries are treated as garbage, not as queries.
 _PADDING_LIMIT = 1e18
 
 
@@ -64,7 +64,7 @@ def both_ranges(
     mix: float | Tensor,
     **options: Any,
 ) -> Tensor:
-    """Both joined, in the dtype of query."""
+    """LLN and block-diagonal attention combined, in the dtype of query."""
     sides = (query, key, value, alpha, beta, key_mask, mix)
     return _run(_both_ranges, sides, key_mask, _LLN_DIAG_AXES, options)
 
@@ -76,7 +76,7 @@ def _run(
     axes: dict[str, tuple[int | None, ...]],
     options: dict[str, Any],
 ) -> Tensor:
-    """One call; the sides begin with query, key and value."""
+    """One call; ``sides`` are its tensor arguments, starting with query, key and value."""
     query, key, value, *rest = sides
     cut = cut_heads(query, key, axes) if options["impl"] == "eager" else None
     wide = _widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
@@ -84,7 +84,7 @@ def _run(
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
-    """Figure 3's sum, with an open weight: ``mix · long + (1 − mix) · short``."""
+    """Figure 3's sum, with any weight: ``mix · long + (1 − mix) · short``."""
     if isinstance(mix, Tensor):
         mix = mix.to(long_range.dtype)
     return mix * long_range + (1 - mix) * short_range
@@ -100,12 +100,12 @@ def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:
 def _widen(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The accumulation dtype for all three, dropped keys out, padding's queries quiet."""
+    """All three in the accumulation dtype; dropped keys' values and bad padded queries are 0."""
     dtype = accumulation_dtype(query.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if key_mask is not None and query.shape[2] == key.shape[2]:
-        # A NaN in a padded query, or a number that α makes one, may show in its own row, but in the
-        # backward 0 · NaN would reach the gradient of every key.
+        # A NaN in a padded query, or a number that overflows when multiplied by α, may show in its
+        # own row; but in the backward pass 0 · NaN would reach the gradient of every key.
         padding = ~key_mask[:, None, :, None]
         query = torch.where(padding & ~(query.abs() < _PADDING_LIMIT), 0.0, query)
     return query, key, drop_keys(value, dropout_p)
@@ -173,7 +173,7 @@ def _both_ranges(
     is_causal: bool,
     impl: str,
 ) -> Tensor:
-    """Both joined, in the accumulation dtype."""
+    """LLN and block-diagonal attention combined, in the accumulation dtype."""
     shared: dict[str, Any] = {"is_causal": is_causal, "impl": impl}
     long_range = _long_range(query, key, value, alpha, beta, key_mask, **shared)
     blocks: dict[str, Any] = {"block_size": block_size, "scale": scale, **shared}

@@ -1,9 +1,9 @@
 """The running merge of a row of summaries: what every chunk may read of the chunks before it.
 
-Summaries merge associatively, so the running merge is a scan. It is done in blocks: inside a block
-one small lower-triangular product a slot, then the same over the blocks' totals, and so on up. All
-weights are exp(L_j − L_merged) ≤ 1, so no step can overflow, and the cost is linear in the number
-of summaries.
+A summary holds keys and values in D slots (`lln.eager.summary`). Summaries merge associatively, so
+the running merge is a scan. It is done in blocks: inside a block one small lower-triangular product
+per slot, then the same over the blocks' totals, and so on. All weights are exp(L_j − L_merged) ≤ 1,
+so no step can overflow, and the cost is linear in the number of summaries.
 
 Dimension legend: n summaries in a row, D slots, E value width, ``...`` leading dimensions.
 """
@@ -19,7 +19,7 @@ from lln.tracing import is_compiling
 
 BLOCK = 32
 
-# The segment of padding behind the last summary: larger than any number of sequences.
+# Segment number of the padding after the last summary: larger than any number of sequences.
 _NO_SEGMENT = 2**62
 
 
@@ -33,8 +33,8 @@ def running_merge(
         centroid: ``[..., n, D, E]``.
         segment: int ``[n]``, never decreasing; summaries merge within a segment only.
             None = all one segment.
-        levels: How often to go up to the blocks' totals; None = as often as it takes. A trace must
-            hold for every length and goes up once: linear up to BLOCK² summaries.
+        levels: How many levels of block totals to use; None = as many as needed. A trace must hold
+            for every length and uses one: linear up to BLOCK² summaries.
     """
     count = log_mass.shape[-2]
     if levels is None and is_compiling():
@@ -63,10 +63,10 @@ def running_merge(
 
 
 def whole_parts(count: int, size: int) -> int:
-    """How many parts of a size hold ``count`` items.
+    """How many parts of ``size`` items hold ``count`` items.
 
-    A trace must hold for every count and may not ask whether the last part is full: it takes one
-    part more than are full.
+    A trace must hold for every count and cannot ask whether the last part is full, so it always
+    uses one part more than the number of full ones.
     """
     if is_compiling():
         return count // size + 1
@@ -74,21 +74,21 @@ def whole_parts(count: int, size: int) -> int:
 
 
 def shift(log_mass: Tensor, centroid: Tensor) -> tuple[Tensor, Tensor]:
-    """Move every summary one place on; the first becomes empty."""
+    """Shift every summary by one place; the first becomes empty."""
     log_mass = F.pad(log_mass[..., :-1, :], (0, 0, 1, 0), value=LOG_ZERO)
     return log_mass, F.pad(centroid[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
 
 
 def _merge_triangle(log_mass: Tensor, centroid: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
-    """The running merge of one short row, as a lower-triangular product a slot."""
+    """The running merge of one short row, as one lower-triangular product per slot."""
     place = torch.arange(log_mass.shape[-2], device=log_mass.device)
     visible = (place.unsqueeze(-1) >= place) & (segment.unsqueeze(-1) == segment.unsqueeze(-2))
-    # [..., D, i, j]: what summary j weighs in the merge of all up to i.
+    # [..., D, i, j]: the weight of summary j in the merge of all summaries up to i.
     weight = torch.where(visible.unsqueeze(-3), log_mass.mT.unsqueeze(-2), LOG_ZERO)
     merged = weight.logsumexp(-1)
-    # Zero by selection: in a row without any key yet the softmax is uniform over the invisible.
+    # Set to zero explicitly: in a row without any key so far, softmax gives invisible ones weight.
     weight = torch.where(visible.unsqueeze(-3), weight.softmax(-1), 0.0)
-    # A NaN must reach the rows that see it, and as 0 · NaN it would reach all others too.
+    # A NaN must reach the rows that see it, but as 0 · NaN it would reach all others too.
     broken = ~centroid.isfinite().all(-1)
     centroid = torch.where(broken.unsqueeze(-1), 0.0, centroid)
     out = (weight @ centroid.transpose(-3, -2)).transpose(-3, -2)

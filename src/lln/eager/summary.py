@@ -1,4 +1,4 @@
-"""Keys and values, read into a summary of fixed size that merges exactly.
+"""The summary: all keys and values in D slots, one per feature; two summaries merge exactly.
 
 LLN attention, Eq. (8)-(9), is exactly two softmaxes around this summary (docs/method.md):
 
@@ -6,8 +6,8 @@ LLN attention, Eq. (8)-(9), is exactly two softmaxes around this summary (docs/m
     C_f = Σ_j softmax_j(β k_jf) · v_j          centroid of slot f
     out_i = Σ_f softmax_f(α q_if + L_f) · C_f
 
-No epsilon, nothing overflows, the weights of a row sum to 1, and the output stays inside the
-convex hull of the values.
+There is no epsilon, nothing overflows, the weights of a row sum to 1, and the output stays inside
+the convex hull of the values.
 
 Dimension legend: B batch, H heads, T queries, S keys, D head width (= slots), E value width;
 ``...`` any leading dimensions that broadcast.
@@ -35,10 +35,10 @@ LOG_ZERO = -1e30
 def key_exponents(
     key: Tensor, value: Tensor, beta: float | Tensor, token_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Exponents β·k and values, with masked tokens made to vanish: ``LOG_ZERO`` and zero.
+    """Exponents β·k and values, with masked tokens set to ``LOG_ZERO`` and zero.
 
-    ``where``, not multiplication: a NaN under the mask must not come through as 0 · NaN. The keys
-    are cleared before the product too, because the gradient of β multiplies with them.
+    ``where`` instead of multiplication, because a NaN under the mask would give 0 · NaN. The keys
+    are cleared before the product too, because the gradient of β is multiplied by them.
 
     Args:
         key: ``[..., S, D]``.
@@ -64,7 +64,7 @@ def summarise(exponent: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         log_mass = exponent.new_full((*exponent.shape[:-2], exponent.shape[-1]), LOG_ZERO)
         return log_mass, exponent.mT @ value
     peak = exponent.detach().amax(-2, keepdim=True)
-    # In place, because a fresh tensor costs more than the numbers in it.
+    # In place, because allocating a new tensor costs more than computing its entries.
     weight = (exponent - peak).exp_()
     mass = weight.sum(-2, keepdim=True)
     centroid = (weight.mT @ value) / mass.mT
@@ -87,8 +87,8 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """The summary of two sets of keys from their summaries; associative, exact."""
     merged = torch.logaddexp(log_mass, other_log_mass)
-    # Weights w and 1 − w, not exp(L − merged) twice: those miss 1 by the rounding of L, which adds
-    # up over thousands of decoded tokens.
+    # Weights w and 1 − w instead of two exponentials exp(L − merged): rounding of L makes their sum
+    # differ from 1, which adds up over thousands of decoded tokens.
     weight = torch.sigmoid(other_log_mass - log_mass).unsqueeze(-1)
     return merged, centroid + weight * (other_centroid - centroid)
 
@@ -98,7 +98,7 @@ def summarise_heads(
 ) -> tuple[Tensor, Tensor]:
     """Log-mass ``[B, H, D]`` and centroid ``[B, H, D, E]`` of checked inputs ``[B, H, S, …]``.
 
-    H is the number of key heads, or of β's if that is larger (grouped queries with a β each).
+    H is the number of key heads, or of β's heads if larger (grouped queries, each with its own β).
     """
     dtype = accumulation_dtype(key.dtype)
     key, value = key.to(dtype), value.to(dtype)
@@ -117,7 +117,7 @@ def summarise_heads(
 
 
 def read_heads(query: Tensor, alpha: float | Tensor, log_mass: Tensor, centroid: Tensor) -> Tensor:
-    """Checked queries ``[B, H, T, D]`` read summaries of H heads or a divisor of it."""
+    """Checked queries ``[B, H, T, D]`` read summaries with H heads or a divisor of H."""
     dtype, slots = log_mass.dtype, log_mass.shape[1]
     scale = alpha.to(dtype) if isinstance(alpha, Tensor) else alpha
     if query.shape[1] == slots:
@@ -130,7 +130,7 @@ def read_heads(query: Tensor, alpha: float | Tensor, log_mass: Tensor, centroid:
 
 
 def heads_of(scale: float | Tensor) -> int:
-    """How many heads a temperature tells apart."""
+    """How many heads α or β has values for."""
     return scale.shape[-3] if isinstance(scale, Tensor) and scale.dim() > 2 else 1
 
 
@@ -151,7 +151,7 @@ class KeySummary:
     Attributes:
         log_mass: ``[B, H, D]``, L of every slot; ``LOG_ZERO`` while no key has been seen.
         centroid: ``[B, H, D, E]``, C of every slot.
-        beta: What the keys were multiplied with: a number or a tensor ``[B or 1, H or 1, 1, 1]``.
+        beta: What the keys were multiplied by: a number or a tensor ``[B or 1, H or 1, 1, 1]``.
 
     Example:
         >>> key, value = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4)
@@ -168,7 +168,7 @@ class KeySummary:
     beta: float | Tensor
 
     def __repr__(self) -> str:
-        """By shapes."""
+        """Tensors are shown by their shapes."""
         return brief(self, vars(self))
 
     @classmethod
@@ -181,7 +181,7 @@ class KeySummary:
             key: ``[B, H, S, D]``.
             value: ``[B, H, S, E]``.
             beta: A positive number, or a tensor that broadcasts to ``[B, H, 1, 1]``. With a
-                multiple of H heads (grouped queries with a β each) the summary has as many.
+                multiple of H heads (one β per grouped query head) the summary has that many heads.
             key_mask: bool ``[B, S]``, True = attend.
 
         Returns:
@@ -208,7 +208,7 @@ class KeySummary:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> KeySummary:
-        """The summary of no key at all, to ``append`` to; reading it gives zeros."""
+        """A summary without keys, to ``append`` to; reading it gives zeros."""
         for name, size, least in (
             ("batch", batch, 0),
             ("heads", heads, 0),
@@ -230,7 +230,7 @@ class KeySummary:
         """The summary of both sets of keys; neither operand changes.
 
         Raises:
-            InvalidInputError: If the shapes, or two plain β, differ.
+            InvalidInputError: If the shapes differ, or both β are numbers and differ.
         """
         if not isinstance(other, KeySummary):
             raise InvalidInputError(
@@ -245,7 +245,7 @@ class KeySummary:
             self.centroid.shape != other.centroid.shape
         ):
             raise InvalidInputError(
-                f"summaries to merge must have one shape, got centroids "
+                f"summaries to merge must have the same shape, got centroids "
                 f"{checks.shape_of(self.centroid)} and {checks.shape_of(other.centroid)}."
             )
         if not _same_beta(self.beta, other.beta):
@@ -256,10 +256,10 @@ class KeySummary:
         return KeySummary(*merged, self.beta)
 
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> KeySummary:
-        """Take in further tokens, as ``list.append`` does, and return this summary.
+        """Add tokens to this summary, in place like ``list.append``, and return it.
 
         One token costs O(D·E) whatever came before. The tensors held so far are replaced, not
-        written to, so that gradients through earlier reads stay valid.
+        modified, so that gradients through earlier reads stay valid.
 
         Args:
             key: ``[B, H, n, D]``, the new keys.

@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class Tiling(NamedTuple):
-    """Where every tile's tokens come from, and where every token went.
+    """Where the tokens of every tile come from, and where every token went.
 
     Attributes:
-        source: int ``[n, c]``, the packed token in every place (0 where there is none).
+        source: int ``[n, c]``, index of the packed token in every place (0 where there is none).
         valid: bool ``[n, c]``, which places hold a token.
         sequence: int ``[n]``, the sequence of every tile; unused tiles have the number after the
             last sequence.

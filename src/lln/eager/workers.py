@@ -1,11 +1,12 @@
-"""Plain PyTorch on a busy CPU: one hand-over to threads for a call, not one for every operation.
+"""Plain PyTorch on a busy CPU: threads are synchronised once per call, not once per operation.
 
-PyTorch splits every operation over its threads and waits for all of them before the next one. Where
+PyTorch splits every operation over its threads and waits for all of them before the next one. If
 other programs keep the processors busy, each of these waits lasts until the last thread gets its
 turn. Fused softmax waits once, LLN attention 11 times, causal 50. Heads do not depend on each
-other, so on a busy machine every thread takes its share of them through the whole computation, and
-is waited for once. Where nothing else runs, waiting is short and PyTorch's way is faster. Both give
-the same numbers.
+other, so on a busy machine every thread computes its share of the heads from start to end, with one
+wait. On an idle machine waiting is short and PyTorch's way is faster. Both give the same numbers.
+
+A *side* is a tensor or number that a call takes: query, key, value, α, β, key mask or mix.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from lln.tracing import has_values, is_moded
 Result = TypeVar("Result")
 Side = Tensor | float | None
 
-# Fewer numbers than that PyTorch does not split either (its grain is 32,768).
+# Smaller tensors are not split, as in PyTorch itself (its grain is 32,768).
 _FEWEST = 65_536
-# What an idle machine does on the side, in cores.
+# Cores that background work takes even on an idle machine.
 _SPARE = 0.3
 
-# Who looks at what is saved for a backward; None where this PyTorch does not say.
+# Returns the active saved-tensor hooks; None where this version of PyTorch lacks the function.
 _top_hooks: Any = getattr(
     getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
 )
@@ -45,10 +46,10 @@ class Cut(NamedTuple):
     """Where tensors are cut into pieces that do not depend on each other.
 
     Attributes:
-        axes: Of every side the axis, counted from the end, along which it is cut; None = never. A
-            side that has one entry there, or no such axis, goes whole to every piece.
-        units: What cannot be cut further: key heads or samples.
-        pieces: How many there will be.
+        axes: For every side the axis, counted from the end, along which it is cut; None = never. A
+            side with one entry there, or without that axis, goes whole to every piece.
+        units: How many key heads or samples there are; these are not cut further.
+        pieces: Number of pieces.
     """
 
     axes: tuple[int | None, ...]
@@ -77,12 +78,12 @@ class Cut(NamedTuple):
 
 
 def cut_heads(query: Tensor, key: Tensor, axes: dict[str, tuple[int | None, ...]]) -> Cut | None:
-    """How a call is shared out between threads; None if it is not.
+    """How a call is divided between threads; None if it is not.
 
     Args:
         query: ``[B, H, T, D]``, or ``[T, H, D]`` of packed sequences.
         key: The same with Hk heads.
-        axes: Of every side of the call, by what is shared out: ``"heads"``, ``"samples"``.
+        axes: The axis of every side, by what is divided: ``"heads"`` or ``"samples"``.
     """
     threads = _threads_for(query)
     if threads < 2 or not _is_crowded(threads):
@@ -90,7 +91,7 @@ def cut_heads(query: Tensor, key: Tensor, axes: dict[str, tuple[int | None, ...]
     units = {"heads": key.shape[axes["heads"][1] or 0]}
     if "samples" in axes:
         units["samples"] = query.shape[0]
-    # Whatever leaves the fewest threads without work; heads, if it is all the same.
+    # Choose what leaves the fewest threads without work; heads, if equal.
     best = max(units, key=lambda name: (min(units[name], threads), name == "heads"))
     pieces = min(units[best], threads)
     return Cut(axes[best], units[best], pieces) if pieces > 1 else None
@@ -100,13 +101,13 @@ _watch = LoadWatch()
 
 
 def _is_crowded(threads: int) -> bool:
-    """Whether other programs need some of the processors that so many threads would run on."""
+    """Whether other programs are using some of the processors that these threads would need."""
     return threads + _watch.busy() > len(own_cpus()) + _SPARE
 
 
 def _threads_for(query: Tensor) -> int:
-    """How many threads a call gets; 1 where somebody has to see its operations, or it is small."""
-    # First whether this is a trace, which must not ask for the size.
+    """How many threads a call gets; 1 if it is small, or if a tracer has to see its operations."""
+    # `has_values` comes before `numel`, because a trace must not depend on the size.
     if query.device.type != "cpu" or not has_values(query) or query.numel() < _FEWEST:
         return 1
     if type(query) not in (Tensor, torch.nn.Parameter) or not torch.backends.openmp.is_available():
@@ -121,9 +122,9 @@ def share_out(run: Callable[..., Tensor], sides: Sequence[Side], cut: Cut | None
 
     Args:
         run: Takes the sides and returns ``[..., E]`` with the leading shape and the type of the
-            first; each piece of it depends on the same piece of the sides alone.
-        sides: query, key, value, then whatever ``run`` takes.
-        cut: None = in this thread, as it is.
+            first; each piece of the result depends only on the same piece of the sides.
+        sides: query, key, value, then the other arguments of ``run``.
+        cut: How to cut them; None = run in this thread, uncut.
     """
     if cut is None:
         return run(*sides)
@@ -131,12 +132,12 @@ def share_out(run: Callable[..., Tensor], sides: Sequence[Side], cut: Cut | None
 
 
 def over_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-    """What every job returns, each run in a thread of its own that splits no operation."""
+    """What every job returns; each job runs in one thread, which does not split operations."""
     pool = _pool(torch.get_num_threads())
     inference = torch.is_inference_mode_enabled()
 
     def start(job: Callable[[], Result]) -> Result:
-        # The mode belongs to a thread, and ours would not be in it.
+        # Inference mode is per thread; the worker has to take over the caller's.
         with torch.inference_mode(inference):
             return job()
 
@@ -145,7 +146,7 @@ def over_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
 
 
 class _Shared(torch.autograd.Function):
-    """Pieces in threads, each with a graph of its own that its thread walks back."""
+    """Computes pieces in threads; each has its own autograd graph, whose backward runs likewise."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], cut: Cut, *sides: Side) -> Tensor:
@@ -158,7 +159,7 @@ class _Shared(torch.autograd.Function):
         assert isinstance(query, Tensor)
         assert isinstance(value, Tensor)
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        # Who looks at what is saved (checkpoints, offloading) would not see it in other threads.
+        # Saved-tensor hooks (checkpointing, offloading) are per thread: workers would bypass them.
         keeps = bool(asked) and _top_hooks is not None and _top_hooks(True) is None
 
         def job(index: int) -> _Piece | None:
@@ -178,7 +179,7 @@ class _Shared(torch.autograd.Function):
             sides[place] = tensor
         asked = [index for index, wanted in enumerate(ctx.needs_input_grad[2:]) if wanted]
         if torch.is_grad_enabled():
-            # To be differentiated once more: as if there were no threads.
+            # For a second derivative compute without threads.
             leaves: list[Any] = [sides[index] for index in asked]
             grads = torch.autograd.grad(
                 ctx.run(*sides), leaves, gradient, create_graph=True, allow_unused=True
@@ -193,7 +194,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _Piece:
-    """One piece: its output, and the graph that leads from there to what asks for a gradient."""
+    """One piece: its output, and the leaves that need a gradient."""
 
     def __init__(
         self,
@@ -220,7 +221,7 @@ def _gradients(
     gradient: Tensor,
     pieces: list[_Piece | None],
 ) -> list[Tensor]:
-    """Gradients of what asks for one; pieces that were not kept are formed again."""
+    """Gradients of the sides that need one; pieces that were not kept are computed again."""
     wholes = {
         index: torch.empty_like(side) for index in asked if isinstance(side := sides[index], Tensor)
     }
@@ -240,7 +241,7 @@ def _gradients(
         return shared
 
     found = over_threads([partial(job, index) for index in range(cut.pieces)])
-    # What goes whole to every piece gathers its gradient from all, always in the same order.
+    # A side that went whole to every piece sums its gradients, always in the same order.
     for index, shared in enumerate(found):
         for at, grad in shared.items():
             wholes[at] = grad if index == 0 else wholes[at] + grad
@@ -251,7 +252,7 @@ _here = threading.local()
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """So many threads that split no operation; made when first asked for."""
+    """A pool of threads that do not split operations; created when first needed."""
     with _lock:
         pool = _pools.get(threads)
         if pool is None:
@@ -260,15 +261,15 @@ def _pool(threads: int) -> ThreadPoolExecutor:
             for _ in range(threads):
                 pool.submit(ready.wait)
             ready.wait()
-            # A thread that sets its own number also sets that of threads yet to be born.
+            # Undo a side effect: set_num_threads(1) in a worker also applies to all new threads.
             torch.set_num_threads(threads)
         return pool
 
 
 def _begin() -> None:
-    """Make a thread one that splits no operation.
+    """Set up a thread that does not split operations.
 
-    The question comes first: it is what sets a new thread's number, once, to everybody's.
+    `get_num_threads` comes first: its first call in a thread resets the number to the global one.
     """
     _here.is_worker = True
     torch.get_num_threads()
@@ -276,7 +277,7 @@ def _begin() -> None:
 
 
 def _forget() -> None:
-    """Threads do not come along when a process forks."""
+    """Drop the pools after a fork, because threads are not copied into the child process."""
     global _lock
     _lock = threading.Lock()
     _pools.clear()

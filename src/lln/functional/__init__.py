@@ -1,1 +1,1 @@
-"""The entry points: dense, packed and decoding, and the plan that each call is run by."""
+"""The entry points (dense, packed and decoding), and the plan that decides how each call runs."""

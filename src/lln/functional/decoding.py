@@ -1,4 +1,6 @@
-"""Decoding: one token enters the summary and reads it, at a cost that never grows.
+"""Decoding: add one token to the summary, then read it, at a constant cost per token.
+
+A summary is all keys and values so far in a state of fixed size (`lln.eager.summary`).
 
 Dimension legend: B batch, H query heads, Hk key heads, D head width, E value width, SH summary
 heads.
@@ -80,7 +82,7 @@ def decode_step(
 def _fits_kernel(
     query: Tensor, key: Tensor, value: Tensor, summary: KeySummary, alpha: float | Tensor
 ) -> bool:
-    """Whether the kernel may stand in: the summary fits the token, and nothing wants a gradient."""
+    """Whether the kernel can run: the summary fits the token, and nothing needs a gradient."""
     tensors = (query, key, value, summary.log_mass, summary.centroid, alpha, summary.beta)
     if torch.is_grad_enabled() and any(
         isinstance(side, Tensor) and side.requires_grad for side in tensors

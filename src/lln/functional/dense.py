@@ -1,4 +1,4 @@
-"""The entry points for dense tensors: each checks what it was given; `lln.functional.run` goes on.
+"""The entry points for dense tensors: each checks its arguments and calls `lln.functional.run`.
 
 Layout, argument names and order follow ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -42,7 +42,8 @@ def lln_attention(
         value: ``[B, Hk, S, E]``.
         alpha: A positive number, or a tensor that broadcasts to ``[B, H, 1, 1]``; may carry
             gradients. None = from ``matching``.
-        beta: Likewise; also ``[B, Hk, 1, 1]``, and then query heads of a group share one summary.
+        beta: Likewise; with ``[B, Hk, 1, 1]`` the query heads of a group share one summary of the
+            keys and values.
         matching: How α and β follow from the inputs when they are not given: ``"variance"`` or
             ``"entropy"``, per sample and head (see `match_moments`), or ``"paper"``, the authors'
             constants over the whole tensor (samples then depend on their batch-mates).
@@ -53,14 +54,14 @@ def lln_attention(
         is_causal: Whether row i sees keys 0 … i only. Needs T = S and α, β given.
         enable_gqa: Whether H may be a multiple of Hk; the result is that of repeating every key
             head H/Hk times.
-        impl: ``"eager"`` (plain PyTorch), ``"triton"`` or ``"reference"`` (N×N in float64), met
-            for every part of the call or refused; ``"auto"`` takes the kernels for what they take,
-            plain PyTorch for the rest (`lln.functional.plan`).
+        impl: ``"eager"`` (plain PyTorch), ``"triton"`` or ``"reference"`` (N×N in float64): every
+            part of the call runs that way, or it is refused. ``"auto"`` uses the kernels where they
+            can run and plain PyTorch for the rest (`lln.functional.plan`).
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query (the autocast dtype under autocast). A sequence
-        without any valid key gives zeros. NaN or infinity in a query shows in its row, in a key or
-        value in its head; where α and β are matched, in a query in its head too.
+        without any valid key gives zeros. NaN or infinity in a query shows in its row (in its whole
+        head if α and β are matched), in a key or value in its whole head.
 
     Raises:
         InvalidInputError: One sentence on what does not fit.
@@ -166,7 +167,7 @@ def lln_diag_attention(
     enable_gqa: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """LLN attention joined with block-diagonal softmax attention, the layer of Figure 3.
+    """LLN attention combined with block-diagonal softmax attention, the layer of Figure 3.
 
         out = mix · LLN + (1 − mix) · Diag
 

@@ -1,4 +1,4 @@
-"""Moments and matched temperatures, by the implementation that the plan has chosen.
+"""Moments and matched temperatures α and β, by the implementation that the plan has chosen.
 
 Both implementations give the statistics of `lln.matching.moments`; the kernel reads q and k once.
 
@@ -23,21 +23,21 @@ from lln.matching.moments import (
     tensor_moments,
 )
 
-# Where query, key and the key mask can be cut into heads or samples.
+# The axes along which query, key and the key mask can be cut into heads or samples.
 _AXES = {"heads": (-3, -3, None), "samples": (-4, -4, -2)}
 
 
 def match_inputs(
     query: Tensor, key: Tensor, matching: str, key_mask: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
-    """α and β for an entry point's ``matching``: ``[B, H, 1, 1]``, or one for all of ``"paper"``.
+    """α and β for an entry point's ``matching``: ``[B, H, 1, 1]``; one value for ``"paper"``.
 
     Args:
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, S, D]``.
         matching: ``"variance"``, ``"entropy"`` or ``"paper"``.
         key_mask: bool ``[B, S]`` or None.
-        impl: The implementation chosen; ``"triton"`` takes the kernel.
+        impl: The implementation chosen; ``"triton"`` uses the kernel.
     """
     if matching == "paper":
         moments = tensor_moments(query, key, key_mask)
@@ -65,13 +65,13 @@ def match_inputs(
 def match_packed(
     query: Tensor, key: Tensor, cu_seqlens: Tensor, longest: int, matching: str, impl: str
 ) -> tuple[Tensor, Tensor]:
-    """α and β of packed sequences ``[T, H, D]``: ``[n, H, 1, 1]``, or one for all of ``"paper"``.
+    """α and β of packed sequences ``[T, H, D]``: ``[n, H, 1, 1]``; one value for ``"paper"``.
 
     Args:
         query: ``[T, H, D]``.
         key: ``[T, Hk, D]``.
         cu_seqlens: ``[n + 1]``.
-        longest: No sequence is longer.
+        longest: Length of the longest sequence, or more.
         matching: As in `match_inputs`.
         impl: As in `match_inputs`.
     """

@@ -107,7 +107,7 @@ def lln_diag_attention_varlen(
 ) -> Tensor:
     """LLN + block-diagonal attention, Figure 3, inside each of several packed sequences.
 
-    Blocks start anew with every sequence.
+    Every sequence starts a new block.
 
     Args:
         query: ``[T, H, D]``.

@@ -1,9 +1,9 @@
-"""The plan of a call: what computes which part, decided once. Everything after executes it.
+"""The plan of a call: what computes which part, decided once. Later code only executes it.
 
-``impl="eager"``, ``"triton"`` and ``"reference"`` are met or refused for the whole attention, never
-replaced: with ``"triton"`` every part runs in a kernel. ``"auto"`` takes the kernels on a GPU where
-they run, and plain PyTorch for what they do not take. The statistics of ``matching="paper"`` are
-plain PyTorch in every case.
+``impl="eager"``, ``"triton"`` and ``"reference"`` hold for the whole attention or are refused, and
+are never replaced: with ``"triton"`` every part runs in a kernel. ``"auto"`` uses the kernels on a
+GPU where they can run, and plain PyTorch for the rest. The statistics of ``matching="paper"`` are
+always computed in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Plan(NamedTuple):
 
     Attributes:
         impl: ``"eager"``, ``"triton"`` or ``"reference"``.
-        diagonal: What computes the diagonal blocks: ``"joint"``, the kernels of LLN attention in
-            one pass; ``"beside"``, a kernel of their own; ``"eager"`` or ``"reference"``; None if
-            there are none.
-        block_size: Tokens in a block, for kernels no more than the longest sequence has.
+        diagonal: What computes the diagonal blocks: ``"joint"``, the LLN kernels in the same pass;
+            ``"beside"``, a separate kernel; ``"eager"`` or ``"reference"``; None if there are no
+            blocks.
+        block_size: Tokens in a block; for kernels at most the length of the longest sequence.
         value_width: Channels of the values that one launch of LLN attention takes.
-        block_value_width: The same for a launch of the blocks' own kernel.
+        block_value_width: The same for a launch of the separate kernel for blocks.
     """
 
     impl: str
@@ -140,7 +140,7 @@ def choose_implementation(impl: str, query: Tensor) -> str:
 
     Args:
         impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``.
-        query: Says where the call runs, and in what type and width.
+        query: Its device, dtype and head width decide.
 
     Raises:
         BackendUnavailableError: If ``"triton"`` was asked for and cannot run.
@@ -154,7 +154,7 @@ def choose_implementation(impl: str, query: Tensor) -> str:
     reason = why_unavailable(query)
     if reason is None and not is_compiling() and is_transformed():
         # An operator whose gradient is written in Python has none under torch.func: grad would
-        # fail, and jvp would give zeros without a word.
+        # fail, and jvp would silently give zeros.
         reason = "does not run under torch.func's transforms"
     if reason is None:
         return "triton"
@@ -162,7 +162,7 @@ def choose_implementation(impl: str, query: Tensor) -> str:
         raise BackendUnavailableError(
             f"impl='triton' {reason}; use impl='eager', or impl='auto' to let lln choose."
         )
-    # Python shows a warning from one place once.
+    # Not repeated: Python shows a warning from the same line only once.
     warnings.warn(
         f"lln runs in plain PyTorch on {query.device.type} here: impl='triton' {reason}.",
         stacklevel=3,
@@ -171,7 +171,7 @@ def choose_implementation(impl: str, query: Tensor) -> str:
 
 
 def _longest(request: Request) -> int:
-    """No sequence of the call has more tokens; at least 1."""
+    """Tokens of the longest sequence, at least 1; the block size where that is unknown."""
     if request.bounds is None:
         return max(request.query.shape[2], 1)
     return request.block_size if request.longest is None else max(request.longest, 1)

@@ -1,4 +1,4 @@
-"""What a call asks for, once its inputs are checked: the one object that is planned and run.
+"""The arguments of a checked call in one object, which is then planned and run.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width, n packed sequences.
@@ -30,14 +30,14 @@ class Request(NamedTuple):
         dropout_p: Probability to drop a key.
         is_causal: Whether row i sees keys 0 … i only.
         bounds: ``cu_seqlens`` ``[n + 1]`` of packed sequences; None = dense.
-        longest: No packed sequence is longer; None = unknown.
+        longest: Length of the longest packed sequence, or more; None = unknown.
     """
 
     kind: str
     query: Tensor
     key: Tensor
     value: Tensor
-    # float | Tensor | None, and never None once they are matched.
+    # float | Tensor | None, but not None after matching.
     alpha: Any = None
     beta: Any = None
     matching: str = "variance"
@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
     @property
     def mix_learns(self) -> bool:
-        """Whether mix asks for a gradient: the same in both runs of a checkpointed forward."""
+        """Whether mix needs a gradient; the same in both runs of a checkpointed forward."""
         return isinstance(self.mix, Tensor) and self.mix.requires_grad
 
     @property

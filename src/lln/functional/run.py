@@ -1,6 +1,6 @@
-"""A call from its plan to its output: plan → match → announce → run.
+"""Runs a checked call: plan → match → announce → run.
 
-Every entry point and every module ends here, with inputs that it has checked.
+Every entry point and every module calls `attend` here, after checking its inputs.
 
 Dimension legend: as in `lln.functional.request`.
 """
@@ -51,7 +51,7 @@ def _matched(request: Request, plan: Plan) -> Request:
     else:
         longest = request.longest or 0
         alpha, beta = match_packed(query, key, request.bounds, longest, matching, plan.impl)
-    # Written out: torch.compile knows the constructor of every version, but not `_replace`.
+    # Written out, because torch.compile can trace the constructor in all versions, not `_replace`.
     return Request(request.kind, query, key, request.value, alpha, beta, *request[6:])
 
 
@@ -82,7 +82,7 @@ def _run(request: Request, plan: Plan) -> Tensor:
 
 
 def _by_kernels(request: Request, plan: Plan) -> Tensor:
-    """A dense call, or packed sequences as one sample whose bounds the kernels know."""
+    """A call by the kernels; packed sequences go in as one sample together with their bounds."""
     query, key, value = request.query, request.key, request.value
     if request.kind == "diag":
         return _own_blocks(request, drop_keys(value, request.dropout_p), plan)
@@ -109,7 +109,7 @@ def _by_kernels(request: Request, plan: Plan) -> Tensor:
 
 
 def _own_blocks(request: Request, value: Tensor, plan: Plan) -> Tensor:
-    """The diagonal part beside the kernels of LLN attention, by its own kernel or in PyTorch."""
+    """The diagonal part apart from the LLN kernels, by a separate kernel or in PyTorch."""
     query, key = request.query, request.key
     options: dict[str, Any] = {"block_size": plan.block_size, "is_causal": request.is_causal}
     if plan.diagonal == "beside":
@@ -160,7 +160,7 @@ def _as_sample(request: Request) -> Request:
 
 
 def _nothing(request: Request) -> Tensor:
-    """The output ``[0, H, E]`` of no tokens, through which gradients of zero still flow."""
+    """The output ``[0, H, E]`` for no tokens, still connected to the inputs for autograd."""
     query, key, value = request[1:4]
     zero = key.sum() * value.sum()
     for side in (request.alpha, request.beta):
@@ -170,7 +170,7 @@ def _nothing(request: Request) -> Tensor:
 
 
 def _one_by_one(request: Request, bounds: Tensor, plan: Plan) -> Tensor:
-    """The reference of packed sequences: one dense call for each of them."""
+    """Packed sequences by the reference: one dense call per sequence."""
     whole, outs = _as_sample(request), []
     for index, (start, end) in enumerate(pairwise(bounds.tolist())):
         query, key, value = (side[:, :, start:end] for side in whole[1:4])

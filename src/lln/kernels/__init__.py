@@ -1,1 +1,1 @@
-"""The same steps as `lln.eager.summary` and `lln.eager.diagonal`, fused for the GPU in Triton."""
+"""The same steps as in `lln.eager.summary` and `lln.eager.diagonal`, fused in Triton kernels."""

@@ -1,4 +1,4 @@
-"""What a call hands to the kernels, in the form the kernels want it.
+"""The arguments of a call, in the form that the kernels need.
 
 Dimension legend: see `lln.kernels.launch`.
 """
@@ -15,12 +15,12 @@ from lln.kernels.recipes import look_of
 from lln.kernels.shapes import summary_heads
 from lln.kernels.sizes import Sizes, choose_sizes, overrides
 
-# Of query, key, value, and of alpha, beta and mix where they are asked for.
+# Gradients of query, key, value, and of alpha, beta and mix where they are needed.
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Call(NamedTuple):
-    """One call: its tensors, and what it computes of them.
+    """One call: its tensors and options.
 
     Attributes:
         query: ``[B, H, T, D]``; packed sequences come as one sample.
@@ -34,10 +34,10 @@ class Call(NamedTuple):
         alpha_number: α where it is one number.
         beta_number: β where it is one number.
         mix_number: The weight of the LLN part where it is one number.
-        block_size: Of the diagonal part; 0 = none.
-        scale: Of the diagonal part's scores.
+        block_size: Tokens in a block of the diagonal part; 0 = no diagonal part.
+        scale: Factor of the diagonal part's scores.
         dropout_p: Probability to drop a key.
-        seed: Of the dropped keys.
+        seed: Random seed that decides which keys are dropped.
         causal: Whether a row sees only the keys up to itself.
         longest: Length of the longest packed sequence (or more); 0 = not packed.
     """
@@ -67,35 +67,35 @@ class Call(NamedTuple):
 
     @property
     def summary_heads(self) -> int:
-        """SH: the key heads, unless β tells the query heads of a group apart."""
+        """SH: the number of key heads, or of query heads if β differs within a group."""
         return summary_heads(self.query, self.key, self.beta)
 
     @property
     def is_shifted(self) -> bool:
-        """Whether the first block may begin before the first token: where a mask ends, one does."""
+        """Whether the first block may begin before token 0: a mask decides where blocks begin."""
         return self.mask is not None and self.block_size > 0
 
     def reach(self, tokens: int) -> int:
-        """How many places the blocks of so many tokens cover at most."""
+        """How many places the blocks of ``tokens`` tokens cover at most."""
         return tokens + self.block_size - 1 if self.is_shifted else tokens
 
     def options(self) -> Hashable:
-        """The part of a call that its tensors do not show and its kernels depend on."""
+        """What the kernels depend on besides the call's tensors."""
         return self.query.device, self.block_size, self.scale, self.dropout_p, self.longest
 
     def family(self, name: str) -> Hashable:
-        """What decides whether sizes fit the chip: the calls of one family shrink together."""
+        """What decides whether sizes fit the chip; calls of one family share smaller sizes."""
         query, width = self.query, self.value.shape[3]
         return name, query.device, query.dtype, query.shape[3], width, self.block_size
 
     def sizes(self, summaries: int) -> Sizes:
-        """The sizes of a call with so many summaries per sample."""
+        """The sizes of this call with ``summaries`` summaries per sample."""
         tensors = (self.query, self.key, self.value)
         cut = (self.samples, summaries, self.block_size, self.longest)
         return choose_sizes(*tensors, *cut, causal=self.causal)
 
     def looks(self, *others: Tensor) -> Hashable:
-        """How everything looks that launches depend on; what is made of it looks accordingly."""
+        """Shapes, strides, types and alignment of all tensors, which the launches depend on."""
         given = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, self.mix)
         return tuple([look_of(tensor) for tensor in (*given, self.bounds, *others)])
 
@@ -107,12 +107,12 @@ class Call(NamedTuple):
 
 
 def live_of(call: Call, like: Tensor, summaries: int) -> dict[str, Any]:
-    """What differs from call to call, by the names that the kernels give it.
+    """The arguments that differ from call to call, by their names in the kernels.
 
     Args:
         call: What to compute.
-        like: ``[B, H, T, E]``; stands in for a mix that is a number.
-        summaries: Per sample; β comes for each of them.
+        like: ``[B, H, T, E]``; its pointer is passed where the mix is a number.
+        summaries: Summaries (fixed-size states of keys and values) per sample; each has its β.
     """
     query, beta, samples = call.query, call.beta, call.samples
     if beta is not None and beta.shape[1] != summaries:
@@ -139,13 +139,13 @@ _WITH_STRIDES = ("p_q", "p_k", "p_v", "p_o", "p_g", "p_m", "p_dq", "p_dk", "p_dv
 def values_of(
     call: Call, chosen: Sizes, live: dict[str, Any], summaries: int, widest: int = 0
 ) -> dict[str, Any]:
-    """What calls of one kind have in common, by the names that the kernels give it.
+    """The arguments that calls of one kind share, by their names in the kernels.
 
     Args:
         call: What to compute.
         chosen: Its sizes.
         live: See `live_of`; every tensor's strides are among the values.
-        summaries: Per sample.
+        summaries: Number of summaries per sample.
         widest: See `precision_of`.
     """
     (heads, tokens, width), keys = call.query.shape[1:], call.key.shape[2]
@@ -181,9 +181,9 @@ def values_of(
 
 
 def strides_of(packed: bool, **tensors: Tensor) -> dict[str, int]:
-    """Strides as the kernels call them: ``stride_qb`` … of ``p_q``.
+    """Strides by their names in the kernels: ``stride_qb`` … of ``p_q``.
 
-    A packed sequence begins where its bound says, so that it has no stride of samples.
+    A packed sequence begins where its bound says, so its sample stride is 0.
     """
     return {
         f"stride_{name[2:]}{axis}": 0 if packed and axis == "b" else stride
@@ -193,7 +193,7 @@ def strides_of(packed: bool, **tensors: Tensor) -> dict[str, int]:
 
 
 def flat_scale(scale: Tensor | None, samples: int, stand_in: Tensor) -> Tensor:
-    """α or β as float32 ``[B · heads]``; any pointer where there is none."""
+    """α or β as float32 ``[B · heads]``; ``stand_in`` where there is none."""
     if scale is None:
         return stand_in
     if scale.dtype == torch.float32 and scale.shape[0] == samples and scale.is_contiguous():
@@ -202,12 +202,12 @@ def flat_scale(scale: Tensor | None, samples: int, stand_in: Tensor) -> Tensor:
 
 
 def mask_bytes(mask: Tensor | None, stand_in: Tensor) -> Tensor:
-    """The mask as bytes; any pointer where there is none."""
+    """The mask as bytes; ``stand_in`` where there is none."""
     return stand_in if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def mix_kind(mix: Tensor | None, block_size: int) -> int:
-    """How mix comes: 0 no diagonal part, 1 a number, 2 per row, 3 per row and channel."""
+    """The form of mix: 0 no diagonal part, 1 a number, 2 per row, 3 per row and channel."""
     if not block_size:
         return 0
     if mix is None:
@@ -223,15 +223,15 @@ def mix_mode(mix: Tensor, shared: int) -> int:
 
 
 def precision_of(query: Tensor, widest: int = 0) -> str:
-    """How products of float32 tiles are formed.
+    """How products of float32 tiles are computed.
 
-    Three TF32 products of the digits' halves are as good as float32 within our budget; plain
-    float32 multiplications are unrolled into kernels that take long to compile. But tensor cores
-    cut off digits whenever they add: sums over more than 64 slots are left to plain ones.
+    Three TF32 products of high and low parts are as good as float32 within our error budget; plain
+    float32 products are unrolled into kernels that take long to compile. But tensor cores truncate
+    when they add, so sums over more than 64 slots use plain products.
 
     Args:
         query: Its type decides.
-        widest: The longest sum of an output; 0 = gradients, which have a wider budget.
+        widest: The longest sum of an output; 0 = gradients, which have a larger error budget.
     """
     if query.dtype != torch.float32:
         return "tf32"

@@ -1,4 +1,4 @@
-"""From what the kernels wrote to gradients in the shapes of the inputs.
+"""Turns what the kernels wrote into gradients in the shapes of the inputs.
 
 Dimension legend: see `lln.kernels.launch`.
 """
@@ -38,15 +38,15 @@ def finish_gradients(call: Call, made: Gradients, group: int) -> Gradients:
 def beta_gradient(sums: Tensor, width: int) -> Tensor:
     """Every head's dβ ``[B, H, 1]`` from what its programs summed ``[B, H, programs, 3]``.
 
-    dβ = Σ g·k over tokens and slots, and Σ g = 0, so that dβ = Σ g·(k − c) for any c. With c the
-    mean of k by its weights in the slots, roundings that g has in common count less.
+    dβ = Σ g·k over tokens and slots (of the summary), and Σ g = 0, so that dβ = Σ g·(k − c) for any
+    c. With c the mean of k weighted as in the slots, rounding errors common to all g count less.
     """
     product, residue, weighted = sums.sum(2, keepdim=True, dtype=torch.float64).unbind(-1)
     return product - residue * weighted / width
 
 
 def _total(parts: Tensor) -> Tensor:
-    """The programs' parts of a head's gradient, summed in float64: few numbers, many terms each."""
+    """Sum the programs' parts of a head's gradient in float64: few results, many terms each."""
     return parts.sum(-1, dtype=torch.float64)[..., None, None]
 
 
@@ -59,14 +59,14 @@ def gradient_room(
     of_beta: tuple[int, ...] | None,
     of_mix: tuple[int, ...] | None,
 ) -> Gradients:
-    """Room for the gradients, also put among what the kernels take.
+    """Allocate the gradients, and add them to ``live``, the kernels' arguments.
 
     Args:
         call: What to compute.
-        gradient: Of the output; stands in for what nobody asked for.
+        gradient: Gradient of the output; its pointer is passed for gradients that are not needed.
         live: See `lln.kernels.call.live_of`.
-        summaries: Per sample.
-        of_alpha: Shape of every program's part of dα; None = not asked for.
+        summaries: Number of summaries per sample.
+        of_alpha: Shape of every program's part of dα; None = not needed.
         of_beta: The same for dβ.
         of_mix: The same for dmix.
     """
@@ -92,7 +92,7 @@ def mix_shape(
 
 
 def _per_summary(like: Tensor, summaries: int) -> Tensor:
-    """Room for the gradient of key or value per summary head."""
+    """Allocate the gradient of key or value per summary head."""
     if like.shape[1] == summaries:
         return torch.empty_like(like)
     return like.new_empty(like.shape[0], summaries, *like.shape[2:])

@@ -1,5 +1,8 @@
 """Bidirectional attention from tensors to kernels: allocate, choose sizes, write the recipe.
 
+A recipe is a list of prepared launches (`lln.kernels.recipes`), a summary the fixed-size state of
+keys and values (`lln.eager.summary`), a stretch the consecutive tokens that one program handles.
+
 Dimension legend: B samples (or packed sequences), H query heads, Hk key heads, SH summary heads,
 T queries, S keys, D head width, E value width. R = H / SH query heads share a summary; KG = SH / Hk
 summaries share a key head (when β differs within a group).
@@ -24,7 +27,7 @@ from lln.kernels.triton.gaps import starts_of
 
 
 def attend(call: Call, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output ``[B, H, T, E]``; to ``save``, log-mass ``[B, SH, D]``, centroid ``[B, SH, D, E]``."""
+    """Output ``[B, H, T, E]``; if ``save``, log-mass ``[B, SH, D]``, centroid ``[B, SH, D, E]``."""
     query, value, slots = call.query, call.value, call.summary_heads
     out = output_like(query, value.shape[3])
     log_mass = centroid = None
@@ -108,7 +111,7 @@ def attend_backward(
     beta_grad: bool,
     mix_grad: bool,
 ) -> Gradients:
-    """Gradients of query, key, value, and where asked for of alpha, beta and mix."""
+    """Gradients of query, key, value, and of alpha, beta and mix where needed."""
     query, key, value = call.query, call.key, call.value
     batch, heads, slots = call.samples, query.shape[1], call.summary_heads
     if query.numel() == 0 or value.numel() == 0:
@@ -139,7 +142,7 @@ def attend_backward(
 
 
 class _Cut(NamedTuple):
-    """How the passes of the backward are split; sizes that shrink later do not change it."""
+    """How the backward passes are split; this stays the same if sizes shrink later."""
 
     query_programs: int
     key_programs: int
@@ -148,7 +151,7 @@ class _Cut(NamedTuple):
 
 
 def _is_split(chosen: Sizes, mode: int) -> bool:
-    """Whether the diagonal's gradients have a pass of their own; dmix needs both parts at once."""
+    """Whether the diagonal's gradients have a separate pass; dmix needs both parts in one pass."""
     return chosen.split_blocks and not mode
 
 
@@ -211,7 +214,7 @@ def _write_backward(
 
 
 def _of_tiles(call: Call, chosen: Sizes) -> dict[str, Any]:
-    """Whether a tile is one block; whether no tile of any pass has a row that does not count."""
+    """Whether a tile is exactly one block, and whether all tiles of all passes are full."""
     block_tile = chosen.joint_read.tokens
     tiles = [chosen.summarise, chosen.read, chosen.query_grad, chosen.key_grad]
     even = call.mask is None and call.bounds is None

@@ -1,7 +1,10 @@
 """Causal attention from tensors to kernels: stretches, their states, walks and repairs.
 
+A sequence is cut into stretches. One program *walks* a stretch: it goes over its tiles in order and
+carries a state, the summary of all earlier keys. Stretches whose rows lost digits are walked again.
+
 Dimension legend: B samples (or packed sequences), H query heads, Hk key heads, T tokens, D head
-width, E value width. Every query head walks by itself, so that there are H summaries.
+width, E value width. Every query head has its own walk, so there are H summaries.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from lln.kernels.sizes import Sizes, Tile, cdiv, walk_stretch
 from lln.kernels.triton import causal_walks as walks
 from lln.kernels.triton.gaps import starts_of
 
-# What a weight is rounded to for a product: float16 has too few exponents for e^{x − max}, so it
-# goes through the tensor cores as TF32, which has as many digits.
+# What a weight is rounded to for a product. The exponent range of float16 is too small for
+# e^{x − max}, so float16 calls use TF32, which has as many digits.
 _LOW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: tl.float32}
-# What differences of exponents are formed in.
+# The type in which differences of exponents are computed.
 _EXPONENT = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _EXPONENT[torch.float32] = torch.float64
 
@@ -57,7 +60,7 @@ def attend_backward(
     beta_grad: bool,
     mix_grad: bool,
 ) -> Gradients:
-    """Gradients of query, key, value, and where asked for of alpha, beta and mix."""
+    """Gradients of query, key, value, and of alpha, beta and mix where needed."""
     query, value, heads = call.query, call.value, call.query.shape[1]
     if query.numel() == 0 or value.numel() == 0:
         return call.no_gradients()
@@ -83,12 +86,12 @@ def attend_backward(
 
 
 def _segments(call: Call, chosen: Sizes) -> tuple[int, int]:
-    """How many stretches a sequence is cut into, and the tokens of one: whole tiles of a walk."""
+    """How many stretches a sequence is cut into, and tokens per stretch, a multiple of the tile."""
     programs = call.samples * call.query.shape[1]
     longest = call.reach(call.longest or call.query.shape[2])
     rows = _largest_tile(chosen)
     if call.block_size:
-        # Tiles that hold whole blocks of an odd size fit no other walk; masks see to the rest.
+        # Tiles with blocks of an odd size fit only the joint walk; the others mask the excess rows.
         whole = chosen.block_rows == chosen.walk.tokens
         rows = max(rows, chosen.block_rows) if whole else chosen.block_rows
     stretch = walk_stretch(chosen.walk, longest, rows, programs, chosen.cores)
@@ -119,17 +122,17 @@ def _values(
     }
 
 
-# A state's three tensors; a suffix says which stretches it speaks of.
+# A state's three tensors; a suffix says which stretches it covers.
 _STATE = ("p_peak", "p_mass", "p_sum")
 
 
 def _state(suffix: str, parameters: str = "") -> dict[str, Any]:
-    """Which state a kernel gets as its own ``p_peak``, ``p_mass`` and ``p_sum``."""
+    """Which state a kernel gets as ``p_peak``, ``p_mass`` and ``p_sum``."""
     return {name + parameters: Place(name + suffix) for name in _STATE}
 
 
 def _start(call: Call, chosen: Sizes, values: dict[str, Any]) -> tuple[list[Step], Room]:
-    """The state before every stretch, and where stretches are marked as lost."""
+    """Launches and memory for the state before every stretch, and for marking lost stretches."""
     programs, segments = call.samples * call.query.shape[1], values["segments"]
     steps, room = starts_of(call)
     room |= {"p_lost": ((programs, segments), torch.int32)}
@@ -141,7 +144,7 @@ def _start(call: Call, chosen: Sizes, values: dict[str, Any]) -> tuple[list[Step
 
 
 def _scan(own: str, others: str, programs: int, chosen: Sizes, values: dict[str, Any]) -> Step:
-    """From every stretch's own state to that of all before (or, ``_after``, after) it."""
+    """Turn every stretch's own state into that of all stretches before (``_after``: after) it."""
     rows = min(8, chosen.width)
     values = values | _state(own) | _state(others, "_out")
     values |= {"ROWS": rows, "REVERSE": others == "_after"}
@@ -169,7 +172,7 @@ def _write_backward(
     call: Call, live: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
 ) -> Recipe:
     query, heads = call.query, call.query.shape[1]
-    # dα and dβ have a place for every stretch of the first sizes, whatever became of them since.
+    # dα and dβ are allocated for the stretches of the first sizes, even if sizes shrank since.
     segments, stretch = _segments(call, call.sizes(heads))
     values = _values(call, chosen, live, segments, stretch)
     values |= dict(zip(("ALPHA_GRAD", "BETA_GRAD", "MIX_GRAD"), asked, strict=True))

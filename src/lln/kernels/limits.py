@@ -1,8 +1,11 @@
-"""Whether the kernels can run here, and what fits which chip. No Triton here.
+"""Whether the kernels can run here, and what fits which chip. Does not import Triton.
 
-The limits go by the shared memory that one program can have. They were found by compiling the
-kernels for each kind of chip, which can be done without the chip; ``tests/kernels/test_chips.py``
-does it again. Where sizes do not fit all the same, `lln.kernels.recipes.follow` takes smaller ones.
+The limits depend on the shared memory available to one program. They were found by compiling the
+kernels for each kind of chip, which works without the chip; ``tests/kernels/test_chips.py`` repeats
+it. If sizes still do not fit, `lln.kernels.recipes.follow` takes smaller ones.
+
+A *walk* is a causal kernel that goes over tiles in order; a *summary* is keys and values as D slots
+times E channels (`lln.eager.summary`).
 
 Dimension legend: see `lln.kernels.triton.steps`.
 """
@@ -18,12 +21,12 @@ import torch
 from torch import Tensor
 
 MAX_WIDTH = 256
-# Programs along the second axis of a launch, where split sequences have their heads.
+# Most programs along the second axis of a grid, which is the heads' axis for split sequences.
 MAX_GRID = 65535
-# Tiles of 64 tokens by fewer channels come out wrong of Triton 3.6 in causal walks on Hopper.
+# With fewer channels, Triton 3.6 miscompiles tiles of 64 tokens in causal walks on Hopper.
 LEAST_CAUSAL_WIDTH = 64
-# Causal walks carry a state beside their tiles: less room for a block, and for a summary's slots
-# times channels.
+# Causal walks hold a state as well as their tiles, which leaves less room for a block, and for a
+# summary's slots times channels.
 MAX_CAUSAL_BLOCK_BYTES = 16 * 1024
 MAX_CAUSAL_SUMMARY = 64 * 128
 
@@ -32,16 +35,16 @@ class Chip(NamedTuple):
     """Limits of one kind of chip.
 
     Attributes:
-        shared: Bytes of shared memory that a program can have, at least.
-        summary: Slots times channels of a summary; wider values are read in slices.
+        shared: Least bytes of shared memory per program that such a chip has.
+        summary: Most slots times channels of a summary; wider values are read in slices.
         summary_float32: The same in float32.
-        block_tokens: The longest diagonal block that is one tile; longer ones are computed beside
-            the kernels.
-        block_bytes: Of such a tile of keys.
-        joint_tokens: The longest tile of blocks that finds its gradients in one pass with LLN's.
-        joint_summary: Slots times channels of a summary in that pass.
+        block_tokens: The longest diagonal block that fits one tile; longer ones are computed
+            outside the kernels.
+        block_bytes: Most bytes of such a tile of keys.
+        joint_tokens: The longest tile of blocks whose gradients fit in one pass with LLN's.
+        joint_summary: Most slots times channels of a summary in that pass.
         joint_summary_float32: The same in float32.
-        takes_extras: Whether blocks fit with a key mask, or a mix by channel, beside them.
+        takes_extras: Whether blocks still fit with a key mask or a mix per channel.
     """
 
     shared: int
@@ -93,7 +96,7 @@ _known: dict[tuple[str, int | None], int] = {}
 
 
 def shared_bytes(kind: str, index: int | None) -> int:
-    """Shared memory that a program on a device can have; the largest chip's where nobody knows."""
+    """Shared memory available to a program on a device; the largest chip's where it is unknown."""
     if (kind, index) not in _known:
         found = CHIPS[0].shared
         if kind == "cuda" and torch.cuda.is_available():
@@ -103,12 +106,12 @@ def shared_bytes(kind: str, index: int | None) -> int:
     return _known[kind, index]
 
 
-# As `torch.compiler.assume_constant_result` marks it, which would import the compiler with lln.
+# What `torch.compiler.assume_constant_result` does, without importing the compiler with lln.
 shared_bytes._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def chip_of(device: torch.device) -> Chip | None:
-    """The limits of a device; None if it has less room than any of them asks for."""
+    """The limits of a device; None if it has less shared memory than any of them needs."""
     shared = shared_bytes(device.type, device.index)
     for chip in CHIPS:
         if shared >= chip.shared:
@@ -117,14 +120,14 @@ def chip_of(device: torch.device) -> Chip | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package could be imported, found out without importing it."""
+    """Whether a package is installed, without importing it."""
     try:
         return find_spec(package) is not None
     except (ImportError, ValueError):
         return False
 
 
-# Asked once, because torch.compile cannot trace the question.
+# Looked up once, because torch.compile cannot trace the lookup.
 _HAS_TRITON = _is_installed("triton")
 
 
@@ -164,8 +167,8 @@ def blocks_fit(query: Tensor, block_size: int, is_causal: bool, extras: bool) ->
     Args:
         query: ``[…, D]``.
         block_size: Tokens in a block.
-        is_causal: Whether the walk of causal LLN attention has to take them along.
-        extras: Whether there is a key mask or a mix by channel.
+        is_causal: Whether the walk of causal LLN attention has to compute them.
+        extras: Whether there is a key mask or a mix per channel.
     """
     chip = chip_of(query.device)
     tokens = max(16, power_of_two(block_size))
@@ -181,15 +184,15 @@ def blocks_fit(query: Tensor, block_size: int, is_causal: bool, extras: bool) ->
 def blocks_join(
     query: Tensor, heads: int, block_size: int, is_causal: bool, mix_grad: bool, extras: bool
 ) -> bool:
-    """Whether the kernels of LLN attention take the diagonal part along.
+    """Whether the kernels of LLN attention also compute the diagonal part.
 
     Args:
         query: ``[…, D]``.
-        heads: Of all samples.
+        heads: Number of heads of all samples.
         block_size: Tokens in a block.
         is_causal: Whether the call is causal.
-        mix_grad: Whether a gradient of the mix is asked for, which needs both parts at once.
-        extras: Whether there is a key mask or a mix by channel.
+        mix_grad: Whether the mix needs a gradient, which needs both parts in one pass.
+        extras: Whether there is a key mask or a mix per channel.
     """
     chip = chip_of(query.device)
     if chip is None or not blocks_fit(query, block_size, is_causal, extras):
@@ -215,18 +218,18 @@ def can_split(dtype: torch.dtype, heads: int, mix_grad: bool) -> bool:
 
 
 def is_crowded(heads: int) -> bool:
-    """Whether there are more heads than a launch has rows of programs for split sequences."""
+    """Whether there are more heads than the grid of a launch for split sequences can have."""
     return heads > MAX_GRID
 
 
 def tile_tokens(widest: int, dtype: torch.dtype) -> int:
-    """Tokens of a tile: wide heads and float32 leave less room."""
+    """Tokens per tile; fewer for wide heads and float32."""
     room = widest * (2 if dtype == torch.float32 else 1)
     return {16: 64, 32: 64, 64: 64, 128: 64, 256: 32, 512: 16}[room]
 
 
 def block_rows(block_size: int, tokens: int) -> int:
-    """Tokens of a tile with the diagonal part: as many blocks as there is room for, or one."""
+    """Tokens per tile with the diagonal part: as many whole blocks as fit, at least one."""
     return block_size * max(1, tokens // block_size) if block_size else tokens
 
 
@@ -237,10 +240,10 @@ def widest_value(
 
     Args:
         query: ``[…, D]``.
-        heads: Of all samples.
-        block_size: Of the diagonal part that comes along; 0 = none.
+        heads: Number of heads of all samples.
+        block_size: Tokens in a block of the diagonal part in the same kernels; 0 = none.
         is_causal: Whether the call is causal.
-        mix_grad: Whether a gradient of the mix is asked for.
+        mix_grad: Whether the mix needs a gradient.
     """
     chip = chip_of(query.device) or CHIPS[-1]
     is_float32 = query.dtype == torch.float32
@@ -263,5 +266,5 @@ def widest_block_value(query: Tensor, block_size: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not smaller."""
+    """The smallest power of two that is at least ``number``."""
     return 1 << max(number - 1, 0).bit_length()

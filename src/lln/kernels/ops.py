@@ -41,7 +41,7 @@ BLOCK_TENSORS, BLOCK_NUMBERS = 4, 3
 
 
 def _operator(name: str, arguments: str, results: int = 1) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as the operator ``lln::name`` that returns so many tensors."""
+    """Register a function as the operator ``lln::name`` that returns ``results`` tensors."""
     returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
     return torch.library.custom_op(
         f"lln::{name}", mutates_args=(), schema=f"({arguments}) -> {returned}"
@@ -50,7 +50,7 @@ def _operator(name: str, arguments: str, results: int = 1) -> Callable[[Callable
 
 @cache
 def _launches() -> tuple[Any, Any, Any]:
-    """Launches of causal and of other calls, and what they take; found once, when first needed."""
+    """The launch modules (causal and bidirectional) and `Call`; imported when first needed."""
     from lln.kernels import launch, launch_causal
     from lln.kernels.call import Call
 
@@ -58,7 +58,7 @@ def _launches() -> tuple[Any, Any, Any]:
 
 
 def forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output, and the summary if it is to be saved, of the arguments of `attend`."""
+    """Output, and with ``save`` the summary, for the arguments of `attend`."""
     causal, other, kind = _launches()
     call = kind(*arguments)
     return (causal if call.causal else other).attend(call, save)
@@ -71,7 +71,7 @@ def gradients(
     centroid: Tensor | None,
     asked: tuple[bool, bool, bool],
 ) -> Gradients:
-    """Gradients of query, key, value, and of alpha, beta, mix where they are asked for."""
+    """Gradients of query, key, value, and of alpha, beta, mix where they are needed."""
     causal, other, kind = _launches()
     call = kind(*arguments)
     launch = causal if call.causal else other
@@ -80,7 +80,7 @@ def gradients(
 
 @_operator("attend", f"{_CALL_TENSORS}, {_CALL_NUMBERS}")
 def attend(*arguments: Any) -> Tensor:
-    """LLN attention (with the diagonal part if block_size > 0), without what a backward needs."""
+    """LLN attention (with the diagonal part if block_size > 0), saving nothing for a backward."""
     return forward(arguments, save=False)[0]
 
 
@@ -124,10 +124,10 @@ def _empty_summary(
     results=6,
 )
 def attend_backward(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, alpha, beta, mix; the last three empty unless asked for."""
+    """Gradients of query, key, value, alpha, beta, mix; the last three empty unless needed."""
     tensors, summary, numbers = rest[:TENSORS], rest[TENSORS : TENSORS + 2], rest[TENSORS + 2 : -3]
     found = gradients(gradient, (*tensors, *numbers), summary[0], summary[1], rest[-3:])
-    # An operator returns tensors, and no tensor twice.
+    # An operator must return tensors, and no tensor twice.
     return tuple(_none(gradient) if side is None else side for side in found)
 
 
@@ -168,7 +168,7 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def asked_gradients(ctx: Any) -> tuple[bool, bool, bool]:
-    """Whether a backward is asked for the gradients of alpha, beta and mix."""
+    """Whether the backward pass needs the gradients of alpha, beta and mix."""
     needs = ctx.needs_input_grad
     return needs[3], needs[4], needs[6]
 
@@ -184,7 +184,7 @@ def _block_launches() -> Any:
 
 
 def forward_blocks(*arguments: Any) -> Tensor:
-    """Output of the arguments of `attend_blocks`."""
+    """Output for the arguments of `attend_blocks`."""
     blocks = _block_launches()
     return blocks.attend_blocks(blocks.BlockCall(*arguments))
 
@@ -220,7 +220,7 @@ def _(
 
 
 def save_blocks(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the inputs; the backward forms the softmax rows again."""
+    """Keep the inputs; the backward recomputes the softmax rows."""
     ctx.save_for_backward(*inputs[:BLOCK_TENSORS])
     ctx.numbers = inputs[BLOCK_TENSORS:]
 

@@ -1,10 +1,10 @@
-"""Kernel launches, worked out once and repeated cheaply.
+"""Kernel launches, prepared once and repeated cheaply.
 
-Triton looks at every argument of every launch to find the compiled kernel that fits: 0.1 ms for the
-sixty arguments of ours, more than the kernels take. But calls with the same shapes, strides, types
-and options launch the same kernels with the same numbers; only addresses, temperatures and seeds
-differ. So the first call of a kind leaves a `Recipe`, and the next ones fill in its `Place`s and
-hand the arguments straight to the compiled kernels, as Triton would at the end of its own way.
+Triton inspects every argument of every launch to find the compiled kernel that fits: 0.1 ms for our
+sixty arguments, more than the kernels take. But calls with the same shapes, strides, types and
+options launch the same kernels with the same numbers; only addresses, temperatures and seeds
+differ. So the first call of a kind leaves a `Recipe`, a list of launches. Later calls fill in its
+`Place`s and pass the arguments directly to the compiled kernels, as Triton does in the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ try:
 except ImportError:  # Triton before 3.4
     knobs = None
 
-# Beyond this many kinds of calls the oldest are forgotten: every length of a sequence is a kind.
+# Beyond this many kinds of calls the oldest are dropped: every sequence length is another kind.
 MOST_RECIPES = 4096
 
 
@@ -43,7 +43,7 @@ class Step:
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], values: Mapping[str, object], warps: int
     ) -> None:
-        """Values go by the names of the kernel's parameters; what has none is a `Place`."""
+        """``values`` are by the kernel's parameter names; a parameter without one is a `Place`."""
         self.kernel, self.grid, self.warps = kernel, grid, warps
         self.arguments = [
             values[name] if name in values else Place(name) for name in kernel.arg_names
@@ -54,7 +54,7 @@ class Step:
             if isinstance(argument, Place)
         ]
         self.whole_grid = (*grid, 1, 1)[:3]
-        # What Triton compiled, and the two ways to launch it; known when the step first runs.
+        # What Triton compiled, and the two ways to launch it; set when the step first runs.
         self.runner: Any = None
         self.launch: Any = None
         self.code: tuple[object, ...] = ()
@@ -64,15 +64,15 @@ class Step:
         compiled = self.kernel[self.grid](*self._filled(live), num_warps=self.warps)
         if not is_interpreted():
             self.runner, self.launch = compiled[self.whole_grid], compiled.run
-            # Nobody to tell: no description of the launch, no hook before it, none behind it.
+            # None: no launch metadata, no enter hook and no exit hook.
             self.code = (compiled.function, compiled.packed_metadata, None, None, None)
 
     def repeat(self, live: dict[str, Any], stream: int | None) -> None:
         """Launch what was compiled.
 
         Args:
-            live: What fills the places.
-            stream: Where to launch; None = let Triton find out, and tell who watches launches.
+            live: Arguments by the names of the places.
+            stream: Where to launch; None = launch through Triton, which also calls launch hooks.
         """
         if stream is None:
             self.runner(*self._filled(live))
@@ -80,7 +80,7 @@ class Step:
             self.launch(*self.whole_grid, stream, *self.code, *self._filled(live))
 
     def _filled(self, live: dict[str, Any]) -> list[Any]:
-        # A copy: the recipe must not keep anybody's tensors alive.
+        # A copy, because the recipe must not keep the caller's tensors alive.
         arguments = self.arguments.copy()
         for index, name in self.fills:
             arguments[index] = live[name]
@@ -90,7 +90,7 @@ class Step:
 def over_tiles(
     kernel: Any, grid: tuple[int, ...], values: Mapping[str, object], tile: Tile, **own: object
 ) -> Step:
-    """A launch of a kernel that walks over its tokens by such tiles."""
+    """A launch of a kernel that goes over its tokens in tiles of these sizes."""
     sizes = {"BT": tile.tokens, "STAGES": tile.stages}
     return Step(kernel, grid, {**values, **sizes, **own}, tile.warps)
 
@@ -100,22 +100,22 @@ Room = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Recipe:
-    """The launches of one kind of call, and the room they need in between."""
+    """The launches of one kind of call, and the room (temporary memory) they need."""
 
     def __init__(self, steps: list[Step], room: Room) -> None:
         """Lay out the room.
 
         Args:
-            steps: In order.
-            room: What they need in between; it stands before what a call brings by the same name.
+            steps: The launches in order.
+            room: Temporary tensors; one with the name of a call's argument takes precedence.
         """
         self.steps, self.room = steps, room
         names = {name for step in steps for _, name in step.fills}
         self.names = sorted(names - room.keys())
-        # Which of them are tensors; known when the recipe first runs.
+        # Which of the names are tensors; set when the recipe first runs.
         self.tensors: list[str] = []
         self.numbers: list[str] = []
-        # One allocation for all: each costs more than filling in its addresses.
+        # One allocation for all, because each one costs more than computing addresses.
         self.offsets: dict[str, int] = {}
         self.bytes = 0
         for name, (shape, dtype) in room.items():
@@ -161,7 +161,7 @@ class Recipe:
 
 
 _recipes: dict[Hashable, Recipe] = {}
-# How many times the sizes of a kind of call had to shrink to fit the chip.
+# How many times the sizes of a family of calls had to shrink to fit the chip.
 _shrunk: dict[Hashable, int] = {}
 
 
@@ -178,7 +178,7 @@ def follow(
     Args:
         kind: Everything that decides the launches.
         family: What decides whether sizes fit the chip; kinds of one family shrink together.
-        live: What fills the places.
+        live: Arguments by the names of the places.
         device: Where the tensors are.
         choose: Chooses the sizes.
         write: Makes the recipe for them.
@@ -212,14 +212,14 @@ def follow(
 
 
 def look_of(tensor: Tensor | None) -> Hashable:
-    """What a launch can depend on beside the numbers inside: shape, strides, type, alignment."""
+    """What a launch can depend on besides a tensor's values: shape, strides, type, alignment."""
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
 
 
 def _launches_are_watched() -> bool:
-    """Whether a profiler wants to hear of launches, or this Triton does not let us ask."""
+    """Whether a profiler has launch hooks, or this version of Triton does not tell."""
     if knobs is None:
         return True
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)

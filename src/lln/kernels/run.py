@@ -1,8 +1,8 @@
-"""Tensors to kernels: seeds, slices of wide values, and the way through autograd.
+"""Calls of the kernels: seeds, slices of wide values, and autograd.
 
-Plain calls go to the kernels through an ``autograd.Function``: an operator with a Python gradient
-costs 0.2 ms before it starts, more than the kernels take. Where a compiler, a transform or a
-dispatch mode is watching, calls go through the operators of `lln.kernels.ops`.
+Ordinary calls use an ``autograd.Function``: an operator with a Python gradient costs 0.2 ms before
+it starts, more than the kernels take. Under a compiler, a transform or a dispatch mode, calls go
+through the operators of `lln.kernels.ops`.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width, n packed sequences.
@@ -51,19 +51,19 @@ def fused_attention(
         value_width: Channels of the values per launch; wider ones are read in slices.
         key_mask: bool ``[B, S]``.
         mix: A number or a tensor that broadcasts to ``[B, H, T, E]``.
-        block_size: Of the diagonal part; 0 = none.
-        scale: Of the diagonal part's scores.
+        block_size: Tokens in a block of the diagonal part; 0 = no diagonal part.
+        scale: Factor of the diagonal part's scores.
         dropout_p: Probability to drop a key.
         is_causal: Whether row i sees keys 0 … i only.
-        bounds: Integers ``[n + 1]`` that part the packed sequences.
-        longest: No packed sequence is longer; 0 = not packed.
+        bounds: Integers ``[n + 1]``, the bounds of packed sequences.
+        longest: Length of the longest packed sequence, or more; 0 = not packed.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
     if dropout_p > 0 and is_capturing():
-        # A seed is a number: every replay of the graph would drop the same keys.
+        # The seed is a constant in a CUDA graph: every replay would drop the same keys.
         value, dropout_p = drop_keys(value, dropout_p), 0.0
     alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])
-    # One value for all heads: the query heads of a group can share a summary.
+    # With one β for all heads, the query heads of a group can share a summary of keys and values.
     beta_t, beta_number = tensor_or_number(beta, key.shape[1])
     mix_t, mix_number = tensor_or_number(mix, None)
     seed = int(torch.randint(0, 2**31 - 1, ()).item()) if dropout_p > 0 else 0
@@ -71,8 +71,8 @@ def fused_attention(
     numbers = (*numbers, is_causal, longest)
     if value.shape[-1] <= value_width:
         return _attend(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
-    # Every channel of the output is a sum over the same channel of the values: wide values are
-    # read in slices, and autograd adds up what the slices say about the rest.
+    # An output channel depends only on the same channel of the values: wide values are read in
+    # slices, and autograd adds up the slices' gradients of the other inputs.
     outs = []
     for start in range(0, value.shape[-1], value_width):
         part = slice(start, start + value_width)
@@ -101,7 +101,7 @@ def fused_blocks(
         value: ``[B, Hk, T, E]``.
         key_mask: bool ``[B, T]`` or None.
         block_size: Tokens in a block; see `lln.kernels.limits.blocks_fit`.
-        scale: Of the scores.
+        scale: Factor of the scores.
         is_causal: Whether a token sees only itself and earlier tokens of its block.
         value_width: Channels of the values per launch.
     """
@@ -110,7 +110,7 @@ def fused_blocks(
     numbers = (block_size, scale, is_causal)
     if value.shape[-1] <= value_width:
         return attend(query, key, value, key_mask, *numbers)
-    # Every channel of the output is a sum over the same channel of the values.
+    # In slices, because an output channel depends only on the same channel of the values.
     parts = value.split(value_width, -1)
     return torch.cat([attend(query, key, part, key_mask, *numbers) for part in parts], -1)
 
@@ -127,7 +127,7 @@ def fused_moments(
     query, key = within_reach(query), within_reach(key)
     if is_watched(query):
         return ops.match(query.detach(), key.detach(), key_mask, bounds, criterion, longest)
-    # Autograd does not see kernels: nothing to detach from.
+    # No detach needed: autograd does not see kernels.
     return ops.statistics(query, key, key_mask, bounds, criterion, longest)
 
 
@@ -140,7 +140,7 @@ def fused_decode(
     alpha: float | Tensor,
     beta: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token into the summary and out of it, by the kernel: output, log-mass, centroid."""
+    """Add one token to the summary and read it, by the kernel: output, log-mass, centroid."""
     alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])
     beta_t, beta_number = tensor_or_number(beta, log_mass.shape[1])
     decode = ops.decode if is_watched(query) else ops.append_and_read
@@ -149,11 +149,11 @@ def fused_decode(
 
 
 def tensor_or_number(side: float | Tensor, heads: int | None) -> tuple[Tensor | None, float]:
-    """A tensor ``[·, ·, ·, ·]`` or None, and a number, of which the kernels take one.
+    """A 4-D tensor or None, and a number; the kernels use the number if the tensor is None.
 
     Args:
         side: α, β or mix.
-        heads: To repeat one value for; None = as it is.
+        heads: Repeat a single value for this many heads; None = do not repeat.
     """
     if not isinstance(side, Tensor):
         return None, float(side)
@@ -162,10 +162,10 @@ def tensor_or_number(side: float | Tensor, heads: int | None) -> tuple[Tensor | 
 
 
 def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    """Let the gradients refuse to be differentiated again; the kernels have no second derivative.
+    """Refuse to differentiate the gradients again: the kernels have no second derivative.
 
-    PyTorch's own decorator refuses only where dO carries a gradient. Elsewhere the gradients would
-    pass for constants, and a penalty on them would train nothing without a word.
+    PyTorch's own decorator refuses only if dO needs a gradient. Otherwise the gradients would be
+    treated as constants, and a penalty on them would silently train nothing.
     """
 
     @wraps(backward)
@@ -182,7 +182,7 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
 
 
 class _Attend(torch.autograd.Function):
-    """`lln.kernels.ops.attend_saving` at a lower price; the numbers come as one argument."""
+    """`lln.kernels.ops.attend_saving` with less overhead; the numbers come as one argument."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -207,7 +207,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _AttendBlocks(torch.autograd.Function):
-    """`lln.kernels.ops.attend_blocks` at a lower price."""
+    """`lln.kernels.ops.attend_blocks` with less overhead."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -222,7 +222,7 @@ class _AttendBlocks(torch.autograd.Function):
 
 
 def _attend(*arguments: Any) -> Tensor:
-    """One call with or without gradient, through the operator where somebody is watching."""
+    """One call with or without gradient, through the operator where the call is traced."""
     tensors = arguments[: ops.TENSORS]
     tracked = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors

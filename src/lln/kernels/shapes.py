@@ -1,11 +1,11 @@
-"""Shapes that the operators' schemas and the launches must agree on. No Triton here."""
+"""Shapes that the operators' schemas and the launches must agree on. Does not import Triton."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# A tile has at most so many tokens or channels, and its offsets have 31 bits.
+# A tile has at most this many tokens or channels, and its offsets have 31 bits.
 _FARTHEST = 2**31 // 256
 
 
@@ -16,7 +16,7 @@ def within_reach(tensor: Tensor) -> Tensor:
 
 
 def summary_heads(query: Tensor, key: Tensor, beta: Tensor | None) -> int:
-    """SH: the key heads, unless β tells the query heads of a group apart."""
+    """SH: the number of key heads, or of query heads if β differs within a group."""
     if beta is not None and beta.shape[1] == query.shape[1]:
         return query.shape[1]
     return key.shape[1]

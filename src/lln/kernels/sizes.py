@@ -1,5 +1,8 @@
 """How a call is cut into programs and tiles: fixed choices, nothing is timed at run time.
 
+A *stretch* is the consecutive tokens that one program handles; a causal *walk* goes over the tiles
+of a stretch in order; a *summary* is keys and values as D slots (`lln.eager.summary`).
+
 Dimension legend: see `lln.kernels.triton.steps`.
 """
 
@@ -22,21 +25,21 @@ from lln.kernels.limits import (
     tile_tokens,
 )
 
-# A causal walk takes so many registers that this many warps of walks run on a multiprocessor.
+# A causal walk needs so many registers that only this many warps fit on a multiprocessor.
 WALKING_WARPS = 8
-# The passes that a walk in stretches needs on top, as a share of the walk: 0.30 to 0.35 measured.
+# Cost of the extra passes for a walk in stretches, relative to the walk: 0.30 to 0.35 measured.
 SHARE_OF_STRETCHES = 0.35
 
 
 class Tile(NamedTuple):
-    """How one kernel walks over its tokens.
+    """How one kernel goes over its tokens.
 
     Attributes:
-        tokens: In a tile; a power of two.
-        warps: Of a program.
+        tokens: Tokens per tile; a power of two.
+        warps: Warps per program.
         stages: Depth of the pipeline of loads.
-        programs: Per multiprocessor, at least; the sequence is split for that. Causal walks have a
-            rule of their own, `walk_stretch`.
+        programs: Least number of programs per multiprocessor; sequences are split to reach it.
+            Causal walks use `walk_stretch` instead.
     """
 
     tokens: int
@@ -45,13 +48,13 @@ class Tile(NamedTuple):
     programs: int = 4
 
     def stretch(self, tokens: int, rows: int, heads: int, cores: int) -> int:
-        """Tokens of one program: whole tiles of ``rows`` tokens."""
+        """Tokens per program: whole tiles of ``rows`` tokens."""
         tiles = cdiv(tokens, rows)
         programs = min(max(1, cdiv(self.programs * cores, max(heads, 1))), tiles)
         return cdiv(tiles, programs) * rows
 
 
-# Heads wider than 64 in half types: the fastest of a sweep on an H200 (docs/kernels.md).
+# Heads wider than 64 in 16-bit types: the fastest of a sweep on an H200 (docs/kernels.md).
 WIDE_TILES = {
     128: {
         "summarise": Tile(128, 8, 3, 2),
@@ -70,17 +73,17 @@ WIDE_TILES = {
 
 @lru_cache(4096)
 def walk_stretch(tile: Tile, tokens: int, rows: int, heads: int, cores: int) -> int:
-    """Tokens of one program of a causal walk: whole tiles of ``rows`` tokens.
+    """Tokens per program of a causal walk: whole tiles of ``rows`` tokens.
 
-    Programs run in waves of as many as there is room for, and the last wave takes as long as a full
-    one. A sequence is cut into stretches where that fills the waves better by more than the states
-    that stretches start from cost.
+    Programs run in waves, each with as many as fit, and the last wave takes as long as a full one.
+    A sequence is cut into stretches if filling the waves better saves more than it costs to compute
+    the states that the stretches start from.
     """
     tiles = cdiv(tokens, rows)
     together = cores * max(1, WALKING_WARPS // tile.warps)
 
     def duration(stretches: int) -> float:
-        """In tiles of one program."""
+        """Time, in tiles of one program."""
         length = cdiv(tiles, stretches)
         waves = cdiv(heads * cdiv(tiles, length), together)
         extra = 0.0 if length == tiles else SHARE_OF_STRETCHES * heads * tiles / together
@@ -92,7 +95,7 @@ def walk_stretch(tile: Tile, tokens: int, rows: int, heads: int, cores: int) -> 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The tiles of one call, and what else its launches are cut by.
+    """The tiles of one call, and the other sizes of its launches.
 
     Attributes:
         width: BD, the head width padded to a power of two.
@@ -107,11 +110,11 @@ class Sizes:
         walk: Causal attention, tile by tile.
         walk_query: Its backward, forward over the tiles.
         walk_key: Its backward, backward over the tiles.
-        block_rows: Tokens of a tile with the diagonal part: whole blocks of it.
+        block_rows: Tokens per tile with the diagonal part: whole blocks.
         has_blocks: Whether there is a diagonal part.
-        split_blocks: Whether its gradients have a pass of their own: together with those of wide
+        split_blocks: Whether its gradients have a separate pass: together with those of wide
             summaries they do not fit the registers.
-        short: Whether one program does a whole (sample, head).
+        short: Whether one program handles a whole (sample, head).
         cores: Multiprocessors to fill.
     """
 
@@ -155,8 +158,8 @@ def choose_sizes(
         key: ``[B, Hk, S, D]``.
         value: ``[B, Hk, S, E]``.
         samples: B, or the number of packed sequences.
-        summary_heads: Summaries of a sample.
-        block_size: Of the diagonal part; 0 = none.
+        summary_heads: Summaries per sample.
+        block_size: Tokens in a block of the diagonal part; 0 = no diagonal part.
         longest: Length of the longest packed sequence; 0 = not packed.
         causal: Whether the call is causal.
     """
@@ -218,7 +221,7 @@ def _choose(
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
-        # Two wide summaries of one program leave no room to load ahead.
+        # Two wide summaries per program leave no room to prefetch.
         "short": (longest <= 1024 and summaries >= 2 * cores and not is_wide) or is_crowded(heads),
         "cores": cores,
     }
@@ -256,5 +259,5 @@ def smaller(chosen: Sizes) -> Sizes | None:
 
 
 def cdiv(number: int, part: int) -> int:
-    """How many parts cover a number."""
+    """``number / part``, rounded up."""
     return -(-number // part)

@@ -1,9 +1,9 @@
 """α and β for real activations, found by measuring instead of by formula.
 
-The curves behind `lln.match_moments` assume Gaussian entries. Heavy tails or token norms that vary
-break that (errors of several bits of entropy), so `calibrate` measures: the entropy of softmax
-attention on a sample of query rows, then bisection of s = α·σq = β·σk until LLN attention has the
-same entropy on the same rows.
+The curves behind `lln.match_moments` assume Gaussian entries. Heavy tails or varying token norms
+violate that (errors of several bits of entropy), so `calibrate` measures the entropy of softmax
+attention on a sample of query rows, then bisects s = α·σq = β·σk until LLN attention has the same
+entropy on the same rows.
 
 Dimension legend: B batch, H heads, T queries, S keys, D head width, R sampled rows.
 """
@@ -24,20 +24,20 @@ from lln.errors import CalibrationWarning, InvalidInputError
 from lln.matching.moments import Moments, head_moments
 from lln.precision import accumulation_dtype, without_autocast
 
-# ln s is searched here: e^-5 is uniform attention to rounding, e^5 is one-hot.
+# Search interval of ln s: e^-5 gives uniform attention up to rounding, e^5 one-hot attention.
 LOG_SPREAD_RANGE = (-5.0, 5.0)
 
-# Tokens behind one pair of α and β. Of heads that are alike (Gaussian draws, widths 8 to 64) the
-# α scatters by 50–85 % at 2 tokens, 25–40 % at 4, 14–20 % at 8, 9–14 % at 16, 5–9 % at 32, 4–8 %
-# at 64 and 2–4 % at 256; with heavy tails single values at 2 or 3 tokens are a hundred times too
-# large. From this number on chance moves α by less than a tenth.
+# Tokens to measure one pair of α and β on. Between equal heads (Gaussian draws, widths 8 to 64) α
+# varies by 50–85 % at 2 tokens, 25–40 % at 4, 14–20 % at 8, 9–14 % at 16, 5–9 % at 32, 4–8 % at 64
+# and 2–4 % at 256; with heavy tails single values at 2 or 3 tokens are a hundred times too large.
+# From this number on, chance changes α by less than a tenth.
 ENOUGH_TOKENS = 64
 
-# Of s = α·σq. Gaussian heads need 0.5 to 4, those of all-MiniLM-L6-v2 1.4 to 7, except for one that
-# attends to a single token (43). There is no usual least: even attention is met by any small s.
+# Upper limit of s = α·σq. Gaussian heads need 0.5 to 4, those of all-MiniLM-L6-v2 1.4 to 7, except
+# one that attends to a single token (43). No lower limit: any small s gives uniform attention.
 USUAL_SPREAD = 20.0
 
-# Rows × keys formed at a time, over all heads in work: 16M floats.
+# Rows × keys computed at a time, over all heads of the slice: 16M floats.
 PAIR_BUDGET = 1 << 24
 
 
@@ -51,16 +51,16 @@ def calibrate(
     steps: int = 14,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """α and β at which LLN attention has the row entropy that softmax attention has here, Eq. (7).
+    """α and β that give LLN attention the row entropy of softmax attention here, Eq. (7).
 
     Args:
         query: ``[B, H, T, D]``, activations of a real model.
         key: ``[B, Hk, S, D]``; H a multiple of Hk.
         key_mask: bool ``[B, S]``, True = attend; if T = S it also says which queries count.
-        scope: ``"head"``: for every sample and head; ``"batch"``: one value a head for the whole
+        scope: ``"head"``: for every sample and head; ``"batch"``: one value per head for the whole
             batch, to freeze into a model.
         rows: Query rows to measure on, evenly spaced over the valid ones.
-        steps: Halvings of the search interval of ln s; 14 leave it 0.0006 wide.
+        steps: Number of times to halve the search interval of ln s; 14 leave it 0.0006 wide.
         scale: Factor of the softmax scores; None = 1/√D.
 
     Returns:
@@ -68,10 +68,11 @@ def calibrate(
         1 where queries or keys are constant.
 
     Raises:
-        InvalidInputError: If no sequence has two tokens: one alone is attended to at any α and β.
+        InvalidInputError: If no sequence has two tokens: with one, α and β have no effect.
 
     Warns:
-        CalibrationWarning: If a pair rests on fewer than 64 tokens, or is far larger than usual.
+        CalibrationWarning: If a pair was measured on fewer than 64 tokens, or is far larger than
+            usual.
     """
     checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
     checks.check_key_mask(key_mask, key)
@@ -100,7 +101,7 @@ def count_tokens(key: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def check_tokens(key: Tensor, key_mask: Tensor | None) -> None:
-    """Refuse inputs that no α and β can be found on: a single token is attended to at any."""
+    """Refuse inputs with at most one token per sequence: α and β have no effect on them."""
     longest = max(count_tokens(key, key_mask).tolist(), default=0)
     if longest < 2 and key.shape[0] > 0:
         raise InvalidInputError(
@@ -119,14 +120,14 @@ def unusual(query: Tensor, key: Tensor, key_mask: Tensor | None, alpha: Tensor) 
 
 
 def doubts(tokens: int, sharp: int, heads: int, alpha: float, beta: float) -> list[str]:
-    """What to say of temperatures that may not be what they should.
+    """Sentences that warn about temperatures α and β that may be wrong.
 
     Args:
-        tokens: Behind one pair.
-        sharp: Heads whose temperatures are `unusual`.
-        heads: All of them.
-        alpha: The largest of the unusual.
-        beta: Likewise.
+        tokens: How many one pair was measured on.
+        sharp: Number of heads whose temperatures are `unusual`.
+        heads: Number of all heads.
+        alpha: The largest unusual α.
+        beta: The largest unusual β.
     """
     found = []
     if tokens < ENOUGH_TOKENS:
@@ -152,16 +153,16 @@ def find_temperatures(
     steps: int = 14,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`calibrate` for arguments that are checked, without its warnings.
+    """`calibrate` for checked arguments, without its warnings.
 
     Args:
-        query: As there, and likewise the rest.
-        key: Keys.
-        key_mask: Which of them count.
+        query: As in `calibrate`.
+        key: As in `calibrate`.
+        key_mask: As in `calibrate`.
         pooled: Whether the scope is ``"batch"``.
-        rows: To measure on.
-        steps: Of the search.
-        scale: Of the scores.
+        rows: As in `calibrate`.
+        steps: As in `calibrate`.
+        scale: As in `calibrate`.
     """
     check_tokens(key, key_mask)
     with without_autocast(query), torch.no_grad():
@@ -210,7 +211,7 @@ def _find(
 
 
 def pool_moments(moments: Moments) -> Moments:
-    """One value a head for the whole batch, samples weighted by their valid tokens: ``[1, H]``."""
+    """One value per head for the whole batch, samples weighted by valid tokens: ``[1, H]``."""
     weight = moments.keys / moments.keys.sum(0, keepdim=True).clamp_min(1)
     there = moments.keys > 0
     return Moments(
@@ -245,7 +246,7 @@ def _mean_entropy(
     beta: float | Tensor,
     pooled: bool,
 ) -> Tensor:
-    """Mean entropy of the sampled rows in nats, ``[B, H]`` or ``[1, H]``, a slice at a time."""
+    """Mean entropy of the sampled rows in nats, ``[B, H]`` or ``[1, H]``, computed in slices."""
     batch, heads, rows, _ = query.shape
     valid = None if key_mask is None else key_mask[:, None, :].expand(batch, heads, -1)
     alpha, beta = (

@@ -2,7 +2,7 @@
 
 One number s = σ̃/√2 gives α = s/σq and β = s/σk, Eq. (10). It depends on the variance of the
 softmax scores p = σq²σk², on the head width D and, for one criterion, on the number of keys S.
-``lln fit`` makes ``constants.json`` again from scratch.
+``lln fit`` recomputes ``constants.json`` from scratch.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ def matched_spread(
     log_spread: Tensor | float = 0.0
     for coefficient in reversed(coefficients):
         log_spread = log_spread * u + coefficient
-    # Beyond the fitted range both attentions follow their power laws: s grows like √p.
+    # Outside the fitted range both attentions follow power laws: s grows like √p.
     return torch.as_tensor(log_spread).exp() * (score_variance / clamped).sqrt()
 
 
 class Curve(NamedTuple):
-    """log s as a polynomial in u = log p whose coefficients may move with log(S / 1024).
+    """log s as a polynomial in u = log p whose coefficients may depend on log(S / 1024).
 
     Attributes:
         coefficients: Of u⁰ … u⁴ at S = 1024.
-        slopes: What u⁰ … u³ gain a unit of log(S / 1024); zeros where S does not matter.
+        slopes: Change of the coefficients of u⁰ … u³ per unit of log(S / 1024); zeros where S does
+            not matter.
         p_range: Where p was fitted; outside, s follows √p.
         n_range: Where S was fitted.
     """

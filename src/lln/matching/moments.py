@@ -1,6 +1,6 @@
 """Moment matching: which α, β make LLN attention as concentrated as softmax attention.
 
-Eq. (10): α = s/σq and β = s/σk. Here σq and σk are measured; `lln.matching.curves` has s.
+Eq. (10): α = s/σq and β = s/σk. σq and σk are measured here; `lln.matching.curves` gives s.
 
 Dimension legend: B batch, H heads, T queries, S keys, D head width.
 """
@@ -27,9 +27,10 @@ class Moments(NamedTuple):
     """The statistics that matching needs, in float32 or wider, without gradient.
 
     Attributes:
-        query_variance: ``[B, H]``, σq² = mean of q² (uncentred: SA is not blind to the mean of q).
+        query_variance: ``[B, H]``, σq² = mean of q² (uncentred: the mean of q affects softmax
+            attention).
         key_variance: ``[B, H]``, σk² = mean over features of the variance over tokens (centred:
-            SA does not see the mean of k).
+            the mean of k cancels in softmax attention).
         keys: ``[B, 1]``, number of valid keys.
         degenerate: bool ``[B, H]``, True where a spread is zero to rounding; matching then falls
             back to α = β = 1.
@@ -57,16 +58,16 @@ def match_moments(
         criterion: ``"variance"``: the variance of log P inside a row equals that of softmax
             attention, for every D; ``"entropy"``: the mean row entropy does; ``"paper"``: the
             authors' constants in Eq. (10), fitted at D = 64.
-        scope: ``"head"``: statistics of every sample and head by themselves, so that a sample
-            never depends on its batch-mates; ``"tensor"``: one standard deviation of the whole
-            tensor, as the authors' code does, kept for parity.
+        scope: ``"head"``: separate statistics for every sample and head, so that a sample never
+            depends on its batch-mates; ``"tensor"``: one standard deviation of the whole tensor, as
+            in the authors' code, kept for parity.
         key_mask: bool ``[B, S]``, True = attend. Only valid tokens count; if T = S (self
-            attention) the mask says so for the queries too.
+            attention) the mask applies to the queries too.
 
     Returns:
         ``(alpha, beta)``, each ``[B, H, 1, 1]`` (``[1, 1, 1, 1]`` for scope ``"tensor"``),
         detached. Where the queries or keys are constant, both are 1. NaN or infinity in a valid
-        token makes them NaN or infinite, for its sample and head alone with scope ``"head"``.
+        token makes them NaN or infinite, with scope ``"head"`` only for its sample and head.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -204,9 +205,9 @@ def _tensor_variance(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
 def _is_degenerate(
     query_variance: Tensor, key_variance: Tensor, query_size: Tensor, key_size: Tensor
 ) -> Tensor:
-    """Where a spread is no more than the rounding of entries of that size (their mean square).
+    """Where a spread is no larger than the rounding error of entries with that mean square.
 
-    A NaN or infinity counts as healthy, so that it shows: hence less than, and not equal.
+    NaN and infinity count as healthy, so that they show in the result: hence ``<``, not ``<=``.
     """
     floor = SPREAD_FLOOR**2
     pairs = ((query_variance, query_size), (key_variance, key_size))

@@ -1,1 +1,1 @@
-"""The modules: attention over ready-made heads, drop-ins for ``nn.MultiheadAttention``, α and β."""
+"""The modules: attention over projected heads, drop-ins for ``nn.MultiheadAttention``, α and β."""

@@ -1,4 +1,4 @@
-"""The attention core: ready-made heads in, heads out, with its own α, β and join.
+"""The attention core without projections: heads in, heads out, with its own α, β and join.
 
 Dimension legend: B batch, H heads, T queries, S keys, D head width, E value width.
 """
@@ -25,7 +25,7 @@ JOINS = ("average", "scale", "ratio", "gate", "heads")
 
 
 class LLNCore(nn.Module):
-    """LLN attention over ready-made heads, with its own source of α and β.
+    """LLN attention over heads that are already projected, with its own source of α and β.
 
     Args:
         num_heads: H.
@@ -128,7 +128,7 @@ class LLNCore(nn.Module):
     def _checked(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, cast for autocast and checked: once for all that follows."""
+        """Query, key and value, cast for autocast and checked once."""
         query, key, value = cast_for_autocast(query, key, value)
         checks.check_flag("is_causal", is_causal)
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
@@ -152,7 +152,7 @@ class LLNCore(nn.Module):
 
 
 class LLNDiagCore(LLNCore):
-    """LLN and block-diagonal softmax attention joined, over ready-made heads (Figure 3).
+    """LLN combined with block-diagonal softmax attention, over projected heads (Figure 3).
 
     Args:
         num_heads: H.
@@ -198,7 +198,7 @@ class LLNDiagCore(LLNCore):
         if join == "scale":
             self.diag_scale = nn.Parameter(torch.full(channels, 0.5, device=device))
         if join == "gate":
-            # Zeros: the gate opens as the paper's average and departs from it by learning.
+            # Zeros, so that the gate starts as the paper's average.
             self.gate_weight = nn.Parameter(torch.zeros(num_heads, head_dim, device=device))
             self.gate_bias = nn.Parameter(torch.zeros(num_heads, device=device))
         if lln_heads is not None and join != "heads":
@@ -252,7 +252,7 @@ class LLNDiagCore(LLNCore):
             return self.lln_scale
         if self.join == "gate":
             if key_mask is not None and key_mask.shape[1] == query.shape[2]:
-                # What lies in padding must not reach the gate's gradient.
+                # Values in padding must not reach the gate's gradient.
                 query = torch.where(key_mask[:, None, :, None], query, 0.0)
             logits = torch.einsum("bhtd,hd->bht", query, self.gate_weight.to(query.dtype))
             return (logits + self.gate_bias[:, None]).sigmoid().unsqueeze(-1)

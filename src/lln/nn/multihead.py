@@ -52,8 +52,8 @@ class LLNAttention(nn.Module):
 
     core_class: type[LLNCore] = LLNCore
 
-    # nn.TransformerEncoderLayer looks here before it takes its fused softmax path, which would
-    # bypass this module without a word.
+    # nn.TransformerEncoderLayer reads this before it takes its fused softmax path, which would
+    # silently bypass this module.
     _qkv_same_embed_dim = False
 
     @explain_misfits
@@ -175,8 +175,8 @@ class LLNAttention(nn.Module):
             self._check_weights(name, part)
         if not query.dim() == key.dim() == value.dim():
             raise InvalidInputError(
-                f"query, key and value must have as many dimensions, got {query.dim()}, "
-                f"{key.dim()} and {value.dim()}."
+                "query, key and value must have the same number of dimensions, got "
+                f"{query.dim()}, {key.dim()} and {value.dim()}."
             )
         if key_padding_mask is not None:
             check_tensor("key_padding_mask", key_padding_mask)

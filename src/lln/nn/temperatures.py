@@ -25,10 +25,10 @@ from lln.matching.moments import Moments, temperatures
 from lln.precision import without_autocast
 from lln.tracing import in_backward, is_compiling
 
-# Forwards whose backward may still be to come, as in pipelines and gradient accumulation.
+# Forwards whose backward may still be pending, as in pipelines and gradient accumulation.
 _REMEMBERED = 1024
 
-# A compiled graph has room for one; without compilation there is room for all.
+# A compiled graph keeps the state of one forward, uncompiled code that of many.
 _ONE_PENDING = (
     "running statistics inside torch.compile inside activation checkpointing need every backward "
     "right after its forward; checkpoint inside the compiled function instead"
@@ -38,10 +38,10 @@ STATISTICS = ("sample", "running", "fixed", "learned")
 
 
 class SampleStatistics(nn.Module):
-    """α, β matched to every sample and head by themselves; nothing is remembered."""
+    """α, β matched to every sample and head separately; keeps no state."""
 
     def __init__(self, criterion: str = "variance", *, impl: str = "auto") -> None:
-        """Check and keep the criterion (see `lln.match_moments`) and what measures."""
+        """Check and keep the criterion (see `lln.match_moments`) and the implementation."""
         super().__init__()
         checks.check_matching(criterion)
         self.criterion, self.impl = criterion, impl
@@ -73,7 +73,7 @@ class RunningStatistics(nn.Module):
     tokens, or with NaN or infinity in it, leaves the average as it is.
 
     Activation checkpointing runs a forward twice. The second run happens inside the backward pass;
-    it updates nothing and uses the very α, β of the first.
+    it updates nothing and uses the same α, β as the first.
     """
 
     query_variance: Tensor
@@ -101,7 +101,7 @@ class RunningStatistics(nn.Module):
             momentum: Weight of a new batch in the average.
             process_group: Whose batches are averaged together; None = all processes, if
                 ``torch.distributed`` is initialised.
-            impl: What measures; as in `lln.lln_attention`.
+            impl: What computes the statistics; as in `lln.lln_attention`.
             device: Where the buffers live.
         """
         super().__init__()
@@ -141,7 +141,7 @@ class RunningStatistics(nn.Module):
         return f"criterion={self.criterion!r}, momentum={self.momentum}"
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what only the backward pass under way could need."""
+        """Leave out what is only needed by a backward pass that is still running."""
         return {**super().__getstate__(), "_recent": deque(maxlen=self._recent.maxlen)}
 
     def _state(self) -> Tensor:
@@ -150,7 +150,7 @@ class RunningStatistics(nn.Module):
     def _train(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        """Take a batch in and return the state to use for it."""
+        """Add a batch to the average and return the state to use for it."""
         moments = measure_heads(query, key, key_mask, choose_implementation(self.impl, query))
         sums = _weighted_sums(moments, query, key, key_mask)
         if in_backward():
@@ -163,7 +163,7 @@ class RunningStatistics(nn.Module):
         before = self._state()
         used = before if is_causal else torch.where(first, batch, before)
         if is_compiling():
-            # The graph is one for both runs of a checkpointed forward: tell them apart inside.
+            # Both runs of a checkpointed forward share this graph: tell them apart when it runs.
             again = inside_backward(sums)
             known = ~again | (own - self.last_seen).abs().nan_to_num().le(1e-4 * own.abs()).all()
             torch.ops.aten._assert_async.msg(known, _ONE_PENDING)
@@ -186,8 +186,8 @@ class RunningStatistics(nn.Module):
         return used
 
     def _state_of_first_run(self, sums: Tensor) -> Tensor:
-        """What the first run of a checkpointed forward used, known by its batch's statistics."""
-        # The latest first: a batch may come again, and the one before its rerun is meant.
+        """The state of a checkpointed forward's first run, found by its batch's statistics."""
+        # Latest first: if a batch came several times, the rerun belongs to the latest.
         recent = [pair for pair in reversed(self._recent) if pair[0].device == sums.device]
         if not recent:
             return self._state()
@@ -277,7 +277,8 @@ def make_statistics(
         alpha: Value of ``"fixed"``, start of ``"learned"``; None = matched to unit variances.
         beta: Likewise.
         momentum: Of ``"running"``.
-        impl: What measures in ``"sample"`` and ``"running"``; as in `lln.lln_attention`.
+        impl: What computes the statistics of ``"sample"`` and ``"running"``; as in
+            `lln.lln_attention`.
         device: Where buffers and parameters live.
     """
     check_choice("statistics", statistics, STATISTICS)
@@ -338,7 +339,7 @@ def _weighted_sums(moments: Moments, query: Tensor, key: Tensor, key_mask: Tenso
     return torch.cat(
         [
             (moments.query_variance * queries).sum(0),
-            # Rounding noise of constant keys is no spread.
+            # The spread of constant keys is only rounding noise: count it as zero.
             torch.where(moments.degenerate, 0.0, moments.key_variance * moments.keys).sum(0),
             moments.keys.sum(0),
             samples.sum(0),
@@ -363,7 +364,7 @@ def _averages(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("lln::inside_backward", mutates_args=())
 def inside_backward(like: Tensor) -> Tensor:
-    """The same as a tensor, for compiled graphs, which ask while they run."""
+    """`in_backward` as a tensor, for compiled graphs, which evaluate it when they run."""
     answer = torch._C._current_graph_task_id() != -1
     return torch.full((), answer, dtype=torch.bool, device=like.device)
 

@@ -1,1 +1,1 @@
-"""What the commands of ``lln`` run: benchmarks, figures, the demo, fits, inspections and pages."""
+"""The code behind the ``lln`` commands: benchmarks, figures, demo, fits, inspections and pages."""

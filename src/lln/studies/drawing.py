@@ -25,7 +25,7 @@ _STYLE: Any = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
-    # A text in the SVG stays a text, and the same figure gives the same file.
+    # Text in the SVG stays text, and the same figure gives the same file.
     "svg.fonttype": "none",
     "svg.hashsalt": "lln",
 }
@@ -35,7 +35,7 @@ def save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) 
     """Draws a figure and returns its files, an SVG and a PNG.
 
     Args:
-        path: Where they go, with or without a suffix; folders are made.
+        path: Where they go, with or without a suffix; missing folders are created.
         size: Width and height in inches.
         draw: Fills the empty figure.
 
@@ -48,7 +48,7 @@ def save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) 
 
     written = [path.with_suffix(suffix) for suffix in SUFFIXES]
     with mpl.rc_context(_STYLE):
-        # A figure of its own, not pyplot's: no window, no state left behind.
+        # Not pyplot: no window, and no global state.
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         for place in written:
@@ -59,7 +59,7 @@ def save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) 
 
 
 def check_matplotlib() -> None:
-    """Say how to get matplotlib where it is missing, before anything is measured."""
+    """If matplotlib is missing, say how to install it, before anything is measured."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:

@@ -1,7 +1,7 @@
-"""Where numbers come from: the device, the processor, torch's math libraries, the commit.
+"""What results depend on: the device, the processor, torch's math libraries, the commit.
 
-Another processor adds in another order, and libraries differ in what they refuse. A result or a
-failure means something only together with these facts.
+Other processors add in another order, and libraries refuse different inputs. So every result or
+failure is stored together with these facts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_device(device: str | None) -> str:
     """The device to use: the one asked for, else the GPU if there is one.
 
     Raises:
-        InvalidInputError: If it is unknown or not here.
+        InvalidInputError: If it is unknown or not available.
     """
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ def check_device(device: str | None) -> str:
 
 
 def facts() -> dict[str, str]:
-    """What to say of this machine, by the word to put before it."""
+    """Facts about this machine, by their label."""
     cores = os.cpu_count() or 1
     capability = torch.backends.cpu.get_cpu_capability()
     return {
@@ -48,7 +48,7 @@ def facts() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name where the system tells it."""
+    """The processor's name, if the system reports it."""
     listing = output_of("lscpu")
     fields = dict(line.split(":", 1) for line in listing.splitlines() if ":" in line)
     name = fields.get("Model name", "").strip().strip("-")
@@ -71,7 +71,7 @@ def math_libraries(configuration: str) -> str:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where it is missing."""
+    """The version of an installed package; None if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -80,14 +80,14 @@ def version(package: str) -> str | None:
 
 def commit() -> str:
     """The commit of the checkout that this package is used from; empty for an installed one."""
-    # An installed copy may lie inside the checkout of some other project.
+    # Checked first, because an installed copy may lie inside another project's checkout.
     if not output_of("git", "ls-files", "--", str(PACKAGE / "__init__.py")):
         return ""
     return output_of("git", "rev-parse", "--verify", "HEAD")
 
 
 def output_of(*command: str) -> str:
-    """What a program prints when run in the package's folder; nothing if missing or failing."""
+    """What a program prints when run in the package's folder; empty if missing or failing."""
     try:
         done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False)
     except OSError:

@@ -13,17 +13,17 @@ ALL = [
     ("--seconds nan", "--seconds must be a positive number"),
 ]
 OWN = [
-    ("--operations magic", "--operations must be of sdpa"),
-    ("--passes sideways", "--passes must be of forward, both, got sideways"),
-    ("--dtype int8", "--dtype must be of"),
+    ("--operations magic", "--operations must be among sdpa"),
+    ("--passes sideways", "--passes must be among forward, both, got sideways"),
+    ("--dtype int8", "--dtype must be among"),
     ("--width 0", "--width must be at least 1"),
     ("--threads 0", "--threads must be at least 1"),
     ("--device cpu --operations sdpa_flash", "give --lengths"),
     ("--device cpu roberta", "follow its name, got --device"),
-    ("roberta --systems magic", "--systems must be of softmax_sdpa"),
+    ("roberta --systems magic", "--systems must be among softmax_sdpa"),
     ("roberta --layers 0", "--layers must be at least 1"),
     ("roberta --tokens -1", "--tokens must be at least 0"),
-    ("peers --systems magic", "--systems must be of softmax"),
+    ("peers --systems magic", "--systems must be among softmax"),
     ("peers --tokens -1", "--tokens must be at least 0"),
     ("peers --limit -1", "--limit must be a positive number"),
 ]

@@ -114,7 +114,7 @@ def test_resume_refuses_measurements_from_elsewhere(tmp_path):
 def test_resume_refuses_files_of_other_programs(tmp_path, text):
     out = tmp_path / "results.json"
     out.write_text(text)
-    with pytest.raises(InvalidInputError, match="no file of this command"):
+    with pytest.raises(InvalidInputError, match="not a file of this command"):
         bench(*SMALL, "--out", str(out), "--resume")
     assert out.read_text() == text
 

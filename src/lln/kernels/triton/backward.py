@@ -1,7 +1,7 @@
 """Backward kernels, from q, k, v, the summary (L, C) and dO; nothing else of size N was saved.
 
-`lln.kernels.triton.backward_ranges` has the equations and what a range of tokens adds to them;
-here is which program takes which range.
+`lln.kernels.triton.backward_ranges` has the equations and computes one range of tokens; this module
+decides which program takes which range (its *stretch*).
 
 *Short*: one program per (sample, head) runs over the queries, keeps dC and the shift on the chip,
 then runs over the keys. *Long*: a pass over the queries leaves partial dC and shift, which are
@@ -41,7 +41,7 @@ def load_summary(
 ):  # fmt: skip
     """Log-mass ``[BD]`` and centroids ``[BD, BE]``."""
     slots = tl.arange(0, BD)
-    # Padding slots get a huge mass, so that no token weighs anything in them.
+    # Padding slots get a huge mass, so that every token has weight 0 in them.
     b_log_mass = tl.load(p_log_mass + index * D + slots, mask=slots < D, other=1e30)
     centroids = p_centroid + index * D * E, 0, E, 1
     return b_log_mass, load_rows(centroids, 0, slots < D, BD, E, BE, D == BD)

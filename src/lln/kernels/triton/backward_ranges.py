@@ -5,9 +5,9 @@ With A the softmax over the slots, B the softmax over the tokens and G = dO (doc
     dA = G Cᵀ,  m = rowsum(A∘dA),  g = A∘(dA − m),  dq = α g,  dC = Aᵀ G
     dv = Bᵀ dC,  dk = β B∘(v dCᵀ + shift),  shift = dL − C·dC = −Aᵀ m
 
-The first line is a range of queries, the second one of keys. With the diagonal part the pass over
-the queries only gathers dC and the shift, and the second reads q, k, v, dO of a tile together and
-writes all three gradients.
+The first line is computed over queries, the second over keys. With the diagonal part the pass over
+the queries only accumulates dC and the shift; the second pass reads q, k, v and dO of a tile
+together and writes all three gradients.
 
 Dimension legend: see `lln.kernels.triton.steps`; R query heads per summary.
 """
@@ -39,10 +39,10 @@ from lln.kernels.triton.steps import (
 
 @triton.jit
 def centred_queries(b_q, b_e, b_norm, BD: tl.constexpr):
-    """Queries less their mean over the slots, each row's by its own weights.
+    """Queries minus their mean over the slots, weighted by the row's own softmax weights.
 
-    Every row's part of dα is Σ_f g_f q_f, and its g sum to zero: any constant may be taken off its
-    q. The roundings of g then weigh as little as the distance of q from that constant.
+    Every row's part of dα is Σ_f g_f q_f, and its g sum to zero, so any constant may be subtracted
+    from its q. Near the mean of q, rounding errors of g are multiplied by small numbers only.
     """
     b_wide = widen(b_q, BD)
     return b_wide - (tl.sum(b_e * b_wide, 1) / b_norm)[:, None]
@@ -50,9 +50,9 @@ def centred_queries(b_q, b_e, b_norm, BD: tl.constexpr):
 
 @triton.jit
 def add_beta_grad(b_dbeta, b_residue, b_centre, b_g, b_b, b_k, BD: tl.constexpr):
-    """Three sums over tokens and slots: g·k, which is dβ, g itself, which is zero, and B·k.
+    """Add to three sums over tokens and slots: g·k (dβ), g (zero but for rounding), and B·k.
 
-    What rounding has left of the zero tells how much too much of k's mean is in the first; see
+    The second and third correct the rounding error of the first; see
     `lln.kernels.gradients.beta_gradient`.
     """
     b_wide = widen(b_k, BD)
@@ -64,7 +64,7 @@ def add_beta_grad(b_dbeta, b_residue, b_centre, b_g, b_b, b_k, BD: tl.constexpr)
 
 @triton.jit
 def store_beta_grad(p_dbeta, part, b_dbeta, b_residue, b_centre):
-    """The three sums of a program, side by side."""
+    """Store the three sums of a program next to each other."""
     tl.store(p_dbeta + part * 3, b_dbeta)
     tl.store(p_dbeta + part * 3 + 1, b_residue)
     tl.store(p_dbeta + part * 3 + 2, b_centre)
@@ -79,11 +79,11 @@ def query_grad_range(
 ):  # fmt: skip
     """Add the queries ``start … end − 1`` to dCᵀ and the shift; write dq.
 
-    With the diagonal part dq is written later, by the pass over both, unless that is ``SPLIT``.
+    With the diagonal part dq is written later, by the pass over both parts, unless ``SPLIT``.
 
-    The shift is dL − C·dC, which every token of a slot shares. As Σ_i A_if (dO_i·C_f) = C_f·dC_f,
+    The shift is dL − C·dC, the same for all tokens of a slot. As Σ_i A_if (dO_i·C_f) = C_f·dC_f,
     it is −Σ_i A_if m_i with m_i = Σ_f A_if (dO_i·C_f), the mean that row i subtracts: nothing
-    cancels. It is gathered in a tile ``[BT, BD]`` and summed over its rows once, at the end.
+    cancels. It is accumulated in a tile ``[BT, BD]`` and summed over its rows once, at the end.
     """
     b_dalpha = 0.0
     for first in tl.range(start, end, BT, num_stages=STAGES):
@@ -109,10 +109,10 @@ def query_grad_range(
 
 @triton.jit
 def token_weights(b_k, beta, b_log_mass, ok, BD: tl.constexpr, EVEN: tl.constexpr):
-    """Rows of Bᵀ ``[BT, BD]``: how much of every slot a token is."""
+    """Rows of Bᵀ ``[BT, BD]``: the weight of a token in every slot."""
     b_b = exponential(key_exponents(b_k, beta, ok, BD, EVEN) - b_log_mass[None, :])
     if not EVEN:
-        # A head without any valid key has the log-mass NEVER itself.
+        # Needed because a head without any valid key has log-mass NEVER as well.
         b_b = tl.where(ok[:, None], b_b, 0.0)
     return b_b
 
@@ -162,7 +162,7 @@ def joint_grad_range(
 ):  # fmt: skip
     """All gradients of the tokens ``start … end − 1`` of LLN + diagonal, for R query heads.
 
-    SPLIT: only the diagonal's, added to what the passes of LLN alone have left in dq, dk and dv.
+    SPLIT: only the diagonal's gradients, added to those of LLN that are already in dq, dk and dv.
 
     MIX_GRAD: 0 none, 1 a value per token, 2 per token and channel, 3 per channel (R = 1).
     """
@@ -221,7 +221,7 @@ def joint_grad_range(
             b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
             b_dv = tl.dot(tl.trans(b_p_low), b_short, b_dv, input_precision=PRECISION)
         if not SPLIT:
-            # The slots' part comes last: together with the blocks' it would not fit the registers.
+            # The slots' part comes last: together with the blocks' it would not fit in registers.
             b_b = token_weights(b_k, beta, b_log_mass, ok, BD, EVEN)
             b_dv = tl.dot(b_b.to(b_v.dtype), tl.trans(b_dc), b_dv, input_precision=PRECISION)
             b_db = tl.dot(b_v, b_dc, input_precision=PRECISION)

@@ -1,7 +1,7 @@
 """Block-diagonal softmax attention alone (section 4.2), forward and backward in one pass each.
 
-A tile holds whole blocks, so that its softmax rows are complete: nothing is saved for the backward,
-which forms them again. Per block of b tokens, with P = softmax(scale · q kᵀ):
+A tile holds whole blocks, so its softmax rows are complete: nothing is saved for the backward,
+which recomputes them. Per block of b tokens, with P = softmax(scale · q kᵀ):
 
     o = P v;   dv = Pᵀ dO;   dS = P ∘ (dO vᵀ − rowsum(P ∘ dO vᵀ));   dq = scale · dS k
     dk = scale · dSᵀ q
@@ -48,7 +48,7 @@ def blocks_fwd_kernel(
     BT: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of tokens of one (sample, query head)."""
+    """One stretch (a program's share of the tokens) of one (sample, query head)."""
     program = tl.program_id(0)
     split, index = program % splits, (program // splits).to(tl.int64)
     batch, head, _, start, end = find_stretch(
@@ -138,8 +138,8 @@ class BlockCall(NamedTuple):
         key: ``[B, HK, T, D]``.
         value: ``[B, HK, T, E]``.
         mask: bool ``[B, T]`` or None.
-        block_size: Tokens in a block; they fit a tile.
-        scale: Of the scores.
+        block_size: Tokens in a block; a block fits a tile.
+        scale: Factor of the scores.
         causal: Whether a token sees only itself and earlier tokens of its block.
     """
 
@@ -177,8 +177,8 @@ def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Ten
         kernel: What to launch.
         call: What to compute.
         heads: Programs per sample.
-        walker: Which of the tiles it uses.
-        others: Its tensors beside query, key and value, by their names in the kernel.
+        walker: Name of the field of `Sizes` with its tile.
+        others: Its tensors besides query, key and value, by their names in the kernel.
     """
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, tokens = query.shape[0], query.shape[2]

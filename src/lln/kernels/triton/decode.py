@@ -1,4 +1,4 @@
-"""One token at a time: take its key and value into the summary, then read with its queries.
+"""One token at a time: add its key and value to the summary, then read with its queries.
 
 The state of a head is D log-masses and D×E centroids, whatever came before; it is read once and
 written once. With y = β k:
@@ -20,7 +20,7 @@ from lln.kernels.recipes import Recipe, Step, follow, look_of
 from lln.kernels.sizes import Sizes, cdiv, choose_sizes
 from lln.kernels.triton.steps import NEVER, exponential, load_scale
 
-# Channels of one program; the slots' weights are computed again for every such slice.
+# Channels per program; the slots' weights are recomputed for every such slice.
 _SLICE = 64
 
 
@@ -45,11 +45,11 @@ def decode_kernel(
     b_v = tl.load(p_value, mask=column_ok, other=0.0).to(tl.float32)
     b_y = b_k.to(tl.float32) * load_scale(p_beta, beta, index, HAS_BETA)
     b_old = tl.load(p_log_mass + index * D + slots, mask=slot_ok, other=0.0)
-    # In float64, for D numbers: fast logarithms near 1 err by more than a late token adds.
+    # In float64 (only D numbers): errors of fast logarithms near 1 exceed what a late token adds.
     b_far = tl.minimum(b_old, b_y).to(tl.float64) - tl.maximum(b_old, b_y).to(tl.float64)
     b_mass = tl.maximum(b_old, b_y) + tl.log(1.0 + tl.exp(b_far)).to(tl.float32)
-    # Weights w and 1 − w: two exponentials would miss a sum of 1 by the rounding of L, which adds
-    # up over thousands of tokens.
+    # Weights w and 1 − w: with two exponentials rounding of L would make the sum differ from 1,
+    # which adds up over thousands of tokens.
     b_gain = 1.0 / (1.0 + tl.exp(b_old - b_y))
     places = index * D * E + slots[:, None] * E + columns[None, :]
     ok = slot_ok[:, None] & column_ok[None, :]
@@ -81,7 +81,7 @@ def decode(
     alpha_number: float,
     beta_number: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[B, H, 1, E]``, and the log-mass and centroid with the token in them."""
+    """Output ``[B, H, 1, E]``, and the log-mass and centroid including the token."""
     batch, heads, _, width = query.shape
     slots, value_width = centroid.shape[1], value.shape[3]
     out = query.new_empty(batch, heads, 1, value_width)

@@ -134,7 +134,7 @@ def read_kernel(
     HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of queries of one (sample, head) reads its summary."""
+    """One stretch (a program's share) of queries of one (sample, head) reads its summary."""
     split, index, _ = find_program()
     summary, slots = index // R, tl.arange(0, BD)
     b_log_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=0.0)

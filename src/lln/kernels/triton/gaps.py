@@ -1,8 +1,8 @@
 """Where diagonal blocks begin under a mask: at the first token of a sample that is not masked.
 
-Blocks are counted from there, so the first one that a walk meets may begin before token 0. The walk
-then starts at that negative place, and its tiles hold whole blocks as always. The places are found
-by a launch of their own: a search inside the walks would take registers that they need.
+Blocks are counted from there, so the first block that a kernel visits may begin before token 0. The
+kernel then starts at that negative place, and its tiles hold whole blocks as always. The places are
+found by a separate launch: a search inside the kernels would take registers that they need.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from lln.kernels.call import Call
 from lln.kernels.recipes import Room, Step
 
-# Tokens of a mask that are looked at together.
+# Tokens of a mask that are read at a time.
 LOOK = 1024
 
 
@@ -33,7 +33,7 @@ def gap_kernel(p_mask, p_starts, tokens, block_size, LOOK: tl.constexpr):
 
 
 def find_gaps(samples: int, tokens: int, block_size: int) -> tuple[list[Step], Room]:
-    """The launch that leaves ``p_starts``, and the room for it."""
+    """The launch that writes ``p_starts``, and the memory for it."""
     values = {"tokens": tokens, "block_size": block_size, "LOOK": LOOK}
     room: Room = {"p_starts": ((samples,), torch.int32)}
     return [Step(gap_kernel, (samples,), values, 4)], room

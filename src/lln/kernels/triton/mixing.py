@@ -1,7 +1,7 @@
 """The mix of the LLN part and the diagonal part: weights of rows, of outputs and of gradients.
 
-MIX says how the weight of the LLN part comes: 0 no diagonal part, 1 one number, 2 a value per row,
-3 a value per row and channel. With 3 the gradient dO is weighed itself, and rows count in full.
+MIX is the form of the LLN part's weight: 0 no diagonal part, 1 one number, 2 a value per row, 3 a
+value per row and channel. With 3 the weight is applied to the gradient dO, and row weights are 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mix_outputs(
     b_o, b_norm, b_d, b_total, mixes, mix, first, inside,
     E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of both parts, each with its normaliser, into one ``[BT, BE]``."""
+    """Combine the outputs of both parts, each with its normaliser: ``[BT, BE]``."""
     if MIX == 3:
         b_mix = load_rows(mixes, first, inside, BT, E, BE, EVEN).to(tl.float32)
         return b_o * b_mix / b_norm[:, None] + b_d * (1.0 - b_mix) / b_total[:, None]
@@ -42,10 +42,10 @@ def load_gradient(
     gradients, mixes, mix, first, inside,
     E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dO, and how it goes to the two parts.
+    """A tile of dO, and how it is divided between the two parts.
 
     Returns:
-        dO; dO of the LLN part and of the diagonal part; the rows' weights in the one and the other.
+        dO; dO of the LLN part and of the diagonal part; the rows' weights of each part.
     """
     b_do = load_rows(gradients, first, inside, BT, E, BE, EVEN)
     b_row = row_weights(mixes, mix, first, inside, BT, MIX)
@@ -60,7 +60,7 @@ def load_gradient(
 
 @triton.jit
 def mix_rows(index, first_query, begin, T, R: tl.constexpr, PACKED: tl.constexpr):
-    """Where the gradient of mix for a head's first row goes, in rows: it is ``[B, H, T, ...]``."""
+    """Index of a head's first row in the gradient of mix ``[B, H, T, ...]``."""
     if PACKED:
         return tl.cast(first_query, tl.int64) * T + begin
     return index * R * T

@@ -1,8 +1,8 @@
 """The statistics of moment matching, and α and β from them, in one pass over q and k.
 
-A stretch of keys leaves the mean and the summed squared distance from it of every feature; two
-stretches merge exactly (Chan, Golub, LeVeque), so that a mean far from zero costs no digits. The
-second kernel merges and evaluates the fitted curve, Eq. (10), for every head.
+A program writes the mean of every feature over its stretch of keys, and the sum of squared
+distances from it; two stretches merge exactly (Chan, Golub, LeVeque), so that a mean far from zero
+costs no digits. The second kernel merges and evaluates the fitted curve, Eq. (10), for every head.
 
 Dimension legend: see `lln.kernels.triton.steps`; B samples or packed sequences, H query heads,
 Hk key heads.
@@ -105,7 +105,7 @@ def temperature_kernel(
     query_variance = squares / tl.maximum(queries * D, 1.0)
     key_variance = tl.sum(b_spread) / tl.maximum(count * D, 1.0)
     key_size = key_variance + tl.sum(b_mean * b_mean) / D
-    # A NaN or infinity counts as healthy, so that it shows: hence less than, and not equal.
+    # NaN and infinity count as healthy, so that they show in the result: hence <, not <=.
     flat = query_variance < floor * tl.maximum(query_variance, 1.0)
     flat = flat | (key_variance < floor * tl.maximum(key_size, 1.0))
     one_q = tl.where(flat, 1.0, query_variance)

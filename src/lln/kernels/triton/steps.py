@@ -1,15 +1,16 @@
 """The steps that every kernel is made of: load, exponents, softmax rows, block-diagonal rows.
 
-Exponents α·q and β·k are shifted before they are scaled for exp2, the one instruction there is: a
-large exponent then loses no more digits than in plain PyTorch. ``NEVER`` stands for log 0.
+Exponents α·q and β·k are shifted before they are scaled for exp2, the only such instruction that
+the hardware has: a large exponent then loses no more digits than in plain PyTorch. ``NEVER`` stands
+for log 0. A *slot* is one of the D entries of the summary (`lln.eager.summary`).
 
 Tiles reach the registers *through the tensor cores*: a product with the identity costs next to
-nothing and leaves the numbers, widened to float32, where later products leave theirs. Softmax rows
-then lie within four threads, weights feed the next product straight from registers, and no tile is
-exchanged through shared memory. For the keys the product is I·kᵀ, which puts a slot's tokens in one
-row, so that the running maximum over tokens is a row maximum too.
+nothing and puts the numbers, widened to float32, in the layout of later products. Softmax rows then
+lie within four threads, weights feed the next product directly from registers, and no tile goes
+through shared memory. For the keys the product is I·kᵀ, which puts a slot's tokens in one row, so
+that the running maximum over tokens is a row maximum too.
 
-``EVEN`` says that every tile is full and no key is masked; all row masks then vanish.
+``EVEN`` means that every tile is full and no key is masked; all row masks are then left out.
 
 Dimension legend: BT tokens in a tile, BD ≥ D and BE ≥ E padded widths (powers of two).
 Names: ``b_*`` values of a tile, ``p_*`` pointers, capitals are compile-time constants. Tensors
@@ -25,7 +26,7 @@ import triton.language as tl
 
 # Finite, so that NEVER − NEVER is 0 and not NaN.
 NEVER = tl.constexpr(-1e30)
-# A wider identity would take more of the chip than it saves.
+# A wider identity would cost more on the chip than it saves.
 WIDEST_IDENTITY = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -48,9 +49,9 @@ def exponential(b_x):
 
 @triton.jit
 def rows_of(p_first, batch, head, begin, stride_b, stride_h, stride_t, stride_d):
-    """The rows of a head from a sequence's first token on: a pointer, and three strides.
+    """The rows of a head from a sequence's first token on.
 
-    ``rows`` in other steps is this: the pointer, and the strides of heads, tokens and channels.
+    ``rows`` in other steps is this: a pointer, and the strides of heads, tokens and channels.
     """
     p_rows = p_first + (batch * stride_b + begin * stride_t + head * stride_h)
     return p_rows, stride_h, stride_t, stride_d
@@ -58,7 +59,7 @@ def rows_of(p_first, batch, head, begin, stride_b, stride_h, stride_t, stride_d)
 
 @triton.jit
 def heads_on(rows, heads):
-    """The rows of the head that comes so many heads later."""
+    """The rows of the head that is ``heads`` heads later."""
     p_rows, stride_h, stride_t, stride_d = rows
     return p_rows + heads * stride_h, stride_h, stride_t, stride_d
 
@@ -106,7 +107,7 @@ def load_queries(
     rows, first, inside, ok,
     BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries; QUIET: what is not finite in padded ones is zero."""
+    """A tile of queries; QUIET: NaN and infinity in padded ones become zero."""
     b_q = load_rows(rows, first, inside, BT, D, BD, EVEN)
     if QUIET:
         b_q = quiet_rows(b_q, ok)
@@ -132,7 +133,7 @@ def load_values(
     BT: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of values, masked and dropped ones zero, and the dropout's factors ``[BT]``."""
+    """A tile of values, masked and dropped ones zero, and the dropout factors ``[BT]``."""
     b_v = load_unmasked(rows, first, inside, ok, BT, E, BE, EVEN, HAS_MASK)
     b_factor = tl.full([BT], 1.0, tl.float32)
     if HAS_DROPOUT:
@@ -151,7 +152,7 @@ def load_scale(p_scale, number, index, HAS_TENSOR: tl.constexpr):
 
 @triton.jit
 def locate(p_starts, batch, tokens, PACKED: tl.constexpr):
-    """Where a sequence begins and how long it is: a sample, or what lies between two bounds."""
+    """Where a sequence (a sample, or a packed sequence) begins, and how long it is."""
     if PACKED:
         begin = tl.load(p_starts + batch).to(tl.int64)
         return begin, (tl.load(p_starts + batch + 1) - begin).to(tl.int32)
@@ -168,7 +169,7 @@ def gap_before(p_starts, batch, SHIFTED: tl.constexpr):
 
 @triton.jit
 def find_program():
-    """Which stretch and which (sample, head) a program has, and its place among all programs."""
+    """A program's stretch (share of the tokens), its (sample, head), and its index overall."""
     split, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
     return split, index, index * tl.num_programs(0) + split
 
@@ -204,20 +205,20 @@ def token_ok(p_mask, first, end, BT: tl.constexpr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def drop_factor(seed, first, dropout_p, BT: tl.constexpr):
-    """0 or 1/(1 − p) for every token of a tile, from its place in the whole."""
+    """0 or 1/(1 − p) for every token of a tile, from its index in the whole tensor."""
     places = first + tl.arange(0, BT)
     return tl.where(tl.rand(seed, places) >= dropout_p, 1.0 / (1.0 - dropout_p), 0.0)
 
 
 @triton.jit
 def hide_rows(b_tile, ok):
-    """Zero masked rows by selection: a NaN there must not come through as 0 · NaN."""
+    """Zero masked rows by selection: multiplying would turn a NaN there into 0 · NaN."""
     return tl.where(ok[:, None], b_tile, tl.zeros_like(b_tile))
 
 
 @triton.jit
 def quiet_rows(b_q, ok):
-    """Zero what is not finite in padded queries: 0 · NaN would reach the gradient of every key."""
+    """Zero NaN and infinity in padded queries: 0 · NaN would reach the gradient of every key."""
     finite = (b_q - b_q) == 0
     return tl.where(ok[:, None] | finite, b_q, tl.zeros_like(b_q))
 
@@ -232,7 +233,7 @@ def identity(BD: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def widen(b_tile, BD: tl.constexpr):
     """A tile ``[BT, BD]`` in float32, in the layout of products."""
-    # Two conditions: Triton 3.3 cannot join them by ``or``.
+    # Two conditions, because Triton 3.3 cannot combine them with ``or``.
     if b_tile.dtype == tl.float32:
         return b_tile
     if BD > WIDEST_IDENTITY:
@@ -252,7 +253,7 @@ def widen_turned(b_tile, BD: tl.constexpr):
 
 @triton.jit
 def key_exponents(b_k, beta, ok, BD: tl.constexpr, EVEN: tl.constexpr):
-    """β·k ``[BT, BD]``; ``NEVER`` for tokens that are masked or not there."""
+    """β·k ``[BT, BD]``; ``NEVER`` for tokens that are masked or beyond the end."""
     b_x = widen(b_k, BD) * beta
     if not EVEN:
         b_x = tl.where(ok[:, None], b_x, NEVER)
@@ -290,7 +291,7 @@ def block_softmax(
         b_s = tl.where(rows[:, None] >= rows[None, :], b_s, NEVER)
     b_p = exponential(b_s - tl.max(b_s, 1)[:, None])
     if not EVEN:
-        # In a row that sees no key every entry is 2^0; such a row must count for nothing.
+        # In a row that sees no key every entry is 2^0; such a row must get weight zero.
         b_p = tl.where(b_s > NEVER * 0.5, b_p, 0.0)
     b_sum = tl.sum(b_p, 1)
     if not EVEN:
@@ -300,7 +301,7 @@ def block_softmax(
 
 @triton.jit
 def add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION: tl.constexpr):
-    """Take exponents ``[BD, BT]`` and values ``[BT, BE]`` into a running summary ``[BD, BE]``."""
+    """Add exponents ``[BD, BT]`` and values ``[BT, BE]`` to a running summary ``[BD, BE]``."""
     b_new = tl.maximum(b_peak, tl.max(b_x, 1))
     b_shrink = exponential(b_peak - b_new)
     b_e = exponential(b_x - b_new[:, None])

@@ -1,4 +1,4 @@
-"""Keys and values into the summary: of a range of tokens, of a split, of all splits merged.
+"""Builds the summary of keys and values: of a range of tokens, of a split, of all splits merged.
 
 A partial summary is the largest exponent of every slot (peak), and relative to it the slot's mass
 and its weighted sum of values. The states of causal walks have the same three tensors.
@@ -38,7 +38,7 @@ def empty_partial(BD: tl.constexpr, BE: tl.constexpr):
 def load_partial(
     p_peak, p_mass, p_sum, part, slots, BD: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
-    """Some slots of the partial summary at one of many places."""
+    """Some slots of one of the partial summaries in memory."""
     b_peak, b_mass = tl.load(p_peak + part * BD + slots), tl.load(p_mass + part * BD + slots)
     p_in = p_sum + part * BD * BE + slots[:, None] * BE + tl.arange(0, BE)[None, :]
     return b_peak, b_mass, tl.load(p_in)
@@ -48,7 +48,7 @@ def load_partial(
 def store_partial(
     p_peak, p_mass, p_sum, part, slots, b_peak, b_mass, b_sum, BD: tl.constexpr, BE: tl.constexpr
 ):
-    """The reverse of `load_partial`."""
+    """The opposite of `load_partial`."""
     tl.store(p_peak + part * BD + slots, b_peak)
     tl.store(p_mass + part * BD + slots, b_mass)
     p_out = p_sum + part * BD * BE + slots[:, None] * BE + tl.arange(0, BE)[None, :]
@@ -57,7 +57,7 @@ def store_partial(
 
 @triton.jit
 def merge_partials(b_peak, b_mass, b_sum, b_other, b_other_mass, b_other_sum):
-    """The summary of the tokens of two."""
+    """Merge two partial summaries into that of all their tokens."""
     b_new = tl.maximum(b_peak, b_other)
     b_old, b_add = exponential(b_peak - b_new), exponential(b_other - b_new)
     b_mass = b_mass * b_old + b_other_mass * b_add
@@ -100,7 +100,7 @@ def summarise_kernel(
 ):  # fmt: skip
     """One split of one (sample, summary head) → a partial summary in float32.
 
-    SHIFTED: splits begin where the blocks of a causal walk do.
+    SHIFTED: splits begin where the blocks of a causal walk begin.
     """
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(

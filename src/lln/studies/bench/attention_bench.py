@@ -1,4 +1,4 @@
-"""``lln bench``: every case is judged, timed and saved; then a table and, if wanted, figures."""
+"""``lln bench``: checks, times and saves every case; then prints a table and may draw figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lln.studies.bench.suites import choose_cases
 from lln.studies.bench.tables import Table
 from lln.studies.bench.timing import copy_speed, free_memory, measure
 
-# Repetition of a case. A GPU is steady, and its suite is long.
+# Seconds to repeat a case; fewer on a GPU, because its times vary little and its suite is long.
 _SECONDS = {"cpu": 0.3, "cuda": 0.05}
 _COPY = "copy_terabytes_per_second"
 
@@ -34,7 +34,7 @@ def run_bench(options: Options, **asked: Any) -> bool:
         **asked: ``operations``, ``passes``, ``dtype`` and ``width``, see `choose_cases`.
 
     Returns:
-        Whether everything of ours that ran was right.
+        Whether all of our operations that ran were right.
 
     Raises:
         InvalidInputError: One sentence if an option cannot be used, before any work.
@@ -78,7 +78,7 @@ def _possible(cases: Sequence[Case], echo: Echo) -> list[Case]:
 
 
 def measure_case(case: Case, gate: Gate, seconds: float, speed: float) -> Row:
-    """One row: judged first, timed for so many seconds if right; ``speed`` is a copy's in TB/s."""
+    """One row: checked, then timed for ``seconds`` if right; ``speed`` of a copy is in TB/s."""
     operation = OPERATIONS[case.operation]
 
     def judge_and_time(row: Row) -> None:
@@ -99,7 +99,7 @@ def measure_case(case: Case, gate: Gate, seconds: float, speed: float) -> Row:
 
 
 def _fails(row: Row) -> bool:
-    """Whether it is wrong or one of ours failed; a rival may lack a shape."""
+    """Whether a result is wrong, or one of our operations failed; a rival may lack a shape."""
     if row.get("status") == "failed":
         return OPERATIONS[row["operation"]].kind == "lln"
     return row.get("status") == "wrong"

@@ -1,4 +1,4 @@
-"""The rows of ``lln bench`` for people: one line per case, and a table at the end."""
+"""The rows of ``lln bench`` as text: one line per case, and a table at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lln.studies.bench.spread import about
 from lln.studies.bench.tables import Table
 
 _GROUPS = ("bidirectional", "diagonal", "causal", "packed", "decode")
-# Heading, entry of the row, form.
+# Heading, field of the row, number format.
 _NUMBERS = (
     ("floors", "floors", "{:.2f}"),
     ("graph floors", "graph_floors", "{:.2f}"),
@@ -43,9 +43,9 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """By heading."""
+    """The cells of a row, by heading."""
     in_short = "refused" if row.get("status") == "wrong" else row.get("status", "not measured")
-    # The time in units, over the fewest.
+    # The time in units / the fewest possible units.
     spent = row.get("graph_units", row.get("units"))
     return {
         "operation": OPERATIONS[row["operation"]].label,
@@ -63,7 +63,7 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    """Where a row stands in the table."""
+    """Sort key of a row in the table."""
     group = _GROUPS.index(OPERATIONS[row["operation"]].group)
     alone = row["batch"] == 1
     return group, row["width"] != 64, row["width"], alone, row["backward"], row["tokens"]

@@ -41,12 +41,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Layout:
-    """How an operation wants its tensors.
+    """How an operation expects its tensors.
 
     Attributes:
         make: Draws the inputs of a case; never zeros, which some hardware runs faster.
-        few: The part of a tensor that is compared with float64: the last sample, which lies
-            furthest in memory, of the first and the last head.
+        few: The part of a tensor that is compared with float64: the last sample, which is furthest
+            in memory, of the first and the last head.
     """
 
     make: Callable[[Case, str, int], tuple[Tensor, ...]]
@@ -87,7 +87,7 @@ def _tokens_first(case: Case, device: str, seed: int) -> tuple[Tensor, ...]:
 
 
 def _positive_tokens_first(case: Case, device: str, seed: int) -> tuple[Tensor, ...]:
-    """Queries and keys as a feature map leaves them, so that their normaliser cannot vanish."""
+    """Positive queries and keys, as after a feature map, so that the normaliser cannot vanish."""
     query, key, value = _tokens_first(case, device, seed)
     return F.elu(query) + 1, F.elu(key) + 1, value
 
@@ -99,7 +99,7 @@ def _packed(case: Case, device: str, seed: int) -> tuple[Tensor, ...]:
 
 
 def _decode(case: Case, device: str, seed: int) -> tuple[Tensor, ...]:
-    """Query, key and value of the new token, then the keys and values that came before."""
+    """Query, key and value of the new token, then the earlier keys and values."""
     new = (case.batch, case.heads, 1, case.width)
     old = (case.batch, case.heads, case.tokens, case.width)
     return _normal(case, device, seed, new, new, new, old, old)

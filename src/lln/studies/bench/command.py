@@ -29,18 +29,18 @@ Echo = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Options:
-    """What every bench can be asked for.
+    """The options of every benchmark.
 
     Attributes:
         echo: Takes the lines meant for the terminal.
         device: ``"cpu"`` or ``"cuda"``; None = the GPU if there is one.
-        lengths: N; none = those of the bench.
+        lengths: N; None = the benchmark's default.
         out: The results file; None = ``lln-BENCH-DEVICE.json`` here.
         resume: Whether to keep what ``out`` already holds.
         threads: CPU threads; None = as many as torch uses.
-        seconds: Repetition of one cell; None = the bench's for the device.
-        figure: Whether to draw the results beside ``out``.
-        repetition: Those seconds, once they are checked.
+        seconds: How long to repeat one cell; None = the benchmark's default for the device.
+        figure: Whether to draw the results next to ``out``.
+        repetition: ``seconds`` or its default; set by `checked`.
     """
 
     echo: Echo
@@ -54,10 +54,10 @@ class Options:
     repetition: float = 0.0
 
     def checked(self, seconds: Mapping[str, float]) -> Options:
-        """With a device and the seconds to repeat a cell.
+        """A checked copy with a device and the seconds to repeat a cell.
 
         Args:
-            seconds: Repetition on each device, where none is asked for.
+            seconds: Default seconds by device.
 
         Raises:
             InvalidInputError: One sentence if an option cannot be used, before any work.
@@ -76,18 +76,18 @@ class Bench:
     """One bench: how it measures a cell, and how it shows what it found.
 
     Attributes:
-        program: The words that call it, such as ``lln bench peers``.
-        kind: What its results file says it holds.
-        measure: A cell → its row; None = the cell is left out after all.
+        program: The command, such as ``lln bench peers``.
+        kind: The kind of results, as written in the results file.
+        measure: A cell → its row; None = skip the cell.
         line: A row in a few words.
-        tables: Content of the results file → title and table, one after the other.
+        tables: Content of the results file → titles and tables.
         draw: Content of the results file, and its path without suffix → the figures' files.
         fails: Whether a row makes the command fail.
-        times: Entries of a row that are times.
-        subject: Entries of the file without which rows cannot be compared.
+        times: Fields of a row that are times.
+        subject: Entries of the file that must be equal for rows to be comparable.
         extra: Further entries of the file.
         begin: Called with the results file before the first cell.
-        relate: Writes into rows what follows from the others.
+        relate: Adds fields to rows that depend on other rows.
     """
 
     program: str
@@ -107,15 +107,15 @@ class Bench:
         """Measure the cells that the results file lacks, then show all it holds.
 
         Args:
-            cells: Each with a ``name``.
-            options: Checked ones.
-            asked: Further options, for the command that the file keeps; None = not given.
+            cells: What to measure; each has a ``name``.
+            options: Checked options.
+            asked: Further options, for the command recorded in the file; None = not given.
 
         Returns:
             Whether no row makes the command fail.
 
         Raises:
-            KeyboardInterrupt: After Ctrl-C, with the file in order.
+            KeyboardInterrupt: After Ctrl-C; the file is complete.
         """
         given = {"device": options.device, "lengths": options.lengths, **asked}
         given |= {"threads": options.threads, "seconds": options.seconds}
@@ -144,7 +144,7 @@ class Bench:
                     if not bar.console.is_terminal:
                         echo(line)
                     elif self.fails(row):
-                        # Above the bar. The other rows would only scroll by: a table comes later.
+                        # Above the bar. Other rows are not printed now: a table comes at the end.
                         bar.console.print(line, markup=False, highlight=False)
                     self.relate([*record.rows, row])
                     record.add(row)
@@ -170,7 +170,7 @@ class Bench:
 
 
 def command_of(program: str, options: Mapping[str, Any]) -> str:
-    """The command that makes the same measurements again, without a place of this machine.
+    """The command that repeats the measurements, without paths of this machine.
 
     Example:
         >>> command_of("lln bench", {"device": "cpu", "lengths": (64, 128), "width": None})
@@ -198,7 +198,7 @@ def check_seconds(seconds: float, option: str = "--seconds") -> float:
     """A positive number of seconds.
 
     Raises:
-        InvalidInputError: If it is none.
+        InvalidInputError: If it is not positive.
     """
     if not (math.isfinite(seconds) and seconds > 0):
         raise InvalidInputError(f"{option} must be a positive number, got {seconds!r}.")
@@ -207,7 +207,7 @@ def check_seconds(seconds: float, option: str = "--seconds") -> float:
 
 @contextmanager
 def threads_set(threads: int | None) -> Iterator[None]:
-    """Run the body on so many CPU threads."""
+    """Run the body on ``threads`` CPU threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -1,4 +1,4 @@
-"""What rows say about each other: floors, ratios to rivals."""
+"""Fields that compare rows: floors (times the least possible time), ratios to rivals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SHAPE = ("batch", "heads", "tokens", "width", "dtype", "backward")
 
 
 def add_floors(row: Row, operation: Operation, case: Case, copy_speed: float) -> None:
-    """Write into a row how many times the floor it takes, and how many units of time.
+    """Add to a row its time as a multiple of the floor (the least possible), and in units.
 
     Args:
         row: A timed row.
-        operation: Of the registry.
+        operation: An operation of the registry.
         case: What was timed.
-        copy_speed: In TB/s.
+        copy_speed: Speed of a copy in TB/s.
     """
     least = operation.floor_bytes(case)
     if least is None:
@@ -35,7 +35,7 @@ def add_floors(row: Row, operation: Operation, case: Case, copy_speed: float) ->
 
 
 def add_ratios(rows: Sequence[Row]) -> None:
-    """Write into every row how many times faster it is than its rivals at the same shape.
+    """Add to every row how many times faster it is than its rivals at the same shape.
 
     ``…softmax_ratio``: than the fastest softmax; ``…compiled_ratio``: than its own eager form under
     ``torch.compile``; ``…fla_ratio``: than fla's linear attention.

@@ -1,4 +1,4 @@
-"""From which length on one curve is below another, as far as the noise of both lets it be told."""
+"""From which length on one curve is below another, as far as noise allows to say."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from lln.studies.bench.spread import Timed
 
 @dataclass(frozen=True)
 class Crossover:
-    """How two curves lie to each other.
+    """Where two curves cross.
 
-    They are within noise where they do not differ by more than their runs do, see
+    They are within noise where they differ no more than their repeated runs, see
     `lln.studies.bench.spread.Timed.differs_from`.
 
     Attributes:
         lengths: Where both were measured.
-        place: Where the curves cross, told by lengths on both sides that are not within noise;
-            None if they do not, or that cannot be told.
-        since: The length from which on the one is below; None if it is not at the longest.
-        unclear: The length next below ``since``, or else the longest, if it is within noise there.
+        place: Where the curves cross, if the lengths on both sides are not within noise; else None.
+        since: The length from which on the first is below; None if it is not at the longest.
+        unclear: The length just below ``since``, or else the longest, if it is within noise there.
     """
 
     lengths: tuple[int, ...]
@@ -30,7 +29,7 @@ class Crossover:
     unclear: int | None = None
 
     def verdict(self, word: str) -> str:
-        """In a few words, ``word`` being what the one is where it is below.
+        """In a few words; ``word`` describes the lower curve, such as "faster".
 
         Example:
             >>> Crossover((128, 256), since=256, unclear=128).verdict("faster")
@@ -47,9 +46,9 @@ class Crossover:
 
 
 def crossover(slow: Mapping[int, Timed], fast: Mapping[int, Timed]) -> Crossover | None:
-    """Where ``fast`` goes below ``slow`` for good; None without a length that both have.
+    """Where ``fast`` stays below ``slow``; None without a length that both have.
 
-    Straight lines in the log-log plane join the medians.
+    Medians are interpolated linearly in log-log scale.
 
     Example:
         >>> slow = {100: Timed(1.0, 1.0, 1.0), 400: Timed(16.0, 15.0, 17.0)}

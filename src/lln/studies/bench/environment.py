@@ -1,4 +1,4 @@
-"""What a result must carry to mean something: device, versions, commit, command."""
+"""The environment stored with every result: device, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lln.eager.load import read_load
 from lln.errors import InvalidInputError
 from lln.studies.processor import PACKAGE, commit, output_of, processor, version
 
-# Measurements made under different values of these do not belong in one table.
+# Measurements with different values of these must not be in one table.
 IDENTITY = ("device", "threads", "torch", "triton", "commit")
 
 
 def describe(
     device: str, command: str, echo: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any]:
-    """The environment of a run; says so if other programs keep the processors busy.
+    """The environment of a run; prints a warning if other programs keep the processors busy.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        command: What to type to make the same measurements again.
+        command: What to type to repeat the measurements.
         echo: Takes a line meant for the terminal.
     """
     on_gpu = device == "cuda"
@@ -51,12 +51,12 @@ def describe(
 
 
 def check_same(stored: dict[str, Any], here: dict[str, Any], path: Path) -> None:
-    """Refuse to go on with measurements that were made elsewhere.
+    """Refuse to resume measurements that were made in another environment.
 
     Args:
-        stored: What the file says.
-        here: What must be the same.
-        path: Of the file.
+        stored: The environment in the file.
+        here: Entries that must be equal.
+        path: The file.
 
     Raises:
         InvalidInputError: Names what differs.
@@ -64,6 +64,6 @@ def check_same(stored: dict[str, Any], here: dict[str, Any], path: Path) -> None
     for name, own in here.items():
         if stored.get(name) != own:
             raise InvalidInputError(
-                f"--resume cannot go on with {path}: its {name} is {stored.get(name)!r}, here it "
-                f"is {own!r}; leave --resume out to start anew, or choose another --out."
+                f"--resume cannot continue {path}: its {name} is {stored.get(name)!r}, here it "
+                f"is {own!r}; leave --resume out to start over, or choose another --out."
             )

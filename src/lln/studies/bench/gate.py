@@ -1,6 +1,6 @@
-"""Correctness before speed: an operation that is wrong gets no time.
+"""Correctness before speed: an operation that is wrong is not timed.
 
-The budgets are those of `lln.testing`, for the output and, where a backward is timed, for every
+Error budgets are those of `lln.testing`, for the output and, where a backward is timed, for every
 gradient. Two comparisons:
 
 - with the definition, N×N in float64, at the case's own length up to `EXACT_TOKENS`;
@@ -25,7 +25,7 @@ EXACT_TOKENS = 300
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far an operation is from float64, where it is furthest for what it may be.
+    """The error of an operation against float64, where it is largest relative to its budget.
 
     Attributes:
         what: ``"output"`` or ``"gradient of …"``.
@@ -49,7 +49,7 @@ class Verdict:
 
 
 class Gate:
-    """Judges cases on one device; small comparisons are made once for all lengths."""
+    """Checks cases on one device; small comparisons are made once for all lengths."""
 
     def __init__(self, device: str) -> None:
         """``device``: ``"cpu"`` or ``"cuda"``."""
@@ -70,7 +70,7 @@ class Gate:
         if operation.linear:
             own = self._compare(operation, case, inputs, operation.plain)
             # Compiling for a second shape takes longer than everything else here, and the plain
-            # form that judged is the very function that was compiled.
+            # form of the comparison is the same function that was compiled.
             if not own.passed or operation.is_compiled:
                 return own
         small = replace(case, batch=min(case.batch, 2), tokens=EXACT_TOKENS)
@@ -92,7 +92,7 @@ class Gate:
         slices = [few(tensor.detach()) for tensor in inputs]
         wide = [one.double() if one.is_floating_point() else one for one in slices]
         expected = _results(judge, wide, part.double() if case.backward else None)
-        # On a CPU ours *is* plain PyTorch: calibrated by itself it could not fail.
+        # On a CPU ours *is* plain PyTorch: compared with itself it could not fail.
         itself = self.device == "cpu" and operation.kind == "lln"
         plain = (
             None if itself else _results(operation.plain, slices, part if case.backward else None)
@@ -114,8 +114,8 @@ class Gate:
 def _run(
     operation: Operation, case: Case, inputs: Sequence[Tensor]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The operation's results at full size, and the gradient that was sent up."""
-    # In every layout the output looks like the query.
+    """The operation's results at full size, and the output gradient that was used."""
+    # In every layout the output has the shape of the query.
     upstream = torch.empty_like(inputs[0]).normal_(
         generator=torch.Generator(inputs[0].device).manual_seed(2)
     )
@@ -129,7 +129,7 @@ def _run(
 def _results(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor | None
 ) -> dict[str, Tensor]:
-    """Output and, if a gradient is sent up, the gradients of the floating inputs, by name."""
+    """Output and, with an output gradient, the gradients of the floating-point inputs, by name."""
     leaves = [
         tensor.detach().requires_grad_(upstream is not None and tensor.is_floating_point())
         for tensor in inputs

@@ -29,7 +29,7 @@ from lln.studies.bench.cases import (
     Layout,
 )
 
-# Matched values for unit-variance inputs at D = 64; any fixed number costs the same.
+# Matched values for unit-variance inputs at D = 64; the number does not affect the time.
 ALPHA = BETA = 2.27
 
 
@@ -43,25 +43,25 @@ def _nothing_missing() -> str | None:
 
 @dataclass(frozen=True)
 class Operation:
-    """An attention function, what judges it, and what it is compared with.
+    """An attention function, its references, and what it is compared with.
 
     Attributes:
         label: The name in tables and figures.
         run: The function that is timed; takes what ``prepare`` returns.
         exact: The same by its definition, N×N; called with float64 inputs.
-        plain: The same in plain PyTorch, in the dtype of its inputs: its error says how large an
-            error is to be expected.
+        plain: The same in plain PyTorch, in the dtype of its inputs: its error tells how large an
+            error to expect.
         kind: ``"softmax"``, ``"lln"`` or ``"linear"``.
         group: Operations of one group do the same job and are compared with each other.
-        linear: Whether ``plain`` is linear in N, so that in float64 it can judge any length.
-        layout: How the inputs look.
-        prepare: Inputs → arguments of ``run``, outside the time.
+        linear: Whether ``plain`` is linear in N, so that in float64 it can check any length.
+        layout: Shapes and values of the inputs.
+        prepare: Inputs → arguments of ``run``; not timed.
         units: Fewest tensors of the inputs' size that must move: forward, forward + backward.
         least_bytes: Fewest bytes that must move, where units do not fit.
         compiled: Name of the operation that is this one's eager form under ``torch.compile``.
         forward_only: Whether there is no backward to time.
         is_compiled: Whether ``run`` goes through ``torch.compile``.
-        missing: Says in a sentence what the operation lacks here; None = it can run.
+        missing: Returns what the operation lacks here, in words; None = it can run.
     """
 
     label: str
@@ -81,7 +81,7 @@ class Operation:
     missing: Callable[[], str | None] = _nothing_missing
 
     def floor_bytes(self, case: Case) -> int | None:
-        """Fewest bytes that must move through memory; None where nobody has counted."""
+        """Fewest bytes that must move through memory; None where that is not known."""
         if self.least_bytes is not None:
             return self.least_bytes(case)
         return None if self.units is None else self.units[case.backward] * case.unit_bytes
@@ -142,7 +142,7 @@ BLOCK = 64
 
 
 def _diag_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Blocks as heads of short sequences, without a copy, and the short last block by itself."""
+    """Blocks as heads of short sequences, without a copy; the short last block separately."""
     whole = query.shape[2] - query.shape[2] % BLOCK
     parts = []
     for start, end, size in ((0, whole, BLOCK), (whole, query.shape[2], query.shape[2] - whole)):
@@ -163,7 +163,7 @@ _DIAG = replace(
 
 
 def _compile(operation: Operation) -> Operation:
-    """The eager form under ``torch.compile``, compiled anew for every case."""
+    """The eager form under ``torch.compile``, compiled again for every case."""
 
     def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return operation.plain(query, key, value)
@@ -178,7 +178,7 @@ def _compile(operation: Operation) -> Operation:
     def prepare(*inputs: Tensor) -> tuple[Any, ...]:
         this = [(one.shape, one.dtype, one.requires_grad) for one in inputs]
         if this != last:
-            # After eight shapes of one function the compiler goes back to eager.
+            # Reset, because after eight shapes of one function the compiler falls back to eager.
             torch.compiler.reset()
             last[:] = this
         return inputs
@@ -230,7 +230,7 @@ def _flash_packed(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longe
 def _whole(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *old: Tensor
 ) -> Tensor:
-    """One query over the keys and values of before and its own."""
+    """One query over the earlier keys and values and its own."""
     return attend(query, torch.cat((old[0], key), -2), torch.cat((old[1], value), -2))
 
 
@@ -251,7 +251,7 @@ def _decode_lln(
 def _cached(
     query: Tensor, key: Tensor, value: Tensor, old_key: Tensor, old_value: Tensor
 ) -> tuple[Any, ...]:
-    """The cache with the new token already in it: writing it there costs the rival nothing."""
+    """The cache with the new token already in it: the rival's time excludes writing it."""
     return query, torch.cat((old_key, key), -2), torch.cat((old_value, value), -2)
 
 
@@ -270,8 +270,8 @@ def _linear_causal(query: Tensor, key: Tensor, value: Tensor, normalised: bool =
 
 
 def _fla(query: Tensor, key: Tensor, value: Tensor, normalised: bool = False) -> Tensor:
-    # fla times its tiles when first called and keeps the choice on disk: one made while something
-    # else used the GPU would slow it down for good. It chooses anew here.
+    # fla times its tiles when first called and keeps the choice on disk: a choice made while the
+    # GPU was busy would slow it down permanently. So it has to choose again here.
     os.environ.setdefault("FLA_CACHE_RESULTS", "0")
     from fla.ops.linear_attn import chunk_linear_attn
 

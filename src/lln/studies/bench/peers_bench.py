@@ -1,4 +1,4 @@
-"""``lln bench peers``: one layer of every attention system over the length, cell after cell."""
+"""``lln bench peers``: one layer of every attention system at every length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lln.studies.bench.result_rows import Row, row_of
 
 SIZES = {"cpu": LayerSize(256, 4, "float32"), "cuda": LayerSize(768, 12, "bfloat16")}
 LENGTHS = {"cpu": (256, 1024, 4096), "cuda": (256, 1024, 4096, 16384, 65536)}
-# B·N of the part with equal numbers of tokens.
+# B·N of the part with the same number of tokens per batch.
 TOKENS = {"cpu": 4096, "cuda": 65536}
 SECONDS = {"cpu": 0.1, "cuda": 0.02}
 LIMITS = {"cpu": 5.0, "cuda": 1.0}
@@ -64,7 +64,7 @@ def run_peers(
     most = check_seconds(LIMITS[device] if limit is None else limit, "--limit")
     lengths = sorted(options.lengths or LENGTHS[device])
     in_batch = TOKENS[device] if tokens is None else tokens
-    # One sample of exactly so many tokens is in the first part already.
+    # A batch of one sample is already in the first part.
     left_out = [n for n in lengths if in_batch // n < 2 and n != in_batch]
     if in_batch and left_out:
         options.echo(
@@ -103,7 +103,7 @@ def plan(lengths: Sequence[int], systems: Sequence[str] | None, tokens: int) -> 
     ordered = [name for name in names if name == FRAME] + in_order(names)
     alone = [(ALONE, 1, n) for n in lengths]
     filled = [(FILLED, tokens // n, n) for n in lengths if tokens // n > 1]
-    # The part that every page is made of comes first, whatever ends the run.
+    # The part that the docs use comes first, in case the run is interrupted.
     return [
         PeerCell(part, name, passes, batch, n)
         for shapes in (alone, filled)
@@ -115,7 +115,7 @@ def plan(lengths: Sequence[int], systems: Sequence[str] | None, tokens: int) -> 
 
 @contextmanager
 def _measurer(device: str, arguments: tuple[Any, ...]) -> Iterator[Callable[[PeerCell], Row]]:
-    """What measures a cell: here on a CPU, on a GPU in a process that may be lost."""
+    """What measures a cell: on a CPU this process, on a GPU a separate one that may crash."""
     if device == "cpu":
         yield lambda cell: measure_cell(cell, *arguments)
         return

@@ -1,10 +1,10 @@
 """Time and memory of one layer of any attention system at one shape.
 
-Where the layers of a system differ, the mean over one period of them.
+If the layers of a system differ, it is the mean over one period of them.
 
-Cores and mixers are measured as `lln.peers.build` gives them, projections included. A block also
-does the work of a feed-forward, so blocks are measured as what stands for one encoder layer, and
-`FRAME`, softmax attention with its feed-forward, is the row to compare them with.
+Cores and mixers are measured as `lln.peers.build` returns them, projections included. A block
+includes a feed-forward, so blocks are measured as a whole encoder layer, and `FRAME`, softmax
+attention with its feed-forward, is the row to compare them with.
 
 Dimension legend: B batch, N tokens, W width of the tokens.
 """
@@ -30,12 +30,12 @@ FRAME = "softmax_layer"
 ALONE, FILLED = "batch 1", "filled"
 PASSES = ("forward", "both")
 
-# A cell is not tried if the last shorter one says that a call takes this many times the limit.
+# A cell is skipped if the next shorter one predicts a call that takes this many times the limit.
 _HOPELESS = 3.0
-# Seconds from which a call is timed by the clock, three times: launching is nothing beside it, and
-# a timer would repeat it ten times.
+# Calls longer than these seconds are timed three times with a plain clock: launch overhead is then
+# negligible, and torch's timer would repeat the call ten times.
 _BRIEF = {"cpu": 0.2, "cuda": 0.02}
-# Seconds to draw a layer's weights; N×N of them are not waited for.
+# Most seconds to draw a layer's weights, which may be N×N.
 _SETUP_LIMIT = 10.0
 _USABLE = 0.6
 
@@ -66,14 +66,14 @@ class PeerCell:
 
 
 def layers_of(system: str) -> int:
-    """How many layers are measured at once: one, or a period of those that differ."""
+    """How many layers are measured at once: one, or one period if layers differ."""
     return 1 if system == FRAME else peers.card(system).period
 
 
 def build_layers(system: str, size: LayerSize, tokens: int, **options: Any) -> nn.Module:
-    """What stands for `layers_of` layers of a system or `FRAME`, called with ``[B, N, W]``.
+    """A module with `layers_of` layers of a system or of `FRAME`, called with ``[B, N, W]``.
 
-    N is ``tokens`` at most; ``options`` are those of the system.
+    N is at most ``tokens``; ``options`` are those of the system.
     """
     sizes: dict[str, Any] = options | {
         "embed_dim": size.width,
@@ -97,7 +97,7 @@ def is_linear(system: str) -> bool:
 def measure_cell(cell: PeerCell, size: LayerSize, device: str, seconds: float, limit: float) -> Row:
     """Median milliseconds and peak bytes, or the reason why there are none.
 
-    Calls are repeated for ``seconds``, but not one that takes longer than ``limit``.
+    Calls are repeated for ``seconds``; a call that takes longer than ``limit`` is not repeated.
     """
     return measured_row(cell, lambda row: row.update(_measure(cell, size, device, seconds, limit)))
 
@@ -106,7 +106,7 @@ def _measure(cell: PeerCell, size: LayerSize, device: str, seconds: float, limit
     torch.manual_seed(0)
     begin = time.perf_counter()
     dtype, backward = getattr(torch, size.dtype), cell.passes == "both"
-    # Drawn where they are used: on a GPU drawing takes no time.
+    # Weights are drawn on the device itself: on a GPU that takes no time.
     with torch.device(device):
         layers = build_layers(cell.system, size, cell.tokens)
     layers = layers.to(device, dtype).train(backward)
@@ -124,7 +124,7 @@ def _measure(cell: PeerCell, size: LayerSize, device: str, seconds: float, limit
     if spent >= limit:
         return {**row, **over(limit)}
     on_gpu, count = device == "cuda", layers_of(cell.system)
-    # Tokens, and the gradient of the output, which is as large.
+    # The tokens, and the output gradient of the same size.
     held = weights + (1 + backward) * x.nbytes
     row["peak_bytes"] = (held + peak_bytes(call, on_gpu)) / count
     if spent >= brief:
@@ -135,7 +135,7 @@ def _measure(cell: PeerCell, size: LayerSize, device: str, seconds: float, limit
 
 
 def _seconds_of(call: Callable[[], Tensor]) -> float:
-    """Wall time of one call, the look at its output not included."""
+    """Wall time of one call, without the check of its output."""
     begin = time.perf_counter()
     out = call()
     if out.is_cuda:
@@ -152,13 +152,13 @@ def over(limit: float) -> Row:
 
 
 def foreseen(cell: PeerCell, rows: Sequence[Row], device: str, limit: float) -> Row | None:
-    """What shorter sequences say of a cell that is not worth trying; None = try it.
+    """The row of a cell that shorter sequences show is not worth trying; None = try it.
 
-    ``rows`` have been measured, and one call may take ``limit`` seconds.
+    ``rows`` are measured rows; one call may take ``limit`` seconds.
     """
     for row in rows:
         if row["system"] == cell.system and row.get("fatal"):
-            # A system that cost the process once would cost minutes if tried again and again.
+            # A system that crashed the process once would waste minutes if tried at every length.
             return {"status": "failed", "reason": f"not tried after {row['name']}"}
     last = last_shorter(rows, cell, "part", "system", "passes")
     if last is None or last["status"] == "failed":
@@ -172,7 +172,7 @@ def foreseen(cell: PeerCell, rows: Sequence[Row], device: str, limit: float) -> 
     memory = _memory(device)
     if last["weights_bytes"] * longer**2 > memory:
         return {"status": "out of memory", "reason": f"weights, {foretold}"}
-    # A GPU says when it is full; a CPU's process is killed.
+    # A GPU raises an error when it is full, but on a CPU the process is killed.
     if device == "cpu" and last["peak_bytes"] * more > _USABLE * memory:
         return {"status": "out of memory", "reason": foretold}
     if last["milliseconds"] * more > _HOPELESS * 1e3 * limit:

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-# In every panel, so that each family is seen beside them; the frame beside blocks only.
+# Drawn in every panel for comparison; the frame only next to blocks.
 _BESIDE = {"softmax": "#000000", "lln": "#0072B2", "lln_diag": "#D55E00"}
 _FRAME_COLOUR = "#777777"
-# Ten that differ in lightness too; markers say it again.
+# Ten colours that differ in lightness too; markers also differ.
 _COLOURS = (
     *("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8B6914"),
     *("#6A3D9A", "#B22222", "#2F6B6B", "#8DB600", "#FF8FA3"),
 )
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<", ">")
-# Names stand below each other at this distance, in shares of the panel's height.
+# Least vertical distance between names, as a share of the panel's height.
 _APART = 0.062
 
 
@@ -64,7 +64,7 @@ def draw_peers(
             label_lengths(axes, lengths)
         for axes in panels[len(families) :]:
             axes.set_visible(False)
-        # Limits are shared, so names find their heights when every panel is drawn.
+        # Axis limits are shared, so names are placed after every panel is drawn.
         for axes in panels[: len(families)]:
             _name_lines(axes)
         figure.supxlabel("tokens N", fontsize=9)
@@ -92,20 +92,20 @@ def _panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], field: str) ->
 def _line(axes: Axes, rows: Sequence[Row], name: str, field: str, **look: Any) -> None:
     own = [row for row in rows if row["system"] == name]
     found = points(own, field, 1e-6 if field == "peak_bytes" else 1.0)
-    # Some lines end because memory or patience does.
+    # Mark lines that end because of memory or the time limit.
     ended = any(row["status"] != "timed" for row in own)
     if found:
         axes.plot(*zip(*found, strict=True), label=f"{name} ×" if ended else name, **look)
 
 
 def _name_lines(axes: Axes) -> None:
-    """Names beside the ends of their lines, moved apart where they would overlap."""
+    """Write names next to the ends of their lines, moved apart where they would overlap."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     lines = sorted(axes.get_lines(), key=_end)
     heights = [(math.log(_end(line)) - low) / (high - low) for line in lines]
     for index in range(1, len(heights)):
         heights[index] = max(heights[index], heights[index - 1] + _APART)
-    # Pushed out at the top, they are pushed back from there.
+    # If they then exceed the top, they are moved down again from there.
     for index in range(len(heights)):
         heights[-1 - index] = min(heights[-1 - index], 1.0 - index * _APART)
     for height, line in zip(heights, lines, strict=True):

@@ -34,7 +34,7 @@ TABLES = tuple(
 
 
 def systems_of(results: dict[str, Any]) -> list[str]:
-    """The systems that were measured, by family, then the frame of the blocks."""
+    """The systems that were measured, by family, then the frame to compare blocks with."""
     names = {row["system"] for row in results["cases"]}
     return in_order(names) + [name for name in (FRAME,) if name in names]
 
@@ -50,7 +50,7 @@ def tables_of(results: dict[str, Any]) -> Iterator[tuple[str, Table]]:
 
 
 def table_of(results: dict[str, Any], measure: Measure) -> Table:
-    """Headings and cells; no line where nothing of the kind was measured."""
+    """Headings and cells, without lines for which nothing was measured."""
     kind = (measure.part, measure.passes)
     rows = [row for row in results["cases"] if (row["part"], row["passes"]) == kind]
     if not any(row.get(measure.field) is not None for row in rows):
@@ -81,5 +81,5 @@ def text_of(row: Row) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three of them."""
+    """A number with three digits."""
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"

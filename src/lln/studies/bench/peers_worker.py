@@ -1,7 +1,7 @@
-"""Cells measured in a process of their own, so that none of them can end the run.
+"""Cells measured in a separate process, so that none of them can end the run.
 
-An illegal access leaves a process without its GPU, a kernel may never return, and a system that
-is out of memory kills: the cell has failed then, and the next one gets a fresh process.
+After an illegal access a process cannot use its GPU any more, a kernel may never return, and a
+machine out of memory kills processes: then the cell fails, and the next one gets a new process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from lln.studies.bench.peers_cells import PeerCell
 from lln.studies.bench.result_rows import Row, row_of
 
-# Seconds after which a cell is given up: far more than drawing, compiling and timing take.
+# Time limit of a cell in seconds: far more than drawing, compiling and timing take.
 PATIENCE = 45.0
 
 
@@ -28,11 +28,11 @@ class Worker:
     def __init__(
         self, measure: Callable[..., Row], arguments: tuple[Any, ...], patience: float = PATIENCE
     ) -> None:
-        """Nothing is started before the first cell.
+        """The process starts with the first cell.
 
         Args:
-            measure: A function of a module, which the other process imports.
-            arguments: What it takes after the cell.
+            measure: A module-level function, which the other process imports.
+            arguments: Its arguments after the cell.
             patience: Seconds that a cell may take.
         """
         self._measure, self._arguments, self.patience = measure, arguments, patience
@@ -50,7 +50,7 @@ class Worker:
         self._end()
 
     def __call__(self, cell: PeerCell) -> Row:
-        """The row of a cell; ``fatal`` is set where the cell cost the process."""
+        """The row of a cell; ``fatal`` is set if the cell ended the process."""
         process = self._process or self._start()
         try:
             self._pipe.send(cell)
@@ -73,7 +73,7 @@ class Worker:
         self._process = self._context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        # Importing torch is not the first cell's time.
+        # Wait until torch is imported, so that it does not count as time of the first cell.
         with suppress(EOFError, OSError):
             self._pipe.recv()
         return self._process
@@ -90,7 +90,7 @@ class Worker:
 def _serve(
     pipe: Connection, measure: Callable[..., Row], arguments: tuple[Any, ...], threads: int
 ) -> None:
-    # Ctrl-C reaches both processes; the first one ends this one.
+    # Ignored here: Ctrl-C reaches both processes, and the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     pipe.send(None)
@@ -104,7 +104,7 @@ def _serve(
 
 
 def _is_usable() -> bool:
-    """Whether the GPU of this process still answers."""
+    """Whether this process can still use its GPU."""
     if not torch.cuda.is_initialized():
         return True
     try:

@@ -1,4 +1,4 @@
-"""Results on disk: whole after every case, whatever interrupts the run."""
+"""Results on disk: a complete file after every case, whatever interrupts the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Record:
     """A JSON file with the environment of a run and one row per case.
 
     Attributes:
-        path: Where it lies.
+        path: The file.
         rows: What has been measured, in the order of measuring.
         extra: Further entries of the file.
     """
@@ -30,15 +30,15 @@ class Record:
         resume: bool = False,
         subject: dict[str, Any] | None = None,
     ) -> None:
-        """Start a file, or go on with one.
+        """Start a file, or resume one.
 
         Args:
-            path: Where to write; folders are made.
-            kind: What the rows are about; rows of another kind are not gone on with.
-            environment: As `lln.studies.bench.environment.describe` gives it.
-            resume: Whether to keep the rows that are there.
-            subject: Entries of the file that say what the rows are measured on; rows of another
-                subject are not gone on with.
+            path: Where to write; missing folders are created.
+            kind: What the rows are about; a file of another kind is not resumed.
+            environment: As `lln.studies.bench.environment.describe` returns it.
+            resume: Whether to keep the rows of an existing file.
+            subject: Entries of the file that say what was measured; a file with another subject is
+                not resumed.
 
         Raises:
             InvalidInputError: If the file cannot be used.
@@ -60,12 +60,12 @@ class Record:
                 raise ValueError
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInputError(
-                f"--resume cannot read {self.path}: it is no file of this command; "
-                "leave --resume out to start anew."
+                f"--resume cannot read {self.path}: it is not a file of this command; "
+                "leave --resume out to start over."
             ) from error
         check_same(environment, {name: self.environment[name] for name in IDENTITY}, self.path)
         check_same(stored, subject, self.path)
-        # What failed or was wrong may have been repaired since; what is too large stays so.
+        # Measure failed or wrong cases again, which may work now; too large ones stay too large.
         self.rows = [row for row in rows if row.get("status") not in ("failed", "wrong")]
         self.extra = {k: v for k, v in stored.items() if k not in _FIXED}
         commands = [environment.get("command", ""), self.environment["command"]]
@@ -77,17 +77,17 @@ class Record:
 
     @property
     def done(self) -> set[str]:
-        """Names of the cases that need no measuring any more."""
+        """Names of the cases that need not be measured again."""
         return {row["name"] for row in self.rows}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take in one row and save."""
+        """Add one row and save."""
         self.rows.append(row)
         self.save()
 
     @property
     def content(self) -> dict[str, Any]:
-        """All that the file holds."""
+        """Everything in the file."""
         top = {"kind": self.kind, "environment": self.environment}
         return {**top, **self.extra, "cases": self.rows}
 
@@ -97,6 +97,6 @@ class Record:
 
 
 def _busier(*environments: dict[str, Any]) -> float | None:
-    """What other programs kept busy during the worse part of a run that was resumed."""
+    """The higher load by other programs among the parts of a resumed run."""
     found = [each.get("busy_cores") for each in environments]
     return max((busy for busy in found if busy is not None), default=None)

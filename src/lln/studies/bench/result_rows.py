@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: a row of the results, also where it fails."""
+"""Rows of the results; a failed measurement gives a row too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def last_shorter(rows: Iterable[Row], cell: Any, *kind: str) -> Row | None:
-    """The longest of the sequences that are shorter than a cell's and share its ``kind`` fields."""
+    """The row of the next shorter sequence with the same ``kind`` fields as the cell."""
     shorter = [
         row
         for row in rows
@@ -24,7 +24,7 @@ def last_shorter(rows: Iterable[Row], cell: Any, *kind: str) -> Row | None:
 
 
 def row_of(cell: Any, **found: Any) -> Row:
-    """A row that says which cell (a dataclass with a ``name``) it is of, and what was found."""
+    """A row with the fields of its cell (a dataclass with a ``name``) and what was found."""
     return {"name": cell.name, **asdict(cell), **found}
 
 
@@ -44,8 +44,8 @@ def measured_row(cell: Any, measure: Callable[[Row], None], *, collect: bool = F
             row["status"] = "out of memory"
         else:
             row |= {"status": "failed", "reason": in_one_line(error)}
-    # Here the exception and the frames it kept alive are gone. A GPU that an error has cost does
-    # not even take its memory back.
+    # Only here, where the exception and the frames it kept alive are gone. After some errors a GPU
+    # cannot even free its memory.
     with suppress(RuntimeError):
         free_memory(collect=collect or row["status"] != "timed")
     return row

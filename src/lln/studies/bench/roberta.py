@@ -1,8 +1,8 @@
-"""RoBERTa-base in plain PyTorch, with an attention to choose: the model of the paper's Table 2.
+"""RoBERTa-base in plain PyTorch, with any attention: the model of the paper's Table 2.
 
-As fairseq builds and trains it: learned positions, a norm after the embeddings, post-norm layers,
-GELU, and a head with tied weights that sees the masked tokens only. Attention weights are not
-dropped, for most of the attentions never form them; everything else is dropped with 0.1.
+Built and trained as in fairseq: learned positions, a norm after the embeddings, post-norm layers,
+GELU, and a head with tied weights that sees the masked tokens only. Attention weights have no
+dropout, because most attentions here never form them; elsewhere dropout is 0.1.
 
 Dimension legend: B batch, N tokens, W width of the model, H heads, D head width, M masked tokens.
 """
@@ -41,17 +41,17 @@ class RobertaSize:
 
 
 def naive_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention that writes its N×N matrix down, ``[B, H, N, D]``."""
+    """Softmax attention that stores its N×N matrix in memory, ``[B, H, N, D]``."""
     weights = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
     return weights.to(value.dtype) @ value
 
 
 def nystromformer(size: RobertaSize) -> Attention:
-    """Nyströmformer's attention with its own defaults; it has no longest length."""
+    """Nyströmformer's attention with its own defaults; it has no maximal length."""
     return Nystromformer(Host(embed_dim=size.width, num_heads=size.heads, max_len=512))
 
 
-# Every layer gets an attention of its own: some have weights.
+# One attention per layer, because some have weights.
 SYSTEMS: dict[str, tuple[str, Callable[[RobertaSize], Attention]]] = {
     "softmax_sdpa": ("softmax (SDPA)", lambda _: F.scaled_dot_product_attention),
     "softmax_naive": ("softmax (N×N written)", lambda _: naive_softmax),
@@ -71,8 +71,8 @@ class Roberta(nn.Module):
         """Build the model with fresh weights.
 
         Args:
-            size: Of everything.
-            tokens: Longest sequence: learned positions end there.
+            size: Sizes of the model.
+            tokens: Longest sequence, the number of learned positions.
             attention: Makes the attention of one layer.
         """
         super().__init__()
@@ -149,7 +149,7 @@ class TrainingStep:
         with torch.device(device):
             self.model = Roberta(size, tokens, attention).train()
             self.words = torch.randint(size.words, (batch, tokens))
-            # 15 % of the tokens are masked, always as many, so that nothing waits for a count.
+            # 15 % of the tokens are masked, a fixed number, so that nothing waits for a count.
             self.masked = torch.randperm(batch * tokens)[: max(1, batch * tokens * 15 // 100)]
         self.targets = self.words.flatten()[self.masked]
         self.optimiser = torch.optim.AdamW(
@@ -160,7 +160,7 @@ class TrainingStep:
 
     def step(self) -> Tensor:
         """Forward (on a GPU in bfloat16 by autocast), backward, AdamW; returns the loss."""
-        # Many CPUs have no bfloat16 products and take minutes to imitate them.
+        # No bfloat16 on CPUs: many have no such products and take minutes to emulate them.
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             logits = self.model(self.words, self.masked)
         loss = F.cross_entropy(logits.float(), self.targets)
@@ -170,7 +170,7 @@ class TrainingStep:
         return loss.detach()
 
     def captured(self) -> Callable[[], Tensor]:
-        """The step as a CUDA graph: a function that replays it, whatever launching would take."""
+        """The step as a CUDA graph: a function that replays it, without launches from Python."""
         graph, loss = captured(self.step, warm_ups=3)
 
         def replay() -> Tensor:

@@ -1,8 +1,8 @@
 """``lln bench roberta``: memory and time of one training step, the paper's Table 2.
 
 Three parts: batch 1 over the length, as in the paper, doubling until memory runs out; the same
-replayed as CUDA graphs, which leaves out what launching from Python takes; and batches that all
-hold the same number of tokens and fill the device.
+replayed as CUDA graphs, without the cost of launching from Python; and batches that fill the
+device, with the same number of tokens at every length.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ LONGEST = 1 << 20
 MOST_STEPS = 20
 # A cell that would take longer than this per step is not run.
 PATIENCE = 40.0
-# Bytes per token that a training step of RoBERTa-base keeps, roughly; the batch takes 60 % of
-# memory.
+# Rough bytes per token that a training step of RoBERTa-base needs; the batch takes 60 % of memory.
 _TOKEN_BYTES, _FILLED = 500_000, 0.6
 
 
@@ -84,7 +83,7 @@ def run_roberta(
         last = last_shorter(record.rows, cell, "part", "system") if alone else None
         if last is not None and last["status"] != "timed":
             return None
-        # If time grows with the square of the length.
+        # Predicted as if time grew with the square of the length.
         if last and last["milliseconds"] * (cell.tokens / last["tokens"]) ** 2 > 1e3 * PATIENCE:
             return row_of(cell, status=f"over {PATIENCE:.0f} s")
         return measure_cell(cell, size, device, options.repetition)
@@ -107,12 +106,12 @@ def run_roberta(
 def plan(
     lengths: Sequence[int] | None, systems: Sequence[str], filling: int, *, graphs: bool
 ) -> list[Cell]:
-    """All cells; those after a system's out of memory are left out when their turn comes."""
+    """All cells; after a system runs out of memory its longer ones are skipped during the run."""
     asked = sorted(lengths or ())
     doubled = [1 << power for power in range(LENGTHS[-1].bit_length(), LONGEST.bit_length())]
     lengths = asked or [*LENGTHS, *doubled]
     cells = [Cell("batch 1", name, 1, n) for name in systems for n in lengths]
-    # After the paper's lengths the GPU takes longer than launching does.
+    # Beyond the paper's lengths the GPU takes longer than launching, so graphs show nothing new.
     short = [n for n in lengths if n <= LENGTHS[-1]]
     if graphs:
         cells += [Cell("graph", name, 1, n) for name in systems for n in short]
@@ -129,7 +128,7 @@ def filling_tokens(device: str, lengths: Sequence[int]) -> int:
 
 
 def measure_cell(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
-    """Median milliseconds and peak bytes of a training step, repeated for so many seconds."""
+    """Median milliseconds and peak bytes of a training step, repeated for ``seconds``."""
     return measured_row(
         cell, lambda row: row.update(_measure(cell, size, device, seconds)), collect=True
     )
@@ -140,7 +139,7 @@ def _measure(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
         torch.cuda.reset_peak_memory_stats()
     training = TrainingStep(size, SYSTEMS[cell.system][1], cell.batch, cell.tokens, device)
     first = _timed_step(training.step)
-    # The first step also compiles kernels, so it counts only where that is little beside it.
+    # The first step also compiles kernels, so it counts only if it is long in comparison.
     times = [first] if first > PATIENCE / 4 and cell.tokens > LENGTHS[-1] else []
     fewest, most = (1, 1) if times else (1 if device == "cpu" else 3, MOST_STEPS)
     step = training.captured() if cell.part == "graph" else training.step
@@ -149,7 +148,7 @@ def _measure(cell: Cell, size: RobertaSize, device: str, seconds: float) -> Row:
         times.append(_timed_step(step))
     row: Row = {"status": "timed", "steps": len(times)}
     row |= timed(times).times(1e3).fields("milliseconds")
-    # A graph keeps its own pool beside that of the steps before it: no measure of a step.
+    # No memory for graphs: a graph has its own pool besides that of the earlier steps.
     if device == "cuda" and cell.part != "graph":
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
         row["reserved_bytes"] = torch.cuda.max_memory_reserved()

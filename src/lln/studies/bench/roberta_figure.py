@@ -44,7 +44,7 @@ def draw_roberta(results: dict[str, Any], path: Path) -> list[Path]:
         panels = figure.subplots(1, len(fields), squeeze=False)[0]
         for axes, field in zip(panels, fields, strict=True):
             _panel(axes, rows, field)
-            # Each panel tells the ends of its own quantity.
+            # Each panel explains the ends of its own curves.
             told = None if len(fields) == 1 else field == "peak_bytes"
             _tell_ends(axes, rows, field, told)
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
@@ -68,13 +68,13 @@ def _panel(axes: Axes, rows: list[Row], field: str) -> None:
 
 
 def _tell_ends(axes: Axes, rows: list[Row], field: str, memory: bool | None) -> None:
-    """Say why curves end; those that end together are told so once.
+    """Write why curves end, once for those that end together.
 
     Args:
         axes: A panel.
-        rows: Of all systems.
+        rows: The rows of all systems.
         field: What the panel shows.
-        memory: Whether to tell of memory alone or of all else; None = of everything.
+        memory: True = only ends out of memory, False = only others, None = all.
     """
     ends: dict[tuple[int, str], float] = {}
     for name in _LOOKS:

@@ -24,7 +24,7 @@ def table_of(rows: Sequence[Row], part: str) -> Table:
     lengths = {row["tokens"] for row in rows}
     heads, lines = by_length(rows, {}, str)
     if part != "filled":
-        # What does not fit does not fit at twice the length either.
+        # A system that ran out of memory would at every longer length too.
         ends = [row for row in rows if row["status"] == "out of memory"]
         rows += [end | {"tokens": n} for end in ends for n in lengths if n > end["tokens"]]
     names = dict.fromkeys(row["system"] for row in rows)
@@ -56,5 +56,5 @@ def text_of(row: Row) -> str:
 
 
 def as_milliseconds(value: float) -> str:
-    """Three digits, and no more than there is sense in."""
+    """About three significant digits."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart with every common colour blindness; markers say it again.
+# Okabe and Ito's colours, distinct for every common colour blindness; markers differ too.
 _LOOKS: dict[str, tuple[str, str]] = {
     "sdpa": ("#000000", "o"),
     "sdpa_flash": ("#777777", "s"),
@@ -74,8 +74,8 @@ def draw_speed(results: dict[str, Any], path: Path, group: str = "bidirectional"
 def main_series(rows: Sequence[Row], group: str) -> list[Row]:
     """The rows of one curve over N: one width and dtype, and one rule for the batch.
 
-    Of a file with several widths the commonest is drawn, and of a fixed batch and a fixed number
-    of tokens in it whichever has more rows.
+    If a file has several widths, the most common one is drawn; if it has both a fixed batch and a
+    fixed number of tokens per batch, the one with more rows.
     """
     rows = [row for row in rows if OPERATIONS[row["operation"]].group == group]
     if not rows:
@@ -107,7 +107,7 @@ def _panel(axes: Axes, rows: Sequence[Row], field: str, group: str) -> None:
         heights = [point.median for points in series.values() for point in points.values()]
         highest = max(heights)
         if field == "peak_bytes" and highest < 10 * min(heights):
-            # Amounts of one size are seen best from zero.
+            # Values of similar size are compared best on an axis from zero.
             axes.set_yscale("linear")
             axes.set_ylim(0.0, 1.5 * highest)
         else:
@@ -128,7 +128,7 @@ def _mark_crossovers(
     field: str,
     group: str,
 ) -> None:
-    """A dotted line where a curve goes below the best softmax's, and words that say it."""
+    """Draw a dotted line, with a text, where a curve goes below that of the best softmax."""
     word = "smaller" if field == "peak_bytes" else "faster"
     height = 0.98
     for name in _MARKED[group]:

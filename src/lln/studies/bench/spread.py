@@ -1,4 +1,4 @@
-"""How far repeated runs of one case lie apart, and whether that leaves anything to tell."""
+"""How much repeated runs of one case vary, and whether two cases differ by more than that."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Timed(NamedTuple):
 
     @property
     def width(self) -> float:
-        """How far the middle half of the runs lies apart."""
+        """Distance between the quartiles."""
         return self.high - self.low
 
     @property
     def is_noisy(self) -> bool:
-        """Whether that is too far."""
+        """Whether the quartiles are too far apart."""
         return self.width > NOISY * self.median
 
     def differs_from(self, other: Timed) -> bool:
-        """Whether the medians lie further apart than the runs of either, which do not overlap.
+        """Whether the medians differ by more than the runs of either, and the runs do not overlap.
 
-        What has no spread, such as memory, leaves no doubt, not even where it is equal.
+        Values without spread, such as memory, always count as different, even if equal.
         """
         low, high = sorted((self, other), key=lambda each: each.median)
         return high.median - low.median >= max(low.width, high.width) and low.high <= high.low
@@ -46,7 +46,7 @@ class Timed(NamedTuple):
         return Timed(*(factor * each for each in self))
 
     def fields(self, name: str) -> dict[str, Any]:
-        """What a row of results keeps of it; `timed_in` reads it back."""
+        """The fields to store in a row of results; `timed_in` reads them back."""
         return {name: self.median, f"{name}_quartiles": [self.low, self.high]}
 
 
@@ -62,7 +62,7 @@ def timed(runs: Sequence[float]) -> Timed:
 
 
 def timed_in(row: dict[str, Any], name: str) -> Timed | None:
-    """A time of a row of results; files older than the quartiles are taken at their word."""
+    """A time of a row of results; old files without quartiles count as exact."""
     if row.get(name) is None:
         return None
     low, high = row.get(f"{name}_quartiles") or 2 * [row[name]]

@@ -1,4 +1,4 @@
-"""Which cases are run: a default for each kind of device, or the product of what is asked for."""
+"""Which cases are run: a default suite per kind of device, or the product of the options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lln.studies.bench.cases import Case
 from lln.studies.bench.operations import OPERATIONS
 
 HEADS = 12
-# Tokens in a batch on a GPU, whatever their length: B·N.
+# B·N, the tokens per batch on a GPU at every length.
 GPU_TOKENS = 65536
 GPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CPU_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -31,7 +31,7 @@ _CPU = ("sdpa", "lln", "lln_matched", "lln_diag", "sdpa_causal", "lln_causal")
 
 
 def default_cases(device: str) -> list[Case]:
-    """The suite of a device, what matters most first."""
+    """The suite of a device, the most important cases first."""
     return list(_gpu_cases() if device == "cuda" else _cpu_cases())
 
 
@@ -45,19 +45,19 @@ def choose_cases(
 ) -> list[Case]:
     """The cases that the options ask for, checked.
 
-    Without a length, dtype or width: the device's suite, of which operations and passes choose a
-    part. With one: every operation at every length and pass.
+    Without a length, dtype or width: the device's suite, restricted to the given operations and
+    passes. With one of them: every operation at every length and pass.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``; decides the defaults of the rest.
         lengths: N of every case; the batch is 1 on a CPU and 65,536 / N on a GPU.
         operations: Names of the registry.
-        passes: Of `PASSES`.
-        dtype: Of all cases.
+        passes: Names in `PASSES`.
+        dtype: Dtype of all cases.
         width: D of all cases.
 
     Raises:
-        InvalidInputError: One sentence on what is not known or leaves nothing to do.
+        InvalidInputError: One sentence if a name is unknown or no case is left.
     """
     check_choices("--operations", operations, OPERATIONS)
     check_choices("--passes", passes, PASSES)

@@ -18,8 +18,8 @@ def by_length(rows: Sequence[Row], labels: Mapping[str, str], text: Callable[[Ro
     """A line per system and a column per length; lines without any content are left out.
 
     Args:
-        rows: With ``system`` and ``tokens``.
-        labels: System → what its line begins with, in the order of the lines.
+        rows: Rows with ``system`` and ``tokens``.
+        labels: System → label of its line, in the order of the lines.
         text: A row → its cell.
     """
     lengths = sorted({row["tokens"] for row in rows})
@@ -31,7 +31,7 @@ def by_length(rows: Sequence[Row], labels: Mapping[str, str], text: Callable[[Ro
 
 
 def number_or_status(row: Row, field: str, form: Callable[[float], str]) -> str:
-    """A number as it is to be shown, or why there is none."""
+    """A formatted number, or why there is none."""
     if row.get(field) is not None:
         return about(form(row[field]), row, field)
     return "" if row["status"] == "timed" else row["status"]
@@ -47,8 +47,8 @@ def show_table(heads: Sequence[str], cells: Sequence[Sequence[str]], title: str)
         table.add_column(head, justify="right" if index else "left", no_wrap=index == 0)
     for line in cells:
         table.add_row(*line)
-    # Away from a terminal rich would fold everything into eighty columns.
+    # Without a terminal rich would wrap everything to eighty columns.
     console = Console(width=None if sys.stdout.isatty() else _WIDE)
-    # As a title of the table it would be folded to the table's width.
+    # Printed separately: rich would wrap a table's title to the table's width.
     console.print(title, style="italic", highlight=False)
     console.print(table)

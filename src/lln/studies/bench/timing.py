@@ -21,7 +21,7 @@ from lln.studies.bench.spread import Timed, timed
 # Bytes copied to find the machine's speed: far more than any cache holds.
 _COPIED = {"cpu": 1 << 28, "cuda": 1 << 29}
 _Made = TypeVar("_Made")
-# Runs without which there is no telling how far they lie apart.
+# Fewest runs for a meaningful spread.
 _FEWEST_RUNS = 3
 
 
@@ -38,9 +38,9 @@ def measure(
 
     Returns:
         ``milliseconds`` of a call from Python (median) and ``milliseconds_quartiles``, on a GPU
-        also ``graph_milliseconds`` and theirs, of its replay as a CUDA graph (None if it cannot be
-        captured); ``peak_bytes`` that are alive at once (not of compiled functions on a CPU) and
-        ``memory_ratio``, these over the tensors that no implementation can do without.
+        also ``graph_milliseconds`` with quartiles, of its replay as a CUDA graph (None if it cannot
+        be captured); ``peak_bytes`` that are alive at once (not of compiled functions on a CPU) and
+        ``memory_ratio``, these divided by the tensors that no implementation can avoid.
     """
     leaves = [
         tensor.detach().requires_grad_(case.backward and tensor.is_floating_point())
@@ -48,7 +48,7 @@ def measure(
     ]
     with torch.no_grad():
         arguments = operation.prepare(*leaves)
-    # In every layout the output looks like the query.
+    # In every layout the output has the shape of the query.
     held = sum(one.nbytes for one in arguments if isinstance(one, Tensor))
     needed = (1 + case.backward) * (held + inputs[0].nbytes)
     learnt = [leaf for leaf in leaves if leaf.requires_grad]
@@ -56,7 +56,7 @@ def measure(
     call()
     on_gpu = inputs[0].is_cuda
     found: dict[str, Any] = {}
-    # The compiler steps aside while the CPU's tensors are counted.
+    # Not for compiled functions: under the mode that counts tensors they would run uncompiled.
     if on_gpu or not operation.is_compiled:
         upstream = inputs[0].nbytes if case.backward else 0
         peak = held + upstream + peak_bytes(call, on_gpu)
@@ -92,12 +92,12 @@ def bind(
 
 
 def milliseconds(call: Callable[[], object], seconds: float, on_gpu: bool) -> Timed:
-    """Of a call that is repeated for so many seconds."""
+    """The time of a call that is repeated for ``seconds``."""
     return (gpu_milliseconds if on_gpu else cpu_milliseconds)(call, seconds)
 
 
 def peak_bytes(call: Callable[[], object], on_gpu: bool) -> int:
-    """That a call adds at most to what was there before it."""
+    """The most bytes that a call adds to what was allocated before it."""
     return (gpu_peak if on_gpu else cpu_peak)(call)
 
 
@@ -112,10 +112,10 @@ def gpu_peak(call: Callable[[], object]) -> int:
 
 
 def _settled_bytes() -> int:
-    """What is allocated once nothing more is let go of.
+    """Allocated bytes once no more memory is being freed.
 
-    A thread of autograd's holds the last call's gradients a moment longer than the call takes:
-    counted in, they would be missing from the peak of the next.
+    An autograd thread holds the last call's gradients slightly longer than the call: if they were
+    counted here, the next call's peak would be too low.
     """
     now = torch.cuda.memory_allocated()
     while True:
@@ -188,7 +188,7 @@ def _time_graph(call: Callable[[], object], seconds: float) -> Timed | None:
     try:
         graph, _ = captured(call)
     except RuntimeError as error:
-        # A capture that fails leaves its own stream behind as the current one.
+        # Restore the stream: a failed capture leaves its own stream as the current one.
         torch.cuda.set_stream(current)
         if is_out_of_memory(error):
             raise
@@ -199,10 +199,10 @@ def _time_graph(call: Callable[[], object], seconds: float) -> Timed | None:
 
 
 def captured(call: Callable[[], _Made], warm_ups: int = 1) -> tuple[torch.cuda.CUDAGraph, _Made]:
-    """A call recorded as a CUDA graph, and what it returns, which every replay writes anew."""
+    """A call recorded as a CUDA graph, and its result, which every replay overwrites."""
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
     side.wait_stream(current)
-    # Kernels are compiled, and an optimiser's state is made, before the recording.
+    # Warm-up: kernels are compiled and the optimiser's state is created before the recording.
     with torch.cuda.stream(side):
         for _ in range(warm_ups):
             call()
@@ -233,10 +233,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(collect: bool = True) -> None:
-    """Give back what the last case held.
+    """Free what the last case held.
 
     Args:
-        collect: Whether to look for reference cycles too, which takes a tenth of a second.
+        collect: Whether to collect reference cycles too, which takes a tenth of a second.
     """
     if collect:
         gc.collect()

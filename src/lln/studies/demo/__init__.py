@@ -1,4 +1,4 @@
-"""``lln demo``: what LLN attention does, measured on this machine, as one page to read."""
+"""``lln demo``: what LLN attention does, measured on this machine, as one HTML page."""
 
 from lln.studies.demo.command import run_demo
 

@@ -1,4 +1,4 @@
-"""A byte-level encoder small enough to train in seconds, with an attention to choose.
+"""A byte-level encoder small enough to train in seconds, with any attention.
 
 Dimension legend: B batch, T tokens, W width of the model, H heads, D head width, M masked tokens.
 """
@@ -23,7 +23,7 @@ MASK = BYTES
 
 @dataclass(frozen=True)
 class EncoderSize:
-    """Sizes of the encoder; a diagonal block is as long as a head is wide, as in the paper."""
+    """Sizes of the encoder; the block size equals the head width, as in the paper."""
 
     length: int = 256
     width: int = 64
@@ -50,9 +50,9 @@ class ByteEncoder(nn.Module):
     """Pre-norm encoder with learned positions."""
 
     def __init__(self, size: EncoderSize, attention: Attention, log_frequency: Tensor) -> None:
-        """Starts from guessing by frequency alone; ``log_frequency`` is ``[256]``.
+        """Starts with predictions by byte frequency; ``log_frequency`` is ``[256]``.
 
-        Same seed, same weights, whatever the attention: none of them has weights of its own.
+        The same seed gives the same weights for every attention, because none has its own weights.
         """
         super().__init__()
         self.embedding = nn.Embedding(BYTES + 1, size.width)
@@ -74,10 +74,10 @@ class ByteEncoder(nn.Module):
 
 
 class ByteEncoderLayer(nn.Module):
-    """Attention and a feed-forward network, each behind its norm and beside a residual."""
+    """Attention and a feed-forward network, each with a norm before it and a residual."""
 
     def __init__(self, size: EncoderSize, attention: Attention) -> None:
-        """Queries and keys start equal, so that similar positions find each other from step one."""
+        """Queries and keys start equal, so that similar positions attend to each other at once."""
         super().__init__()
         self.attention, self.heads = attention, size.heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
@@ -100,7 +100,7 @@ class ByteEncoderLayer(nn.Module):
 
 
 def _waves(length: int, width: int) -> Tensor:
-    """Sines and cosines as the start of the learned positions: neighbours begin alike."""
+    """Sines and cosines as initial learned positions, so that neighbours are similar."""
     frequency = torch.exp(-math.log(300.0) * torch.arange(0, width, 2) / width)
     angle = torch.arange(length)[:, None] * frequency
     return torch.cat((angle.sin(), angle.cos()), dim=-1)

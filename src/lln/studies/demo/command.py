@@ -1,4 +1,4 @@
-"""The demo from start to end: three parts, one progress bar, a page that is always up to date."""
+"""Runs the demo: three parts, one progress bar, a page that is always up to date."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lln.studies.report.threads import faster_threads
 
 SECONDS = 110.0
 QUICK_SECONDS = 10.0
-# Shares of the whole at which the first two parts should be over.
+# Shares of the total time at which the first two parts should end.
 _CONCENTRATION_END, _SPEED_END = 0.12, 0.35
 
 
@@ -37,13 +37,13 @@ def run_demo(
 ) -> Path:
     """Measure concentration, speed and learning on this machine and write a page about it.
 
-    The page and its JSON are rewritten again and again, each in one step. After Ctrl-C they
+    The page and its JSON are rewritten as results come in, each in one step. After Ctrl-C they
     contain what was measured until then and say what is missing.
 
     Args:
         out: The page's name if it ends in ``.html``, else the folder for ``lln-demo.html``.
         data: Text file or folder to train on; None = the Python standard library's source.
-        seconds: Time for the whole; None = 110, or 10 if quick.
+        seconds: Total time; None = 110, or 10 if quick.
         quick: Fewer and smaller measurements.
         open_browser: Whether to show the page at the end.
         echo: Takes the lines meant for the terminal.

@@ -23,7 +23,7 @@ from lln.matching.moments import match_moments
 from lln.studies.demo.state import Clock, Part, State
 
 KERNELS = ("softmax", "lln", "lln_entropy", "lln_unit", "elu", "relu", "quadratic")
-# P(aq, bk) = P(q, k): one measurement holds for every spread of the inputs.
+# Kernels with P(aq, bk) = P(q, k): one measurement holds for every spread of the inputs.
 SCALE_FREE = ("relu", "quadratic")
 MAPPED = ("softmax", "lln", "lln_entropy", "elu")
 
@@ -72,7 +72,7 @@ class Concentration(Part):
         return [p for p in self.score_variances if all(p in self.gap[name] for name in KERNELS)]
 
     def seeds_done(self) -> int:
-        """Draws behind every value."""
+        """Number of draws that every value is based on."""
         return min((len(self.gap["softmax"][p]) for p in self.measured()), default=0)
 
     def distance(self, curves: Curves, name: str) -> float:
@@ -94,7 +94,7 @@ class Concentration(Part):
         return math.log2(self.tokens)
 
     def measure(self, clock: Clock) -> Iterator[float]:
-        """Fill in the curves, draw by draw; yields the share that is done."""
+        """Measure the curves draw by draw; yields the share that is done."""
         self.state = State.RUNNING
         rounds = self.seeds * len(self.score_variances)
         for seed in range(self.seeds):

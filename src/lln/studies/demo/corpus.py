@@ -71,7 +71,7 @@ def load_corpus(data: Path | None = None) -> Corpus:
 
 
 def log_frequency(text: Tensor) -> Tensor:
-    """Logarithm of how often each byte occurs, ``[256]``; one that never does counts once."""
+    """Logarithm of each byte's frequency, ``[256]``; a byte that never occurs counts once."""
     counts = torch.bincount(text.long(), minlength=256).float() + 1
     return (counts / counts.sum()).log()
 
@@ -79,7 +79,7 @@ def log_frequency(text: Tensor) -> Tensor:
 def _split(name: str, texts: list[bytes]) -> Corpus:
     held_out = b"".join(texts[_EVERY - 1 :: _EVERY])
     size = sum(len(text) for text in texts)
-    # Few or unequal files: a whole one may be nothing, or nearly everything.
+    # With few or very unequal files, a whole file may be too little, or nearly everything.
     if not 0.02 <= len(held_out) / size <= 0.3:
         joined = b"".join(texts)
         cut = size - size // _EVERY
@@ -118,7 +118,7 @@ def _read_folder(root: Path, suffixes: tuple[str, ...] | None, skip: set[str]) -
                 text = file.read(_MOST_BYTES - size)
         except (OSError, EOFError, lzma.LZMAError):
             continue
-        # A NUL byte means no text; an empty file would still count as one in ten.
+        # Skip binary files (with a NUL byte), and empty ones, which would count as one in ten.
         if not text or b"\0" in text:
             continue
         texts.append(text)
@@ -129,7 +129,7 @@ def _read_folder(root: Path, suffixes: tuple[str, ...] | None, skip: set[str]) -
 
 
 def _walk(root: Path, skip: set[str]) -> Iterator[Path]:
-    """Files below a folder, sorted, one folder at a time, so that a huge tree costs no scan."""
+    """Files below a folder, sorted, one folder at a time, so that a huge tree is not scanned."""
     for folder, below, files in os.walk(root):
         below[:] = sorted(name for name in below if name not in skip and not name.startswith("."))
         for name in sorted(files):

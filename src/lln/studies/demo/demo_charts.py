@@ -38,7 +38,7 @@ def _concentration(
         ticks = {p: f"{p:g}" if p >= 1 else f"1/{1 / p:g}" for p in asked}
         plot_area.log_axis_with_ticks(axes.xaxis, asked[0] / 1.15, asked[-1] * 1.15, ticks)
         plot_area.linear_axis(axes.yaxis, 0, high)
-        # Softmax is the yardstick: a band on which another line may lie without hiding it.
+        # Softmax is a wide band, so that a line on top of it does not hide it.
         for name in KERNELS:
             points = [(p, part.middle(curves, name, p)) for p in part.measured()]
             wide, text = name == "softmax", LABELS.get(name, "")

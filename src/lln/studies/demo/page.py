@@ -1,4 +1,4 @@
-"""The page: everything in one HTML file, without scripts or anything to load."""
+"""The page: everything in one HTML file, without scripts or external files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Demo:
 
 
 def render_page(demo: Demo) -> str:
-    """The page as it stands."""
+    """The page with the results so far."""
     concentration, speed, training = demo.concentration, demo.speed, demo.training
     headlines, charts, pictures = {}, {}, {}
     if concentration.has_results:
@@ -84,7 +84,7 @@ def render_page(demo: Demo) -> str:
 
 
 def _busy(environment: dict[str, str]) -> str:
-    """The load, where other work kept the processors busy from the start."""
+    """The load, if other programs kept the processors busy when the demo started."""
     load, cores = float(environment.get("load at start", 0)), os.cpu_count() or 1
     return "" if load < 0.7 * cores else f"load {load:.1f} on {cores} CPUs"
 

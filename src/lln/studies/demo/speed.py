@@ -72,12 +72,12 @@ class Speed(Part):
         return {n: (min(runs), max(runs)) for n, runs in self.runs[name].items() if runs}
 
     def unsteady(self, name: str) -> list[int]:
-        """Lengths that took less time than a shorter one, which only other work can cause."""
+        """Lengths that took less time than a shorter one, which only other programs can cause."""
         times = self.times(name)
         return [n for n in times if any(times[m] > times[n] for m in times if m < n)]
 
     def every_unsteady(self) -> dict[str, list[int]]:
-        """The same by attention, without those that have none."""
+        """The same by attention, without attentions that have no such lengths."""
         return {name: lengths for name in TIMED if (lengths := self.unsteady(name))}
 
     def ratio(self, name: str, length: int) -> str:
@@ -86,7 +86,7 @@ class Speed(Part):
         return "–" if slow is None or fast is None else f"{slow / fast:.2f}"
 
     def run_counts(self) -> str:
-        """Fewest and most runs behind a time."""
+        """Fewest and most runs that a time is based on."""
         counts = sorted({len(runs) for name in TIMED for runs in self.runs[name].values()})
         return f"{counts[0]} to {counts[-1]}" if counts[0] != counts[-1] else f"{counts[0]}"
 
@@ -102,9 +102,9 @@ class Speed(Part):
             shape = (3, 1, self.heads, length, self.width)
             inputs = tuple(torch.randn(shape, generator=generator))
             names = self._affordable(length, clock)
-            # Long sequences need the time: a length's share of what is left grows with it.
+            # Longer sequences need more time: a length's share of the remaining time grows with it.
             share = Clock(max(0.0, clock.left) * length / sum(self.lengths[index:]))
-            # One round that does not count: the first call pays for memory and thread start.
+            # One round that does not count: the first call also allocates memory, starts threads.
             for name in names:
                 _seconds(TIMED[name], inputs)
             for round_ in range(self.most_runs):
@@ -116,7 +116,7 @@ class Speed(Part):
         self.state = State.DONE
 
     def _affordable(self, length: int, clock: Clock) -> list[str]:
-        """The attentions whose fewest runs at this length still fit; the dearest goes first."""
+        """The attentions for which the fewest runs still fit; the slowest is dropped first."""
         expected: dict[str, float] = {}
         for name in TIMED:
             times, growth = self.times(name), 4 if name == "softmax" else 2

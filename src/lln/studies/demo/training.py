@@ -1,7 +1,7 @@
 """Four equal encoders with four attentions, trained side by side on masked bytes.
 
-They take turns of a few steps on the same batches, so that stopping at any moment leaves curves
-that can be compared. The learning rate follows the clock and is the same for all four.
+They take turns of a few steps on the same batches, so that the curves can be compared whenever the
+training stops. The learning rate follows the clock and is the same for all four.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FEWEST_TURNS = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens int64 ``[B, T]`` with masked bytes, which ones bool ``[B, T]``, what they were."""
+    """Tokens int64 ``[B, T]`` with masked bytes, the mask bool ``[B, T]``, the original bytes."""
 
     tokens: Tensor
     chosen: Tensor
@@ -44,7 +44,7 @@ class Point:
     """Held-out results of all encoders after the same steps, by attention.
 
     Attributes:
-        step: Steps of each.
+        step: Steps of each encoder.
         loss: Cross entropy in nats per masked byte.
     """
 
@@ -61,13 +61,13 @@ class Training(Part):
         batch: Sequences per step.
         held_out: Sequences of the evaluation.
         turn: Steps an encoder takes before the next one's turn.
-        evaluations: Points of a curve, about.
+        evaluations: Approximate number of points of a curve.
         rate: Highest learning rate.
-        masked: Share of bytes to guess.
+        masked: Share of bytes to predict.
         seed: Seed of weights and batches.
         points: The curves; the first point is the untrained encoder.
         seconds: Seconds of every step.
-        unigram: Loss of guessing by the frequency of bytes alone.
+        unigram: Loss of predicting by byte frequency alone.
         corpus: What was trained on, in words.
         split: How its held-out part was chosen, in words.
     """
@@ -192,5 +192,5 @@ def _evaluate(trainees: dict[str, _Trainee], exam: Batch, step: int) -> Point:
 
 
 def _schedule(step: int, fraction: float) -> float:
-    """Warm-up by steps, then level, then down to a twentieth over the second half of the time."""
+    """Warm-up by steps, then constant, then down to a twentieth in the second half of the time."""
     return min(1.0, (step + 1) / _WARMUP) * max(0.05, min(1.0, 2 * (1 - fraction)))

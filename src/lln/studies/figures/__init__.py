@@ -1,5 +1,5 @@
-"""The paper's analysis figures, measured anew and drawn: ``lln figure``.
+"""The paper's analysis figures, measured again and drawn: ``lln figure``.
 
-Every figure has a file with two steps: *measure* gives plain numbers, which are kept as JSON, and
-*draw* makes a picture of those numbers and nothing else.
+Every figure has a file with two steps: *measure* returns plain numbers, which are saved as JSON,
+and *draw* makes a picture from those numbers alone.
 """

@@ -69,7 +69,7 @@ def run(
         quick: A coarse version in seconds.
         echo: Receives what was written, line by line.
         data: Text that figure 1 trains on; None = the standard library's source.
-        work: Where figure 1 keeps its training under way; None = it cannot be resumed.
+        work: Where figure 1 saves its training state; None = it cannot be resumed.
 
     Raises:
         InvalidInputError: For an unknown figure or device.
@@ -102,7 +102,7 @@ def run(
         )
         found = plan.measure(setting)
     record = {"figure": name, "made_by": setting.describe(name), **found}
-    # The numbers first: a picture that fails can be drawn again.
+    # The numbers are saved first: if drawing fails, it can be repeated.
     write_atomically(path, compact_json(rounded(record)))
     echo(f"wrote {path}")
     for path in save(out / f"figure-{name}", plan.size, lambda figure: plan.draw(figure, found)):
@@ -110,7 +110,7 @@ def run(
 
 
 def rounded(value: object) -> object:
-    """Numbers with six digits, however deep they lie."""
+    """The content with all numbers rounded to six digits, at any depth."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Where the paper's theory holds and where it fails: the numbers of docs/instruments.md.
 
-Gaussian inputs throughout, as the theory assumes. N×N matrices are formed: the theorems are about
+Inputs are Gaussian, as the theory assumes. N×N matrices are formed, because the theorems are about
 them.
 """
 
@@ -29,7 +29,7 @@ _FENTON = (0.2, 0.5, 1.0, 2.0, 4.0, 7.0, 15.0, 30.0)
 
 
 def measure(setting: Setting) -> Results:
-    """Every claim's two sides."""
+    """For every claim, what the theory predicts and what is measured."""
     tokens, width, draws = (96, 32, 2) if setting.quick else (512, 64, 5)
     found: Results = {"tokens": tokens, "head_width": width, "draws": draws}
     parts = {
@@ -87,7 +87,7 @@ def _theorem_3_3(setting: Setting, tokens: int, width: int, draws: int) -> list[
 
 
 def _shape(setting: Setting, tokens: int, width: int, draws: int) -> list[Results]:
-    """Skew inside a row, and the share of the variance that is a column's: popular keys."""
+    """Skew inside a row, and the share of the variance between columns (popular keys)."""
     rows = []
     unit = setting.gaussians(draws, tokens, width, seed=1)
     for p in (0.25, 1.0, 4.0):
@@ -96,7 +96,7 @@ def _shape(setting: Setting, tokens: int, width: int, draws: int) -> list[Result
             centred = logs - logs.mean(-1, keepdim=True)
             spread = centred.square().mean(-1)
             skew = (centred**3).mean(-1) / spread**1.5
-            # A column's mean over N rows carries 1/N of the rows' own variance.
+            # A column's mean over N rows also contains 1/N of the variance within rows.
             column = centred.mean(-2).square().mean(-1)
             share = (column / spread.mean(-1) - 1 / tokens).clamp_min(0)
             rows.append(
@@ -116,7 +116,7 @@ def _equation_32(setting: Setting, tokens: int, width: int, draws: int) -> list[
     for s in (1.0, 1.5, 1.9, 2.3, 3.0, 3.8):
         kernel = log_kernel(s * query, s * key)
         denominator = kernel.logsumexp(-1)
-        # Over rows numerator and denominator vary together: they share the query.
+        # Over rows the numerator and the denominator are correlated: they share the query.
         numerator = kernel.flatten(1).var(-1, correction=0)
         spread = denominator.var(-1, correction=0)
         together = kernel.mean(-1) - kernel.mean((-2, -1))[:, None]
@@ -235,7 +235,7 @@ def _mean(values: Tensor) -> float:
 
 
 def draw(figure: Figure, results: Results) -> None:
-    """Theorem 3.3 at the left, the variance of LLN's log P by its equations at the right."""
+    """Left: Theorem 3.3; right: the variance of LLN's log P against its equations."""
     left, right = figure.subplots(1, 2)
     for kind in _KINDS:
         own = [row for row in results["theorem_3_3"] if row["attention"] == kind]

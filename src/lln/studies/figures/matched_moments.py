@@ -63,10 +63,10 @@ def measure_5b(setting: Setting) -> Results:
 
 
 def draw_5b(figure: Figure, results: Results) -> None:
-    """The paper's figure, then the variance that matching equals, then what it does not.
+    """The paper's figure, then the variance that matching makes equal, then the entropy.
 
-    The paper shows the variance of the whole matrix. The right panel is what the matching is for,
-    and shows that equal variance is not equal entropy.
+    The paper shows the variance of the whole matrix. The right panel shows the aim of matching, and
+    that equal variance does not give equal entropy.
     """
     p, curves = results["score_variance"], results["curves"]
     panels = figure.subplots(1, 3)
@@ -100,7 +100,7 @@ def measure_7(setting: Setting) -> Results:
         logs = {"softmax": softmax_log_p(q, k, variance)}
         for name, s in _scales(setting.constants, p, width, length).items():
             logs[name] = lln_log_p(q, k, s.item())
-        # A common range that holds all but the thinnest tails of the softmax attention.
+        # A common range that covers softmax attention except its extreme tails.
         centre, spread = logs["softmax"].mean().item(), logs["softmax"].std().item()
         low, high = centre - 4.5 * spread, min(0.0, centre + 5 * spread)
         panels.append(

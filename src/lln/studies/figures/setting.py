@@ -1,4 +1,4 @@
-"""What every figure is measured with, and what its results say about that."""
+"""The settings that every figure is measured with, and how results record them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Item = TypeVar("_Item")
 
 
 def shipped_constants() -> dict[str, Any]:
-    """The constants of moment matching that the package carries."""
+    """The constants of moment matching that ship with the package."""
     return json.loads(resources.files("lln.matching").joinpath("constants.json").read_text("utf-8"))
 
 
@@ -32,10 +32,10 @@ class Setting:
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
         quick: A coarse and small version, a few seconds: to try the command out.
-        progress: Told the share that is done, from 0 to 1.
+        progress: Called with the share that is done, from 0 to 1.
         constants: The content of ``constants.json``.
         data: Text to train on, a file or a folder; None = the standard library's source.
-        work: File of a training under way, which an interrupted one goes on from.
+        work: File with the training state, from which an interrupted training resumes.
     """
 
     device: str = "cpu"
@@ -54,7 +54,7 @@ class Setting:
         )
 
     def steps(self, items: Sequence[_Item]) -> Iterator[_Item]:
-        """One item after the other, and the share that is done behind each."""
+        """Yields the items in order, and reports the share that is done after each."""
         for index, item in enumerate(items):
             yield item
             self.progress((index + 1) / len(items))
@@ -62,7 +62,7 @@ class Setting:
     def describe(self, name: str) -> Results:
         """Where the numbers come from: command, versions, device, commit."""
         words = ["lln", "figure", name, "--device", self.device, *(["--quick"] * self.quick)]
-        # Its name alone: the place is of one machine.
+        # Only the name, because the path is specific to one machine.
         words += ["--data", self.data.resolve().name] if self.data is not None else []
         on_gpu = self.device.startswith("cuda")
         return {

@@ -44,9 +44,9 @@ class TrainingRecipe:
         batch: Sequences per update.
         rate: Highest learning rate.
         warmup: Share of the updates during which the rate rises; then it falls to zero.
-        points: Measurements along the way, about.
-        held_out: Sequences they are made on.
-        seed: Of weights and batches.
+        points: Approximate number of measurements during training.
+        held_out: Number of sequences to measure on.
+        seed: Seed of weights and batches.
     """
 
     size: Size = field(default_factory=Size)
@@ -74,9 +74,9 @@ QUICK = TrainingRecipe(Size(16, 2, 32), steps=12, batch=4, points=4, held_out=2)
 
 
 def measure(setting: Setting) -> Results:
-    """Train, and measure every layer along the way.
+    """Train, and measure every layer several times during the training.
 
-    What is done so far lies in ``setting.work``; a run that was interrupted goes on from there.
+    The state so far is saved in ``setting.work``; an interrupted run resumes from there.
     """
     corpus = load_corpus(setting.data)
     run = Run(QUICK if setting.quick else TrainingRecipe(), corpus, setting.device)
@@ -91,10 +91,10 @@ def measure(setting: Setting) -> Results:
 
 
 class Run:
-    """A training under way."""
+    """A training run, which can be saved and resumed."""
 
     def __init__(self, recipe: TrainingRecipe, corpus: Corpus, device: str = "cpu") -> None:
-        """Fresh weights and nothing measured."""
+        """Start with new weights and no measurements."""
         self.recipe, self.corpus, self.device = recipe, corpus, device
         frequency = log_frequency(corpus.train)
         self.unigram_loss = -frequency[corpus.held_out.long()].mean().item()
@@ -109,7 +109,7 @@ class Run:
         self._losses: list[float] = []
 
     def train(self, work: Path | None = None) -> Iterator[float]:
-        """Go on to the end; yields the share that is done, and saves at every measurement."""
+        """Train to the end; yields the share that is done, and saves at every measurement."""
         due = set(self.recipe.measured_steps)
         while True:
             if self.done in due and (not self.records or self.records[-1]["step"] < self.done):
@@ -123,7 +123,7 @@ class Run:
             yield self.done / self.recipe.steps
 
     def results(self) -> Results:
-        """The curves, and what they were made with."""
+        """The curves, and the settings they were made with."""
         return {
             "corpus": self.corpus.name,
             "held_out_text": self.corpus.split,
@@ -143,7 +143,7 @@ class Run:
         }
 
     def save(self, path: Path) -> None:
-        """Write everything needed to go on, in one step."""
+        """Save everything needed to resume, in one step."""
         state = {
             "identity": self._identity(),
             "done": self.done,
@@ -156,10 +156,10 @@ class Run:
             torch.save(state, file)
 
     def resume(self, path: Path) -> None:
-        """Take up what `save` wrote.
+        """Continue from a file that `save` wrote.
 
         Raises:
-            InvalidInputError: If the file is broken, or of another training.
+            InvalidInputError: If the file is broken, or from another training run.
         """
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
@@ -187,7 +187,7 @@ class Run:
     def _update(self) -> None:
         for group in self.optimiser.param_groups:
             group["lr"] = self.recipe.rate_at(self.done)
-        # A seed for every update: a resumed training sees the same batches.
+        # One seed per update, so that a resumed training sees the same batches.
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.done)
         start = torch.randint(
             len(self.corpus.train) - self.recipe.size.length,
@@ -226,7 +226,7 @@ class Run:
 
 
 def draw(figure: Figure, found: Results) -> None:
-    """The paper's three panels, and the loss beside them."""
+    """The paper's three panels, and the loss."""
     from matplotlib import colormaps
 
     panels = figure.subplots(1, 4)

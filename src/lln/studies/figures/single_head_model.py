@@ -1,8 +1,8 @@
 """A small RoBERTa with a single head per layer: masked language model, tied output (Figure 1).
 
-Two departures let it learn within minutes: norms stand before the sums, not behind, and positions
-start as waves, so that neighbours begin alike. Without them 400 updates of this size did not lead
-beyond guessing by frequency.
+Two changes let it learn within minutes: layers are pre-norm instead of post-norm, and positions
+start as waves, so that neighbours are similar at first. Without them 400 updates of this size did
+not get beyond predicting by byte frequency.
 
 Dimension legend: B batch, T tokens, W width of the model and of its one head, M masked tokens.
 """
@@ -31,10 +31,10 @@ class Size:
 
 
 class SingleHeadRoberta(nn.Module):
-    """An encoder that guesses masked bytes."""
+    """An encoder that predicts masked bytes."""
 
     def __init__(self, size: Size, log_frequency: Tensor) -> None:
-        """Starts from guessing by frequency alone; ``log_frequency`` is ``[256]``."""
+        """Starts with predictions by byte frequency; ``log_frequency`` is ``[256]``."""
         super().__init__()
         self.embedding = nn.Embedding(BYTES + 1, size.width)
         self.position = nn.Parameter(_waves(size.length, size.width))
@@ -55,10 +55,10 @@ class SingleHeadRoberta(nn.Module):
 
 
 class SingleHeadLayer(nn.Module):
-    """Attention with one head and a feed-forward network, each behind its norm."""
+    """Attention with one head and a feed-forward network, each with a norm before it."""
 
     def __init__(self, size: Size) -> None:
-        """Four times as wide inside, as RoBERTa is."""
+        """The feed-forward network is four times as wide inside, as in RoBERTa."""
         super().__init__()
         width = size.width
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -66,7 +66,7 @@ class SingleHeadLayer(nn.Module):
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         for linear in (self.qkv, self.up):
             nn.init.normal_(linear.weight, std=width**-0.5)
-        # Queries and keys have the spread of RoBERTa-base at its start, 0.02·√768.
+        # Queries and keys have the initial spread of RoBERTa-base, 0.02·√768.
         nn.init.normal_(self.qkv.weight[: 2 * width], std=0.02 * (768 / width) ** 0.5)
         # What the layers add starts small, so that the sum over all of them does not grow.
         for linear in (self.out, self.down):
@@ -90,9 +90,9 @@ def _waves(length: int, width: int) -> Tensor:
 
 
 def masked(tokens: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """BERT's game: tokens with some hidden and which, ``[B, T]`` each.
+    """BERT's masking: the tokens with some hidden, and which were chosen, ``[B, T]`` each.
 
-    Of the chosen ones 80 % are masked, 10 % replaced by any byte and 10 % left as they are.
+    Of the chosen tokens 80 % are masked, 10 % replaced by any byte and 10 % left unchanged.
     """
     chosen = torch.rand(tokens.shape, generator=generator) < share
     fate = torch.rand(tokens.shape, generator=generator)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 SIZE = (9.6, 4.0)
 
-# Beyond this multiple of ln N a row's normaliser is no longer its own expectation.
+# For p beyond this multiple of ln N a row's normaliser is no longer close to its expectation.
 MEAN_LIMIT = 0.7
 _COLOURS = ("#0072B2", "#D55E00", "#009E73")
 
 
 def measure(setting: Setting) -> Results:
-    """Moments of log P by length and score variance p, and what Proposition 3.1 says."""
+    """Moments of log P by length and score variance p, and what Proposition 3.1 predicts."""
     width, draws = (32, 1) if setting.quick else (64, 3)
     lengths = (64, 256) if setting.quick else (128, 512, 2048)
     variances = [0.5, 2.0, 8.0] if setting.quick else [0.25, 0.5, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16]
@@ -48,7 +48,7 @@ def measure(setting: Setting) -> Results:
 
 
 def draw(figure: Figure, results: Results) -> None:
-    """Variance at the left, mean at the right; dashed is Proposition 3.1."""
+    """Left: variance; right: mean; dashed: Proposition 3.1."""
     p, width = results["score_variance"], results["head_width"]
     left, right = figure.subplots(1, 2)
     tokens, own = list(results["lengths"].items())[len(results["lengths"]) // 2]

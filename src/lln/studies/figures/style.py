@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart with every common colour blindness; the line styles and
-# markers say the same thing again without colour.
+# Okabe and Ito's colours, distinct for every common colour blindness; line styles and markers
+# differ too.
 LOOKS: dict[str, dict[str, Any]] = {
     "softmax": {"color": "#000000", "linestyle": "-", "linewidth": 5, "alpha": 0.35},
     "unmatched": {"color": "#009E73", "linestyle": ":", "marker": "x"},

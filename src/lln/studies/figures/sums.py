@@ -1,7 +1,7 @@
 """Figures 6a and 6b: the variance of the logarithm of a sum of log-normals.
 
-(a) The moderate case, where Fenton's formula, Eq. (28), is meant to hold. (b) The broad case, where
-the paper has a line, Eq. (30), and where LLN attention works: σ̃² from 7 to 30.
+(a) The moderate case, where Fenton's formula, Eq. (28), should hold. (b) The broad case, where the
+paper fits a line, Eq. (30), and where LLN attention operates: σ̃² from 7 to 30.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _line(variances: list[float], measured: list[float]) -> tuple[float, float]:
 
 
 def draw_moderate(figure: Figure, results: Results) -> None:
-    """Measured and Fenton's variance, and their ratio."""
+    """The measured variance, Fenton's variance, and their ratio."""
     left, right = figure.subplots(1, 2)
     x = results["variance"]
     for (terms, own), (colour, marker) in zip(results["terms"].items(), _LOOKS, strict=True):
@@ -84,7 +84,7 @@ def draw_moderate(figure: Figure, results: Results) -> None:
 
 
 def draw_broad(figure: Figure, results: Results) -> None:
-    """The line of Eq. (30), and what Fenton's formula does here."""
+    """The line of Eq. (30), and what Fenton's formula gives here."""
     left, right = figure.subplots(1, 2)
     x = results["variance"]
     for (terms, own), (colour, marker) in zip(results["terms"].items(), _LOOKS, strict=True):

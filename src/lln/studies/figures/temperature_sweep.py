@@ -1,8 +1,8 @@
 """Figure 2: entropy and spectral gap of attention kernels over the temperature.
 
-The paper reads off that LLN attention with matched moments follows softmax attention and other
-kernels do not. Both parts are drawn: its kernels above, and below what matching does by three
-criteria. Equal variance of log P is not equal entropy or gap; matched entropy is.
+The paper concludes that LLN attention with matched moments follows softmax attention and other
+kernels do not. Above are the paper's kernels, below the three criteria of matching. Equal variance
+of log P does not give equal entropy or gap; matched entropy does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZE = (9.6, 7.4)
 
 _PAPER = ("softmax", "paper", "unmatched", "elu", "relu", "quadratic")
 _OURS = ("softmax", "paper", "variance", "entropy")
-# P(aq, bk) = P(q, k): one measurement holds for every temperature.
+# Kernels with P(aq, bk) = P(q, k): one measurement holds for every temperature.
 _SCALE_FREE = ("relu", "quadratic")
 
 

@@ -1,4 +1,4 @@
-"""Fits the moment-matching constants from scratch: inject Gaussians, measure, fit."""
+"""Fits the moment-matching constants from scratch: draw Gaussian inputs, measure, fit."""
 
 from lln.studies.fitting.fit import FitConfig, fit_constants
 

@@ -1,4 +1,4 @@
-"""``lln fit``: fits the constants, writes them, draws the figures, says how good they are."""
+"""``lln fit``: fits the constants, writes them, draws the figures, reports how good they are."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def run(
     *,
     echo: Echo,
 ) -> None:
-    """Fits the constants from scratch and writes them; an interrupted run goes on where it was.
+    """Fits the constants from scratch and writes them; an interrupted run can be resumed.
 
     Args:
         out: The data file to write.
         figures: Folder for Figures 5b and 7, or None for no figures.
         device: ``"cpu"`` or ``"cuda"``.
         seeds: Independent repetitions of the full grid.
-        quick: A coarse grid and one seed, under a minute on two cores: a trial of the program.
+        quick: A coarse grid and one seed, under a minute on two cores, to try the program.
         work: File of measurements, reused if it exists.
         echo: Receives the report, line by line.
     """

@@ -1,13 +1,13 @@
 """The moment-matching constants, fitted from measurements (paper, appendix A.7).
 
-For every head width d, length N and score variance p, the scale s at which LLN attention has the
-softmax attention's statistic is read off the measured curves. One polynomial then carries all of
+For every head width d, length N and score variance p, the measured curves give the scale s at which
+LLN attention has the same statistic as softmax attention. One polynomial is then fitted to all of
 them, with u = ln p, w = ln(d / 64), x = ln(N / 1024):
 
     ln s = sum_i u^i (M[i,0] + M[i,1] w + M[i,2] w^2 + x X[i]),    i = 0..4
 
-The same measurements give the paper's own a and b again, Eq. (34), and fresh seeds tell how well
-every criterion does what it promises.
+The same measurements also give the paper's a and b, Eq. (34), and fresh seeds show how accurate
+every criterion is.
 """
 
 import json
@@ -32,16 +32,16 @@ Constants = dict[str, Any]
 P_RANGE = (0.03, 18.0)
 D_RANGE = (8, 512)
 N_RANGE = (64, 65536)
-# Wide enough to hold the answer everywhere in the ranges above, whatever the criterion.
+# Wide enough to contain the solution everywhere in the ranges above, for every criterion.
 S_RANGE = (0.3, 12.0)
 
 # The authors' published constants of Eq. (10): kept as they are, never refitted.
 PAPER = {"a": 0.14855178144710912, "b": -0.35487039130661086}
 
-# Powers of u that carry a term in ln N: variance matching does not depend on the length.
+# Powers of u with a term in ln N: variance matching does not depend on the length.
 LENGTH_TERMS = {"variance": 0, "entropy": 4}
 
-# Far from 0, 1, 2, ...: what judges the fit was never seen by it.
+# Far from 0, 1, 2, ..., so that the validation uses draws that the fit has not seen.
 _CHECK_SEED = 1_000_000
 
 
@@ -55,14 +55,14 @@ class FitConfig:
         seeds: Independent repetitions of each (d, N).
         p_points: Points of the logarithmic grid in p.
         s_points: Points of the logarithmic grid in s.
-        rows: Query rows in a draw.
-        keys: Keys measured at least, for each (d, N, seed).
+        rows: Query rows per draw.
+        keys: Least number of keys measured for each (d, N, seed).
         check_widths: Head widths of the validation.
         check_lengths: Lengths of the validation.
         check_p: Score variances of the validation.
         check_seeds: Repetitions of the validation.
         device: ``"cpu"`` or ``"cuda"``.
-        work: File of measurements; an interrupted fit goes on from it.
+        work: File of measurements; an interrupted fit resumes from it.
         command: Command line recorded in the result.
     """
 
@@ -211,10 +211,10 @@ def scale(criterion: Constants, p: Tensor, d: int, n: int) -> Tensor:
 
 
 def match(name: str, request: Injection, curves: Curves) -> tuple[Tensor, Tensor]:
-    """Finds where LLN attention has the softmax attention's statistic.
+    """Finds where LLN attention has the same statistic as softmax attention.
 
-    The LLN curve is read backwards by linear interpolation, logarithm against logarithm. The
-    entropy enters as its deficit log2(N) - H, which like the variance is close to a power of s.
+    The LLN curve is inverted by linear interpolation in log-log scale. The entropy enters as its
+    deficit log2(N) - H, which like the variance is close to a power of s.
 
     Args:
         name: ``"variance"`` or ``"entropy"``.
@@ -272,8 +272,8 @@ def fit_criterion(
         targets.append(log_s)
         slopes.append(slope)
     design, log_s, slope = torch.cat(terms), torch.cat(targets), torch.cat(slopes)
-    # An error of ln s costs what it does to the statistic. The entropy answers most steeply at
-    # large p, and counting that lowers its largest error; the 1 keeps s itself right at small p.
+    # Weights: an error of ln s counts by its effect on the statistic. The entropy is most sensitive
+    # at large p, so this lowers its largest error; the 1 keeps s itself right at small p.
     weight = (1 + slope).unsqueeze(-1)
     solution = torch.linalg.lstsq(weight * design, weight * log_s.unsqueeze(-1)).solution
     # Rounded first, so that the residuals are those of the numbers in the file.
@@ -303,7 +303,7 @@ def judge(names: list[str], requests: list[Injection], curves: list[Curves]) -> 
     """Compares each criterion's LLN attention with softmax attention on the same inputs.
 
     Args:
-        names: Criteria, in the order in which their scales stand in each request.
+        names: Criteria, in the order of their scales in each request.
         requests: Requests made by `FitConfig.check_requests`.
         curves: Their measurements.
 
@@ -311,7 +311,7 @@ def judge(names: list[str], requests: list[Injection], curves: list[Curves]) -> 
         For each criterion the mean and the maximum over (d, N, p) of the relative error of the
         within-row variance and of the entropy's error in bits.
     """
-    # Averaged over the seeds first: the constants are on trial, not the luck of one draw.
+    # Averaged over the seeds first, because this judges the constants, not single draws.
     homes: dict[tuple[int, int], list[Curves]] = {}
     for request, found in zip(requests, curves, strict=True):
         homes.setdefault((request.d, request.n), []).append(found)
@@ -337,7 +337,7 @@ def judge(names: list[str], requests: list[Injection], curves: list[Curves]) -> 
 
 
 class _WorkFile:
-    """Measurements on disk, one JSON object per line, so that an interrupted fit goes on."""
+    """Measurements on disk, one JSON object per line, so that an interrupted fit can resume."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -348,10 +348,10 @@ class _WorkFile:
                 record = json.loads(line)
                 self.known[record["request"]] = record["curves"]
             except (ValueError, KeyError, TypeError):
-                # A line cut short by the interruption: that measurement is made again.
+                # The interruption cut this line short: the measurement is repeated.
                 continue
         if text and not text.endswith("\n"):
-            # Without this the next record would be glued to the broken one and lost with it.
+            # Without this newline the next record would be appended to the broken one and lost.
             self._append("\n")
 
     def measured(self, request: Injection, device: str) -> Curves:
@@ -380,7 +380,7 @@ def _terms(p: Tensor, d: int, n: int, length_terms: int) -> Tensor:
 
 
 def _log_grid(bounds: tuple[float, float], points: int) -> tuple[float, ...]:
-    """Evenly spaced logarithms; rounded, so that the grid has one name on every machine."""
+    """A logarithmic grid; rounded, so that it has the same digest on every machine."""
     low, high = (math.log(value) for value in bounds)
     step = (high - low) / (points - 1)
     return tuple(round(math.exp(low + i * step), 6) for i in range(points))

@@ -1,6 +1,6 @@
-"""What Gaussian inputs do to softmax attention and to LLN attention, measured.
+"""Measures softmax attention and LLN attention on Gaussian inputs.
 
-Both attentions are driven by the same unit Gaussians (paper, appendix A.7): softmax attention with
+Both attentions get the same unit Gaussians (paper, appendix A.7): softmax attention with
 scores √p·q·k/√d for many p, LLN attention with αq = s·q and βk = s·k for many s. The curves hold
 three statistics of the attention matrix P:
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 STATISTICS = ("variance", "total", "entropy")
 
-# Which attention, softmax or lln; which statistic; its values along the grid.
+# Attention (softmax or lln) → statistic → values along the grid.
 Curves = dict[str, dict[str, list[float]]]
 
 # Entries of one tile of P, all draws together: 8 MiB in float64, small enough for a CPU's caches.
@@ -31,7 +31,7 @@ _TILE = 1 << 20
 
 @dataclass(frozen=True)
 class Injection:
-    """One measurement, complete: equal requests give equal results on every device.
+    """The complete request of one measurement: equal requests give equal results on every device.
 
     Attributes:
         d: Head width.
@@ -39,9 +39,9 @@ class Injection:
         seed: Seed of the Gaussians.
         p: Variances of the softmax scores to measure softmax attention at.
         s: Scales to measure LLN attention at.
-        rows: Query rows in a draw, at most; a sequence of n tokens has no more than n.
-        keys: Short sequences are drawn ``keys // n`` times, so that they are measured as well as
-            long ones.
+        rows: Most query rows per draw; a sequence of n tokens has at most n.
+        keys: Short sequences are drawn ``keys // n`` times, so that they are measured as accurately
+            as long ones.
     """
 
     d: int
@@ -90,7 +90,7 @@ def gaussians(
     Fixing it in each draw removes most of the sampling noise of p. Queries are independent of the
     keys and of one another, so R of them stand for R rows taken from a longer sequence.
     """
-    # The CPU's generator on every device, so that a fit can be repeated on another machine.
+    # Always the CPU's generator, so that a fit can be repeated on another device.
     mixed = hashlib.sha256(f"{seed}:{d}:{n}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(mixed[:6], "big"))
     q = torch.randn(draws, rows, d, generator=generator, dtype=torch.float64).to(device)
@@ -143,8 +143,8 @@ def _lln_queries(q: Tensor, k: Tensor, s: float) -> tuple[Tensor, Tensor]:
     """Query features with the keys' maxima moved into them, and those maxima.
 
     With m_f = max_j s k_jf the keys' features are at most one, and each row is scaled so that its
-    largest feature is one. A row then sums to at least one, and float64 loses nothing of log P
-    before s times the spread of q and k (about 10) reaches 700: the grids stop far below.
+    largest feature is one. A row then sums to at least one, and float64 represents log P accurately
+    until s times the spread of q and k (about 10) reaches 700; the grids stop far below that.
     """
     top = s * k.amax(-2, keepdim=True)
     logits = s * q + top

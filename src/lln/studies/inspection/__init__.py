@@ -1,4 +1,4 @@
-"""``lln inspect``: how a model's attention concentrates, head by head, as one page to read."""
+"""``lln inspect``: how concentrated a model's attention is, head by head, as one HTML page."""
 
 from lln.studies.inspection.command import run_inspect
 

@@ -24,10 +24,10 @@ class Chosen:
 
 
 def parse_heads(given: str | None) -> list[tuple[int, int]] | None:
-    """``"0.3,5.11"`` as ``[(0, 3), (5, 11)]``; None = nothing was asked for.
+    """``"0.3,5.11"`` as ``[(0, 3), (5, 11)]``; None = no heads were given.
 
     Raises:
-        InvalidInputError: If it reads otherwise.
+        InvalidInputError: If the text has another form.
     """
     if given is None:
         return None
@@ -43,7 +43,7 @@ def parse_heads(given: str | None) -> list[tuple[int, int]] | None:
 
 
 def refuse_missing_heads(asked: list[tuple[int, int]] | None, heads: list[int]) -> None:
-    """Refuse heads that a model with so many ``heads``, by layer, does not have.
+    """Refuse heads that a model does not have; ``heads`` is their number per layer.
 
     Raises:
         InvalidInputError: Names the first of them.

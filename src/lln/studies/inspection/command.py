@@ -1,4 +1,4 @@
-"""Inspecting a model from start to end: load, run once, measure layer by layer, write."""
+"""Runs an inspection: load the model, run it once, measure layer by layer, write the page."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 NAME = "lln-inspect"
 TOKENS = 512
-# Of fewer, a row of weights has no distribution and α scatters by a quarter and more (see
+# With fewer tokens a row of weights has no distribution, and α varies by a quarter or more (see
 # `lln.matching.calibration.ENOUGH_TOKENS`).
 FEWEST_TOKENS = 8
-# Steps of a layer: its instruments, the search for α and β, LLN's own measurements.
+# Progress steps per layer: its instruments, the search for α and β, LLN's own measurements.
 _STEPS = 3
 
 
@@ -47,7 +47,7 @@ def run_inspect(
     heads: str | None = None,
     echo: Callable[[str], object] = lambda _: None,
 ) -> Path:
-    """Measure the attention of a model that is on this machine and write a page about it.
+    """Measure the attention of a local model and write a page about it.
 
     The page and its JSON are rewritten as layers come in, each in one step. After Ctrl-C or an
     error they contain what was measured until then.
@@ -147,13 +147,13 @@ def _measure(study: Study, local: LocalModel, ids: Tensor, file: PageFile) -> No
 
 
 def _shown(study: Study, asked: list[tuple[int, int]] | None) -> list[Chosen]:
-    """The heads to show in detail; those asked for may still be missing before the end."""
+    """The heads to show in detail; before the end, some of those asked for may be unmeasured."""
     whole = len(study.layers) == study.expected_layers
     return choose_heads(study, asked if whole else None)
 
 
 def _count_heads(local: LocalModel, ids: Tensor) -> list[int]:
-    """Heads of every attention call of one forward, from a short one that measures nothing."""
+    """Number of heads of every attention call, from a short forward pass without measurements."""
     heads: list[int] = []
     with capture(
         local.model, instruments=(), on_call=lambda seen: heads.append(seen.query.shape[-3])
@@ -165,7 +165,7 @@ def _count_heads(local: LocalModel, ids: Tensor) -> list[int]:
 def _check_length(
     found: int, asked: int, longest: int | None, echo: Callable[[str], object]
 ) -> None:
-    """Refuse a sequence that is too short to measure anything on, and tell of a short one."""
+    """Refuse a sequence that is too short to measure on, and warn about a short one."""
     if found < FEWEST_TOKENS:
         raise InvalidInputError(
             f"the text makes {found} token{'s' * (found != 1)}, too few to measure attention on "

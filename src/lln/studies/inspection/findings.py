@@ -8,7 +8,7 @@ from statistics import median
 from lln.printing import written
 from lln.studies.inspection.study import Study
 
-# Nearer than this counts as "the same" in the sentences.
+# Differences below these count as "the same" in the sentences.
 NEAR_NORMAL = 0.05
 NEAR_ENTROPY = 0.25
 NEAR_GAP = 0.1

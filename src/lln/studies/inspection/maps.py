@@ -11,7 +11,7 @@ from lln.studies.report.chart import CaptionedChart, Chart
 from lln.studies.report.heatmap import heat_map
 from lln.studies.report.numbers import number
 
-# Ends of a scale of signed numbers, which are written to two digits after the point.
+# Least range of a scale of signed numbers, which are written with two decimals.
 _LEAST = 0.05
 
 
@@ -28,7 +28,7 @@ class Map:
         low: Number of the first colour; None = the smallest that is not an extreme.
         high: Number of the last colour; None = the largest that is not an extreme.
         log: Whether colours follow the logarithm.
-        centred: Whether numbers have a sign: zero has the middle of two colours.
+        centred: Whether numbers are signed, with zero in the middle of the colour scale.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Map:
     centred: bool = False
 
     def numbers(self, study: Study) -> Grid:
-        """By layer and head."""
+        """The numbers by layer and head."""
         first, _, second = self.name.partition(" - ")
         if not second:
             return study.grid(first)

@@ -28,7 +28,7 @@ def study_charts(study: Study, chosen: Sequence[Chosen]) -> dict[str, list[Capti
 
 
 def render_page(study: Study, chosen: Sequence[Chosen]) -> str:
-    """The page as it stands."""
+    """The page with the results so far."""
     environment = dict(study.environment)
     if math.isfinite(study.seconds):
         environment["seconds of measurement"] = f"{study.seconds:.0f}"

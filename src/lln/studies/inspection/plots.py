@@ -17,7 +17,7 @@ from lln.studies.report.theme import colour
 if TYPE_CHECKING:
     from lln.studies.report.chart import AnyFigure
 
-# Heads outside the axes that are named; the others are counted.
+# How many heads outside the axes are named; the others are only counted.
 _MOST_NAMED = 3
 
 
@@ -28,7 +28,7 @@ def shape_plots(study: Study, chosen: Chosen) -> list[CaptionedChart]:
 
 
 def _histogram(study: Study, chosen: Chosen) -> CaptionedChart | None:
-    """The distribution of log P: of a head, of LLN in its place, and the fitted normal one."""
+    """The distribution of log P of a head, of LLN in its place, and the fitted normal one."""
     layer = study.layers[chosen.layer]
     shape = layer.shapes[chosen.head]
     mean = layer.value("log_normality.mean", chosen.head)
@@ -38,7 +38,7 @@ def _histogram(study: Study, chosen: Chosen) -> CaptionedChart | None:
         return None
     edges = bin_edges(mean, variance, bins)
     width = edges[1] - edges[0]
-    # No weight is above 1, so there is nothing to see beyond the bin that ends at log P = 0.
+    # No weight is above 1, so the axis ends with the bin that ends at log P = 0.
     bins = sum(edge < 0 for edge in edges[:-1])
     edges = edges[: bins + 1]
     own, other = (
@@ -84,7 +84,7 @@ def _histogram(study: Study, chosen: Chosen) -> CaptionedChart | None:
 
 
 def _above_one(layer: StudiedLayer, head: int) -> str:
-    """Says how much of the fitted normal would be weights above 1, where that is much."""
+    """Says which share of the fitted normal lies above P = 1, if it is large."""
     mean = layer.value("log_normality.mean", head)
     variance = layer.value("log_normality.variance", head)
     share = math.erfc(-mean / math.sqrt(2 * variance)) / 2 if variance > 0 else 0.0
@@ -166,7 +166,7 @@ def theory_plots(study: Study) -> list[CaptionedChart]:
 
 
 def lln_plots(study: Study) -> list[CaptionedChart]:
-    """LLN attention beside softmax attention."""
+    """LLN attention compared with softmax attention."""
     charts = (
         _against(
             study,
@@ -202,12 +202,12 @@ def _against(
 
     Args:
         study: Where the values are.
-        names: Of the value from left to right and of the other.
-        labels: What the two are.
+        names: Names of the horizontal and the vertical value.
+        labels: Their axis labels.
         lead: The first words of the caption.
         caption: The rest of it; heads outside the axes are added.
-        sign: Factor of both.
-        low: Smaller values are drawn here.
+        sign: Factor of both values.
+        low: Smaller values are drawn at this value.
         log: Whether both axes are logarithmic.
     """
     dots: list[tuple[float, float, int, str]] = []
@@ -220,7 +220,7 @@ def _against(
             dots.append((x, y, layer, f"{layer}.{head} ({where})"))
     if not dots:
         return None
-    # Both axes are alike, so that the line of equal values is the diagonal.
+    # Both axes have the same range, so that the line of equal values is the diagonal.
     across, up = [x for x, *_ in dots], [y for _, y, *_ in dots]
     sides = [robust_ends(side, log=log) for side in (across, up)]
     least, most = min(side[0] for side in sides), max(side[1] for side in sides)

@@ -1,4 +1,4 @@
-"""The LLN attention that could stand in for a head, and how near it would come.
+"""The LLN attention that could replace a softmax head, and how close it would come.
 
 Dimension legend: B batch, H query heads, G heads of a group, T queries, S keys, D head width.
 """
@@ -25,7 +25,7 @@ _STEPS = 12
 
 
 class StandIn(NamedTuple):
-    """LLN attention at the α and β that give a head's entropy, ``[B, H]`` each unless said.
+    """LLN attention at the α and β that give a head's entropy; ``[B, H]`` unless stated.
 
     Attributes:
         alpha: α.
@@ -33,12 +33,12 @@ class StandIn(NamedTuple):
         entropy: Its entropy in bits.
         spectral_gap: Its spectral gap.
         distance: Mean over the rows of the total variation to softmax's weights, from 0 to 1.
-        even_distance: The same of even attention, 1/S everywhere.
+        even_distance: The same for uniform attention, 1/S everywhere.
         formula_entropy: Its entropy at the α and β of ``match_moments(criterion="entropy")``, which
-            measures nothing and takes entries to be Gaussian; NaN for causal attention.
-        softmax_histogram: ``[B, H, BINS]``, share of log P of softmax in each bin over mean ± 5
-            standard deviations of it.
-        lln_histogram: ``[B, H, BINS]``, the same of LLN's log P, over the same bins.
+            assumes Gaussian entries instead of measuring; NaN for causal attention.
+        softmax_histogram: ``[B, H, BINS]``, share of softmax's log P in each bin over its mean ± 5
+            standard deviations.
+        lln_histogram: ``[B, H, BINS]``, the same for LLN's log P, over the same bins.
     """
 
     alpha: Tensor
@@ -62,7 +62,7 @@ def imitate(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> StandI
     query, key, is_causal = seen.query, seen.key, bool(seen.options["is_causal"])
     mask = seen.options["key_mask"]
     alpha, beta = _temperatures(seen)
-    # A head with NaN has no temperature; the instruments report it and go on with the others.
+    # A head with NaN has no temperature; it is reported, and the others are still measured.
     healthy = alpha.isfinite() & beta.isfinite()
     alpha, beta = (torch.where(healthy, side, 1.0) for side in (alpha, beta))
     tick()
@@ -120,7 +120,7 @@ def _temperatures(seen: SeenCall) -> tuple[Tensor, Tensor]:
 
 
 def _compare(seen: SeenCall, alpha: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """Distances ``[B, H]`` and histograms ``[B, H, BINS]``, softmax beside LLN row by row."""
+    """Distances ``[B, H]`` and histograms ``[B, H, BINS]`` of softmax and LLN, row by row."""
     shared = {name: seen.options[name] for name in ("key_mask", "is_causal", "scale")}
     softmax, lln = (
         AttentionInputs(seen.query, seen.key, kind=kind, alpha=alpha, beta=beta, **shared)
@@ -155,7 +155,7 @@ def _compare_head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     distance = even_distance = own_counts = lln_counts = torch.zeros((), dtype=torch.float64)
     entries = 0
-    # Tiles of both are cut alike.
+    # The tiles of both cover the same entries.
     pairs = zip(AttentionRows(softmax).tiles(), AttentionRows(lln).tiles(), strict=True)
     for own, other in pairs:
         there = own.log_p > -torch.inf

@@ -34,8 +34,8 @@ class Shape:
     """The distribution of log P of one head.
 
     Attributes:
-        quantiles: Of log P.
-        normal_quantiles: Of the fitted normal distribution, at the same probabilities.
+        quantiles: Quantiles of log P.
+        normal_quantiles: Those of the fitted normal distribution, at the same probabilities.
         softmax_histogram: Share of the entries in equal bins over mean ± 5 standard deviations.
         lln_histogram: The same of LLN's log P at its α and β, over the same bins.
     """
@@ -52,16 +52,16 @@ class StudiedLayer:
 
     Attributes:
         name: Path of its module.
-        kind: Its attention.
+        kind: Its kind of attention.
         heads: H.
         width: D.
         queries: T.
         keys: S.
         is_causal: Whether row i sees keys 0 … i only.
         values: By name, one number per head: the median over the samples.
-        shapes: By head, of the first sample.
-        problem: Why (part of) it was not measured; empty if all was.
-        note: Why LLN was not tried in its place; empty if it was.
+        shapes: Distributions by head, of the first sample.
+        problem: Why (part of) it was not measured; empty if all of it was.
+        note: Why LLN was not tried in its place; empty if it was tried.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Study:
         return sorted({name for layer in self.layers for name in layer.values})
 
     def cells(self, *names: str) -> list[tuple[int, int, tuple[float, ...]]]:
-        """``(layer, head, values)`` of all heads where every one of them is finite."""
+        """``(layer, head, values)`` of all heads where all these values are finite."""
         found = []
         for index, layer in enumerate(self.layers):
             for head in range(layer.heads):
@@ -126,7 +126,7 @@ class Study:
 
 
 def study_layer(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> StudiedLayer:
-    """Everything about one call that was measured by capture.
+    """Everything about one call that capture has measured.
 
     Args:
         seen: The call, with its values.

@@ -1,1 +1,1 @@
-"""What the HTML pages of the command line are made of; each is one file without scripts."""
+"""Building blocks of the command line's HTML pages; each page is one file without scripts."""

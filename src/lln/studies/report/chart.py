@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     AnyFigure: TypeAlias = Figure | SubFigure
 
-# In points, which are also the units of the SVG.
+# Width in points, which are also the units of the SVG.
 WIDTH = 480
 _MARGIN = 24
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
@@ -46,7 +46,7 @@ _STYLE: dict[str, Any] = {
     "lines.linewidth": 2,
     "lines.markersize": 7,
     "lines.scale_dashes": False,
-    # Text stays text: it can be searched, and it is set in the font of the page.
+    # Text stays text, so that it can be searched and uses the font of the page.
     "svg.fonttype": "none",
     "text.color": colour("text"),
     "xtick.color": colour("soft"),
@@ -63,7 +63,7 @@ class Chart(NamedTuple):
     """A chart that is not drawn yet.
 
     Attributes:
-        label: What it shows, for readers who do not see it.
+        label: What it shows, for screen readers.
         height: In points; the width is always `WIDTH`.
         draw: Draws it into an empty figure of that size.
     """
@@ -82,7 +82,7 @@ class CaptionedChart(NamedTuple):
 
 
 def notes(texts: Sequence[str]) -> dict[str, Any]:
-    """Options of a collection with a text for each of its parts, shown under the pointer."""
+    """Options of a collection that give each of its parts a tooltip text."""
     return {"gid": "\n".join((_NOTES, *texts)), "clip_on": False}
 
 
@@ -96,7 +96,7 @@ def inline_svg(chart: Chart) -> Markup:
 
 
 def svg_file(charts: Sequence[Chart], columns: int = 2) -> str:
-    """Charts in a grid as a file of its own, for documents that cannot contain HTML."""
+    """Charts in a grid as a separate file, for documents that cannot contain HTML."""
     rows = [charts[start : start + columns] for start in range(0, len(charts), columns)]
     columns = min(columns, len(charts))
     heights = [_MARGIN, *(side for row in rows for side in (_tallest(row), _MARGIN))]
@@ -129,7 +129,7 @@ def _tallest(row: Sequence[Chart]) -> int:
 
 
 def _draw(salt: str, width: int, height: int, draw: Callable[[Any], None]) -> str:
-    """What is inside the ``<svg>`` of matplotlib, without anything to load and without dates."""
+    """The content of matplotlib's ``<svg>``, without external references and dates."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

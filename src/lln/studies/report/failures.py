@@ -1,4 +1,4 @@
-"""Exceptions that were not raised on purpose, told in one line."""
+"""Unexpected exceptions, described in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def in_one_line(error: BaseException) -> str:
     r"""The kind of an exception, and the first line of what caused it.
 
-    Compilers put pages of source into their messages, and the reason into the exception below.
+    Compilers put pages of source into their messages, and the reason into the exception's cause.
 
     Example:
         >>> in_one_line(RuntimeError("no compiler\nand pages more"))

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _LEFT, _TOP, _ROW, _LINE = 42, 24, 24, 18
 _BAR, _BAR_LABEL = 110, 46
-# Columns beyond which the numbers no longer fit into the cells.
+# With more columns than this the numbers do not fit into the cells.
 _MOST_NUMBERED = 16
-# Of numbers on dark and on light cells; the same on every screen, as the cells are.
+# Text colours on dark and on light cells; like the cells, the same for light and dark screens.
 _LIGHT, _DARK = "#fefefe", "#10151b"
 _SOFT: dict[str, Any] = {"fontsize": 12.5, "color": colour("soft")}
 
@@ -35,7 +35,7 @@ class _Scale:
     centred: bool
 
     def shade(self, value: float) -> float:
-        """Where a number lies, from 0 to 1; the middle where all are alike."""
+        """Where a number lies in the scale, from 0 to 1; the middle if all numbers are equal."""
         low, high = self.low, self.high
         if self.log and low > 0:
             value, low, high = (math.log(max(each, 1e-300)) for each in (value, low, high))
@@ -67,9 +67,8 @@ def heat_map(
         high: Number of the last colour; None = the largest that is not an extreme.
         write: How a number is written.
         log: Whether colours follow the logarithm.
-        centred: Whether numbers have a sign: zero has the middle of two colours.
-        least: What the ends of a centred scale reach at least, so that numbers too small to be
-            written have no colour.
+        centred: Whether numbers are signed, with zero in the middle of the colour scale.
+        least: Least range of a centred scale, so that numbers that round to zero have no colour.
     """
     ends = robust_ends([value for row in grid for value in row], log=log)
     low, high = ends[0] if low is None else low, ends[1] if high is None else high
@@ -104,7 +103,7 @@ def heat_map(
 
 
 def _write_places(figure: AnyFigure, rows: int, columns: int) -> None:
-    """The numbers of layers and heads, and what they are."""
+    """Write the numbers of layers and heads, and the axis labels."""
     width, bottom = (WIDTH - _LEFT - 1) / columns, _TOP + _ROW * rows
     for head in range(0, columns, max(1, math.ceil(columns / 24))):
         write_at(figure, _LEFT + width * (head + 0.5), bottom + 15, f"{head}", ha="center", **_SOFT)
@@ -117,7 +116,7 @@ def _write_places(figure: AnyFigure, rows: int, columns: int) -> None:
 
 
 class _Cell:
-    """The number of a head, its place, its colour and how it is told."""
+    """The number of a head, its place, its colour and its tooltip."""
 
     def __init__(self, layer: int, head: int, value: float, scale: _Scale, width: float) -> None:
         from matplotlib.colors import to_hex
@@ -146,7 +145,7 @@ class _Cell:
 
 
 def _draw_cells(figure: AnyFigure, cells: Sequence[_Cell]) -> None:
-    """The coloured cells, without axes: those take matplotlib longer than everything else."""
+    """Draw the cells without axes, which take matplotlib longer than everything else."""
     from matplotlib.collections import PolyCollection
     from matplotlib.lines import Line2D
 
@@ -176,7 +175,7 @@ def _draw_cells(figure: AnyFigure, cells: Sequence[_Cell]) -> None:
 def _beyond(
     grid: Sequence[Sequence[float]], scale: _Scale, write: Callable[[float], str]
 ) -> list[str]:
-    """What lies beyond the scale, one line for each end."""
+    """Which numbers lie beyond the scale, one line for each end."""
     cells = [
         (value, f"{layer}.{head}")
         for layer, row in enumerate(grid)

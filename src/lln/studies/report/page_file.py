@@ -8,16 +8,16 @@ from pathlib import Path
 
 from lln.files import write_atomically
 
-# Drawing a page takes long enough to disturb what is measured, so it gets this share of the time.
+# Largest share of the time for drawing pages, because drawing disturbs the measurements.
 _SHARE = 0.05
 _FEWEST_SECONDS = 3.0
 
 
 class PageFile:
-    """An HTML file and the JSON beside it; each is replaced in one step."""
+    """An HTML file and the JSON next to it; each is replaced in one step."""
 
     def __init__(self, path: Path, page: Callable[[], str], numbers: Callable[[], str]) -> None:
-        """Args give the path of the page, and what page and JSON are at any moment."""
+        """``path`` of the page, and functions that return the current page and JSON."""
         self.path, self._page, self._numbers = path, page, numbers
         self._next = time.perf_counter() + _FEWEST_SECONDS
 

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from lln.studies.report.theme import SEQUENTIAL
 
-# Colours span this many powers of two on both sides of even attention.
+# Colours span this many powers of two on both sides of uniform attention.
 OCTAVES = 4
 
 
 def matrix_picture(weights: Tensor) -> str:
-    """A PNG as ``data:`` address of N·P ``[rows, columns]``; 1 is even attention."""
+    """A PNG of N·P ``[rows, columns]`` as a ``data:`` URL; 1 is uniform attention."""
     from matplotlib.image import imsave
 
     level = weights.double().clamp_min(1e-12).log2()
     file = io.BytesIO()
-    # Without the version of matplotlib, so that the same matrix is the same text.
+    # Without matplotlib's version, so that the same matrix always gives the same text.
     options: Any = {"format": "png", "metadata": {"Software": None}}
     imsave(file, level.numpy(), vmin=-OCTAVES, vmax=OCTAVES, cmap=SEQUENTIAL, **options)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lln.studies.report.chart import AnyFigure
 
-# Of a chart without a legend, and of one line of a legend.
+# Heights of a chart without a legend, and of one line of a legend.
 HEIGHT, LEGEND_LINE = 330, 19
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 27, 50
 
@@ -31,7 +31,7 @@ def boxed_axes(figure: AnyFigure, left: float, right: float, top: float, bottom:
 
 
 def from_corner(figure: AnyFigure) -> Transform:
-    """Places in points, counted from the upper left corner of a chart."""
+    """Coordinates in points, from the upper left corner of a chart."""
     from matplotlib.transforms import Affine2D
 
     width, height = figure.bbox.size
@@ -39,7 +39,7 @@ def from_corner(figure: AnyFigure) -> Transform:
 
 
 def write_at(figure: AnyFigure, x: float, y: float, text: str, **options: Any) -> None:
-    """Writes at a place as `from_corner` counts."""
+    """Writes at a place in the coordinates of `from_corner`."""
     width, height = figure.bbox.size
     figure.text(x / width, 1 - y / height, text, **options)
 
@@ -62,7 +62,7 @@ def linear_axis(axis: XAxis | YAxis, low: float, high: float) -> None:
 
 
 def log_axis(axis: XAxis | YAxis, low: float, high: float) -> None:
-    """A logarithmic axis with at least three round ticks, if the range contains so many."""
+    """A logarithmic axis with at least three round ticks, if the range contains that many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
@@ -98,7 +98,7 @@ def curve(
         axes: Where to draw.
         name: The attention.
         points: ``(x, y)``.
-        unit: Ends the note on each point.
+        unit: Unit of y in each point's tooltip.
         label: In the legend; empty = the attention's name.
         marks: Whether points are marked.
         band: Whether a wide band lies under the line, which other lines may cover.
@@ -119,7 +119,7 @@ def curve(
     )
     if marks:
         told = [f"{look.label}: {number(y, '.4g')}{unit} at {number(x, ',.4g')}" for x, y in points]
-        # Seen by the pointer only, and larger than the marker, so that it is easy to hit.
+        # Invisible targets for tooltips, larger than the markers, so that they are easy to hit.
         axes.scatter(across, up, s=144, color=ink, linewidth=0, alpha=0, **notes(told))
 
 
@@ -146,7 +146,7 @@ def dots(axes: Axes, points: Sequence[tuple[float, float, float, str]]) -> None:
         *places,
         s=64,
         zorder=3,
-        # Not from the darkest colour on, which dark screens do not show.
+        # Skips the darkest colours, which are invisible on dark screens.
         color=[colour_map()(0.2 + 0.8 * shade) for _, _, shade, _ in points],
         edgecolors=[colour("text" if ring else "soft") for ring in rings],
         linewidths=[2 if ring else 0.8 for ring in rings],
@@ -182,7 +182,7 @@ def _rule_text(
         fontweight="bold",
         ha="right" if right < 0 else "left",
         va="top",
-        # Text must stay readable where a line runs below it.
+        # Text must stay readable where a line runs behind it.
         bbox={"facecolor": colour("panel"), "edgecolor": "none", "pad": 1},
     )
 

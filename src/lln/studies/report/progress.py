@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def progress_bar() -> Progress:
-    """A bar on stderr, so that the lines for the terminal can be piped away."""
+    """A progress bar on stderr, so that stdout can be piped."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 

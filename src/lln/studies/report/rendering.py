@@ -1,4 +1,4 @@
-"""Pages from jinja2 templates; every room of the studies keeps the template of its own page."""
+"""Pages from jinja2 templates; every folder of ``lln/studies`` keeps the template of its page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_page_packages() -> None:
-    """Refuse to begin where a page could not be written at the end.
+    """Refuse to start if a package for the page is missing.
 
     Raises:
         BackendUnavailableError: One sentence with what to install.
@@ -30,10 +30,10 @@ def check_page_packages() -> None:
 
 
 def render(template: str, **content: object) -> str:
-    """One self-contained HTML file, without scripts and without anything to load.
+    """One self-contained HTML file, without scripts and external files.
 
     Args:
-        template: Its place below ``lln/studies``, such as ``"demo/page.html"``.
+        template: Its path below ``lln/studies``, such as ``"demo/page.html"``.
         content: What the template shows; text is escaped, `markupsafe.Markup` is not.
     """
     return _environment().get_template(template).render(**content)

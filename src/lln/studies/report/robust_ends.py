@@ -1,4 +1,4 @@
-"""Ends of an axis or of a colour scale that a few extremes cannot move."""
+"""Ends of an axis or of a colour scale that a few extremes do not affect."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from statistics import quantiles
 
-# Widths of the middle half beyond which a number is an extreme.
+# A number this many interquartile ranges outside the quartiles is an extreme.
 _REACH = 3.0
 
 
 def robust_ends(numbers: Sequence[float], *, log: bool = False) -> tuple[float, float]:
-    """The smallest and the largest number that is no extreme.
+    """The smallest and the largest number that is not an extreme.
 
-    Extremes lie more than three times the width of the middle half outside of it. Where the middle
-    half has no width, every number counts.
+    Extremes lie outside the quartiles by more than three interquartile ranges. If the quartiles are
+    equal, no number is an extreme.
 
     Args:
         numbers: Those that are not finite are left out, and with ``log`` those that are not

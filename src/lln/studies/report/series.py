@@ -1,4 +1,4 @@
-"""How each attention looks on every page: its name, line and marker; `theme` has its colour."""
+"""How each attention looks on every page: its name, line and marker; `theme` has the colours."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Look(NamedTuple):
 
     Attributes:
         label: Its name.
-        marker: In matplotlib's letters.
+        marker: Marker code of matplotlib.
         dashes: Lengths of strokes and gaps in points; empty = a solid line.
-        colour_name: Of `lln.studies.report.theme`.
+        colour_name: Name of its colour in `lln.studies.report.theme`.
     """
 
     label: str
@@ -24,7 +24,7 @@ class Look(NamedTuple):
 
     @property
     def line(self) -> dict[str, Any]:
-        """Options of matplotlib for a line of it."""
+        """Matplotlib options for its lines."""
         style = (0, self.dashes) if self.dashes else "-"
         return {"color": colour(self.colour_name), "linestyle": style}
 

@@ -1,7 +1,7 @@
 """The colours of pages and charts, each for a light and for a dark screen.
 
-Charts are drawn with the light colours. `themed` then puts a CSS variable in the place of each, so
-that a chart follows the page around it.
+Charts are drawn with the light colours. `themed` then replaces each by a CSS variable, so that a
+chart follows the page around it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap
 
-# Every light colour stands for one name only, and no colour map contains any of them.
+# No two names share a light colour, and no colour map contains any of them.
 _COLOURS = {
     "ground": ("#fbfbf9", "#14171b"),
     "panel": ("#ffffff", "#1b2026"),
@@ -48,7 +48,7 @@ def colour(name: str) -> str:
 
 @cache
 def colour_map(centred: bool = False) -> Colormap:
-    """The colours of numbers; ``centred`` = of numbers with a sign."""
+    """The colour map of numbers; ``centred``: of signed numbers."""
     import matplotlib as mpl
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -58,7 +58,7 @@ def colour_map(centred: bool = False) -> Colormap:
 
 
 def themed(svg: str) -> str:
-    """A drawing with a CSS variable for every colour that has a name."""
+    """A drawing with its named colours replaced by CSS variables."""
     return re.sub(
         "#[0-9a-f]{6}",
         lambda found: f"var(--{_NAMES[found[0]]})" if found[0] in _NAMES else found[0],

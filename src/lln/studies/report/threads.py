@@ -1,7 +1,7 @@
 """How many threads a command runs on.
 
 Threads that share their processors with other programs wait for each other at the end of every
-operation. On a busy machine one thread alone is then much faster, and its times can be trusted.
+operation. On a busy machine a single thread is then much faster, and its times vary less.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def faster_threads(echo: Callable[[str], object] = lambda _: None) -> Iterator[i
     """Run the body on all threads or on one, whichever is faster now; yields how many.
 
     Args:
-        echo: Takes a line meant for the terminal, where it is not all of them.
+        echo: Takes a line for the terminal if only one thread is used.
     """
     before = torch.get_num_threads()
     try:

@@ -1,12 +1,13 @@
-"""Causal kernels: a program walks over the tiles of its stretch and carries the summary along.
+"""Causal kernels: a program walks over the tiles of its stretch and updates a summary on the way.
 
-`tiles` has the steps of a walk, the equations of a row and the guard that tells when a row has lost
-its digits; `exact` the scores that repair it; `states` where a stretch starts from. The walks are
-`outputs` in the forward pass; in the backward pass `queries` for dq, then `keys` for dk and dv,
-which starts from what `gathering` has summed over the later stretches.
+A stretch is a program's share of the tokens; the walk's state is the summary of all earlier keys.
+`tiles` has the steps of a walk, the equations of a row and the guard that detects when a row has
+lost its digits; `exact` has the scores that repair it; `states` the state a stretch starts from.
+The walks are `outputs` in the forward pass; in the backward pass `queries` for dq, then `keys` for
+dk and dv, which starts from what `gathering` has summed over the later stretches.
 
 x = α q and y = β k throughout; dimension legend: see `lln.kernels.triton.steps`; every query head
-walks by itself, KG of them share a key head.
+has its own walk, and KG of them share a key head.
 """
 
 from lln.kernels.triton.causal_walks.gathering import causal_gather_kernel

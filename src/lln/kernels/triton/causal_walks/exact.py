@@ -1,8 +1,8 @@
-"""Scores of a tile formed one slot at a time in the log domain, where a fast walk lost a row.
+"""Scores of a tile computed one slot at a time in the log domain, where a fast walk lost a row.
 
-A second launch of the same kernel with ``EXACT`` leaves at once where nothing was lost; elsewhere
-it walks the stretch again with these scores. They share no shift, so that no key can take the
-digits of a row that may not see it (`lln.kernels.triton.causal_walks.tiles` says how it could).
+A second launch of the same kernel with ``EXACT`` returns at once where nothing was lost; elsewhere
+it walks the stretch again with these scores. They have no common shift, so that a key that a row
+may not see cannot cost it digits (`lln.kernels.triton.causal_walks.tiles` explains how).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gathered state of the backward: what later rows send back to a stretch's keys.
+"""The gathered state of the backward pass: what later rows contribute to the gradients of keys.
 
 With Z and δ as `lln.kernels.triton.causal_walks.queries` left them:
 
@@ -31,11 +31,11 @@ def gather_tile(
     b_peak, b_level, b_sum, b_h, b_do, b_delta, b_row,
     EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take rows with the exponents x − Z ``[BT, BD]`` into the gathered state (u, V, U)."""
+    """Add rows with the exponents x − Z ``[BT, BD]`` to the gathered state (u, V, U)."""
     b_new = tl.maximum(b_peak, tl.max(b_h, 0).to(tl.float32))
     b_shrink = exponential(b_peak - b_new)
     b_e = exponential((b_h - b_new[None, :].to(EXP)).to(tl.float32))
-    # Rows that see no key count too where nothing else is; only masked keys come before them.
+    # Without other rows, rows that see no key get weight too, but all keys before them are masked.
     b_e = b_e * b_row[:, None]
     b_level = b_level * b_shrink + tl.sum(b_e * b_delta[:, None], 0)
     b_sum = b_sum * b_shrink[:, None]
@@ -62,7 +62,7 @@ def causal_gather_kernel(
     PACKED: tl.constexpr, SHIFTED: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gathered state of one stretch by itself."""
+    """The gathered state of one stretch alone."""
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, T, H, PACKED, SHIFTED

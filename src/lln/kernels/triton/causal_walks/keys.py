@@ -1,12 +1,12 @@
 """The backward walk over the keys, backward over the tiles: dk and dv.
 
-It carries the *gathered* state U, V of `gathering` along, and takes Z and δ from the walk
-over the queries. With dP_ij = dO_i·v_j:
+It updates the *gathered* state U, V of `gathering` on the way, and takes Z and δ from the walk over
+the queries. With dP_ij = dO_i·v_j:
 
     dy_jf = Σ_i e^{x_if + y_jf − Z_i} (dP_ij − δ_i) + e^{y_jf} (v_j·U_f − V_f)
 
-The exponents y_jf + x_if − Z_i are never positive. They are small differences of what may be large
-numbers: float32 calls form them in float64 (``EXP``), so that Z rounds nothing away.
+The exponents y_jf + x_if − Z_i are never positive. They are small differences of possibly large
+numbers: float32 calls compute them in float64 (``EXP``), so that rounding Z costs no digits.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def causal_key_kernel(
                 b_g, b_z, q, k, first, alpha_here, beta_here, inside, ok, 0, D, BD, BT, QUIET, EXP
             )
         else:
-            # No exponent of a row exceeds −log n_i, which the guard has bounded.
+            # No exponent of a row exceeds −log n_i, which the guard bounds.
             b_top = tl.max(b_y, 0)
             b_f = exponential((b_h + b_top[None, :].to(EXP)).to(tl.float32))
             b_e = exponential(b_y - b_top[None, :])

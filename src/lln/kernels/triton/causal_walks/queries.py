@@ -1,7 +1,7 @@
 """The backward walk over the queries, forward over the tiles: dq.
 
-With dP_ij = dO_i·v_j, it leaves for the walk over the keys what belongs to a row (S, n and r are
-those of `lln.kernels.triton.causal_walks.tiles`):
+With dP_ij = dO_i·v_j, it stores two numbers per row for the walk over the keys (n and r are those
+of `lln.kernels.triton.causal_walks.tiles`):
 
     Z_i = r_i + log n_i,  δ_i = dO_i·out_i
 """
@@ -27,7 +27,7 @@ from lln.kernels.triton.steps import (
     widen,
 )
 
-# Z of a row that no gradient passes through: every weight e^{x − Z} is then zero.
+# Z of a row without gradient: it makes every weight e^{x − Z} zero.
 ALWAYS = tl.constexpr(1e30)
 
 
@@ -46,7 +46,7 @@ def causal_query_kernel(
     HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr, EXACT: tl.constexpr,
     EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of one (sample, query head), forward: dq, Z, δ, and parts of dα and dmix."""
+    """One stretch of one (sample, query head), from its first tile: dq, Z, δ, parts of dα, dmix."""
     split, index, part = find_program()
     if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
         if tl.load(p_lost + part) == 0:

@@ -1,8 +1,8 @@
-"""The state that a stretch starts from: the sums of all stretches before it.
+"""The state that a stretch (a program's tokens) starts from: the sums of all earlier stretches.
 
-A scan over the stretches' own sums leaves these states in memory, before a walk starts. The states
-that the walk over the keys gathers (`gathering`) go through the same scan
-from the last stretch to the first.
+A scan over the stretches' own sums writes these states to memory before a walk starts. The states
+of the walk over the keys (`gathering`) go through the same scan, from the last stretch to the
+first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def scan_kernel(
     p_peak, p_mass, p_sum, p_peak_out, p_mass_out, p_sum_out, segments,
     BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """From every stretch's own sums to those of all stretches before (or after) it.
+    """Turn every stretch's own sums into those of all stretches before (or after) it.
 
     Not in place: several warps load the same peak, and one could store before another loads.
     """

@@ -1,4 +1,4 @@
-"""The steps of a walk over the tiles: load a tile, weigh its rows, take it into the state.
+"""The steps of a walk over the tiles: load a tile, compute its rows' weights, add it to the state.
 
 Row i of a tile reads the summary of everything before the tile and, inside the tile, the keys up
 to itself. With the largest exponent m_f of every slot so far, and r_i the largest of x_if + m_f:
@@ -6,9 +6,9 @@ to itself. With the largest exponent m_f of every slot so far, and r_i the large
     S_ij = Σ_f e^{x_if + m_f − r_i} e^{y_jf − m_f},  j ≤ i         one product, no exponent above 0
     n_i = Σ_j S_ij + Σ_f e^{x_if + m_f − r_i} mass_f                normaliser
 
-A key that row i may not see can set m_f; if it lies too far above the others, row i loses its
-digits, and its normaliser tells: below ``GUARD`` the stretch is marked lost, and walked again with
-the scores of `lln.kernels.triton.causal_walks.exact`.
+A key that row i may not see can set m_f; if it is too far above the others, row i loses its digits.
+Its normaliser shows this: below ``GUARD`` the stretch is marked lost, and walked again with the
+scores of `lln.kernels.triton.causal_walks.exact`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lln.kernels.triton.steps import (
     widen,
 )
 
-# Terms lost to underflow weigh at most 1e-38 / GUARD of their row.
+# Terms lost to underflow are at most 1e-38 / GUARD of their row's sum.
 GUARD = tl.constexpr(1e-20)
 
 
@@ -46,7 +46,7 @@ def load_tile(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     EVEN: tl.constexpr, QUIET: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys and values of a tile, padding and dropped keys out; the dropout's factors."""
+    """Queries, keys and values of a tile, padding and dropped keys zero; dropout factors."""
     b_q = load_queries(q, first, inside, ok, BT, D, BD, EVEN, QUIET)
     b_k = load_unmasked(k, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
     b_v, b_factor = load_values(
@@ -61,7 +61,7 @@ def weigh_rows(
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr,
     EXACT: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """How much every row of a tile sees of the tile's keys and of the state.
+    """The weights of the tile's keys and of the state in every row of a tile.
 
     Returns:
         S ``[BT, BT]``, the slots' weights ``[BT, BD]``, the exponent ``[BT]`` they were both
@@ -104,7 +104,7 @@ def take_tile(
     b_peak, b_mass, b_sum, b_e, b_v, ok,
     EVEN: tl.constexpr, EXACT: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile's keys, as `weigh_rows` left them, and values into the state."""
+    """Add a tile's keys, as `weigh_rows` returns them, and its values to the state."""
     if EXACT:
         b_e, b_peak, b_mass, b_sum = shift_state(b_e, ok, b_peak, b_mass, b_sum, EVEN)
     b_mass += tl.sum(b_e, 0)
