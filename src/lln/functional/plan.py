@@ -25,7 +25,7 @@ from lln.kernels.limits import (
 )
 from lln.tracing import is_compiling, is_transformed
 
-# Plans that are remembered, because a call must not pay for being planned again.
+# Most plans to keep, because planning again would slow every call.
 MOST_PLANS = 4096
 
 

@@ -213,7 +213,7 @@ def has_own_pass(widest: int, dtype: torch.dtype, heads: int, mix_grad: bool) ->
 
 
 def can_split(dtype: torch.dtype, heads: int, mix_grad: bool) -> bool:
-    """Whether the kernels can find the gradients of the two parts one after the other."""
+    """Whether the kernels can compute the gradients of both parts in separate passes."""
     return dtype != torch.float32 and not mix_grad and not is_crowded(heads)
 
 
