@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from lln.errors import InvalidInputError, LLNError
+from lln.errors import BackendUnavailableError, InvalidInputError, LLNError
 from lln.integrations.cache import LLNCache, LLNCacheLayer
 from lln.integrations.convert import convert
 
@@ -260,3 +260,10 @@ def test_dropout_over_a_cache_is_refused(tiny, text):
     cache = LLNCache(model)
     with pytest.raises(InvalidInputError, match="dropout"):
         model(text()["input_ids"], past_key_values=cache)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_an_implementation_that_cannot_continue_a_cache_is_refused(tiny, text, impl):
+    model = tiny("llama", "lln", FIXED | {"impl": impl})
+    with pytest.raises(BackendUnavailableError, match=r"config.lln\['impl'\] = 'auto' to generate"):
+        model(text()["input_ids"], past_key_values=LLNCache(model))

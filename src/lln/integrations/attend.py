@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lln.eager.dropout import drop_keys
 from lln.eager.run import join
 from lln.eager.summary import KeySummary
-from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.errors import BackendUnavailableError, InvalidInputError, UnsupportedModelError
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
 from lln.integrations import streaming
@@ -189,6 +189,11 @@ def attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
 def _continue(call: AttentionCall, past: streaming.Past | None) -> Tensor:
     """Causal attention of tokens that come after others, kept in a cache."""
     tokens, keys = call.query.shape[2], call.key.shape[2]
+    if call.settings.impl not in ("auto", "eager"):
+        raise BackendUnavailableError(
+            f"impl {call.settings.impl!r} cannot continue a cache, which plain PyTorch updates; "
+            "set config.lln['impl'] = 'auto' to generate."
+        )
     if call.dropout_p > 0:
         raise InvalidInputError(
             "attention dropout cannot be applied to tokens that continue a cache; call "
