@@ -254,7 +254,7 @@ def test_equal_beta_in_another_object_is_accepted(keys_and_values):
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 6), (2, 3, 5, 5), (2, 2, 4, 5), (1, 3, 4, 5)], ids=str)
 def test_other_shape_is_refused(keys_and_values, shape):
-    with pytest.raises(InvalidInputError, match="one shape"):
+    with pytest.raises(InvalidInputError, match="the same shape"):
         KeySummary.of(*keys_and_values, BETA).merge(KeySummary.empty(*shape, BETA))
 
 

@@ -524,7 +524,7 @@ def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
             tmp_path / "out",
             **(options | {"calibrate": tmp_path / "text.txt"}),
         )
-    with pytest.raises(InvalidInputError, match="no text file"):
+    with pytest.raises(InvalidInputError, match="neither a text file nor a folder"):
         convert_folder(
             tmp_path / "in", tmp_path / "out", **(options | {"calibrate": tmp_path / "none"})
         )

@@ -55,6 +55,7 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, 1, 2, 200, 16, generator=generator)
     expected = lln_diag_attention(*inputs.double(), impl="reference")
+    echo(f"{device:<12} a usual call (LLN + Diag, 12 heads of width 64): {_usual_plan(device)}")
     are_right = True
     for impl in ("eager", "triton"):
         try:
@@ -72,7 +73,6 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
         verdict = "right" if error <= allowed else "WRONG"
         echo(f"{device:<12} {verdict}: error {error:.1e} (allowed {allowed:.1e}), impl {impl!r}")
         are_right = are_right and error <= allowed
-    echo(f"{device:<12} a usual call (LLN + Diag, 12 heads of width 64): {_usual_plan(device)}")
     return are_right
 
 
