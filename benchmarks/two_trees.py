@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("new", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--commits", nargs=2, metavar=("OLD", "NEW"), help="recorded with --out")
     given = parser.parse_args()
     rounds: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +163,8 @@ def main() -> None:
         import torch
 
         content = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        content |= {"command": " ".join(sys.argv[1:]), "milliseconds": best}
+        content |= {"commits": given.commits, "command": " ".join(sys.argv[1:])}
+        content |= {"milliseconds": best}
         given.out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
