@@ -22,7 +22,7 @@ class Announcement:
     """One call of an entry point, as it is about to be computed.
 
     Attributes:
-        kind: ``"softmax"``, ``"lln"``, ``"diag"`` or ``"lln_diag"``.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
         query: ``[B, H, T, D]``, or packed ``[T, H, D]`` with ``cu_seqlens``.
         key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
         alpha: α of the LLN part, as used.
@@ -33,6 +33,9 @@ class Announcement:
         key_mask: bool ``[B, S]``, True = attend.
         is_causal: Whether row i sees keys 0 … i only.
         cu_seqlens: Bounds of packed sequences.
+        offset: What ``"lln_keys"`` adds to the logits of the slots.
+        indices: The chosen keys of every group of queries, ``[B, H, G, K]``; -1 = none.
+        group_size: Queries in a group.
     """
 
     kind: str
@@ -46,6 +49,9 @@ class Announcement:
     key_mask: Tensor | None = None
     is_causal: bool = False
     cu_seqlens: Tensor | None = None
+    offset: float | Tensor | None = None
+    indices: Tensor | None = None
+    group_size: int | None = None
 
     def __repr__(self) -> str:
         """Tensors are shown by their shapes."""

@@ -223,6 +223,106 @@ def lln_diag_attention(
     return mix * long_range + (1 - mix) * short_range
 
 
+def exact_pairs(
+    indices: Tensor,
+    tokens: int,
+    block_size: int,
+    group_size: int,
+    *,
+    keep: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Which pairs enter the softmax of `lln_keys_attention` one by one: bool ``[B, H, T, T]``.
+
+    Those of one block, and those of a query with its group's chosen keys that it may see.
+
+    Args:
+        indices: int ``[B, H, G, K]``: the keys of every group of queries; -1 = none.
+        tokens: T.
+        block_size: Tokens in a block.
+        group_size: Queries in a group, a divisor of the block size.
+        keep: As above; blocks are counted from the first token that it lets any query see.
+        is_causal: Whether a query sees chosen keys of earlier blocks only.
+    """
+    place = torch.arange(tokens, device=indices.device).expand(indices.shape[0], 1, tokens)
+    if keep is not None and tokens > 0:
+        first = keep.any(-2).int().argmax(-1, keepdim=True)
+        place = place + (-first) % block_size
+    block, group = place // block_size, place // group_size
+    own = block.unsqueeze(-1) == block.unsqueeze(-2)
+    # One column more than there are tokens, where missing keys go.
+    chosen = torch.zeros(*indices.shape[:3], tokens + 1, dtype=torch.bool, device=indices.device)
+    chosen.scatter_(-1, torch.where(indices < 0, tokens, indices), True)
+    rows = group.unsqueeze(-1).expand(-1, indices.shape[1], -1, tokens)
+    chosen = chosen[..., :tokens].gather(2, rows)
+    if is_causal:
+        chosen = chosen & (block.unsqueeze(-2) < block.unsqueeze(-1))
+    pairs = own | chosen
+    return pairs if keep is None else pairs & keep
+
+
+def lln_keys_matrix(
+    query: Tensor,
+    key: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    exact: Tensor,
+    offset: float | Tensor,
+    *,
+    keep: Tensor | None = None,
+    rest: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Weights of `lln_keys_attention`, ``[..., T, S]``.
+
+    Args:
+        query: ``[..., T, D]``.
+        key: ``[..., S, D]``.
+        alpha: As in `lln_matrix`.
+        beta: Likewise.
+        exact: bool ``[..., T, S]``, see `exact_pairs`.
+        offset: g, added to the logarithm of the LLN kernel.
+        keep: bool, which pairs exist at all.
+        rest: bool, which pairs the LLN part sums over; None = all that exist.
+        scale: Factor of the softmax scores; None = 1/√D.
+    """
+    key = _hide(key, keep)
+    everything = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=key.device)
+    rest = (everything if keep is None else keep) if rest is None else rest
+    missing = (rest & ~exact).sum(-1, keepdim=True).double()
+    share = missing / rest.sum(-1, keepdim=True).clamp_min(1)
+    linear = log_lln_kernel(query, key, alpha, beta) + offset + share.clamp_min(1e-300).log()
+    linear = torch.where(rest & (share > 0), linear, -1e300)
+    scores = torch.where(exact, log_softmax_kernel(query, key, scale), -1e300)
+    return normalise(torch.logaddexp(scores, linear), (rest & (share > 0)) | exact)
+
+
+def lln_keys_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    exact: Tensor,
+    offset: float | Tensor,
+    *,
+    keep: Tensor | None = None,
+    rest: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax over exact pairs and LLN over all, under one normaliser, ``[..., T, E]``.
+
+        out_i = Σ_j w_ij v_j / Σ_l w_il
+        w_ij = [j exact] e^{q_i·k_j/√D} + ρ_i e^g ⟨e^{αq_i}, e^{βk_j}⟩
+
+    ρ_i is the share of keys that are not exact: with every key exact this is softmax, Eq. (1).
+    """
+    matrix = lln_keys_matrix(
+        query, key, alpha, beta, exact, offset, keep=keep, rest=rest, scale=scale
+    )
+    return matrix @ _hide(value, keep)
+
+
 def _hide(tensor: Tensor, keep: Tensor | None) -> Tensor:
     """Zero the tokens that no query keeps, so that a NaN in them cannot leak as 0 · NaN."""
     if keep is None:

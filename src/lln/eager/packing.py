@@ -16,7 +16,7 @@ from lln.eager.dropout import drop_keys
 from lln.eager.run import join, repeat_heads
 from lln.eager.scan import running_merge
 from lln.eager.summary import key_exponents, read, summarise
-from lln.eager.tiling import Tiling, cut_tiles
+from lln.eager.tiling import cut_tiles
 from lln.precision import accumulation_dtype
 
 
@@ -102,9 +102,9 @@ def _long_range(
     if longest is not None:
         chunk = min(CHUNK, max(LEAF, 1 << (longest - 1).bit_length()))
     tiles = cut_tiles(bounds, query.shape[0], chunk)
-    exponent_q = tiles.gather(query) * _per_tile(alpha, tiles, query)
+    exponent_q = tiles.gather(query) * per_tile(alpha, tiles.sequence, query)
     exponent_k, values = key_exponents(
-        tiles.gather(key), tiles.gather(value), _per_tile(beta, tiles, query), tiles.valid
+        tiles.gather(key), tiles.gather(value), per_tile(beta, tiles.sequence, query), tiles.valid
     )
     if is_causal:
         return tiles.scatter(attend_chunks(exponent_q, exponent_k, values, tiles.sequence))
@@ -114,12 +114,18 @@ def _long_range(
     )
 
 
-def _per_tile(scale: float | Tensor, tiles: Tiling, query: Tensor) -> float | Tensor:
-    """A temperature ``[n, H, 1, 1]`` for every tile: ``[H, tiles, 1, 1]``."""
+def per_tile(scale: float | Tensor, sequence: Tensor, query: Tensor) -> float | Tensor:
+    """A temperature ``[n, H, 1, 1]`` for every tile: ``[H, tiles, 1, 1]``.
+
+    Args:
+        scale: The temperature; one value per key head is repeated for its query heads.
+        sequence: int ``[tiles]``, the sequence of every tile.
+        query: Has the heads in axis 1, and the dtype.
+    """
     if not isinstance(scale, Tensor):
         return scale
     scale = scale.to(query.dtype).reshape((1,) * (4 - scale.dim()) + tuple(scale.shape))
     if scale.shape[0] > 1:
-        scale = scale[tiles.sequence.clamp_max(scale.shape[0] - 1)]
+        scale = scale[sequence.clamp_max(scale.shape[0] - 1)]
     scale = scale.transpose(0, 1)
     return scale if scale.shape[0] == 1 else repeat_heads(scale, query.shape[1], dim=0)

@@ -20,6 +20,8 @@ from lln import reference
 from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
+from lln.eager.key_blocks import dense_blocks
+from lln.eager.keys import attend_keys, slots_of_blocks
 from lln.eager.summary import read_heads, summarise_heads
 from lln.eager.workers import cut_heads, share_out
 from lln.precision import accumulation_dtype
@@ -28,6 +30,8 @@ from lln.precision import accumulation_dtype
 _LLN_AXES = {"heads": (-3, -3, -3, -3, -3, None), "samples": (-4, -4, -4, -4, -4, -2)}
 _DIAG_AXES = {"heads": (-3, -3, -3, None), "samples": (-4, -4, -4, -2)}
 _LLN_DIAG_AXES = {name: (*axes, axes[0]) for name, axes in _LLN_AXES.items()}
+# For exact keys: query, key, value, α, β, offset, indices and the key mask.
+_KEYS_AXES = {"heads": (-3,) * 7 + (None,), "samples": (-4,) * 7 + (-2,)}
 
 # Larger numbers in padded queries are treated as garbage, not as queries.
 _PADDING_LIMIT = 1e18
@@ -67,6 +71,22 @@ def both_ranges(
     """LLN and block-diagonal attention combined, in the dtype of query."""
     sides = (query, key, value, alpha, beta, key_mask, mix)
     return _run(_both_ranges, sides, key_mask, _LLN_DIAG_AXES, options)
+
+
+def exact_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    offset: float | Tensor,
+    indices: Tensor,
+    key_mask: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Attention over own block, chosen keys and slots, in the dtype of query."""
+    sides = (query, key, value, alpha, beta, offset, indices, key_mask)
+    return _run(_exact_keys, sides, key_mask, _KEYS_AXES, options)
 
 
 def _run(
@@ -178,6 +198,75 @@ def _both_ranges(
     long_range = _long_range(query, key, value, alpha, beta, key_mask, **shared)
     blocks: dict[str, Any] = {"block_size": block_size, "scale": scale, **shared}
     return join(long_range, _short_range(query, key, value, key_mask, **blocks), mix)
+
+
+def _exact_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    offset: float | Tensor,
+    indices: Tensor,
+    key_mask: Tensor | None,
+    *,
+    block_size: int,
+    group_size: int,
+    scale: float | None,
+    is_causal: bool,
+    impl: str,
+) -> Tensor:
+    """Attention over own block, chosen keys and slots, in the accumulation dtype."""
+    batch, heads, tokens, _ = query.shape
+    grouped_key, grouped_value = key, value
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    numbers = (alpha, beta, offset)
+    alpha, repeated_beta, offset = (
+        _repeat_temperature(side, heads, query.dtype) for side in numbers
+    )
+    if impl == "reference":
+        keep = _kept_pairs(query, key, key_mask, is_causal)
+        exact = reference.exact_pairs(
+            indices, tokens, block_size, group_size, keep=keep, is_causal=is_causal
+        )
+        rest = _earlier_blocks(query, key_mask, block_size) if is_causal else keep
+        return reference.lln_keys_attention(
+            query,
+            key,
+            value,
+            alpha,
+            repeated_beta,
+            exact,
+            offset,
+            keep=keep,
+            rest=rest,
+            scale=scale,
+        )
+    blocks = dense_blocks(batch, tokens, block_size, key_mask, query.device)
+    alpha, block_beta, offset = (
+        side.unsqueeze(2) if isinstance(side, Tensor) else side
+        for side in (alpha, repeated_beta, offset)
+    )
+    if is_causal:
+        slots = slots_of_blocks(key, value, block_beta, blocks, key_mask, None, is_causal)
+    else:
+        log_mass, centroid = summarise_heads(grouped_key, grouped_value, beta, key_mask)
+        slots = (
+            repeat_heads(log_mass, heads).unsqueeze(2),
+            repeat_heads(centroid, heads).unsqueeze(2),
+        )
+    options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
+    return attend_keys(
+        query, key, value, alpha, slots, offset, indices, blocks, group_size=group_size, **options
+    )
+
+
+def _earlier_blocks(query: Tensor, key_mask: Tensor | None, block_size: int) -> Tensor:
+    """Which pairs a causal summary holds, keys of earlier blocks: bool ``[B, 1, T, T]``."""
+    batch, _, tokens, _ = query.shape
+    home = dense_blocks(batch, tokens, block_size, key_mask, query.device).home[:, None]
+    earlier = home.unsqueeze(-2) < home.unsqueeze(-1)
+    return earlier if key_mask is None else earlier & key_mask[:, None, None]
 
 
 def _repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:

@@ -40,6 +40,7 @@ class Plan(NamedTuple):
         block_size: Tokens in a block; for kernels at most the length of the longest sequence.
         value_width: Channels of the values that one launch of LLN attention takes.
         block_value_width: The same for a launch of the separate kernel for blocks.
+        selection: What chooses exact keys: ``"triton"`` or ``"eager"``; None if there are none.
     """
 
     impl: str
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     block_size: int = 0
     value_width: int = 0
     block_value_width: int = 0
+    selection: str | None = None
 
     def __str__(self) -> str:
         """One sentence."""
@@ -83,6 +85,8 @@ def plan_call(request: Request, impl: str) -> Plan:
     """
     query = request.query
     chosen = choose_implementation(impl, query)
+    if request.kind == "lln_keys" and chosen == "triton":
+        return Plan("eager", None, request.block_size, selection="eager")
     if chosen != "triton":
         diagonal = chosen if request.block_size else None
         return Plan(chosen, diagonal, request.block_size)

@@ -15,7 +15,7 @@ class Request(NamedTuple):
     """A call of attention.
 
     Attributes:
-        kind: ``"lln"``, ``"diag"`` or ``"lln_diag"``.
+        kind: ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
         query: ``[B, H, T, D]``, or packed ``[T, H, D]``.
         key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
         value: ``[B, Hk, S, E]``, or packed ``[T, Hk, E]``.
@@ -31,6 +31,12 @@ class Request(NamedTuple):
         is_causal: Whether row i sees keys 0 … i only.
         bounds: ``cu_seqlens`` ``[n + 1]`` of packed sequences; None = dense.
         longest: Length of the longest packed sequence, or more; None = unknown.
+        keys: Of ``"lln_keys"``: how many keys to choose per group of queries, or their indices
+            ``[B, H, G, K]`` (packed: ``[H, G, K]``).
+        select: How keys are chosen: ``"block"``, ``"query"`` or ``"half"``.
+        group_size: Queries that share their chosen keys.
+        offset: What is added to the logits of the slots; a number, or broadcasts to
+            ``[B, H, 1, 1]``; None = by mass matching.
     """
 
     kind: str
@@ -49,6 +55,10 @@ class Request(NamedTuple):
     is_causal: bool = False
     bounds: Tensor | None = None
     longest: int | None = None
+    keys: int | Tensor = 0
+    select: str = "block"
+    group_size: int = 0
+    offset: Any = None
 
     @property
     def mix_learns(self) -> bool:

@@ -17,6 +17,7 @@ from lln.eager import packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.tiling import cut_tiles
+from lln.functional.exact_keys import attend_dense_keys, attend_packed_keys, complete
 from lln.functional.match import match_inputs, match_packed
 from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request
@@ -37,7 +38,9 @@ def attend(request: Request, impl: str) -> Tensor:
     """
     plan = plan_call(request, impl)
     with without_autocast(request.query):
-        if request.kind != "diag" and request.alpha is None:
+        if request.kind == "lln_keys":
+            request = complete(request, plan)
+        elif request.kind != "diag" and request.alpha is None:
             request = _matched(request, plan)
         if is_observed():
             _announce(request)
@@ -64,14 +67,21 @@ def _announce(request: Request) -> None:
         parts |= {"block_size": request.block_size, "scale": request.scale}
     if request.kind == "lln_diag":
         parts["mix"] = request.mix
+    if request.kind == "lln_keys":
+        parts |= {"offset": request.offset, "indices": request.keys}
+        parts["group_size"] = request.group_size
     announce(Announcement(request.kind, request.query, request.key, **parts))
 
 
 def _run(request: Request, plan: Plan) -> Tensor:
+    if request.bounds is None and request.kind == "lln_keys":
+        return attend_dense_keys(request, plan)
     if request.bounds is None:
         return _by_kernels(request, plan) if plan.impl == "triton" else _plain(request, plan)
     if request.query.shape[0] == 0:
         return _nothing(request)
+    if request.kind == "lln_keys":
+        return attend_packed_keys(request, plan)
     if plan.impl == "reference":
         return _one_by_one(request, request.bounds, plan)
     if plan.impl == "triton":

@@ -1,0 +1,112 @@
+"""Checks that only attention with exact keys needs.
+
+Dimension legend: B batch, H query heads, G groups of queries, K keys per group.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from lln.checks.arguments import FLOAT_DTYPES, MATCHING_CRITERIA, check_count
+from lln.checks.names import check_choice, shown
+from lln.checks.tensors import check_tensor, missing_axes, shape_of
+from lln.errors import CausalStatisticsError, InvalidInputError
+from lln.tracing import values_are_readable
+
+KEYS_MATCHING = ("rest", *MATCHING_CRITERIA)
+SELECTIONS = ("block", "query", "half")
+
+
+def check_selection(select: str, group_size: int | None, block_size: int) -> int:
+    """Refuse an unknown selection, or groups that do not divide a block.
+
+    Returns:
+        How many queries share their keys.
+    """
+    check_choice("select", select, SELECTIONS)
+    if group_size is None:
+        return block_size if select == "block" else 1
+    check_count("group_size", group_size)
+    if select != "block" and group_size != 1:
+        raise InvalidInputError(
+            f"select={select!r} gives every query its own keys and takes no group_size, got "
+            f"{group_size}; leave it out, or use select='block'."
+        )
+    if block_size % group_size:
+        raise InvalidInputError(
+            f"group_size must divide block_size, got {group_size} and {block_size}."
+        )
+    return group_size
+
+
+def check_keys(keys: int | Tensor, groups: tuple[int, ...], device: torch.device) -> None:
+    """Refuse a number of keys below 0, or indices of another shape than ``[B, H, G, K]``.
+
+    Args:
+        keys: The argument.
+        groups: ``(B, H, G)``, or ``(H, G)`` for packed sequences.
+        device: Where query is.
+    """
+    if not isinstance(keys, Tensor):
+        check_count("keys", keys, 0)
+        return
+    check_tensor("keys", keys, "a number, or indices in an int32 or int64 tensor")
+    if keys.dtype not in (torch.int32, torch.int64):
+        raise InvalidInputError(f"keys must be a number, int32 or int64, got {keys.dtype}.")
+    if keys.dim() != len(groups) + 1 or tuple(keys.shape[:-1]) != groups:
+        axes = "[B, H, G, K]" if len(groups) == 3 else "[H, G, K]"
+        raise InvalidInputError(
+            f"keys must be indices {axes} = [{', '.join(map(str, groups))}, K] as lln.choose_keys "
+            f"returns them for the same block_size, group_size and key_mask, got shape "
+            f"{shape_of(keys)}."
+        )
+    if keys.device != device:
+        raise InvalidInputError(
+            f"keys must be on the device of query, got {keys.device} and {device}."
+        )
+
+
+def check_offset(
+    offset: float | Tensor | None, batch: int, heads: int, device: torch.device, is_causal: bool
+) -> None:
+    """Refuse an offset that is not finite or does not broadcast to ``[B, H, 1, 1]``."""
+    if offset is None:
+        if is_causal:
+            raise CausalStatisticsError(
+                "causal attention cannot take the offset from the sequence it processes, because a "
+                "statistic over all tokens lets every row see the future; pass offset (fixed, "
+                "learned, or from lln.calibrate on other data)."
+            )
+        return
+    if not isinstance(offset, Tensor):
+        if isinstance(offset, bool) or not isinstance(offset, Real) or not math.isfinite(offset):
+            raise InvalidInputError(
+                f"offset must be a finite number or a tensor, got {shown(offset)}."
+            )
+        return
+    check_tensor("offset", offset)
+    if offset.dtype not in FLOAT_DTYPES:
+        raise InvalidInputError(
+            f"offset must be float64, float32, bfloat16 or float16, got {offset.dtype}."
+        )
+    sizes = (1,) * (4 - offset.dim()) + tuple(offset.shape)
+    if len(sizes) != 4 or sizes[0] not in (1, batch) or sizes[1] not in (1, heads):
+        fits = False
+    else:
+        fits = sizes[2:] == (1, 1)
+    if not fits:
+        leads = ((lead, 2) for lead in ((heads,), (batch, heads)))
+        raise InvalidInputError(
+            f"offset must be a number or broadcast to [B, H, 1, 1] = [{batch}, {heads}, 1, 1], "
+            f"got shape {shape_of(offset)}{missing_axes('offset', offset, leads)}."
+        )
+    if offset.device != device and offset.dim() > 0:
+        raise InvalidInputError(
+            f"offset must be on the device of query, got {offset.device} and {device}."
+        )
+    if values_are_readable(offset) and not bool(offset.isfinite().all()):
+        raise InvalidInputError("offset must be finite everywhere.")

@@ -1,0 +1,164 @@
+"""Exact keys: one softmax over a query's own block, its chosen keys and the slots of the summary.
+
+For query i of a block, with (L, C) the summary of the sequence (`lln.eager.summary`):
+
+    logits_i = [ q_i·k_j/√D            keys j of its block
+               | q_i·k_j/√D            keys j chosen for its group, outside the block
+               | αq_if + L_f + g + ln ρ_i    slots f = 1 … D ]
+    out_i = softmax(logits_i) · [ v_j | v_j | C_f ]
+
+ρ_i is the share of keys that are neither in the block nor chosen: when every key is exact, the
+slots vanish and this is softmax attention. A causal row sees the chosen keys and the summary of
+earlier blocks only.
+
+Dimension legend: B batch (1 for packed sequences), H heads, T tokens, D head width, E value width,
+n blocks, W tokens in a block, G groups, g queries in a group, K keys per group.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lln.eager.key_blocks import KeyBlocks
+from lln.eager.products import multiply
+from lln.eager.scan import running_merge, shift
+from lln.eager.selection import seen_keys
+from lln.eager.summary import LOG_ZERO, key_exponents, summarise
+
+Slots = tuple[Tensor, Tensor]
+
+
+def attend_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    slots: Slots,
+    offset: float | Tensor,
+    indices: Tensor,
+    blocks: KeyBlocks,
+    *,
+    group_size: int,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """The attention above: ``[B, H, T, E]``.
+
+    Args:
+        query: ``[B, H, T, D]`` in the accumulation dtype.
+        key: Like query.
+        value: ``[B, H, T, E]``.
+        alpha: A number, or broadcasts to ``[B, H, n, 1, 1]``.
+        slots: L and C for every block: broadcast to ``[B, H, n, D]`` and ``[B, H, n, D, E]``.
+        offset: g; a number, or broadcasts to ``[B, H, n, 1, 1]``.
+        indices: int ``[B, H, G, K]``; -1 = none. Keys that a group may not see are left out.
+        blocks: Where the tokens lie.
+        group_size: g, a divisor of W.
+        key_mask: bool ``[B, T]``, True = attend.
+        is_causal: Whether row i sees keys 0 … i only.
+        scale: Factor of the scores; None = 1/√D.
+    """
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    rows = blocks.gather(query)
+    scaled = rows * factor
+    valid = blocks.valid(key_mask)[:, None]
+    near_keys, near_values = (
+        torch.where(valid.unsqueeze(-1), blocks.gather(side), 0.0) for side in (key, value)
+    )
+    near = multiply(scaled, near_keys.mT)
+    near = torch.where(valid.unsqueeze(-2), near, LOG_ZERO)
+    if is_causal:
+        later = torch.ones(near.shape[-2:], dtype=torch.bool, device=near.device).triu(1)
+        # Below LOG_ZERO: a row whose visible keys are all masked must weigh those, not later keys.
+        near = near.masked_fill(later, 10 * LOG_ZERO)
+
+    seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
+    far_keys, far_values = (_pick(side, indices, seen) for side in (key, value))
+    grouped = scaled.flatten(2, 3).unflatten(2, (-1, group_size))
+    far = torch.where(seen.unsqueeze(-2), multiply(grouped, far_keys.mT), LOG_ZERO)
+    far = far.flatten(2, 3).unflatten(2, near.shape[2:4])
+
+    log_mass, centroid = slots
+    share = log_share(seen, blocks, group_size, key_mask, is_causal, near.dtype)
+    linear = alpha * rows + (log_mass.unsqueeze(-2) + offset + share)
+
+    weights = torch.cat([near, far, linear], -1).softmax(-1)
+    near, far, linear = weights.split([near.shape[-1], far.shape[-1], linear.shape[-1]], -1)
+    far = far.flatten(2, 3).unflatten(2, (-1, group_size))
+    from_far = multiply(far, far_values).flatten(2, 3).unflatten(2, near.shape[2:4])
+    out = multiply(near, near_values) + from_far + linear @ centroid
+    return blocks.scatter(out)
+
+
+def log_share(
+    seen: Tensor,
+    blocks: KeyBlocks,
+    group_size: int,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Ln ρ of every query, ``[B, H, n, W, 1]``: the share of the summary's keys not exact.
+
+    Args:
+        seen: bool ``[B, H, G, K]``, see `lln.eager.selection.seen_keys`.
+        blocks: Where the tokens lie.
+        group_size: g.
+        key_mask: bool ``[B, T]``.
+        is_causal: Whether the summary holds earlier blocks only.
+        dtype: Of the result.
+    """
+    count, size = blocks.place.shape[1:]
+    own = blocks.valid(key_mask).sum(-1)
+    upto = own.cumsum(-1)
+    before = upto - own
+    start = before[:, blocks.first]
+    held = before - start if is_causal else upto[:, blocks.last] - start
+    rest = held if is_causal else held - own
+    far = seen.sum(-1).unflatten(2, (count, size // group_size))
+    rest = (rest[:, None, :, None] - far).to(dtype)
+    share = rest / held[:, None, :, None].clamp_min(1)
+    found = torch.where(rest > 0, share.clamp_min(torch.finfo(dtype).tiny).log(), LOG_ZERO)
+    return found.repeat_interleave(group_size, -1).unsqueeze(-1)
+
+
+def slots_of_blocks(
+    key: Tensor,
+    value: Tensor,
+    beta: float | Tensor,
+    blocks: KeyBlocks,
+    key_mask: Tensor | None,
+    segment: Tensor | None,
+    is_causal: bool,
+) -> Slots:
+    """L and C that every block reads: those of its sequence, or of the blocks before it.
+
+    Args:
+        key: ``[B, H, T, D]``.
+        value: ``[B, H, T, E]``.
+        beta: A number, or broadcasts to ``[B, H, n, 1, 1]``.
+        blocks: Where the tokens lie.
+        key_mask: bool ``[B, T]``.
+        segment: int ``[n]``, the sequence of every block; None = one sequence.
+        is_causal: Whether a block reads only the blocks before it.
+    """
+    valid = blocks.valid(key_mask)[:, None]
+    exponent, values = key_exponents(blocks.gather(key), blocks.gather(value), beta, valid)
+    log_mass, centroid = running_merge(*summarise(exponent, values), segment)
+    if not is_causal:
+        return log_mass[..., blocks.last, :], centroid[..., blocks.last, :, :]
+    log_mass, centroid = shift(log_mass, centroid)
+    begins = torch.arange(blocks.first.shape[0], device=key.device) == blocks.first
+    log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
+    return log_mass, torch.where(begins[:, None, None], 0.0, centroid)
+
+
+def _pick(side: Tensor, indices: Tensor, seen: Tensor) -> Tensor:
+    """The rows of ``[B, H, T, D]`` that a group has chosen: ``[B, H, G, K, D]``; 0 if not seen."""
+    known = torch.where(seen, indices, 0).flatten(2).unsqueeze(-1)
+    rows = side.gather(2, known.expand(-1, -1, -1, side.shape[-1]))
+    return torch.where(seen.unsqueeze(-1), rows.unflatten(2, seen.shape[2:]), 0.0)

@@ -1,0 +1,287 @@
+"""The entry points of attention with exact keys: dense, packed, and the choice of keys alone.
+
+Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, E value width,
+G groups of queries, K keys per group, n packed sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln import checks
+from lln.checks.bounds import check_bounds
+from lln.checks.keys import KEYS_MATCHING, check_keys, check_offset, check_selection
+from lln.checks.names import check_choice
+from lln.checks.signatures import explain_misfits
+from lln.eager.key_blocks import blocks_in
+from lln.functional.exact_keys import choose_for
+from lln.functional.plan import plan_call
+from lln.functional.request import Request
+from lln.functional.run import attend
+from lln.precision import cast_for_autocast, without_autocast
+
+
+@explain_misfits
+def lln_keys_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "rest",
+    block_size: int = 64,
+    keys: int | Tensor = 64,
+    select: str = "block",
+    group_size: int | None = None,
+    offset: float | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """One softmax over the own block, K chosen keys and the D slots of the LLN summary.
+
+        logits_i = [ q_i·k_j/√D, j in the block or chosen | αq_if + L_f + g + ln ρ, f = 1 … D ]
+        out_i = softmax(logits_i) · [ v_j | C_f ]
+
+    L and C are the summary of `KeySummary`, g is the offset and ρ the share of keys that are
+    neither in the block nor chosen. The more keys, the closer to softmax attention; with every key
+    exact it *is* softmax attention, and with ``keys=0`` near tokens and slots share one normaliser.
+
+    Args:
+        query: ``[B, H, T, D]``, any strides.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        alpha: A positive number, or a tensor that broadcasts to ``[B, H, 1, 1]``; may carry
+            gradients. None = from ``matching``.
+        beta: Likewise, or per key head.
+        matching: ``"rest"``, half of what ``"entropy"`` gives, because the slots carry only what is
+            left beside the exact keys; or a criterion of `match_moments`.
+        block_size: Tokens in a block; the last one may be short.
+        keys: How many keys outside the block every group of queries sees one by one, or their
+            indices ``[B, H, G, K]`` as `choose_keys` returns them (-1 = none; keys that are
+            repeated, masked or in the block count once or not at all).
+        select: How keys are chosen, see `choose_keys`.
+        group_size: Queries that share their chosen keys; None = a block.
+        offset: g, what puts the mass of the slots on the scale of softmax scores: a number or a
+            tensor that broadcasts to ``[B, H, 1, 1]``, may carry gradients. None = by mass matching
+            (`lln.matching.mass`), right for Gaussian inputs; `lln.calibrate` finds it on real ones.
+        key_mask: bool ``[B, T]``, True = attend. It also says which queries count in statistics and
+            in the choice of keys. Blocks are counted from the first valid token.
+        is_causal: Whether row i sees keys 0 … i only: the summary and the chosen keys are then
+            those of earlier blocks. Needs α, β and the offset given.
+        scale: Factor of the scores; None = 1/√D.
+        enable_gqa: Whether H may be a multiple of Hk; every query head chooses its own keys.
+        impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``, as in `lln_attention`.
+
+    Returns:
+        ``[B, H, T, E]`` in the dtype of query. A sequence without any valid key gives zeros.
+
+    Raises:
+        InvalidInputError: One sentence on what does not fit.
+        BackendUnavailableError: If the implementation asked for cannot run.
+
+    Example:
+        >>> import torch
+        >>> query, key, value = torch.randn(3, 1, 2, 200, 16)
+        >>> softmax = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        >>> exact = lln_keys_attention(query, key, value, keys=200)
+        >>> torch.allclose(exact, softmax, atol=1e-5)
+        True
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+    checks.check_self_attention(query, key, "lln_keys_attention")
+    checks.check_key_mask(key_mask, key)
+    _check_numbers(query, key, query.shape[0], alpha, beta, matching, offset, is_causal)
+    checks.check_blocks(block_size, scale)
+    group = check_selection(select, group_size, block_size)
+    batch, heads, tokens, _ = query.shape
+    groups = blocks_in(tokens, block_size, key_mask is not None) * (block_size // group)
+    check_keys(keys, (batch, heads, groups), query.device)
+    request = Request(
+        "lln_keys",
+        query,
+        key,
+        value,
+        alpha,
+        beta,
+        matching,
+        block_size=block_size,
+        scale=scale,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        keys=keys,
+        select=select,
+        group_size=group,
+        offset=offset,
+    )
+    return attend(request, impl)
+
+
+@explain_misfits
+def lln_keys_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int | None = None,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "rest",
+    block_size: int = 64,
+    keys: int | Tensor = 64,
+    select: str = "block",
+    group_size: int | None = None,
+    offset: float | Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_mask: None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """`lln_keys_attention` inside each of several packed sequences.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[T, Hk, D]``.
+        value: ``[T, Hk, E]``.
+        cu_seqlens: int32 or int64 ``[n + 1]``: 0, then the end of every sequence.
+        max_seqlen: Length of the longest sequence, if known.
+        alpha: A positive number, or a tensor that broadcasts to ``[n, H, 1, 1]``; None = from
+            ``matching``, per sequence and head.
+        beta: Likewise.
+        matching: As in `lln_keys_attention`.
+        block_size: Tokens in a block; every sequence starts a new one.
+        keys: As in `lln_keys_attention`; indices are ``[H, G, K]`` and count packed tokens.
+        select: As in `lln_keys_attention`.
+        group_size: As in `lln_keys_attention`.
+        offset: As in `lln_keys_attention`, ``[n, H, 1, 1]``.
+        is_causal: As in `lln_keys_attention`.
+        scale: As in `lln_keys_attention`.
+        enable_gqa: As in `lln_keys_attention`.
+        key_mask: Refused: packed sequences have no padding to mask.
+        impl: As in `lln_keys_attention`; there is no kernel for packed sequences.
+
+    Returns:
+        ``[T, H, E]`` in the dtype of query, equal to one call per sequence.
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    checks.check_qkv(query, key, value, layout="packed", enable_gqa=enable_gqa)
+    longest = check_bounds(cu_seqlens, max_seqlen, key_mask, query)
+    samples = cu_seqlens.shape[0] - 1
+    _check_numbers(query, key, samples, alpha, beta, matching, offset, is_causal)
+    checks.check_blocks(block_size, scale)
+    group = check_selection(select, group_size, block_size)
+    blocks = query.shape[0] // block_size + samples
+    check_keys(keys, (query.shape[1], blocks * (block_size // group)), query.device)
+    request = Request(
+        "lln_keys",
+        query,
+        key,
+        value,
+        alpha,
+        beta,
+        matching,
+        block_size=block_size,
+        scale=scale,
+        is_causal=is_causal,
+        bounds=cu_seqlens,
+        longest=longest,
+        keys=keys,
+        select=select,
+        group_size=group,
+        offset=offset,
+    )
+    return attend(request, impl)
+
+
+@explain_misfits
+def choose_keys(
+    query: Tensor,
+    key: Tensor,
+    keys: int = 64,
+    *,
+    block_size: int = 64,
+    select: str = "block",
+    group_size: int | None = None,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """Which keys outside its block every group of queries should see one by one.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        keys: K, how many; a group gets fewer if fewer can be chosen.
+        block_size: Tokens in a block.
+        select: ``"block"``: the keys with the largest products with the group's mean query;
+            ``"query"``: for every query the K/2 keys that are largest in each of its two strongest
+            features of [q, -q]; ``"half"``: half by the block's mean query, half by features.
+        group_size: Queries that share their keys, a divisor of the block size; None = a block for
+            ``"block"``, 1 for the others.
+        key_mask: bool ``[B, T]``; masked keys are never chosen, masked queries do not count.
+        is_causal: Whether only keys of earlier blocks may be chosen.
+        scale: Factor of the softmax scores; a negative one turns the choice around.
+        enable_gqa: Whether H may be a multiple of Hk.
+        impl: As in `lln_attention`; ``"reference"`` chooses in plain PyTorch.
+
+    Returns:
+        int64 ``[B, H, G, K]`` without gradient, ascending by position, -1 where there are fewer.
+        Equal scores are taken in the order of positions. G = groups per block × blocks, where
+        blocks = ⌈T / block_size⌉, or ⌈(T + block_size - 1) / block_size⌉ with a mask.
+
+    Example:
+        >>> import torch
+        >>> query = key = torch.eye(6).view(1, 1, 6, 6)
+        >>> choose_keys(query, key, 2, block_size=3).tolist()
+        [[[[3, 4], [0, 1]]]]
+    """
+    query, key = cast_for_autocast(query, key)
+    checks.check_qkv(query, key, key, layout="dense", enable_gqa=enable_gqa)
+    checks.check_self_attention(query, key, "choose_keys")
+    checks.check_key_mask(key_mask, key)
+    checks.check_flag("is_causal", is_causal)
+    checks.check_blocks(block_size, scale)
+    checks.check_count("keys", keys, 0)
+    group = check_selection(select, group_size, block_size)
+    request = Request(
+        "lln_keys",
+        query,
+        key,
+        key,
+        block_size=block_size,
+        scale=scale,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        keys=keys,
+        select=select,
+        group_size=group,
+    )
+    with torch.no_grad(), without_autocast(query):
+        return choose_for(request, plan_call(request, impl))
+
+
+def _check_numbers(
+    query: Tensor,
+    key: Tensor,
+    batch: int,
+    alpha: float | Tensor | None,
+    beta: float | Tensor | None,
+    matching: str,
+    offset: float | Tensor | None,
+    is_causal: bool,
+) -> None:
+    check_choice("matching", matching, KEYS_MATCHING)
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": is_causal}
+    checks.check_options(query, key, batch, alpha, beta, "entropy", **options)
+    check_offset(offset, batch, query.shape[1], query.device, is_causal)
