@@ -290,8 +290,13 @@ def lln_keys_matrix(
     everything = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=key.device)
     rest = (everything if keep is None else keep) if rest is None else rest
     missing = (rest & ~exact).sum(-1, keepdim=True).double()
-    share = missing / rest.sum(-1, keepdim=True).clamp_min(1)
-    linear = log_lln_kernel(query, key, alpha, beta) + offset + share.clamp_min(1e-300).log()
+    number = rest.sum(-1, keepdim=True).clamp_min(1)
+    share = missing / number
+    # The mean of the keys that a row's LLN part sums over; α(q - (β/α)μ) + βk = αq + β(k - μ).
+    centre = rest.double() @ key / number
+    centred = log_lln_kernel(query.double() - beta / alpha * centre, key, alpha, beta)
+    level = log_softmax_kernel(query.unsqueeze(-2), centre.unsqueeze(-2), scale).squeeze(-1)
+    linear = centred + level + offset + share.clamp_min(1e-300).log()
     linear = torch.where(rest & (share > 0), linear, -1e300)
     scores = torch.where(exact, log_softmax_kernel(query, key, scale), -1e300)
     return normalise(torch.logaddexp(scores, linear), (rest & (share > 0)) | exact)
@@ -313,9 +318,10 @@ def lln_keys_attention(
     """Softmax over exact pairs and LLN over all, under one normaliser, ``[..., T, E]``.
 
         out_i = Σ_j w_ij v_j / Σ_l w_il
-        w_ij = [j exact] e^{q_i·k_j/√D} + ρ_i e^g ⟨e^{αq_i}, e^{βk_j}⟩
+        w_ij = [j exact] e^{q_i·k_j/√D} + ρ_i e^{g + q_i·μ/√D} ⟨e^{αq_i}, e^{β(k_j - μ)}⟩
 
-    ρ_i is the share of keys that are not exact: with every key exact this is softmax, Eq. (1).
+    ρ_i is the share of keys that are not exact: with every key exact this is softmax, Eq. (1). μ is
+    the mean key: like softmax, this does not change when a vector is added to all keys.
     """
     matrix = lln_keys_matrix(
         query, key, alpha, beta, exact, offset, keep=keep, rest=rest, scale=scale

@@ -2,14 +2,15 @@
 
 For query i of a block, with (L, C) the summary of the sequence (`lln.eager.summary`):
 
-    logits_i = [ q_i·k_j/√D            keys j of its block
-               | q_i·k_j/√D            keys j chosen for its group, outside the block
-               | αq_if + L_f + g + ln ρ_i    slots f = 1 … D ]
+    logits_i = [ q_i·k_j/√D                 keys j of its block
+               | q_i·k_j/√D                 keys j chosen for its group, outside the block
+               | αq_if + (L_f - βμ_f) + q_i·μ/√D + g + ln ρ_i    slots f = 1 … D ]
     out_i = softmax(logits_i) · [ v_j | v_j | C_f ]
 
 ρ_i is the share of keys that are neither in the block nor chosen: when every key is exact, the
-slots vanish and this is softmax attention. A causal row sees the chosen keys and the summary of
-earlier blocks only.
+slots vanish and this is softmax attention. μ is the mean of the keys that the summary holds: the
+slots are those of centred keys. Softmax does not change when a vector is added to all keys, and
+neither does this. A causal row sees the chosen keys and the summary of earlier blocks only.
 
 Dimension legend: B batch (1 for packed sequences), H heads, T tokens, D head width, E value width,
 n blocks, W tokens in a block, G groups, g queries in a group, K keys per group.
@@ -26,9 +27,10 @@ from lln.eager.key_blocks import KeyBlocks
 from lln.eager.products import multiply
 from lln.eager.scan import running_merge, shift
 from lln.eager.selection import seen_keys
-from lln.eager.summary import LOG_ZERO, key_exponents, summarise
+from lln.eager.summary import LOG_ZERO, key_exponents, summarise, summarise_heads
 
-Slots = tuple[Tensor, Tensor]
+# L - βμ, C and μ.
+Slots = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_keys(
@@ -53,7 +55,8 @@ def attend_keys(
         key: Like query.
         value: ``[B, H, T, E]``.
         alpha: A number, or broadcasts to ``[B, H, n, 1, 1]``.
-        slots: L and C for every block: broadcast to ``[B, H, n, D]`` and ``[B, H, n, D, E]``.
+        slots: L - βμ, C and μ for every block: broadcast to ``[B, H, n, D]``, ``[B, H, n, D, E]``
+            and ``[B, H, n, D]``.
         offset: g; a number, or broadcasts to ``[B, H, n, 1, 1]``.
         indices: int ``[B, H, G, K]``; -1 = none. Keys that a group may not see are left out.
         blocks: Where the tokens lie.
@@ -82,9 +85,10 @@ def attend_keys(
     far = torch.where(seen.unsqueeze(-2), multiply(grouped, far_keys.mT), LOG_ZERO)
     far = far.flatten(2, 3).unflatten(2, near.shape[2:4])
 
-    log_mass, centroid = slots
+    log_mass, centroid, centre = slots
     share = log_share(seen, blocks, group_size, key_mask, is_causal, near.dtype)
-    linear = alpha * rows + (log_mass.unsqueeze(-2) + offset + share)
+    level = (scaled * centre.unsqueeze(-2)).sum(-1, keepdim=True) + offset + share
+    linear = alpha * rows + (log_mass.unsqueeze(-2) + level)
 
     weights = torch.cat([near, far, linear], -1).softmax(-1)
     near, far, linear = weights.split([near.shape[-1], far.shape[-1], linear.shape[-1]], -1)
@@ -135,7 +139,7 @@ def slots_of_blocks(
     segment: Tensor | None,
     is_causal: bool,
 ) -> Slots:
-    """L and C that every block reads: those of its sequence, or of the blocks before it.
+    """L - βμ, C and μ that every block reads: of its sequence, or of the blocks before it.
 
     Args:
         key: ``[B, H, T, D]``.
@@ -147,14 +151,57 @@ def slots_of_blocks(
         is_causal: Whether a block reads only the blocks before it.
     """
     valid = blocks.valid(key_mask)[:, None]
-    exponent, values = key_exponents(blocks.gather(key), blocks.gather(value), beta, valid)
+    rows = blocks.gather(key)
+    exponent, values = key_exponents(rows, blocks.gather(value), beta, valid)
     log_mass, centroid = running_merge(*summarise(exponent, values), segment)
+    total = torch.where(valid.unsqueeze(-1), rows, 0.0).sum(-2)
+    number = valid.sum(-1).unsqueeze(-1)
+    upto, counted = total.cumsum(-2), number.cumsum(-2)
+    start = blocks.first
+    before, before_counted = (upto - total)[..., start, :], (counted - number)[..., start, :]
     if not is_causal:
-        return log_mass[..., blocks.last, :], centroid[..., blocks.last, :, :]
-    log_mass, centroid = shift(log_mass, centroid)
-    begins = torch.arange(blocks.first.shape[0], device=key.device) == blocks.first
-    log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
-    return log_mass, torch.where(begins[:, None, None], 0.0, centroid)
+        last = blocks.last
+        centre = (upto[..., last, :] - before) / (counted[..., last, :] - before_counted).clamp_min(
+            1
+        )
+        log_mass, centroid = log_mass[..., last, :], centroid[..., last, :, :]
+    else:
+        centre = (upto - total - before) / (counted - number - before_counted).clamp_min(1)
+        log_mass, centroid = shift(log_mass, centroid)
+        begins = torch.arange(start.shape[0], device=key.device) == start
+        log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
+        centroid = torch.where(begins[:, None, None], 0.0, centroid)
+    factor = beta.squeeze(-1) if isinstance(beta, Tensor) else beta
+    return log_mass - factor * centre, centroid, centre
+
+
+def slots_of_heads(
+    key: Tensor, value: Tensor, beta: float | Tensor, key_mask: Tensor | None, heads: int
+) -> Slots:
+    """L - βμ, C and μ of whole sequences: ``[B, H, 1, D]``, ``[B, H, 1, D, E]``, ``[B, H, 1, D]``.
+
+    Args:
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        beta: A number, or broadcasts to ``[B, H, 1, 1]`` or ``[B, Hk, 1, 1]``.
+        key_mask: bool ``[B, T]``.
+        heads: H.
+    """
+    log_mass, centroid = summarise_heads(key, value, beta, key_mask)
+    if key_mask is None:
+        centre = key.sum(2) / max(key.shape[2], 1)
+    else:
+        kept = torch.where(key_mask[:, None, :, None], key, 0.0)
+        centre = kept.sum(2) / key_mask.sum(-1).clamp_min(1)[:, None, None]
+    summaries = log_mass.shape[1]
+    own = centre.repeat_interleave(summaries // max(centre.shape[1], 1), 1)
+    if isinstance(beta, Tensor):
+        beta = beta.to(key.dtype).reshape((1,) * (4 - beta.dim()) + tuple(beta.shape)).squeeze(-1)
+    sides = (log_mass - beta * own, centroid, own)
+    log_mass, centroid, centre = (
+        side.repeat_interleave(heads // max(summaries, 1), 1).unsqueeze(2) for side in sides
+    )
+    return log_mass, centroid, centre
 
 
 def _pick(side: Tensor, indices: Tensor, seen: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.key_blocks import dense_blocks
-from lln.eager.keys import attend_keys, slots_of_blocks
+from lln.eager.keys import attend_keys, slots_of_blocks, slots_of_heads
 from lln.eager.summary import read_heads, summarise_heads
 from lln.eager.workers import cut_heads, share_out
 from lln.precision import accumulation_dtype
@@ -250,11 +250,7 @@ def _exact_keys(
     if is_causal:
         slots = slots_of_blocks(key, value, block_beta, blocks, key_mask, None, is_causal)
     else:
-        log_mass, centroid = summarise_heads(grouped_key, grouped_value, beta, key_mask)
-        slots = (
-            repeat_heads(log_mass, heads).unsqueeze(2),
-            repeat_heads(centroid, heads).unsqueeze(2),
-        )
+        slots = slots_of_heads(grouped_key, grouped_value, beta, key_mask, heads)
     options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
     return attend_keys(
         query, key, value, alpha, slots, offset, indices, blocks, group_size=group_size, **options

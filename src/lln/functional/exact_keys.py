@@ -15,10 +15,11 @@ from lln.eager import run as eager
 from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
 from lln.eager.keys import attend_keys, slots_of_blocks
 from lln.eager.packing import per_tile
-from lln.eager.selection import choose, drop_repeats
+from lln.eager.selection import choose, drop_repeats, seen_keys
 from lln.functional.match import measure_heads
 from lln.functional.plan import Plan
 from lln.functional.request import Request
+from lln.kernels.keys_ops import fused_choice, fused_keys
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.matching.moments import Moments, packed_moments, tensor_moments
 from lln.precision import accumulation_dtype
@@ -35,9 +36,19 @@ def complete(request: Request, plan: Plan) -> Request:
             width = request.query.shape[-1]
             offset = mass_offset(moments, alpha, beta, width, request.scale)
     keys = request.keys
-    keys = drop_repeats(keys.long()) if isinstance(keys, Tensor) else choose_for(request, plan)
+    keys = _usable(request, keys) if isinstance(keys, Tensor) else choose_for(request, plan)
     first = (request.kind, *request[1:4], alpha, beta, *request[6:15])
     return Request(*first, keys, request.select, request.group_size, offset)
+
+
+def _usable(request: Request, indices: Tensor) -> Tensor:
+    """A caller's indices without repeated ones, and -1 for those that a group may not see."""
+    indices = drop_repeats(indices.long())
+    if request.bounds is not None:
+        return indices
+    mask, causal = request.key_mask, request.is_causal
+    seen = seen_keys(indices, _dense_blocks(request), request.group_size, mask, causal)
+    return torch.where(seen, indices, -1)
 
 
 def choose_for(request: Request, plan: Plan) -> Tensor:
@@ -48,6 +59,11 @@ def choose_for(request: Request, plan: Plan) -> Tensor:
     options["flip"] = request.scale is not None and request.scale < 0
     query, key, keys = request.query, request.key, request.keys
     if request.bounds is None:
+        if plan.impl == "triton":
+            sizes = {"block_size": request.block_size, "group_size": request.group_size}
+            return fused_choice(
+                query, key, request.key_mask, keys, **sizes, flip=options["flip"]
+            ).long()
         blocks = _dense_blocks(request)
         return choose(query, key, keys, blocks, key_mask=request.key_mask, **options)
     query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
@@ -63,6 +79,16 @@ def attend_dense_keys(request: Request, plan: Plan) -> Tensor:
     """A dense call: ``[B, H, T, E]``."""
     sides = (request.query, request.key, request.value, request.alpha, request.beta)
     assert isinstance(request.keys, Tensor)
+    if plan.impl == "triton":
+        return fused_keys(
+            *sides,
+            request.offset,
+            request.keys,
+            key_mask=request.key_mask,
+            block_size=request.block_size,
+            group_size=request.group_size,
+            scale=request.scale,
+        )
     return eager.exact_keys(
         *sides,
         request.offset,

@@ -49,6 +49,7 @@ def lln_keys_attention(
         logits_i = [ q_i·k_j/√D, j in the block or chosen | αq_if + L_f + g + ln ρ, f = 1 … D ]
         out_i = softmax(logits_i) · [ v_j | C_f ]
 
+    for keys whose mean was taken off (as in softmax, a vector added to all keys changes nothing).
     L and C are the summary of `KeySummary`, g is the offset and ρ the share of keys that are
     neither in the block nor chosen. The more keys, the closer to softmax attention; with every key
     exact it *is* softmax attention, and with ``keys=0`` near tokens and slots share one normaliser.

@@ -17,8 +17,10 @@ from lln.checks.arguments import IMPLEMENTATIONS, check_impl
 from lln.errors import BackendUnavailableError
 from lln.functional.request import Request
 from lln.kernels.limits import (
+    MAX_CHOSEN,
     blocks_fit,
     blocks_join,
+    why_no_keys,
     why_unavailable,
     widest_block_value,
     widest_value,
@@ -57,6 +59,10 @@ class Plan(NamedTuple):
         if self.impl == "eager":
             return "Plain PyTorch computes the call."
         blocks = f"blocks of {self.block_size} tokens"
+        if self.selection is not None:
+            return (
+                f"The fused kernels choose keys and attend to them, to {blocks} and to the slots."
+            )
         slices = f", up to {self.value_width or self.block_value_width} channels per launch"
         if self.diagonal is None:
             return f"The fused kernels compute LLN attention{slices}."
@@ -85,8 +91,8 @@ def plan_call(request: Request, impl: str) -> Plan:
     """
     query = request.query
     chosen = choose_implementation(impl, query)
-    if request.kind == "lln_keys" and chosen == "triton":
-        return Plan("eager", None, request.block_size, selection="eager")
+    if request.kind == "lln_keys":
+        return _plan_keys(request, impl, chosen)
     if chosen != "triton":
         diagonal = chosen if request.block_size else None
         return Plan(chosen, diagonal, request.block_size)
@@ -137,6 +143,33 @@ def _plan_kernels(
         return Plan("triton", "beside", rows, 0, own) if fits else Plan("eager", "eager", rows)
     width = widest_value(query, heads, 0, is_causal, False)
     return Plan("triton", "beside" if fits else "eager", rows, width, own)
+
+
+def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
+    """The plan of a call with exact keys; the kernels take neither causal nor packed calls."""
+    plain = Plan("eager", None, request.block_size, selection="eager")
+    if chosen != "triton":
+        return plain._replace(impl=chosen)
+    reason = None
+    if request.is_causal:
+        reason = "has no kernel for causal attention with exact keys"
+    elif request.bounds is not None:
+        reason = "has no kernel for packed sequences with exact keys"
+    elif request.select != "block":
+        reason = f"has no kernel for select={request.select!r}"
+    else:
+        width = request.value.shape[-1]
+        reason = why_no_keys(request.query, width, request.block_size, request.group_size)
+    keys = request.keys
+    if reason is None and isinstance(keys, int) and keys > MAX_CHOSEN:
+        reason = f"chooses at most {MAX_CHOSEN} keys, not {keys}"
+    if reason is None:
+        return Plan("triton", None, request.block_size, selection="triton")
+    if impl == "triton":
+        raise BackendUnavailableError(
+            f"impl='triton' {reason}; use impl='eager', or impl='auto' to let lln choose."
+        )
+    return plain
 
 
 def choose_implementation(impl: str, query: Tensor) -> str:

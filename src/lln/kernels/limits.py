@@ -92,6 +92,14 @@ SMALL = Chip(
 )
 CHIPS = (LARGE, MIDDLE, SMALL)
 
+# Limits of the kernels for exact keys: channels, bytes of a block's keys, and the fewest queries
+# that share their chosen keys (fewer would not fill a tile).
+MAX_KEYS_WIDTH = 128
+MAX_KEYS_BYTES = 32 * 1024
+LEAST_KEYS_GROUP = 16
+# Most keys that the kernels choose for a group.
+MAX_CHOSEN = 256
+
 _known: dict[tuple[str, int | None], int] = {}
 
 
@@ -263,6 +271,28 @@ def widest_block_value(query: Tensor, block_size: int) -> int:
     chip = chip_of(query.device) or CHIPS[-1]
     tokens = max(16, power_of_two(block_size))
     return min(MAX_WIDTH, chip.block_bytes // (tokens * query.itemsize))
+
+
+def why_no_keys(query: Tensor, value_width: int, block_size: int, group_size: int) -> str | None:
+    """Why the kernels do not take attention with exact keys; None if they do.
+
+    Args:
+        query: ``[…, D]``.
+        value_width: E.
+        block_size: Tokens in a block.
+        group_size: Queries that share their chosen keys.
+    """
+    chip = chip_of(query.device) or CHIPS[-1]
+    widest = max(16, power_of_two(max(query.shape[-1], value_width)))
+    most = MAX_KEYS_BYTES if chip.shared >= LARGE.shared else MAX_KEYS_BYTES // 2
+    fits = widest <= MAX_KEYS_WIDTH and max(block_size, 16) * widest * query.itemsize <= most
+    sizes_fit = block_size == power_of_two(block_size) and group_size == power_of_two(group_size)
+    if fits and sizes_fit and group_size >= LEAST_KEYS_GROUP:
+        return None
+    return (
+        f"has no tile for blocks of {block_size} tokens in groups of {group_size} with exact keys "
+        f"by {max(query.shape[-1], value_width)} channels here"
+    )
 
 
 def power_of_two(number: int) -> int:

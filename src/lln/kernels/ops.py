@@ -40,7 +40,7 @@ TENSORS, NUMBERS = _CALL_TENSORS.count(",") + 1, _CALL_NUMBERS.count(",") + 1
 BLOCK_TENSORS, BLOCK_NUMBERS = 4, 3
 
 
-def _operator(name: str, arguments: str, results: int = 1) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, arguments: str, results: int = 1) -> Callable[[Callable[..., Any]], Any]:
     """Register a function as the operator ``lln::name`` that returns ``results`` tensors."""
     returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
     return torch.library.custom_op(
@@ -78,7 +78,7 @@ def gradients(
     return launch.attend_backward(call, within_reach(gradient), log_mass, centroid, *asked)
 
 
-@_operator("attend", f"{_CALL_TENSORS}, {_CALL_NUMBERS}")
+@operator("attend", f"{_CALL_TENSORS}, {_CALL_NUMBERS}")
 def attend(*arguments: Any) -> Tensor:
     """LLN attention (with the diagonal part if block_size > 0), saving nothing for a backward."""
     return forward(arguments, save=False)[0]
@@ -89,7 +89,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return output_like(query, value.shape[-1])
 
 
-@_operator("attend_saving", f"{_CALL_TENSORS}, {_CALL_NUMBERS}", results=3)
+@operator("attend_saving", f"{_CALL_TENSORS}, {_CALL_NUMBERS}", results=3)
 def attend_saving(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The same, with the summary: log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]``.
 
@@ -118,7 +118,7 @@ def _empty_summary(
     return log_mass, value.new_empty((*shape, value.shape[-1]))
 
 
-@_operator(
+@operator(
     "attend_backward",
     f"Tensor gradient, {_CALL_TENSORS}, {_SUMMARY}, {_CALL_NUMBERS}, {_ASKED}",
     results=6,
@@ -195,7 +195,7 @@ def gradients_of_blocks(gradient: Tensor, *arguments: Any) -> tuple[Tensor, Tens
     return blocks.attend_blocks_backward(blocks.BlockCall(*arguments), within_reach(gradient))
 
 
-@_operator("attend_blocks", _BLOCKS)
+@operator("attend_blocks", _BLOCKS)
 def attend_blocks(*arguments: Any) -> Tensor:
     """Softmax attention inside blocks of tokens."""
     return forward_blocks(*arguments)
@@ -206,7 +206,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return output_like(query, value.shape[-1])
 
 
-@_operator("attend_blocks_backward", f"Tensor gradient, {_BLOCKS}", results=3)
+@operator("attend_blocks_backward", f"Tensor gradient, {_BLOCKS}", results=3)
 def attend_blocks_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     return gradients_of_blocks(*arguments)
@@ -252,7 +252,7 @@ def statistics(
 _curve = cache(spread_curve)
 
 
-@_operator(
+@operator(
     "match",
     "Tensor query, Tensor key, Tensor? key_mask, Tensor? bounds, str criterion, int longest",
 )
@@ -276,7 +276,7 @@ def append_and_read(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return launch(*arguments)
 
 
-@_operator(
+@operator(
     "decode",
     f"{_INPUTS}, {_SUMMARY}, Tensor? alpha, Tensor? beta, float alpha_number, float beta_number",
     results=3,

@@ -129,7 +129,7 @@ class Recipe:
             self.tensors = [name for name in self.names if isinstance(live[name], Tensor)]
             self.numbers = [name for name in self.names if not isinstance(live[name], Tensor)]
             live = live | self._tensors(space)
-            with _on(device):
+            with on_device(device):
                 for step in self.steps:
                     step.record(live)
             return
@@ -145,7 +145,7 @@ class Recipe:
             for step in self.steps:
                 step.repeat(addresses, stream)
             return
-        with _on(device):
+        with on_device(device):
             for step in self.steps:
                 step.repeat(addresses, stream)
 
@@ -232,6 +232,6 @@ def _current_stream(device: torch.device) -> int:
     return active.get_current_stream(device.index)
 
 
-def _on(device: torch.device) -> Any:
+def on_device(device: torch.device) -> Any:
     """Launch on the tensors' device, whatever device is current."""
     return torch.cuda.device(device) if device.type == "cuda" else torch.inference_mode(False)

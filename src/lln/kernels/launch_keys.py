@@ -1,0 +1,399 @@
+"""Attention with exact keys from tensors to kernels: allocate, choose sizes, launch.
+
+Dimension legend: B batch, H query heads, Hk key heads, SH summary heads, T tokens, D head width,
+E value width, W tokens in a block, n blocks, G groups per head, K keys per group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.eager.diagonal import first_tokens
+from lln.eager.key_blocks import blocks_in
+from lln.kernels.call import Call, flat_scale, mask_bytes, precision_of
+from lln.kernels.launch import summarise
+from lln.kernels.limits import multiprocessors, power_of_two
+from lln.kernels.recipes import on_device
+from lln.kernels.shapes import output_like
+from lln.kernels.sizes import cdiv
+from lln.kernels.triton import keys_grad, keys_read, keys_select
+
+# Keys in a tile of the selection.
+TILE = 128
+# The chosen keys of a group are read this many at a time.
+READ = 64
+# The pairs' gradients may take this share of the memory of query, key, value and their gradients.
+PAIR_SHARE = 0.34
+
+
+class KeysCall(NamedTuple):
+    """One call.
+
+    Attributes:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        alpha: 4-D, broadcasts to ``[B, H, 1, 1]``; None = ``alpha_number``.
+        beta: 4-D; None = ``beta_number``.
+        offset: 4-D; None = ``offset_number``.
+        indices: int32 ``[B, H, G, K]``, contiguous; -1 = none.
+        mask: bool ``[B, T]`` or None.
+        alpha_number: α where it is one number.
+        beta_number: β where it is one number.
+        offset_number: The offset where it is one number.
+        block_size: W, a power of two.
+        group_size: Queries in a group, a power of two.
+        scale: Factor of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: Tensor | None
+    beta: Tensor | None
+    offset: Tensor | None
+    indices: Tensor
+    mask: Tensor | None
+    alpha_number: float
+    beta_number: float
+    offset_number: float
+    block_size: int
+    group_size: int
+    scale: float
+
+    @property
+    def as_lln(self) -> Call:
+        """The call of LLN attention whose summary this one reads."""
+        tensors = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, None, None)
+        numbers = (self.alpha_number, self.beta_number, 1.0, 0, 1.0, 0.0, 0, False, 0)
+        return Call(*tensors, *numbers)
+
+    @property
+    def blocks(self) -> int:
+        """N."""
+        return blocks_in(self.query.shape[2], self.block_size, self.mask is not None)
+
+
+def choose(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    keys: int,
+    block_size: int,
+    group_size: int,
+    flip: bool,
+) -> Tensor:
+    """The chosen keys of every group by its mean query: int32 ``[B, H, G, K]``.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        mask: bool ``[B, T]`` or None.
+        keys: K, at most T.
+        block_size: W, a power of two.
+        group_size: Queries in a group, a power of two.
+        flip: Whether scores have a negative factor.
+    """
+    batch, heads, tokens, width = query.shape
+    blocks = blocks_in(tokens, block_size, mask is not None)
+    per_block = block_size // group_size
+    groups = blocks * per_block
+    chosen = torch.empty((batch, heads, groups, keys), dtype=torch.int32, device=query.device)
+    if chosen.numel() == 0:
+        return chosen
+    mean = torch.empty((batch, heads, groups, width), dtype=query.dtype, device=query.device)
+    padded = max(16, power_of_two(width))
+    gaps, byte_mask = _gaps(mask, block_size, query), mask_bytes(mask, query)
+    has_mask = mask is not None
+    with on_device(query.device):
+        _launch(
+            keys_select.means_kernel, (blocks, batch * heads),
+            query, byte_mask, gaps, mean, tokens, heads, groups, block_size, *query.stride(),
+            D=width, BD=padded, BW=max(16, block_size), GROUP=group_size, FLIP=flip,
+            HAS_MASK=has_mask, num_warps=4,
+        )  # fmt: skip
+        rows = min(64, max(16, power_of_two(groups)))
+        tiles = cdiv(groups, rows)
+        wanted = 4 * multiprocessors(query.device)
+        splits = max(1, 2 * power_of_two(keys) // TILE)
+        while splits < 8 and splits * tiles * batch * heads < wanted and tokens > TILE * splits * 4:
+            splits *= 2
+        stretch = cdiv(cdiv(tokens, splits), TILE) * TILE
+        room, lines = max(4 * power_of_two(keys), 64), batch * heads * groups
+        words = cdiv(tokens, TILE) * TILE // 32
+        device = query.device
+        peaks = torch.empty((lines, splits * TILE), device=device)
+        threshold = torch.empty(lines, device=device)
+        marks = torch.empty((lines, words), dtype=torch.int32, device=device)
+        scores = torch.empty((lines, room), device=device)
+        places = torch.empty((lines, room), dtype=torch.int32, device=device)
+        shape = (tokens, heads, groups, heads // key.shape[1])
+        sizes: dict[str, Any] = {"W": block_size, "RG": per_block, "D": width, "BD": padded}
+        sizes["HAS_MASK"] = has_mask
+        sources, strides = (mean, key, byte_mask, gaps), key.stride()
+        grid = (tiles * splits, batch * heads)
+        walk = {"C": TILE, "EVEN": not has_mask and tokens % TILE == 0, "ROWS": rows, "STAGES": 3}
+        walk["PRECISION"] = "tf32" if query.dtype != torch.float32 else "tf32x3"
+        part = (splits, stretch, *strides)
+        _launch(keys_select.peaks_kernel, grid, *sources, peaks, *shape, *part, **sizes, **walk)
+        columns = {"COLUMNS": splits * TILE, "WIDE": power_of_two(splits * TILE), "ROWS": 16}
+        grid_of_lines = (cdiv(lines, 16),)
+        _launch(
+            keys_select.threshold_kernel, grid_of_lines, peaks, threshold, lines, keys, **columns
+        )
+        _launch(
+            keys_select.mark_kernel, grid, *sources, threshold, marks.view(torch.uint8), *shape,
+            words * 4, *part, **sizes, **walk,
+        )  # fmt: skip
+        _launch(
+            keys_select.finish_kernel, (groups, batch * heads), *sources, marks, scores, places,
+            chosen, *shape, keys, words, *strides, **sizes, FEW=32, CAP=room, num_warps=1,
+        )  # fmt: skip
+    return chosen
+
+
+def attend(call: KeysCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output ``[B, H, T, E]``, log-normalisers ``[B, H, T]``, log-mass, centroid and mean key."""
+    query, key, value = call.query, call.key, call.value
+    batch, heads, tokens, _ = query.shape
+    out = output_like(query, value.shape[3])
+    lse = torch.empty((batch, heads, tokens), device=query.device)
+    log_mass, centroid = summarise(call.as_lln)
+    centre = mean_key(call.key, call.mask)
+    if out.numel() == 0:
+        return out, lse, log_mass, centroid, centre
+    groups, keys = call.indices.shape[2:]
+    sizes, numbers = _sizes(call), _numbers(call)
+    with on_device(query.device):
+        _launch(
+            keys_read.keys_read_kernel, (groups * batch * heads,),
+            query, key, value, out, lse, _centred(call, log_mass, centre), centroid, centre,
+            call.indices, *_side_tensors(call), flat_scale(call.alpha, batch, query),
+            flat_scale(call.offset, batch, query), call.alpha_number, call.offset_number,
+            call.scale, tokens, heads, groups, keys, *numbers, *query.stride(), *key.stride(),
+            *value.stride(), *out.stride(), **sizes, num_warps=_warps("read", sizes),
+        )  # fmt: skip
+    return out, lse, log_mass, centroid, centre
+
+
+def mean_key(key: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean of the keys that are not masked, float32 ``[B, Hk, D]``."""
+    if mask is None:
+        return key.sum(2, dtype=torch.float32) / max(key.shape[2], 1)
+    kept = torch.where(mask[:, None, :, None], key, 0.0)
+    number = mask.sum(-1, dtype=torch.float32).clamp_min(1)
+    return kept.sum(2, dtype=torch.float32) / number[:, None, None]
+
+
+def _centred(call: KeysCall, log_mass: Tensor, centre: Tensor) -> Tensor:
+    """L - βμ of every summary, ``[B, SH, D]``."""
+    slots = log_mass.shape[1]
+    return log_mass - _beta(call, slots) * centre.repeat_interleave(slots // centre.shape[1], 1)
+
+
+def _beta(call: KeysCall, slots: int) -> float | Tensor:
+    """β ``[B or 1, SH, 1]``, or the number."""
+    if call.beta is None:
+        return call.beta_number
+    return call.beta.float().repeat_interleave(slots // call.beta.shape[1], 1).squeeze(-1)
+
+
+def attend_backward(
+    call: KeysCall,
+    gradient: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    log_mass: Tensor,
+    centroid: Tensor,
+    centre: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, and of α, β and the offset of every head, ``[B, H, 1, 1]``.
+
+    That of β has one entry per summary head.
+    """
+    query, key, value = call.query, call.key, call.value
+    batch, heads, tokens, width = query.shape
+    key_heads, value_width, slots = key.shape[1], value.shape[3], log_mass.shape[1]
+    dq, dk, dv = (torch.empty_like(side) for side in (query, key, value))
+    groups, keys = call.indices.shape[2:]
+    device = query.device
+    if query.numel() == 0:
+        zero = torch.zeros((batch, heads, 1, 1), device=device)
+        return dq, dk, dv, zero, zero[:, :slots], zero
+    sizes, numbers = _sizes(call), _numbers(call)
+    delta = torch.empty_like(lse)
+    programs = 8 * multiprocessors(device)
+    splits = min(groups, max(1, programs // (batch * heads)))
+    stretch = cdiv(groups, splits)
+    splits = cdiv(groups, stretch)
+    parts = (batch * heads, splits)
+    dc_parts = torch.empty((*parts, width, value_width), device=device)
+    dl_parts, dm_parts = torch.empty((2, *parts, width), device=device)
+    dalpha = torch.empty(parts, device=device)
+    slot = _centred(call, log_mass, centre)
+    alpha = flat_scale(call.alpha, batch, query)
+    offset = flat_scale(call.offset, batch, query)
+    beta = call.beta
+    if beta is not None and beta.shape[1] != slots:
+        beta = beta.repeat_interleave(slots // beta.shape[1], 1)
+    beta = flat_scale(beta, batch, query)
+    blocks, sides = call.blocks, _side_tensors(call)
+    dbeta = torch.empty((batch * slots, blocks), device=device)
+    dc = torch.empty((batch * slots, width, value_width), dtype=value.dtype, device=device)
+    shift, dl = torch.empty((2, batch * slots, width), device=device)
+    dcentre = torch.empty((batch * key_heads, width), device=device)
+    number = _counts(call)
+    each = _heads_at_once(call)
+    share, shared = heads // key_heads, heads // slots
+    pairs = min(each, batch * key_heads) * share * groups * keys
+    pair_dk = torch.empty((pairs, width), dtype=query.dtype, device=device)
+    pair_dv = torch.empty((pairs, value_width), dtype=query.dtype, device=device)
+    for first in range(0, batch * key_heads, each):
+        count = min(each, batch * key_heads - first)
+        lead = slice(first * share, (first + count) * share)
+        with on_device(query.device):
+            _launch(
+            keys_grad.keys_query_kernel, (count * share * splits,),
+                query, key, value, out, gradient, dq, lse, delta, slot, centroid, centre,
+                call.indices, *sides, alpha, offset, dc_parts, dl_parts, dm_parts, dalpha, pair_dk,
+                pair_dv, call.alpha_number, call.offset_number, call.scale, first * share, tokens,
+                heads, groups, keys, *numbers, splits, stretch, *query.stride(), *key.stride(),
+                *value.stride(), *out.stride(), *gradient.stride(), *dq.stride(), **sizes,
+                num_warps=_warps("query", sizes),
+            )  # fmt: skip
+            own = slice(lead.start // shared, lead.stop // shared)
+            dc_now = dc_parts[lead].unflatten(0, (-1, shared)).sum((1, 2))
+            dl_now = dl_parts[lead].unflatten(0, (-1, shared)).sum((1, 2))
+            dc[own], dl[own] = dc_now, dl_now
+            shift[own] = dl_now - (centroid.flatten(0, 1)[own] * dc_now).sum(-1)
+            # μ enters the slots as -βμ, and every row as scale · q·μ.
+            through = _beta(call, slots)
+            if isinstance(through, Tensor):
+                through = through.expand(batch, -1, -1).flatten(0, 1)[own]
+            dcentre[first : first + count] = (
+                dm_parts[lead].unflatten(0, (-1, share)).sum((1, 2))
+                - (through * dl_now).unflatten(0, (-1, slots // key_heads)).sum(1)
+            ) / number[first : first + count]
+            order, token, starts = _sort_pairs(call, lead)
+            names = ("W", "D", "E", "BD", "BE", "BW", "HAS_MASK", "EVEN", "PRECISION")
+            grown = {name: sizes[name] for name in names}
+            _launch(
+            keys_grad.keys_key_kernel, (blocks * count,),
+                query, key, value, gradient, dk, dv, lse, delta, log_mass, dc, shift, dcentre,
+                *sides[:2], beta, dbeta, pair_dk, pair_dv, order, token, starts, call.beta_number,
+                call.scale, first, tokens, heads, key_heads, keys, *numbers, blocks,
+                *query.stride(), *key.stride(), *value.stride(), *gradient.stride(),
+                *dk.stride(), *dv.stride(), **grown, BP=64, HAS_BETA=call.beta is not None,
+                num_warps=_warps("key", sizes),
+            )  # fmt: skip
+    shape = (batch, heads, 1, 1)
+    # β also stands before μ in the logits of the slots.
+    mean = centre.repeat_interleave(slots // key_heads, 1).flatten(0, 1)
+    of_beta = (dbeta.sum(-1) - (dl * mean).sum(-1)).view(batch, slots, 1, 1)
+    # Every logit of a slot has the offset in it.
+    of_offset = dl_parts.sum((1, 2)).view(shape)
+    return dq, dk, dv, dalpha.sum(-1).view(shape), of_beta, of_offset
+
+
+def _counts(call: KeysCall) -> Tensor:
+    """How many keys there are, at least 1: ``[B · Hk, 1]``."""
+    batch, heads, tokens, _ = call.key.shape
+    if call.mask is None:
+        return call.key.new_full((batch * heads, 1), max(tokens, 1), dtype=torch.float32)
+    number = call.mask.sum(-1, dtype=torch.float32).clamp_min(1)
+    return number.repeat_interleave(heads)[:, None]
+
+
+def _sort_pairs(call: KeysCall, lead: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs (group, chosen key) of some heads, sorted by head and key.
+
+    Returns:
+        Which pair comes at every place, its key, and where the pairs of every block of keys begin,
+        ``[heads, n + 1]``.
+    """
+    _, heads, tokens, _ = call.query.shape
+    device = call.query.device
+    chosen = call.indices.flatten(0, 1)[lead].flatten(1)
+    count = chosen.shape[0]
+    # Missing keys sort behind all others of their head.
+    far = tokens + 1
+    dtype = torch.int32 if count * far < 2**31 else torch.int64
+    head = torch.arange(count, device=device, dtype=dtype)[:, None] * far
+    keyed = torch.where(chosen < 0, tokens, chosen).to(dtype) + head
+    ordered, order = keyed.flatten().sort(stable=True)
+    bound = torch.arange(call.blocks + 1, device=device, dtype=dtype) * call.block_size
+    bound = bound.expand(count, -1)
+    if call.mask is not None:
+        gap = _gaps(call.mask, call.block_size, call.query).repeat_interleave(heads)[lead]
+        bound = bound - gap[:, None].to(dtype)
+    starts = torch.searchsorted(ordered, (bound.clamp(0, tokens) + head).flatten())
+    return order, (ordered % far).to(torch.int32), starts.to(torch.int32)
+
+
+def _heads_at_once(call: KeysCall) -> int:
+    """How many key heads the backward takes at once, to bound the memory of the pairs."""
+    query, key = call.query, call.key
+    width = query.shape[3] + call.value.shape[3]
+    pairs = query.shape[1] // key.shape[1] * call.indices.shape[2] * call.indices.shape[3]
+    one = max(pairs * width * query.itemsize, 1)
+    tensors = 2 * (query.nbytes + key.nbytes + call.value.nbytes)
+    return max(1, min(int(tensors * PAIR_SHARE) // one, query.shape[0] * key.shape[1]))
+
+
+def _sizes(call: KeysCall) -> dict[str, Any]:
+    width, value_width = call.query.shape[3], call.value.shape[3]
+    return {
+        "W": call.block_size,
+        "D": width,
+        "E": value_width,
+        "BD": max(16, power_of_two(width)),
+        "BE": max(16, power_of_two(value_width)),
+        "BM": max(16, call.group_size),
+        "BW": max(16, call.block_size),
+        "BK": max(16, min(READ, power_of_two(call.indices.shape[3]))),
+        "GROUP": call.group_size,
+        "HAS_ALPHA": call.alpha is not None,
+        "HAS_OFFSET": call.offset is not None,
+        "HAS_MASK": call.mask is not None,
+        "EVEN": call.mask is None and call.query.shape[2] % call.block_size == 0,
+        "PRECISION": precision_of(call.query, max(width, value_width)),
+    }
+
+
+def _numbers(call: KeysCall) -> tuple[int, int]:
+    """R query heads per key head, and SR per summary."""
+    heads = call.query.shape[1]
+    return heads // call.key.shape[1], heads // call.as_lln.summary_heads
+
+
+def _side_tensors(call: KeysCall) -> tuple[Tensor, Tensor, Tensor]:
+    """The mask as bytes, where the first blocks begin, and how many keys a sample has."""
+    mask, query = call.mask, call.query
+    if mask is None:
+        return query, query, query
+    held = mask.sum(-1, dtype=torch.int32)
+    return mask_bytes(mask, query), _gaps(mask, call.block_size, query), held
+
+
+def _gaps(mask: Tensor | None, block_size: int, stand_in: Tensor) -> Tensor:
+    """How far before token 0 the first block of every sample begins: int32 ``[B]``."""
+    if mask is None:
+        return stand_in
+    return (-first_tokens(mask) % block_size).to(torch.int32)
+
+
+# Warps of a program; more for wide heads.
+WARPS = {"read": 4, "query": 8, "key": 8}
+
+
+def _warps(kind: str, sizes: dict[str, Any]) -> int:
+    is_wide = max(sizes["BD"], sizes["BE"]) > 64 or sizes["BM"] > 64
+    return 8 if is_wide else WARPS[kind]
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **sizes: Any) -> None:
+    """Launch through Triton; ``num_warps`` is among the sizes."""
+    kernel[grid](*arguments, **sizes)

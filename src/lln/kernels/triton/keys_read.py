@@ -1,0 +1,197 @@
+"""Attention over own block, chosen keys and slots: the forward pass, and its parts.
+
+A program takes one group of queries of one head and never leaves the chip: slots first, then the
+block, then the chosen keys in tiles, under one running softmax (`lln.eager.keys` has the formula).
+It writes the output and the logarithm of each row's normaliser, which the backward needs.
+
+Dimension legend: see `lln.kernels.triton.steps`; BM ≥ group, BW ≥ W tokens in a block, BK chosen
+keys in a tile, R query heads per key head, SR query heads per summary.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lln.kernels.triton.steps import (
+    NEVER,
+    exponential,
+    hide_rows,
+    load_queries,
+    load_rows,
+    load_scale,
+    rows_of,
+    store_rows,
+    widen,
+)
+
+
+@triton.jit
+def load_chosen(
+    rows, b_index, b_seen,
+    BK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The rows ``[BK, BD]`` of the chosen tokens; zero where none was chosen."""
+    p_rows, _, stride_t, stride_d = rows
+    columns = tl.arange(0, BD)
+    p_in = p_rows + b_index.to(tl.int64)[:, None] * stride_t + columns[None, :] * stride_d
+    return tl.load(p_in, mask=b_seen[:, None] & (columns < D)[None, :], other=0)
+
+
+@triton.jit
+def count_chosen(p_chosen, K, BK: tl.constexpr):
+    """How many keys a group has chosen."""
+    number = 0
+    for first in range(0, K, BK):
+        at = first + tl.arange(0, BK)
+        number += tl.sum((tl.load(p_chosen + at, mask=at < K, other=-1) >= 0).to(tl.int32), 0)
+    return number
+
+
+@triton.jit
+def slot_level(offset, held, near, chosen):
+    """Offset plus ln ρ, what is added to the logits of the slots; NEVER if every key is exact."""
+    rest = held - near - chosen
+    share = tl.log(tl.maximum(rest, 1).to(tl.float32) / tl.maximum(held, 1).to(tl.float32))
+    return tl.where(rest > 0, offset + share, NEVER)
+
+
+@triton.jit
+def slot_logits(b_q, alpha, b_slot, level, b_centre, scale, D: tl.constexpr, BD: tl.constexpr):
+    """Logits ``[BM, BD]`` of the slots, and the queries in float32.
+
+    ``b_slot`` is L - βμ, with μ the mean key: slots are those of centred keys, and scale · q·μ puts
+    them beside the scores of keys that are not centred.
+    """
+    b_wide = widen(b_q, BD)
+    b_row = tl.sum(b_wide * b_centre[None, :], 1) * scale + level
+    b_x = b_wide * alpha + b_slot[None, :] + b_row[:, None]
+    if D < BD:
+        b_x = tl.where((tl.arange(0, BD) < D)[None, :], b_x, NEVER)
+    return tl.maximum(b_x, NEVER), b_wide
+
+
+@triton.jit
+def score_rows(b_q, b_k, ok, scale, PRECISION: tl.constexpr):
+    """Scores of keys; NEVER for those that are not there."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+    return tl.where(ok[None, :], b_s, NEVER)
+
+
+@triton.jit
+def add_keys(b_peak, b_mass, b_out, b_s, b_v, PRECISION: tl.constexpr):
+    """Add scores ``[BM, BK]`` and values to running rows."""
+    b_new = tl.maximum(b_peak, tl.max(b_s, 1))
+    b_shrink = exponential(b_peak - b_new)
+    b_p = tl.where(b_s > NEVER * 0.5, exponential(b_s - b_new[:, None]), 0.0)
+    b_mass = b_mass * b_shrink + tl.sum(b_p, 1)
+    b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision=PRECISION)
+    return b_new, b_mass, b_out
+
+
+@triton.jit
+def group_place(p_gaps, batch, group, W, GROUP: tl.constexpr, HAS_MASK: tl.constexpr):
+    """First token of a group, and of its block."""
+    first = group * GROUP
+    block = first // W * W
+    if HAS_MASK:
+        gap = tl.load(p_gaps + batch)
+        first, block = first - gap, block - gap
+    return first, block
+
+
+@triton.jit
+def tokens_ok(p_mask, first, size, T, BT: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Which of ``size`` tokens exist, and which of them are not masked."""
+    tokens = first + tl.arange(0, BT)
+    inside = (tokens >= 0) & (tokens < T) & (tl.arange(0, BT) < size)
+    ok = inside
+    if HAS_MASK:
+        ok = inside & (tl.load(p_mask + tokens, mask=inside, other=0) != 0)
+    return inside, ok
+
+
+@triton.jit
+def load_summary(
+    p_slot, p_centroid, p_centre, summary, key_head,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """L - βμ ``[BD]``, C ``[BD, BE]`` and μ ``[BD]``."""
+    slots, columns = tl.arange(0, BD), tl.arange(0, BE)
+    b_slot = tl.load(p_slot + summary * D + slots, mask=slots < D, other=0.0)
+    p_in = p_centroid + summary * D * E + slots[:, None] * E + columns[None, :]
+    b_c = tl.load(p_in, mask=(slots < D)[:, None] & (columns < E)[None, :], other=0)
+    b_centre = tl.load(p_centre + key_head * D + slots, mask=slots < D, other=0.0)
+    return b_slot, b_c, b_centre
+
+
+@triton.jit
+def keys_read_kernel(
+    p_q, p_k, p_v, p_o, p_lse, p_slot, p_centroid, p_centre, p_chosen, p_mask, p_gaps, p_held,
+    p_alpha, p_offset, alpha, offset, scale, T, H, G, K, R, SR,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
+    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_MASK: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One group of one (sample, query head)."""
+    group, index = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
+    batch, head = index // H, index % H
+    first, block = group_place(p_gaps, batch, group, W, GROUP, HAS_MASK)
+    q = rows_of(p_q, batch, head, 0, stride_qb, stride_qh, stride_qt, stride_qd)
+    k = rows_of(p_k, batch, head // R, 0, stride_kb, stride_kh, stride_kt, stride_kd)
+    v = rows_of(p_v, batch, head // R, 0, stride_vb, stride_vh, stride_vt, stride_vd)
+    o = rows_of(p_o, batch, head, 0, stride_ob, stride_oh, stride_ot, stride_od)
+    p_mask += batch * T
+    p_chosen += (index * G + group) * K
+    # All loads of the first tiles come before any arithmetic, so that they overlap.
+    places = tl.arange(0, BK)
+    b_index = tl.load(p_chosen + places, mask=places < K, other=-1)
+    b_seen = b_index >= 0
+    inside, row_ok = tokens_ok(p_mask, first, GROUP, T, BM, HAS_MASK)
+    near_inside, near_ok = tokens_ok(p_mask, block, W, T, BW, HAS_MASK)
+    held = T
+    if HAS_MASK:
+        held = tl.load(p_held + batch)
+    b_q = load_queries(q, first, inside, row_ok, BM, D, BD, EVEN, HAS_MASK)
+    b_k = hide_rows(load_rows(k, block, near_inside, BW, D, BD, EVEN), near_ok)
+    b_v = hide_rows(load_rows(v, block, near_inside, BW, E, BE, EVEN), near_ok)
+    b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
+    b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
+    key_head = batch * (H // R) + head // R
+    b_slot, b_c, b_centre = load_summary(
+        p_slot, p_centroid, p_centre, index // SR, key_head, D, E, BD, BE
+    )
+    chosen = tl.sum(b_seen.to(tl.int32), 0) + count_chosen(p_chosen + BK, K - BK, BK)
+    near = tl.sum(near_ok.to(tl.int32), 0)
+    level = slot_level(load_scale(p_offset, offset, index, HAS_OFFSET), held, near, chosen)
+
+    own_alpha = load_scale(p_alpha, alpha, index, HAS_ALPHA)
+    b_x, _ = slot_logits(b_q, own_alpha, b_slot, level, b_centre, scale, D, BD)
+    b_s = score_rows(b_q, b_k, near_ok, scale, PRECISION)
+    b_far = score_rows(b_q, b_far_k, b_seen, scale, PRECISION)
+    b_peak = tl.maximum(tl.maximum(tl.max(b_x, 1), tl.max(b_s, 1)), tl.max(b_far, 1))
+    b_p = tl.where(b_x > NEVER * 0.5, exponential(b_x - b_peak[:, None]), 0.0)
+    b_mass = tl.sum(b_p, 1)
+    b_out = tl.dot(b_p.to(b_c.dtype), b_c, input_precision=PRECISION)
+    b_p = tl.where(b_s > NEVER * 0.5, exponential(b_s - b_peak[:, None]), 0.0)
+    b_mass += tl.sum(b_p, 1)
+    b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+    b_p = tl.where(b_far > NEVER * 0.5, exponential(b_far - b_peak[:, None]), 0.0)
+    b_mass += tl.sum(b_p, 1)
+    b_out = tl.dot(b_p.to(b_v.dtype), b_far_v, b_out, input_precision=PRECISION)
+    for at in range(BK, K, BK):
+        b_index = tl.load(p_chosen + at + places, mask=at + places < K, other=-1)
+        b_seen = b_index >= 0
+        b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
+        b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
+        b_far = score_rows(b_q, b_far_k, b_seen, scale, PRECISION)
+        b_peak, b_mass, b_out = add_keys(b_peak, b_mass, b_out, b_far, b_far_v, PRECISION)
+
+    b_norm = tl.where(b_mass > 0, b_mass, 1.0)
+    store_rows(o, first, b_out * (1.0 / b_norm)[:, None], inside, BM, E, BE, EVEN)
+    # Rows that see nothing get a normaliser that makes all their weights zero.
+    b_lse = tl.where(b_mass > 0, b_peak + tl.log(b_norm), -NEVER)
+    tl.store(p_lse + index * T + first + tl.arange(0, BM), b_lse, mask=inside)
