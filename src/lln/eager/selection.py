@@ -149,18 +149,25 @@ def _by_features(
 ) -> Tensor:
     """For every query the keys that are largest in its two strongest features of [q, -q]."""
     dtype = accumulation_dtype(query.dtype)
-    heads, each = query.shape[1], -(-keys // 2)
-    key = key.to(dtype)
+    heads, key = query.shape[1], key.to(dtype)
     rows = blocks.gather(query).to(dtype)
     strongest = torch.cat([rows, -rows], -1).topk(2, -1).indices
-    if is_causal:
-        lists = _earlier_lists(key, each, blocks, key_mask)
-    else:
-        lists = _feature_lists(key, each, key_mask).unsqueeze(2)
+    if not is_causal:
+        # All blocks share their lists.
         strongest = strongest.flatten(2, 3).unsqueeze(2)
-    lists = lists.repeat_interleave(heads // lists.shape[1], 1)
-    spread = strongest.flatten(3).unsqueeze(-1).expand(-1, -1, -1, -1, lists.shape[-1])
-    chosen = lists.gather(3, spread).flatten(2, 3).unflatten(2, (-1, 2)).flatten(3)[..., :keys]
+    shares = (keys - keys // 2, keys // 2)
+    lists = {}
+    for share in set(shares):
+        if is_causal:
+            found = _earlier_lists(key, share, blocks, key_mask)
+        else:
+            found = _feature_lists(key, share, key_mask).unsqueeze(2)
+        lists[share] = found.repeat_interleave(heads // found.shape[1], 1)
+    picked = [
+        lists[share].gather(3, feature.expand(-1, -1, -1, -1, share))
+        for share, feature in zip(shares, strongest.unsqueeze(-2).unbind(-1), strict=True)
+    ]
+    chosen = torch.cat(picked, -1).flatten(2, 3)
     seen = seen_keys(chosen, blocks, 1, key_mask, is_causal)
     return drop_repeats(torch.where(seen, chosen, -1))
 
@@ -170,7 +177,7 @@ def _feature_lists(key: Tensor, keys: int, key_mask: Tensor | None) -> Tensor:
     both = torch.cat([key, -key], -1).mT
     if key_mask is not None:
         both = torch.where(key_mask[:, None, None], both, -torch.inf)
-    return _largest(both, min(keys, key.shape[2]))
+    return _largest(both, keys)
 
 
 def _earlier_lists(key: Tensor, keys: int, blocks: KeyBlocks, key_mask: Tensor | None) -> Tensor:
@@ -203,6 +210,8 @@ def _largest(scores: Tensor, keys: int) -> Tensor:
     Where several scores equal the smallest one taken, the first positions win: ``topk`` alone does
     not say which.
     """
+    if keys == 0:
+        return torch.zeros_like(scores[..., :0], dtype=torch.int64)
     least = scores.topk(keys, -1, sorted=True).values[..., -1:]
     above, equal = scores > least, scores == least
     wanted = keys - above.sum(-1, keepdim=True)
