@@ -252,7 +252,8 @@ def exact_pairs(
     own = block.unsqueeze(-1) == block.unsqueeze(-2)
     # One column more than there are tokens, where missing keys go.
     chosen = torch.zeros(*indices.shape[:3], tokens + 1, dtype=torch.bool, device=indices.device)
-    chosen.scatter_(-1, torch.where(indices < 0, tokens, indices), True)
+    missing = (indices < 0) | (indices > tokens)
+    chosen.scatter_(-1, torch.where(missing, tokens, indices), True)
     rows = group.unsqueeze(-1).expand(-1, indices.shape[1], -1, tokens)
     chosen = chosen[..., :tokens].gather(2, rows)
     if is_causal:

@@ -24,6 +24,10 @@ CALLS = {
     "causal": partial(lln.lln_attention, **GIVEN, is_causal=True),
     "diag": partial(lln.block_diagonal_attention, block_size=BLOCK),
     "lln_diag": partial(lln.lln_diag_attention, **GIVEN, block_size=BLOCK),
+    "keys": partial(lln.lln_keys_attention, **GIVEN, offset=-2.0, block_size=BLOCK, keys=3),
+    "causal_keys": partial(
+        lln.lln_keys_attention, **GIVEN, offset=-2.0, block_size=BLOCK, keys=3, is_causal=True
+    ),
 }
 every_call = pytest.mark.parametrize("attend", CALLS.values(), ids=CALLS)
 
@@ -125,8 +129,25 @@ def test_gradients_of_what_every_piece_shares(shared, shape):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("shape", [(), (4, 1, 1), (2, 1, 1, 1), (2, 4, 1, 1)])
+def test_gradients_of_the_offset(shared, shape):
+    sides = sides_of()
+    offset = torch.full(shape, -2.0, dtype=torch.float64, requires_grad=True)
+
+    def grads():
+        options = {**GIVEN, "offset": offset, "block_size": BLOCK, "keys": 3}
+        out = lln.lln_keys_attention(*sides, **options)
+        return torch.autograd.grad(out.square().sum(), (*sides, offset))
+
+    found = grads()
+    assert shared
+    for one, other in zip(found, plainly(grads), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
 # Matched temperatures carry no gradient, which a derivative by numbers would see.
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"matched"}))
+# Exact keys take a minute and are handed over in the same way.
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"matched", "keys", "causal_keys"}))
 def test_derivatives_of_any_order(shared, name):
     sides = sides_of(1, 2, 5)
     assert torch.autograd.gradcheck(CALLS[name], sides)

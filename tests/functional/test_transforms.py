@@ -24,6 +24,7 @@ def cu_seqlens(tokens):
 
 FIXED = {"alpha": 1.5, "beta": 1.2}
 CAUSAL = {**FIXED, "is_causal": True}
+KEYS = {"block_size": BLOCK, "keys": 6}
 
 
 FUNCTIONS = {
@@ -31,11 +32,13 @@ FUNCTIONS = {
     "diag": lambda q, k, v: lln.lln_diag_attention(q, k, v, block_size=BLOCK),
     "block": lambda q, k, v: lln.block_diagonal_attention(q, k, v, block_size=BLOCK),
     "causal": lambda q, k, v: lln.lln_attention(q, k, v, **CAUSAL),
+    "keys": lambda q, k, v: lln.lln_keys_attention(q, k, v, **KEYS, select="half"),
     "varlen": lambda q, k, v, bounds: lln.lln_attention_varlen(q, k, v, bounds),
     "diag_varlen": lambda q, k, v, bounds: lln.lln_diag_attention_varlen(q, k, v, bounds),
     "causal_varlen": lambda q, k, v, bounds: lln.lln_attention_varlen(q, k, v, bounds, **CAUSAL),
+    "keys_varlen": lambda q, k, v, bounds: lln.lln_keys_attention_varlen(q, k, v, bounds, **KEYS),
 }
-DENSE = ("lln", "diag", "block", "causal")
+DENSE = ("lln", "diag", "block", "causal", "keys")
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -112,6 +115,19 @@ def test_compiles_once_for_two_lengths(name, fresh_dynamo):
         args = arguments(name, tokens, seed=tokens)
         for tensor in args[:3]:
             torch._dynamo.mark_dynamic(tensor, 2 if name in DENSE else 0)
+        close([compiled(*args)], [attend(*args)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiles_exact_keys_once_for_two_lengths(fresh_dynamo):
+    def attend(q, k, v):
+        return lln.lln_keys_attention(q, k, v, **FIXED, offset=-2.0, **KEYS)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for tokens in (90, 103):
+        args = make_qkv(1, 1, tokens, D, seed=tokens)
+        for tensor in args:
+            torch._dynamo.mark_dynamic(tensor, 2)
         close([compiled(*args)], [attend(*args)])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -213,6 +229,23 @@ def test_exports_packed_with_a_dynamic_length(name):
     for tokens in (190, 256, 700):
         args = arguments(name, tokens, seed=1)
         close([exported(*args)], [FUNCTIONS[name](*args)])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+def test_exports_exact_keys_with_a_dynamic_length(causal):
+    """Causal up to 32 blocks, as many as one level of merging takes."""
+    given = {**FIXED, "offset": -2.0} if causal else {}
+    options = {**KEYS, **given, "is_causal": causal}
+
+    class Keys(nn.Module):
+        def forward(self, q, k, v):
+            return lln.lln_keys_attention(q, k, v, **options)
+
+    shapes = ({2: torch.export.Dim.DYNAMIC},) * 3
+    exported = torch.export.export(Keys(), make_qkv(1, 1, 300, D), dynamic_shapes=shapes).module()
+    for tokens in (190, 256, 480):
+        args = make_qkv(1, 1, tokens, D, seed=1)
+        close([exported(*args)], [Keys()(*args)])
 
 
 class Masked(nn.Module):
@@ -331,6 +364,8 @@ FIXED_FUNCTIONS = {
     "varlen": lln.lln_attention_varlen,
     "diag_varlen": lln.lln_diag_attention_varlen,
     "causal_varlen": lambda *a, **o: lln.lln_attention_varlen(*a, is_causal=True, **o),
+    "keys": lambda *a, **o: lln.lln_keys_attention(*a, offset=-2.0, select="half", **KEYS, **o),
+    "keys_varlen": lambda *a, **o: lln.lln_keys_attention_varlen(*a, offset=-2.0, **KEYS, **o),
 }
 
 

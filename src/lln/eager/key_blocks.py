@@ -69,7 +69,7 @@ def blocks_in(tokens: int, block_size: int, is_masked: bool) -> int:
 
     With a mask one more than without may be needed, because the first block can begin anywhere.
     """
-    extra = block_size - 1 if is_masked else 0
+    extra = block_size - 1 if is_masked and tokens > 0 else 0
     return (tokens + extra + block_size - 1) // block_size
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
 from lln.precision import accumulation_dtype
+from lln.tracing import is_compiling
 
 # Most scores to hold at once; longer sequences are scored in stretches of groups.
 MOST_SCORES = 1 << 26
@@ -51,7 +52,7 @@ def choose(
     count, size = blocks.place.shape[1:]
     heads = query.shape[1]
     shape = (query.shape[0], heads, count * (size // group_size), keys)
-    if keys == 0 or query.shape[2] == 0:
+    if keys == 0 or 0 in query.shape:
         return torch.full(shape, -1, dtype=torch.int64, device=query.device)
     if select == "block":
         return _by_mean(query, key, keys, blocks, group_size, key_mask, is_causal)
@@ -118,20 +119,24 @@ def _by_mean(
         key = torch.where(key_mask[:, None, :, None], key, 0.0)
     home = blocks.home[:, None]
     block = torch.arange(groups, device=query.device) * group_size // blocks.place.shape[2]
-    stretch = max(MOST_SCORES // max(batch * heads * key.shape[2], 1), 1)
-    found = []
-    for part in range(0, groups, stretch):
-        block_part = block[part : part + stretch, None]
-        first, last = blocks.first[block_part], blocks.last[block_part]
+
+    def largest(mean: Tensor, block: Tensor) -> Tensor:
+        first, last = blocks.first[block], blocks.last[block]
         allowed = (home >= first) & (home <= last)
-        allowed = allowed & (home < block_part if is_causal else home != block_part)
+        allowed = allowed & (home < block if is_causal else home != block)
         if key_mask is not None:
             allowed = allowed & key_mask[:, None]
-        some = mean[:, :, part : part + stretch].reshape(batch, key.shape[1], -1, width)
-        scores = (some @ key.mT).view(batch, heads, -1, key.shape[2])
-        scores = torch.where(allowed[:, None], scores, -torch.inf)
-        found.append(_largest(scores, keys))
-    return torch.cat(found, 2)
+        scores = mean.reshape(batch, key.shape[1], -1, width) @ key.mT
+        scores = scores.view(batch, heads, -1, key.shape[2])
+        return _largest(torch.where(allowed[:, None], scores, -torch.inf), keys)
+
+    block = block.unsqueeze(-1)
+    if is_compiling():
+        # A trace must hold for every length, so it cannot count stretches.
+        return largest(mean, block)
+    stretch = max(MOST_SCORES // max(batch * heads * key.shape[2], 1), 1)
+    pairs = zip(mean.split(stretch, 2), block.split(stretch), strict=True)
+    return torch.cat([largest(*pair) for pair in pairs], 2)
 
 
 def _by_features(
@@ -144,28 +149,59 @@ def _by_features(
 ) -> Tensor:
     """For every query the keys that are largest in its two strongest features of [q, -q]."""
     dtype = accumulation_dtype(query.dtype)
-    heads = query.shape[1]
-    if key_mask is not None:
-        key = torch.where(key_mask[:, None, :, None], key, 0.0)
-    lists = _feature_lists(key.to(dtype), -(-keys // 2), key_mask)
-    lists = lists.repeat_interleave(heads // lists.shape[1], 1)
-    rows = blocks.gather(query).flatten(2, 3).to(dtype)
+    heads, key = query.shape[1], key.to(dtype)
+    rows = blocks.gather(query).to(dtype)
     strongest = torch.cat([rows, -rows], -1).topk(2, -1).indices
-    spread = strongest.flatten(2).unsqueeze(-1).expand(-1, -1, -1, lists.shape[-1])
-    chosen = lists.gather(2, spread).unflatten(2, (-1, 2)).flatten(3)[..., :keys]
+    if not is_causal:
+        # All blocks share their lists.
+        strongest = strongest.flatten(2, 3).unsqueeze(2)
+    shares = (keys - keys // 2, keys // 2)
+    lists = {}
+    for share in set(shares):
+        if is_causal:
+            found = _earlier_lists(key, share, blocks, key_mask)
+        else:
+            found = _feature_lists(key, share, key_mask).unsqueeze(2)
+        lists[share] = found.repeat_interleave(heads // found.shape[1], 1)
+    picked = [
+        lists[share].gather(3, feature.expand(-1, -1, -1, -1, share))
+        for share, feature in zip(shares, strongest.unsqueeze(-2).unbind(-1), strict=True)
+    ]
+    chosen = torch.cat(picked, -1).flatten(2, 3)
     seen = seen_keys(chosen, blocks, 1, key_mask, is_causal)
     return drop_repeats(torch.where(seen, chosen, -1))
 
 
 def _feature_lists(key: Tensor, keys: int, key_mask: Tensor | None) -> Tensor:
     """For each of the 2D features [k, -k] the keys where it is largest: ``[B, Hk, 2D, K]``."""
-    kept = key_mask
-    if kept is None:
-        kept = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
-    number = kept.sum(-1).clamp_min(1)[:, None, None, None]
-    centred = key - key.sum(2, keepdim=True) / number
-    both = torch.cat([centred, -centred], -1).mT
-    return _largest(torch.where(kept[:, None, None], both, -torch.inf), min(keys, key.shape[2]))
+    both = torch.cat([key, -key], -1).mT
+    if key_mask is not None:
+        both = torch.where(key_mask[:, None, None], both, -torch.inf)
+    return _largest(both, keys)
+
+
+def _earlier_lists(key: Tensor, keys: int, blocks: KeyBlocks, key_mask: Tensor | None) -> Tensor:
+    """The same for every block, of the keys of earlier blocks: ``[B, Hk, n, 2D, K]``.
+
+    A list of all keys would not do: later ones would push out earlier ones, and so be seen.
+    """
+    valid = blocks.valid(key_mask)[:, None, ..., None]
+    both = blocks.gather(torch.cat([key, -key], -1))
+    both = torch.where(valid, both, -torch.inf).mT
+    # The best so far, in the order of positions, to which every block adds its keys.
+    best = torch.full_like(both[:, :, 0, :, :1], -torch.inf).expand(-1, -1, -1, keys)
+    held = torch.full_like(best, -1, dtype=torch.int64)
+    lists = []
+    for block in range(both.shape[2]):
+        lists.append(held)
+        scores = torch.cat([best, both[:, :, block]], -1)
+        own = blocks.place[:, block, None, None].expand(*held.shape[:3], -1)
+        positions = torch.cat([held, own], -1)
+        taken = _largest(scores, keys)
+        known, there = taken.clamp_min(0), taken >= 0
+        best = torch.where(there, scores.gather(-1, known), -torch.inf)
+        held = torch.where(there, positions.gather(-1, known), -1)
+    return torch.stack(lists, 2)
 
 
 def _largest(scores: Tensor, keys: int) -> Tensor:
@@ -174,6 +210,8 @@ def _largest(scores: Tensor, keys: int) -> Tensor:
     Where several scores equal the smallest one taken, the first positions win: ``topk`` alone does
     not say which.
     """
+    if keys == 0:
+        return torch.zeros_like(scores[..., :0], dtype=torch.int64)
     least = scores.topk(keys, -1, sorted=True).values[..., -1:]
     above, equal = scores > least, scores == least
     wanted = keys - above.sum(-1, keepdim=True)

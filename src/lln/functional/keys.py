@@ -239,7 +239,7 @@ def choose_keys(
     Returns:
         int64 ``[B, H, G, K]`` without gradient, ascending by position, -1 where there are fewer.
         Equal scores are taken in the order of positions. G = groups per block × blocks, where
-        blocks = ⌈T / block_size⌉, or ⌈(T + block_size - 1) / block_size⌉ with a mask.
+        blocks = ⌈T / block_size⌉, or ⌈(T + block_size - 1) / block_size⌉ with a mask if T > 0.
 
     Example:
         >>> import torch

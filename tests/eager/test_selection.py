@@ -1,0 +1,246 @@
+"""The choice of keys against a slow loop, and what a caller's own indices count."""
+
+import pytest
+import torch
+
+from lln import choose_keys, lln_keys_attention
+from lln.eager import selection
+from lln.testing import make_qkv
+
+SELECTIONS = ["block", "query", "half"]
+GIVEN = {"alpha": 0.8, "beta": 1.1, "offset": -2.5}
+
+
+def best(scores, wanted, allowed):
+    """The allowed positions with the largest scores; equal ones in the order of positions."""
+    return sorted(allowed, key=lambda place: (-scores[place], place))[:wanted]
+
+
+def by_features(query, key, wanted, allowed):
+    """The allowed keys that are largest in the two strongest of [q, -q]."""
+    both = torch.cat([query, -query]).tolist()
+    strongest = sorted(range(len(both)), key=lambda feature: -both[feature])[:2]
+    lists = torch.cat([key, -key], -1).mT.tolist()
+    found = [
+        best(lists[feature], count, allowed)
+        for feature, count in zip(strongest, (wanted - wanted // 2, wanted // 2), strict=True)
+    ]
+    return found[0] + found[1]
+
+
+def slowly(query, key, keys, *, block, group, select, mask=None, causal=False, flip=False):
+    """Indices ``[B, H, G, K]`` by loops over samples, heads and groups."""
+    batch, heads, tokens, _ = query.shape
+    query = -query if flip else query
+    wanted = min(keys, tokens)
+    extra = block - 1 if mask is not None else 0
+    groups = -(-(tokens + extra) // block) * (block // group)
+    found = torch.full((batch, heads, groups, wanted), -1)
+    for sample in range(batch):
+        valid = [True] * tokens if mask is None else mask[sample].tolist()
+        gap = -(valid.index(True) if any(valid) else 0) % block
+        home = [(place + gap) // block for place in range(tokens)]
+        for head in range(heads):
+            own_key = key[sample, head * key.shape[1] // heads]
+            for number in range(groups):
+                here = number * group // block
+                # All rows of a block choose together in "half".
+                mean = block if select == "half" else group
+                start = number * group // mean * mean - gap
+                rows = [row for row in range(start, start + mean) if 0 <= row < tokens]
+                counted = [row for row in rows if valid[row]]
+                others = {
+                    place
+                    for place in range(tokens)
+                    if valid[place] and (home[place] < here if causal else home[place] != here)
+                }
+                listed = []
+                if select != "query":
+                    total = sum((query[sample, head, row] for row in counted), query.new_zeros(()))
+                    scores = (own_key * total / max(len(counted), 1)).sum(-1).tolist()
+                    share = wanted if select == "block" else wanted - wanted // 2
+                    listed += best(scores, share, others)
+                row = number - gap
+                if select != "block" and 0 <= row < tokens:
+                    share = wanted if select == "query" else wanted // 2
+                    # Not causal, all tokens share their lists, and a block leaves out its own.
+                    ranked = (
+                        others if causal else {place for place in range(tokens) if valid[place]}
+                    )
+                    own = by_features(query[sample, head, row], own_key, share, ranked)
+                    listed += [place for place in own if place in others]
+                listed = sorted(set(listed))
+                found[sample, head, number, : len(listed)] = torch.tensor(listed).long()
+    return found
+
+
+def of_tokens(indices, tokens, mask, block):
+    """Of one list per place, those of places that hold a token."""
+    batch = indices.shape[0]
+    first = torch.zeros(batch, dtype=torch.int64) if mask is None else mask.int().argmax(-1)
+    goal = torch.arange(tokens) + (-first % block)[:, None]
+    return torch.stack([one[:, place] for one, place in zip(indices, goal, strict=True)])
+
+
+def masks(kind, batch, tokens):
+    if kind is None:
+        return None
+    mask = torch.rand(batch, tokens, generator=torch.Generator().manual_seed(3)) < 0.7
+    if kind == "left":
+        mask = torch.arange(tokens) >= torch.tensor([[5], [11]])
+    if kind == "all":
+        mask[:] = False
+    return mask
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize("kind", [None, "holes", "left", "all"])
+@pytest.mark.parametrize(
+    ("select", "group"), [("block", 8), ("block", 2), ("block", 1), ("query", 1), ("half", 1)]
+)
+@pytest.mark.parametrize("keys", [1, 5, 100])
+def test_the_choice_is_that_of_a_slow_loop(keys, select, group, kind, causal):
+    query, key, _ = make_qkv(2, 4, 29, 4, key_heads=2, dtype=torch.float64)
+    mask = masks(kind, 2, 29)
+    options = {"select": select, "key_mask": mask, "is_causal": causal, "enable_gqa": True}
+    size = group if select == "block" else None
+    found = choose_keys(query, key, keys, block_size=8, group_size=size, **options)
+    assert found.dtype == torch.int64
+    wanted = slowly(query, key, keys, block=8, group=group, select=select, mask=mask, causal=causal)
+    assert found.shape == wanted.shape
+    if select != "block":
+        found, wanted = (of_tokens(side, 29, mask, 8) for side in (found, wanted))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("select", SELECTIONS)
+def test_a_negative_scale_turns_the_choice_around(select):
+    query, key, _ = make_qkv(1, 2, 24, 4, dtype=torch.float64)
+    found = choose_keys(query, key, 4, block_size=8, select=select, scale=-0.5)
+    group = 8 if select == "block" else 1
+    wanted = slowly(query, key, 4, block=8, group=group, select=select, flip=True)
+    assert torch.equal(found, wanted)
+    assert torch.equal(found, choose_keys(-query, key, 4, block_size=8, select=select))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+def test_equal_scores_are_taken_in_the_order_of_positions(dtype, causal):
+    query = torch.ones(1, 1, 40, 4, dtype=dtype)
+    key = torch.ones(1, 1, 40, 4, dtype=dtype)
+    key[:, :, 37] = 2.0
+    found = choose_keys(query, key, 5, block_size=8, is_causal=causal)[0, 0].tolist()
+    if causal:
+        assert found == [[-1] * 5, *([[0, 1, 2, 3, 4]] * 4)]
+    else:
+        first = [8, 9, 10, 11, 37]
+        assert found == [first, *([[0, 1, 2, 3, 37]] * 3), [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("select", ["query", "half"])
+def test_equal_features_are_taken_in_the_order_of_positions(select):
+    query = torch.tensor([3.0, 2.0, 1.0, 0.5]).expand(1, 1, 24, 4)
+    key = torch.ones(1, 1, 24, 4)
+    found = choose_keys(query, key, 8, block_size=8, select=select)[0, 0]
+    wanted = {"query": [-1] * 8, "half": [8, 9, 10, 11, -1, -1, -1, -1]}[select]
+    assert found[0].tolist() == wanted
+    assert found[-1].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+def test_the_choice_repeats_and_does_not_depend_on_stretches(select, causal, monkeypatch):
+    query, key, _ = make_qkv(2, 2, 100, 8, dtype=torch.bfloat16)
+    options = {"block_size": 8, "select": select, "is_causal": causal}
+    wanted = choose_keys(query, key, 7, **options)
+    assert all(torch.equal(choose_keys(query, key, 7, **options), wanted) for _ in range(5))
+    for most in (1, 1000, 2 * 2 * 100 * 5):
+        monkeypatch.setattr(selection, "MOST_SCORES", most)
+        assert torch.equal(choose_keys(query, key, 7, **options), wanted)
+
+
+def test_the_largest_of_a_row():
+    row = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [-torch.inf, 0.0, -torch.inf, -1.0, -torch.inf]])
+    assert selection._largest(row, 2).tolist() == [[1, 2], [1, 3]]
+    assert selection._largest(row, 4).tolist() == [[1, 2, 3, 4], [1, 3, -1, -1]]
+
+
+def test_repeats_are_dropped():
+    given = torch.tensor([[5, 2, 5, -1, 2], [-1, -1, -1, -1, -1], [4, 3, 2, 1, 0]])
+    wanted = [[2, 5, -1, -1, -1], [-1] * 5, [0, 1, 2, 3, 4]]
+    assert selection.drop_repeats(given).tolist() == wanted
+    assert selection.drop_repeats(given[:, :0]).shape == (3, 0)
+
+
+def test_indices_carry_no_gradient():
+    query, key, _ = make_qkv(1, 1, 20, 4, requires_grad=True)
+    assert not choose_keys(query, key, 3, block_size=4).requires_grad
+
+
+# A caller's own indices
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("select", "group"), [("block", 8), ("block", 2), ("query", 1)])
+def test_chosen_indices_give_the_same_output(select, group, masked, causal, dtype):
+    query, key, value = make_qkv(2, 2, 29, 4)
+    mask = masks("left", 2, 29) if masked else None
+    shared = {"block_size": 8, "key_mask": mask, "is_causal": causal}
+    size = group if select == "block" else None
+    wanted = lln_keys_attention(
+        *(query, key, value), **GIVEN, **shared, keys=5, select=select, group_size=size
+    )
+    indices = choose_keys(query, key, 5, **shared, select=select, group_size=size)
+    found = lln_keys_attention(
+        *(query, key, value), **GIVEN, **shared, keys=indices.to(dtype), group_size=group
+    )
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize(
+    "extra",
+    [[9, 9], [9, 17], [0, 3], [20, 20], [999, -7], [-1, 29]],
+    ids=["repeated", "both", "own", "masked", "nowhere", "beyond"],
+)
+def test_what_may_not_be_seen_does_not_count(extra, causal, impl):
+    """Group 2 of 8 tokens lies in block 2; 20 is masked, 17 its own, 9 counts once."""
+    sides = make_qkv(1, 1, 29, 4, dtype=torch.float64)
+    mask = torch.ones(1, 29, dtype=torch.bool)
+    mask[0, 20] = mask[0, 12] = False
+    plain, more = torch.full((2, 1, 1, 5, 4), -1).unbind()
+    plain[..., 2, :2] = torch.tensor([2, 9])
+    more[..., 2, :] = torch.tensor([9, *extra, 2])
+    # For block 0: its own keys, and in causal attention all later ones.
+    more[..., 0, :2] = torch.tensor([1, 12])
+    if extra == [0, 3]:
+        plain[..., 2, 2:] = torch.tensor(extra)
+    options = {**GIVEN, "block_size": 8, "key_mask": mask, "is_causal": causal, "impl": impl}
+    found, wanted = (lln_keys_attention(*sides, keys=keys, **options) for keys in (more, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+    none = lln_keys_attention(*sides, keys=torch.full_like(plain, -1), **options)
+    assert not torch.allclose(found[:, :, 16:24], none[:, :, 16:24])
+
+
+def test_later_keys_do_not_count_in_causal_attention():
+    sides = make_qkv(1, 1, 24, 4, dtype=torch.float64)
+    options = {**GIVEN, "block_size": 8, "is_causal": True}
+    none = torch.full((1, 1, 3, 2), -1)
+    later = none.clone()
+    later[..., 0, 0], later[..., 1, :] = 20, torch.tensor([16, 23])
+    found, wanted = (lln_keys_attention(*sides, keys=keys, **options) for keys in (later, none))
+    assert torch.equal(found, wanted)
+
+
+def test_own_indices_get_gradients_through_keys_only():
+    query, key, value = make_qkv(1, 1, 24, 4, requires_grad=True)
+    keys = torch.tensor([20, -1]).expand(1, 1, 3, -1)
+    # The offset leaves the slots no weight.
+    options = {**GIVEN, "offset": -1000.0, "block_size": 8, "keys": keys}
+    out = lln_keys_attention(query, key, value, **options)
+    out[:, :, :8].sum().backward()
+    rows = value.grad.abs().sum((0, 1, 3)).nonzero().flatten().tolist()
+    assert rows == [*range(8), 20]
