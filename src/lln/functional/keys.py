@@ -70,7 +70,8 @@ def lln_keys_attention(
         group_size: Queries that share their chosen keys; None = a block.
         offset: g, what puts the mass of the slots on the scale of softmax scores: a number or a
             tensor that broadcasts to ``[B, H, 1, 1]``, may carry gradients. None = by mass matching
-            (`lln.matching.mass`), right for Gaussian inputs; `lln.calibrate` finds it on real ones.
+            (`lln.matching.mass`), right for Gaussian inputs; `lln.calibrate_keys` finds it on real
+            ones.
         key_mask: bool ``[B, T]``, True = attend. It also says which queries count in statistics and
             in the choice of keys. Blocks are counted from the first valid token.
         is_causal: Whether row i sees keys 0 … i only: the summary and the chosen keys are then
