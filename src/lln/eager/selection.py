@@ -51,7 +51,7 @@ def choose(
     count, size = blocks.place.shape[1:]
     heads = query.shape[1]
     shape = (query.shape[0], heads, count * (size // group_size), keys)
-    if keys == 0 or query.shape[2] == 0:
+    if keys == 0 or 0 in query.shape[:3]:
         return torch.full(shape, -1, dtype=torch.int64, device=query.device)
     if select == "block":
         return _by_mean(query, key, keys, blocks, group_size, key_mask, is_causal)
