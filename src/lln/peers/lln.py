@@ -1,4 +1,4 @@
-"""LLN, LLN+Diag and LLN with exact keys, the systems all others are compared with, behind the same interface."""
+"""LLN, alone, with diagonal blocks and with exact keys, behind the interface of all systems."""
 
 from typing import Any, ClassVar
 
@@ -153,6 +153,7 @@ class LLNKeys(LLN):
         "d slots]",
         complexity="O(N²d/b + N (b + K + d) d)",
         is_linear=False,
+        repeats_on_gpu=False,
         oracle="dense form; the tests of lln.lln_keys_attention",
         adds="none; one offset per head with learn_offset",
     )
