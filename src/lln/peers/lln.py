@@ -148,7 +148,7 @@ class LLNKeys(LLN):
     card = Card(
         name="lln_keys",
         title="LLN with exact keys",
-        citation="this library; the summary is that of Nahshan et al. 2023, arXiv 2311.13541",
+        citation="This library; the summary is that of Nahshan et al. 2023, arXiv 2311.13541",
         equation="softmax over [q·k/√d of the own block | of K chosen keys | αq_f + L_f + g of the "
         "d slots]",
         complexity="O(N²d/b + N (b + K + d) d)",
