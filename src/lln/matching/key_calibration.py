@@ -88,7 +88,7 @@ def calibrate_keys(
         >>> query, key = torch.randn(2, 1, 1, 512, 32, generator=generator)
         >>> alpha, beta, offset = calibrate_keys(query, key, keys=32)
         >>> f"{alpha.item():.1f} {offset.item():.0f}"
-        '1.0 -4'
+        '0.9 -4'
     """
     checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
     checks.check_self_attention(query, key, "calibrate_keys")
