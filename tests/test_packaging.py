@@ -31,15 +31,21 @@ PUBLIC = [
     "LLNDiagAttention",
     "LLNDiagCore",
     "LLNError",
+    "LLNKeysAttention",
+    "LLNKeysCore",
     "UnexpectedArgumentError",
     "__version__",
     "block_diagonal_attention",
     "calibrate",
+    "calibrate_keys",
+    "choose_keys",
     "decode_step",
     "lln_attention",
     "lln_attention_varlen",
     "lln_diag_attention",
     "lln_diag_attention_varlen",
+    "lln_keys_attention",
+    "lln_keys_attention_varlen",
     "match_moments",
     "reference",
 ]
@@ -119,7 +125,7 @@ def test_public_names_are_documented(name):
             assert re.search(rf"^\s+{parameter}: ", documentation, re.MULTILINE), parameter
 
 
-@pytest.mark.parametrize("name", ["LLNAttention", "LLNCore", "LLNDiagCore"])
+@pytest.mark.parametrize("name", ["LLNAttention", "LLNCore", "LLNDiagCore", "LLNKeysCore"])
 def test_modules_document_their_own_arguments(name):
     documentation = inspect.getdoc(getattr(lln, name))
     for parameter in inspect.signature(getattr(lln, name)).parameters.values():

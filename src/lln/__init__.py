@@ -18,9 +18,11 @@ from lln.functional.dense import block_diagonal_attention, lln_attention, lln_di
 from lln.functional.keys import choose_keys, lln_keys_attention, lln_keys_attention_varlen
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
 from lln.matching.calibration import calibrate
+from lln.matching.key_calibration import calibrate_keys
 from lln.matching.moments import match_moments
 from lln.nn.heads import LLNCore, LLNDiagCore
-from lln.nn.multihead import LLNAttention, LLNDiagAttention
+from lln.nn.key_heads import LLNKeysCore
+from lln.nn.multihead import LLNAttention, LLNDiagAttention, LLNKeysAttention
 
 __version__ = "0.1.0.dev0"
 
@@ -34,10 +36,13 @@ __all__ = [
     "LLNDiagAttention",
     "LLNDiagCore",
     "LLNError",
+    "LLNKeysAttention",
+    "LLNKeysCore",
     "UnexpectedArgumentError",
     "__version__",
     "block_diagonal_attention",
     "calibrate",
+    "calibrate_keys",
     "choose_keys",
     "decode_step",
     "lln_attention",

@@ -362,7 +362,7 @@ def test_composite_models_keep_settings_in_every_part(text, tmp_path):
 
 def test_options_are_checked_before_anything_runs(tiny, text):
     model = tiny("roberta")
-    with pytest.raises(InvalidInputError, match="'lln' or 'lln_diag'"):
+    with pytest.raises(InvalidInputError, match="one of 'lln', 'lln_diag', 'lln_keys'"):
         convert(model, "linear", verbose=False)
     with pytest.raises(InvalidInputError, match="needs calibrate, inputs"):
         convert(model, statistics="fixed", verbose=False)

@@ -368,3 +368,17 @@ def test_command_recovers_a_folder(tiny, tmp_path, save_with_tokenizer):
     model = transformers.AutoModel.from_pretrained(tmp_path / "out").eval()
     assert model.config._attn_implementation == "lln_diag"
     assert model(**batch())[0].isfinite().all()
+
+
+def test_recovery_trains_the_offset_of_exact_keys(tiny, tmp_path):
+    model = tiny("bert")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 5
+    options = {"statistics": "running", "keys": 2, "block_size": 4}
+    convert(model, "lln_keys", calibrate=batch(), **options)
+    offset = model.get_submodule("encoder.layer.0.attention.self").lln.offset.value
+    before = offset.detach().clone()
+    report = recover(model, Sequences(), output_dir=tmp_path, layer_steps=10, end_steps=10, **QUICK)
+    assert report.after < report.before
+    assert (offset - before).abs().min() > 1e-4

@@ -46,7 +46,7 @@ def plug_in(monkeypatch):
         needs = []
         monkeypatch.setattr(driver, "_active", Driver())
         monkeypatch.setattr(recipes.Step, "record", record)
-        monkeypatch.setattr(recipes, "_on", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(recipes, "on_device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(recipes, "_recipes", {})
         monkeypatch.setattr(recipes, "_shrunk", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

@@ -14,6 +14,7 @@ SMALL: dict[str, dict[str, object]] = {
     "nystromformer": {"landmarks": 8},
     "diag": {"block_size": 16},
     "lln_diag": {"block_size": 16},
+    "lln_keys": {"block_size": 8, "keys": 6},
     "performer": {"features": 24},
     "rfa": {"features": 12, "pool": 8},
     "linformer": {"mixtures": 8},

@@ -43,7 +43,7 @@ def test_lln_with_the_common_diagonal_branch_is_lln_diag():
     torch.testing.assert_close(plain(x), joined(x))
 
 
-@pytest.mark.parametrize("name", ["lln", "lln_diag"])
+@pytest.mark.parametrize("name", ["lln", "lln_diag", "lln_keys"])
 def test_a_causal_layer_learns_running_statistics_and_freezes_them(name):
     layer = build(name, is_causal=True)
     source = layer.core.attention.statistics
@@ -83,3 +83,35 @@ def test_options_that_do_not_fit_are_refused():
         build("lln_diag", statistics="guessed")
     with pytest.raises(InvalidInputError, match="block_size"):
         build("lln_diag", block_size=0)
+
+
+def test_lln_keys_is_lln_keys_attention():
+    query, key, value = heads()
+    mask = some_padding()
+    sizes = {"block_size": 8, "keys": 6, "select": "half"}
+    found = build("lln_keys", **sizes).core(query, key, value, mask)
+    expected = lln.lln_keys_attention(query, key, value, key_mask=mask, **sizes)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_lln_keys_with_every_key_is_softmax():
+    x = tokens()
+    exact, softmax = build("lln_keys", keys=40, block_size=8), build("softmax")
+    softmax.load_state_dict(exact.state_dict())
+    torch.testing.assert_close(exact(x), softmax(x))
+
+
+def test_a_learned_offset_starts_in_training_and_shows_in_the_matrix():
+    layer, x = build("lln_keys", learn_offset=True), tokens()
+    before = layer.matrix(x)
+    layer.train()(x)
+    with torch.no_grad():
+        layer.core.attention.offset.value.fill_(3.0)
+    assert (layer.eval().matrix(x) - before).abs().max() > 1e-3
+    assert layer.core.attention.offset.known
+
+
+def test_a_causal_layer_refuses_a_choice_that_looks_ahead():
+    for options in ({"select": "query"}, {"group_size": 4}):
+        with pytest.raises(InvalidInputError, match="later tokens"):
+            build("lln_keys", is_causal=True, **options)

@@ -14,22 +14,40 @@ _STATISTICS = (
 
 Attention = Annotated[
     str,
-    typer.Option(help="lln_diag: LLN mixed with softmax inside blocks; lln: LLN alone."),
+    typer.Option(
+        help="lln_diag: LLN mixed with softmax inside blocks; lln_keys: one softmax over blocks, "
+        "chosen keys and LLN's slots; lln: LLN alone."
+    ),
 ]
 Layers = Annotated[
     str | None,
     typer.Option(help="Layers to convert, as 0,1,2 or by name. Default: all of them."),
 ]
-Mix = Annotated[
-    str,
-    typer.Option(
-        help="Weight of LLN against the blocks: a number, or learned (gate: per token; ratio, "
-        "scale: per channel), or heads: half of the heads use LLN, half use blocks."
-    ),
-]
+_MIX = (
+    "Weight of LLN against the blocks: a number, or learned (gate: per token; ratio, scale: per "
+    "channel), or heads: half of the heads use LLN, half use blocks."
+)
+Mix = Annotated[str, typer.Option(help=_MIX)]
 BlockSize = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Tokens in a diagonal block. Default: the head width.", min=1),
+    typer.Option(
+        metavar="N",
+        help="Tokens in a diagonal block. Default: the head width, 64 for lln_keys.",
+        min=1,
+    ),
+]
+Keys = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Of lln_keys: keys outside its block that a query sees exactly.", min=0
+    ),
+]
+Select = Annotated[
+    str,
+    typer.Option(
+        help="Of lln_keys: how these are chosen: block (by a block's mean query), query (by each "
+        "query's strongest features) or half (half of each)."
+    ),
 ]
 SlidingWindow = Annotated[
     str,
@@ -67,14 +85,17 @@ def convert(
         typer.Option(help=f"{_STATISTICS} Default: fixed with --calibrate, else sample."),
     ] = None,
     matching: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="What LLN matches to softmax with sample and running statistics: variance (of the "
-            "log weights), entropy, or paper (the paper's constants)."
+            "log weights), entropy, rest (half of that, for lln_keys), or paper (the paper's "
+            "constants). Default: variance, rest for lln_keys."
         ),
-    ] = "variance",
+    ] = None,
     mix: Mix = "0.5",
     block_size: BlockSize = None,
+    keys: Keys = 64,
+    select: Select = "block",
     sliding_window: SlidingWindow = "refuse",
     overwrite: Overwrite = False,
 ) -> None:
@@ -102,6 +123,8 @@ def convert(
         matching=matching,
         mix=_number_or_name(mix),
         block_size=block_size,
+        keys=keys,
+        select=select,
         sliding_window=sliding_window,
         overwrite=overwrite,
         echo=typer.echo,
@@ -121,8 +144,12 @@ def recover(
     attention: Attention = "lln_diag",
     layers: Layers = None,
     statistics: Annotated[str, typer.Option(help=_STATISTICS)] = "running",
-    mix: Mix = "gate",
+    mix: Annotated[
+        str | None, typer.Option(help=f"{_MIX} Default: gate; lln_keys has no such weight.")
+    ] = None,
     block_size: BlockSize = None,
+    keys: Keys = 64,
+    select: Select = "block",
     sliding_window: SlidingWindow = "refuse",
     tokens: Annotated[
         int,
@@ -173,6 +200,8 @@ def recover(
     from lln.integrations.folders import recover_folder
     from lln.studies.report.threads import faster_threads
 
+    if mix is None:
+        mix = "0.5" if attention == "lln_keys" else "gate"
     with faster_threads(typer.echo), training_bar(typer.echo) as show_step:
         recover_folder(
             source,
@@ -187,6 +216,8 @@ def recover(
             statistics=statistics,
             mix=_number_or_name(mix),
             block_size=block_size,
+            keys=keys,
+            select=select,
             sliding_window=sliding_window,
             training={
                 "batch_size": batch_size,

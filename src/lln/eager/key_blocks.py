@@ -1,7 +1,8 @@
 """Where the tokens of a call lie in blocks, for dense and for packed sequences.
 
-The attention with exact keys (`lln.eager.keys`) works block by block. Blocks of a dense sequence
-are counted from its first token that is not masked; every packed sequence starts a new block.
+The attention with exact keys (`lln.eager.key_attention`) works block by block. Blocks of a dense
+sequence are counted from its first token that is not masked; every packed sequence starts a new
+block.
 
 Dimension legend: B batch (1 for packed sequences), H heads, T tokens, n blocks, W tokens in a
 block, D width.
@@ -45,16 +46,14 @@ class KeyBlocks(NamedTuple):
         count, size = self.place.shape[1:]
         if self.is_plain:
             return side.unflatten(2, (count, size))
-        sample = torch.arange(side.shape[0], device=side.device)[:, None, None]
-        blocks = side.transpose(1, 2)[sample, self.place].movedim(3, 1)
+        blocks = _take(side, self.place.flatten(1)).unflatten(2, (count, size))
         return torch.where(self.there[:, None, ..., None], blocks, 0.0)
 
     def scatter(self, blocks: Tensor) -> Tensor:
         """``[B, H, n, W, E]`` → ``[B, H, T, E]``."""
         if self.is_plain:
             return blocks.flatten(2, 3)
-        sample = torch.arange(blocks.shape[0], device=blocks.device)[:, None]
-        return blocks.movedim(1, 3)[sample, self.home, self.within].transpose(1, 2)
+        return _take(blocks.flatten(2, 3), self.home * blocks.shape[3] + self.within)
 
     def valid(self, key_mask: Tensor | None) -> Tensor:
         """Which places hold a token that is not masked: bool ``[B, n, W]``."""
@@ -62,6 +61,15 @@ class KeyBlocks(NamedTuple):
             return self.there
         sample = torch.arange(key_mask.shape[0], device=key_mask.device)[:, None, None]
         return self.there & key_mask[sample, self.place]
+
+
+def _take(side: Tensor, place: Tensor) -> Tensor:
+    """The tokens of ``[B, H, T, D]`` at ``[B, P]``: ``[B, H, P, D]``.
+
+    By `gather`: the gradient of an index adds in any order, also on a CPU.
+    """
+    spread = place[:, None, :, None].expand(-1, side.shape[1], -1, side.shape[3])
+    return side.expand(place.shape[0], -1, -1, -1).gather(2, spread)
 
 
 def blocks_in(tokens: int, block_size: int, is_masked: bool) -> int:

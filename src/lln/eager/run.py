@@ -20,8 +20,8 @@ from lln import reference
 from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
+from lln.eager.key_attention import attend_keys, slots_of_blocks, slots_of_heads
 from lln.eager.key_blocks import dense_blocks
-from lln.eager.keys import attend_keys, slots_of_blocks, slots_of_heads
 from lln.eager.summary import read_heads, summarise_heads
 from lln.eager.workers import cut_heads, share_out
 from lln.precision import accumulation_dtype

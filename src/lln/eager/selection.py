@@ -1,8 +1,9 @@
 """Which keys a group of queries attends to exactly, outside its own block.
 
-``"block"`` scores every key with the mean query of the group; ``"query"`` gives every query the
-keys that are largest in its two strongest features; ``"half"`` takes half of each. No choice
-carries a gradient. Equal scores are taken in the order of positions, so results repeat.
+``"block"`` scores every key with the mean query of the group (causal: of the group before it);
+``"query"`` gives every query the keys that are largest in its two strongest features; ``"half"``
+takes half of each. No choice carries a gradient. Equal scores are taken in the order of positions,
+so results repeat.
 
 Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, n blocks, W tokens
 in a block, G groups, g queries in a group, K keys per group.
@@ -52,7 +53,7 @@ def choose(
     count, size = blocks.place.shape[1:]
     heads = query.shape[1]
     shape = (query.shape[0], heads, count * (size // group_size), keys)
-    if keys == 0 or 0 in query.shape:
+    if keys == 0 or 0 in query.shape[:3]:
         return torch.full(shape, -1, dtype=torch.int64, device=query.device)
     if select == "block":
         return _by_mean(query, key, keys, blocks, group_size, key_mask, is_causal)
@@ -113,6 +114,9 @@ def _by_mean(
     number = counted.flatten(2, 3).unflatten(2, (-1, group_size)).sum(-2).clamp_min(1)
     # Rounded to the precision of the queries, as in the kernel, so that both choose the same keys.
     mean = (rows.sum(-2) / number).to(query.dtype).to(dtype)
+    if is_causal:
+        # A group's own mean would let later queries decide what earlier ones see.
+        mean = torch.cat([torch.zeros_like(mean[:, :, :1]), mean[:, :, :-1]], 2)
     batch, heads, groups, width = mean.shape
     key = key.to(dtype)
     if key_mask is not None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lln.eager import run as eager
+from lln.eager.key_attention import attend_keys, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
-from lln.eager.keys import attend_keys, slots_of_blocks
 from lln.eager.packing import per_tile
 from lln.eager.selection import choose, drop_repeats, seen_keys
 from lln.functional.match import measure_heads
@@ -61,9 +61,8 @@ def choose_for(request: Request, plan: Plan) -> Tensor:
     if request.bounds is None:
         if plan.impl == "triton":
             sizes = {"block_size": request.block_size, "group_size": request.group_size}
-            return fused_choice(
-                query, key, request.key_mask, keys, **sizes, flip=options["flip"]
-            ).long()
+            flip = options["flip"]
+            return fused_choice(query, key, request.key_mask, keys, **sizes, flip=flip)
         blocks = _dense_blocks(request)
         return choose(query, key, keys, blocks, key_mask=request.key_mask, **options)
     query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.bounds import check_bounds
-from lln.checks.keys import KEYS_MATCHING, check_keys, check_offset, check_selection
+from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
 from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.eager.key_blocks import blocks_in
@@ -71,7 +71,8 @@ def lln_keys_attention(
         group_size: Queries that share their chosen keys; None = a block.
         offset: g, what puts the mass of the slots on the scale of softmax scores: a number or a
             tensor that broadcasts to ``[B, H, 1, 1]``, may carry gradients. None = by mass matching
-            (`lln.matching.mass`), right for Gaussian inputs; `lln.calibrate` finds it on real ones.
+            (`lln.matching.mass`), right for Gaussian inputs; `lln.calibrate_keys` finds it on real
+            ones.
         key_mask: bool ``[B, T]``, True = attend. It also says which queries count in statistics and
             in the choice of keys. Blocks are counted from the first valid token.
         is_causal: Whether row i sees keys 0 … i only: the summary and the chosen keys are then
@@ -225,7 +226,8 @@ def choose_keys(
         key: ``[B, Hk, T, D]``.
         keys: K, how many; a group gets fewer if fewer can be chosen.
         block_size: Tokens in a block.
-        select: ``"block"``: the keys with the largest products with the group's mean query;
+        select: ``"block"``: the keys with the largest products with the group's mean query (causal:
+            that of the group before it, whose queries are all earlier);
             ``"query"``: for every query the K/2 keys that are largest in each of its two strongest
             features of [q, -q]; ``"half"``: half by the block's mean query, half by features.
         group_size: Queries that share their keys, a divisor of the block size; None = a block for
@@ -269,7 +271,7 @@ def choose_keys(
         group_size=group,
     )
     with torch.no_grad(), without_autocast(query):
-        return choose_for(request, plan_call(request, impl))
+        return choose_for(request, plan_call(request, impl)).long()
 
 
 def _check_numbers(

@@ -173,8 +173,9 @@ def _nothing(request: Request) -> Tensor:
     """The output ``[0, H, E]`` for no tokens, still connected to the inputs for autograd."""
     query, key, value = request[1:4]
     zero = key.sum() * value.sum()
-    for side in (request.alpha, request.beta):
-        zero = zero * (side.sum() if isinstance(side, Tensor) else side)
+    for side in (request.alpha, request.beta, request.offset):
+        if side is not None:
+            zero = zero * (side.sum() if isinstance(side, Tensor) else side)
     rows = query.sum(-1, keepdim=True).expand(-1, -1, value.shape[-1])
     return (rows * zero).to(query.dtype)
 

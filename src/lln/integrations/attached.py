@@ -15,13 +15,20 @@ from torch import Tensor, nn
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.settings import Settings
 from lln.nn.heads import LLNDiagCore
+from lln.nn.offsets import (
+    FixedOffset,
+    MatchedOffset,
+    Temperature,
+    make_offset,
+    numbers_of_call,
+)
 from lln.nn.temperatures import FixedTemperatures
 
 # The name of the submodule in every converted attention module.
 ATTRIBUTE = "lln"
 
 # Settings that are built into `AttachedHeads`: changing them in the configuration does nothing.
-_BUILT_IN = ("matching", "statistics", "momentum", "mix")
+_BUILT_IN = ("matching", "statistics", "momentum", "mix", "offset")
 
 
 class KeptSoftmax(nn.Module):
@@ -33,10 +40,10 @@ class KeptSoftmax(nn.Module):
 
 
 class AttachedHeads(LLNDiagCore):
-    """α, β and join of one attention module.
+    """α, β and join of one attention module; with exact keys α, β and the offset.
 
     Args:
-        attention: ``"lln"`` or ``"lln_diag"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
         num_heads: H, query heads.
         head_dim: D.
         value_dim: E.
@@ -56,13 +63,16 @@ class AttachedHeads(LLNDiagCore):
     ) -> None:
         """Build the statistics and the join; temperatures are NaN until they are set or loaded."""
         kept = settings.statistics in ("fixed", "learned")
+        matching = settings.criterion(attention)
+        # `numbers` halves what "entropy" gives, which is "rest".
+        has_rest = attention == "lln_keys" and matching == "rest"
         super().__init__(
             num_heads,
             head_dim,
             join=settings.mix if isinstance(settings.mix, str) else "average",
             block_size=settings.block_size,
             value_dim=value_dim,
-            matching=settings.matching,
+            matching="entropy" if has_rest else matching,
             statistics=settings.statistics,
             alpha=1.0 if kept else None,
             beta=1.0 if kept else None,
@@ -70,12 +80,18 @@ class AttachedHeads(LLNDiagCore):
             impl=settings.impl,
             device=device,
         )
-        self.attention, self.settings = attention, settings
+        self.attention, self.settings, self.matching = attention, settings, matching
         self.fixed_mix = None if isinstance(settings.mix, str) else settings.mix
-        if kept:
-            # Without weights to load, attention must fail, not run at a made-up temperature.
-            for tensor in (*self.statistics.parameters(), *self.statistics.buffers()):
-                tensor.data.fill_(torch.nan)
+        # Without weights to load, attention must fail, not run at a made-up temperature.
+        unknown = [*self.statistics.parameters(), *self.statistics.buffers()] if kept else []
+        if attention == "lln_keys":
+            found = settings.offset
+            start = 0.0 if isinstance(found, str) else found
+            self.offset = make_offset(start, found == "learned", num_heads, device)
+            if isinstance(found, str):
+                unknown.append(self._kept_offset())
+        for tensor in unknown:
+            tensor.data.fill_(torch.nan)
 
     def sizes(self) -> dict[str, Any]:
         """What a saved configuration needs to build this module again."""
@@ -113,6 +129,15 @@ class AttachedHeads(LLNDiagCore):
             target.copy_(values if learned is None else values.log())
 
     @torch.no_grad()
+    def set_offset(self, offset: Tensor) -> None:
+        """Set a ``"fixed"`` offset, or the start of a ``"learned"`` one, from H values."""
+        self._kept_offset().copy_(offset.float().flatten().expand(self.num_heads))
+
+    def _kept_offset(self) -> Tensor:
+        assert not isinstance(self.offset, MatchedOffset)
+        return self.offset.value
+
+    @torch.no_grad()
     def fill_missing(self) -> None:
         """Set what a checkpoint did not hold to its starting value."""
         with torch.device("cpu"):
@@ -129,19 +154,29 @@ class AttachedHeads(LLNDiagCore):
         query, key, _ = self._checked(query, key, value, key_mask, is_causal)
         return self.statistics(query, key, key_mask, is_causal)
 
+    def numbers(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Temperature, Temperature, Tensor | None]:
+        """α, β and the offset of ``"lln_keys"``; None = matched to the sample."""
+        query, key, _ = self._checked(query, key, value, key_mask, is_causal)
+        sides = (query, key, key_mask, is_causal, self.matching, self.impl)
+        return numbers_of_call(self.statistics, self.offset, *sides)
+
     def weight(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:
         """The weight of the LLN part, for joins that have one; broadcasts to ``[B, H, T, E]``."""
         return self._mix(query, key_mask) if self.fixed_mix is None else self.fixed_mix
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AttachedHeads:
-        """Follow the model to another device, but keep fixed α, β in float32."""
-        before = dict(self.statistics.named_buffers())
+        """Follow the model to another device, but keep fixed α, β and offsets in float32."""
+        kinds = (FixedTemperatures, FixedOffset)
+        fixed = [module for module in self.children() if isinstance(module, kinds)]
+        before = [(module, dict(module.named_buffers())) for module in fixed]
         super()._apply(fn, recurse)
-        if isinstance(self.statistics, FixedTemperatures):
-            for name, buffer in before.items():
-                moved = getattr(self.statistics, name)
+        for module, buffers in before:
+            for name, buffer in buffers.items():
+                moved = getattr(module, name)
                 if moved.dtype != buffer.dtype:
-                    setattr(self.statistics, name, buffer.to(moved.device))
+                    setattr(module, name, buffer.to(moved.device))
         return self
 
     def combine(self, long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:

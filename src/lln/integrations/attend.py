@@ -25,6 +25,7 @@ from lln.eager.run import join
 from lln.eager.summary import KeySummary
 from lln.errors import BackendUnavailableError, InvalidInputError, UnsupportedModelError
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.functional.keys import lln_keys_attention, lln_keys_attention_varlen
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
 from lln.integrations import streaming
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to
@@ -76,10 +77,10 @@ def forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """LLN attention, Eq. (8), or LLN + Diag, Figure 3, as Hugging Face's interface calls it.
+    """LLN attention, Eq. (8), alone, with diagonal blocks or with exact keys, for Hugging Face.
 
     Args:
-        attention: ``"lln"`` or ``"lln_diag"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
         module: The model's attention module.
         query: ``[B, H, T, D]``, any strides.
         key: ``[B, Hk, S, D]``.
@@ -150,7 +151,7 @@ def forward(
 
 
 def attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
-    """LLN or LLN + Diag attention of a call: ``[B, H, T, E]``."""
+    """LLN attention, alone, with diagonal blocks or with exact keys: ``[B, H, T, E]``."""
     if call.window is not None:
         raise UnsupportedModelError(
             f"{type(call.module).__name__} has a sliding window of {call.window} tokens, which LLN "
@@ -160,6 +161,8 @@ def attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
     continues = past is not None or call.query.shape[2] != call.key.shape[2]
     if call.is_causal and call.cu_seqlens is None and continues:
         return _continue(call, past)
+    if call.attention == "lln_keys":
+        return _attend_keys(call)
     sides = (call.query, call.key, call.value)
     alpha, beta = call.temperatures()
     shared: dict[str, Any] = {
@@ -167,7 +170,12 @@ def attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
         "enable_gqa": True,
         "impl": call.settings.impl,
     }
-    long = {"alpha": alpha, "beta": beta, "matching": call.settings.matching, **shared}
+    long = {
+        "alpha": alpha,
+        "beta": beta,
+        "matching": call.settings.criterion(call.attention),
+        **shared,
+    }
     lln, lln_diag, diagonal = lln_attention, lln_diag_attention, block_diagonal_attention
     if call.cu_seqlens is None:
         shared["key_mask"] = long["key_mask"] = call.mask
@@ -186,9 +194,37 @@ def attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
     return call.heads.combine(lln(*sides, **long), short, mix)
 
 
+def _attend_keys(call: AttentionCall) -> Tensor:
+    """Attention over near tokens, chosen keys and slots."""
+    alpha, beta, offset = call.numbers()
+    options: dict[str, Any] = {
+        "alpha": alpha,
+        "beta": beta,
+        "offset": offset,
+        "matching": call.settings.criterion(call.attention),
+        "keys": call.settings.keys,
+        "block_size": call.block_size,
+        "select": call.settings.select,
+        "group_size": call.group_size,
+        "is_causal": call.is_causal,
+        "enable_gqa": True,
+        "impl": call.settings.impl,
+    }
+    # Values are dropped, as everywhere: a dropped key keeps its weight and adds nothing.
+    sides = (call.query, call.key, drop_keys(call.value, call.dropout_p))
+    if call.cu_seqlens is None:
+        return lln_keys_attention(*sides, key_mask=call.mask, **options)
+    return inside_sequences(lln_keys_attention_varlen, call.cu_seqlens)(*sides, **options)
+
+
 def _continue(call: AttentionCall, past: streaming.Past | None) -> Tensor:
     """Causal attention of tokens that come after others, kept in a cache."""
     tokens, keys = call.query.shape[2], call.key.shape[2]
+    if call.attention == "lln_keys":
+        raise InvalidInputError(
+            "lln_keys attention cannot continue a cache, because any key of the past may be chosen "
+            "exactly; run it with use_cache=False, or convert the model to 'lln_diag'."
+        )
     if call.settings.impl not in ("auto", "eager"):
         raise BackendUnavailableError(
             f"impl {call.settings.impl!r} cannot continue a cache, which plain PyTorch updates; "

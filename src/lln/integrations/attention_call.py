@@ -11,11 +11,12 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from lln.checks.key_options import check_selection
 from lln.errors import CausalStatisticsError
 from lln.integrations.attached import AttachedHeads
 from lln.integrations.masks import is_packed
 from lln.integrations.packed_batches import padded
-from lln.integrations.settings import Settings
+from lln.integrations.settings import KEYS_BLOCK, Settings
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class AttentionCall:
 
     Attributes:
         module: The model's attention module.
-        attention: ``"lln"`` or ``"lln_diag"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
         settings: Of the module's configuration.
         heads: What `convert` attached, if it did.
         query: ``[B, H, T, D]``, scaled so that softmax scores are q·k/√D.
@@ -53,7 +54,14 @@ class AttentionCall:
     @property
     def block_size(self) -> int:
         """Tokens in a diagonal block."""
-        return self.settings.block_size or self.query.shape[-1]
+        usual = KEYS_BLOCK if self.attention == "lln_keys" else self.query.shape[-1]
+        return self.settings.block_size or usual
+
+    @property
+    def group_size(self) -> int:
+        """How many queries share their exact keys."""
+        settings = self.settings
+        return check_selection(settings.select, settings.group_size, self.block_size)
 
     @property
     def key_mask(self) -> Tensor | None:
@@ -64,14 +72,37 @@ class AttentionCall:
         """α and β; None, None = to be matched to the sample."""
         if self.heads is None:
             return self._stateless_temperatures()
-        sides, mask = (self.query, self.key, self.value), self.key_mask
-        if self.cu_seqlens is not None:
-            # To these statistics each packed sequence is a sample of its own.
-            if self.settings.statistics == "sample":
-                return None, None
-            if self.settings.statistics == "running" and self.heads.training:
-                sides, mask = padded(sides, self.cu_seqlens)
+        # To these statistics each packed sequence is a sample of its own.
+        if self.cu_seqlens is not None and self.settings.statistics == "sample":
+            return None, None
+        sides, mask = self._measured()
         return self.heads.temperatures(*sides, mask, self.is_causal)
+
+    def numbers(
+        self,
+    ) -> tuple[float | Tensor | None, float | Tensor | None, float | Tensor | None]:
+        """α, β and offset of ``"lln_keys"``; None = to be matched to the sample."""
+        if self.heads is not None:
+            sides, mask = self._measured()
+            return self.heads.numbers(*sides, mask, self.is_causal)
+        offset = self.settings.offset
+        # Checked with the settings: without a module to live in, the offset is a number.
+        assert not isinstance(offset, str)
+        if self.is_causal and offset is None:
+            raise CausalStatisticsError(
+                "causal attention with exact keys needs an offset that does not come from the "
+                "sequence itself: use lln.integrations.convert.convert(model, 'lln_keys', "
+                "calibrate=batch), or config.lln['offset'] = a number."
+            )
+        return *self._stateless_temperatures(), offset
+
+    def _measured(self) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """What statistics are taken of: query, key and value, and which tokens count."""
+        sides, mask = (self.query, self.key, self.value), self.key_mask
+        learns = self.heads is not None and self.heads.training
+        if self.cu_seqlens is not None and learns and self.settings.statistics == "running":
+            return padded(sides, self.cu_seqlens)
+        return sides, mask
 
     def _stateless_temperatures(self) -> tuple[float | None, float | None]:
         if self.settings.statistics == "fixed":

@@ -16,7 +16,7 @@ from torch import Tensor
 from lln.errors import InvalidInputError, LLNError
 from lln.integrations import unavailable
 from lln.integrations.attached import AttachedHeads, attached_to
-from lln.integrations.settings import ATTENTIONS, Settings
+from lln.integrations.settings import SUMMARISED, Settings
 from lln.integrations.streaming import Past
 
 try:
@@ -148,7 +148,7 @@ class LLNCache(Cache):
     def __init__(self, model: PreTrainedModel) -> None:
         """Choose the kind of every layer."""
         config = model.config.get_text_config(decoder=True)
-        if config._attn_implementation not in ATTENTIONS:
+        if config._attn_implementation not in SUMMARISED:
             raise InvalidInputError(
                 f"LLNCache is for models with attn_implementation 'lln' or 'lln_diag', got "
                 f"{config._attn_implementation!r}."

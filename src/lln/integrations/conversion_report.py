@@ -19,7 +19,7 @@ class LayerReport:
 
     Attributes:
         name: In the base model.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"softmax"``.
+        attention: ``"lln"``, ``"lln_diag"``, ``"lln_keys"`` or ``"softmax"``.
         heads: H.
         width: D.
         alpha: Smallest and largest over the heads; None where every sample has its own.
@@ -27,6 +27,7 @@ class LayerReport:
         moved: ‖LLN − softmax‖ / ‖softmax‖ of this module's output on the same inputs.
         tokens: Tokens that α and β of a head were found on; None = they were not calibrated.
         sharp: Heads with α and β far larger than usual (`lln.matching.calibration.unusual`).
+        offset: Of ``"lln_keys"``: smallest and largest; None where every sample has its own.
     """
 
     name: str
@@ -38,6 +39,7 @@ class LayerReport:
     moved: float = 0.0
     tokens: int | None = None
     sharp: int = 0
+    offset: tuple[float, float] | None = None
 
 
 @dataclass(repr=False)
@@ -45,7 +47,7 @@ class Conversion:
     """What `convert` did; shown as a table.
 
     Attributes:
-        attention: ``"lln"`` or ``"lln_diag"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
         statistics: Where α and β come from.
         layers: One entry per attention module, in the order they run.
         moved: ‖converted − original‖ / ‖original‖ of the model's output on the batch.
@@ -106,7 +108,9 @@ class Conversion:
 
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("layer", no_wrap=True)
-        for title in ("attention", "heads", "α", "β", "moved"):
+        has_offset = self.attention == "lln_keys"
+        offset_title = ("offset",) if has_offset else ()
+        for title in ("attention", "heads", "α", "β", *offset_title, "moved"):
             table.add_column(title, justify="right" if title != "attention" else "left")
         for layer in self.layers:
             table.add_row(
@@ -115,13 +119,15 @@ class Conversion:
                 f"{layer.heads}×{layer.width}",
                 _span(layer.alpha, layer.attention),
                 _span(layer.beta, layer.attention),
+                *([_span(layer.offset, layer.attention)] if has_offset else []),
                 "" if layer.attention == "softmax" else f"{layer.moved:.1%}",
             )
         stream = StringIO()
         console = Console(file=stream, width=width)
         console.print(table)
         changed = sum(layer.attention != "softmax" for layer in self.layers)
-        behind = "" if self.tokens is None else f", α and β from {self.tokens} tokens"
+        found = "α, β and offset" if has_offset else "α and β"
+        behind = "" if self.tokens is None else f", {found} from {self.tokens} tokens"
         console.print(
             f"{changed} of {len(self.layers)} attention layers run {self.attention}, statistics "
             f"{self.statistics}{behind}; the model's output moved by {self.moved:.1%}.",

@@ -28,7 +28,13 @@ from lln.integrations.conversion_report import Conversion, LayerReport, relative
 from lln.integrations.fitted_layer import fit_layer
 from lln.integrations.kept_softmax import softmax
 from lln.integrations.own_attention import refuse_own_attention
-from lln.integrations.settings import ATTENTIONS, Settings
+from lln.integrations.settings import (
+    ATTENTIONS,
+    Settings,
+    check_mix_of,
+    criterion_of,
+    kept_offset,
+)
 from lln.integrations.transformers import name_of_module, register, remember_attention
 from lln.integrations.trial_batch import check_inputs, example_inputs
 
@@ -44,9 +50,12 @@ def convert(
     calibrate: Mapping[str, Tensor] | None = None,
     batch: Mapping[str, Tensor] | None = None,
     statistics: str | None = None,
-    matching: str = "variance",
+    matching: str | None = None,
     mix: float | str = 0.5,
     block_size: int | None = None,
+    keys: int = 64,
+    select: str = "block",
+    group_size: int | None = None,
     sliding_window: str = "refuse",
     momentum: float = 0.1,
     impl: str = "auto",
@@ -56,19 +65,25 @@ def convert(
 
     Args:
         model: Any model whose layers use transformers' attention interface.
-        attention: ``"lln"`` or ``"lln_diag"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"`` (exact keys beside the summary, see
+            `lln.lln_keys_attention`).
         layers: Which attention modules to convert: numbers in the order they run, or names; None =
             all. The others stay softmax.
         calibrate: A batch of the model's inputs, on its device. α and β of every head are found on
-            it so that LLN attention is as concentrated as the model's softmax (`lln.calibrate`).
+            it so that LLN attention is as concentrated as the model's softmax (`lln.calibrate`);
+            of ``"lln_keys"`` also the offset (`lln.calibrate_keys`).
         batch: Inputs of the proving runs without ``calibrate``; None = a small made-up batch.
         statistics: Where α and β come from (see `lln.LLNCore`); None = ``"fixed"`` with
             ``calibrate``, else ``"sample"``. ``"running"`` and ``"learned"`` start from
             ``calibrate``.
-        matching: Criterion of ``"sample"`` and ``"running"``.
+        matching: Criterion of ``"sample"`` and ``"running"``; None = ``"rest"`` for
+            ``"lln_keys"``, else ``"variance"``.
         mix: Weight of the LLN part of ``"lln_diag"``: a number, or a learned join: ``"ratio"``,
             ``"scale"``, ``"gate"`` or ``"heads"`` (see `lln.LLNDiagCore`).
-        block_size: Tokens in a diagonal block; None = the head width.
+        block_size: Tokens in a diagonal block; None = the head width, 64 for ``"lln_keys"``.
+        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
+        select: How they are chosen (see `lln.choose_keys`).
+        group_size: Queries that share them; None = a block for ``"block"``, else 1.
         sliding_window: What to do with layers that have one: ``"refuse"``, or ``"softmax"`` to
             leave them as they are.
         momentum: Of ``"running"``.
@@ -103,12 +118,17 @@ def convert(
             f"(statistics {earlier.statistics!r}, mix {earlier.mix!r}) would be lost; pass "
             "calibrate, inputs to find new ones on, or convert the original model."
         )
+    check_mix_of(attention, mix)
     settings = Settings(
-        matching=matching,
+        matching=criterion_of(matching, attention),
         statistics=statistics,
         momentum=momentum,
         mix=mix,
         block_size=block_size,
+        keys=keys,
+        select=select,
+        group_size=group_size,
+        offset=kept_offset(attention, statistics, calibrate is not None),
         sliding_window=sliding_window,
         impl=impl,
         attached=True,

@@ -11,24 +11,29 @@ from lln.integrations.attached import AttachedHeads
 from lln.integrations.attend import attend
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import LayerReport, relative_change, span
+from lln.integrations.packed_batches import padded
 from lln.matching.calibration import check_tokens, count_tokens, find_temperatures, unusual
+from lln.matching.key_calibration import find_offset, find_rest_temperatures
 
 
 def fit_layer(
     name: str, heads: AttachedHeads, call: AttentionCall, softmax_out: Tensor, calibrated: bool
 ) -> LayerReport:
-    """Find α and β of a module if asked to, and compare its output with softmax's.
+    """Find α, β and offset of a module if asked to, and compare its output with softmax's.
 
     Args:
         name: Of the module.
         heads: What will be attached to it.
         call: Its queries, keys and values.
         softmax_out: ``[B, H, T, E]``, what softmax makes of them.
-        calibrated: Whether α and β are found on the call.
+        calibrated: Whether they are found on the call.
     """
+    call = replace(call, heads=heads, settings=heads.settings, dropout_p=0.0)
     if calibrated:
         _fit_temperatures(heads, call)
-    own = attend(replace(call, heads=heads, settings=heads.settings, dropout_p=0.0))
+        if heads.attention == "lln_keys" and isinstance(heads.settings.offset, str):
+            _fit_offset(heads, call)
+    own = attend(call)
     moved = relative_change(own.transpose(1, 2), softmax_out.transpose(1, 2), call.key_mask)
     found = _describe_temperatures(heads, call, calibrated)
     _, count, _, width = call.query.shape
@@ -39,7 +44,9 @@ def _fit_temperatures(heads: AttachedHeads, call: AttentionCall) -> None:
     """Set ``"fixed"`` and ``"learned"`` values, or start a running average, from one call."""
     statistics, mask = heads.settings.statistics, call.key_mask
     if statistics in ("fixed", "learned"):
-        heads.set_temperatures(*find_temperatures(call.query, call.key, mask, pooled=True))
+        query, key, _, mask = _samples(call)
+        find = find_rest_temperatures if heads.matching == "rest" else find_temperatures
+        heads.set_temperatures(*find(query, key, mask, pooled=True))
     elif statistics == "running":
         check_tokens(call.key, mask)
         # The first batch of training is where the running average starts.
@@ -49,14 +56,53 @@ def _fit_temperatures(heads: AttachedHeads, call: AttentionCall) -> None:
         heads.train(training)
 
 
+def _fit_offset(heads: AttachedHeads, call: AttentionCall) -> None:
+    """Set the offset at which the slots have the mass that softmax has outside the exact keys."""
+    query, key, value, mask = _samples(call)
+    alpha, beta, _ = heads.numbers(query, key, value, mask, call.is_causal)
+    assert alpha is not None
+    assert beta is not None
+    offset = find_offset(
+        query,
+        key,
+        alpha,
+        beta,
+        mask,
+        pooled=True,
+        keys=call.settings.keys,
+        block_size=call.block_size,
+        select=call.settings.select,
+        group_size=call.group_size,
+        is_causal=call.is_causal,
+    )
+    heads.set_offset(offset)
+
+
+def _samples(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key, value and mask of a call; for exact keys every packed sequence is a sample."""
+    sides = (call.query, call.key, call.value)
+    if call.attention == "lln_keys" and call.cu_seqlens is not None:
+        sides, mask = padded(sides, call.cu_seqlens)
+        return *sides, mask
+    return *sides, call.key_mask
+
+
 def _describe_temperatures(
     heads: AttachedHeads, call: AttentionCall, calibrated: bool
 ) -> dict[str, Any]:
-    """What a report says of α and β."""
+    """What a report says of α, β and the offset."""
     if heads.settings.statistics == "sample":
         return {}
-    alpha, beta = heads.temperatures(call.query, call.key, call.value, None, call.is_causal)
-    found: dict[str, Any] = {"alpha": span(alpha), "beta": span(beta)}
+    sides = (call.query, call.key, call.value, None, call.is_causal)
+    found: dict[str, Any] = {}
+    if heads.attention == "lln_keys":
+        alpha, beta, offset = heads.numbers(*sides)
+        found["offset"] = None if offset is None else span(offset)
+        assert isinstance(alpha, Tensor)
+        assert isinstance(beta, Tensor)
+    else:
+        alpha, beta = heads.temperatures(*sides)
+    found |= {"alpha": span(alpha), "beta": span(beta)}
     if calibrated:
         found["tokens"] = int(count_tokens(call.key, call.key_mask).sum())
         # One value per head, however the statistics shape it.

@@ -50,7 +50,7 @@ def convert_folder(
     Args:
         source: A checkpoint folder.
         target: Where to write the converted one.
-        attention: ``"lln"`` or ``"lln_diag"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
         layers: Numbers or names, separated by commas; None = all.
         calibrate: A text file, or a folder of them, to find α and β on.
         samples: Lines of it to use.
@@ -95,7 +95,7 @@ def recover_folder(
     Args:
         source: A checkpoint folder with softmax attention.
         target: Where to write the recovered model.
-        attention: ``"lln"`` or ``"lln_diag"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
         layers: Numbers or names, separated by commas; None = all.
         text: To train on.
         tokens: Length of a training sample.

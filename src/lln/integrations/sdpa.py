@@ -129,7 +129,7 @@ def convert_calls(
     Args:
         model: In place.
         inputs: What the model is run on, a tensor or keyword arguments.
-        attention: ``"lln"`` or ``"lln_diag"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
         settings: As `lln.integrations.convert.convert` makes them.
         layers: Numbers in the order they run, or names; None = all.
         calibrated: Whether α and β are found on ``inputs``.

@@ -6,16 +6,21 @@ the model. Everything in it is checked here; what is unknown is refused, never i
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
+from numbers import Real
 from typing import Any
 
 from lln import checks
-from lln.checks.names import check_choice, did_you_mean
+from lln.checks.key_options import KEYS_MATCHING, check_selection
+from lln.checks.names import check_choice, did_you_mean, shown
 from lln.errors import InvalidInputError
 from lln.nn.heads import JOINS
 from lln.nn.temperatures import STATISTICS
 
-ATTENTIONS = ("lln", "lln_diag")
+ATTENTIONS = ("lln", "lln_diag", "lln_keys")
+# Those whose past has a fixed size; exact keys may be any of the past.
+SUMMARISED = ("lln", "lln_diag")
 # What a saved configuration calls them. Where `register` did not run, transformers quotes the name
 # it does not know: that is all a reader of the folder gets to see, so it says what is missing.
 SAVED_AS = {
@@ -24,6 +29,10 @@ SAVED_AS = {
     for name in ATTENTIONS
 }
 WINDOWS = ("refuse", "softmax")
+KEPT_OFFSETS = ("fixed", "learned")
+
+# Tokens in a block of ``lln_keys``, unless told otherwise.
+KEYS_BLOCK = 64
 
 # Raised when what is saved changes its meaning; an unknown number is refused on load.
 FORMAT = 1
@@ -39,19 +48,46 @@ def attention_of(implementation: Any) -> Any:
     return name if name in ATTENTIONS else implementation
 
 
+def criterion_of(matching: str | None, attention: str) -> str:
+    """What α and β of an attention are matched by, if the criterion may be left out."""
+    return matching or ("rest" if attention == "lln_keys" else "variance")
+
+
+def kept_offset(attention: str, statistics: str, calibrated: bool) -> str | None:
+    """How a converted module keeps its offset: as its α and β; None = it keeps none."""
+    if attention != "lln_keys" or statistics == "sample" or not calibrated:
+        return None
+    return "fixed" if statistics == "fixed" else "learned"
+
+
+def check_mix_of(attention: str, mix: float | str) -> None:
+    """Refuse a mix of two outputs where one softmax weighs everything."""
+    if attention == "lln_keys" and mix != 0.5:
+        raise InvalidInputError(
+            f"mix goes with attention 'lln_diag': the one softmax of 'lln_keys' weighs its parts "
+            f"itself; leave mix out, got {mix!r}."
+        )
+
+
 @dataclass(frozen=True)
 class Settings:
-    """How attention layers named ``lln`` or ``lln_diag`` compute.
+    """How attention layers named ``lln``, ``lln_diag`` or ``lln_keys`` compute.
 
     Attributes:
-        matching: Criterion of moment matching (see `lln.match_moments`).
+        matching: Criterion of moment matching (see `lln.match_moments`), for ``lln_keys`` also
+            ``"rest"``; None = ``"rest"`` for it, ``"variance"`` for the others.
         statistics: ``"sample"`` or ``"fixed"``; after `convert` also ``"running"``, ``"learned"``.
         alpha: α of ``"fixed"``, a number; a converted model keeps one value per head instead.
         beta: β of ``"fixed"``.
         momentum: Of ``"running"``.
         mix: Weight of the LLN part of ``lln_diag``: a number; after `convert` also a learned join,
             ``"ratio"``, ``"scale"``, ``"gate"`` or ``"heads"`` (see `lln.LLNDiagCore`).
-        block_size: Tokens in a diagonal block; None = the head width.
+        block_size: Tokens in a diagonal block; None = the head width, 64 for ``lln_keys``.
+        keys: Of ``lln_keys``: how many keys outside its block a group of queries sees one by one.
+        select: How they are chosen (see `lln.choose_keys`).
+        group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        offset: What puts the slots on the scale of softmax scores: a number; None = the closed
+            form in every call; after `convert` also ``"fixed"`` or ``"learned"``, per head.
         sliding_window: What layers with a sliding window do: ``"refuse"``, or ``"softmax"`` inside
             the window, as the model was trained.
         impl: As in `lln.lln_attention`.
@@ -60,13 +96,17 @@ class Settings:
         format: Version of this dictionary.
     """
 
-    matching: str = "variance"
+    matching: str | None = None
     statistics: str = "sample"
     alpha: float | None = None
     beta: float | None = None
     momentum: float = 0.1
     mix: float | str = 0.5
     block_size: int | None = None
+    keys: int = 64
+    select: str = "block"
+    group_size: int | None = None
+    offset: float | str | None = None
     sliding_window: str = "refuse"
     impl: str = "auto"
     attached: bool = False
@@ -80,12 +120,15 @@ class Settings:
                 f"config.lln has format {self.format}, this version of lln reads {FORMAT}; "
                 "convert the original model again."
             )
-        checks.check_matching(self.matching)
+        check_choice("matching", self.matching, (*KEYS_MATCHING, None))
         checks.check_impl(self.impl)
         check_choice("statistics", self.statistics, STATISTICS)
         check_choice("sliding_window", self.sliding_window, WINDOWS)
         if self.block_size is not None:
             checks.check_block_size(self.block_size)
+        checks.check_count("keys", self.keys, 0)
+        check_selection(self.select, self.group_size, self.block_size or KEYS_BLOCK)
+        self._check_offset()
         if isinstance(self.mix, str):
             if self.mix not in LEARNED_JOINS:
                 known = ", ".join(map(repr, LEARNED_JOINS))
@@ -98,8 +141,25 @@ class Settings:
         if not self.attached:
             self._check_stateless()
 
+    def criterion(self, attention: str) -> str:
+        """What α and β of an attention are matched by."""
+        return criterion_of(self.matching, attention)
+
+    def _check_offset(self) -> None:
+        offset = self.offset
+        number = isinstance(offset, Real) and not isinstance(offset, bool) and math.isfinite(offset)
+        if not (offset is None or offset in KEPT_OFFSETS or number):
+            raise InvalidInputError(
+                f"offset must be a finite number, 'fixed', 'learned' or None, got {shown(offset)}."
+            )
+
     def _check_stateless(self) -> None:
         """A plain function has no module to keep statistics or parameters in."""
+        if isinstance(self.offset, str):
+            raise InvalidInputError(
+                f"offset={self.offset!r} needs a module to live in: use "
+                "lln.integrations.convert.convert(model, 'lln_keys', calibrate=batch)."
+            )
         for name, found, stateless in (
             ("statistics", self.statistics, self.statistics in ("sample", "fixed")),
             ("mix", self.mix, not isinstance(self.mix, str)),

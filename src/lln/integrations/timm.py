@@ -20,10 +20,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lln.checks.names import check_choice
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.sdpa import attach_described, convert_calls, describe
-from lln.integrations.settings import Settings
+from lln.integrations.settings import (
+    ATTENTIONS,
+    Settings,
+    check_mix_of,
+    criterion_of,
+    kept_offset,
+)
 
 __all__ = ["attach_described", "convert", "describe"]
 
@@ -36,9 +43,12 @@ def convert(
     calibrate: Tensor | None = None,
     batch: Tensor | None = None,
     statistics: str | None = None,
-    matching: str = "variance",
+    matching: str | None = None,
     mix: float | str = 0.5,
     block_size: int | None = None,
+    keys: int = 64,
+    select: str = "block",
+    group_size: int | None = None,
     momentum: float = 0.1,
     impl: str = "auto",
     verbose: bool = False,
@@ -47,15 +57,19 @@ def convert(
 
     Args:
         model: With attention modules that use ``scaled_dot_product_attention``.
-        attention: ``"lln"`` or ``"lln_diag"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
         layers: Numbers in the order they run, or names; None = all.
-        calibrate: Images ``[B, C, height, width]`` to find α and β of every head on.
+        calibrate: Images ``[B, C, height, width]`` to find α and β of every head on,
+            with ``"lln_keys"`` also the offset.
         batch: Images for the runs that prove the conversion, without ``calibrate``; None = noise
             of the size the model was made for.
         statistics: As in `lln.integrations.convert.convert`, and likewise the rest.
         matching: Criterion of matching.
         mix: Weight of the LLN part, or a learned join.
-        block_size: Tokens in a diagonal block; None = the head width.
+        block_size: Tokens in a diagonal block; None = the head width, 64 for ``"lln_keys"``.
+        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
+        select: How they are chosen (see `lln.choose_keys`).
+        group_size: Queries that share them; None = a block for ``"block"``, else 1.
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         verbose: Whether to print the table too.
@@ -75,12 +89,18 @@ def convert(
         raise InvalidInputError(
             f"statistics={statistics!r} needs calibrate=, images to find α and β on."
         )
+    check_choice("attention", attention, ATTENTIONS)
+    check_mix_of(attention, mix)
     settings = Settings(
-        matching=matching,
+        matching=criterion_of(matching, attention),
         statistics=statistics,
         momentum=momentum,
         mix=mix,
         block_size=block_size,
+        keys=keys,
+        select=select,
+        group_size=group_size,
+        offset=kept_offset(attention, statistics, calibrate is not None),
         impl=impl,
         attached=True,
     )

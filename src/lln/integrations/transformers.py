@@ -19,7 +19,13 @@ from torch import nn
 
 from lln.errors import InvalidInputError
 from lln.integrations import too_old, unavailable
-from lln.integrations.settings import ATTENTIONS, SAVED_AS, Settings, attention_of
+from lln.integrations.settings import (
+    ATTENTIONS,
+    SAVED_AS,
+    SUMMARISED,
+    Settings,
+    attention_of,
+)
 
 try:
     import transformers
@@ -40,15 +46,16 @@ _registered = False
 
 
 def register() -> None:
-    """Make ``attn_implementation="lln"`` and ``"lln_diag"`` known to transformers.
+    """Make ``attn_implementation="lln"``, ``"lln_diag"`` and ``"lln_keys"`` known to transformers.
 
     Calling it again does nothing. Four things happen:
 
-    - both names get an attention function and a mask function;
+    - the names get an attention function and a mask function;
     - a model that would ignore them, or break on them, is refused before it is built;
     - models are built with what `lln.integrations.convert` attached before they were saved, and
       note their attention where ``save_pretrained`` keeps it;
-    - ``generate()`` uses `LLNCache` for them, unless it is given another cache.
+    - ``generate()`` uses `LLNCache` for the first two, unless it is given another cache; models
+      with exact keys generate without a cache.
     """
     global _registered
     if _registered:
@@ -168,8 +175,14 @@ def _with_cache(prepare: Any) -> Any:
         self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         config = self.config.get_text_config(decoder=True)
+        has_keys = config._attn_implementation == "lln_keys"
+        if has_keys and generation_config.use_cache is not False:
+            raise InvalidInputError(
+                "lln_keys attention keeps no cache of the past, any key of which it may choose "
+                "exactly; pass use_cache=False to generate(), or convert the model to 'lln_diag'."
+            )
         if (
-            config._attn_implementation in ATTENTIONS
+            config._attn_implementation in SUMMARISED
             and not self.config.is_encoder_decoder
             and model_kwargs.get("past_key_values") is None
             and generation_config.use_cache is not False

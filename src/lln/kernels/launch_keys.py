@@ -25,6 +25,12 @@ from lln.kernels.triton import keys_grad, keys_read, keys_select
 TILE = 128
 # The chosen keys of a group are read this many at a time.
 READ = 64
+# The selection scores this many candidates at a time.
+FEW = 32
+# The gradients of this many pairs of a group and a key are added at a time.
+PAIRS = 64
+# Tiles that are fetched ahead.
+STAGES = {"slot": 2, "key": 1}
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
 PAIR_SHARE = 0.34
 
@@ -150,7 +156,7 @@ def choose(
         )  # fmt: skip
         _launch(
             keys_select.finish_kernel, (groups, batch * heads), *sources, marks, scores, places,
-            chosen, *shape, keys, words, *strides, **sizes, FEW=32, CAP=room, num_warps=1,
+            chosen, *shape, keys, words, *strides, **sizes, FEW=FEW, CAP=room, num_warps=1,
         )  # fmt: skip
     return chosen
 
@@ -166,14 +172,14 @@ def attend(call: KeysCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if out.numel() == 0:
         return out, lse, log_mass, centroid, centre
     groups, keys = call.indices.shape[2:]
-    sizes, numbers = _sizes(call), _numbers(call)
+    sizes = _sizes(call)
     with on_device(query.device):
         _launch(
             keys_read.keys_read_kernel, (groups * batch * heads,),
             query, key, value, out, lse, _centred(call, log_mass, centre), centroid, centre,
             call.indices, *_side_tensors(call), flat_scale(call.alpha, batch, query),
             flat_scale(call.offset, batch, query), call.alpha_number, call.offset_number,
-            call.scale, tokens, heads, groups, keys, *numbers, *query.stride(), *key.stride(),
+            call.scale, tokens, heads, groups, keys, *query.stride(), *key.stride(),
             *value.stride(), *out.stride(), **sizes, num_warps=_warps("read", sizes),
         )  # fmt: skip
     return out, lse, log_mass, centroid, centre
@@ -216,77 +222,61 @@ def attend_backward(
     """
     query, key, value = call.query, call.key, call.value
     batch, heads, tokens, width = query.shape
-    key_heads, value_width, slots = key.shape[1], value.shape[3], log_mass.shape[1]
+    key_heads, slots, device = key.shape[1], log_mass.shape[1], query.device
     dq, dk, dv = (torch.empty_like(side) for side in (query, key, value))
-    groups, keys = call.indices.shape[2:]
-    device = query.device
     if query.numel() == 0:
         zero = torch.zeros((batch, heads, 1, 1), device=device)
         return dq, dk, dv, zero, zero[:, :slots], zero
-    sizes, numbers = _sizes(call), _numbers(call)
+    groups, keys = call.indices.shape[2:]
+    sizes, sides, blocks = _sizes(call), _side_tensors(call), call.blocks
     delta = torch.empty_like(lse)
-    programs = 8 * multiprocessors(device)
-    splits = min(groups, max(1, programs // (batch * heads)))
-    stretch = cdiv(groups, splits)
-    splits = cdiv(groups, stretch)
-    parts = (batch * heads, splits)
-    dc_parts = torch.empty((*parts, width, value_width), device=device)
-    dl_parts, dm_parts = torch.empty((2, *parts, width), device=device)
-    dalpha = torch.empty(parts, device=device)
-    slot = _centred(call, log_mass, centre)
-    alpha = flat_scale(call.alpha, batch, query)
-    offset = flat_scale(call.offset, batch, query)
+    dc_parts, dl_parts, dm_parts, dalpha = _slot_gradients(
+        call, gradient, out, dq, lse, delta, log_mass, centroid, centre
+    )
+    dc = dc_parts.unflatten(0, (-1, heads // slots)).sum((1, 2))
+    dl = dl_parts.unflatten(0, (-1, heads // slots)).sum((1, 2))
+    shift = dl - (centroid.flatten(0, 1) * dc).sum(-1)
+    # μ enters the slots as -βμ, and every row as scale · q·μ.
+    share = heads // key_heads
+    through = (dl.view(batch, slots, width) * _beta(call, slots)).unflatten(1, (key_heads, -1))
+    dcentre = dm_parts.unflatten(0, (-1, share)).sum((1, 2)) - through.sum(2).flatten(0, 1)
+    dcentre = dcentre / _counts(call)
+    dc = dc.to(value.dtype)
     beta = call.beta
     if beta is not None and beta.shape[1] != slots:
         beta = beta.repeat_interleave(slots // beta.shape[1], 1)
-    beta = flat_scale(beta, batch, query)
-    blocks, sides = call.blocks, _side_tensors(call)
     dbeta = torch.empty((batch * slots, blocks), device=device)
-    dc = torch.empty((batch * slots, width, value_width), dtype=value.dtype, device=device)
-    shift, dl = torch.empty((2, batch * slots, width), device=device)
-    dcentre = torch.empty((batch * key_heads, width), device=device)
-    number = _counts(call)
+    del dc_parts
     each = _heads_at_once(call)
-    share, shared = heads // key_heads, heads // slots
-    pairs = min(each, batch * key_heads) * share * groups * keys
+    leads = [
+        slice(first * share, min(first + each, batch * key_heads) * share)
+        for first in range(0, batch * key_heads, each)
+    ]
+    # Before the pairs take their memory, because sorting needs some of its own.
+    sorted_pairs = [_sort_pairs(call, lead) for lead in leads]
+    pairs = each * share * groups * keys
     pair_dk = torch.empty((pairs, width), dtype=query.dtype, device=device)
-    pair_dv = torch.empty((pairs, value_width), dtype=query.dtype, device=device)
-    for first in range(0, batch * key_heads, each):
-        count = min(each, batch * key_heads - first)
-        lead = slice(first * share, (first + count) * share)
-        with on_device(query.device):
+    pair_dv = torch.empty((pairs, value.shape[3]), dtype=query.dtype, device=device)
+    far = {name: sizes[name] for name in sizes if name not in ("SR", "HAS_ALPHA", "HAS_OFFSET")}
+    near = {name: sizes[name] for name in far if name not in ("BM", "BK", "GROUP")}
+    for lead, found in zip(leads, sorted_pairs, strict=True):
+        first, count = lead.start // share, (lead.stop - lead.start) // share
+        with on_device(device):
             _launch(
-            keys_grad.keys_query_kernel, (count * share * splits,),
-                query, key, value, out, gradient, dq, lse, delta, slot, centroid, centre,
-                call.indices, *sides, alpha, offset, dc_parts, dl_parts, dm_parts, dalpha, pair_dk,
-                pair_dv, call.alpha_number, call.offset_number, call.scale, first * share, tokens,
-                heads, groups, keys, *numbers, splits, stretch, *query.stride(), *key.stride(),
-                *value.stride(), *out.stride(), *gradient.stride(), *dq.stride(), **sizes,
-                num_warps=_warps("query", sizes),
+                keys_grad.keys_far_kernel, (count * share * groups,), query, key, value, gradient,
+                dq, lse, delta, call.indices, *sides[:2], pair_dk, pair_dv, call.scale,
+                first * share, tokens, heads, groups, keys, *query.stride(), *key.stride(),
+                *value.stride(), *gradient.stride(), *dq.stride(), **far,
+                num_warps=_warps("far", sizes),
             )  # fmt: skip
-            own = slice(lead.start // shared, lead.stop // shared)
-            dc_now = dc_parts[lead].unflatten(0, (-1, shared)).sum((1, 2))
-            dl_now = dl_parts[lead].unflatten(0, (-1, shared)).sum((1, 2))
-            dc[own], dl[own] = dc_now, dl_now
-            shift[own] = dl_now - (centroid.flatten(0, 1)[own] * dc_now).sum(-1)
-            # μ enters the slots as -βμ, and every row as scale · q·μ.
-            through = _beta(call, slots)
-            if isinstance(through, Tensor):
-                through = through.expand(batch, -1, -1).flatten(0, 1)[own]
-            dcentre[first : first + count] = (
-                dm_parts[lead].unflatten(0, (-1, share)).sum((1, 2))
-                - (through * dl_now).unflatten(0, (-1, slots // key_heads)).sum(1)
-            ) / number[first : first + count]
-            order, token, starts = _sort_pairs(call, lead)
-            names = ("W", "D", "E", "BD", "BE", "BW", "HAS_MASK", "EVEN", "PRECISION")
-            grown = {name: sizes[name] for name in names}
             _launch(
-            keys_grad.keys_key_kernel, (blocks * count,),
-                query, key, value, gradient, dk, dv, lse, delta, log_mass, dc, shift, dcentre,
-                *sides[:2], beta, dbeta, pair_dk, pair_dv, order, token, starts, call.beta_number,
-                call.scale, first, tokens, heads, key_heads, keys, *numbers, blocks,
+                keys_grad.keys_key_kernel, (blocks * count,), query, key, value, gradient, dk, dv,
+                lse, delta, log_mass, dc, shift, dcentre, *sides[:2],
+                flat_scale(beta, batch, query), dbeta, pair_dk, pair_dv, *found,
+                call.beta_number, call.scale, first, tokens, heads, key_heads, keys, blocks,
                 *query.stride(), *key.stride(), *value.stride(), *gradient.stride(),
-                *dk.stride(), *dv.stride(), **grown, BP=64, HAS_BETA=call.beta is not None,
+                *dk.stride(), *dv.stride(), **near, SR=sizes["SR"], BP=PAIRS,
+                HAS_BETA=call.beta is not None, STAGES=STAGES["key"],
                 num_warps=_warps("key", sizes),
             )  # fmt: skip
     shape = (batch, heads, 1, 1)
@@ -296,6 +286,45 @@ def attend_backward(
     # Every logit of a slot has the offset in it.
     of_offset = dl_parts.sum((1, 2)).view(shape)
     return dq, dk, dv, dalpha.sum(-1).view(shape), of_beta, of_offset
+
+
+def _slot_gradients(
+    call: KeysCall,
+    gradient: Tensor,
+    out: Tensor,
+    dq: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    log_mass: Tensor,
+    centroid: Tensor,
+    centre: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Write δ and the slots' share of dq; dC, dL, the rows' share of dμ, and dα, in parts.
+
+    Parts are ``[B·H, splits, …]``: every program has one.
+    """
+    query = call.query
+    batch, heads, tokens, width = query.shape
+    groups, keys = call.indices.shape[2:]
+    device, sizes = query.device, _sizes(call)
+    splits = min(groups, max(1, 8 * multiprocessors(device) // (batch * heads)))
+    stretch = cdiv(groups, splits)
+    splits = cdiv(groups, stretch)
+    parts = (batch * heads, splits)
+    dc = torch.empty((*parts, width, call.value.shape[3]), device=device)
+    dl, dm = torch.empty((2, *parts, width), device=device)
+    dalpha = torch.empty(parts, device=device)
+    with on_device(device):
+        _launch(
+            keys_grad.keys_slot_kernel, (batch * heads * splits,), query, out, gradient, dq, lse,
+            delta, _centred(call, log_mass, centre), centroid, centre, call.indices,
+            *_side_tensors(call), flat_scale(call.alpha, batch, query),
+            flat_scale(call.offset, batch, query), dc, dl, dm, dalpha, call.alpha_number,
+            call.offset_number, call.scale, tokens, heads, groups, keys, splits, stretch,
+            *query.stride(), *out.stride(), *gradient.stride(), *dq.stride(), **sizes,
+            STAGES=STAGES["slot"], num_warps=_warps("slot", sizes),
+        )  # fmt: skip
+    return dc, dl, dm, dalpha
 
 
 def _counts(call: KeysCall) -> Tensor:
@@ -330,7 +359,7 @@ def _sort_pairs(call: KeysCall, lead: slice) -> tuple[Tensor, Tensor, Tensor]:
         gap = _gaps(call.mask, call.block_size, call.query).repeat_interleave(heads)[lead]
         bound = bound - gap[:, None].to(dtype)
     starts = torch.searchsorted(ordered, (bound.clamp(0, tokens) + head).flatten())
-    return order, (ordered % far).to(torch.int32), starts.to(torch.int32)
+    return order.to(torch.int32), (ordered % far).to(torch.int32), starts.to(torch.int32)
 
 
 def _heads_at_once(call: KeysCall) -> int:
@@ -355,18 +384,14 @@ def _sizes(call: KeysCall) -> dict[str, Any]:
         "BW": max(16, call.block_size),
         "BK": max(16, min(READ, power_of_two(call.indices.shape[3]))),
         "GROUP": call.group_size,
+        "R": call.query.shape[1] // call.key.shape[1],
+        "SR": call.query.shape[1] // call.as_lln.summary_heads,
         "HAS_ALPHA": call.alpha is not None,
         "HAS_OFFSET": call.offset is not None,
         "HAS_MASK": call.mask is not None,
         "EVEN": call.mask is None and call.query.shape[2] % call.block_size == 0,
         "PRECISION": precision_of(call.query, max(width, value_width)),
     }
-
-
-def _numbers(call: KeysCall) -> tuple[int, int]:
-    """R query heads per key head, and SR per summary."""
-    heads = call.query.shape[1]
-    return heads // call.key.shape[1], heads // call.as_lln.summary_heads
 
 
 def _side_tensors(call: KeysCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -386,7 +411,7 @@ def _gaps(mask: Tensor | None, block_size: int, stand_in: Tensor) -> Tensor:
 
 
 # Warps of a program; more for wide heads.
-WARPS = {"read": 4, "query": 8, "key": 8}
+WARPS = {"read": 4, "slot": 4, "far": 4, "key": 4}
 
 
 def _warps(kind: str, sizes: dict[str, Any]) -> int:

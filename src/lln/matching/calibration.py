@@ -82,15 +82,27 @@ def calibrate(
     checks.check_count("steps", steps)
     pooled = scope == "batch"
     alpha, beta = find_temperatures(query, key, key_mask, pooled, rows, steps, scale)
+    for sentence in sentences_of_doubt(query, key, key_mask, alpha, beta, pooled):
+        warnings.warn(sentence, CalibrationWarning, stacklevel=2)
+    return alpha, beta
+
+
+def sentences_of_doubt(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    pooled: bool,
+) -> list[str]:
+    """What to warn of after temperatures were found on these inputs."""
     if key.numel() == 0:
-        return alpha, beta
+        return []
     tokens = count_tokens(key, key_mask)
     behind = int(tokens.sum()) if pooled else int(tokens[tokens > 0].min())
     sharp = unusual(query, key, key_mask, alpha)
     most = [side[sharp].max().item() if sharp.any() else 0.0 for side in (alpha, beta)]
-    for sentence in doubts(behind, int(sharp.sum()), sharp.numel(), *most):
-        warnings.warn(sentence, CalibrationWarning, stacklevel=2)
-    return alpha, beta
+    return doubts(behind, int(sharp.sum()), sharp.numel(), *most)
 
 
 def count_tokens(key: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -224,17 +236,27 @@ def pool_moments(moments: Moments) -> Moments:
 
 def _sample_rows(query: Tensor, query_mask: Tensor | None, rows: int) -> Tensor:
     """``[B, H, R, D]``: evenly spaced valid rows of every sample, repeated where there are few."""
-    batch, _, tokens, width = query.shape
-    rows = min(rows, tokens)
+    batch, heads, tokens, width = query.shape
+    place = sampled_places(query_mask, batch, tokens, rows, query.device)
     if query_mask is None:
-        place = torch.linspace(0, max(tokens - 1, 0), rows, device=query.device).round().long()
-        return query[:, :, place]
-    # Stable, so that the valid tokens come first in their own order.
-    order = query_mask.logical_not().to(torch.int8).argsort(dim=-1, stable=True)
-    count = query_mask.sum(-1, keepdim=True).clamp_min(1)
-    step = torch.arange(rows, device=query.device) * count // rows
-    place = order.gather(-1, step)[:, None, :, None].expand(batch, query.shape[1], rows, width)
+        return query[:, :, place[0]] if batch else query[:, :, : place.shape[1]]
+    place = place[:, None, :, None].expand(batch, heads, -1, width)
     return query.gather(2, place)
+
+
+def sampled_places(
+    mask: Tensor | None, batch: int, tokens: int, rows: int, device: torch.device
+) -> Tensor:
+    """Evenly spaced valid rows of every sample, int ``[B, R]``, repeated where there are few."""
+    rows = min(rows, tokens)
+    if mask is None:
+        place = torch.linspace(0, max(tokens - 1, 0), rows, device=device).round().long()
+        return place.expand(batch, -1)
+    # Stable, so that the valid tokens come first in their own order.
+    order = mask.logical_not().to(torch.int8).argsort(dim=-1, stable=True)
+    count = mask.sum(-1, keepdim=True).clamp_min(1)
+    step = torch.arange(rows, device=device) * count // rows
+    return order.gather(-1, step)
 
 
 def _mean_entropy(

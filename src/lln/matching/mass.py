@@ -4,7 +4,7 @@
 with score variance p = σq²σk² and spread s = ασq = βσk, the log-normaliser of softmax attention
 over N keys is ln N + p/2 in the mean, that of LLN attention ln N + ln D + s². The offset is the
 difference. It is right for Gaussian inputs and a start for training; real activations need
-`lln.calibrate`.
+`lln.calibrate_keys`.
 
 Dimension legend: B batch, H heads, D head width.
 """

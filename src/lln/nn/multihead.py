@@ -17,6 +17,7 @@ from lln.checks.signatures import check_options, explain_misfits
 from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.nn.heads import LLNCore, LLNDiagCore
+from lln.nn.key_heads import LLNKeysCore
 from lln.precision import autocast_enabled
 from lln.tracing import values_are_readable
 
@@ -251,6 +252,24 @@ class LLNDiagAttention(LLNAttention):
     """
 
     core_class = LLNDiagCore
+
+
+class LLNKeysAttention(LLNAttention):
+    """Multi-head attention with exact keys and LLN slots, with projections.
+
+    Args:
+        embed_dim: Width of the model.
+        num_heads: H; divides embed_dim.
+        **options: As in `LLNAttention` and `LLNKeysCore`: ``keys``, ``block_size``, ``select``,
+            ``offset``, ``learn_offset`` and the rest; ``dropout`` must be 0.
+
+    Example:
+        >>> layer = LLNKeysAttention(32, 4, batch_first=True, keys=2, block_size=4)
+        >>> layer(torch.randn(2, 10, 32))[0].shape
+        torch.Size([2, 10, 32])
+    """
+
+    core_class = LLNKeysCore
 
 
 def _key_mask_of_padding(key_padding_mask: Tensor, key: Tensor) -> Tensor:

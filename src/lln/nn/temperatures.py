@@ -50,14 +50,18 @@ class SampleStatistics(nn.Module):
         self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, is_causal: bool = False
     ) -> tuple[Tensor, Tensor]:
         """α, β of shape ``[B, H, 1, 1]`` (one value for all with ``"paper"``)."""
+        self.check_causal(is_causal)
+        impl = choose_implementation(self.impl, query)
+        with without_autocast(query):
+            return match_inputs(query, key, self.criterion, key_mask, impl)
+
+    def check_causal(self, is_causal: bool) -> None:
+        """Refuse a causal call."""
         if is_causal:
             raise CausalStatisticsError(
                 "statistics='sample' would let every row of a causal sequence see the future; use "
                 "statistics='running', 'fixed' or 'learned'."
             )
-        impl = choose_implementation(self.impl, query)
-        with without_autocast(query):
-            return match_inputs(query, key, self.criterion, key_mask, impl)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""
@@ -121,6 +125,13 @@ class RunningStatistics(nn.Module):
         self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, is_causal: bool = False
     ) -> tuple[Tensor, Tensor]:
         """α, β of shape ``[1, H, 1, 1]``."""
+        moments = self.moments(query, key, key_mask, is_causal)
+        return temperatures(moments, query.shape[-1], self.criterion)
+
+    def moments(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Moments:
+        """The average to use for a call, ``[1, H]`` each; in training the call then enters it."""
         if self.training:
             with torch.no_grad(), without_autocast(query):
                 state = self._train(query, key, key_mask, is_causal)
@@ -128,13 +139,12 @@ class RunningStatistics(nn.Module):
             state = self._state()
         heads = self.query_variance.shape[0]
         query_variance, key_variance, keys = state.split([heads, heads, 1])
-        moments = Moments(
+        return Moments(
             query_variance[None],
             key_variance[None],
             keys[None],
             ((query_variance <= 1e-12) | (key_variance <= 1e-12))[None],
         )
-        return temperatures(moments, query.shape[-1], self.criterion)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""
@@ -222,8 +232,8 @@ class FixedTemperatures(nn.Module):
     ) -> None:
         """Keep α, β: numbers or tensors of H elements."""
         super().__init__()
-        self.register_buffer("alpha", _per_head("alpha", alpha, num_heads, device))
-        self.register_buffer("beta", _per_head("beta", beta, num_heads, device))
+        self.register_buffer("alpha", per_head("alpha", alpha, num_heads, device))
+        self.register_buffer("beta", per_head("beta", beta, num_heads, device))
 
     def forward(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, is_causal: bool = False
@@ -245,8 +255,8 @@ class LearnedTemperatures(nn.Module):
     ) -> None:
         """Start at the given α, β: numbers or tensors of H elements."""
         super().__init__()
-        self.log_alpha = nn.Parameter(_per_head("alpha", alpha, num_heads, device).log())
-        self.log_beta = nn.Parameter(_per_head("beta", beta, num_heads, device).log())
+        self.log_alpha = nn.Parameter(per_head("alpha", alpha, num_heads, device).log())
+        self.log_beta = nn.Parameter(per_head("beta", beta, num_heads, device).log())
 
     def forward(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, is_causal: bool = False
@@ -309,9 +319,23 @@ def _check_momentum(momentum: float) -> None:
         raise InvalidInputError(f"momentum must be a number in (0, 1], got {shown(momentum)}.")
 
 
-def _per_head(
-    name: str, value: float | Tensor, num_heads: int, device: torch.device | str | None
+def per_head(
+    name: str,
+    value: float | Tensor,
+    num_heads: int,
+    device: torch.device | str | None,
+    *,
+    is_positive: bool = True,
 ) -> Tensor:
+    """A number or H values as H values in float32.
+
+    Args:
+        name: Of the argument, for the error.
+        value: What was given.
+        num_heads: H.
+        device: Where the result goes.
+        is_positive: Whether zero and negative numbers are refused.
+    """
     try:
         tensor = torch.as_tensor(value, dtype=torch.float32)
     except (TypeError, ValueError) as error:
@@ -325,9 +349,11 @@ def _per_head(
             f"{tensor.numel()} values."
         )
     if not tensor.is_meta:
-        wrong = tensor[~((tensor > 0) & tensor.isfinite())]
+        fits = tensor.isfinite()
+        wrong = tensor[~(fits & (tensor > 0) if is_positive else fits)]
         if wrong.numel():
-            raise InvalidInputError(f"{name} must be positive and finite, got {wrong[0].item():g}.")
+            wanted = "positive and finite" if is_positive else "finite"
+            raise InvalidInputError(f"{name} must be {wanted}, got {wrong[0].item():g}.")
     return tensor.expand(num_heads).clone()
 
 

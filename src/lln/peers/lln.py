@@ -1,12 +1,19 @@
-"""LLN and LLN+Diag, the systems all others are compared with, behind the same interface."""
+"""LLN, alone, with diagonal blocks and with exact keys, behind the interface of all systems."""
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lln import reference
+from lln.checks.key_options import check_selection
 from lln.errors import InvalidInputError
+from lln.functional.keys import choose_keys
+from lln.matching.mass import keys_temperatures, mass_offset
+from lln.matching.moments import head_moments
 from lln.nn.heads import LLNCore, LLNDiagCore
+from lln.nn.key_heads import LLNKeysCore
+from lln.nn.offsets import numbers_of_call
 from lln.peers.block_diagonal import block_matrix
 from lln.peers.peer import Card, Core, Host, Mask, visible
 from lln.precision import accumulation_dtype
@@ -118,3 +125,95 @@ class LLNDiag(LLN):
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
         short_range = block_matrix(query, key, self.block_size, key_mask, self.host.is_causal)
         return 0.5 * (super().matrix(query, key, key_mask) + short_range)
+
+
+class LLNKeys(LLN):
+    """Near tokens, chosen keys and LLN slots under one softmax: `lln.lln_keys_attention`.
+
+    Args:
+        keys: How many keys outside its block a group of queries sees one by one.
+        block_size: Tokens in a block.
+        select: How keys are chosen: ``"block"``, ``"query"`` or ``"half"`` (see
+            `lln.choose_keys`); a causal layer takes ``"block"`` only.
+        group_size: Queries that share their keys; None = a block for ``"block"``, 1 for the others
+            and in a causal layer.
+        offset: What puts the slots on the scale of softmax scores: a number or one value per head;
+            None = the closed form in every call.
+        learn_offset: Whether the offset is a parameter that starts at ``offset``, or at the closed
+            form of the first batch.
+        matching: ``"rest"``, half of what ``"entropy"`` gives, or as in ``lln``.
+    """
+
+    attention_class = LLNKeysCore
+
+    card = Card(
+        name="lln_keys",
+        title="LLN with exact keys",
+        citation="This library; the summary is that of Nahshan et al. 2023, arXiv 2311.13541",
+        equation="softmax over [q·k/√d of the own block | of K chosen keys | αq_f + L_f + g of the "
+        "d slots]",
+        complexity="O(N²d/b + N (b + K + d) d)",
+        is_linear=False,
+        repeats_on_gpu=False,
+        oracle="dense form; the tests of lln.lln_keys_attention",
+        adds="none; one offset per head with learn_offset",
+    )
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        keys: int = 64,
+        block_size: int = 64,
+        select: str = "block",
+        group_size: int | None = None,
+        offset: float | Tensor | None = None,
+        learn_offset: bool = False,
+        matching: str = "rest",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            host,
+            keys=keys,
+            block_size=block_size,
+            select=select,
+            group_size=group_size,
+            offset=offset,
+            learn_offset=learn_offset,
+            matching=matching,
+            **options,
+        )
+
+    def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
+        core, is_causal = self.attention, self.host.is_causal
+        assert isinstance(core, LLNKeysCore)
+        was_training = core.training
+        core.eval()
+        sides = (query, key, key_mask, is_causal, core.matching, core.impl)
+        alpha, beta, offset = numbers_of_call(core.statistics, core.offset, *sides)
+        core.train(was_training)
+        moments = head_moments(query, key, key_mask)
+        if alpha is None or beta is None:
+            alpha, beta = keys_temperatures(moments, query.shape[-1], core.matching)
+        if offset is None:
+            offset = mass_offset(moments, alpha, beta, query.shape[-1])
+        group = check_selection(core.select, core.group_size, core.block_size)
+        choice = {"block_size": core.block_size, "key_mask": key_mask, "is_causal": is_causal}
+        indices = choose_keys(query, key, core.keys, select=core.select, group_size=group, **choice)
+        tokens = query.shape[-2]
+        keep = visible(query, key_mask, is_causal)
+        exact = reference.exact_pairs(
+            indices, tokens, core.block_size, group, keep=keep, is_causal=is_causal
+        )
+        rest = keep
+        if is_causal:
+            place = torch.arange(tokens, device=query.device).expand(query.shape[0], 1, tokens)
+            if key_mask is not None:
+                place = place - key_mask[:, None].int().argmax(-1, keepdim=True)
+            block = place.div(core.block_size, rounding_mode="floor")
+            earlier = block.unsqueeze(-1) > block.unsqueeze(-2)
+            rest = earlier if keep is None else keep & earlier
+        matrix = reference.lln_keys_matrix(
+            query, key, alpha, beta, exact, offset, keep=keep, rest=rest
+        )
+        return matrix.to(accumulation_dtype(query.dtype))

@@ -21,6 +21,7 @@ _SYSTEMS = {
         "diag": "block_diagonal.BlockDiagonal",
         "lln": "lln.LLN",
         "lln_diag": "lln.LLNDiag",
+        "lln_keys": "lln.LLNKeys",
     },
     "feature maps": {
         "relu": "relu.Relu",

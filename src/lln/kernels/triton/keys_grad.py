@@ -6,9 +6,11 @@ With P the weights of a row, recomputed from the saved normaliser, and δ = rows
 
 The slots' logits hold the mean key μ as -βμ and as scale · q·μ; its gradient goes to all keys.
 
-1. ``query`` pass, a stretch of groups per program: dq; the sums dC = Pᵀ dO, dL = colsum dS over its
-   rows; and for every (group, chosen key) pair its share of dk and dv, written to its own place.
-2. ``key`` pass, one block of tokens per program: the share of its own block's queries, recomputed;
+1. ``slot`` pass, a stretch of groups per program: δ, the slots' share of dq, and the sums
+   dC = Pᵀ dO and dL = colsum dS over its rows.
+2. ``far`` pass, one group per program: the rest of dq, and for every (group, chosen key) pair its
+   share of dk and dv, written to its own place.
+3. ``key`` pass, one block of tokens per program: the share of its own block's queries, recomputed;
    the share of the summary, dv += w dC and dk += β w (dL + dC·(v − C)) with w = e^{βk − L}; and the
    sum over the pairs that chose its tokens. Pairs come sorted by key, so those of a block lie in a
    row: they are added by products with 0-1 matrices, always in the same order.
@@ -30,6 +32,7 @@ from lln.kernels.triton.keys_read import (
     slot_level,
     slot_logits,
     tokens_ok,
+    weights_of,
 )
 from lln.kernels.triton.steps import (
     NEVER,
@@ -46,31 +49,21 @@ from lln.kernels.triton.steps import (
 
 
 @triton.jit
-def weights_of(b_s, b_lse):
-    """P from logits and the saved normaliser; zero where a key is not there."""
-    return tl.where(b_s > NEVER * 0.5, exponential(b_s - b_lse[:, None]), 0.0)
-
-
-@triton.jit
-def keys_query_kernel(
-    p_q, p_k, p_v, p_o, p_g, p_dq, p_lse, p_delta, p_slot, p_centroid, p_centre, p_chosen,
-    p_mask, p_gaps, p_held, p_alpha, p_offset, p_dc_parts, p_dl_parts, p_dm_parts, p_dalpha_parts,
-    p_pair_dk, p_pair_dv, alpha, offset, scale, first_head, T, H, G, K, R, SR, splits, stretch,
-    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
-    stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
+def keys_slot_kernel(
+    p_q, p_o, p_g, p_dq, p_lse, p_delta, p_slot, p_centroid, p_centre, p_chosen, p_mask, p_gaps,
+    p_held, p_alpha, p_offset, p_dc_parts, p_dl_parts, p_dm_parts, p_dalpha_parts,
+    alpha, offset, scale, T, H, G, K, splits, stretch,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot, stride_od,
     stride_gb, stride_gh, stride_gt, stride_gd, stride_dqb, stride_dqh, stride_dqt, stride_dqd,
     W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_MASK: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
+    SR: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_MASK: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of groups of one (sample, query head)."""
-    split, local = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
-    index = local + first_head
+    """The slots' part for one stretch of groups of one (sample, query head); also δ."""
+    split, index = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     batch, head = index // H, index % H
     q = rows_of(p_q, batch, head, 0, stride_qb, stride_qh, stride_qt, stride_qd)
-    k = rows_of(p_k, batch, head // R, 0, stride_kb, stride_kh, stride_kt, stride_kd)
-    v = rows_of(p_v, batch, head // R, 0, stride_vb, stride_vh, stride_vt, stride_vd)
     o = rows_of(p_o, batch, head, 0, stride_ob, stride_oh, stride_ot, stride_od)
     g = rows_of(p_g, batch, head, 0, stride_gb, stride_gh, stride_gt, stride_gd)
     dq = rows_of(p_dq, batch, head, 0, stride_dqb, stride_dqh, stride_dqt, stride_dqd)
@@ -90,62 +83,31 @@ def keys_query_kernel(
     b_dc = tl.zeros([BD, BE], tl.float32)
     b_dl = tl.zeros([BD], tl.float32)
     b_dalpha = tl.zeros([BM], tl.float32)
-    for group in range(split * stretch, tl.minimum((split + 1) * stretch, G)):
+    end = tl.minimum((split + 1) * stretch, G)
+    for group in tl.range(split * stretch, end, num_stages=STAGES):
         first, block = group_place(p_gaps, batch, group, W, GROUP, HAS_MASK)
         inside, row_ok = tokens_ok(p_mask, first, GROUP, T, BM, HAS_MASK)
-        near_inside, near_ok = tokens_ok(p_mask, block, W, T, BW, HAS_MASK)
-        rows = index * T + first + tl.arange(0, BM)
-        p_own = p_chosen + (index * G + group) * K
-        level = slot_level(
-            own_offset, held, tl.sum(near_ok.to(tl.int32), 0), count_chosen(p_own, K, BK)
-        )
         b_q = load_queries(q, first, inside, row_ok, BM, D, BD, EVEN, HAS_MASK)
         b_do = load_rows(g, first, inside, BM, E, BE, EVEN)
         b_o = load_rows(o, first, inside, BM, E, BE, EVEN)
-        b_k = hide_rows(load_rows(k, block, near_inside, BW, D, BD, EVEN), near_ok)
-        b_v = hide_rows(load_rows(v, block, near_inside, BW, E, BE, EVEN), near_ok)
+        rows = index * T + first + tl.arange(0, BM)
         b_lse = tl.load(p_lse + rows, mask=inside, other=-NEVER)
+        _, near_ok = tokens_ok(p_mask, block, W, T, BW, HAS_MASK)
+        chosen = count_chosen(p_chosen + (index * G + group) * K, K, BK)
+        level = slot_level(own_offset, held, tl.sum(near_ok.to(tl.int32), 0), chosen)
         b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
         tl.store(p_delta + rows, b_delta, mask=inside)
-
         b_x, b_wide = slot_logits(b_q, own_alpha, b_slot, level, b_centre, scale, D, BD)
-        b_p = weights_of(b_x, b_lse)
+        b_p = weights_of(b_x, b_lse, EVEN)
         b_dp = tl.dot(b_do, tl.trans(b_c), input_precision=PRECISION)
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_dl += tl.sum(b_ds, 0)
-        b_dalpha += tl.sum(b_ds * b_wide, 1)
+        if HAS_ALPHA:
+            b_dalpha += tl.sum(b_ds * b_wide, 1)
         b_dc = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dc, input_precision=PRECISION)
         b_row = tl.sum(b_ds, 1) * scale
         b_dm += tl.sum(b_row[:, None] * b_wide, 0)
         b_dq = b_ds * own_alpha + b_row[:, None] * b_centre[None, :]
-
-        b_p = weights_of(score_rows(b_q, b_k, near_ok, scale, PRECISION), b_lse)
-        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        b_ds = (b_p * (b_dp - b_delta[:, None]) * scale).to(b_k.dtype)
-        b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-
-        for at in range(0, K, BK):
-            places = at + tl.arange(0, BK)
-            b_index = tl.load(p_own + places, mask=places < K, other=-1)
-            b_seen = b_index >= 0
-            b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
-            b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
-            b_far = weights_of(score_rows(b_q, b_far_k, b_seen, scale, PRECISION), b_lse)
-            b_dfar = tl.dot(b_do, tl.trans(b_far_v), input_precision=PRECISION)
-            b_dfar = (b_far * (b_dfar - b_delta[:, None]) * scale).to(b_far_k.dtype)
-            b_dq = tl.dot(b_dfar, b_far_k, b_dq, input_precision=PRECISION)
-            b_pk = tl.dot(tl.trans(b_dfar), b_q, input_precision=PRECISION)
-            b_pv = tl.dot(tl.trans(b_far.to(b_do.dtype)), b_do, input_precision=PRECISION)
-            pair = ((local * G + group) * K + places)[:, None]
-            ok = (places < K)[:, None]
-            tl.store(
-                p_pair_dk + pair * D + slots[None, :], b_pk.to(p_pair_dk.dtype.element_ty),
-                mask=ok & (slots < D)[None, :],
-            )  # fmt: skip
-            tl.store(
-                p_pair_dv + pair * E + columns[None, :], b_pv.to(p_pair_dv.dtype.element_ty),
-                mask=ok & (columns < E)[None, :],
-            )  # fmt: skip
         store_rows(dq, first, b_dq, inside, BM, D, BD, EVEN)
     part = index * splits + split
     tl.store(p_dc_parts + part * D * E + slots[:, None] * E + columns[None, :], b_dc, mask=slot_ok)
@@ -155,36 +117,106 @@ def keys_query_kernel(
 
 
 @triton.jit
+def keys_far_kernel(
+    p_q, p_k, p_v, p_g, p_dq, p_lse, p_delta, p_chosen, p_mask, p_gaps, p_pair_dk, p_pair_dv,
+    scale, first_head, T, H, G, K,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
+    stride_dqb, stride_dqh, stride_dqt, stride_dqd,
+    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
+    HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The chosen keys' part and the block's share of dq, for one group; adds to dq."""
+    group, local = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
+    index = local + first_head
+    batch, head = index // H, index % H
+    first, block = group_place(p_gaps, batch, group, W, GROUP, HAS_MASK)
+    q = rows_of(p_q, batch, head, 0, stride_qb, stride_qh, stride_qt, stride_qd)
+    k = rows_of(p_k, batch, head // R, 0, stride_kb, stride_kh, stride_kt, stride_kd)
+    v = rows_of(p_v, batch, head // R, 0, stride_vb, stride_vh, stride_vt, stride_vd)
+    g = rows_of(p_g, batch, head, 0, stride_gb, stride_gh, stride_gt, stride_gd)
+    dq = rows_of(p_dq, batch, head, 0, stride_dqb, stride_dqh, stride_dqt, stride_dqd)
+    p_mask += batch * T
+    p_chosen += (index * G + group) * K
+    places = tl.arange(0, BK)
+    b_index = tl.load(p_chosen + places, mask=places < K, other=-1)
+    inside, row_ok = tokens_ok(p_mask, first, GROUP, T, BM, HAS_MASK)
+    near_inside, near_ok = tokens_ok(p_mask, block, W, T, BW, HAS_MASK)
+    rows = index * T + first + tl.arange(0, BM)
+    b_q = load_queries(q, first, inside, row_ok, BM, D, BD, EVEN, HAS_MASK)
+    b_do = load_rows(g, first, inside, BM, E, BE, EVEN)
+    b_lse = tl.load(p_lse + rows, mask=inside, other=-NEVER)
+    b_delta = tl.load(p_delta + rows, mask=inside, other=0.0)
+    b_k = hide_rows(load_rows(k, block, near_inside, BW, D, BD, EVEN), near_ok)
+    b_v = hide_rows(load_rows(v, block, near_inside, BW, E, BE, EVEN), near_ok)
+    b_dq = load_rows(dq, first, inside, BM, D, BD, EVEN).to(tl.float32)
+    b_p = weights_of(score_rows(b_q, b_k, near_ok, scale, EVEN, PRECISION), b_lse, EVEN)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_ds = (b_p * (b_dp - b_delta[:, None]) * scale).to(b_k.dtype)
+    b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
+    slots, columns = tl.arange(0, BD), tl.arange(0, BE)
+    for at in range(0, K, BK):
+        b_seen = b_index >= 0
+        b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
+        b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
+        more = at + BK + places
+        b_index = tl.load(p_chosen + more, mask=more < K, other=-1)
+        b_far = weights_of(score_rows(b_q, b_far_k, b_seen, scale, False, PRECISION), b_lse, EVEN)
+        b_dfar = tl.dot(b_do, tl.trans(b_far_v), input_precision=PRECISION)
+        b_dfar = (b_far * (b_dfar - b_delta[:, None]) * scale).to(b_far_k.dtype)
+        b_dq = tl.dot(b_dfar, b_far_k, b_dq, input_precision=PRECISION)
+        pair = ((local * G + group) * K + at + places)[:, None]
+        ok = (at + places < K)[:, None]
+        b_pk = tl.dot(tl.trans(b_dfar), b_q, input_precision=PRECISION)
+        tl.store(
+            p_pair_dk + pair * D + slots[None, :], b_pk.to(p_pair_dk.dtype.element_ty),
+            mask=ok & (slots < D)[None, :],
+        )  # fmt: skip
+        b_pv = tl.dot(tl.trans(b_far.to(b_do.dtype)), b_do, input_precision=PRECISION)
+        tl.store(
+            p_pair_dv + pair * E + columns[None, :], b_pv.to(p_pair_dv.dtype.element_ty),
+            mask=ok & (columns < E)[None, :],
+        )  # fmt: skip
+    store_rows(dq, first, b_dq, inside, BM, D, BD, EVEN)
+
+
+@triton.jit
 def add_pairs(
-    b_sum, p_pairs, p_order, p_key, start, end, first, D: tl.constexpr, BD: tl.constexpr,
-    BW: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
+    b_dk, b_dv, p_pair_dk, p_pair_dv, p_order, p_key, start, end, first,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr,
+    BP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the rows of sorted pairs ``start … end`` to the tokens ``[BW]`` from ``first`` on."""
-    columns = tl.arange(0, BD)
+    slots, columns = tl.arange(0, BD), tl.arange(0, BE)
     tokens = first + tl.arange(0, BW)
-    for at in range(start, end, BP):
+    for at in tl.range(start, end, BP, num_stages=STAGES):
         places = at + tl.arange(0, BP)
         ok = places < end
         b_order = tl.load(p_order + places, mask=ok, other=0).to(tl.int64)
         b_key = tl.load(p_key + places, mask=ok, other=-1)
-        p_in = p_pairs + b_order[:, None] * D + columns[None, :]
-        b_row = tl.load(p_in, mask=ok[:, None] & (columns < D)[None, :], other=0)
+        p_in = p_pair_dk + b_order[:, None] * D + slots[None, :]
+        b_row = tl.load(p_in, mask=ok[:, None] & (slots < D)[None, :], other=0)
+        p_in = p_pair_dv + b_order[:, None] * E + columns[None, :]
+        b_value_row = tl.load(p_in, mask=ok[:, None] & (columns < E)[None, :], other=0)
         b_one = (tokens[:, None] == b_key[None, :]).to(b_row.dtype)
-        b_sum = tl.dot(b_one, b_row, b_sum, input_precision=PRECISION)
-    return b_sum
+        b_dk = tl.dot(b_one, b_row, b_dk, input_precision=PRECISION)
+        b_dv = tl.dot(b_one, b_value_row, b_dv, input_precision=PRECISION)
+    return b_dk, b_dv
 
 
 @triton.jit
 def keys_key_kernel(
     p_q, p_k, p_v, p_g, p_dk, p_dv, p_lse, p_delta, p_log_mass, p_dc, p_shift, p_dcentre, p_mask,
     p_gaps, p_beta, p_dbeta_parts, p_pair_dk, p_pair_dv, p_order, p_key, p_starts, beta, scale,
-    first_head, T, H, HK, K, R, SR, blocks,
+    first_head, T, H, HK, K, blocks,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_dkb, stride_dkh, stride_dkt, stride_dkd, stride_dvb, stride_dvh, stride_dvt, stride_dvd,
     W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BW: tl.constexpr, BP: tl.constexpr, HAS_BETA: tl.constexpr, HAS_MASK: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BW: tl.constexpr, BP: tl.constexpr, R: tl.constexpr, SR: tl.constexpr,
+    HAS_BETA: tl.constexpr, HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of tokens of one (sample, key head), for the R query heads that share it."""
     number, local = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
@@ -209,7 +241,7 @@ def keys_key_kernel(
     b_dv = tl.zeros([BW, BE], tl.float32)
 
     # The block's own queries, and the pairs that chose its tokens.
-    for r in range(R):
+    for r in tl.static_range(R):
         own = tl.cast(r, tl.int64)
         query_head = batch * H + key_head * R + r
         rows = query_head * T + first + tl.arange(0, BW)
@@ -217,7 +249,7 @@ def keys_key_kernel(
         b_do = load_rows(heads_on(g, own), first, inside, BW, E, BE, EVEN)
         b_lse = tl.load(p_lse + rows, mask=inside, other=-NEVER)
         b_delta = tl.load(p_delta + rows, mask=inside, other=0.0)
-        b_p = weights_of(score_rows(b_q, b_k, ok, scale, PRECISION), b_lse)
+        b_p = weights_of(score_rows(b_q, b_k, ok, scale, EVEN, PRECISION), b_lse, EVEN)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         b_ds = (b_p * (b_dp - b_delta[:, None]) * scale).to(b_q.dtype)
         b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
@@ -225,16 +257,14 @@ def keys_key_kernel(
         if K > 0:
             p_ends = p_starts + (local * R + r) * (blocks + 1) + number
             start, end = tl.load(p_ends), tl.load(p_ends + 1)
-            b_dk = add_pairs(
-                b_dk, p_pair_dk, p_order, p_key, start, end, first, D, BD, BW, BP, PRECISION
-            )
-            b_dv = add_pairs(
-                b_dv, p_pair_dv, p_order, p_key, start, end, first, E, BE, BW, BP, PRECISION
-            )
+            b_dk, b_dv = add_pairs(
+                b_dk, b_dv, p_pair_dk, p_pair_dv, p_order, p_key, start, end, first, D, E, BD, BE,
+                BW, BP, PRECISION, STAGES,
+            )  # fmt: skip
 
     # The summaries that these tokens are part of.
     b_wide = widen(b_k, BD)
-    for s in range(R // SR):
+    for s in tl.static_range(R // SR):
         summary = index * (R // SR) + s
         own_beta = load_scale(p_beta, beta, summary, HAS_BETA)
         b_log_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=-NEVER)

@@ -1,7 +1,8 @@
 """Attention over own block, chosen keys and slots: the forward pass, and its parts.
 
-A program takes one group of queries of one head and never leaves the chip: slots first, then the
-block, then the chosen keys in tiles, under one running softmax (`lln.eager.keys` has the formula).
+A program takes one group of queries of one head and never leaves the chip: slots, block and the
+first tile of chosen keys together, then the other tiles, under one running softmax
+(`lln.eager.key_attention` has the formula).
 It writes the output and the logarithm of each row's normaliser, which the backward needs.
 
 Dimension legend: see `lln.kernels.triton.steps`; BM ≥ group, BW ≥ W tokens in a block, BK chosen
@@ -72,10 +73,24 @@ def slot_logits(b_q, alpha, b_slot, level, b_centre, scale, D: tl.constexpr, BD:
 
 
 @triton.jit
-def score_rows(b_q, b_k, ok, scale, PRECISION: tl.constexpr):
-    """Scores of keys; NEVER for those that are not there."""
+def score_rows(b_q, b_k, ok, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores of keys; NEVER for those that are not there. EVEN: all are."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+    if EVEN:
+        return b_s
     return tl.where(ok[None, :], b_s, NEVER)
+
+
+@triton.jit
+def weights_of(b_s, b_level, EVEN: tl.constexpr):
+    """e^(s - level); zero where a key is not there.
+
+    EVEN: every row sees a key, its level is finite, and e^(NEVER - level) is zero by itself.
+    """
+    b_p = exponential(b_s - b_level[:, None])
+    if EVEN:
+        return b_p
+    return tl.where(b_s > NEVER * 0.5, b_p, 0.0)
 
 
 @triton.jit
@@ -83,7 +98,7 @@ def add_keys(b_peak, b_mass, b_out, b_s, b_v, PRECISION: tl.constexpr):
     """Add scores ``[BM, BK]`` and values to running rows."""
     b_new = tl.maximum(b_peak, tl.max(b_s, 1))
     b_shrink = exponential(b_peak - b_new)
-    b_p = tl.where(b_s > NEVER * 0.5, exponential(b_s - b_new[:, None]), 0.0)
+    b_p = weights_of(b_s, b_new, False)
     b_mass = b_mass * b_shrink + tl.sum(b_p, 1)
     b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision=PRECISION)
     return b_new, b_mass, b_out
@@ -128,13 +143,13 @@ def load_summary(
 @triton.jit
 def keys_read_kernel(
     p_q, p_k, p_v, p_o, p_lse, p_slot, p_centroid, p_centre, p_chosen, p_mask, p_gaps, p_held,
-    p_alpha, p_offset, alpha, offset, scale, T, H, G, K, R, SR,
+    p_alpha, p_offset, alpha, offset, scale, T, H, G, K,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
     W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_MASK: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, SR: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One group of one (sample, query head)."""
     group, index = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
@@ -170,16 +185,16 @@ def keys_read_kernel(
 
     own_alpha = load_scale(p_alpha, alpha, index, HAS_ALPHA)
     b_x, _ = slot_logits(b_q, own_alpha, b_slot, level, b_centre, scale, D, BD)
-    b_s = score_rows(b_q, b_k, near_ok, scale, PRECISION)
-    b_far = score_rows(b_q, b_far_k, b_seen, scale, PRECISION)
+    b_s = score_rows(b_q, b_k, near_ok, scale, EVEN, PRECISION)
+    b_far = score_rows(b_q, b_far_k, b_seen, scale, False, PRECISION)
     b_peak = tl.maximum(tl.maximum(tl.max(b_x, 1), tl.max(b_s, 1)), tl.max(b_far, 1))
-    b_p = tl.where(b_x > NEVER * 0.5, exponential(b_x - b_peak[:, None]), 0.0)
+    b_p = weights_of(b_x, b_peak, EVEN)
     b_mass = tl.sum(b_p, 1)
     b_out = tl.dot(b_p.to(b_c.dtype), b_c, input_precision=PRECISION)
-    b_p = tl.where(b_s > NEVER * 0.5, exponential(b_s - b_peak[:, None]), 0.0)
+    b_p = weights_of(b_s, b_peak, EVEN)
     b_mass += tl.sum(b_p, 1)
     b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
-    b_p = tl.where(b_far > NEVER * 0.5, exponential(b_far - b_peak[:, None]), 0.0)
+    b_p = weights_of(b_far, b_peak, EVEN)
     b_mass += tl.sum(b_p, 1)
     b_out = tl.dot(b_p.to(b_v.dtype), b_far_v, b_out, input_precision=PRECISION)
     for at in range(BK, K, BK):
@@ -187,7 +202,7 @@ def keys_read_kernel(
         b_seen = b_index >= 0
         b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
         b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
-        b_far = score_rows(b_q, b_far_k, b_seen, scale, PRECISION)
+        b_far = score_rows(b_q, b_far_k, b_seen, scale, False, PRECISION)
         b_peak, b_mass, b_out = add_keys(b_peak, b_mass, b_out, b_far, b_far_v, PRECISION)
 
     b_norm = tl.where(b_mass > 0, b_mass, 1.0)

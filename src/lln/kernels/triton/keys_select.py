@@ -144,10 +144,10 @@ def kth_largest(b_values, keys, STEPS: tl.constexpr):
     """
     b_low = tl.full([b_values.shape[0]], -2147483648, tl.int32)
     b_order = ordered(b_values)
-    for step in tl.static_range(STEPS):
-        # The highest bit of the ordered form is the sign.
+    for step in range(STEPS):
+        # The highest bit of the ordered form is the sign: the first step tries zero.
         b_bit = tl.full([b_values.shape[0]], 1, tl.int32) << (31 - step)
-        b_try = b_low ^ b_bit if step == 0 else b_low | b_bit
+        b_try = tl.where(step == 0, b_low ^ b_bit, b_low | b_bit)
         b_count = tl.sum((b_order >= b_try[:, None]).to(tl.int32), 1)
         b_low = tl.where(b_count >= keys, b_try, b_low)
     return tl.maximum(unordered(b_low), NEVER)
@@ -285,12 +285,15 @@ def finish_kernel(
     b_at = tl.load(p_token + places, mask=kept, other=0)
     tl.debug_barrier()
     b_number = ones(b_word)
-    b_before = tl.cumsum(b_number, 0) - b_number
+    b_place = tl.cumsum(b_number, 0) - b_number
     count = tl.sum(b_number, 0)
-    for bit in tl.static_range(32):
-        b_slot = b_before + ones(b_word & ((1 << bit) - 1))
-        b_hit = ((b_word >> bit) & 1) != 0
-        tl.store(p_token + b_slot, b_at * 32 + bit, mask=b_hit & (b_slot < CAP))
+    while tl.max((b_word != 0).to(tl.int32), 0) > 0:
+        # The lowest mark of every word, which is then taken off.
+        b_low = b_word & -b_word
+        b_marked = (b_word != 0) & (b_place < CAP)
+        tl.store(p_token + b_place, b_at * 32 + ones(b_low - 1), mask=b_marked)
+        b_place += (b_word != 0).to(tl.int32)
+        b_word = b_word ^ b_low
     tl.debug_barrier()
     if (marked > CAP) | (count > CAP):
         # Too many reach the threshold: find the exact one by bisection, and write down the scores

@@ -79,7 +79,7 @@ def check_offset(
             raise CausalStatisticsError(
                 "causal attention cannot take the offset from the sequence it processes, because a "
                 "statistic over all tokens lets every row see the future; pass offset (fixed, "
-                "learned, or from lln.calibrate on other data)."
+                "learned, or from lln.calibrate_keys on other data)."
             )
         return
     if not isinstance(offset, Tensor):

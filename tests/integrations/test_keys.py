@@ -1,0 +1,250 @@
+"""Attention with exact keys inside other libraries' models: by name, converted, saved, refused."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from tests.integrations.test_timm import Vision
+
+import lln
+from lln.errors import CausalStatisticsError, InvalidInputError
+from lln.integrations import attend, timm
+from lln.integrations.cache import LLNCache
+from lln.integrations.convert import convert
+from lln.nn.offsets import FixedOffset, LearnedOffset
+
+SIZES = {"keys": 3, "block_size": 4}
+FIXED = {"statistics": "fixed", "alpha": 1.0, "beta": 1.0, "offset": -2.0}
+NAME = "encoder.layer.{}.attention.self"
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def heads_of(model, layer=0):
+    return model.get_submodule(NAME.format(layer)).lln
+
+
+def change(found, expected):
+    return (found - expected).abs().max().item()
+
+
+def calls_of(model, **inputs):
+    calls = []
+    with attend.observed(lambda call: calls.append(call) or attend.softmax(call)):
+        model(**inputs)
+    return calls
+
+
+def test_a_layer_by_name_is_the_function(tiny, text):
+    model = tiny("roberta", "lln_keys", SIZES)
+    calls = []
+    with attend.observed(lambda call: calls.append(call)):
+        model(**text(19, padding=6))
+    assert len(calls) == 2
+    for call in calls:
+        expected = lln.lln_keys_attention(
+            call.query, call.key, call.value, key_mask=call.mask, **SIZES
+        )
+        assert torch.equal(attend.attend(call), expected)
+
+
+def test_padding_changes_nothing_and_defaults_are_those_of_the_function(tiny, text):
+    model = tiny("bert", "lln_keys")
+    inputs = text(90, padding=17)
+    alone = {name: side[1:, :73] for name, side in inputs.items()}
+    assert change(model(**inputs)[0][1:, :73], model(**alone)[0]) < 1e-5
+    call = calls_of(model, **inputs)[0]
+    sides = (call.query, call.key, call.value)
+    assert torch.equal(attend.attend(call), lln.lln_keys_attention(*sides, key_mask=call.mask))
+
+
+def test_conversion_finds_what_the_library_finds(tiny, text):
+    model = tiny("roberta")
+    inputs = text(30, padding=9)
+    calls = calls_of(_as(model, "lln_keys"), **inputs)
+    report = convert(model, "lln_keys", calibrate=inputs, **SIZES)
+    for index, call in enumerate(calls):
+        expected = lln.calibrate_keys(
+            call.query, call.key, key_mask=call.mask, scope="batch", **SIZES
+        )
+        heads = heads_of(model, index)
+        found = (heads.statistics.alpha, heads.statistics.beta, heads.offset.value)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other.flatten(), rtol=1e-4, atol=1e-4)
+        layer = report.layers[index]
+        assert layer.attention == "lln_keys"
+        assert layer.offset == pytest.approx(
+            (expected[2].min().item(), expected[2].max().item()), rel=1e-3
+        )
+        options = dict(zip(("alpha", "beta", "offset"), expected, strict=True))
+        ours = lln.lln_keys_attention(
+            call.query, call.key, call.value, key_mask=call.mask, **options, **SIZES
+        )
+        mask = inputs["attention_mask"].bool()
+        soft, ours = (side.transpose(1, 2)[mask] for side in (attend.softmax(call), ours))
+        moved = ((ours - soft).norm() / soft.norm()).item()
+        assert layer.moved == pytest.approx(moved, rel=1e-3)
+    assert "offset" in str(report)
+    assert "α, β and offset from 51 tokens" in str(report)
+
+
+def _as(model, attention):
+    """A copy whose calls come to us."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def test_more_keys_bring_a_model_closer_to_its_original(tiny, text):
+    moved = []
+    for keys in (0, 8, 40):
+        model = tiny("roberta", initializer_range=0.3)
+        report = convert(model, "lln_keys", calibrate=text(40), keys=keys, block_size=8)
+        moved.append(report.moved)
+    assert moved[0] > moved[1] > moved[2]
+    assert moved[2] < 1e-5
+
+
+@pytest.mark.parametrize("statistics", ["sample", "fixed", "running", "learned"])
+def test_a_converted_model_is_saved_and_loaded(tiny, text, tmp_path, statistics):
+    model = tiny("roberta", **NO_DROPOUT)
+    inputs = text(24, padding=5)
+    convert(model, "lln_keys", calibrate=inputs, statistics=statistics, select="half", **SIZES)
+    if statistics == "learned":
+        with torch.no_grad():
+            heads_of(model, 1).offset.value.add_(1.5)
+    expected = model(**inputs)[0]
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text("utf-8"))["lln"]
+    kept = {"sample": None, "fixed": "fixed"}.get(statistics, "learned")
+    wanted = SIZES | {"select": "half", "matching": "rest", "offset": kept}
+    assert {name: saved[name] for name in wanted} == wanted
+    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    assert loaded.config._attn_implementation == "lln_keys"
+    assert torch.equal(loaded(**inputs)[0], expected)
+    kinds = {"fixed": FixedOffset, "learned": LearnedOffset}
+    if kept is not None:
+        assert isinstance(heads_of(loaded).offset, kinds[kept])
+
+
+def test_a_learned_offset_trains(tiny, text):
+    model = tiny("roberta", **NO_DROPOUT)
+    convert(model, "lln_keys", calibrate=text(24), statistics="learned", **SIZES)
+    model.train()(**text(24))[0].square().sum().backward()
+    for index in range(2):
+        for name, parameter in heads_of(model, index).named_parameters():
+            assert parameter.grad.abs().sum() > 0, name
+
+
+def test_offsets_stay_float32_in_a_half_model(tiny, text):
+    model = tiny("roberta")
+    convert(model, "lln_keys", calibrate=text(24), **SIZES)
+    before = heads_of(model).offset.value.clone()
+    model.to(torch.bfloat16)
+    assert torch.equal(heads_of(model).offset.value, before)
+    assert model(**text(24))[0].dtype == torch.bfloat16
+
+
+def test_packed_sequences_equal_separate_ones(tiny, text):
+    model = tiny("roberta")
+    convert(model, "lln_keys", calibrate=text(24), **SIZES)
+    ids = text(24, batch=1, seed=1)["input_ids"]
+    pieces = [(0, 9), (9, 10), (10, 24)]
+    bounds = torch.tensor([0, 9, 10, 24])
+    places = torch.cat([torch.arange(1, end - start + 1) for start, end in pieces])[None]
+    packed = model(ids, position_ids=places, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)[0]
+    for start, end in pieces:
+        alone = model(ids[:, start:end], position_ids=places[:, start:end])[0]
+        assert change(packed[:, start:end], alone) < 1e-5
+
+
+@pytest.mark.parametrize("statistics", ["fixed", "running", "learned"])
+def test_a_causal_model_converts_and_sees_no_later_token(tiny, text, statistics):
+    model = tiny("llama")
+    convert(model, "lln_keys", calibrate=text(30), statistics=statistics, **SIZES)
+    inputs = text(30, seed=3)
+    changed = copy.deepcopy(inputs)
+    changed["input_ids"][:, 21:] = text(30, seed=4)["input_ids"][:, 21:]
+    found, expected = (model(**side, use_cache=False)[0] for side in (changed, inputs))
+    assert change(found[:, :21], expected[:, :21]) < 1e-6
+    assert change(found[:, 21:], expected[:, 21:]) > 1e-3
+
+
+def test_a_causal_model_generates_without_a_cache_only(tiny, text):
+    model = tiny("llama", "lln_keys", FIXED | SIZES)
+    ids = text(12)["input_ids"]
+    with pytest.raises(InvalidInputError, match=r"pass use_cache=False to generate"):
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    with pytest.raises(InvalidInputError, match="LLNCache is for models"):
+        LLNCache(model)
+    first = model(ids, use_cache=True)
+    with pytest.raises(InvalidInputError, match="cannot continue a cache"):
+        model(ids[:, -1:], past_key_values=first.past_key_values, use_cache=True)
+    out = model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False)
+    for place in range(12, 15):
+        assert torch.equal(model(out[:, :place])[0][:, -1].argmax(-1), out[:, place])
+
+
+def test_what_does_not_fit_gets_a_sentence(tiny, text):
+    model = tiny("roberta")
+    with pytest.raises(InvalidInputError, match="mix goes with attention 'lln_diag'"):
+        convert(model, "lln_keys", mix="gate", batch=text())
+    for options, said in (
+        ({"keys": -1}, "keys"),
+        ({"select": "best"}, "select must be one of"),
+        ({"group_size": 3}, "group_size must divide block_size"),
+        ({"matching": "hope"}, "matching must be one of 'rest'"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            convert(model, "lln_keys", batch=text(), **options)
+    with pytest.raises(InvalidInputError, match="matching"):
+        convert(model, "lln_diag", matching="rest", batch=text())
+    assert not hasattr(model.config, "lln")
+    for settings, said in (
+        ({"offset": "learned"}, "needs a module to live in"),
+        ({"offset": "much"}, "offset must be a finite number"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            tiny("roberta", "lln_keys", settings)(**text())
+    with pytest.raises(CausalStatisticsError, match=r"config.lln\['offset'\]"):
+        tiny("llama", "lln_keys", FIXED | {"offset": None})(**text())
+    with pytest.raises(InvalidInputError, match="later tokens"):
+        tiny("llama", "lln_keys", FIXED | {"select": "query"})(**text())
+
+
+def test_a_changed_offset_in_the_configuration_is_refused(tiny, text):
+    model = tiny("roberta")
+    convert(model, "lln_keys", calibrate=text(24), **SIZES)
+    model.config.lln["keys"] = 5
+    model(**text(24))
+    model.config.lln["offset"] = -1.0
+    with pytest.raises(InvalidInputError, match=r"config.lln\['offset'\] was changed"):
+        model(**text(24))
+
+
+def test_weights_of_every_row_sum_to_one(tiny, text):
+    model = tiny("roberta", "lln_keys", SIZES)
+    weights = model(**text(18), output_attentions=True).attentions[0]
+    assert weights.shape == (2, 4, 18, 18)
+    assert (weights.sum(-1) - 1).abs().max() < 1e-5
+
+
+def test_timm_models_convert_and_load_again():
+    torch.manual_seed(0)
+    model, images = Vision().eval(), torch.randn(2, 3, 16, 16)
+    report = timm.convert(model, "lln_keys", calibrate=images, **SIZES)
+    assert report.layers[0].offset is not None
+    x = torch.randn(2, 16, 16)
+    block = model.blocks[0]
+    query, key, value = block.heads(x)
+    alpha, beta, offset = block.lln.numbers(query, key, value, None, False)
+    numbers = {"alpha": alpha, "beta": beta, "offset": offset}
+    expected = lln.lln_keys_attention(query, key, value, **numbers, **SIZES)
+    assert change(block(x), block.proj(expected.transpose(1, 2).flatten(2))) < 1e-6
+    fresh = Vision().eval()
+    timm.attach_described(fresh, json.loads(json.dumps(timm.describe(model))))
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(images), model(images))
+    with pytest.raises(InvalidInputError, match="mix goes with"):
+        timm.convert(Vision(), "lln_keys", mix=0.2)
