@@ -47,6 +47,9 @@ def slowly(query, key, keys, *, block, group, select, mask=None, causal=False, f
                 # All rows of a block choose together in "half".
                 mean = block if select == "half" else group
                 start = number * group // mean * mean - gap
+                if causal and mean > 1:
+                    # The group's own mean holds later queries.
+                    start -= mean
                 rows = [row for row in range(start, start + mean) if 0 <= row < tokens]
                 counted = [row for row in rows if valid[row]]
                 others = {

@@ -154,25 +154,39 @@ def slots_of_blocks(
     rows = blocks.gather(key)
     exponent, values = key_exponents(rows, blocks.gather(value), beta, valid)
     log_mass, centroid = running_merge(*summarise(exponent, values), segment)
-    total = torch.where(valid.unsqueeze(-1), rows, 0.0).sum(-2)
-    number = valid.sum(-1).unsqueeze(-1)
-    upto, counted = total.cumsum(-2), number.cumsum(-2)
-    start = blocks.first
-    before, before_counted = (upto - total)[..., start, :], (counted - number)[..., start, :]
+    centre = _mean_keys(rows, valid, blocks, is_causal)
     if not is_causal:
-        last = blocks.last
-        centre = (upto[..., last, :] - before) / (counted[..., last, :] - before_counted).clamp_min(
-            1
-        )
-        log_mass, centroid = log_mass[..., last, :], centroid[..., last, :, :]
+        log_mass, centroid = log_mass[..., blocks.last, :], centroid[..., blocks.last, :, :]
     else:
-        centre = (upto - total - before) / (counted - number - before_counted).clamp_min(1)
         log_mass, centroid = shift(log_mass, centroid)
-        begins = torch.arange(start.shape[0], device=key.device) == start
+        begins = torch.arange(blocks.first.shape[0], device=key.device) == blocks.first
         log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
         centroid = torch.where(begins[:, None, None], 0.0, centroid)
     factor = beta.squeeze(-1) if isinstance(beta, Tensor) else beta
     return log_mass - factor * centre, centroid, centre
+
+
+def _mean_keys(rows: Tensor, valid: Tensor, blocks: KeyBlocks, is_causal: bool) -> Tensor:
+    """μ of every block's sequence, or of the blocks before it: ``[B, H, n, D]``.
+
+    Args:
+        rows: Keys in blocks, ``[B, H, n, W, D]``.
+        valid: bool ``[B, 1, n, W]``.
+        blocks: Where the tokens lie.
+        is_causal: Whether only earlier blocks count.
+    """
+    total = torch.where(valid.unsqueeze(-1), rows, 0.0).sum(-2)
+    # A NaN must show in its own sequence, but a running sum would carry it into all later ones.
+    broken = ~total.isfinite()
+    sides = (torch.where(broken, 0.0, total), broken.to(torch.int64), valid.sum(-1, keepdim=True))
+
+    def held(side: Tensor) -> Tensor:
+        upto = side.cumsum(-2)
+        start = (upto - side)[..., blocks.first, :]
+        return (upto - side if is_causal else upto[..., blocks.last, :]) - start
+
+    total, reached, number = (held(side) for side in sides)
+    return torch.where(reached > 0, torch.nan, total / number.clamp_min(1))
 
 
 def slots_of_heads(

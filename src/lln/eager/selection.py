@@ -1,9 +1,9 @@
 """Which keys a group of queries attends to exactly, outside its own block.
 
-``"block"`` scores every key with the mean query of the group (causal: of the group before it);
-``"query"`` gives every query the keys that are largest in its two strongest features; ``"half"``
-takes half of each. No choice carries a gradient. Equal scores are taken in the order of positions,
-so results repeat.
+``"block"`` scores every key with the mean query of the group; a causal group of several queries
+takes the mean of the group before it, because its own holds later queries. ``"query"`` gives every
+query the keys that are largest in its two strongest features; ``"half"`` takes half of each. No
+choice carries a gradient. Equal scores are taken in the order of positions, so results repeat.
 
 Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, n blocks, W tokens
 in a block, G groups, g queries in a group, K keys per group.
@@ -114,7 +114,7 @@ def _by_mean(
     number = counted.flatten(2, 3).unflatten(2, (-1, group_size)).sum(-2).clamp_min(1)
     # Rounded to the precision of the queries, as in the kernel, so that both choose the same keys.
     mean = (rows.sum(-2) / number).to(query.dtype).to(dtype)
-    if is_causal:
+    if is_causal and group_size > 1:
         # A group's own mean would let later queries decide what earlier ones see.
         mean = torch.cat([torch.zeros_like(mean[:, :, :1]), mean[:, :, :-1]], 2)
     batch, heads, groups, width = mean.shape
