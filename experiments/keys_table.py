@@ -42,8 +42,8 @@ def conversion(results: dict[str, Any]) -> str:
     texts = max(cell["texts"] for cells in results["rows"].values() for cell in cells.values())
     return (
         f"{text}\n\nMean cosine of the sentence embeddings with the original's, all-MiniLM-L6-v2, "
-        f"{texts} held-out texts of English Wikipedia, ± standard error; blocks of 64, no training; "
-        f"α, β and offset found on {setup['calibration_texts']} other texts. Made by "
+        f"{texts} held-out texts of English Wikipedia, ± standard error; blocks of 64, no "
+        f"training; α, β and offset found on {setup['calibration_texts']} other texts. Made by "
         f"`{setup['command']}`, torch {setup['torch']}, commit `{setup['commit'][:10]}`."
     )
 
@@ -61,8 +61,8 @@ def selection(results: dict[str, Any]) -> str:
         rows.append([shown, *("" if cell is None else f"{cell['median']:.3f}" for cell in cells)])
     text = table(["64 keys chosen", *(f"{int(tokens):,} tokens" for tokens in lengths)], rows)
     return (
-        f"{text}\n\n‖out - softmax's‖ / ‖softmax's‖, median over the 72 heads of all-MiniLM-L6-v2 on "
-        "its own activations; slots of keys that are not centred, offset found on other texts; "
+        f"{text}\n\n‖out - softmax's‖ / ‖softmax's‖, median over the 72 heads of all-MiniLM-L6-v2 "
+        "on its own activations; slots of keys that are not centred, offset found on other texts; "
         "3 to 4 texts. Made by `python -m experiments.keys_prototype`."
     )
 

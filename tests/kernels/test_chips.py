@@ -16,7 +16,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 import lln
-from lln.kernels import limits, recipes, sizes
+from lln.kernels import launch_keys, limits, recipes, sizes
 
 # Name → compute capability, and the shared memory that a program can have.
 CHIPS = {"A100": (80, 166_912), "RTX 3090": (86, 101_376)}
@@ -60,6 +60,39 @@ def plug_in(monkeypatch):
     sizes._choose.cache_clear()
     yield plug
     sizes._choose.cache_clear()
+
+
+def fit_keys(dtype, width, block_size=64, keys=64):
+    """Forward and backward of one call with exact keys."""
+    inputs = [torch.randn(2, 3, 300, width, dtype=dtype).requires_grad_() for _ in range(3)]
+    numbers = GIVEN | {"offset": 0.0, "block_size": block_size, "keys": keys}
+    mask = torch.rand(2, 300) > 0.5
+    out = lln.lln_keys_attention(*inputs, **numbers, key_mask=mask, impl="triton")
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "dtype", "width"),
+    [
+        ("RTX 3090", BFLOAT16, 64),
+        ("RTX 3090", FLOAT32, 32),
+        ("A100", BFLOAT16, 128),
+        ("A100", FLOAT32, 64),
+    ],
+)
+def test_exact_keys_fit(plug_in, monkeypatch, chip, dtype, width):
+    plug_in(chip)
+    needs = []
+
+    def launch(kernel, grid, *arguments, **sizes):
+        needs.append(kernel.warmup(*arguments, grid=grid, **sizes).metadata.shared)
+
+    monkeypatch.setattr(launch_keys, "_launch", launch)
+    monkeypatch.setattr(launch_keys, "on_device", lambda device: contextlib.nullcontext())
+    fit_keys(dtype, width)
+    assert 8 <= len(needs)
+    assert max(needs) <= CHIPS[chip][1]
 
 
 def fit(dtype, width, value_width=None, block_size=None, learnt_mix=False, **options):

@@ -23,12 +23,10 @@ from lln.kernels.triton import keys_grad, keys_read, keys_select
 
 # Keys in a tile of the selection.
 TILE = 128
-# The chosen keys of a group are read this many at a time.
-READ = 64
+# Bytes of the tiles in which chosen keys, and the gradients of pairs, are read.
+TILE_BYTES = 8 * 1024
 # The selection scores this many candidates at a time.
 FEW = 32
-# The gradients of this many pairs of a group and a key are added at a time.
-PAIRS = 64
 # Tiles that are fetched ahead.
 STAGES = {"slot": 2, "key": 1}
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
@@ -275,7 +273,7 @@ def attend_backward(
                 flat_scale(beta, batch, query), dbeta, pair_dk, pair_dv, *found,
                 call.beta_number, call.scale, first, tokens, heads, key_heads, keys, blocks,
                 *query.stride(), *key.stride(), *value.stride(), *gradient.stride(),
-                *dk.stride(), *dv.stride(), **near, SR=sizes["SR"], BP=PAIRS,
+                *dk.stride(), *dv.stride(), **near, SR=sizes["SR"], BP=_rows_at_once(call),
                 HAS_BETA=call.beta is not None, STAGES=STAGES["key"],
                 num_warps=_warps("key", sizes),
             )  # fmt: skip
@@ -382,7 +380,7 @@ def _sizes(call: KeysCall) -> dict[str, Any]:
         "BE": max(16, power_of_two(value_width)),
         "BM": max(16, call.group_size),
         "BW": max(16, call.block_size),
-        "BK": max(16, min(READ, power_of_two(call.indices.shape[3]))),
+        "BK": max(16, min(_rows_at_once(call), power_of_two(call.indices.shape[3]))),
         "GROUP": call.group_size,
         "R": call.query.shape[1] // call.key.shape[1],
         "SR": call.query.shape[1] // call.as_lln.summary_heads,
@@ -392,6 +390,13 @@ def _sizes(call: KeysCall) -> dict[str, Any]:
         "EVEN": call.mask is None and call.query.shape[2] % call.block_size == 0,
         "PRECISION": precision_of(call.query, max(width, value_width)),
     }
+
+
+def _rows_at_once(call: KeysCall) -> int:
+    """Rows of a tile of chosen keys or pairs."""
+    widest = max(call.query.shape[3], call.value.shape[3])
+    rows = TILE_BYTES // (max(16, power_of_two(widest)) * call.query.itemsize)
+    return max(16, min(64, rows))
 
 
 def _side_tensors(call: KeysCall) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,6 +45,7 @@ class Chip(NamedTuple):
         joint_summary: Most slots times channels of a summary in that pass.
         joint_summary_float32: The same in float32.
         takes_extras: Whether blocks still fit with a key mask or a mix per channel.
+        keys_bytes: Most bytes of a block of keys beside exact keys.
     """
 
     shared: int
@@ -56,6 +57,7 @@ class Chip(NamedTuple):
     joint_summary: int
     joint_summary_float32: int
     takes_extras: bool
+    keys_bytes: int
 
 
 # H100, H200, B200: 227 KB.
@@ -69,6 +71,7 @@ LARGE = Chip(
     joint_summary=64 * 128,
     joint_summary_float32=64 * 64,
     takes_extras=True,
+    keys_bytes=32 * 1024,
 )
 # A100: 163 KB.
 MIDDLE = LARGE._replace(
@@ -77,6 +80,7 @@ MIDDLE = LARGE._replace(
     joint_tokens=64,
     joint_summary=64 * 64,
     takes_extras=False,
+    keys_bytes=16 * 1024,
 )
 # RTX 30, 40 and 50, A10, L4, L40: 99 KB.
 SMALL = Chip(
@@ -89,13 +93,13 @@ SMALL = Chip(
     joint_summary=64 * 64,
     joint_summary_float32=64 * 32,
     takes_extras=False,
+    keys_bytes=8 * 1024,
 )
 CHIPS = (LARGE, MIDDLE, SMALL)
 
-# Limits of the kernels for exact keys: channels, bytes of a block's keys, and the fewest queries
-# that share their chosen keys (fewer would not fill a tile).
+# Limits of the kernels for exact keys: channels, and the fewest queries that share their chosen
+# keys (fewer would not fill a tile).
 MAX_KEYS_WIDTH = 128
-MAX_KEYS_BYTES = 32 * 1024
 LEAST_KEYS_GROUP = 16
 # Most keys that the kernels choose for a group.
 MAX_CHOSEN = 256
@@ -284,8 +288,8 @@ def why_no_keys(query: Tensor, value_width: int, block_size: int, group_size: in
     """
     chip = chip_of(query.device) or CHIPS[-1]
     widest = max(16, power_of_two(max(query.shape[-1], value_width)))
-    most = MAX_KEYS_BYTES if chip.shared >= LARGE.shared else MAX_KEYS_BYTES // 2
-    fits = widest <= MAX_KEYS_WIDTH and max(block_size, 16) * widest * query.itemsize <= most
+    block_bytes = max(block_size, 16) * widest * query.itemsize
+    fits = widest <= MAX_KEYS_WIDTH and block_bytes <= chip.keys_bytes
     sizes_fit = block_size == power_of_two(block_size) and group_size == power_of_two(group_size)
     if fits and sizes_fit and group_size >= LEAST_KEYS_GROUP:
         return None
