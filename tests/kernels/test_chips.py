@@ -91,7 +91,7 @@ def test_exact_keys_fit(plug_in, monkeypatch, chip, dtype, width):
     monkeypatch.setattr(launch_keys, "_launch", launch)
     monkeypatch.setattr(launch_keys, "on_device", lambda device: contextlib.nullcontext())
     fit_keys(dtype, width)
-    assert 8 <= len(needs)
+    assert len(needs) >= 8
     assert max(needs) <= CHIPS[chip][1]
 
 
