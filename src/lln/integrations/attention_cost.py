@@ -15,7 +15,6 @@ Dimension legend: N tokens, D head width, E value width, W tokens in a block, K 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,12 +161,13 @@ def _call(shape: AttentionShape, tokens: int, keys: int | None) -> Callable[[], 
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call: the median of three after a first one, or the first if it is slow."""
+    """Of one call: the fastest of three after a first one, or the first if it is slow."""
     first = _once(call, device)
     # On a GPU the first call may compile, however short the others are.
     if device.type == "cpu" and first > 0.5:
         return first
-    return statistics.median(_once(call, device) for _ in range(3))
+    # Whatever else the machine does makes calls slower, never faster.
+    return min(_once(call, device) for _ in range(3))
 
 
 def _once(call: Callable[[], object], device: torch.device) -> float:

@@ -139,7 +139,7 @@ def convert(
             "calibrate, inputs to find new ones on, or convert the original model."
         )
     check_mix_of(attention, mix)
-    check_target(target, attention, statistics, keys, calibrate, holdout)
+    check_target(model, target, attention, statistics, keys, calibrate, holdout)
     settings = Settings(
         matching=criterion_of(matching, attention),
         statistics=statistics,

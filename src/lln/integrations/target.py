@@ -33,6 +33,7 @@ OnStep = Callable[[str, int, int], object]
 
 
 def check_target(
+    model: PreTrainedModel,
     target: float | None,
     attention: str,
     statistics: str,
@@ -43,6 +44,7 @@ def check_target(
     """Refuse a target that cannot be met or understood, in one sentence.
 
     Args:
+        model: To convert.
         target: Of `lln.integrations.convert.convert`, like the others.
         attention: What the model is converted to.
         statistics: Where α and β come from.
@@ -65,6 +67,11 @@ def check_target(
     if attention != "lln_keys":
         raise InvalidInputError(
             f"target goes with attention 'lln_keys', whose keys it chooses, got {attention!r}."
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InvalidInputError(
+            f"target does not take encoder–decoder models as {type(model).__name__}, because "
+            "cross attention has no exact keys; convert the encoder by itself."
         )
     if calibrate is None:
         raise InvalidInputError("target needs calibrate, inputs to measure every layer on.")
