@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.report import fill
 
+from experiments.keys_table import conversion, selection
 from experiments.recovery_table import quality, recovery
 from experiments.step_table import training_steps
 from experiments.tables import table
@@ -56,6 +57,11 @@ def main() -> None:
     fill(Path("docs/huggingface.md"), "recovery", recovery(found))
     steps = json.loads((RESULTS / "roberta_step.json").read_text("utf-8"))
     fill(Path("docs/huggingface.md"), "steps", training_steps(steps))
+    page = Path("docs/exact_keys.md")
+    found = json.loads((RESULTS / "keys_prototype.json").read_text("utf-8"))
+    fill(page, "key-selection", selection(found))
+    found = json.loads((RESULTS / "keys_conversion.json").read_text("utf-8"))
+    fill(page, "key-conversion", conversion(found))
     fill(PAGE, "costs", costs(json.loads(COSTS.read_text("utf-8"))))
 
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from experiments.keys_table import conversion, selection
 from experiments.recovery_table import NAMES, quality, recovery
 from experiments.step_table import training_steps
 
@@ -47,3 +48,18 @@ def test_training_steps_that_were_not_run_are_empty():
     assert lines[2] == "| softmax (SDPA) | 30 |  |"
     assert lines[3] == "| LLN, fixed statistics | 20 (1.50×) | 21 |"
     assert lines[4] == "| LLN, running |  |  |"
+
+
+def test_the_published_tables_of_exact_keys_are_those_of_their_results():
+    page = (ROOT / "docs/exact_keys.md").read_text("utf-8")
+    for name, write in (("keys_prototype", selection), ("keys_conversion", conversion)):
+        results = json.loads((ROOT / f"experiments/results/{name}.json").read_text("utf-8"))
+        assert write(results) in page
+
+
+def test_conversions_that_were_not_run_are_empty():
+    cell = {"cosine": 0.5, "error_of_mean": 0.001, "texts": 8}
+    setup = {"calibration_texts": 2, "command": "c", "torch": "t", "commit": "x"}
+    text = conversion({"setup": setup, "rows": {"keys 64": {"512": cell}}})
+    assert "| 64 keys | 0.500 ± 0.001 |" in text
+    assert "| 128 keys |  |" in text

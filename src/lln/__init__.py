@@ -15,7 +15,7 @@ from lln.errors import (
 )
 from lln.functional.decoding import decode_step
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
-from lln.functional.keys import choose_keys, lln_keys_attention, lln_keys_attention_varlen
+from lln.functional.exact_keys import choose_keys, lln_keys_attention, lln_keys_attention_varlen
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
 from lln.matching.calibration import calibrate
 from lln.matching.key_calibration import calibrate_keys

@@ -283,8 +283,10 @@ def test_no_keys_leave_block_and_slots():
     scores = (query @ key.mT) / 8**0.5
     place = torch.arange(40) // 8
     near = torch.where(place[:, None] == place, scores, -torch.inf).exp()
-    kernel = (GIVEN["alpha"] * query).exp() @ (GIVEN["beta"] * key).exp().mT
-    weights = near + 32 / 40 * kernel * torch.tensor(GIVEN["offset"]).double().exp()
+    centre = key.mean(2, keepdim=True)
+    kernel = (GIVEN["alpha"] * query).exp() @ (GIVEN["beta"] * (key - centre)).exp().mT
+    level = torch.exp(query @ centre.mT / 8**0.5 + GIVEN["offset"])
+    weights = near + 32 / 40 * kernel * level
     wanted = weights @ value / weights.sum(-1, keepdim=True)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 

@@ -46,7 +46,10 @@ def needed_offsets(query, key, alpha, beta, indices, block_size, mask=None, caus
     far = rest & ~exact
     scores = query.double() @ key.double().mT / query.shape[-1] ** 0.5
     true = torch.where(far, scores, -torch.inf).logsumexp(-1)
-    linear = reference.log_lln_kernel(query, key, alpha, beta)
+    centre = rest.double() @ key.double() / rest.sum(-1, keepdim=True).clamp_min(1)
+    asked = query.double() - beta.double() / alpha.double() * centre
+    linear = reference.log_lln_kernel(asked, key, alpha, beta)
+    linear = linear + (query * centre).sum(-1, keepdim=True) / query.shape[-1] ** 0.5
     slots = torch.where(rest, linear, -torch.inf).logsumexp(-1)
     share = far.sum(-1) / rest.sum(-1).clamp_min(1)
     found = torch.where(far.any(-1), true - slots - share.log(), torch.nan)

@@ -152,6 +152,8 @@ def test_checkpointing_gives_the_same_gradients(reentrant):
     "options",
     [
         CAUSAL | {"offset": -2.0},
+        CAUSAL | {"offset": -2.0, "select": "half"},
+        CAUSAL | {"offset": -2.0, "group_size": 4},
         CAUSAL | {"learn_offset": True},
         {"statistics": "learned", "learn_offset": True},
         {"statistics": "running"},
@@ -169,8 +171,10 @@ def test_causal_rows_do_not_see_later_tokens(options, training):
         for side in sides:
             side[:, :, 25:] += later * torch.linspace(-1, 1, D)
         results.append(core(*sides, is_causal=True))
-    assert torch.equal(results[0][:, :, :25], results[1][:, :, :25])
-    assert not torch.equal(results[0][:, :, 25:], results[1][:, :, 25:])
+    # To rounding: zero weights of later keys may change the order of a sum.
+    earlier = (result[:, :, :25] for result in results)
+    torch.testing.assert_close(*earlier, rtol=1e-6, atol=1e-6)
+    assert (results[0][:, :, 25:] - results[1][:, :, 25:]).abs().max() > 0.1
 
 
 def test_causal_calls_that_would_see_the_future_are_refused():
@@ -179,9 +183,6 @@ def test_causal_calls_that_would_see_the_future_are_refused():
         core_of()(q, k, v, is_causal=True)
     with pytest.raises(CausalStatisticsError, match="learn_offset=True"):
         core_of(**CAUSAL)(q, k, v, is_causal=True)
-    for options in ({"select": "query"}, {"select": "half"}, {"group_size": 4}):
-        with pytest.raises(InvalidInputError, match=r"looks at later tokens.*group_size=1"):
-            core_of(**CAUSAL, offset=0.0, **options)(q, k, v, is_causal=True)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ def check_offset(
                 "learned, or from lln.calibrate_keys on other data)."
             )
         return
+    if type(offset) is float and -math.inf < offset < math.inf:
+        return
     if not isinstance(offset, Tensor):
         if isinstance(offset, bool) or not isinstance(offset, Real) or not math.isfinite(offset):
             raise InvalidInputError(

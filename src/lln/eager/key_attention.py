@@ -156,7 +156,8 @@ def slots_of_blocks(
     log_mass, centroid = running_merge(*summarise(exponent, values), segment)
     centre = _mean_keys(rows, valid, blocks, is_causal)
     if not is_causal:
-        log_mass, centroid = log_mass[..., blocks.last, :], centroid[..., blocks.last, :, :]
+        log_mass = log_mass.index_select(-2, blocks.last)
+        centroid = centroid.index_select(-3, blocks.last)
     else:
         log_mass, centroid = shift(log_mass, centroid)
         begins = torch.arange(blocks.first.shape[0], device=key.device) == blocks.first
@@ -182,8 +183,8 @@ def _mean_keys(rows: Tensor, valid: Tensor, blocks: KeyBlocks, is_causal: bool) 
 
     def held(side: Tensor) -> Tensor:
         upto = side.cumsum(-2)
-        start = (upto - side)[..., blocks.first, :]
-        return (upto - side if is_causal else upto[..., blocks.last, :]) - start
+        start = (upto - side).index_select(-2, blocks.first)
+        return (upto - side if is_causal else upto.index_select(-2, blocks.last)) - start
 
     total, reached, number = (held(side) for side in sides)
     return torch.where(reached > 0, torch.nan, total / number.clamp_min(1))

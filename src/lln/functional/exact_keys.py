@@ -1,223 +1,290 @@
-"""Calls with exact keys: what is missing is matched and chosen, then the plan is executed.
+"""The entry points of attention with exact keys: dense, packed, and the choice of keys alone.
 
-Dimension legend: as in `lln.functional.request`; G groups of queries, K keys per group.
+Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, E value width,
+G groups of queries, K keys per group, n packed sequences.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lln.eager import run as eager
-from lln.eager.key_attention import attend_keys, slots_of_blocks
-from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
-from lln.eager.packing import per_tile
-from lln.eager.selection import choose, drop_repeats, seen_keys
-from lln.functional.match import measure_heads
-from lln.functional.plan import Plan
+from lln import checks
+from lln.checks.bounds import check_bounds
+from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
+from lln.checks.names import check_choice
+from lln.checks.signatures import explain_misfits
+from lln.eager.key_blocks import blocks_in
+from lln.functional.key_calls import choose_for
+from lln.functional.plan import plan_call
 from lln.functional.request import Request
-from lln.kernels.keys_ops import fused_choice, fused_keys
-from lln.matching.mass import keys_temperatures, mass_offset
-from lln.matching.moments import Moments, packed_moments, tensor_moments
-from lln.precision import accumulation_dtype
+from lln.functional.run import attend
+from lln.precision import cast_for_autocast, without_autocast
 
 
-def complete(request: Request, plan: Plan) -> Request:
-    """The request with α, β, the offset and the indices of the keys in place."""
-    alpha, beta, offset = request.alpha, request.beta, request.offset
-    if alpha is None or offset is None:
-        moments = _moments(request, plan)
-        if alpha is None:
-            alpha, beta = _temperatures(request, moments)
-        if offset is None:
-            width = request.query.shape[-1]
-            offset = mass_offset(moments, alpha, beta, width, request.scale)
-    keys = request.keys
-    keys = _usable(request, keys) if isinstance(keys, Tensor) else choose_for(request, plan)
-    first = (request.kind, *request[1:4], alpha, beta, *request[6:15])
-    return Request(*first, keys, request.select, request.group_size, offset)
+@explain_misfits
+def lln_keys_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "rest",
+    block_size: int = 64,
+    keys: int | Tensor = 64,
+    select: str = "block",
+    group_size: int | None = None,
+    offset: float | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """One softmax over the own block, K chosen keys and the D slots of the LLN summary.
 
+        logits_i = [ q_i·k_j/√D, j in the block or chosen | αq_if + L_f + g + ln ρ, f = 1 … D ]
+        out_i = softmax(logits_i) · [ v_j | C_f ]
 
-def _usable(request: Request, indices: Tensor) -> Tensor:
-    """A caller's indices without repeated ones, and -1 for those that a group may not see."""
-    indices = drop_repeats(indices.long())
-    if request.bounds is not None:
-        return indices
-    mask, causal = request.key_mask, request.is_causal
-    seen = seen_keys(indices, _dense_blocks(request), request.group_size, mask, causal)
-    return torch.where(seen, indices, -1)
+    for keys whose mean was taken off (as in softmax, a vector added to all keys changes nothing).
+    L and C are the summary of `KeySummary`, g is the offset and ρ the share of keys that are
+    neither in the block nor chosen. The more keys, the closer to softmax attention; with every key
+    exact it *is* softmax attention, and with ``keys=0`` near tokens and slots share one normaliser.
 
+    Args:
+        query: ``[B, H, T, D]``, any strides.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        alpha: A positive number, or a tensor that broadcasts to ``[B, H, 1, 1]``; may carry
+            gradients. None = from ``matching``.
+        beta: Likewise, or per key head.
+        matching: ``"rest"``, half of what ``"entropy"`` gives, because the slots carry only what is
+            left beside the exact keys; or a criterion of `match_moments`.
+        block_size: Tokens in a block; the last one may be short.
+        keys: How many keys outside the block every group of queries sees one by one, or their
+            indices ``[B, H, G, K]`` as `choose_keys` returns them (-1 = none; keys that are
+            repeated, masked or in the block count once or not at all).
+        select: How keys are chosen, see `choose_keys`.
+        group_size: Queries that share their chosen keys; None = a block.
+        offset: g, what puts the mass of the slots on the scale of softmax scores: a number or a
+            tensor that broadcasts to ``[B, H, 1, 1]``, may carry gradients. None = by mass matching
+            (`lln.matching.mass`), right for Gaussian inputs; `lln.calibrate_keys` finds it on real
+            ones.
+        key_mask: bool ``[B, T]``, True = attend. It also says which queries count in statistics and
+            in the choice of keys. Blocks are counted from the first valid token.
+        is_causal: Whether row i sees keys 0 … i only: the summary and the chosen keys are then
+            those of earlier blocks. Needs α, β and the offset given.
+        scale: Factor of the scores; None = 1/√D.
+        enable_gqa: Whether H may be a multiple of Hk; every query head chooses its own keys.
+        impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``, as in `lln_attention`.
 
-def choose_for(request: Request, plan: Plan) -> Tensor:
-    """Indices of the keys a request asks for by number: ``[B, H, G, K]``, packed ``[H, G, K]``."""
-    assert isinstance(request.keys, int)
-    options: dict[str, Any] = {"select": request.select, "group_size": request.group_size}
-    options["is_causal"] = request.is_causal
-    options["flip"] = request.scale is not None and request.scale < 0
-    query, key, keys = request.query, request.key, request.keys
-    if request.bounds is None:
-        if plan.impl == "triton":
-            sizes = {"block_size": request.block_size, "group_size": request.group_size}
-            flip = options["flip"]
-            return fused_choice(query, key, request.key_mask, keys, **sizes, flip=flip)
-        blocks = _dense_blocks(request)
-        return choose(query, key, keys, blocks, key_mask=request.key_mask, **options)
-    query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-    if query.shape[2] == 0:
-        return torch.full((query.shape[1], 0, 0), -1, dtype=torch.int64, device=query.device)
-    blocks, _ = packed_blocks(request.bounds.long(), query.shape[2], request.block_size)
-    if request.select == "block":
-        return choose(query, key, keys, blocks, key_mask=None, **options)[0]
-    return _choose_one_by_one(query, key, keys, request, blocks, options)
+    Returns:
+        ``[B, H, T, E]`` in the dtype of query. A sequence without any valid key gives zeros.
 
+    Raises:
+        InvalidInputError: One sentence on what does not fit.
+        BackendUnavailableError: If the implementation asked for cannot run.
 
-def attend_dense_keys(request: Request, plan: Plan) -> Tensor:
-    """A dense call: ``[B, H, T, E]``."""
-    sides = (request.query, request.key, request.value, request.alpha, request.beta)
-    assert isinstance(request.keys, Tensor)
-    if plan.impl == "triton":
-        return fused_keys(
-            *sides,
-            request.offset,
-            request.keys,
-            key_mask=request.key_mask,
-            block_size=request.block_size,
-            group_size=request.group_size,
-            scale=request.scale,
-        )
-    return eager.exact_keys(
-        *sides,
-        request.offset,
-        request.keys,
-        request.key_mask,
-        block_size=request.block_size,
-        group_size=request.group_size,
-        is_causal=request.is_causal,
-        scale=request.scale,
-        impl=plan.impl,
-    )
-
-
-def attend_packed_keys(request: Request, plan: Plan) -> Tensor:
-    """A packed call in plain PyTorch or by the reference: ``[T, H, E]``."""
-    assert isinstance(request.keys, Tensor)
-    assert request.bounds is not None
-    bounds = request.bounds.long()
-    dtype, tokens = accumulation_dtype(request.query.dtype), request.query.shape[0]
-    query, key, value = (side.to(dtype).transpose(0, 1)[None] for side in request[1:4])
-    blocks, sequence = packed_blocks(bounds, tokens, request.block_size)
-    indices = request.keys[None]
-    if plan.impl == "reference":
-        return _reference_one_by_one(request, query, key, value, indices)
-    heads = query.shape[1]
-    key, value = eager.repeat_heads(key, heads), eager.repeat_heads(value, heads)
-    per_block = [
-        per_tile(side, sequence, query) for side in (request.alpha, request.beta, request.offset)
-    ]
-    alpha, beta, offset = (
-        side.unsqueeze(0) if isinstance(side, Tensor) else side for side in per_block
-    )
-    slots = slots_of_blocks(key, value, beta, blocks, None, sequence, request.is_causal)
-    out = attend_keys(
+    Example:
+        >>> import torch
+        >>> query, key, value = torch.randn(3, 1, 2, 200, 16)
+        >>> softmax = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        >>> exact = lln_keys_attention(query, key, value, keys=200)
+        >>> torch.allclose(exact, softmax, atol=1e-5)
+        True
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+    checks.check_self_attention(query, key, "lln_keys_attention")
+    checks.check_key_mask(key_mask, key)
+    _check_numbers(query, key, query.shape[0], alpha, beta, matching, offset, is_causal)
+    checks.check_blocks(block_size, scale)
+    group = check_selection(select, group_size, block_size)
+    batch, heads, tokens, _ = query.shape
+    groups = blocks_in(tokens, block_size, key_mask is not None) * (block_size // group)
+    check_keys(keys, (batch, heads, groups), query.device)
+    request = Request(
+        "lln_keys",
         query,
         key,
         value,
         alpha,
-        slots,
-        offset,
-        indices,
-        blocks,
-        group_size=request.group_size,
-        key_mask=None,
-        is_causal=request.is_causal,
-        scale=request.scale,
+        beta,
+        matching,
+        block_size=block_size,
+        scale=scale,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        keys=keys,
+        select=select,
+        group_size=group,
+        offset=offset,
     )
-    return out[0].transpose(0, 1).to(request.query.dtype)
+    return attend(request, impl)
 
 
-def _moments(request: Request, plan: Plan) -> Moments:
-    if request.bounds is None:
-        return measure_heads(request.query, request.key, request.key_mask, plan.impl)
-    return packed_moments(request.query, request.key, request.bounds.long())
-
-
-def _temperatures(request: Request, moments: Moments) -> tuple[Tensor, Tensor]:
-    query, key = request.query, request.key
-    if request.matching == "paper":
-        if request.bounds is not None:
-            query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-        moments = tensor_moments(query, key, request.key_mask)
-    return keys_temperatures(moments, query.shape[-1], request.matching)
-
-
-def _dense_blocks(request: Request) -> KeyBlocks:
-    batch, _, tokens, _ = request.query.shape
-    device = request.query.device
-    return dense_blocks(batch, tokens, request.block_size, request.key_mask, device)
-
-
-def _choose_one_by_one(
+@explain_misfits
+def lln_keys_attention_varlen(
     query: Tensor,
     key: Tensor,
-    keys: int,
-    request: Request,
-    blocks: KeyBlocks,
-    options: dict[str, Any],
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int | None = None,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "rest",
+    block_size: int = 64,
+    keys: int | Tensor = 64,
+    select: str = "block",
+    group_size: int | None = None,
+    offset: float | Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_mask: None = None,
+    impl: str = "auto",
 ) -> Tensor:
-    """Choices by features, which are ranked within a sequence; waits for the bounds' values."""
-    assert request.bounds is not None
-    size = request.block_size
-    found = torch.full((query.shape[1], blocks.place.shape[1] * size, keys), -1, dtype=torch.int64)
-    found = found.to(query.device)
-    block = 0
-    for start, end in pairwise(request.bounds.tolist()):
-        if start == end:
-            continue
-        own_query, own_key = (side[:, :, start:end] for side in (query, key))
-        own = dense_blocks(1, end - start, size, None, query.device)
-        chosen = choose(own_query, own_key, keys, own, key_mask=None, **options)[0]
-        chosen = torch.where(chosen < 0, -1, chosen + start)
-        found[:, block * size : block * size + chosen.shape[1], : chosen.shape[2]] = chosen
-        block += own.place.shape[1]
-    return found
+    """`lln_keys_attention` inside each of several packed sequences.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[T, Hk, D]``.
+        value: ``[T, Hk, E]``.
+        cu_seqlens: int32 or int64 ``[n + 1]``: 0, then the end of every sequence.
+        max_seqlen: Length of the longest sequence, if known.
+        alpha: A positive number, or a tensor that broadcasts to ``[n, H, 1, 1]``; None = from
+            ``matching``, per sequence and head.
+        beta: Likewise.
+        matching: As in `lln_keys_attention`.
+        block_size: Tokens in a block; every sequence starts a new one.
+        keys: As in `lln_keys_attention`; indices are ``[H, G, K]`` and count packed tokens.
+        select: As in `lln_keys_attention`.
+        group_size: As in `lln_keys_attention`.
+        offset: As in `lln_keys_attention`, ``[n, H, 1, 1]``.
+        is_causal: As in `lln_keys_attention`.
+        scale: As in `lln_keys_attention`.
+        enable_gqa: As in `lln_keys_attention`.
+        key_mask: Refused: packed sequences have no padding to mask.
+        impl: As in `lln_keys_attention`; there is no kernel for packed sequences.
+
+    Returns:
+        ``[T, H, E]`` in the dtype of query, equal to one call per sequence.
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    checks.check_qkv(query, key, value, layout="packed", enable_gqa=enable_gqa)
+    longest = check_bounds(cu_seqlens, max_seqlen, key_mask, query)
+    samples = cu_seqlens.shape[0] - 1
+    _check_numbers(query, key, samples, alpha, beta, matching, offset, is_causal)
+    checks.check_blocks(block_size, scale)
+    group = check_selection(select, group_size, block_size)
+    blocks = query.shape[0] // block_size + samples
+    check_keys(keys, (query.shape[1], blocks * (block_size // group)), query.device)
+    request = Request(
+        "lln_keys",
+        query,
+        key,
+        value,
+        alpha,
+        beta,
+        matching,
+        block_size=block_size,
+        scale=scale,
+        is_causal=is_causal,
+        bounds=cu_seqlens,
+        longest=longest,
+        keys=keys,
+        select=select,
+        group_size=group,
+        offset=offset,
+    )
+    return attend(request, impl)
 
 
-def _reference_one_by_one(
-    request: Request, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
+@explain_misfits
+def choose_keys(
+    query: Tensor,
+    key: Tensor,
+    keys: int = 64,
+    *,
+    block_size: int = 64,
+    select: str = "block",
+    group_size: int | None = None,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
 ) -> Tensor:
-    """Packed sequences by the reference: one dense call per sequence."""
-    assert request.bounds is not None
-    rows = request.block_size // request.group_size
-    outs, block = [], 0
-    for number, (start, end) in enumerate(pairwise(request.bounds.tolist())):
-        count = -(-(end - start) // request.block_size)
-        chosen = indices[:, :, block * rows : (block + count) * rows]
-        chosen = torch.where((chosen >= start) & (chosen < end), chosen - start, -1)
-        block += count
-        alpha, beta, offset = (
-            side[number : number + 1]
-            if isinstance(side, Tensor) and side.dim() == 4 and side.shape[0] > 1
-            else side
-            for side in (request.alpha, request.beta, request.offset)
-        )
-        own_query, own_key, own_value = (side[:, :, start:end] for side in (query, key, value))
-        out = eager.exact_keys(
-            own_query,
-            own_key,
-            own_value,
-            alpha,
-            beta,
-            offset,
-            chosen,
-            None,
-            block_size=request.block_size,
-            group_size=request.group_size,
-            is_causal=request.is_causal,
-            scale=request.scale,
-            impl="reference",
-        )
-        outs.append(out[0].transpose(0, 1).to(request.query.dtype))
-    return torch.cat(outs)
+    """Which keys outside its block every group of queries should see one by one.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        keys: K, how many; a group gets fewer if fewer can be chosen.
+        block_size: Tokens in a block.
+        select: ``"block"``: the keys with the largest products with the group's mean query (causal:
+            that of the group before it, whose queries are all earlier);
+            ``"query"``: for every query the K/2 keys that are largest in each of its two strongest
+            features of [q, -q]; ``"half"``: half by the block's mean query, half by features.
+        group_size: Queries that share their keys, a divisor of the block size; None = a block for
+            ``"block"``, 1 for the others.
+        key_mask: bool ``[B, T]``; masked keys are never chosen, masked queries do not count.
+        is_causal: Whether only keys of earlier blocks may be chosen.
+        scale: Factor of the softmax scores; a negative one turns the choice around.
+        enable_gqa: Whether H may be a multiple of Hk.
+        impl: As in `lln_attention`; ``"reference"`` chooses in plain PyTorch.
+
+    Returns:
+        int64 ``[B, H, G, K]`` without gradient, ascending by position, -1 where there are fewer.
+        Equal scores are taken in the order of positions. G = groups per block × blocks, where
+        blocks = ⌈T / block_size⌉, or ⌈(T + block_size - 1) / block_size⌉ with a mask if T > 0.
+
+    Example:
+        >>> import torch
+        >>> query = key = torch.eye(6).view(1, 1, 6, 6)
+        >>> choose_keys(query, key, 2, block_size=3).tolist()
+        [[[[3, 4], [0, 1]]]]
+    """
+    query, key = cast_for_autocast(query, key)
+    checks.check_qkv(query, key, key, layout="dense", enable_gqa=enable_gqa)
+    checks.check_self_attention(query, key, "choose_keys")
+    checks.check_key_mask(key_mask, key)
+    checks.check_flag("is_causal", is_causal)
+    checks.check_blocks(block_size, scale)
+    checks.check_count("keys", keys, 0)
+    group = check_selection(select, group_size, block_size)
+    request = Request(
+        "lln_keys",
+        query,
+        key,
+        key,
+        block_size=block_size,
+        scale=scale,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        keys=keys,
+        select=select,
+        group_size=group,
+    )
+    with torch.no_grad(), without_autocast(query):
+        return choose_for(request, plan_call(request, impl)).long()
+
+
+def _check_numbers(
+    query: Tensor,
+    key: Tensor,
+    batch: int,
+    alpha: float | Tensor | None,
+    beta: float | Tensor | None,
+    matching: str,
+    offset: float | Tensor | None,
+    is_causal: bool,
+) -> None:
+    check_choice("matching", matching, KEYS_MATCHING)
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": is_causal}
+    checks.check_options(query, key, batch, alpha, beta, "entropy", **options)
+    check_offset(offset, batch, query.shape[1], query.device, is_causal)

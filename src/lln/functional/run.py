@@ -17,7 +17,7 @@ from lln.eager import packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.tiling import cut_tiles
-from lln.functional.exact_keys import attend_dense_keys, attend_packed_keys, complete
+from lln.functional.key_calls import attend_dense_keys, attend_packed_keys, complete
 from lln.functional.match import match_inputs, match_packed
 from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request

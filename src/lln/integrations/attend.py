@@ -25,7 +25,7 @@ from lln.eager.run import join
 from lln.eager.summary import KeySummary
 from lln.errors import BackendUnavailableError, InvalidInputError, UnsupportedModelError
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
-from lln.functional.keys import lln_keys_attention, lln_keys_attention_varlen
+from lln.functional.exact_keys import lln_keys_attention, lln_keys_attention_varlen
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
 from lln.integrations import streaming
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to

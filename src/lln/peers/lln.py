@@ -8,7 +8,7 @@ from torch import Tensor
 from lln import reference
 from lln.checks.key_options import check_selection
 from lln.errors import InvalidInputError
-from lln.functional.keys import choose_keys
+from lln.functional.exact_keys import choose_keys
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.matching.moments import head_moments
 from lln.nn.heads import LLNCore, LLNDiagCore

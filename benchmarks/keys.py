@@ -1,0 +1,152 @@
+"""Attention with exact keys against the best fused softmax attention, on this machine.
+
+    python -m benchmarks.keys --device cuda --out benchmarks/results/keys-cuda.json
+    python -m benchmarks.keys --device cpu --out benchmarks/results/keys-cpu.json
+
+On a GPU times are those of CUDA graphs, with a fixed number of tokens in a batch; softmax is the
+fastest of PyTorch's fused kernels. On a CPU they are wall times with batch 1. Memory is the peak of
+a forward and backward pass over the size of query, key, value, output and their gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lln
+from lln.studies.bench.environment import describe
+
+HEADS, WIDTH, TOKENS = 12, 64, 65536
+GIVEN = {"alpha": 1.1, "beta": 1.1, "offset": -5.0}
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+
+
+def graph_ms(call: Callable[[], Any]) -> float:
+    """Milliseconds of a replay as a CUDA graph: the lower quartile of sixteen."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(16):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 3)
+    return sorted(times)[4]
+
+
+def wall_ms(call: Callable[[], Any]) -> float:
+    """Milliseconds of a call on the host: the best of seven."""
+    call()
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times)
+
+
+def both_ways(
+    attend: Callable[..., Any], inputs: list[torch.Tensor], time_of: Callable[..., float]
+) -> dict[str, float]:
+    """Times of the forward alone, and of forward and backward."""
+    upstream = torch.randn_like(inputs[0])
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attend(*inputs)
+
+    def both() -> Any:
+        return torch.autograd.grad(attend(*inputs), inputs, upstream)
+
+    return {"forward": time_of(forward), "forward + backward": time_of(both)}
+
+
+def peak_ratio(attend: Callable[..., Any], inputs: list[torch.Tensor]) -> float:
+    """Peak memory of a forward and backward pass, in units of the tensors themselves."""
+    upstream = torch.randn_like(inputs[0])
+    torch.autograd.grad(attend(*inputs), inputs, upstream)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(attend(*inputs), inputs, upstream)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / (8 * inputs[0].nbytes)
+
+
+def softmax_times(inputs: list[torch.Tensor], time_of: Callable[..., float]) -> dict[str, float]:
+    """The best of the fused kernels, separately for both columns."""
+    if inputs[0].device.type == "cpu":
+        return both_ways(F.scaled_dot_product_attention, inputs, time_of)
+    found = []
+    for backend in BACKENDS:
+        with sdpa_kernel(backend):
+            found.append(both_ways(F.scaled_dot_product_attention, inputs, time_of))
+    return {name: min(times[name] for times in found) for name in found[0]}
+
+
+def measure(device: str, lengths: list[int], settings: list[tuple[int, int]]) -> list[dict]:
+    """One row per length: softmax, and every (keys, group size)."""
+    time_of = graph_ms if device == "cuda" else wall_ms
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    rows = []
+    for tokens in lengths:
+        batch = TOKENS // tokens if device == "cuda" else 1
+        size = (batch, HEADS, tokens, WIDTH)
+        inputs = [
+            torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+        ]
+        row: dict[str, Any] = {"tokens": tokens, "batch": batch}
+        row["softmax"] = softmax_times(inputs, time_of)
+        for keys, group in settings:
+            options = {**GIVEN, "keys": keys, "group_size": group}
+
+            def attend(*sides: torch.Tensor, options: Any = options) -> torch.Tensor:
+                return lln.lln_keys_attention(*sides, **options)
+
+            found = both_ways(attend, inputs, time_of)
+            if device == "cuda":
+                found["memory"] = peak_ratio(attend, inputs)
+            row[f"keys {keys}, groups of {group}"] = found
+            speed = row["softmax"]["forward + backward"] / found["forward + backward"]
+            print(f"{tokens:6d} tokens, {keys} keys, groups of {group}: {speed:.2f} × softmax")
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--settings", nargs="+", default=["64:64"], metavar="KEYS:GROUP")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    usual = [512, 1024, 4096, 16384, 65536] if given.device == "cuda" else [512, 1024, 2048, 4096]
+    settings = [tuple(map(int, one.split(":"))) for one in given.settings]
+    rows = measure(given.device, given.lengths or usual, settings)
+    if given.out:
+        command = f"python -m benchmarks.keys {' '.join(sys.argv[1:])}"
+        setup = describe(given.device, command)
+        content = {"setup": setup, "heads": HEADS, "width": WIDTH, "rows": rows}
+        given.out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The tables of exact keys: selections on one head, and whole models converted without training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.tables import table
+
+# Rows of experiments/results/keys_conversion.json in the order of the table.
+CONVERTED = {
+    "lln_diag": "LLN + Diag, the paper's average",
+    "diag": "Diag alone",
+    "keys 0": "block and slots, no keys",
+    "keys 32": "32 keys",
+    "keys 64": "64 keys",
+    "keys 64, half by query": "64 keys, half of them by query",
+    "keys 64, groups of 16": "64 keys for every 16 queries",
+    "keys 128": "128 keys",
+}
+SELECTIONS = {
+    "none": "none",
+    "random": "at random",
+    "query": "by a query's strongest features",
+    "half": "half by the block's mean query, half by features",
+    "group64": "by the block's mean query",
+    "group32": "by the mean of 32 queries",
+    "group16": "by the mean of 16 queries",
+    "group8": "by the mean of 8 queries",
+    "oracle": "the largest true mass of a block (oracle)",
+}
+
+
+def conversion(results: dict[str, Any]) -> str:
+    """Cosine with the original's embeddings; a cell that was not run is empty."""
+    lengths = sorted({tokens for cells in results["rows"].values() for tokens in cells}, key=int)
+    rows = [["softmax (the original)", *["1.000"] * len(lengths)]]
+    for name, shown in CONVERTED.items():
+        cells = results["rows"].get(name, {})
+        rows.append([shown, *(_cell(cells.get(tokens)) for tokens in lengths)])
+    setup = results["setup"]
+    text = table(["attention", *(f"{int(tokens):,} tokens" for tokens in lengths)], rows)
+    texts = max(cell["texts"] for cells in results["rows"].values() for cell in cells.values())
+    return (
+        f"{text}\n\nMean cosine of the sentence embeddings with the original's, all-MiniLM-L6-v2, "
+        f"{texts} held-out texts of English Wikipedia, ± standard error; blocks of 64, no training; "
+        f"α, β and offset found on {setup['calibration_texts']} other texts. Made by "
+        f"`{setup['command']}`, torch {setup['torch']}, commit `{setup['commit'][:10]}`."
+    )
+
+
+def selection(results: dict[str, Any]) -> str:
+    """Median error of the heads by selection, 64 keys per group."""
+    lengths = sorted(results["errors"], key=int)
+    found = {
+        tokens: {name.removesuffix(" K=64"): row for name, row in results["errors"][tokens].items()}
+        for tokens in lengths
+    }
+    rows = []
+    for name, shown in SELECTIONS.items():
+        cells = [found[tokens].get(name) for tokens in lengths]
+        rows.append([shown, *("" if cell is None else f"{cell['median']:.3f}" for cell in cells)])
+    text = table(["64 keys chosen", *(f"{int(tokens):,} tokens" for tokens in lengths)], rows)
+    return (
+        f"{text}\n\n‖out - softmax's‖ / ‖softmax's‖, median over the 72 heads of all-MiniLM-L6-v2 on "
+        "its own activations; slots of keys that are not centred, offset found on other texts; "
+        "3 to 4 texts. Made by `python -m experiments.keys_prototype`."
+    )
+
+
+def _cell(cell: dict[str, Any] | None) -> str:
+    return "" if cell is None else f"{cell['cosine']:.3f} ± {cell['error_of_mean']:.3f}"

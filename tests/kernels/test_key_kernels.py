@@ -1,0 +1,218 @@
+"""The kernels of exact keys: their choice against plain PyTorch, the rest against the reference."""
+
+import pytest
+import torch
+from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, check_compiled, holes
+
+import lln
+from lln import reference
+from lln.kernels import launch_keys
+from lln.testing import assert_close, make_qkv, poison_empty
+
+GIVEN = {"alpha": 0.8, "beta": 0.9, "offset": -1.0}
+
+
+def run(inputs, numbers, options, impl):
+    out = lln.lln_keys_attention(*inputs, **numbers, **options, enable_gqa=True, impl=impl)
+    generator = torch.Generator().manual_seed(7)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    learned = [side for side in numbers.values() if isinstance(side, torch.Tensor)]
+    wanted = (*inputs, *learned)
+    return out, torch.autograd.grad(out, wanted, upstream.to(out.device, out.dtype))
+
+
+def sizes_of_numbers(inputs, grads, numbers):
+    """√Σ term² of the gradients of α, β and offset: where terms cancel, their sum is no measure."""
+    query, key, value = inputs
+    by_alpha = (query * grads[0]).sum(-1).square().sum().sqrt().item()
+    by_beta = (key * grads[1]).sum(-1).square().sum().sqrt().item()
+    upstream = value.abs().mean().item() * query.shape[2] ** 0.5
+    return {"alpha": by_alpha, "beta": by_beta, "offset": max(by_alpha, upstream)}
+
+
+def compare(
+    dtype=torch.float32,
+    *,
+    tokens,
+    width=16,
+    value_width=None,
+    key_heads=None,
+    learned=False,
+    layout="contiguous",
+    **options,
+):
+    shape = {"batch": 2, "heads": 2, "tokens": tokens, "width": width}
+    shape |= {"value_width": value_width, "key_heads": key_heads}
+    inputs = make_qkv(**shape, dtype=dtype, device=DEVICE, layout=layout, requires_grad=True)
+    numbers = dict(GIVEN)
+    if learned:
+        heads = {"alpha": 2, "beta": key_heads or 2, "offset": 2}
+        numbers = {
+            name: torch.linspace(0.7, 1.1, 2 * heads[name], device=DEVICE)
+            .view(2, heads[name], 1, 1)
+            .requires_grad_()
+            for name in numbers
+        }
+    chosen = {k: options[k] for k in ("block_size", "group_size", "key_mask") if k in options}
+    query, key, _ = inputs
+    count = options.pop("keys")
+    options["keys"] = lln.choose_keys(
+        query, key, count, enable_gqa=True, impl="eager", scale=options.get("scale"), **chosen
+    )
+    with poison_empty():
+        found, found_grads = run(inputs, numbers, options, "triton")
+    wide, plain = (
+        [side.detach().to(kind).requires_grad_() for side in inputs]
+        for kind in (torch.float64, dtype)
+    )
+    wide_numbers = {
+        name: side.detach().double().requires_grad_() if learned else side
+        for name, side in numbers.items()
+    }
+    expected, expected_grads = run(wide, wide_numbers, options, "reference")
+    eager, eager_grads = run(plain, numbers, options, "eager")
+    assert found.dtype == dtype
+    assert_close(found, expected, eager, what="output")
+    size = max(gradient.abs().max().item() for gradient in expected_grads[:3])
+    sums = sizes_of_numbers(wide, expected_grads, numbers)
+    names = ("query", "key", "value", *numbers)
+    for name, got, want, simple in zip(
+        names, found_grads, expected_grads, eager_grads, strict=False
+    ):
+        # With one token the gradients of its weight cancel: terms of the size of dO·v remain.
+        size_here = sums.get(name, max(size, 4.0 if tokens == 1 else 0.0))
+        if name in sums:
+            # The kernels take rowsum(dO ∘ O) from the rounded output.
+            got, simple = got.to(dtype), simple.to(dtype)
+        what = f"gradient of {name}"
+        assert_close(got, want, simple, backward=True, magnitude=size_here, what=what)
+
+
+CALLS = [
+    {"tokens": 65, "block_size": 16, "keys": 8},
+    {"tokens": 1, "block_size": 16, "keys": 4},
+    {"tokens": 40, "block_size": 64, "keys": 16},
+    {"tokens": 64, "block_size": 32, "keys": 0},
+    {"tokens": 70, "block_size": 32, "group_size": 16, "keys": 100},
+    {"tokens": 48, "block_size": 16, "keys": 5, "width": 40, "value_width": 24},
+    {"tokens": 48, "block_size": 16, "keys": 5, "key_heads": 1, "scale": -0.3},
+]
+LARGE = [
+    {"tokens": 1025, "block_size": 64, "keys": 64, "width": 64},
+    {"tokens": 500, "block_size": 64, "group_size": 16, "keys": 130, "width": 64},
+    {"tokens": 300, "block_size": 128, "keys": 64, "width": 32, "value_width": 128},
+    {"tokens": 257, "block_size": 64, "keys": 32, "width": 128},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("call", CALLS + LARGE if ON_GPU else CALLS)
+def test_outputs_and_gradients(dtype, call):
+    if dtype == torch.float32 and call.get("width", 0) * call["block_size"] > 64 * 64:
+        pytest.skip("too wide for float32")
+    compare(dtype, **call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key_heads", [None, 1])
+def test_learned_numbers(dtype, key_heads):
+    compare(dtype, tokens=50, block_size=16, keys=6, key_heads=key_heads, learned=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks(dtype):
+    mask = holes(2, 70)
+    compare(dtype, tokens=70, block_size=16, keys=6, key_mask=mask, learned=True)
+    compare(dtype, tokens=70, block_size=32, group_size=16, keys=40, key_mask=mask)
+
+
+def test_layouts():
+    compare(torch.float16, tokens=40, block_size=16, keys=6, layout="transposed")
+
+
+def test_everything_masked_gives_zeros():
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    mask[0] = False
+    inputs = make_qkv(2, 2, 40, 16, device=DEVICE, requires_grad=True)
+    out, grads = run(inputs, GIVEN, {"block_size": 16, "keys": 4, "key_mask": mask}, "triton")
+    assert not out[0].any()
+    assert all(not gradient[0].any() for gradient in grads)
+    assert all(gradient.isfinite().all() for gradient in grads)
+
+
+def test_pairs_in_several_slices(monkeypatch):
+    inputs = make_qkv(1, 4, 34, 16, key_heads=2, device=DEVICE, requires_grad=True)
+    options = {"block_size": 16, "keys": 8}
+    whole = run(inputs, GIVEN, options, "triton")
+    monkeypatch.setattr(launch_keys, "PAIR_SHARE", 0.0)
+    sliced = run(inputs, GIVEN, options, "triton")
+    assert all(torch.equal(*pair) for pair in zip(whole[1], sliced[1], strict=True))
+
+
+SELECTIONS = [
+    {"tokens": 130, "keys": 8, "block_size": 64},
+    {"tokens": 60, "keys": 200, "block_size": 16},
+    {"tokens": 150, "keys": 40, "block_size": 64, "group_size": 32},
+]
+
+
+@pytest.mark.parametrize("call", SELECTIONS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_choice_is_that_of_plain_pytorch(call, masked):
+    tokens = call["tokens"]
+    query, key, _ = make_qkv(2, 2, tokens, 16, key_heads=1, device=DEVICE)
+    options = {**call, "key_mask": holes(2, tokens) if masked else None, "enable_gqa": True}
+    del options["tokens"]
+    expected = lln.choose_keys(query, key, impl="eager", **options)
+    assert torch.equal(lln.choose_keys(query, key, impl="triton", **options), expected)
+
+
+def test_equal_scores_are_taken_in_order():
+    """Far more keys reach the threshold than there is room for: the exact one is found."""
+    query = torch.ones(1, 1, 192, 16, device=DEVICE)
+    key = query.clone()
+    key[:, :, 150] = 2
+    found = lln.choose_keys(query, key, 4, block_size=64, impl="triton")
+    assert found[0, 0].tolist() == [[64, 65, 66, 150], [0, 1, 2, 150], [0, 1, 2, 3]]
+
+
+def test_bits_repeat():
+    tokens = 1000 if ON_GPU else 34
+    inputs = make_qkv(2, 2, tokens, 16, dtype=HALF[-1], device=DEVICE, requires_grad=True)
+    options = {"block_size": 16, "keys": 32}
+    first = run(inputs, GIVEN, options, "triton")
+    for _ in range(20 if ON_GPU else 1):
+        again = run(inputs, GIVEN, options, "triton")
+        assert torch.equal(first[0], again[0])
+        assert all(torch.equal(*pair) for pair in zip(first[1], again[1], strict=True))
+
+
+def test_compiled():
+    def attend(query, key, value):
+        options = {"block_size": 16, "keys": 4, "impl": "triton"}
+        return lln.lln_keys_attention(query, key, value, **GIVEN, **options)
+
+    check_compiled(attend, 1, 1, [17, 33])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"is_causal": True}, "causal"),
+        ({"select": "half"}, "select='half'"),
+        ({"block_size": 48}, "blocks of 48"),
+        ({"group_size": 8}, "groups of 8"),
+        ({"keys": 300}, "at most 256"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused(options, said):
+    inputs = make_qkv(1, 1, 400, 16, device=DEVICE)
+    with pytest.raises(lln.BackendUnavailableError, match=said):
+        lln.lln_keys_attention(*inputs, **GIVEN, **options, impl="triton")
+
+
+def test_the_reference_agrees_with_softmax_where_every_key_is_exact():
+    query, key, value = make_qkv(1, 2, 50, 16, device=DEVICE)
+    out = lln.lln_keys_attention(query, key, value, **GIVEN, keys=64, block_size=16, impl="triton")
+    expected = reference.softmax_attention(query, key, value)
+    assert_close(out, expected, expected.float(), what="output")
