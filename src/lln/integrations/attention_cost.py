@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from lln.functional.keys import lln_keys_attention
+from lln.functional.exact_keys import lln_keys_attention
 from lln.integrations.attention_call import AttentionCall
 
 # Lengths of which the report says what they cost.
