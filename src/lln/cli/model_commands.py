@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,21 @@ _STATISTICS = (
 )
 
 Attention = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="lln_diag: LLN mixed with softmax inside blocks; lln_keys: one softmax over blocks, "
-        "chosen keys and LLN's slots; lln: LLN alone."
+        "chosen keys and LLN's slots; lln: LLN alone. Default: lln_keys with --target, else "
+        "lln_diag.",
+    ),
+]
+Target = Annotated[
+    float | None,
+    typer.Option(
+        "--target",
+        metavar="X",
+        help="How close to the original the converted model has to be, from 0 to 1 (mean cosine of "
+        "its output): every layer gets as few exact keys as that allows, 0 to 256, or stays "
+        "softmax where 256 do not suffice. Try 0.99.",
     ),
 ]
 Layers = Annotated[
@@ -65,17 +77,31 @@ def convert(
     target: Annotated[
         Path, typer.Argument(metavar="NEW_FOLDER", help="Where to write the converted one.")
     ],
-    attention: Attention = "lln_diag",
+    attention: Attention = None,
     layers: Layers = None,
+    target_quality: Target = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
             help="Text for finding α and β (LLN's temperatures) of every head; causal models need "
-            "it. A file or folder, .txt[.xz]."
+            "it, and --target. A file or folder, .txt[.xz]."
+        ),
+    ] = None,
+    holdout: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to verify --target on, not used for choosing. Default: the last quarter of "
+            "the samples of --calibrate."
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(metavar="N", help="Lines of that text to use.", min=1)
+        int,
+        typer.Option(
+            metavar="N",
+            help="Lines of that text to use; with --target samples, which are lines joined until "
+            "they fill --tokens.",
+            min=1,
+        ),
     ] = 32,
     tokens: Annotated[
         int, typer.Option(metavar="N", help="Tokens per sample; longer samples are cut.", min=2)
@@ -108,27 +134,37 @@ def convert(
     Try `lln convert FOLDER NEW_FOLDER --calibrate text.txt` with a few dozen lines like those the
     model will read. In Python, call `lln.integrations.transformers.register()` and load NEW_FOLDER
     with `from_pretrained`.
+
+    To stay close to the original without training, add `--target 0.99`, and `--tokens` for the
+    length you need. It prints what 0 to 256 exact keys per layer would give in quality and cost in
+    time, what it chose, and what the choice gives on text it did not see; lln_target.json in
+    NEW_FOLDER keeps all of it. The model runs 30 times at most.
     """
+    from lln.cli.training_bar import training_bar
     from lln.integrations.folders import convert_folder
 
-    convert_folder(
-        source,
-        target,
-        attention=attention,
-        layers=layers,
-        calibrate=calibrate,
-        samples=samples,
-        tokens=tokens,
-        statistics=statistics,
-        matching=matching,
-        mix=_number_or_name(mix),
-        block_size=block_size,
-        keys=keys,
-        select=select,
-        sliding_window=sliding_window,
-        overwrite=overwrite,
-        echo=typer.echo,
-    )
+    with training_bar(typer.echo) as show_step:
+        convert_folder(
+            source,
+            target,
+            attention=attention,
+            layers=layers,
+            calibrate=calibrate,
+            target_quality=target_quality,
+            holdout=holdout,
+            samples=samples,
+            tokens=tokens,
+            statistics=statistics,
+            matching=matching,
+            mix=_number_or_name(mix),
+            block_size=block_size,
+            keys=keys,
+            select=select,
+            sliding_window=sliding_window,
+            overwrite=overwrite,
+            echo=typer.echo,
+            on_step=lambda part, step, steps: show_step(part, step, steps, math.nan),
+        )
 
 
 def recover(
@@ -141,8 +177,9 @@ def recover(
     text: Annotated[
         Path, typer.Option(help="Text to train on, no labels: a file or folder, .txt[.xz].")
     ],
-    attention: Attention = "lln_diag",
+    attention: Attention = None,
     layers: Layers = None,
+    target_quality: Target = None,
     statistics: Annotated[str, typer.Option(help=_STATISTICS)] = "running",
     mix: Annotated[
         str | None, typer.Option(help=f"{_MIX} Default: gate; lln_keys has no such weight.")
@@ -200,6 +237,8 @@ def recover(
     from lln.integrations.folders import recover_folder
     from lln.studies.report.threads import faster_threads
 
+    if attention is None:
+        attention = "lln_diag" if target_quality is None else "lln_keys"
     if mix is None:
         mix = "0.5" if attention == "lln_keys" else "gate"
     with faster_threads(typer.echo), training_bar(typer.echo) as show_step:
@@ -213,6 +252,7 @@ def recover(
             work=work,
             overwrite=overwrite,
             echo=typer.echo,
+            target_quality=target_quality,
             statistics=statistics,
             mix=_number_or_name(mix),
             block_size=block_size,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln import checks
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.settings import Settings
 from lln.nn.heads import LLNDiagCore
@@ -48,6 +49,7 @@ class AttachedHeads(LLNDiagCore):
         head_dim: D.
         value_dim: E.
         settings: Of the model.
+        keys: Of ``"lln_keys"``: how many keys this module sees exactly; None = as the settings say.
         device: Where buffers and parameters live.
     """
 
@@ -59,6 +61,7 @@ class AttachedHeads(LLNDiagCore):
         value_dim: int,
         settings: Settings,
         *,
+        keys: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the statistics and the join; temperatures are NaN until they are set or loaded."""
@@ -81,6 +84,9 @@ class AttachedHeads(LLNDiagCore):
             device=device,
         )
         self.attention, self.settings, self.matching = attention, settings, matching
+        if keys is not None:
+            checks.check_count("keys", keys, 0)
+        self.keys = keys
         self.fixed_mix = None if isinstance(settings.mix, str) else settings.mix
         # Without weights to load, attention must fail, not run at a made-up temperature.
         unknown = [*self.statistics.parameters(), *self.statistics.buffers()] if kept else []
@@ -95,12 +101,13 @@ class AttachedHeads(LLNDiagCore):
 
     def sizes(self) -> dict[str, Any]:
         """What a saved configuration needs to build this module again."""
-        return {
+        sizes: dict[str, Any] = {
             "attention": self.attention,
             "num_heads": self.num_heads,
             "head_dim": self.head_dim,
             "value_dim": self.value_dim,
         }
+        return sizes if self.keys is None else sizes | {"keys": self.keys}
 
     def check_settings(self, settings: Settings) -> None:
         """Refuse a configuration that was changed after conversion and does not fit this module."""
@@ -110,7 +117,7 @@ class AttachedHeads(LLNDiagCore):
                 "its α and β; change single entries, as in config.lln['block_size'] = 64, or "
                 "convert again with the new settings."
             )
-        for name in _BUILT_IN:
+        for name in _BUILT_IN if self.keys is None else (*_BUILT_IN, "keys"):
             found, kept = getattr(settings, name), getattr(self.settings, name)
             if found != kept:
                 raise InvalidInputError(
@@ -218,7 +225,12 @@ def rebuild(
     torch.set_default_dtype(torch.float32)
     try:
         return kind(
-            sizes["attention"], sizes["num_heads"], sizes["head_dim"], sizes["value_dim"], settings
+            sizes["attention"],
+            sizes["num_heads"],
+            sizes["head_dim"],
+            sizes["value_dim"],
+            settings,
+            keys=sizes.get("keys"),
         )
     finally:
         torch.set_default_dtype(default)

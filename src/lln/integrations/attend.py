@@ -202,7 +202,7 @@ def _attend_keys(call: AttentionCall) -> Tensor:
         "beta": beta,
         "offset": offset,
         "matching": call.settings.criterion(call.attention),
-        "keys": call.settings.keys,
+        "keys": call.keys,
         "block_size": call.block_size,
         "select": call.settings.select,
         "group_size": call.group_size,

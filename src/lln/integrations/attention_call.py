@@ -64,6 +64,12 @@ class AttentionCall:
         return check_selection(settings.select, settings.group_size, self.block_size)
 
     @property
+    def keys(self) -> int:
+        """How many keys outside its block a group of queries sees exactly."""
+        own = None if self.heads is None else self.heads.keys
+        return self.settings.keys if own is None else own
+
+    @property
     def key_mask(self) -> Tensor | None:
         """Bool ``[B, S]``, the valid tokens; None where there is no padding."""
         return None if is_packed(self.mask) else self.mask

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lln.errors import CalibrationWarning
+from lln.integrations.target_report import TargetReport
 from lln.matching.calibration import doubts
 
 
@@ -28,6 +29,7 @@ class LayerReport:
         tokens: Tokens that α and β of a head were found on; None = they were not calibrated.
         sharp: Heads with α and β far larger than usual (`lln.matching.calibration.unusual`).
         offset: Of ``"lln_keys"``: smallest and largest; None where every sample has its own.
+        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees exactly.
     """
 
     name: str
@@ -40,6 +42,7 @@ class LayerReport:
     tokens: int | None = None
     sharp: int = 0
     offset: tuple[float, float] | None = None
+    keys: int | None = None
 
 
 @dataclass(repr=False)
@@ -52,6 +55,7 @@ class Conversion:
         layers: One entry per attention module, in the order they run.
         moved: ‖converted − original‖ / ‖original‖ of the model's output on the batch.
         replaced: Whether an earlier conversion was replaced, with its α, β and joins.
+        target: Of a conversion to a target: quality against time, and the choice.
     """
 
     attention: str
@@ -59,6 +63,7 @@ class Conversion:
     layers: list[LayerReport] = field(default_factory=list)
     moved: float = 0.0
     replaced: bool = False
+    target: TargetReport | None = None
 
     def __str__(self) -> str:
         """The table as plain text."""
@@ -87,7 +92,7 @@ class Conversion:
             ]
             heads = sum(layer.heads for layer in self.layers if layer.tokens is not None)
             found += doubts(self.tokens, sum(layer.sharp for layer in sharp), heads, *most)
-        return found
+        return found if self.target is None else found + self.target.notes()
 
     def warn(self, stacklevel: int = 2) -> None:
         """Issue the notes as warnings."""
@@ -109,7 +114,7 @@ class Conversion:
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("layer", no_wrap=True)
         has_offset = self.attention == "lln_keys"
-        offset_title = ("offset",) if has_offset else ()
+        offset_title = ("keys", "offset") if has_offset else ()
         for title in ("attention", "heads", "α", "β", *offset_title, "moved"):
             table.add_column(title, justify="right" if title != "attention" else "left")
         for layer in self.layers:
@@ -119,7 +124,7 @@ class Conversion:
                 f"{layer.heads}×{layer.width}",
                 _span(layer.alpha, layer.attention),
                 _span(layer.beta, layer.attention),
-                *([_span(layer.offset, layer.attention)] if has_offset else []),
+                *(_keys_and_offset(layer) if has_offset else ()),
                 "" if layer.attention == "softmax" else f"{layer.moved:.1%}",
             )
         stream = StringIO()
@@ -133,6 +138,9 @@ class Conversion:
             f"{self.statistics}{behind}; the model's output moved by {self.moved:.1%}.",
             highlight=False,
         )
+        if self.target is not None:
+            console.print()
+            self.target.show(console)
         for note in self.notes():
             console.print(f"Note: {note}", highlight=False)
         return stream.getvalue()
@@ -156,6 +164,10 @@ def relative_change(found: Tensor, expected: Tensor, mask: Tensor | None = None)
 def span(values: Tensor) -> tuple[float, float]:
     """Smallest and largest."""
     return values.min().item(), values.max().item()
+
+
+def _keys_and_offset(layer: LayerReport) -> tuple[str, str]:
+    return "" if layer.keys is None else str(layer.keys), _span(layer.offset, layer.attention)
 
 
 def _span(values: tuple[float, float] | None, attention: str) -> str:

@@ -7,13 +7,18 @@
 The model is run twice on a batch. In the first run every attention layer still answers with
 softmax while its LLN counterpart is calibrated and compared beside it; the second run shows that
 our attention ran in every layer. A model that keeps its attention to itself is refused.
+
+    convert(model, target=0.99, calibrate=batch)
+
+chooses how many exact keys every layer needs (`lln.integrations.target`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +29,7 @@ from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attached import ATTRIBUTE, AttachedHeads, KeptSoftmax, attach, attached_to
 from lln.integrations.attend import observed
 from lln.integrations.attention_call import AttentionCall
+from lln.integrations.attention_cost import AttentionShape
 from lln.integrations.conversion_report import Conversion, LayerReport, relative_change
 from lln.integrations.fitted_layer import fit_layer
 from lln.integrations.kept_softmax import softmax
@@ -35,6 +41,7 @@ from lln.integrations.settings import (
     criterion_of,
     kept_offset,
 )
+from lln.integrations.target import OnStep, TargetSearch, TriedLayer, check_target
 from lln.integrations.transformers import name_of_module, register, remember_attention
 from lln.integrations.trial_batch import check_inputs, example_inputs
 
@@ -44,10 +51,12 @@ if TYPE_CHECKING:
 
 def convert(
     model: PreTrainedModel,
-    attention: str = "lln_diag",
+    attention: str | None = None,
     *,
     layers: Sequence[int | str] | None = None,
     calibrate: Mapping[str, Tensor] | None = None,
+    target: float | None = None,
+    holdout: Mapping[str, Tensor] | None = None,
     batch: Mapping[str, Tensor] | None = None,
     statistics: str | None = None,
     matching: str | None = None,
@@ -60,18 +69,24 @@ def convert(
     momentum: float = 0.1,
     impl: str = "auto",
     verbose: bool = False,
+    on_step: OnStep = lambda part, step, steps: None,
 ) -> Conversion:
     """Replace the attention of a loaded model, in place.
 
     Args:
         model: Any model whose layers use transformers' attention interface.
         attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"`` (exact keys beside the summary, see
-            `lln.lln_keys_attention`).
+            `lln.lln_keys_attention`); None = ``"lln_keys"`` with a target, else ``"lln_diag"``.
         layers: Which attention modules to convert: numbers in the order they run, or names; None =
             all. The others stay softmax.
         calibrate: A batch of the model's inputs, on its device. α and β of every head are found on
             it so that LLN attention is as concentrated as the model's softmax (`lln.calibrate`);
             of ``"lln_keys"`` also the offset (`lln.calibrate_keys`).
+        target: How close the converted model has to be to the original on ``calibrate``, as a mean
+            cosine of logits, or of the mean hidden state of models without a head: a number
+            between 0 and 1. Every layer then gets as few exact keys as that allows, 0 to 256, or
+            stays softmax where 256 do not suffice; the model runs at most 30 times to find out.
+        holdout: With a target: a batch that was not calibrated on, to verify it.
         batch: Inputs of the proving runs without ``calibrate``; None = a small made-up batch.
         statistics: Where α and β come from (see `lln.LLNCore`); None = ``"fixed"`` with
             ``calibrate``, else ``"sample"``. ``"running"`` and ``"learned"`` start from
@@ -89,9 +104,12 @@ def convert(
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         verbose: Whether to print the table too, for scripts; a shell or notebook shows it anyhow.
+        on_step: With a target: called after every step with the part of the work, the step and how
+            many there are at most, for a progress bar.
 
     Returns:
         What changed, and how far each layer's output and the model's moved; its text is a table.
+        With a target also quality against time for other numbers of keys, as ``.target``.
 
     Raises:
         UnsupportedModelError: If our attention did not run in every layer.
@@ -100,14 +118,16 @@ def convert(
 
     Warns:
         CalibrationWarning: If α and β rest on few tokens or are far larger than usual, or if an
-            earlier conversion was replaced.
+            earlier conversion was replaced, or if a target is missed on held-out data.
     """
     register()
     _check_model(model)
+    if attention is None:
+        attention = "lln_diag" if target is None else "lln_keys"
     check_choice("attention", attention, ATTENTIONS)
     if statistics is None:
         statistics = "sample" if calibrate is None else "fixed"
-    if statistics in ("fixed", "learned") and calibrate is None:
+    if statistics in ("fixed", "learned") and calibrate is None and target is None:
         raise InvalidInputError(
             f"statistics {statistics!r} needs calibrate, inputs to find α and β on."
         )
@@ -119,6 +139,7 @@ def convert(
             "calibrate, inputs to find new ones on, or convert the original model."
         )
     check_mix_of(attention, mix)
+    check_target(model, target, attention, statistics, keys, calibrate, holdout)
     settings = Settings(
         matching=criterion_of(matching, attention),
         statistics=statistics,
@@ -136,15 +157,22 @@ def convert(
     given = {"calibrate": calibrate, "batch": batch}
     checked = [check_inputs(name, it, model) for name, it in given.items() if it is not None]
     inputs = checked[0] if checked else example_inputs(model)
+    unseen = None if holdout is None else check_inputs("holdout", holdout, model)
     with _undone_on_error(model), _evaluating(model):
         _switch(model, attention)
         surgeon = _Surgeon(model, attention, settings, layers, calibrate is not None)
+        if target is not None:
+            surgeon.on_layer = partial(on_step, "layers")
         with observed(surgeon.look):
-            expected = _output(model(**inputs))
+            outputs = model(**inputs)
         surgeon.check()
-        surgeon.write_settings()
         report = Conversion(attention, statistics, surgeon.reports)
-        found = _prove(model, inputs, surgeon)
+        if target is not None:
+            surgeon.write_settings()
+            search = TargetSearch(model, surgeon.tried, target, inputs, outputs, unseen, on_step)
+            report.target, report.layers = search.run()
+        surgeon.write_settings()
+        found, expected = _prove(model, inputs, surgeon), _output(outputs)
         report.moved = relative_change(found, expected, inputs.get("attention_mask"))
     report.replaced = earlier is not None and _is_worth_keeping(earlier)
     report.warn()
@@ -170,6 +198,9 @@ class _Surgeon:
         self.calls = 0
         self.modules: list[nn.Module] = []
         self.reports: list[LayerReport] = []
+        # With a target: every layer with all numbers of keys, and whom to tell of each.
+        self.tried: list[TriedLayer] = []
+        self.on_layer: Callable[[int, int], object] | None = None
         self.configs: dict[int, Any] = {}
         self.names: dict[int, str] = {}
 
@@ -186,15 +217,35 @@ class _Surgeon:
         config: Any = getattr(call.module, "config", self.model.config)
         self.configs[id(config)] = config
         heads, width = call.query.shape[1], call.query.shape[3]
-        if not self._is_wanted(number, name, call):
+        stays = LayerReport(name, "softmax", heads, width)
+        is_wanted = self._is_wanted(number, name, call)
+        if self.on_layer is not None:
+            self._try(call, stays, softmax_out, is_wanted)
+            return softmax_out
+        if not is_wanted:
             attach(call.module, KeptSoftmax())
-            self.reports.append(LayerReport(name, "softmax", heads, width))
+            self.reports.append(stays)
             return softmax_out
         fitted = self._heads_for(call)
         report = fit_layer(name, fitted, call, softmax_out, self.calibrated)
         attach(call.module, fitted)
         self.reports.append(report)
         return softmax_out
+
+    def _try(
+        self, call: AttentionCall, stays: LayerReport, softmax_out: Tensor, is_wanted: bool
+    ) -> None:
+        """Fit a module with every number of keys, for a search to choose from."""
+        assert self.on_layer is not None
+        shape = AttentionShape.of(replace(call, settings=self.settings))
+        layer = TriedLayer(stays.name, call.module, shape, call.key.shape[2], stays)
+        if is_wanted:
+            own = replace(call, settings=self.settings)
+            layer.fit(lambda keys: self._heads_for(call, keys), own, softmax_out)
+        layer.take(None)
+        self.tried.append(layer)
+        number = len(self.tried)
+        self.on_layer(number, max(number, getattr(self.model.config, "num_hidden_layers", 0)))
 
     def check(self) -> None:
         """Refuse a model of which we saw too little."""
@@ -245,7 +296,7 @@ class _Surgeon:
             + (fix if self.wanted is None else "leave it out of layers.")
         )
 
-    def _heads_for(self, call: AttentionCall) -> AttachedHeads:
+    def _heads_for(self, call: AttentionCall, keys: int | None = None) -> AttachedHeads:
         """α, β and join of one attention module, not fitted yet."""
         heads, width = call.query.shape[1], call.query.shape[3]
         if self.settings.statistics == "sample" and call.is_causal:
@@ -264,6 +315,7 @@ class _Surgeon:
             width,
             call.value.shape[3],
             self.settings,
+            keys=keys,
             device=call.query.device,
         )
         fitted.train(call.module.training)

@@ -28,16 +28,56 @@ def fit_layer(
         softmax_out: ``[B, H, T, E]``, what softmax makes of them.
         calibrated: Whether they are found on the call.
     """
-    call = replace(call, heads=heads, settings=heads.settings, dropout_p=0.0)
+    call = _of_heads(call, heads)
     if calibrated:
-        _fit_temperatures(heads, call)
-        if heads.attention == "lln_keys" and isinstance(heads.settings.offset, str):
-            _fit_offset(heads, call)
-    own = attend(call)
-    moved = relative_change(own.transpose(1, 2), softmax_out.transpose(1, 2), call.key_mask)
+        _fit(heads, call)
+    moved = _moved(call, softmax_out)
     found = _describe_temperatures(heads, call, calibrated)
     _, count, _, width = call.query.shape
-    return LayerReport(name, heads.attention, count, width, moved=moved, **found)
+    keys = call.keys if heads.attention == "lln_keys" else None
+    return LayerReport(name, heads.attention, count, width, moved=moved, keys=keys, **found)
+
+
+def fit_more_keys(
+    heads: AttachedHeads,
+    fitted: AttachedHeads,
+    report: LayerReport,
+    call: AttentionCall,
+    softmax_out: Tensor,
+) -> LayerReport:
+    """Like `fit_layer`, for a module with another number of keys than one that is fitted.
+
+    Args:
+        heads: Not fitted yet.
+        fitted: On the same call; its α and β do not depend on the number of keys.
+        report: Of ``fitted``.
+        call: Queries, keys and values of the module.
+        softmax_out: ``[B, H, T, E]``, what softmax makes of them.
+    """
+    heads.statistics.load_state_dict(fitted.statistics.state_dict())
+    call = _of_heads(call, heads)
+    if isinstance(heads.settings.offset, str):
+        _fit_offset(heads, call)
+    moved = _moved(call, softmax_out)
+    _, _, offset = heads.numbers(call.query, call.key, call.value, None, call.is_causal)
+    between = None if offset is None else span(offset)
+    return replace(report, moved=moved, keys=call.keys, offset=between)
+
+
+def _of_heads(call: AttentionCall, heads: AttachedHeads) -> AttentionCall:
+    return replace(call, heads=heads, settings=heads.settings, dropout_p=0.0)
+
+
+def _fit(heads: AttachedHeads, call: AttentionCall) -> None:
+    _fit_temperatures(heads, call)
+    if heads.attention == "lln_keys" and isinstance(heads.settings.offset, str):
+        _fit_offset(heads, call)
+
+
+def _moved(call: AttentionCall, softmax_out: Tensor) -> float:
+    """How far our output is from softmax's."""
+    own = attend(call).transpose(1, 2)
+    return relative_change(own, softmax_out.transpose(1, 2), call.key_mask)
 
 
 def _fit_temperatures(heads: AttachedHeads, call: AttentionCall) -> None:
@@ -69,7 +109,7 @@ def _fit_offset(heads: AttachedHeads, call: AttentionCall) -> None:
         beta,
         mask,
         pooled=True,
-        keys=call.settings.keys,
+        keys=call.keys,
         block_size=call.block_size,
         select=call.settings.select,
         group_size=call.group_size,

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lln.errors import CalibrationWarning, InvalidInputError
 from lln.files import check_apart, check_folder, check_free, new_folder, read_lines
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.convert import convert
+from lln.integrations.target_report import REPORT_FILE
 from lln.integrations.transformers import register, transformers
 from lln.integrations.work_folder import check_unlocked
 
@@ -36,9 +37,11 @@ def convert_folder(
     source: Path,
     target: Path,
     *,
-    attention: str,
+    attention: str | None,
     layers: str | None,
     calibrate: Path | None,
+    target_quality: float | None = None,
+    holdout: Path | None = None,
     samples: int,
     tokens: int,
     overwrite: bool,
@@ -50,10 +53,13 @@ def convert_folder(
     Args:
         source: A checkpoint folder.
         target: Where to write the converted one.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``; None = as `convert` chooses.
         layers: Numbers or names, separated by commas; None = all.
         calibrate: A text file, or a folder of them, to find α and β on.
-        samples: Lines of it to use.
+        target_quality: ``target`` of `convert`: samples are then lines joined until they fill
+            ``tokens``, and the last quarter of them is held out.
+        holdout: Text to hold out instead.
+        samples: Lines of the text to use, or samples with a target.
         tokens: Longest sample.
         overwrite: Whether ``target`` may exist.
         echo: Prints a line.
@@ -61,15 +67,32 @@ def convert_folder(
     """
     _check_places(source, target, overwrite)
     lines = None if calibrate is None else read_lines(calibrate, "--calibrate")
+    unseen = None if holdout is None else read_lines(holdout, "--holdout")
     model = load_model(source)
-    batch = None if lines is None else text_batch(source, lines[:samples], tokens)
-    report = _convert(model, attention, layers=parse_layers(layers), calibrate=batch, **options)
+    if lines is None or target_quality is None:
+        batch = None if lines is None else text_batch(source, lines[:samples], tokens)
+        held = None if unseen is None else text_batch(source, unseen[:samples], tokens)
+    else:
+        batch, held = _two_batches(source, lines, unseen, samples, tokens)
+        if torch.cuda.is_available():
+            nn.Module.to(model, "cuda")
+            batch, held = _on(model, batch), None if held is None else _on(model, held)
+    report = _convert(
+        model,
+        attention,
+        layers=parse_layers(layers),
+        calibrate=batch,
+        target=target_quality,
+        holdout=held,
+        **options,
+    )
     echo(report.render(shutil.get_terminal_size((100, 24)).columns))
     if batch is None:
         echo("measured on random inputs; with --calibrate text.txt, on your text.")
+    if target_quality is not None and held is None:
+        echo("nothing was held out: --calibrate has text for fewer than 4 samples.")
     with new_folder(target, overwrite, "NEW_FOLDER") as folder:
-        model.save_pretrained(folder)
-        copy_companions(source, folder)
+        _save(model, report, source, folder)
     echo(
         f"wrote {target}; load it with from_pretrained after "
         "lln.integrations.transformers.register()."
@@ -80,9 +103,10 @@ def recover_folder(
     source: Path,
     target: Path,
     *,
-    attention: str,
+    attention: str | None,
     layers: str | None,
     text: Path,
+    target_quality: float | None = None,
     tokens: int,
     work: Path | None,
     overwrite: bool,
@@ -95,9 +119,10 @@ def recover_folder(
     Args:
         source: A checkpoint folder with softmax attention.
         target: Where to write the recovered model.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``; None = as `convert` chooses.
         layers: Numbers or names, separated by commas; None = all.
         text: To train on.
+        target_quality: ``target`` of `convert`: how good the model is to be before training.
         tokens: Length of a training sample.
         work: For checkpoints; None = beside ``target``.
         overwrite: Whether ``target`` may exist.
@@ -122,12 +147,14 @@ def recover_folder(
     lines = read_lines(text, "--text")
     model = load_model(source)
     pieces = Pieces(source, lines, tokens)
-    calibration = {
-        name: torch.stack([pieces[index][name] for index in range(min(len(pieces), 16))])
-        for name in pieces[0]
-    }
+    calibration = pieces.batch(0, 16)
     conversion = _convert(
-        model, attention, layers=parse_layers(layers), calibrate=calibration, **options
+        model,
+        attention,
+        layers=parse_layers(layers),
+        calibrate=calibration,
+        target=target_quality,
+        **options,
     )
 
     def tell(checkpoint: Path | None) -> None:
@@ -139,8 +166,7 @@ def recover_folder(
     report = recover(model, pieces, output_dir=work, probe=calibration, on_start=tell, **training)
     if speaks:
         with new_folder(target, overwrite, "NEW_FOLDER") as folder:
-            model.save_pretrained(folder)
-            copy_companions(source, folder)
+            _save(model, conversion, source, folder)
     after = report.before if report.after is None else report.after
     say(
         f"output differs from softmax by {report.before:.1%} after conversion, {after:.1%} after "
@@ -148,7 +174,31 @@ def recover_folder(
     )
 
 
-def _convert(model: PreTrainedModel, attention: str, **options: Any) -> Conversion:
+def _save(model: PreTrainedModel, report: Conversion, source: Path, folder: Path) -> None:
+    """Write a converted model, what its target found, and what lay beside the original."""
+    model.save_pretrained(folder)
+    if report.target is not None:
+        report.target.write(folder / REPORT_FILE)
+    copy_companions(source, folder)
+
+
+def _two_batches(
+    source: Path, lines: list[str], unseen: list[str] | None, samples: int, tokens: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    """Samples to calibrate on, and others to verify on if there is text for them."""
+    pieces = Pieces(source, lines, tokens)
+    count = min(samples, len(pieces))
+    if unseen is not None:
+        return pieces.batch(0, count), Pieces(source, unseen, tokens).batch(0, samples)
+    held = count // 4
+    return pieces.batch(0, count - held), pieces.batch(count - held, count) if held else None
+
+
+def _on(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(model.device) for name, tensor in batch.items()}
+
+
+def _convert(model: PreTrainedModel, attention: str | None, **options: Any) -> Conversion:
     """Convert, and leave what it warns of to the table that the commands print."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
@@ -200,6 +250,11 @@ class Pieces(Dataset[dict[str, Tensor]]):
             return_tensors="pt",
         )
         return {name: tensor[0] for name, tensor in encoded.items()}
+
+    def batch(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Those from ``start`` to ``stop``, or to the last, as one batch."""
+        found = [self[index] for index in range(start, min(stop, len(self)))]
+        return {name: torch.stack([piece[name] for piece in found]) for name in found[0]}
 
 
 def load_model(source: Path, **options: Any) -> PreTrainedModel:
@@ -262,9 +317,10 @@ def parse_layers(layers: str | None) -> list[int | str] | None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what is neither weights nor already there: tokenizer, processor, pooling, card."""
+    """Copy what a conversion does not write: tokenizer, processor, pooling, card."""
     for path in sorted(source.rglob("*")):
         place = target / path.relative_to(source)
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and not place.exists():
+        left = path.name.endswith(_WEIGHTS) or path.name == REPORT_FILE
+        if path.is_file() and not left and not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, place)

@@ -1,0 +1,322 @@
+"""Conversion to a target: the fewest exact keys with which a model is as good as asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lln.checks.names import shown
+from lln.errors import InvalidInputError
+from lln.integrations.attached import AttachedHeads, KeptSoftmax, attach
+from lln.integrations.attention_call import AttentionCall
+from lln.integrations.attention_cost import LENGTHS, AttentionShape, measure_calls
+from lln.integrations.conversion_report import LayerReport
+from lln.integrations.fitted_layer import fit_layer, fit_more_keys
+from lln.integrations.key_budget import MOST_RUNS, Choice, Trials, choose_budget
+from lln.integrations.output_quality import compared, quality
+from lln.integrations.target_report import LayerChoice, ParetoRow, TargetReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Numbers of exact keys that a layer may get.
+LADDER = (0, 16, 32, 64, 128, 256)
+
+# Called with the part of the work, the step and how many steps there are at most.
+OnStep = Callable[[str, int, int], object]
+
+
+def check_target(
+    model: PreTrainedModel,
+    target: float | None,
+    attention: str,
+    statistics: str,
+    keys: int,
+    calibrate: Mapping[str, Tensor] | None,
+    holdout: Mapping[str, Tensor] | None,
+) -> None:
+    """Refuse a target that cannot be met or understood, in one sentence.
+
+    Args:
+        model: To convert.
+        target: Of `lln.integrations.convert.convert`, like the others.
+        attention: What the model is converted to.
+        statistics: Where α and β come from.
+        keys: How many exact keys, if there is no target.
+        calibrate: The batch to search on.
+        holdout: The batch to verify on.
+    """
+    if target is None:
+        if holdout is not None:
+            raise InvalidInputError(
+                "holdout goes with target, whose choice it verifies; pass target=0.99, or leave "
+                "holdout out."
+            )
+        return
+    if isinstance(target, bool) or not isinstance(target, Real) or not 0 < target < 1:
+        raise InvalidInputError(
+            "target must be a number between 0 and 1, the mean cosine with the original's output, "
+            f"as 0.99, got {shown(target)}."
+        )
+    if attention != "lln_keys":
+        raise InvalidInputError(
+            f"target goes with attention 'lln_keys', whose keys it chooses, got {attention!r}."
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InvalidInputError(
+            f"target does not take encoder–decoder models as {type(model).__name__}, because "
+            "cross attention has no exact keys; convert the encoder by itself."
+        )
+    if calibrate is None:
+        raise InvalidInputError("target needs calibrate, inputs to measure every layer on.")
+    if keys != 64:
+        raise InvalidInputError(
+            f"target chooses the keys of every layer itself; leave keys out, got {keys!r}."
+        )
+    if statistics == "sample":
+        raise InvalidInputError(
+            "target keeps what it found on the batch; choose statistics 'fixed', 'running' or "
+            "'learned', got 'sample'."
+        )
+
+
+def ladder_of(call: AttentionCall) -> tuple[int, ...]:
+    """The numbers of keys to try: below the length, and none beyond that which is all of them."""
+    tokens = call.key.shape[2]
+    outside = tokens - call.block_size
+    below = [keys for keys in LADDER if keys == 0 or keys < tokens]
+    enough = [keys for keys in below if keys >= outside]
+    return tuple(keys for keys in below if not enough or keys <= enough[0])
+
+
+@dataclass
+class TriedLayer:
+    """An attention module with its fits for every number of keys; none = it stays softmax.
+
+    Attributes:
+        name: In the base model.
+        module: The model's attention module.
+        shape: Of its attention.
+        tokens: Length of the batch.
+        fits: By keys: what to attach, and its report.
+        softmax: The report if it stays softmax.
+    """
+
+    name: str
+    module: nn.Module
+    shape: AttentionShape
+    tokens: int
+    softmax: LayerReport
+    fits: dict[int, tuple[AttachedHeads, LayerReport]] = field(default_factory=dict)
+
+    def fit(
+        self,
+        make: Callable[[int], AttachedHeads],
+        call: AttentionCall,
+        softmax_out: Tensor,
+    ) -> None:
+        """Find α, β and the offset for every number of keys, and how far the output moves."""
+        fitted, report = None, self.softmax
+        for keys in ladder_of(call):
+            heads = make(keys)
+            if fitted is None:
+                fitted, report = heads, fit_layer(self.name, heads, call, softmax_out, True)
+            else:
+                report = fit_more_keys(heads, fitted, report, call, softmax_out)
+            self.fits[keys] = (heads, report)
+
+    def take(self, keys: int | None) -> LayerReport:
+        """Attach the fit for so many keys, or softmax; returns its report."""
+        attached, report = (KeptSoftmax(), self.softmax) if keys is None else self.fits[keys]
+        attach(self.module, attached)
+        if isinstance(attached, AttachedHeads):
+            attached.train(self.module.training)
+        return report
+
+
+class TargetSearch:
+    """Finds the keys of every layer of a model.
+
+    Args:
+        model: Its layers ask for our attention; in eval mode, without gradients.
+        layers: All of them.
+        target: Quality to reach.
+        inputs: The batch to search on.
+        expected: What the original made of it.
+        holdout: The batch to verify on.
+        on_step: Told of every step.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[TriedLayer],
+        target: float,
+        inputs: dict[str, Tensor],
+        expected: Any,
+        holdout: dict[str, Tensor] | None,
+        on_step: OnStep,
+    ) -> None:
+        """Refuse what cannot be searched."""
+        self.model, self.layers, self.target = model, list(layers), target
+        self.inputs, self.expected, self.holdout = inputs, expected, holdout
+        self.on_step = on_step
+        self.tried = [layer for layer in self.layers if layer.fits]
+        if not self.tried:
+            raise InvalidInputError(
+                "target has no layer to choose keys for: all of them stay softmax; leave layers "
+                "out, or name some that exist."
+            )
+        if not math.isfinite(quality(expected, expected, inputs)):
+            raise InvalidInputError(
+                "target needs a finite output to compare with, and the original's on calibrate "
+                "has NaN or infinity."
+            )
+
+    def run(self) -> tuple[TargetReport, list[LayerReport]]:
+        """Choose, attach what was chosen, and say what was found."""
+        ladder = list(self._common_ladder())
+        damage = [{keys: layer.fits[keys][1].moved ** 2 for keys in ladder} for layer in self.tried]
+        trials = Trials(self._quality, told=lambda runs: self.on_step("search", runs, MOST_RUNS))
+        choice = choose_budget(damage, self._price, trials, self.target)
+        self.on_step("search", MOST_RUNS, MOST_RUNS)
+        uniform: list[Choice] = [(keys,) * len(self.tried) for keys in ladder]
+        shown_choices: list[tuple[str, Choice]] = [
+            ("softmax", (None,) * len(self.tried)),
+            *((f"K = {keys}", same) for keys, same in zip(ladder, uniform, strict=True)),
+            ("choice", choice),
+        ]
+        times = self._times(ladder)
+        unseen = self._unseen([one for _, one in shown_choices])
+        rows = [
+            ParetoRow(
+                name,
+                trials.quality(one) or 0.0,
+                unseen.get(one),
+                self._estimated(one),
+                self._measured(one, times),
+            )
+            for name, one in shown_choices
+        ]
+        reports = self._take(choice)
+        keys_of = dict(zip((id(layer) for layer in self.tried), choice, strict=True))
+        found = [
+            LayerChoice(
+                layer.name,
+                keys_of.get(id(layer)),
+                {keys: report.moved for keys, (_, report) in layer.fits.items()},
+                _shares([layer], [keys_of.get(id(layer))]),
+                {
+                    tokens: _milliseconds(seconds)
+                    for tokens, seconds in times[layer.shape, keys_of.get(id(layer))].items()
+                },
+            )
+            for layer in self.layers
+        ]
+        report = TargetReport(
+            target=self.target,
+            compared=compared(self.expected),
+            tokens=self.tried[0].tokens,
+            # One more for the original, and one that proves the conversion.
+            runs=len(trials.known) + 2,
+            device=_device_name(self.tried[0].shape.device),
+            layers=found,
+            rows=rows,
+            all_exact=all(
+                layer.tokens <= layer.shape.block_size + min(ladder) for layer in self.tried
+            ),
+        )
+        return report, reports
+
+    def _common_ladder(self) -> tuple[int, ...]:
+        """The numbers of keys that every layer was fitted with; layers may differ in length."""
+        ladders = [tuple(layer.fits) for layer in self.tried]
+        return tuple(keys for keys in ladders[0] if all(keys in other for other in ladders))
+
+    def _price(self, index: int, keys: int | None) -> float:
+        layer = self.tried[index]
+        return layer.shape.operations(layer.tokens, keys)
+
+    def _take(self, choice: Choice) -> list[LayerReport]:
+        """Give every layer what was chosen for it."""
+        chosen = dict(zip((id(layer) for layer in self.tried), choice, strict=True))
+        return [layer.take(chosen.get(id(layer))) for layer in self.layers]
+
+    def _quality(self, choice: Choice) -> float:
+        self._take(choice)
+        found = quality(self.model(**self.inputs), self.expected, self.inputs)
+        return found if math.isfinite(found) else 0.0
+
+    def _unseen(self, choices: list[Choice]) -> dict[Choice, float]:
+        """The quality of every choice on held-out data."""
+        if self.holdout is None:
+            return {}
+        found: dict[Choice, float] = {}
+        self._take((None,) * len(self.tried))
+        expected = self.model(**self.holdout)
+        for number, choice in enumerate(choices):
+            self._take(choice)
+            found[choice] = quality(self.model(**self.holdout), expected, self.holdout)
+            self.on_step("held out", number + 1, len(choices))
+        return found
+
+    def _times(
+        self, ladder: list[int]
+    ) -> dict[tuple[AttentionShape, int | None], dict[int, float | None]]:
+        """Seconds of one layer's attention, for every shape of layer and number of keys."""
+        shapes = list(dict.fromkeys(layer.shape for layer in self.layers))
+        cells = [(shape, keys) for shape in shapes for keys in (None, *ladder)]
+        found: dict[tuple[AttentionShape, int | None], dict[int, float | None]] = {}
+        for number, (shape, keys) in enumerate(cells):
+            found[shape, keys] = measure_calls(shape, keys)
+            self.on_step("timing", number + 1, len(cells))
+        return found
+
+    def _all(self, choice: Choice) -> list[int | None]:
+        """The keys of all layers, also of those that were left out."""
+        chosen = dict(zip((id(layer) for layer in self.tried), choice, strict=True))
+        return [chosen.get(id(layer)) for layer in self.layers]
+
+    def _estimated(self, choice: Choice) -> dict[int, float]:
+        return _shares(self.layers, self._all(choice))
+
+    def _measured(
+        self,
+        choice: Choice,
+        times: dict[tuple[AttentionShape, int | None], dict[int, float | None]],
+    ) -> dict[int, float | None]:
+        pairs = list(zip(self.layers, self._all(choice), strict=True))
+        found: dict[int, float | None] = {}
+        for tokens in LENGTHS:
+            cells = [times[layer.shape, keys][tokens] for layer, keys in pairs]
+            known = [cell for cell in cells if cell is not None]
+            found[tokens] = _milliseconds(sum(known) if len(known) == len(cells) else None)
+        return found
+
+
+def _shares(layers: Sequence[TriedLayer], choice: Sequence[int | None]) -> dict[int, float]:
+    """Operations of some layers by tokens, softmax's = 1."""
+    return {
+        tokens: sum(
+            layer.shape.operations(tokens, keys) for layer, keys in zip(layers, choice, strict=True)
+        )
+        / sum(layer.shape.operations(tokens, None) for layer in layers)
+        for tokens in LENGTHS
+    }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' * (threads != 1)}"

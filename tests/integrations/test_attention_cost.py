@@ -1,0 +1,46 @@
+"""The cost of a layer's attention: counted as stated, measured where it does not take too long."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lln.integrations.attention_cost import AttentionShape, measure_calls
+
+SHAPE = AttentionShape(
+    heads=2,
+    key_heads=2,
+    width=8,
+    value_width=4,
+    block_size=16,
+    group_size=16,
+    select="block",
+    is_causal=False,
+    impl="auto",
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+)
+
+
+def test_operations_are_those_stated():
+    assert SHAPE.operations(100, None) == 100 * 2 * 100 * 12
+    per_token = (16 + 32) * 12 + 2 * 8 * 5 + 100 * 8 / 16
+    assert SHAPE.operations(100, 32) == pytest.approx(100 * 2 * per_token)
+    # Without keys nothing is selected, and no more are read than there are.
+    assert SHAPE.operations(100, 0) == 100 * 2 * (16 * 12 + 2 * 8 * 5)
+    assert SHAPE.operations(100, 84) == SHAPE.operations(100, 256)
+    by_query = replace(SHAPE, select="query", group_size=1)
+    assert by_query.operations(100, 32) == pytest.approx(100 * 2 * (per_token - 50))
+    causal = replace(SHAPE, is_causal=True)
+    assert causal.operations(100, None) == SHAPE.operations(100, None) / 2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("keys", [None, 0, 8])
+def test_calls_are_measured_until_they_take_too_long(keys, is_causal):
+    shape = replace(SHAPE, heads=4, is_causal=is_causal)
+    found = measure_calls(shape, keys, (64, 128))
+    assert all(seconds > 0 for seconds in found.values())
+    found = measure_calls(shape, keys, (64, 128, 256), most_seconds=0.0)
+    assert found[64] > 0
+    assert (found[128], found[256]) == (None, None)
