@@ -25,6 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from lln.errors import InvalidInputError
 from lln.instruments.capture import capture
+from lln.integrations.convert import convert
 
 SIZES = {
     "vocab_size": 40,
@@ -224,10 +225,10 @@ def test_a_model_outside_the_interface_gets_a_sentence():
 
 def test_a_model_converted_to_exact_keys():
     """Measured from what each layer announces: its α, β, offset and chosen keys."""
-    from lln.integrations.convert import convert
-
     model, batch = make("bert", "sdpa"), inputs("bert")
-    convert(model, "lln_keys", calibrate=batch, keys=2, block_size=4)
+    # The fewest tokens that conversion trusts are 64.
+    texts = {"input_ids": torch.randint(3, 40, (8, 11))}
+    convert(model, "lln_keys", calibrate=texts, keys=2, block_size=4)
     with torch.no_grad():
         before = model(**batch).last_hidden_state
         with capture(model) as seen:

@@ -1,8 +1,8 @@
 """The page of lln inspect: what extremes and signs do to its colours, axes and numbers."""
 
-import itertools
 import re
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 from experiments import inspect_minilm
@@ -48,7 +48,7 @@ def test_numbers_too_small_to_be_written_have_no_colour(study):
         ]
     (drawn,) = [each.chart for each in draw_maps(study, LLN) if "that LLN misses" in each.caption]
     colours = cells(inline_svg(drawn)).values()
-    assert len(colours) == 82
+    assert len(colours) == 72
     assert all(min(colour) > 200 for colour in colours)
 
 
@@ -105,7 +105,7 @@ def test_the_page_is_named_for_the_model_and_its_contents_lead_to_every_section(
     assert f"<h1>{study.model}</h1>" in page
     links = re.findall(r'<a href="#([^"]+)">', page)
     assert links == re.findall(r'<section id="([^"]+)">', page)
-    assert len(links) == len(set(links)) == 7
+    assert len(links) == len(set(links)) == 8
 
 
 def test_heads_that_need_keys_are_named(study):
@@ -126,11 +126,7 @@ def test_heads_that_need_keys_are_named(study):
     assert text.endswith("rely on slots: 2.5 (60%).")
     assert mass_rows(study)[0][0] == "2.5"
     head, first, *_, last = mass_table(study).splitlines()[1:]
-    assert head.split() == [
-        "head",
-        "block",
-        *f"K = {', slots K = '.join(map(str, KEYS))}, slots".split(),
-    ]
+    assert re.findall(r"K = (\d+), slots", head) == [str(number) for number in KEYS]
     assert first.split()[0] == "2.5"
     assert first.split()[6:8] == [f"{study.layers[2].values['mass.keys_64'][5]:.0%}", "40%"]
     assert last.startswith("… and 56 heads more")
@@ -150,7 +146,7 @@ def test_masses_are_drawn_for_every_head(study):
     assert len(bars.patches) == len(KEYS) + 2
     assert len(curves.lines) == 72 + 2
     tops = [patch.get_data().values for patch in bars.patches]
-    assert all((low <= high).all() for low, high in itertools.pairwise(tops))
+    assert all((low <= high).all() for low, high in pairwise(tops))
     assert (tops[-1] == 1).all()
 
 
