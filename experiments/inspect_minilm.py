@@ -43,6 +43,8 @@ COLUMNS = (
     ("β", "lln.beta", 2),
     ("LLN's gap", "lln.spectral_gap", 2),
     ("elsewhere", "lln.distance", 2),
+    ("own block", "mass.block", 2),
+    ("slots beside 64 keys", "mass.rest_64", 2),
 )
 
 

@@ -5,9 +5,11 @@ import math
 import numpy as np
 import torch
 
-from lln import match_moments, reference
+from lln import choose_keys, match_moments, reference
+from lln.matching.mass import mass_offset
+from lln.matching.moments import head_moments
 
-KINDS = ("softmax", "lln", "diag", "lln_diag")
+KINDS = ("softmax", "lln", "diag", "lln_diag", "lln_keys")
 
 
 def dense_matrix(
@@ -22,10 +24,14 @@ def dense_matrix(
     keep=None,
     is_causal=False,
     scale=None,
+    **exact,
 ):
     """P of one sample, ``[H, T, S]``; keep is a bool mask over keys."""
     heads, tokens, width = query.shape
     key = key.repeat_interleave(heads // key.shape[0], 0)
+    if kind == "lln_keys":
+        own = {"keep": keep, "is_causal": is_causal, "scale": scale, **exact}
+        return dense_keys_matrix(query, key, alpha, beta, block_size or 64, **own)
     if kind in ("lln", "lln_diag") and alpha is None:
         mask = None if keep is None else keep[None]
         alpha, beta = (
@@ -49,6 +55,54 @@ def dense_matrix(
         return short_range
     long_range = reference.normalise(reference.log_lln_kernel(query, key, alpha, beta), seen)
     return long_range if kind == "lln" else mix * long_range + (1 - mix) * short_range
+
+
+def dense_keys_matrix(
+    query,
+    key,
+    alpha,
+    beta,
+    block_size,
+    *,
+    keep=None,
+    is_causal=False,
+    scale=None,
+    offset=None,
+    keys=64,
+    select="block",
+    group_size=None,
+):
+    """P of exact keys of one sample; what is not given is matched and chosen."""
+    tokens, mask = query.shape[1], None if keep is None else keep[None]
+    sides = query[None], key[None]
+    if alpha is None:
+        matched = match_moments(*sides, criterion="entropy", key_mask=mask)
+        alpha, beta = (side[0] / 2 for side in matched)
+    if offset is None:
+        moments = head_moments(*sides, mask)
+        offset = mass_offset(moments, alpha, beta, query.shape[-1], scale)[0].double()
+    if isinstance(keys, torch.Tensor):
+        indices = keys[None]
+    else:
+        own = {"select": select, "group_size": group_size, "scale": scale}
+        own |= {"block_size": block_size, "key_mask": mask, "is_causal": is_causal}
+        indices = choose_keys(*sides, keys, **own)
+    pairs = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
+    pairs = pairs if keep is None else pairs & keep
+    first = 0 if keep is None else int(keep.int().argmax())
+    block = (torch.arange(tokens) - first).div(block_size, rounding_mode="floor")
+    rest = pairs & (block[:, None] > block) if is_causal else pairs
+    pairs = pairs.tril() if is_causal else pairs
+    # Blocks are counted from the first key that a row may see: only the mask says which.
+    seen = None if keep is None else pairs
+    group = group_size or (block_size if select == "block" else 1)
+    exact = reference.exact_pairs(
+        indices, tokens, block_size, group, keep=seen, is_causal=is_causal
+    )
+    exact = exact & pairs
+    alpha, beta = (torch.as_tensor(side, dtype=torch.float64) for side in (alpha, beta))
+    numbers = (alpha, beta, exact, offset)
+    return reference.lln_keys_matrix(*sides, *numbers, keep=pairs, rest=rest, scale=scale)[0]
 
 
 def only_valid(matrix, keep):

@@ -49,6 +49,8 @@ def options_of(kind, is_causal):
     options = {"kind": kind, "is_causal": is_causal}
     if is_causal and kind.startswith("lln"):
         options |= {"alpha": 1.9, "beta": 2.2}
+    if is_causal and kind == "lln_keys":
+        options["offset"] = -4.0
     return options
 
 

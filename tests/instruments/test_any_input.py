@@ -35,6 +35,9 @@ def test_any_attention(data):
         "beta": data.draw(st.floats(0.05, 4)),
         "mix": data.draw(st.floats(0.01, 0.99)),
         "scale": data.draw(st.sampled_from([None, -0.3, 1.0])),
+        "offset": data.draw(st.floats(-8, 2)),
+        "keys": data.draw(st.integers(0, 12)),
+        "select": data.draw(st.sampled_from(["block", "query", "half"])),
     }
     seed = data.draw(st.integers(0, 2**31))
     query, key, _ = make_qkv(

@@ -25,6 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from lln.errors import InvalidInputError
 from lln.instruments.capture import capture
+from lln.integrations.convert import convert
 
 SIZES = {
     "vocab_size": 40,
@@ -220,3 +221,22 @@ def test_a_model_outside_the_interface_gets_a_sentence():
     error = pytest.raises(InvalidInputError, match="saw no attention in DebertaV2Model")
     with error, torch.no_grad(), capture(model):
         model(**inputs("bert"))
+
+
+def test_a_model_converted_to_exact_keys():
+    """Measured from what each layer announces: its α, β, offset and chosen keys."""
+    model, batch = make("bert", "sdpa"), inputs("bert")
+    # The fewest tokens that conversion trusts are 64.
+    texts = {"input_ids": torch.randint(3, 40, (8, 11))}
+    convert(model, "lln_keys", calibrate=texts, keys=2, block_size=4)
+    with torch.no_grad():
+        before = model(**batch).last_hidden_state
+        with capture(model) as seen:
+            after = model(**batch).last_hidden_state
+    assert torch.equal(before, after)
+    assert not seen.problems
+    assert {call.kind for call in seen.calls} == {"lln_keys"}
+    assert len(seen.layers) == 2
+    for call in seen.calls:
+        assert {"alpha", "beta", "offset", "entropy", "spectral_gap"} <= set(call.values)
+        assert all(value.isfinite().all() for value in call.values.values())

@@ -15,6 +15,8 @@ ROW_BY_ROW = [
     ("log_normality", "lln_diag"),
     ("spectral_gap", "lln_diag"),
     ("temperature", "lln_diag"),
+    ("entropy", "lln_keys"),
+    ("spectral_gap", "lln_keys"),
 ]
 
 
@@ -41,6 +43,13 @@ def test_what_is_linear_takes_little_memory(case):
 def test_row_by_row_takes_less_than_the_matrix(case):
     """One N×N matrix in float64 is 128 MiB."""
     assert peak_of(*case, tokens=4096) < 100 << 20
+
+
+def test_masses_of_keys_take_less_than_the_matrix():
+    """One N×N matrix in float64 is 128 MiB."""
+    instruments.key_masses(*torch.randn(2, 1, 1, 300, 64))
+    query, key = torch.randn(2, 1, 1, 4096, 64)
+    assert peak_bytes(lambda: instruments.key_masses(query, key)) < 100 << 20
 
 
 @pytest.mark.slow

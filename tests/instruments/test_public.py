@@ -35,7 +35,7 @@ def test_every_instrument_takes_the_same_arguments(name):
 @pytest.mark.parametrize(
     "function",
     [
-        *(getattr(instruments, name) for name in MEASURES),
+        *(getattr(instruments, name) for name in (*MEASURES, "gaussianity", "key_masses")),
         *(getattr(of_matrix, name) for name in OF_MATRIX),
         *(
             item

@@ -1,7 +1,7 @@
 """The arguments that all instruments share: written, documented and checked once, here.
 
 Dimension legend: B samples (or packed sequences), H query heads, Hk key heads, T queries, S keys,
-D head width.
+D head width, G groups of queries, K chosen keys per group.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.bounds import check_cu_seqlens
+from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
 from lln.checks.names import check_choice
+from lln.eager.key_blocks import blocks_in
 from lln.errors import InvalidInputError
 
-KINDS = ("softmax", "lln", "diag", "lln_diag")
+KINDS = ("softmax", "lln", "diag", "lln_diag", "lln_keys")
+
+# Tokens in a block of `lln.lln_keys_attention` unless told otherwise.
+_KEYS_BLOCK = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -27,21 +32,30 @@ class AttentionInputs:
         query: ``[B, H, T, D]``; ``[T, H, D]`` with ``cu_seqlens``.
         key: ``[B, Hk, S, D]``, H a multiple of Hk (grouped queries), or ``[T, Hk, D]``.
         kind: The attention that makes P: ``"softmax"``, ``"lln"``, ``"diag"`` (block-diagonal
-            softmax) or ``"lln_diag"`` (Figure 3).
+            softmax), ``"lln_diag"`` (Figure 3) or ``"lln_keys"`` (`lln.lln_keys_attention`).
         alpha: α of the LLN part, a positive number or a tensor that broadcasts to
             ``[B, H, 1, 1]``; None = matched to the inputs, as `lln.lln_attention` does. Kinds
             without an LLN part do not read it.
         beta: Likewise; also ``[B, Hk, 1, 1]``.
-        matching: The criterion when α and β are not given: ``"variance"``, ``"entropy"`` or
-            ``"paper"``.
-        block_size: Tokens in a diagonal block; None = D. Kinds without a diagonal part do not
-            read it.
+        matching: The criterion when α and β are not given: ``"variance"``, ``"entropy"``,
+            ``"paper"`` or, for ``"lln_keys"``, ``"rest"``. None = ``"variance"``; ``"rest"`` for
+            ``"lln_keys"``.
+        block_size: Tokens in a diagonal block; None = D, and 64 for ``"lln_keys"``. Kinds without
+            blocks do not read it.
         mix: Weight of the LLN part in ``"lln_diag"``: a number in [0, 1], or a tensor that
             broadcasts to ``[B, H, T, 1]``.
         key_mask: bool ``[B, S]``, True = attend. If T = S, padded queries do not count either.
-        is_causal: Whether row i sees keys 0 … i only. LLN kinds then need α and β.
+        is_causal: Whether row i sees keys 0 … i only. LLN kinds then need α and β, and
+            ``"lln_keys"`` its offset.
         scale: Factor of the softmax scores; None = 1/√D.
         cu_seqlens: int ``[n + 1]``, boundaries of packed sequences; B is then n.
+        keys: How many keys every group of queries sees one by one in ``"lln_keys"``, or their
+            indices ``[B, H, G, K]`` (packed: ``[H, G, K]``) as `lln.choose_keys` returns them.
+            Only ``"lln_keys"`` reads this and what follows.
+        select: How they are chosen, see `lln.choose_keys`.
+        group_size: Queries that share their chosen keys; None = as in `lln.choose_keys`.
+        offset: What is added to the logits of the slots, a number or a tensor that broadcasts to
+            ``[B, H, 1, 1]``; None = by mass matching, as `lln.lln_keys_attention` does.
     """
 
     query: Tensor
@@ -50,13 +64,17 @@ class AttentionInputs:
     kind: str = "softmax"
     alpha: float | Tensor | None = None
     beta: float | Tensor | None = None
-    matching: str = "variance"
+    matching: str | None = None
     block_size: int | None = None
     mix: float | Tensor = 0.5
     key_mask: Tensor | None = None
     is_causal: bool = False
     scale: float | None = None
     cu_seqlens: Tensor | None = None
+    keys: int | Tensor = 64
+    select: str = "block"
+    group_size: int | None = None
+    offset: float | Tensor | None = None
 
     def __post_init__(self) -> None:
         """Refuse what does not fit, in one sentence."""
@@ -74,7 +92,7 @@ class AttentionInputs:
         else:
             checks.check_key_mask(self.key_mask, key)
             checks.check_causal(self.is_causal, query.shape[2], key.shape[2])
-            if self.kind in ("diag", "lln_diag"):
+            if self.kind in ("diag", "lln_diag", "lln_keys"):
                 checks.check_self_attention(query, key, f"kind {self.kind!r}")
         if self.block_size is not None:
             checks.check_block_size(self.block_size)
@@ -84,16 +102,55 @@ class AttentionInputs:
         if not bool(((mix >= 0) & (mix <= 1)).all()):
             raise InvalidInputError("mix must lie in [0, 1] everywhere for P to be row-stochastic.")
         if self.kind in ("lln", "lln_diag"):
-            checks.check_options(
-                query,
-                key,
-                self.batch,
-                alpha=self.alpha,
-                beta=self.beta,
-                matching=self.matching,
-                dropout_p=0.0,
-                is_causal=self.is_causal,
-            )
+            self._check_temperatures(self.criterion)
+        elif self.kind == "lln_keys":
+            check_choice("matching", self.criterion, KEYS_MATCHING)
+            # Its own criterion was just checked.
+            self._check_temperatures("entropy")
+            self._check_keys()
+
+    def _check_temperatures(self, matching: str) -> None:
+        checks.check_options(
+            self.query,
+            self.key,
+            self.batch,
+            alpha=self.alpha,
+            beta=self.beta,
+            matching=matching,
+            dropout_p=0.0,
+            is_causal=self.is_causal,
+        )
+
+    def _check_keys(self) -> None:
+        """Refuse chosen keys, groups and an offset that do not fit."""
+        query, size = self.query, self.tokens_in_block
+        check_offset(self.offset, self.batch, query.shape[1], query.device, self.is_causal)
+        per_block = size // self.queries_in_group
+        if self.cu_seqlens is None:
+            blocks = blocks_in(query.shape[2], size, self.key_mask is not None)
+            groups = (*query.shape[:2], blocks * per_block)
+        else:
+            groups = (query.shape[1], (query.shape[0] // size + self.batch) * per_block)
+        check_keys(self.keys, groups, query.device)
+
+    @property
+    def criterion(self) -> str:
+        """The criterion of matching."""
+        if self.matching is not None:
+            return self.matching
+        return "rest" if self.kind == "lln_keys" else "variance"
+
+    @property
+    def tokens_in_block(self) -> int:
+        """Tokens in a diagonal block."""
+        if self.block_size is not None:
+            return self.block_size
+        return _KEYS_BLOCK if self.kind == "lln_keys" else self.query.shape[-1]
+
+    @property
+    def queries_in_group(self) -> int:
+        """Queries that share their chosen keys."""
+        return check_selection(self.select, self.group_size, self.tokens_in_block)
 
     @property
     def batch(self) -> int:

@@ -43,7 +43,7 @@ class capture(Measurements):
         model: Any module; layers are named by their path in it.
         instruments: Names of functions of `lln.instruments`: ``"temperature"``, ``"entropy"``,
             ``"spectral_gap"``, ``"variance"``, ``"log_normality"``, ``"score_variance"``. LLN
-            layers report their ``alpha`` and ``beta`` as well.
+            layers report their ``alpha``, ``beta`` and ``offset`` as well.
         max_calls: Calls per layer to measure; later ones are not measured. None = all.
         on_call: Called with a `SeenCall` after each call is measured.
         one_forward: Whether to stop watching as soon as the model's own forward has ended once.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,9 +20,12 @@ import torch
 from torch import Tensor
 
 from lln.eager.run import repeat_heads
+from lln.functional.exact_keys import complete
 from lln.functional.match import match_inputs
-from lln.functional.plan import choose_implementation
+from lln.functional.plan import choose_implementation, plan_call
+from lln.functional.request import Request
 from lln.instruments.attention_inputs import AttentionInputs
+from lln.instruments.chosen_keys import ChosenKeys, place_choices
 from lln.instruments.unmasked_heads import UnmaskedHeads
 from lln.matching.moments import packed_moments, temperatures
 from lln.precision import without_autocast
@@ -91,26 +95,38 @@ def head_groups(inputs: AttentionInputs) -> Iterator[HeadGroup]:
     home, query_heads = _home(inputs), inputs.query.shape[1]
     query, key = inputs.query.detach().to(home), inputs.key.detach().to(home)
     mix = _as_double(inputs.mix, home).expand(*query.shape[:-1], 1)
-    alpha, beta = _temperatures(inputs, home)
+    choice = _Choice(inputs, home) if inputs.kind == "lln_keys" else None
+    alpha, beta = _temperatures(inputs, home) if choice is None else choice.temperatures
     scale = 1 / math.sqrt(query.shape[-1]) if inputs.scale is None else float(inputs.scale)
 
-    def group(at: slice, q: Tensor, k: Tensor, m: Tensor, place: Tensor) -> HeadGroup:
-        """Samples ``[b, H, …]`` with the places of their keys, counted from the first."""
+    def group(
+        at: slice, q: Tensor, k: Tensor, m: Tensor, places: Tensor, block: int = 0
+    ) -> HeadGroup:
+        """Samples ``[b, H, …]`` with the places of their keys and the number of their block."""
         q, k = q.double().flatten(0, 1), repeat_heads(k.double(), query_heads).flatten(0, 1)
         a, b = alpha[at].flatten(0, 1), beta[at].flatten(0, 1)
+        chosen = None if choice is None else choice.of_samples(at, places, block)
         healthy = q.isfinite().all(-1).all(-1) & k.isfinite().all(-1).all(-1)
         healthy &= (a.isfinite() & b.isfinite()).flatten()
+        if chosen is not None:
+            healthy &= chosen.offset.isfinite().flatten()
+            offset = torch.where(healthy[:, None, None], chosen.offset, 0.0)
+            chosen = replace(chosen, offset=offset)
         calm = healthy[:, None, None]
         q, k = torch.where(calm, q, 0.0), torch.where(calm, k, 0.0)
         a, b = torch.where(calm, a, 1.0), torch.where(calm, b, 1.0)
-        block = place // (inputs.block_size or q.shape[-1])
+        blocks = (places - places[:1]) // inputs.tokens_in_block
         options = (inputs.kind, scale, inputs.is_causal)
-        return HeadGroup(at, UnmaskedHeads(q, k, *options, a, b, m.flatten(0, 1), block), healthy)
+        heads = UnmaskedHeads(q, k, *options, a, b, m.flatten(0, 1), blocks, chosen)
+        return HeadGroup(at, heads, healthy)
 
     if inputs.cu_seqlens is not None:
+        block = 0
         for index, (start, end) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
             q, k, m = (side[start:end].transpose(0, 1)[None] for side in (query, key, mix))
-            yield group(slice(index, index + 1), q, k, m, torch.arange(end - start, device=home))
+            places = torch.arange(start, end, device=home)
+            yield group(slice(index, index + 1), q, k, m, places, block)
+            block += -(-(end - start) // inputs.tokens_in_block)
         return
     mask, place = inputs.key_mask, torch.arange(key.shape[2], device=home)
     if mask is None or bool(mask.all()):
@@ -126,7 +142,55 @@ def head_groups(inputs: AttentionInputs) -> Iterator[HeadGroup]:
         if inputs.is_square:
             # As in the attention functions, the mask says which queries count, too.
             q, m = q[:, :, valid], m[:, :, valid]
-        yield group(at, q, k, m, valid - valid[:1])
+        # Blocks are counted from the first valid token, wherever it is.
+        first = int(valid[0]) if valid.shape[0] else 0
+        yield group(at, q, k, m, valid, -(-first // inputs.tokens_in_block))
+
+
+class _Choice:
+    """What `lln.lln_keys_attention` would match and choose for some inputs, and has been given."""
+
+    def __init__(self, inputs: AttentionInputs, device: torch.device) -> None:
+        self.inputs = inputs
+        request = Request(
+            "lln_keys",
+            inputs.query.detach(),
+            inputs.key.detach(),
+            inputs.key.detach(),
+            inputs.alpha,
+            inputs.beta,
+            inputs.criterion,
+            block_size=inputs.tokens_in_block,
+            scale=inputs.scale,
+            key_mask=inputs.key_mask,
+            is_causal=inputs.is_causal,
+            bounds=inputs.cu_seqlens,
+            keys=inputs.keys,
+            select=inputs.select,
+            group_size=inputs.queries_in_group,
+            offset=inputs.offset,
+        )
+        with without_autocast(inputs.query), torch.no_grad():
+            request = complete(request, plan_call(request, "auto"))
+        assert isinstance(request.keys, Tensor)
+        sizes = (inputs.batch, inputs.query.shape[1], device)
+        self.temperatures = per_head(request.alpha, *sizes), per_head(request.beta, *sizes)
+        self.offset = per_head(request.offset, *sizes)
+        self.indices = request.keys.to(device).long()
+
+    def of_samples(self, at: slice, places: Tensor, block: int) -> ChosenKeys:
+        """Those of some samples, whose tokens at ``places`` count and begin with a block."""
+        inputs, size = self.inputs, self.inputs.queries_in_group
+        packed = inputs.cu_seqlens is not None
+        return place_choices(
+            self.indices if packed else self.indices[at].flatten(0, 1),
+            self.offset[at].flatten(0, 1),
+            places,
+            first_group=block * (inputs.tokens_in_block // size),
+            group_size=size,
+            block_size=inputs.tokens_in_block,
+            is_causal=inputs.is_causal,
+        )
 
 
 def _home(inputs: AttentionInputs) -> torch.device:
@@ -141,7 +205,7 @@ def _temperatures(inputs: AttentionInputs, device: torch.device) -> tuple[Tensor
     if inputs.kind not in ("lln", "lln_diag"):
         alpha = beta = 1.0
     elif alpha is None or beta is None:
-        query, key, matching = inputs.query, inputs.key, inputs.matching
+        query, key, matching = inputs.query, inputs.key, inputs.criterion
         with without_autocast(query), torch.no_grad():
             if inputs.cu_seqlens is None:
                 impl = choose_implementation("auto", query)
@@ -155,7 +219,7 @@ def _temperatures(inputs: AttentionInputs, device: torch.device) -> tuple[Tensor
 
 
 def per_head(side: float | Tensor, batch: int, heads: int, device: torch.device) -> Tensor:
-    """α or β as float64 ``[B, H, 1, 1]``."""
+    """α, β or the offset as float64 ``[B, H, 1, 1]``."""
     side = _as_double(side, device)
     side = side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))
     if side.shape[1] not in (1, heads):

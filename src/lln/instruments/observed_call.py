@@ -35,6 +35,9 @@ INSTRUMENTS: dict[str, Callable[..., Any]] = {
     "score_variance": score_variance,
 }
 
+# Numbers of a layer itself, reported where it has them.
+_OF_LAYER = ("alpha", "beta", "offset")
+
 # Instruments that also read P itself, for calls where queries and keys do not determine it.
 _OF_MATRIX = ("temperature", "entropy", "spectral_gap", "variance", "log_normality")
 
@@ -49,10 +52,10 @@ class SeenCall:
     Attributes:
         layer: Path of the module in the model.
         call: How many calls of this layer and kind came before.
-        kind: ``"softmax"``, ``"lln"``, ``"diag"`` or ``"lln_diag"``.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
         query: ``[B, H, T, D]``, detached; ``[T, H, D]`` if packed.
         key: ``[B, Hk, S, D]``, likewise.
-        options: The other arguments of an instrument: α, β, masks, scale.
+        options: The other arguments of an instrument: α, β, masks, scale, chosen keys.
         pair_mask: A mask over pairs of tokens that the options cannot express.
         weights: P, if the model computed it anyway.
         problem: Why queries and keys do not determine P, or what was not measured; else empty.
@@ -90,10 +93,13 @@ def prepare(layer: str, call: int, sighting: Sighting) -> SeenCall:
     options: dict[str, Any] = {"scale": seen.scale, "is_causal": seen.is_causal}
     options["key_mask"] = seen.key_mask
     pair_mask, problem = None, sighting.problem
-    if seen.kind in ("lln", "lln_diag"):
+    if seen.kind in ("lln", "lln_diag", "lln_keys"):
         options |= {"alpha": _detach(seen.alpha), "beta": _detach(seen.beta)}
-    if seen.kind in ("diag", "lln_diag"):
+    if seen.kind in ("diag", "lln_diag", "lln_keys"):
         options["block_size"] = seen.block_size
+    if seen.kind == "lln_keys":
+        options |= {"offset": _detach(seen.offset), "keys": seen.indices}
+        options["group_size"] = seen.group_size
     if seen.kind == "lln_diag":
         options["mix"] = _detach(seen.mix)
         if isinstance(seen.mix, Tensor) and seen.mix.dim() and seen.mix.shape[-1] != 1:
@@ -128,7 +134,7 @@ def measure(seen: SeenCall, instruments: Sequence[str]) -> tuple[dict[str, Tenso
         return values, seen.problem
     problem = ""
     with torch.no_grad(), without_autocast(seen.query):
-        for name in ("alpha", "beta", *instruments):
+        for name in (*_OF_LAYER, *instruments):
             try:
                 for field_name, tensor in _measure(seen, name):
                     values[field_name] = tensor.detach().to("cpu", torch.float64)
@@ -139,8 +145,8 @@ def measure(seen: SeenCall, instruments: Sequence[str]) -> tuple[dict[str, Tenso
 
 
 def _measure(seen: SeenCall, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The values of one instrument, or α or β of the layer."""
-    if name in ("alpha", "beta"):
+    """The values of one instrument, or α, β or the offset of the layer."""
+    if name in _OF_LAYER:
         if seen.options.get(name) is not None:
             packed = seen.options.get("cu_seqlens")
             batch = seen.query.shape[0] if packed is None else packed.shape[0] - 1

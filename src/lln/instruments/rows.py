@@ -129,7 +129,8 @@ class AttentionRows(Rows):
             for rows in parts:
                 yield _mixed(long_range.tile(rows), short_range.tile(rows), self.heads.mix[:, rows])
             return
-        kernel = (_LLNKernel if self.heads.kind == "lln" else _SoftmaxKernel)(self.heads)
+        kernels = {"lln": _LLNKernel, "lln_keys": _KeysKernel}
+        kernel = kernels.get(self.heads.kind, _SoftmaxKernel)(self.heads)
         for rows in parts:
             yield kernel.tile(rows, self.normalised)
 
@@ -167,18 +168,21 @@ class _LLNKernel:
     attention, all that a row sees): those are summed as logarithms.
     """
 
-    def __init__(self, heads: UnmaskedHeads) -> None:
+    def __init__(self, heads: UnmaskedHeads, shift: float | Tensor = 0.0) -> None:
+        """Take the factors apart; ``shift`` is added to αq."""
         self.heads = heads
         exponent = heads.beta * heads.key
         peak = exponent.amax(-2, keepdim=True)
         self.exponent_k = exponent - peak
         self.key = self.exponent_k.exp().mT.contiguous()
-        exponent = heads.alpha * heads.query + peak
-        self.exponent_q = exponent - exponent.amax(-1, keepdim=True)
+        exponent = heads.alpha * heads.query + shift + peak
+        # What the logarithms of the kernel lack in every row.
+        self.row_peak = exponent.amax(-1, keepdim=True)
+        self.exponent_q = exponent - self.row_peak
         self.query = self.exponent_q.exp()
 
     def tile(self, rows: slice, normalised: bool = True) -> RowTile:
-        """Log P of some rows, or the kernel's logarithms."""
+        """Log P of some rows, or the kernel's logarithms less `row_peak`."""
         heads = self.heads
         columns = slice(0, rows.stop if heads.is_causal else heads.key.shape[1])
         kernel = self.query[:, rows] @ self.key[..., columns]
@@ -201,6 +205,48 @@ class _LLNKernel:
             exponent = self.exponent_q[head, row + first_row] + self.exponent_k[head, column]
             log_kernel[head, row, column] = exponent.logsumexp(-1)
         return log_kernel
+
+
+class _KeysKernel:
+    """Rows of attention with exact keys, see `lln.reference.lln_keys_matrix`.
+
+    The weight of a key is that of its score, if it is in the block or chosen, and that of the slots
+    which hold it.
+    """
+
+    def __init__(self, heads: UnmaskedHeads) -> None:
+        self.heads = heads
+        shift, level = heads.slot_shifts()
+        self.lln = _LLNKernel(heads, shift)
+        self.level = level + self.lln.row_peak
+        self.query = heads.scale * heads.query
+        self.key = heads.key.mT.contiguous()
+
+    def tile(self, rows: slice, normalised: bool = True) -> RowTile:
+        """Log P of some rows, or the kernel's logarithms."""
+        heads = self.heads
+        log_kernel = self.lln.tile(rows, normalised=False).log_p + self.level[:, rows]
+        columns = slice(0, log_kernel.shape[-1])
+        if heads.is_causal:
+            held = heads.block[columns] < heads.block[rows, None]
+            log_kernel.masked_fill_(~held, -torch.inf)
+        scores = self.query[:, rows] @ self.key[..., columns]
+        scores.masked_fill_(~self._exact(rows, columns), -torch.inf)
+        log_kernel = torch.logaddexp(scores, log_kernel)
+        return RowTile(log_kernel.log_softmax(-1) if normalised else log_kernel, rows.start, 0)
+
+    def _exact(self, rows: slice, columns: slice) -> Tensor:
+        """Which keys a row sees one by one: bool ``[G, r, w]``."""
+        heads, chosen = self.heads, self.heads.chosen
+        assert chosen is not None
+        hidden = _hidden(heads, rows, columns, in_blocks=True)
+        assert hidden is not None
+        group = chosen.group[rows]
+        own = chosen.indices[:, int(group[0]) : int(group[-1]) + 1]
+        # One column more than the tile has, where missing keys go.
+        far = own.new_zeros(*own.shape[:2], columns.stop + 1, dtype=torch.bool)
+        far.scatter_(-1, torch.where(own < 0, columns.stop, own), True)
+        return ~hidden | far[..., :-1][:, group - group[0]]
 
 
 def _mixed(long_range: RowTile, short_range: RowTile, mix: Tensor) -> RowTile:

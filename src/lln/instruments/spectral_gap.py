@@ -19,7 +19,7 @@ from lln.instruments.eigenvalues import (
 )
 from lln.instruments.head_groups import measure
 from lln.instruments.instrument import instrument
-from lln.instruments.rows import AttentionRows
+from lln.instruments.rows import TILE, AttentionRows
 from lln.instruments.unmasked_heads import UnmaskedHeads
 
 # Entries of P, or of its diagonal blocks, that may be kept between products: P of 4,096 tokens, 128
@@ -37,8 +37,9 @@ def spectral_gap(inputs: AttentionInputs) -> Tensor:
     - Causal attention of any kind: the largest diagonal entry after the first row's, because P is
       triangular.
     - Several diagonal blocks: zero, because every block has an eigenvalue 1 of its own.
-    - Softmax and LLN + diagonal: Arnoldi iteration (scipy) on x ↦ P·x − mean(P·x). Beyond N = 4,096
-      softmax makes P again for every product, some 150 times.
+    - Softmax, LLN + diagonal and exact keys: Arnoldi iteration (scipy) on x ↦ P·x − mean(P·x).
+      Beyond N = 4,096 softmax makes P again for every product, some 150 times; the others keep
+      what they are made of, O(N·(block + keys + D)).
 
     The gap of ``"lln_diag"`` sits near ``mix`` whatever the inputs, because the scaled-down block
     diagonal has an eigenvalue near 1 − mix for every block; look at the parts instead.
@@ -79,7 +80,7 @@ def _second_modulus(heads: UnmaskedHeads) -> Tensor:
 
 def _of_one(heads: UnmaskedHeads) -> float:
     size = heads.query.shape[1]
-    factored = heads.kind == "lln_diag" and size > DENSE
+    factored = size > DENSE and (heads.kind == "lln_diag" or _keys_fit(heads))
     if size * size <= KEPT and not factored:
         return second_modulus(_formed(heads))
     return second_modulus_of_product(_product(heads), size, heads.query.device)
@@ -100,6 +101,8 @@ def _product(heads: UnmaskedHeads) -> Product:
         slots, tokens = (side[0] for side in heads.lln_factors())
         short_range, mix = _product(replace(heads, kind="diag")), heads.mix[0]
         return lambda x: mix * (slots @ (tokens @ x)) + (1 - mix) * short_range(x)
+    if _keys_fit(heads):
+        return _keys_product(heads)
     if heads.kind == "diag":
         start, members = _blocks(heads.block)
         if start.shape[0] * int(members.max()) ** 2 <= KEPT:
@@ -111,6 +114,46 @@ def _product(heads: UnmaskedHeads) -> Product:
 
     def product(x: Tensor) -> Tensor:
         return torch.cat([p @ x[column : column + p.shape[-1]] for p, column in tiles()])
+
+    return product
+
+
+def _keys_fit(heads: UnmaskedHeads) -> bool:
+    """Whether the weights of exact keys can be kept between products."""
+    if heads.chosen is None:
+        return False
+    exact = int(_blocks(heads.block)[1].max()) + heads.chosen.indices.shape[-1]
+    return heads.query.shape[1] * exact <= KEPT
+
+
+def _keys_product(heads: UnmaskedHeads) -> Product:
+    """Multiplication with P of one head: weights of block, chosen keys and slots, kept apart."""
+    chosen = heads.chosen
+    assert chosen is not None
+    start, members = _blocks(heads.block)
+    _, number = heads.block.unique_consecutive(return_inverse=True)
+    step = torch.arange(int(members.max()), device=start.device)
+    near = torch.where(step < members[:, None], start[:, None] + step, -1)
+    shift, level = (side[0] for side in heads.slot_shifts())
+    exponent = heads.beta[0] * heads.key[0]
+    slots = heads.alpha[0] * heads.query[0] + shift + exponent.logsumexp(0) + level
+    tokens = exponent.softmax(0).mT
+    kept: list[tuple[Tensor, Tensor]] = []
+    width = near.shape[1] + chosen.indices.shape[-1]
+    for rows in torch.arange(slots.shape[0], device=start.device).split(
+        max(TILE // (width * heads.key.shape[-1]), 1)
+    ):
+        place = torch.cat([near[number[rows]], chosen.indices[0, chosen.group[rows]]], -1)
+        query = heads.scale * heads.query[0, rows]
+        scores = (heads.key[0, place.clamp_min(0)] @ query.unsqueeze(-1)).squeeze(-1)
+        scores = scores.masked_fill(place < 0, -torch.inf)
+        weights = torch.cat([scores, slots[rows]], -1).softmax(-1)
+        slots[rows] = weights[:, width:]
+        kept.append((weights[:, :width].clone(), place.clamp_min(0)))
+
+    def product(x: Tensor) -> Tensor:
+        exact = [(weights.unsqueeze(1) @ x[place]).squeeze(1) for weights, place in kept]
+        return torch.cat(exact) + slots @ (tokens @ x)
 
     return product
 

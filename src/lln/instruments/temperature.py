@@ -33,8 +33,8 @@ def temperature(inputs: TemperatureInputs) -> Tensor:
 
     ``"softmax"`` and ``"diag"``: Eq. (5), τ_sm = 1/σ_sm with the variance of the scores over all
     pairs that P keeps. ``"lln"``: Eq. (11), τ_lln = 1/√(a(α²σq² + β²σk²) + b) with the authors'
-    constants, fitted at D = 64; infinite where that variance is not positive. ``"lln_diag"`` has no
-    equation in the paper and is measured.
+    constants, fitted at D = 64; infinite where that variance is not positive. ``"lln_diag"`` and
+    ``"lln_keys"`` have no equation in the paper and are measured.
 
     Measured, every kind has one and the same definition: 1/√(variance of log P inside a row), which
     is what both equations stand for, without the assumption that entries are Gaussian or, in
@@ -43,7 +43,7 @@ def temperature(inputs: TemperatureInputs) -> Tensor:
     Returns:
         ``[B, H]``, float64; infinite where scores do not vary; NaN as in `entropy`.
     """
-    if inputs.measured or inputs.kind == "lln_diag":
+    if inputs.measured or inputs.kind in ("lln_diag", "lln_keys"):
         return measure(inputs, lambda heads: measured_temperature(AttentionRows(heads)))
     return measure(inputs, _lln_temperature if inputs.kind == "lln" else _softmax_temperature)
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+
+from lln.instruments.chosen_keys import ChosenKeys
 
 
 @dataclass(frozen=True)
@@ -17,13 +20,14 @@ class UnmaskedHeads:
     Attributes:
         query: ``[G, T, D]``.
         key: ``[G, S, D]``.
-        kind: ``"softmax"``, ``"lln"``, ``"diag"`` or ``"lln_diag"``.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
         scale: Factor of the softmax scores.
         is_causal: Whether row i sees keys 0 … i only.
         alpha: ``[G, 1, 1]``; 1 where the kind has none.
         beta: Likewise.
         mix: ``[G, T, 1]``, the LLN part's weight.
         block: int ``[S]``, never decreasing: the diagonal block of every token.
+        chosen: The exact keys of ``"lln_keys"``; None for the other kinds.
     """
 
     query: Tensor
@@ -35,11 +39,14 @@ class UnmaskedHeads:
     beta: Tensor
     mix: Tensor
     block: Tensor
+    chosen: ChosenKeys | None = None
 
     def part(self, start: int, end: int) -> UnmaskedHeads:
         """The heads from ``start`` up to ``end``."""
         names = ("query", "key", "alpha", "beta", "mix")
-        return replace(self, **{name: getattr(self, name)[start:end] for name in names})
+        chosen = None if self.chosen is None else self.chosen.part(start, end)
+        sides = {name: getattr(self, name)[start:end] for name in names}
+        return replace(self, **sides, chosen=chosen)
 
     def lln_factors(self) -> tuple[Tensor, Tensor]:
         """A ``[G, T, D]`` and B ``[G, D, S]`` of bidirectional LLN attention, P = A·B.
@@ -53,3 +60,25 @@ class UnmaskedHeads:
         mass = weight.sum(-2, keepdim=True)
         slots = (self.alpha * self.query + (peak + mass.log())).softmax(-1)
         return slots, weight.div_(mass).mT
+
+    def slot_shifts(self) -> tuple[Tensor, Tensor]:
+        """What ``"lln_keys"`` adds to the logits αq_f + L_f of its slots.
+
+        -βμ by feature, ``[G, T, D]`` or ``[G, 1, D]``, and scale·q·μ + g + ln ρ by row,
+        ``[G, T, 1]``, with μ the mean of the keys that the slots hold and ρ the share of them that
+        are not exact. ln ρ is -inf where all are, or where there are none.
+        """
+        assert self.chosen is not None
+        before = torch.searchsorted(self.block, self.block)
+        exact = (self.chosen.indices >= 0).sum(-1)[:, self.chosen.group]
+        if self.is_causal:
+            total = torch.cat([torch.zeros_like(self.key[:, :1]), self.key.cumsum(1)], 1)
+            held = before
+            centre = total[:, before] / held.clamp_min(1)[:, None]
+        else:
+            held = torch.full_like(before, self.key.shape[1])
+            centre = self.key.mean(1, keepdim=True)
+            exact = exact + torch.searchsorted(self.block, self.block, right=True) - before
+        share = (held - exact) / held.clamp_min(1).to(self.query.dtype)
+        level = self.scale * (self.query * centre).sum(-1) + share.log()
+        return -self.beta * centre, level.unsqueeze(-1) + self.chosen.offset

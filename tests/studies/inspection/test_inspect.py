@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 from lln.cli import app
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.instruments import capture, entropy
+from lln.instruments import capture, entropy, key_masses
 from lln.integrations.local_model import load_local_model
 from lln.studies.inspection import run_inspect
 from lln.studies.inspection.choice import choose_heads, parse_heads
@@ -178,6 +178,29 @@ def test_values_are_the_models_own(bert, text, tmp_path):
         )
         predicted = -math.log(24) - inside / 2
         assert values["theory.mean"][layer] == pytest.approx(predicted.tolist(), rel=1e-3)
+
+
+def test_masses_of_block_keys_and_slots(text, tmp_path):
+    save_model(tmp_path / "model", max_position_embeddings=100, num_hidden_layers=1)
+    lines = []
+    run_inspect(str(tmp_path / "model"), tmp_path, text=text, tokens=100, echo=lines.append)
+    local = load_local_model(str(tmp_path / "model"))
+    found = []
+    with capture(local.model, instruments=(), on_call=found.append):
+        local.run(local.encode(text.read_text(), 100, 1))
+    masses = key_masses(found[0].query, found[0].key, keys=(16, 32, 64, 128, 256))
+    values = json.loads((tmp_path / "lln-inspect.json").read_text())["values"]
+    assert values["mass.block"][0] == pytest.approx(masses.block[0].tolist(), rel=1e-5)
+    for place, number in enumerate(masses.keys.tolist()):
+        for name, side in (("keys", masses.chosen), ("rest", masses.rest)):
+            own = side[0, :, place].tolist()
+            assert values[f"mass.{name}_{number}"][0] == pytest.approx(own, rel=1e-5, abs=1e-9)
+    (table,) = [line for line in lines if "K = 256, slots" in line]
+    assert len(table.splitlines()) == 2 + 4
+    assert any("block of 64 tokens holds" in line for line in lines)
+    page = (tmp_path / "lln-inspect.html").read_text("utf-8")
+    assert "6. Which heads need exact keys?</h2>" in page
+    assert "<summary>Shares of every head</summary>" in page
 
 
 def seen_call(kind="softmax", causal=False, nan_head=None):

@@ -2,14 +2,18 @@
 
 import re
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 from experiments import inspect_minilm
 from tests.drawings import cells, draw
 
+from lln.instruments.key_masses import KEYS
 from lln.studies.inspection.choice import Chosen
 from lln.studies.inspection.findings import findings
+from lln.studies.inspection.key_needs import keys_sentence, mass_rows, mass_table
 from lln.studies.inspection.maps import CROSS, LLN, draw_maps
+from lln.studies.inspection.mass_plots import mass_plots
 from lln.studies.inspection.page import render_page
 from lln.studies.inspection.plots import shape_plots, theory_plots
 from lln.studies.inspection.saved import read_study
@@ -101,7 +105,49 @@ def test_the_page_is_named_for_the_model_and_its_contents_lead_to_every_section(
     assert f"<h1>{study.model}</h1>" in page
     links = re.findall(r'<a href="#([^"]+)">', page)
     assert links == re.findall(r'<section id="([^"]+)">', page)
-    assert len(links) == len(set(links)) == 7
+    assert len(links) == len(set(links)) == 8
+
+
+def test_heads_that_need_keys_are_named(study):
+    usual = keys_sentence(study)
+    assert re.search(r"block of 64 tokens holds \d+% of softmax's attention", usual)
+    assert "which need no keys" in usual
+    assert re.search(
+        r"more keys or rely on slots: (\d\.\d+ \(\d+%\), ){7}.* and \d+ more\.$", usual
+    )
+    for layer in study.layers:
+        for number in KEYS:
+            layer.values[f"mass.rest_{number}"] = [0.05] * layer.heads
+    assert keys_sentence(study).endswith("block and 64 keys do in 72.")
+    study.layers[2].values["mass.rest_64"][5] = 0.4
+    study.layers[1].values["mass.block"][0] = 0.95
+    text = keys_sentence(study)
+    assert "90% in 1 of 72 heads, which need no keys; block and 64 keys do in 71." in text
+    assert text.endswith("rely on slots: 2.5 (60%).")
+    assert mass_rows(study)[0][0] == "2.5"
+    head, first, *_, last = mass_table(study).splitlines()[1:]
+    assert re.findall(r"K = (\d+), slots", head) == [str(number) for number in KEYS]
+    assert first.split()[0] == "2.5"
+    assert first.split()[6:8] == [f"{study.layers[2].values['mass.keys_64'][5]:.0%}", "40%"]
+    assert last.startswith("… and 56 heads more")
+
+
+def test_short_sequences_leave_nothing_to_choose(study):
+    study.tokens = 64
+    assert "All 64 tokens lie in one block of 64" in keys_sentence(study)
+    assert mass_table(study) == ""
+    assert mass_plots(study) == []
+
+
+def test_masses_are_drawn_for_every_head(study):
+    charts = mass_plots(study)
+    assert len(charts) == 4
+    bars, curves = (draw(each.chart).axes[0] for each in charts[2:])
+    assert len(bars.patches) == len(KEYS) + 2
+    assert len(curves.lines) == 72 + 2
+    tops = [patch.get_data().values for patch in bars.patches]
+    assert all((low <= high).all() for low, high in pairwise(tops))
+    assert (tops[-1] == 1).all()
 
 
 def test_the_share_of_c_cross_is_drawn_with_its_sign(study):

@@ -15,6 +15,7 @@ from lln.instruments.observed_call import SeenCall
 from lln.matching.calibration import ENOUGH_TOKENS
 from lln.studies.inspection.choice import Chosen, choose_heads, parse_heads, refuse_missing_heads
 from lln.studies.inspection.findings import findings
+from lln.studies.inspection.key_needs import mass_table
 from lln.studies.inspection.page import render_json, render_page
 from lln.studies.inspection.study import INSTRUMENTS, Study, study_layer
 from lln.studies.inspection.text import read_text
@@ -112,6 +113,9 @@ def run_inspect(
         raise
     for sentence in findings(study).values():
         echo(sentence)
+    table = mass_table(study)
+    if table:
+        echo(table)
     for index, layer in enumerate(study.layers):
         if layer.problem:
             echo(f"Layer {index} ({layer.name}): {layer.problem}.")

@@ -6,6 +6,7 @@ import math
 from statistics import median
 
 from lln.printing import written
+from lln.studies.inspection.key_needs import keys_sentence
 from lln.studies.inspection.study import Study
 
 # Differences below these count as "the same" in the sentences.
@@ -23,6 +24,7 @@ def findings(study: Study) -> dict[str, str]:
         "theory": _theory(study),
         "gaussian": _gaussian(study),
         "lln": _lln(study),
+        "keys": keys_sentence(study),
     }
     return {name: text for name, text in parts.items() if text}
 

@@ -174,6 +174,26 @@ GAUSSIAN = (
     ),
     _logarithmic("gaussianity.key_norms", "spread of key norms", "Norms of keys", _GAUSSIAN_NORMS),
 )
+MASSES = (
+    Map(
+        "mass.block",
+        "share in the own block",
+        "Own block",
+        " of 64 tokens: its share of softmax’s attention.",
+        _digits(2),
+        low=0.0,
+        high=1.0,
+    ),
+    Map(
+        "mass.rest_64",
+        "share left to slots",
+        "Slots",
+        ": the share of attention outside the block and the 64 keys chosen for it.",
+        _digits(2),
+        low=0.0,
+        high=1.0,
+    ),
+)
 CROSS = _signed(
     "theory.cross_share",
     "share of C_cross",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from lln.instruments.key_masses import KEYS
 from lln.studies.inspection.choice import Chosen
 from lln.studies.inspection.findings import findings
+from lln.studies.inspection.key_needs import is_one_block, mass_rows
 from lln.studies.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, draw_maps
+from lln.studies.inspection.mass_plots import mass_plots
 from lln.studies.inspection.plots import lln_plots, shape_plots, theory_plots
 from lln.studies.inspection.study import Study, bin_edges
 from lln.studies.report.chart import CaptionedChart, inline_svg
@@ -24,6 +27,7 @@ def study_charts(study: Study, chosen: Sequence[Chosen]) -> dict[str, list[Capti
         "theory": [*theory_plots(study), *draw_maps(study, (CROSS,))],
         "gaussian": draw_maps(study, GAUSSIAN),
         "lln": [*draw_maps(study, LLN), *lln_plots(study)],
+        "keys": mass_plots(study),
     }
 
 
@@ -42,6 +46,8 @@ def render_page(study: Study, chosen: Sequence[Chosen]) -> str:
         inline_svg=inline_svg,
         environment=environment,
         is_nan=math.isnan,
+        key_numbers=KEYS,
+        masses=[] if is_one_block(study) else mass_rows(study),
     )
 
 

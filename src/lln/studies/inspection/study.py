@@ -15,6 +15,7 @@ from torch import Tensor
 from lln.errors import LLNError
 from lln.instruments import gaussianity
 from lln.instruments.observed_call import SeenCall
+from lln.studies.inspection.head_masses import measure_masses
 from lln.studies.inspection.stand_in import REACH, StandIn, imitate
 
 INSTRUMENTS = (
@@ -156,6 +157,7 @@ def study_layer(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> St
             for name, tensor in found._asdict().items():
                 if tensor.dim() == 2:
                     values[f"lln.{name}"] = tensor
+            values |= measure_masses(seen)
     except (LLNError, RuntimeError, ValueError) as error:
         layer.problem = layer.problem or f"not measured: {str(error).splitlines()[0]}"
     layer.values = {name: _medians(tensor) for name, tensor in values.items()}
