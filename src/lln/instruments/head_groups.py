@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.run import repeat_heads
-from lln.functional.exact_keys import complete
+from lln.functional.key_calls import complete
 from lln.functional.match import match_inputs
 from lln.functional.plan import choose_implementation, plan_call
 from lln.functional.request import Request
