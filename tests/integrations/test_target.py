@@ -264,8 +264,10 @@ def test_encoder_decoder_models_are_refused(text):
 
 
 def test_the_command_splits_its_text_and_writes_the_report(
-    tiny, tmp_path, save_with_tokenizer, capsys
+    tiny, tmp_path, save_with_tokenizer, capsys, monkeypatch
 ):
+    # Wide enough for the whole table, however long the measured times are.
+    monkeypatch.setenv("COLUMNS", "200")
     save_with_tokenizer(tiny("bert", **SHARP), tmp_path / "in")
     words = " ".join(f"w{2 + index % 50}" for index in range(400))
     (tmp_path / "text.txt").write_text("\n".join([words] * 12))
