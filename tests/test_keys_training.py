@@ -25,6 +25,8 @@ from experiments.keys_training_model import (
 )
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.slow
+
 SIZES = Sizes(length=64, layers=2, width=32, heads=2, block=16, keys=8, vocabulary=50)
 VARIANTS = [
     *KINDS,
