@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,33 +22,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lln
+from benchmarks.timing import graph_ms
 from lln.studies.bench.environment import describe
 
 HEADS, WIDTH, TOKENS = 12, 64, 65536
 GIVEN = {"alpha": 1.1, "beta": 1.1, "offset": -5.0}
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-
-
-def graph_ms(call: Callable[[], Any]) -> float:
-    """Milliseconds of a replay as a CUDA graph: the lower quartile of sixteen."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(16):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(3):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 3)
-    return sorted(times)[4]
 
 
 def wall_ms(call: Callable[[], Any]) -> float:
@@ -142,7 +120,9 @@ def main() -> None:
     settings = [tuple(map(int, one.split(":"))) for one in given.settings]
     rows = measure(given.device, given.lengths or usual, settings)
     if given.out:
-        command = f"python -m benchmarks.keys {' '.join(sys.argv[1:])}"
+        # Without the output's folder, which is that of one machine.
+        chosen = " ".join(given.settings)
+        command = f"python -m benchmarks.keys --device {given.device} --settings {chosen}"
         setup = describe(given.device, command)
         content = {"setup": setup, "heads": HEADS, "width": WIDTH, "rows": rows}
         given.out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")

@@ -65,30 +65,6 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any]]]:
     return found
 
 
-def graph_ms(call: Callable[[], Any]) -> float:
-    """Milliseconds of a replay as a CUDA graph: the lower quartile of twenty."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(25):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(3):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 3)
-    return sorted(times[5:])[5]
-
-
 def host_ms(call: Callable[[], Any]) -> float:
     """Milliseconds that the host spends on a call, at best."""
     import torch
@@ -108,6 +84,8 @@ def host_ms(call: Callable[[], Any]) -> float:
 def measure() -> dict[str, float]:
     """All times of the tree on the path."""
     import torch
+
+    from benchmarks.timing import graph_ms
 
     found = {}
     for name, (shape, attend) in cases().items():
@@ -163,7 +141,9 @@ def main() -> None:
         import torch
 
         content = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        content |= {"commits": given.commits, "command": " ".join(sys.argv[1:])}
+        # Without the folders, which are those of one machine.
+        command = f"python -m benchmarks.two_trees OLD/src NEW/src --rounds {given.rounds}"
+        content |= {"commits": given.commits, "command": command}
         content |= {"milliseconds": best}
         given.out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 

@@ -1,0 +1,30 @@
+"""The time of a call as a CUDA graph: what the GPU takes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def graph_ms(call: Callable[[], Any], rounds: int = 20) -> float:
+    """Milliseconds of a replay: the lower quartile of the rounds, after five to warm up."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(rounds + 5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 3)
+    return sorted(times[5:])[rounds // 4]
