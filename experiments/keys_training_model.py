@@ -162,16 +162,16 @@ def log_share(keep: Tensor) -> Tensor:
     return (1 - keep.sum(-1, keepdim=True) / keep.shape[-1]).log()
 
 
-def sdpa_core(q, k, v, keep, share, alpha, bias, centroid):
+def sdpa_core(q, k, v, keep, share, alpha, bias, centre, centroid):
     """`dense_core` inside a kernel: slots are D more keys.
 
-    A slot's key is α√D times a unit vector, and a feature that is 1 in every query carries its
-    bias [B, H, D]; only constants go into the mask, which so needs no gradient.
+    A slot's key is the mean key plus α√D times a unit vector, and a feature that is 1 in every
+    query carries its bias [B, H, D]; only constants go into the mask, which so needs no gradient.
     """
     width = q.shape[-1]
     # Eight, not one: the kernel reads rows in pieces of 16 bytes.
     extra = F.pad(torch.ones_like(q[..., :1]), (0, 7))
-    slots = (alpha * width**0.5 * torch.eye(width, device=q.device)).expand(*k.shape[:2], -1, -1)
+    slots = alpha * width**0.5 * torch.eye(width, device=q.device) + centre
     slots = torch.cat([slots, F.pad(bias.unsqueeze(-1) * width**0.5, (0, 7))], -1)
     mask = torch.zeros_like(keep, dtype=q.dtype).masked_fill_(~keep, -math.inf)
     mask = torch.cat([mask, share.to(q.dtype).expand(*keep.shape[:3], width)], -1)
@@ -236,11 +236,14 @@ class Attention(nn.Module):
     def attend_keys(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
         if not self.has_slots:
             return dense_core(q, k, v, keep)
-        log_mass, centroid = summarise(k, v, self.beta)
+        # Slots are those of centred keys; q·μ/√D puts them beside keys that are not centred.
+        centre = k.mean(2, keepdim=True)
+        log_mass, centroid = summarise(k - centre, v, self.beta)
         bias = log_mass + self.offset
         if self.sizes.core == "sdpa":
-            return sdpa_core(q, k, v, keep, log_share(keep), self.alpha, bias, centroid)
-        rest = self.alpha * q + bias.unsqueeze(2) + log_share(keep)
+            return sdpa_core(q, k, v, keep, log_share(keep), self.alpha, bias, centre, centroid)
+        level = (q @ centre.mT) * q.shape[-1] ** -0.5
+        rest = self.alpha * q + level + bias.unsqueeze(2) + log_share(keep)
         return dense_core(q, k, v, keep, rest, centroid)
 
     def keep(self, q: Tensor, k: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 import lln
-from lln.kernels import launch_keys, limits, recipes, sizes
+from lln.kernels import launch_choice, launch_keys, limits, recipes, sizes
 
 # Name → compute capability, and the shared memory that a program can have.
 CHIPS = {"A100": (80, 166_912), "RTX 3090": (86, 101_376)}
@@ -88,8 +88,9 @@ def test_exact_keys_fit(plug_in, monkeypatch, chip, dtype, width):
     def launch(kernel, grid, *arguments, **sizes):
         needs.append(kernel.warmup(*arguments, grid=grid, **sizes).metadata.shared)
 
-    monkeypatch.setattr(launch_keys, "_launch", launch)
-    monkeypatch.setattr(launch_keys, "on_device", lambda device: contextlib.nullcontext())
+    for module in (launch_choice, launch_keys):
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
     fit_keys(dtype, width)
     assert len(needs) >= 8
     assert max(needs) <= CHIPS[chip][1]

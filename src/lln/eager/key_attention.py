@@ -68,12 +68,17 @@ def attend_keys(
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     rows = blocks.gather(query)
     scaled = rows * factor
+    near_keys, near_values = blocks.gather(key), blocks.gather(value)
     valid = blocks.valid(key_mask)[:, None]
-    near_keys, near_values = (
-        torch.where(valid.unsqueeze(-1), blocks.gather(side), 0.0) for side in (key, value)
-    )
+    # Where every place holds a key, there is nothing to hide.
+    is_full = blocks.is_plain and key_mask is None
+    if not is_full:
+        near_keys, near_values = (
+            torch.where(valid.unsqueeze(-1), side, 0.0) for side in (near_keys, near_values)
+        )
     near = multiply(scaled, near_keys.mT)
-    near = torch.where(valid.unsqueeze(-2), near, LOG_ZERO)
+    if not is_full:
+        near = torch.where(valid.unsqueeze(-2), near, LOG_ZERO)
     if is_causal:
         later = torch.ones(near.shape[-2:], dtype=torch.bool, device=near.device).triu(1)
         # Below LOG_ZERO: a row whose visible keys are all masked must weigh those, not later keys.

@@ -91,7 +91,7 @@ def fused_keys(
 
 
 def _choose(*arguments: Any) -> Tensor:
-    from lln.kernels.launch_keys import choose
+    from lln.kernels.launch_choice import choose
 
     return choose(*arguments)
 

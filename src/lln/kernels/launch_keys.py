@@ -11,22 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.eager.diagonal import first_tokens
 from lln.eager.key_blocks import blocks_in
 from lln.kernels.call import Call, flat_scale, mask_bytes, precision_of
 from lln.kernels.launch import summarise
+from lln.kernels.launch_choice import gaps_before, launch
 from lln.kernels.limits import multiprocessors, power_of_two
 from lln.kernels.recipes import on_device
 from lln.kernels.shapes import output_like
 from lln.kernels.sizes import cdiv
-from lln.kernels.triton import keys_grad, keys_read, keys_select
+from lln.kernels.triton import keys_grad, keys_read
 
-# Keys in a tile of the selection.
-TILE = 128
 # Bytes of the tiles in which chosen keys, and the gradients of pairs, are read.
 TILE_BYTES = 8 * 1024
-# The selection scores this many candidates at a time.
-FEW = 32
 # Tiles that are fetched ahead.
 STAGES = {"slot": 2, "key": 1}
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
@@ -81,84 +77,6 @@ class KeysCall(NamedTuple):
         return blocks_in(self.query.shape[2], self.block_size, self.mask is not None)
 
 
-def choose(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    keys: int,
-    block_size: int,
-    group_size: int,
-    flip: bool,
-) -> Tensor:
-    """The chosen keys of every group by its mean query: int32 ``[B, H, G, K]``.
-
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        mask: bool ``[B, T]`` or None.
-        keys: K, at most T.
-        block_size: W, a power of two.
-        group_size: Queries in a group, a power of two.
-        flip: Whether scores have a negative factor.
-    """
-    batch, heads, tokens, width = query.shape
-    blocks = blocks_in(tokens, block_size, mask is not None)
-    per_block = block_size // group_size
-    groups = blocks * per_block
-    chosen = torch.empty((batch, heads, groups, keys), dtype=torch.int32, device=query.device)
-    if chosen.numel() == 0:
-        return chosen
-    mean = torch.empty((batch, heads, groups, width), dtype=query.dtype, device=query.device)
-    padded = max(16, power_of_two(width))
-    gaps, byte_mask = _gaps(mask, block_size, query), mask_bytes(mask, query)
-    has_mask = mask is not None
-    with on_device(query.device):
-        _launch(
-            keys_select.means_kernel, (blocks, batch * heads),
-            query, byte_mask, gaps, mean, tokens, heads, groups, block_size, *query.stride(),
-            D=width, BD=padded, BW=max(16, block_size), GROUP=group_size, FLIP=flip,
-            HAS_MASK=has_mask, num_warps=4,
-        )  # fmt: skip
-        rows = min(64, max(16, power_of_two(groups)))
-        tiles = cdiv(groups, rows)
-        wanted = 4 * multiprocessors(query.device)
-        splits = max(1, 2 * power_of_two(keys) // TILE)
-        while splits < 8 and splits * tiles * batch * heads < wanted and tokens > TILE * splits * 4:
-            splits *= 2
-        stretch = cdiv(cdiv(tokens, splits), TILE) * TILE
-        room, lines = max(4 * power_of_two(keys), 64), batch * heads * groups
-        words = cdiv(tokens, TILE) * TILE // 32
-        device = query.device
-        peaks = torch.empty((lines, splits * TILE), device=device)
-        threshold = torch.empty(lines, device=device)
-        marks = torch.empty((lines, words), dtype=torch.int32, device=device)
-        scores = torch.empty((lines, room), device=device)
-        places = torch.empty((lines, room), dtype=torch.int32, device=device)
-        shape = (tokens, heads, groups, heads // key.shape[1])
-        sizes: dict[str, Any] = {"W": block_size, "RG": per_block, "D": width, "BD": padded}
-        sizes["HAS_MASK"] = has_mask
-        sources, strides = (mean, key, byte_mask, gaps), key.stride()
-        grid = (tiles * splits, batch * heads)
-        walk = {"C": TILE, "EVEN": not has_mask and tokens % TILE == 0, "ROWS": rows, "STAGES": 3}
-        walk["PRECISION"] = "tf32" if query.dtype != torch.float32 else "tf32x3"
-        part = (splits, stretch, *strides)
-        _launch(keys_select.peaks_kernel, grid, *sources, peaks, *shape, *part, **sizes, **walk)
-        columns = {"COLUMNS": splits * TILE, "WIDE": power_of_two(splits * TILE), "ROWS": 16}
-        grid_of_lines = (cdiv(lines, 16),)
-        _launch(
-            keys_select.threshold_kernel, grid_of_lines, peaks, threshold, lines, keys, **columns
-        )
-        _launch(
-            keys_select.mark_kernel, grid, *sources, threshold, marks.view(torch.uint8), *shape,
-            words * 4, *part, **sizes, **walk,
-        )  # fmt: skip
-        _launch(
-            keys_select.finish_kernel, (groups, batch * heads), *sources, marks, scores, places,
-            chosen, *shape, keys, words, *strides, **sizes, FEW=FEW, CAP=room, num_warps=1,
-        )  # fmt: skip
-    return chosen
-
-
 def attend(call: KeysCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output ``[B, H, T, E]``, log-normalisers ``[B, H, T]``, log-mass, centroid and mean key."""
     query, key, value = call.query, call.key, call.value
@@ -172,7 +90,7 @@ def attend(call: KeysCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     groups, keys = call.indices.shape[2:]
     sizes = _sizes(call)
     with on_device(query.device):
-        _launch(
+        launch(
             keys_read.keys_read_kernel, (groups * batch * heads,),
             query, key, value, out, lse, _centred(call, log_mass, centre), centroid, centre,
             call.indices, *_side_tensors(call), flat_scale(call.alpha, batch, query),
@@ -260,14 +178,14 @@ def attend_backward(
     for lead, found in zip(leads, sorted_pairs, strict=True):
         first, count = lead.start // share, (lead.stop - lead.start) // share
         with on_device(device):
-            _launch(
+            launch(
                 keys_grad.keys_far_kernel, (count * share * groups,), query, key, value, gradient,
                 dq, lse, delta, call.indices, *sides[:2], pair_dk, pair_dv, call.scale,
                 first * share, tokens, heads, groups, keys, *query.stride(), *key.stride(),
                 *value.stride(), *gradient.stride(), *dq.stride(), **far,
                 num_warps=_warps("far", sizes),
             )  # fmt: skip
-            _launch(
+            launch(
                 keys_grad.keys_key_kernel, (blocks * count,), query, key, value, gradient, dk, dv,
                 lse, delta, log_mass, dc, shift, dcentre, *sides[:2],
                 flat_scale(beta, batch, query), dbeta, pair_dk, pair_dv, *found,
@@ -313,7 +231,7 @@ def _slot_gradients(
     dl, dm = torch.empty((2, *parts, width), device=device)
     dalpha = torch.empty(parts, device=device)
     with on_device(device):
-        _launch(
+        launch(
             keys_grad.keys_slot_kernel, (batch * heads * splits,), query, out, gradient, dq, lse,
             delta, _centred(call, log_mass, centre), centroid, centre, call.indices,
             *_side_tensors(call), flat_scale(call.alpha, batch, query),
@@ -354,7 +272,7 @@ def _sort_pairs(call: KeysCall, lead: slice) -> tuple[Tensor, Tensor, Tensor]:
     bound = torch.arange(call.blocks + 1, device=device, dtype=dtype) * call.block_size
     bound = bound.expand(count, -1)
     if call.mask is not None:
-        gap = _gaps(call.mask, call.block_size, call.query).repeat_interleave(heads)[lead]
+        gap = gaps_before(call.mask, call.block_size, call.query).repeat_interleave(heads)[lead]
         bound = bound - gap[:, None].to(dtype)
     starts = torch.searchsorted(ordered, (bound.clamp(0, tokens) + head).flatten())
     return order.to(torch.int32), (ordered % far).to(torch.int32), starts.to(torch.int32)
@@ -405,14 +323,7 @@ def _side_tensors(call: KeysCall) -> tuple[Tensor, Tensor, Tensor]:
     if mask is None:
         return query, query, query
     held = mask.sum(-1, dtype=torch.int32)
-    return mask_bytes(mask, query), _gaps(mask, call.block_size, query), held
-
-
-def _gaps(mask: Tensor | None, block_size: int, stand_in: Tensor) -> Tensor:
-    """How far before token 0 the first block of every sample begins: int32 ``[B]``."""
-    if mask is None:
-        return stand_in
-    return (-first_tokens(mask) % block_size).to(torch.int32)
+    return mask_bytes(mask, query), gaps_before(mask, call.block_size, query), held
 
 
 # Warps of a program; more for wide heads.
@@ -422,8 +333,3 @@ WARPS = {"read": 4, "slot": 4, "far": 4, "key": 4}
 def _warps(kind: str, sizes: dict[str, Any]) -> int:
     is_wide = max(sizes["BD"], sizes["BE"]) > 64 or sizes["BM"] > 64
     return 8 if is_wide else WARPS[kind]
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **sizes: Any) -> None:
-    """Launch through Triton; ``num_warps`` is among the sizes."""
-    kernel[grid](*arguments, **sizes)
