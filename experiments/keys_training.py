@@ -183,12 +183,12 @@ def rate_at(step: int, cell: Cell) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
-@torch.no_grad()
 def validate(model: Encoder, cell: Cell, tokens: torch.Tensor) -> float:
     # Random keys are drawn here too.
     torch.manual_seed(0)
+    # Not under no_grad: what was compiled for training serves here too.
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=cell.bf16):
-        losses = [model(*batch) for batch in validation_batches(cell, tokens)]
+        losses = [model(*batch).detach() for batch in validation_batches(cell, tokens)]
     return torch.stack(losses).mean().item()
 
 

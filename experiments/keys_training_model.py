@@ -8,7 +8,9 @@ K chosen keys.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +73,13 @@ class Sizes:
             raise SystemExit(f"blocks are multiples of {GROUP}, keys are multiples of 4")
 
 
-# Choosing keys: bool [B, H, N, N], True = exact
+@cache
+def once_compiled(function: Callable) -> Callable:
+    """One for all layers: compiled again per kind, not per layer."""
+    return torch.compile(function, dynamic=False)
+
+
+# Choosing keys: bool [B, H, N, N], True = exact. Keys come as features [B, H, D, N].
 
 
 def own_block(length: int, block: int, device: torch.device) -> Tensor:
@@ -80,9 +88,21 @@ def own_block(length: int, block: int, device: torch.device) -> Tensor:
 
 
 def mark_largest(scores: Tensor, count: int) -> Tensor:
-    """True at the ``count`` largest entries of every row."""
-    found = scores.topk(count, dim=-1, sorted=False).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, found, True)
+    """True at the ``count`` largest entries of every row, in bfloat16; of equal ones the first.
+
+    The count-th largest is found bit by bit. Compiled, that reads the scores once; `topk` takes
+    many times as long on as many short rows.
+    """
+    length = scores.shape[-1]
+    bits = scores.bfloat16().view(torch.int16).int()
+    # Integers from 0 in the order of the numbers; the places make them all different.
+    order = (bits ^ (bits >> 15 & 0x7FFF)) + 0x8000
+    order = order * length + torch.arange(length - 1, -1, -1, dtype=torch.int32, device=bits.device)
+    least = torch.zeros_like(order[..., :1])
+    for power in reversed(range((0x10000 * length - 1).bit_length())):
+        enough = (order >= least + 2**power).sum(-1, keepdim=True, dtype=torch.int32) >= count
+        least = least + 2**power * enough.int()
+    return order >= least
 
 
 def by_groups(scores: Tensor, count: int, own: Tensor) -> Tensor:
@@ -93,35 +113,35 @@ def by_groups(scores: Tensor, count: int, own: Tensor) -> Tensor:
     return mark_largest(outside, count).repeat_interleave(size, dim=2)
 
 
-def by_mean(q: Tensor, k: Tensor, count: int, size: int, own: Tensor) -> Tensor:
+def by_mean(q: Tensor, features: Tensor, count: int, size: int, own: Tensor) -> Tensor:
     """The keys with the largest product with the mean query of every ``size`` queries."""
     mean = q.unflatten(2, (-1, size)).mean(3)
-    return by_groups(mean @ k.mT, count, own)
+    return by_groups(mean @ features, count, own)
 
 
 def two_strongest(q: Tensor) -> Tensor:
-    """[B, H, N, 2D] in q's type: 1 at the two largest of [q, −q], which are q's largest by size."""
+    """[B, H, N, 2D]: True at the two largest of [q, −q], which are q's largest by size."""
     size = q.abs()
-    first = size.argmax(-1, keepdim=True)
-    second = size.scatter(-1, first, -1.0).argmax(-1, keepdim=True)
-    features = torch.cat([first, second], -1)
-    signed = features + q.shape[-1] * (q.gather(-1, features) < 0)
-    return torch.zeros_like(torch.cat([q, q], -1)).scatter_(-1, signed, 1.0)
+    places = torch.arange(q.shape[-1], device=q.device)
+    first = places == size.argmax(-1, keepdim=True)
+    second = places == size.masked_fill(first, -1.0).argmax(-1, keepdim=True)
+    strongest = first | second
+    return torch.cat([strongest & (q >= 0), strongest & (q < 0)], -1)
 
 
-def by_features(q: Tensor, k: Tensor, count: int) -> Tensor:
+def by_features(q: Tensor, features: Tensor, count: int) -> Tensor:
     """For every query half of the keys by each of its two strongest features of [q, −q].
 
     A feature's keys are those where it is largest. Centring it over the tokens would not change
     their order, so it is left out. A key chosen twice counts once.
     """
-    chosen = mark_largest(torch.cat([k, -k], -1).mT, count // 2)
+    chosen = mark_largest(torch.cat([features, -features], 2), count // 2)
     # A product of zeros and ones: a gather that runs on the matrix units.
-    return two_strongest(q) @ chosen.to(q.dtype) > 0.5
+    return two_strongest(q).to(q.dtype) @ chosen.to(q.dtype) > 0.5
 
 
 @torch.no_grad()
-def choose(kind: str, q: Tensor, k: Tensor, keys: int, block: int) -> Tensor:
+def choose(kind: str, q: Tensor, features: Tensor, keys: int, block: int) -> Tensor:
     """The keys that every query sees exactly, its own block among them. No gradient goes here."""
     length = q.shape[2]
     own = own_block(length, block, q.device)
@@ -130,25 +150,34 @@ def choose(kind: str, q: Tensor, k: Tensor, keys: int, block: int) -> Tensor:
         shape = (*q.shape[:2], length // block, length)
         return own | by_groups(torch.rand(shape, device=q.device), min(keys, most), own)
     if kind == "block":
-        return own | by_mean(q, k, min(keys, most), block, own)
+        return own | by_mean(q, features, min(keys, most), block, own)
     if kind == "group":
-        return own | by_mean(q, k, min(keys, most), GROUP, own)
+        return own | by_mean(q, features, min(keys, most), GROUP, own)
     if kind == "query":
-        return own | by_features(q, k, min(keys, 2 * length))
-    shared = by_mean(q, k, min(keys // 2, most), block, own)
-    return own | shared | by_features(q, k, min(keys // 2, 2 * length))
+        return own | by_features(q, features, min(keys, 2 * length))
+    shared = by_mean(q, features, min(keys // 2, most), block, own)
+    return own | shared | by_features(q, features, min(keys // 2, 2 * length))
 
 
 # One softmax
 
 
 def dense_core(q, k, v, keep, rest=None, centroid=None):
-    """Softmax over the kept keys and the slots, whose logits are ``rest`` [B, H, N, D]."""
+    """Softmax over the kept keys and the slots, whose logits are ``rest`` [B, H, N, D].
+
+    Both parts are divided by their common sum at the end: no row of both is ever written.
+    """
     logits = ((q * q.shape[-1] ** -0.5) @ k.mT).masked_fill(~keep, -math.inf)
+    top = logits.detach().amax(-1, keepdim=True).float()
     if rest is not None:
-        logits = torch.cat([logits, rest.to(q.dtype)], -1)
-        v = torch.cat([v, centroid.to(v.dtype)], 2)
-    return logits.softmax(-1) @ v
+        top = torch.maximum(top, rest.detach().amax(-1, keepdim=True))
+    weights = (logits - top).exp()
+    mixed, mass = weights.to(v.dtype) @ v, weights.sum(-1, keepdim=True)
+    if rest is not None:
+        weights = (rest - top).exp()
+        mixed = mixed + weights.to(v.dtype) @ centroid.to(v.dtype)
+        mass = mass + weights.sum(-1, keepdim=True)
+    return (mixed / mass).to(v.dtype)
 
 
 def summarise(k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,12 +275,14 @@ class Attention(nn.Module):
         rest = self.alpha * q + level + bias.unsqueeze(2) + log_share(keep)
         return dense_core(q, k, v, keep, rest, centroid)
 
-    def keep(self, q: Tensor, k: Tensor) -> Tensor | None:
+    def keep(self, q: Tensor, k: Tensor, compiled: bool = False) -> Tensor | None:
         """The exact keys of q, k [B, N, H, D]; None for kinds that choose none."""
         if self.kind not in SELECTIONS:
             return None
-        given = q.transpose(1, 2), k.transpose(1, 2)
-        return choose(self.kind, *given, self.keys, self.sizes.block)
+        # In order in memory: a feature of all tokens is read at once.
+        features = k.permute(0, 2, 3, 1).contiguous()
+        chooser = once_compiled(choose) if compiled else choose
+        return chooser(self.kind, q.transpose(1, 2), features, self.keys, self.sizes.block)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         """Attention of q, k, v [B, N, H, D]; the same shape."""
@@ -302,17 +333,15 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
     def forward(self, x: Tensor, compiled: bool = False) -> Tensor:
-        """Choosing stays outside what is compiled: with it inside, gradients in bfloat16 were NaN.
+        """Choosing is compiled apart: together with the rest, gradients in bfloat16 were NaN.
 
         (Inductor of torch 2.13 on a CPU; the same graph without its code generation was right.)
         """
-        before, after = COMPILED if compiled else (Layer.before, Layer.after)
+        before, after = Layer.before, Layer.after
+        if compiled:
+            before, after = once_compiled(before), once_compiled(after)
         q, k, v = before(self, x)
-        return after(self, x, q, k, v, self.attention.keep(q, k))
-
-
-# Once for all layers and seeds: compiled again per kind, not per layer.
-COMPILED = tuple(torch.compile(part, dynamic=False) for part in (Layer.before, Layer.after))
+        return after(self, x, q, k, v, self.attention.keep(q, k, compiled))
 
 
 class Encoder(nn.Module):
@@ -340,10 +369,14 @@ class Encoder(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, ids: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss at the masked places [B, M] only; the rest never reaches the output layer."""
         x = self.tokens(ids) + self.positions
         for layer in self.layers:
             x = layer(x, self.compiled)
+        loss = once_compiled(Encoder.loss) if self.compiled else Encoder.loss
+        return loss(self, x, places, targets)
+
+    def loss(self, x: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss at the masked places [B, M] only; the rest never reaches the output layer."""
         at_masks = x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         logits = F.linear(self.norm(at_masks), self.tokens.weight) + self.bias
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -20,7 +20,7 @@ from lln.kernels.run import once_differentiable, tensor_or_number
 from lln.kernels.shapes import output_like, summary_heads, within_reach
 from lln.tracing import is_watched
 
-# The arguments of a call are the fields of `lln.kernels.launch_keys.KeysCall`.
+# The arguments of a call are the fields of `lln.kernels.keys_call.KeysCall`.
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? alpha, Tensor? beta, Tensor? offset, "
     "Tensor indices, Tensor? key_mask"
@@ -97,14 +97,16 @@ def _choose(*arguments: Any) -> Tensor:
 
 
 def _forward(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    from lln.kernels.launch_keys import KeysCall, attend
+    from lln.kernels.keys_call import KeysCall
+    from lln.kernels.launch_keys import attend
 
     return attend(KeysCall(*arguments))
 
 
 def _gradients(gradient: Tensor, arguments: tuple[Any, ...], saved: Any) -> tuple[Any, ...]:
     """Gradients of query, key, value, α, β and offset; None for those that are numbers."""
-    from lln.kernels.launch_keys import KeysCall, attend_backward
+    from lln.kernels.keys_call import KeysCall
+    from lln.kernels.launch_keys import attend_backward
 
     call = KeysCall(*arguments)
     dq, dk, dv, *numbers = attend_backward(call, within_reach(gradient), *saved)
@@ -112,9 +114,9 @@ def _gradients(gradient: Tensor, arguments: tuple[Any, ...], saved: Any) -> tupl
     return dq, dk, dv, *(_folded(*pair) for pair in zip(numbers, sides, strict=True))
 
 
-def _folded(gradient: Tensor, side: Tensor | None) -> Tensor | None:
+def _folded(gradient: Tensor | None, side: Tensor | None) -> Tensor | None:
     """The gradient ``[B, heads, 1, 1]`` summed to the shape of α, β or the offset."""
-    if side is None:
+    if gradient is None or side is None:
         return None
     if side.shape[1] not in (1, gradient.shape[1]):
         gradient = gradient.unflatten(1, (side.shape[1], -1)).sum(2)
@@ -165,30 +167,38 @@ def _(
     return query.new_empty(shape, dtype=torch.int32)
 
 
-@operator("attend_keys", f"{_TENSORS}, {_NUMBERS}", results=5)
+@operator("attend_keys", f"{_TENSORS}, {_NUMBERS}", results=6)
 def attend_keys(*arguments: Any) -> tuple[Tensor, ...]:
-    """Output, log-normalisers ``[B, H, T]``, log-mass ``[B, SH, D]``, centroid and mean key."""
+    """Output, and what the backward needs: see `lln.kernels.launch_keys.attend`."""
     return _forward(arguments)
 
 
 @attend_keys.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Any, beta: Tensor | None, *_: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Any,
+    beta: Tensor | None,
+    offset: Any,
+    indices: Tensor,
+    *_: Any,
 ) -> tuple[Tensor, ...]:
     slots = (query.shape[0], summary_heads(query, key, beta), query.shape[-1])
     return (
         output_like(query, value.shape[-1]),
         query.new_empty(query.shape[:3], dtype=torch.float32),
+        query.new_empty(indices.shape[:3], dtype=torch.float32),
         query.new_empty(slots, dtype=torch.float32),
         value.new_empty((*slots, value.shape[-1])),
-        query.new_empty((*key.shape[:2], key.shape[3]), dtype=torch.float32),
+        query.new_empty(slots, dtype=torch.float32),
     )
 
 
 @operator(
     "attend_keys_backward",
-    f"Tensor gradient, {_TENSORS}, {_NUMBERS}, Tensor out, Tensor lse, Tensor log_mass, "
-    "Tensor centroid, Tensor centre",
+    f"Tensor gradient, {_TENSORS}, {_NUMBERS}, Tensor out, Tensor lse, Tensor levels, "
+    "Tensor log_mass, Tensor centroid, Tensor centre",
     results=6,
 )
 def attend_keys_backward(gradient: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

@@ -77,52 +77,15 @@ def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -
         kept = (batch, slots, width)
         room["p_log_mass"] = kept, torch.float32
         room["p_centroid"] = (*kept, call.value.shape[3]), call.value.dtype
-    steps.append(_merge_step(batch * slots, chosen, values, splits))
+    merged = min(8, chosen.width)
+    own = values | {"splits": splits, "ROWS": merged}
+    grid = (chosen.width // merged, batch * slots)
+    steps.append(Step(summaries.merge_kernel, grid, own, 4))
     longest = call.reach(longest)
     stretch = reader.stretch(longest, rows, batch * heads, chosen.cores)
     grid = (cdiv(longest, stretch), batch * heads)
     steps.append(over_tiles(fwd.read_kernel, grid, values, reader, program_tokens=stretch))
     return Recipe(before + steps, gaps | room)
-
-
-def summarise(call: Call) -> tuple[Tensor, Tensor]:
-    """Log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]``, nothing else."""
-    query, value, slots = call.query, call.value, call.summary_heads
-    saved = (call.samples, slots, query.shape[3])
-    log_mass = torch.empty(saved, dtype=torch.float32, device=query.device)
-    centroid = torch.empty((*saved, value.shape[3]), dtype=value.dtype, device=query.device)
-    if centroid.numel() == 0 or value.shape[2] == 0:
-        return log_mass.zero_(), centroid.zero_()
-    live = live_of(call, query, slots)
-    live["p_log_mass"], live["p_centroid"] = log_mass, centroid
-    follow(
-        ("summarise", call.looks(), call.options()),
-        call.family("summarise"),
-        live,
-        query.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_summarise(call, live, chosen),
-    )
-    return log_mass, centroid
-
-
-def _write_summarise(call: Call, live: dict[str, Any], chosen: Sizes) -> Recipe:
-    batch, slots, keys = call.samples, call.summary_heads, call.key.shape[2]
-    values = values_of(call, chosen, live, slots, max(chosen.width, chosen.value_width))
-    values |= _of_tiles(call, chosen)
-    tile = chosen.summarise
-    stretch = tile.stretch(keys, tile.tokens, batch * slots, chosen.cores)
-    splits = cdiv(keys, stretch)
-    own = values | {"SHIFTED": False, "program_tokens": stretch}
-    steps, room = summarise_steps(batch * slots, chosen, own, splits)
-    return Recipe([*steps, _merge_step(batch * slots, chosen, values, splits)], room)
-
-
-def _merge_step(programs: int, chosen: Sizes, values: dict[str, Any], splits: int) -> Step:
-    """Merge the partial summaries of all stretches."""
-    rows = min(8, chosen.width)
-    own = values | {"splits": splits, "ROWS": rows}
-    return Step(summaries.merge_kernel, (chosen.width // rows, programs), own, 4)
 
 
 def summarise_steps(

@@ -97,10 +97,10 @@ def short_fwd_kernel(
     mixes = rows_of(p_m, batch, head * R, begin, stride_mb, stride_mh, stride_mt, stride_md)
     p_mask += batch * S
     drop_first = (batch * (SH // KG) + key_head) * S
-    b_peak, b_mass, b_sum = summarise_range(
+    b_peak, b_mass, b_sum, _ = summarise_range(
         k, v, p_mask, 0, keys, load_scale(p_beta, beta, index, HAS_BETA),
         seed, drop_first, dropout_p,
-        D, E, BD, BE, BK, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
+        D, E, BD, BE, BK, EVEN, HAS_MASK, HAS_DROPOUT, False, PRECISION, STAGES,
     )  # fmt: skip
     b_log_mass = b_peak + tl.log(b_mass)
     b_c = (b_sum * (1.0 / b_mass)[:, None]).to(p_centroid.dtype.element_ty)

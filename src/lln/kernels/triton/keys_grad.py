@@ -6,12 +6,13 @@ With P the weights of a row, recomputed from the saved normaliser, and δ = rows
 
 The slots' logits hold the mean key μ as -βμ and as scale · q·μ; its gradient goes to all keys.
 
-1. ``slot`` pass, a stretch of groups per program: δ, the slots' share of dq, and the sums
-   dC = Pᵀ dO and dL = colsum dS over its rows.
+1. ``slot`` pass, a stretch of tokens per program: δ, the slots' share of dq, and the sums
+   dC = Pᵀ dO and shift = −Pᵀ δ over its rows. As Σ_i P_if (dO_i·C_f) = C_f·dC_f, the gradient of
+   the slots' logits is dL = colsum dS = C·dC + shift.
 2. ``far`` pass, one group per program: the rest of dq, and for every (group, chosen key) pair its
    share of dk and dv, written to its own place.
 3. ``key`` pass, one block of tokens per program: the share of its own block's queries, recomputed;
-   the share of the summary, dv += w dC and dk += β w (dL + dC·(v − C)) with w = e^{βk − L}; and the
+   the share of the summary, dv += w dC and dk += β w (dC·v + shift) with w = e^{βk − L}; and the
    sum over the pairs that chose its tokens. Pairs come sorted by key, so those of a block lie in a
    row: they are added by products with 0-1 matrices, always in the same order.
 
@@ -24,12 +25,10 @@ import triton
 import triton.language as tl
 
 from lln.kernels.triton.keys_read import (
-    count_chosen,
     group_place,
     load_chosen,
     load_summary,
     score_rows,
-    slot_level,
     slot_logits,
     tokens_ok,
     weights_of,
@@ -49,18 +48,35 @@ from lln.kernels.triton.steps import (
 
 
 @triton.jit
+def add_weighted_rows(b_sums, b_tile, b_weight, BM: tl.constexpr):
+    """Add Σ_t weight_t tile_t to the sums ``[BD, 16]``, by a product.
+
+    A weight is given as two numbers of the tile's type, what it rounds to and the rest, in two
+    columns; their sum is as good as float32. float16 has not the range for weights.
+    """
+    columns = tl.arange(0, 16)[None, :]
+    if b_tile.dtype == tl.bfloat16:
+        b_high = b_weight.to(tl.bfloat16)
+        b_low = (b_weight - b_high.to(tl.float32)).to(tl.bfloat16)
+        b_two = tl.where(columns == 0, b_high[:, None], b_low[:, None])
+        b_two = tl.where(columns < 2, b_two, tl.zeros([BM, 16], tl.bfloat16))
+        return tl.dot(tl.trans(b_tile), b_two, b_sums)
+    b_one = tl.where(columns == 0, b_weight[:, None], tl.zeros([BM, 16], tl.float32))
+    return tl.dot(tl.trans(b_tile.to(tl.float32)), b_one, b_sums, input_precision="tf32x3")
+
+
+@triton.jit
 def keys_slot_kernel(
-    p_q, p_o, p_g, p_dq, p_lse, p_delta, p_slot, p_centroid, p_centre, p_chosen, p_mask, p_gaps,
-    p_held, p_alpha, p_offset, p_dc_parts, p_dl_parts, p_dm_parts, p_dalpha_parts,
-    alpha, offset, scale, T, H, G, K, splits, stretch,
+    p_q, p_o, p_g, p_dq, p_lse, p_level, p_delta, p_log_mass, p_centroid, p_centre, p_mask, p_gaps,
+    p_alpha, p_beta, p_dc_parts, p_shift_parts, p_dm_parts, p_dalpha_parts,
+    alpha, beta, scale, T, H, G, splits, stretch,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot, stride_od,
     stride_gb, stride_gh, stride_gt, stride_gd, stride_dqb, stride_dqh, stride_dqt, stride_dqd,
-    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
-    SR: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_MASK: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    GROUP: tl.constexpr, SR: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
+    HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The slots' part for one stretch of groups of one (sample, query head); also δ."""
+    """The slots' part for one stretch of tokens of one (sample, query head); also δ."""
     split, index = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     batch, head = index // H, index % H
     q = rows_of(p_q, batch, head, 0, stride_qb, stride_qh, stride_qt, stride_qd)
@@ -68,51 +84,49 @@ def keys_slot_kernel(
     g = rows_of(p_g, batch, head, 0, stride_gb, stride_gh, stride_gt, stride_gd)
     dq = rows_of(p_dq, batch, head, 0, stride_dqb, stride_dqh, stride_dqt, stride_dqd)
     p_mask += batch * T
-    held = T
-    if HAS_MASK:
-        held = tl.load(p_held + batch)
     own_alpha = load_scale(p_alpha, alpha, index, HAS_ALPHA)
-    own_offset = load_scale(p_offset, offset, index, HAS_OFFSET)
     slots, columns = tl.arange(0, BD), tl.arange(0, BE)
     slot_ok = (slots < D)[:, None] & (columns < E)[None, :]
-    key_head = batch * (H // R) + head // R
     b_slot, b_c, b_centre = load_summary(
-        p_slot, p_centroid, p_centre, index // SR, key_head, D, E, BD, BE
+        p_log_mass, p_centroid, p_centre, p_beta, beta, index // SR, D, E, BD, BE, HAS_BETA
     )
-    b_dm = tl.zeros([BD], tl.float32)
     b_dc = tl.zeros([BD, BE], tl.float32)
-    b_dl = tl.zeros([BD], tl.float32)
+    b_shift = tl.zeros([BD, 16], tl.float32)
+    b_dm = tl.zeros([BD, 16], tl.float32)
     b_dalpha = tl.zeros([BM], tl.float32)
-    end = tl.minimum((split + 1) * stretch, G)
-    for group in tl.range(split * stretch, end, num_stages=STAGES):
-        first, block = group_place(p_gaps, batch, group, W, GROUP, HAS_MASK)
-        inside, row_ok = tokens_ok(p_mask, first, GROUP, T, BM, HAS_MASK)
+    gap = 0
+    if HAS_MASK:
+        gap = tl.load(p_gaps + batch)
+    end = tl.minimum((split + 1) * stretch, T + gap)
+    for at in tl.range(split * stretch, end, BM, num_stages=STAGES):
+        first = at - gap
+        inside, row_ok = tokens_ok(p_mask, first, BM, T, BM, HAS_MASK)
         b_q = load_queries(q, first, inside, row_ok, BM, D, BD, EVEN, HAS_MASK)
         b_do = load_rows(g, first, inside, BM, E, BE, EVEN)
         b_o = load_rows(o, first, inside, BM, E, BE, EVEN)
         rows = index * T + first + tl.arange(0, BM)
         b_lse = tl.load(p_lse + rows, mask=inside, other=-NEVER)
-        _, near_ok = tokens_ok(p_mask, block, W, T, BW, HAS_MASK)
-        chosen = count_chosen(p_chosen + (index * G + group) * K, K, BK)
-        level = slot_level(own_offset, held, tl.sum(near_ok.to(tl.int32), 0), chosen)
+        groups = index * G + (at + tl.arange(0, BM)) // GROUP
+        b_level = tl.load(p_level + groups, mask=inside, other=0.0)
         b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
         tl.store(p_delta + rows, b_delta, mask=inside)
-        b_x, b_wide = slot_logits(b_q, own_alpha, b_slot, level, b_centre, scale, D, BD)
+        b_x, b_wide = slot_logits(b_q, own_alpha, b_slot, b_level, b_centre, scale, D, BD)
         b_p = weights_of(b_x, b_lse, EVEN)
         b_dp = tl.dot(b_do, tl.trans(b_c), input_precision=PRECISION)
         b_ds = b_p * (b_dp - b_delta[:, None])
-        b_dl += tl.sum(b_ds, 0)
         if HAS_ALPHA:
             b_dalpha += tl.sum(b_ds * b_wide, 1)
-        b_dc = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dc, input_precision=PRECISION)
         b_row = tl.sum(b_ds, 1) * scale
-        b_dm += tl.sum(b_row[:, None] * b_wide, 0)
+        b_low = b_p.to(b_do.dtype)
+        b_dc = tl.dot(tl.trans(b_low), b_do, b_dc, input_precision=PRECISION)
+        b_shift = add_weighted_rows(b_shift, b_low, -b_delta, BM)
+        b_dm = add_weighted_rows(b_dm, b_q, b_row, BM)
         b_dq = b_ds * own_alpha + b_row[:, None] * b_centre[None, :]
         store_rows(dq, first, b_dq, inside, BM, D, BD, EVEN)
     part = index * splits + split
     tl.store(p_dc_parts + part * D * E + slots[:, None] * E + columns[None, :], b_dc, mask=slot_ok)
-    tl.store(p_dl_parts + part * D + slots, b_dl, mask=slots < D)
-    tl.store(p_dm_parts + part * D + slots, b_dm, mask=slots < D)
+    tl.store(p_shift_parts + part * D + slots, tl.sum(b_shift, 1), mask=slots < D)
+    tl.store(p_dm_parts + part * D + slots, tl.sum(b_dm, 1), mask=slots < D)
     tl.store(p_dalpha_parts + part, tl.sum(b_dalpha, 0))
 
 
@@ -182,34 +196,56 @@ def keys_far_kernel(
 
 
 @triton.jit
-def add_pairs(
-    b_dk, b_dv, p_pair_dk, p_pair_dv, p_order, p_key, start, end, first,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr,
-    BP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def pair_blocks_kernel(
+    p_chosen, p_gaps, p_block, first_head, H, pairs, blocks, last,
+    W: tl.constexpr, BP: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of sorted pairs ``start … end`` to the tokens ``[BW]`` from ``first`` on."""
-    slots, columns = tl.arange(0, BD), tl.arange(0, BE)
-    tokens = first + tl.arange(0, BW)
-    for at in tl.range(start, end, BP, num_stages=STAGES):
-        places = at + tl.arange(0, BP)
-        ok = places < end
-        b_order = tl.load(p_order + places, mask=ok, other=0).to(tl.int64)
-        b_key = tl.load(p_key + places, mask=ok, other=-1)
-        p_in = p_pair_dk + b_order[:, None] * D + slots[None, :]
-        b_row = tl.load(p_in, mask=ok[:, None] & (slots < D)[None, :], other=0)
-        p_in = p_pair_dv + b_order[:, None] * E + columns[None, :]
-        b_value_row = tl.load(p_in, mask=ok[:, None] & (columns < E)[None, :], other=0)
-        b_one = (tokens[:, None] == b_key[None, :]).to(b_row.dtype)
-        b_dk = tl.dot(b_one, b_row, b_dk, input_precision=PRECISION)
-        b_dv = tl.dot(b_one, b_value_row, b_dv, input_precision=PRECISION)
+    """In which block every chosen key of a head lies, counted over all heads; last = nowhere."""
+    local = tl.program_id(1).to(tl.int64)
+    places = tl.program_id(0) * BP + tl.arange(0, BP)
+    there = places < pairs
+    b_key = tl.load(p_chosen + (local + first_head) * pairs + places, mask=there, other=-1)
+    gap = 0
+    if HAS_MASK:
+        gap = tl.load(p_gaps + (local + first_head) // H)
+    b_block = tl.where(b_key < 0, last, local * blocks + (b_key + gap) // W)
+    p_out = p_block + local * pairs + places
+    tl.store(p_out, b_block.to(p_block.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def load_pairs(
+    p_pair_dk, p_pair_dv, p_order, p_chosen, at, end,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Sorted pairs from ``at`` on: their keys ``[BP]``, dk ``[BP, BD]`` and dv ``[BP, BE]``."""
+    slots, columns, places = tl.arange(0, BD), tl.arange(0, BE), at + tl.arange(0, BP)
+    ok = places < end
+    b_order = tl.load(p_order + places, mask=ok, other=0)
+    b_key = tl.load(p_chosen + b_order, mask=ok, other=-1)
+    p_in = p_pair_dk + b_order[:, None] * D + slots[None, :]
+    b_row = tl.load(p_in, mask=ok[:, None] & (slots < D)[None, :], other=0)
+    p_in = p_pair_dv + b_order[:, None] * E + columns[None, :]
+    b_value_row = tl.load(p_in, mask=ok[:, None] & (columns < E)[None, :], other=0)
+    return b_key, b_row, b_value_row
+
+
+@triton.jit
+def add_pairs(
+    b_dk, b_dv, b_key, b_row, b_value_row, first, BW: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Add the rows of pairs to the tokens ``[BW]`` from ``first`` on that they chose."""
+    b_one = (first + tl.arange(0, BW)[:, None] == b_key[None, :]).to(b_row.dtype)
+    b_dk = tl.dot(b_one, b_row, b_dk, input_precision=PRECISION)
+    b_dv = tl.dot(b_one, b_value_row, b_dv, input_precision=PRECISION)
     return b_dk, b_dv
 
 
 @triton.jit
 def keys_key_kernel(
     p_q, p_k, p_v, p_g, p_dk, p_dv, p_lse, p_delta, p_log_mass, p_dc, p_shift, p_dcentre, p_mask,
-    p_gaps, p_beta, p_dbeta_parts, p_pair_dk, p_pair_dv, p_order, p_key, p_starts, beta, scale,
-    first_head, T, H, HK, K, blocks,
+    p_gaps, p_beta, p_dbeta_parts, p_pair_dk, p_pair_dv, p_order, p_chosen, p_starts, beta, scale,
+    first_head, T, H, HK, G, K, blocks,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_dkb, stride_dkh, stride_dkt, stride_dkd, stride_dvb, stride_dvh, stride_dvt, stride_dvd,
@@ -240,27 +276,33 @@ def keys_key_kernel(
     b_dk = tl.zeros([BW, BD], tl.float32)
     b_dv = tl.zeros([BW, BE], tl.float32)
 
-    # The block's own queries, and the pairs that chose its tokens.
+    # The block's own queries, and the pairs that chose its tokens. The first pairs are loaded
+    # before any arithmetic, which then overlaps; many blocks have no more.
+    p_chosen += (index - local) * R * G * K
     for r in tl.static_range(R):
         own = tl.cast(r, tl.int64)
+        p_ends = p_starts + (local * R + r) * blocks + number
+        start, end = tl.load(p_ends), tl.load(p_ends + 1)
         query_head = batch * H + key_head * R + r
         rows = query_head * T + first + tl.arange(0, BW)
         b_q = load_queries(heads_on(q, own), first, inside, ok, BW, D, BD, EVEN, HAS_MASK)
         b_do = load_rows(heads_on(g, own), first, inside, BW, E, BE, EVEN)
         b_lse = tl.load(p_lse + rows, mask=inside, other=-NEVER)
         b_delta = tl.load(p_delta + rows, mask=inside, other=0.0)
+        b_key, b_row, b_value_row = load_pairs(
+            p_pair_dk, p_pair_dv, p_order, p_chosen, start, end, D, E, BD, BE, BP
+        )
         b_p = weights_of(score_rows(b_q, b_k, ok, scale, EVEN, PRECISION), b_lse, EVEN)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         b_ds = (b_p * (b_dp - b_delta[:, None]) * scale).to(b_q.dtype)
         b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
         b_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dv, input_precision=PRECISION)
-        if K > 0:
-            p_ends = p_starts + (local * R + r) * (blocks + 1) + number
-            start, end = tl.load(p_ends), tl.load(p_ends + 1)
-            b_dk, b_dv = add_pairs(
-                b_dk, b_dv, p_pair_dk, p_pair_dv, p_order, p_key, start, end, first, D, E, BD, BE,
-                BW, BP, PRECISION, STAGES,
-            )  # fmt: skip
+        b_dk, b_dv = add_pairs(b_dk, b_dv, b_key, b_row, b_value_row, first, BW, PRECISION)
+        for at in tl.range(start + BP, end, BP, num_stages=STAGES):
+            b_key, b_row, b_value_row = load_pairs(
+                p_pair_dk, p_pair_dv, p_order, p_chosen, at, end, D, E, BD, BE, BP
+            )
+            b_dk, b_dv = add_pairs(b_dk, b_dv, b_key, b_row, b_value_row, first, BW, PRECISION)
 
     # The summaries that these tokens are part of.
     b_wide = widen(b_k, BD)
@@ -276,10 +318,9 @@ def keys_key_kernel(
         b_dv = tl.dot(b_w.to(b_dc.dtype), b_dc, b_dv, input_precision=PRECISION)
         b_dw = tl.dot(b_v, tl.trans(b_dc), input_precision=PRECISION) + b_shift[None, :]
         b_dx = b_w * b_dw
-        b_dk += b_dx * own_beta
+        # Through the mean key, which centres the slots, all keys get the same.
+        b_dcentre = tl.load(p_dcentre + summary * D + slots, mask=slots < D, other=0.0)
+        b_dk += b_dx * own_beta + tl.where(ok[:, None], b_dcentre[None, :], 0.0)
         tl.store(p_dbeta_parts + summary * blocks + number, tl.sum(tl.sum(b_dx * b_wide, 1), 0))
-    # The mean key, which centres the slots.
-    b_dcentre = tl.load(p_dcentre + index * D + slots, mask=slots < D, other=0.0)
-    b_dk += tl.where(ok[:, None], b_dcentre[None, :], 0.0)
     store_rows(dk, first, b_dk, inside, BW, D, BD, EVEN)
     store_rows(dv, first, b_dv, inside, BW, E, BE, EVEN)

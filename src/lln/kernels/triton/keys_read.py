@@ -3,7 +3,8 @@
 A program takes one group of queries of one head and never leaves the chip: slots, block and the
 first tile of chosen keys together, then the other tiles, under one running softmax
 (`lln.eager.key_attention` has the formula).
-It writes the output and the logarithm of each row's normaliser, which the backward needs.
+It writes the output and, for the backward, the logarithm of each row's normaliser and what was
+added to the logits of the slots.
 
 Dimension legend: see `lln.kernels.triton.steps`; BM ≥ group, BW ≥ W tokens in a block, BK chosen
 keys in a tile, R query heads per key head, SR query heads per summary.
@@ -61,8 +62,8 @@ def slot_level(offset, held, near, chosen):
 def slot_logits(b_q, alpha, b_slot, level, b_centre, scale, D: tl.constexpr, BD: tl.constexpr):
     """Logits ``[BM, BD]`` of the slots, and the queries in float32.
 
-    ``b_slot`` is L - βμ, with μ the mean key: slots are those of centred keys, and scale · q·μ puts
-    them beside the scores of keys that are not centred.
+    ``level`` is one number or one per row. ``b_slot`` is L - βμ, with μ the mean key: slots are
+    those of centred keys, and scale · q·μ puts them beside the scores of keys that are not centred.
     """
     b_wide = widen(b_q, BD)
     b_row = tl.sum(b_wide * b_centre[None, :], 1) * scale + level
@@ -128,28 +129,28 @@ def tokens_ok(p_mask, first, size, T, BT: tl.constexpr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def load_summary(
-    p_slot, p_centroid, p_centre, summary, key_head,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    p_log_mass, p_centroid, p_centre, p_beta, beta, summary,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, HAS_BETA: tl.constexpr,
 ):  # fmt: skip
     """L - βμ ``[BD]``, C ``[BD, BE]`` and μ ``[BD]``."""
     slots, columns = tl.arange(0, BD), tl.arange(0, BE)
-    b_slot = tl.load(p_slot + summary * D + slots, mask=slots < D, other=0.0)
+    b_log_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=0.0)
     p_in = p_centroid + summary * D * E + slots[:, None] * E + columns[None, :]
     b_c = tl.load(p_in, mask=(slots < D)[:, None] & (columns < E)[None, :], other=0)
-    b_centre = tl.load(p_centre + key_head * D + slots, mask=slots < D, other=0.0)
-    return b_slot, b_c, b_centre
+    b_centre = tl.load(p_centre + summary * D + slots, mask=slots < D, other=0.0)
+    return b_log_mass - load_scale(p_beta, beta, summary, HAS_BETA) * b_centre, b_c, b_centre
 
 
 @triton.jit
 def keys_read_kernel(
-    p_q, p_k, p_v, p_o, p_lse, p_slot, p_centroid, p_centre, p_chosen, p_mask, p_gaps, p_held,
-    p_alpha, p_offset, alpha, offset, scale, T, H, G, K,
+    p_q, p_k, p_v, p_o, p_lse, p_level, p_log_mass, p_centroid, p_centre, p_chosen, p_mask, p_gaps,
+    p_held, p_alpha, p_beta, p_offset, alpha, beta, offset, scale, T, H, G, K,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
     W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    R: tl.constexpr, SR: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, SR: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One group of one (sample, query head)."""
     group, index = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
@@ -175,13 +176,13 @@ def keys_read_kernel(
     b_v = hide_rows(load_rows(v, block, near_inside, BW, E, BE, EVEN), near_ok)
     b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
     b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
-    key_head = batch * (H // R) + head // R
     b_slot, b_c, b_centre = load_summary(
-        p_slot, p_centroid, p_centre, index // SR, key_head, D, E, BD, BE
+        p_log_mass, p_centroid, p_centre, p_beta, beta, index // SR, D, E, BD, BE, HAS_BETA
     )
     chosen = tl.sum(b_seen.to(tl.int32), 0) + count_chosen(p_chosen + BK, K - BK, BK)
     near = tl.sum(near_ok.to(tl.int32), 0)
     level = slot_level(load_scale(p_offset, offset, index, HAS_OFFSET), held, near, chosen)
+    tl.store(p_level + index * G + group, level)
 
     own_alpha = load_scale(p_alpha, alpha, index, HAS_ALPHA)
     b_x, _ = slot_logits(b_q, own_alpha, b_slot, level, b_centre, scale, D, BD)

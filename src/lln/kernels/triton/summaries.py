@@ -68,11 +68,15 @@ def merge_partials(b_peak, b_mass, b_sum, b_other, b_other_mass, b_other_sum):
 def summarise_range(
     k, v, p_mask, start, end, beta, seed, drop_first, dropout_p,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
-    EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, TOTAL: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The summary of tokens ``start … end − 1`` of one head: peak, mass and weighted sum."""
+    """The summary of tokens ``start … end − 1`` of one head: peak, mass and weighted sum.
+
+    The last result is the sum of the keys ``[BD]`` if TOTAL, else zeros.
+    """
     b_peak, b_mass, b_sum = empty_partial(BD, BE)
+    b_total = tl.zeros([BD], tl.float32)
     for first in tl.range(start, end, BT, num_stages=STAGES):
         inside = rows_inside(first, end, BT, HAS_MASK)
         ok = token_ok(p_mask, first, end, BT, HAS_MASK)
@@ -81,11 +85,15 @@ def summarise_range(
             v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK,
             HAS_DROPOUT,
         )  # fmt: skip
-        b_x = widen_turned(b_k, BD) * beta
+        b_turned = widen_turned(b_k, BD)
+        b_x = b_turned * beta
         if not EVEN:
             b_x = tl.where(ok[None, :], b_x, NEVER)
+            b_turned = tl.where(ok[None, :], b_turned, 0.0)
+        if TOTAL:
+            b_total += tl.sum(b_turned, 1)
         b_peak, b_mass, b_sum = add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION)
-    return b_peak, b_mass, b_sum
+    return b_peak, b_mass, b_sum, b_total
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -107,12 +115,12 @@ def summarise_kernel(
         p_starts, split, index, program_tokens, S, SH, PACKED, SHIFTED
     )
     key_head = head // KG
-    b_peak, b_mass, b_sum = summarise_range(
+    b_peak, b_mass, b_sum, _ = summarise_range(
         rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd),
         rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd),
         p_mask + batch * S, start, end, load_scale(p_beta, beta, index, HAS_BETA),
         seed, (batch * (SH // KG) + key_head) * S, dropout_p,
-        D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
+        D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, False, PRECISION, STAGES,
     )  # fmt: skip
     slots = tl.arange(0, BD)
     store_partial(p_peak, p_mass, p_sum, part, slots, b_peak, b_mass, b_sum, BD, BE)

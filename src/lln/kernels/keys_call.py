@@ -1,0 +1,85 @@
+"""A call of attention with exact keys, as its launches pass it around.
+
+Dimension legend: see `lln.kernels.launch_keys`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.eager.key_blocks import blocks_in
+from lln.kernels.call import Call, flat_scale, mask_bytes
+from lln.kernels.launch_choice import gaps_before
+
+
+class KeysCall(NamedTuple):
+    """One call.
+
+    Attributes:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        alpha: 4-D, broadcasts to ``[B, H, 1, 1]``; None = ``alpha_number``.
+        beta: 4-D; None = ``beta_number``.
+        offset: 4-D; None = ``offset_number``.
+        indices: int32 ``[B, H, G, K]``, contiguous; -1 = none.
+        mask: bool ``[B, T]`` or None.
+        alpha_number: α where it is one number.
+        beta_number: β where it is one number.
+        offset_number: The offset where it is one number.
+        block_size: W, a power of two.
+        group_size: Queries in a group, a power of two.
+        scale: Factor of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: Tensor | None
+    beta: Tensor | None
+    offset: Tensor | None
+    indices: Tensor
+    mask: Tensor | None
+    alpha_number: float
+    beta_number: float
+    offset_number: float
+    block_size: int
+    group_size: int
+    scale: float
+
+    @property
+    def as_lln(self) -> Call:
+        """The call of LLN attention whose summary this one reads."""
+        tensors = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, None, None)
+        numbers = (self.alpha_number, self.beta_number, 1.0, 0, 1.0, 0.0, 0, False, 0)
+        return Call(*tensors, *numbers)
+
+    @property
+    def blocks(self) -> int:
+        """N."""
+        return blocks_in(self.query.shape[2], self.block_size, self.mask is not None)
+
+    @property
+    def summary_heads(self) -> int:
+        """SH."""
+        return self.as_lln.summary_heads
+
+    @property
+    def flat_beta(self) -> Tensor:
+        """β of every summary ``[B · SH]``; anything where it is one number."""
+        beta, slots = self.beta, self.summary_heads
+        if beta is not None and beta.shape[1] != slots:
+            beta = beta.repeat_interleave(slots // beta.shape[1], 1)
+        return flat_scale(beta, self.query.shape[0], self.query)
+
+    @property
+    def side_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The mask as bytes, where the first blocks begin, and how many keys a sample has."""
+        mask, query = self.mask, self.query
+        if mask is None:
+            return query, query, query
+        held = mask.sum(-1, dtype=torch.int32)
+        return mask_bytes(mask, query), gaps_before(mask, self.block_size, query), held
