@@ -79,7 +79,8 @@ def once_compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
-# Choosing keys: bool [B, H, N, N], True = exact. Keys come as features [B, H, D, N].
+# Choosing keys: [B, H, rows, N], not 0 = exact, a row for every N / rows queries. Keys come as
+# features [B, H, D, N].
 
 
 def own_block(length: int, block: int, device: torch.device) -> Tensor:
@@ -90,8 +91,7 @@ def own_block(length: int, block: int, device: torch.device) -> Tensor:
 def mark_largest(scores: Tensor, count: int) -> Tensor:
     """True at the ``count`` largest entries of every row, in bfloat16; of equal ones the first.
 
-    The count-th largest is found bit by bit. Compiled, that reads the scores once; `topk` takes
-    many times as long on as many short rows.
+    The count-th largest is found bit by bit: compiled, faster than `topk` on so many short rows.
     """
     length = scores.shape[-1]
     bits = scores.bfloat16().view(torch.int16).int()
@@ -105,20 +105,6 @@ def mark_largest(scores: Tensor, count: int) -> Tensor:
     return order >= least
 
 
-def by_groups(scores: Tensor, count: int, own: Tensor) -> Tensor:
-    """One set of keys outside the block for every group of queries; scores [B, H, groups, N]."""
-    size = own.shape[0] // scores.shape[2]
-    # Groups lie inside a block, so a group's first query speaks for all.
-    outside = scores.masked_fill(own[::size], -math.inf)
-    return mark_largest(outside, count).repeat_interleave(size, dim=2)
-
-
-def by_mean(q: Tensor, features: Tensor, count: int, size: int, own: Tensor) -> Tensor:
-    """The keys with the largest product with the mean query of every ``size`` queries."""
-    mean = q.unflatten(2, (-1, size)).mean(3)
-    return by_groups(mean @ features, count, own)
-
-
 def two_strongest(q: Tensor) -> Tensor:
     """[B, H, N, 2D]: True at the two largest of [q, −q], which are q's largest by size."""
     size = q.abs()
@@ -129,37 +115,72 @@ def two_strongest(q: Tensor) -> Tensor:
     return torch.cat([strongest & (q >= 0), strongest & (q < 0)], -1)
 
 
-def by_features(q: Tensor, features: Tensor, count: int) -> Tensor:
+def by_features(q: Tensor, features: Tensor, count: int, rows: Tensor) -> Tensor:
     """For every query half of the keys by each of its two strongest features of [q, −q].
 
     A feature's keys are those where it is largest. Centring it over the tokens would not change
-    their order, so it is left out. A key chosen twice counts once.
+    their order, so it is left out. The rows of the blocks are one more feature of their queries. A
+    key chosen twice counts once.
     """
-    chosen = mark_largest(torch.cat([features, -features], 2), count // 2)
+    size = q.shape[2] // rows.shape[-2]
+    blocks = own_block(q.shape[2], size, q.device)[:, ::size]
+    asked = torch.cat([two_strongest(q), blocks.expand(*q.shape[:2], -1, -1)], -1)
+    largest = [mark_largest(side, count // 2) for side in (features, -features)]
+    chosen = torch.cat([*largest, rows.expand(*q.shape[:2], -1, -1)], 2)
     # A product of zeros and ones: a gather that runs on the matrix units.
-    return two_strongest(q).to(q.dtype) @ chosen.to(q.dtype) > 0.5
+    return asked.to(q.dtype) @ chosen.to(q.dtype)
 
 
 @torch.no_grad()
 def choose(kind: str, q: Tensor, features: Tensor, keys: int, block: int) -> Tensor:
-    """The keys that every query sees exactly, its own block among them. No gradient goes here."""
+    """The keys that every query sees exactly, its own block among them. No gradient goes here.
+
+    By the mean query of every block ("block") or group, by query, or half and half.
+    """
     length = q.shape[2]
-    own = own_block(length, block, q.device)
-    most = length - block
+    size = GROUP if kind == "group" else block
+    # Groups lie inside a block, so a group's first query speaks for all.
+    rows = own_block(length, block, q.device)[::size]
+    each_way = keys // 2 if kind == "half" else keys
     if kind == "random":
-        shape = (*q.shape[:2], length // block, length)
-        return own | by_groups(torch.rand(shape, device=q.device), min(keys, most), own)
-    if kind == "block":
-        return own | by_mean(q, features, min(keys, most), block, own)
-    if kind == "group":
-        return own | by_mean(q, features, min(keys, most), GROUP, own)
-    if kind == "query":
-        return own | by_features(q, features, min(keys, 2 * length))
-    shared = by_mean(q, features, min(keys // 2, most), block, own)
-    return own | shared | by_features(q, features, min(keys // 2, 2 * length))
+        scores = torch.rand((*q.shape[:2], *rows.shape), device=q.device)
+    elif kind != "query":
+        scores = q.unflatten(2, (-1, size)).mean(3) @ features
+    if kind != "query":
+        outside = scores.masked_fill(rows, -math.inf)
+        rows = rows | mark_largest(outside, min(each_way, length - block))
+    if kind in ("query", "half"):
+        return by_features(q, features, min(each_way, 2 * length), rows)
+    return rows
 
 
 # One softmax
+
+
+class Numerators(torch.autograd.Function):
+    """exp(logits − their maximum) in ``dtype``, its sum and that maximum along ``dim``.
+
+    As a function of its own it keeps nothing else for its gradient, which needs no mask: what is
+    not exact is 0.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, exact, dim, dtype):
+        ctx.given = logits.dtype
+        if exact is not None:
+            logits = logits.masked_fill(~exact, -math.inf)
+        logits = logits.float()
+        # Finite also where all are −inf: slots when every key is exact.
+        top = logits.amax(dim, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        weights = (logits - top).exp()
+        rounded = weights.to(dtype)
+        ctx.save_for_backward(rounded)
+        return rounded, weights.sum(dim, keepdim=True), top
+
+    @staticmethod
+    def backward(ctx, grad_weights, grad_mass, _):
+        (weights,) = ctx.saved_tensors
+        return (weights * (grad_weights + grad_mass)).to(ctx.given), None, None, None
 
 
 def dense_core(q, k, v, keep, rest=None, centroid=None):
@@ -167,28 +188,36 @@ def dense_core(q, k, v, keep, rest=None, centroid=None):
 
     Both parts are divided by their common sum at the end: no row of both is ever written.
     """
-    logits = ((q * q.shape[-1] ** -0.5) @ k.mT).masked_fill(~keep, -math.inf)
-    top = logits.detach().amax(-1, keepdim=True).float()
+    logits = ((q * q.shape[-1] ** -0.5) @ k.mT).unflatten(2, (keep.shape[2], -1))
+    parts = Numerators.apply(logits, keep.unsqueeze(3) != 0, -1, v.dtype)
+    weights, mass, top = (part.flatten(2, 3) for part in parts)
+    mixed = weights @ v
     if rest is not None:
-        top = torch.maximum(top, rest.detach().amax(-1, keepdim=True))
-    weights = (logits - top).exp()
-    mixed, mass = weights.to(v.dtype) @ v, weights.sum(-1, keepdim=True)
-    if rest is not None:
-        weights = (rest - top).exp()
-        mixed = mixed + weights.to(v.dtype) @ centroid.to(v.dtype)
-        mass = mass + weights.sum(-1, keepdim=True)
+        weights, rest_mass, rest_top = Numerators.apply(rest, None, -1, v.dtype)
+        # Constants: each part is right whatever was taken off its logits.
+        apart = (top - rest_top).detach()
+        scale, rest_scale = apart.clamp(max=0).exp(), (-apart).clamp(max=0).exp()
+        mixed = mixed * scale + (weights @ centroid) * rest_scale
+        mass = mass * scale + rest_mass * rest_scale
     return (mixed / mass).to(v.dtype)
 
 
 def summarise(k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Log-mass [B, H, D] and centroids [B, H, D, D] of LLN's slots, over all tokens."""
-    exponent = beta * k.float()
-    return exponent.logsumexp(2), exponent.softmax(2).to(v.dtype).mT @ v
+    weights, mass, top = Numerators.apply(beta * k.float(), None, 2, v.dtype)
+    centroid = (weights.mT @ v) / mass.mT
+    return (top.detach() + mass.log()).squeeze(2), centroid.to(v.dtype)
+
+
+def for_every_query(rows: Tensor, length: int) -> Tensor:
+    return rows.repeat_interleave(length // rows.shape[2], dim=2)
 
 
 def log_share(keep: Tensor) -> Tensor:
     """ln of the share of tokens that are not exact [B, H, N, 1]; −inf where all are."""
-    return (1 - keep.sum(-1, keepdim=True) / keep.shape[-1]).log()
+    length = keep.shape[-1]
+    exact = (keep != 0).sum(-1, keepdim=True, dtype=torch.int32)
+    return for_every_query((1 - exact / length).log(), length)
 
 
 def sdpa_core(q, k, v, keep, share, alpha, bias, centre, centroid):
@@ -197,17 +226,18 @@ def sdpa_core(q, k, v, keep, share, alpha, bias, centre, centroid):
     A slot's key is the mean key plus α√D times a unit vector, and a feature that is 1 in every
     query carries its bias [B, H, D]; only constants go into the mask, which so needs no gradient.
     """
-    width = q.shape[-1]
+    length, width = q.shape[2:]
     # Eight, not one: the kernel reads rows in pieces of 16 bytes.
     extra = F.pad(torch.ones_like(q[..., :1]), (0, 7))
     slots = alpha * width**0.5 * torch.eye(width, device=q.device) + centre
     slots = torch.cat([slots, F.pad(bias.unsqueeze(-1) * width**0.5, (0, 7))], -1)
-    mask = torch.zeros_like(keep, dtype=q.dtype).masked_fill_(~keep, -math.inf)
-    mask = torch.cat([mask, share.to(q.dtype).expand(*keep.shape[:3], width)], -1)
+    mask = torch.zeros_like(keep, dtype=q.dtype).masked_fill_(keep == 0, -math.inf)
+    mask = for_every_query(mask, length)
+    mask = torch.cat([mask, share.to(q.dtype).expand(-1, -1, -1, width)], -1)
     return F.scaled_dot_product_attention(
         torch.cat([q, extra], -1),
         torch.cat([F.pad(k, (0, 8)), slots.to(k.dtype)], 2),
-        torch.cat([v, centroid.to(v.dtype)], 2),
+        torch.cat([v, centroid], 2),
         attn_mask=mask,
         scale=width**-0.5,
     )
@@ -275,10 +305,10 @@ class Attention(nn.Module):
         rest = self.alpha * q + level + bias.unsqueeze(2) + log_share(keep)
         return dense_core(q, k, v, keep, rest, centroid)
 
-    def keep(self, q: Tensor, k: Tensor, compiled: bool = False) -> Tensor | None:
-        """The exact keys of q, k [B, N, H, D]; None for kinds that choose none."""
-        if self.kind not in SELECTIONS:
-            return None
+    @torch.no_grad()
+    def keep(self, qkv: Tensor, compiled: bool = False) -> Tensor:
+        """The exact keys of qkv [B, N, 3, H, D]."""
+        q, k, _ = qkv.unbind(2)
         # In order in memory: a feature of all tokens is read at once.
         features = k.permute(0, 2, 3, 1).contiguous()
         chooser = once_compiled(choose) if compiled else choose
@@ -301,11 +331,8 @@ class Attention(nn.Module):
             mixed = self.attend_keys(q, k, v, keep)
         return mixed.transpose(1, 2)
 
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v, each [B, N, H, D]."""
-        return self.project(x).unflatten(-1, (3, self.sizes.heads, -1)).unbind(2)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    def forward(self, qkv: Tensor, keep: Tensor | None) -> Tensor:
+        q, k, v = qkv.unbind(2)
         # Autocast would turn every softmax into float32 tensors of N×N; those of a bfloat16 input
         # compute in float32 anyway.
         with torch.autocast(q.device.type, enabled=False):
@@ -325,23 +352,29 @@ class Layer(nn.Module):
         self.up = nn.Linear(sizes.width, 4 * sizes.width)
         self.down = nn.Linear(4 * sizes.width, sizes.width)
 
-    def before(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.attention.split(self.norms[0](x))
+    def before(self, x: Tensor) -> Tensor:
+        """q, k, v in one [B, N, 3, H, D]: their gradients are written as one, too."""
+        qkv = self.attention.project(self.norms[0](x))
+        return qkv.unflatten(-1, (3, self.attention.sizes.heads, -1))
 
-    def after(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-        x = x + self.attention(q, k, v, keep)
+    def after(self, x: Tensor, qkv: Tensor, keep: Tensor | None) -> Tensor:
+        x = x + self.attention(qkv, keep)
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self.after(x, self.before(x), None)
 
     def forward(self, x: Tensor, compiled: bool = False) -> Tensor:
         """Choosing is compiled apart: together with the rest, gradients in bfloat16 were NaN.
 
         (Inductor of torch 2.13 on a CPU; the same graph without its code generation was right.)
         """
-        before, after = Layer.before, Layer.after
-        if compiled:
-            before, after = once_compiled(before), once_compiled(after)
-        q, k, v = before(self, x)
-        return after(self, x, q, k, v, self.attention.keep(q, k, compiled))
+        parts = Layer.before, Layer.after, Layer.whole
+        before, after, whole = map(once_compiled, parts) if compiled else parts
+        if self.attention.kind not in SELECTIONS:
+            return whole(self, x)
+        qkv = before(self, x)
+        return after(self, x, qkv, self.attention.keep(qkv, compiled))
 
 
 class Encoder(nn.Module):

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lln import peers
+from lln import block_diagonal_attention, peers
 from lln.files import read_lines
 from lln.integrations.convert import convert
 from lln.integrations.folders import load_model, load_tokenizer
@@ -45,15 +45,32 @@ ROWS = {
     "lln_diag": {"attention": "lln_diag", "mix": 0.5},
     "lln_diag_gate": {"attention": "lln_diag", "mix": "gate"},
     "diag": {"attention": "lln_diag", "mix": 0.0},
+    "lln_keys": {"attention": "lln_keys", "statistics": "learned"},
+    "lln_keys_128": {"attention": "lln_keys", "statistics": "learned", "keys": 128},
     "elu": None,
     "hedgehog": None,
+    "hedgehog_diag": None,
 }
+PEERS = ("elu", "hedgehog", "hedgehog_diag")
+BLOCK_SIZE = 64
 
 
 def peer_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """Attention by the core of `lln.peers` that `build` hung into the layer."""
     mask = None if attention_mask is None else attention_mask.bool()
     return module.peer(query, key, value, mask).transpose(1, 2).contiguous(), None
+
+
+class WithDiag(nn.Module):
+    """The mean of a linear attention and softmax inside blocks, as LLN + Diag has it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, query, key, value, mask):
+        near = block_diagonal_attention(query, key, value, block_size=BLOCK_SIZE, key_mask=mask)
+        return (self.linear(query, key, value, mask) + near) / 2
 
 
 class Windows(Dataset):
@@ -118,17 +135,18 @@ def agreement(found, expected):
 def build(original, row, calibration):
     """The converted student of a row."""
     student = copy.deepcopy(original)
-    if row in ("elu", "hedgehog"):
+    if row in PEERS:
         config = student.config
         sizes = {"embed_dim": config.hidden_size, "num_heads": config.num_attention_heads}
         for layer in student.encoder.layer:
             host = peers.Host(**sizes, max_len=config.max_position_embeddings)
-            layer.attention.self.peer = peers.find(row)(host).to(student.device)
+            core = peers.find(row.removesuffix("_diag"))(host)
+            core = WithDiag(core) if row.endswith("_diag") else core
+            layer.attention.self.peer = core.to(student.device)
         config._attn_implementation_internal = "peer"
         return student, None
-    report = convert(
-        student, calibrate=calibration, statistics="running", verbose=False, **ROWS[row]
-    )
+    settings = {"statistics": "running", "verbose": False} | ROWS[row]
+    report = convert(student, calibrate=calibration, **settings)
     return student, report.moved
 
 

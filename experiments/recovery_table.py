@@ -13,11 +13,14 @@ NAMES = {
     "lln_diag": "LLN + Diag",
     "lln_diag_gate": "LLN + Diag, learned gate",
     "diag": "Diag alone",
+    "lln_keys": "LLN + 64 exact keys",
+    "lln_keys_128": "LLN + 128 exact keys",
     "elu": "ELU + 1",
     "hedgehog": "Hedgehog",
+    "hedgehog_diag": "Hedgehog + Diag",
 }
 # What README shows: the one other linear attention that does best.
-SHOWN = ("softmax", "lln", "lln_diag", "lln_diag_gate", "diag", "hedgehog")
+SHOWN = ("softmax", "lln_keys", "lln", "lln_diag", "lln_diag_gate", "diag", "hedgehog")
 STAGES = ("converted", "layers", "output")
 
 

@@ -18,6 +18,7 @@ from experiments.keys_training_model import (
     choose,
     convolve,
     dense_core,
+    for_every_query,
     in_shifted_blocks,
     log_share,
     mark_largest,
@@ -79,9 +80,9 @@ def test_with_every_key_exact_it_is_softmax(kind, core):
     layer = Attention(sizes, kind, Variant((kind,)))
     q, k, v = torch.randn(3, 2, 64, 2, 16).unbind()
     expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-    torch.testing.assert_close(
-        layer.mix(q, k, v, layer.keep(q, k)), expected.transpose(1, 2), rtol=0, atol=1e-5
-    )
+    keep = layer.keep(torch.stack([q, k, v], 2))
+    found = layer.mix(q, k, v, keep)
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", SELECTIONS)
@@ -95,7 +96,7 @@ def test_both_cores_agree_with_gradients(kind):
         with torch.no_grad():
             layer.alpha.fill_(1.0), layer.beta.fill_(1.0), layer.offset.fill_(-2.0)
         q, k, v = torch.randn(3, 2, 64, 2, 16, requires_grad=True).unbind()
-        out = layer.mix(q, k, v, layer.keep(q, k))
+        out = layer.mix(q, k, v, layer.keep(torch.stack([q, k, v], 2)))
         inputs = (q, k, v, layer.alpha, layer.beta, layer.offset)
         found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
@@ -107,7 +108,7 @@ def test_both_cores_agree_with_gradients(kind):
 )
 def test_how_many_keys_are_exact_and_who_shares_them(kind, fewest, together):
     q, k = torch.randn(2, 2, 2, 128, 16)
-    keep = choose(kind, q, k.mT, 8, 32)
+    keep = for_every_query(choose(kind, q, k.mT, 8, 32) != 0, 128)
     assert keep[..., own_block(128, 32, q.device)].all()
     counts = keep.sum(-1)
     assert counts.min() >= fewest
@@ -133,14 +134,15 @@ def test_keys_by_mean_and_by_features_are_the_largest():
         return set(scores.bfloat16().sort(descending=True, stable=True).indices[:count].tolist())
 
     q, k = torch.randn(2, 1, 1, 64, 16)
-    keep = choose("block", q, k.mT, 8, 16)[0, 0]
+    keep = choose("block", q, k.mT, 8, 16)[0, 0, 1]
     scores = q[0, 0, 16:32].mean(0) @ k[0, 0].T
     scores[16:32] = -math.inf
-    assert largest(scores, 8) == set(keep[16].nonzero().flatten().tolist()) - set(range(16, 32))
+    assert largest(scores, 8) == set(keep.nonzero().flatten().tolist()) - set(range(16, 32))
     first, second = torch.cat([q, -q], -1)[0, 0, 5].topk(2).indices
     signed = torch.cat([k, -k], -1)[0, 0]
     expected = largest(signed[:, first], 4) | largest(signed[:, second], 4)
-    assert set(by_features(q, k.mT, 8)[0, 0, 5].nonzero().flatten().tolist()) == expected
+    found = by_features(q, k.mT, 8, own_block(64, 16, q.device)[::16])[0, 0, 5]
+    assert set(found.nonzero().flatten().tolist()) == expected | set(range(16))
 
 
 def test_slots_start_with_the_mass_of_the_tokens_they_stand_for():

@@ -16,7 +16,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 import lln
-from lln.kernels import launch_choice, launch_keys, limits, recipes, sizes
+from lln.kernels import launch_choice, launch_keys, launch_slots, limits, recipes, sizes
 
 # Name → compute capability, and the shared memory that a program can have.
 CHIPS = {"A100": (80, 166_912), "RTX 3090": (86, 101_376)}
@@ -88,7 +88,7 @@ def test_exact_keys_fit(plug_in, monkeypatch, chip, dtype, width):
     def launch(kernel, grid, *arguments, **sizes):
         needs.append(kernel.warmup(*arguments, grid=grid, **sizes).metadata.shared)
 
-    for module in (launch_choice, launch_keys):
+    for module in (launch_choice, launch_keys, launch_slots):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
     fit_keys(dtype, width)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
+from lln.eager.key_inference import attend_without_gradients, fits_inference
 from lln.eager.products import multiply
 from lln.eager.scan import running_merge, shift
 from lln.eager.selection import seen_keys
@@ -66,6 +67,14 @@ def attend_keys(
         scale: Factor of the scores; None = 1/√D.
     """
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
+    share = log_share(seen, blocks, group_size, key_mask, is_causal, query.dtype)
+    sides = (query, key, value, alpha, *slots, offset)
+    if fits_inference(*sides, scale=factor, is_causal=is_causal):
+        return attend_without_gradients(
+            query, key, value, alpha, slots, share + offset, indices, seen, blocks,
+            valid=blocks.valid(key_mask), group_size=group_size, scale=factor,
+        )  # fmt: skip
     rows = blocks.gather(query)
     scaled = rows * factor
     near_keys, near_values = blocks.gather(key), blocks.gather(value)
@@ -84,14 +93,12 @@ def attend_keys(
         # Below LOG_ZERO: a row whose visible keys are all masked must weigh those, not later keys.
         near = near.masked_fill(later, 10 * LOG_ZERO)
 
-    seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
     far_keys, far_values = (_pick(side, indices, seen) for side in (key, value))
     grouped = scaled.flatten(2, 3).unflatten(2, (-1, group_size))
     far = torch.where(seen.unsqueeze(-2), multiply(grouped, far_keys.mT), LOG_ZERO)
     far = far.flatten(2, 3).unflatten(2, near.shape[2:4])
 
     log_mass, centroid, centre = slots
-    share = log_share(seen, blocks, group_size, key_mask, is_causal, near.dtype)
     level = (scaled * centre.unsqueeze(-2)).sum(-1, keepdim=True) + offset + share
     linear = alpha * rows + (log_mass.unsqueeze(-2) + level)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
 from lln.precision import accumulation_dtype
-from lln.tracing import is_compiling
+from lln.tracing import is_compiling, values_are_readable
 
 # Most scores to hold at once; longer sequences are scored in stretches of groups.
 MOST_SCORES = 1 << 26
@@ -216,7 +216,10 @@ def _largest(scores: Tensor, keys: int) -> Tensor:
     """
     if keys == 0:
         return torch.zeros_like(scores[..., :0], dtype=torch.int64)
-    least = scores.topk(keys, -1, sorted=True).values[..., -1:]
+    best, places = scores.topk(keys, -1, sorted=False)
+    least = best.amin(-1, keepdim=True)
+    if values_are_readable(scores) and _is_clear(scores, best, least):
+        return places.sort(-1).values
     above, equal = scores > least, scores == least
     wanted = keys - above.sum(-1, keepdim=True)
     taken = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= wanted))
@@ -225,3 +228,8 @@ def _largest(scores: Tensor, keys: int) -> Tensor:
     position = torch.arange(nowhere, device=scores.device, dtype=torch.int32)
     found = torch.where(taken, position, nowhere).topk(keys, -1, largest=False, sorted=True).values
     return torch.where(found == nowhere, -1, found).long()
+
+
+def _is_clear(scores: Tensor, best: Tensor, least: Tensor) -> bool:
+    """Whether no other score equals the smallest one taken, and that is not -inf."""
+    return bool((least > -torch.inf).all()) and int((scores >= least).sum()) == best.numel()

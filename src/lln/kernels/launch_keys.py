@@ -26,10 +26,9 @@ TILE_BYTES = 8 * 1024
 # Pairs whose blocks a program finds.
 PAIRS_AT_ONCE = 1024
 # Tiles that are fetched ahead.
-STAGES = {"slot": 3, "key": 1}
-# Programs of the slots' gradients per multiprocessor, and tokens in a tile.
-SLOT_PROGRAMS = 4
-SLOT_ROWS = 64
+STAGES = {"key": 1, "chosen": 2}
+# Programs of the slots' gradients per multiprocessor.
+SLOT_PROGRAMS = 8
 _OF_SLOTS = ("D", "E", "BD", "BE", "GROUP", "SR", "HAS_ALPHA", "HAS_BETA", "HAS_MASK", "PRECISION")
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
 PAIR_SHARE = 0.34
@@ -58,7 +57,7 @@ def attend(call: KeysCall) -> tuple[Tensor, ...]:
             flat_scale(call.alpha, batch, query), call.flat_beta,
             flat_scale(call.offset, batch, query), call.alpha_number, call.beta_number,
             call.offset_number, call.scale, tokens, heads, groups, keys, *query.stride(),
-            *key.stride(), *value.stride(), *out.stride(), **sizes,
+            *key.stride(), *value.stride(), *out.stride(), **sizes, STAGES=STAGES["chosen"],
             num_warps=_warps("read", sizes),
         )  # fmt: skip
     return out, lse, levels, *summary
@@ -89,35 +88,29 @@ def attend_backward(
     sizes, sides, blocks = _sizes(call), call.side_tensors, call.blocks
     delta = torch.empty_like(lse)
     summary = (log_mass, centroid, centre)
-    *parts, dalpha = _slot_gradients(call, gradient, out, dq, lse, levels, delta, summary)
-    with on_device(device):
-        dc, dl, shift, dcentre = gather(call, (parts[0], parts[1], parts[2]), centroid)
+    parts, scalars = _slot_gradients(call, gradient, out, dq, lse, levels, delta, summary)
+    dc, dl, shift, dcentre = gather(call, parts, centroid)
     del parts
     dbeta = torch.empty((batch * slots, blocks), device=device)
-    share = heads // key_heads
-    each = _heads_at_once(call)
-    leads = [
-        slice(first * share, min(first + each, batch * key_heads) * share)
-        for first in range(0, batch * key_heads, each)
-    ]
     # Before the pairs take their memory, because sorting needs some of its own.
     with on_device(device):
-        sorted_pairs = [_sort_pairs(call, lead) for lead in leads]
+        order, starts = _sort_pairs(call)
+    share, each = heads // key_heads, _heads_at_once(call)
     pairs = each * share * groups * keys
     pair_dk = torch.empty((pairs, width), dtype=query.dtype, device=device)
     pair_dv = torch.empty((pairs, value.shape[3]), dtype=query.dtype, device=device)
     own = ("SR", "HAS_ALPHA", "HAS_BETA", "HAS_OFFSET")
     far = {name: size for name, size in sizes.items() if name not in own}
-    near = {name: size for name, size in far.items() if name not in ("BM", "BK", "GROUP")}
-    for lead, (order, starts) in zip(leads, sorted_pairs, strict=True):
-        first, count = lead.start // share, (lead.stop - lead.start) // share
+    near = {name: size for name, size in far.items() if name not in ("BM", "BK", "GROUP", "MORE")}
+    for first in range(0, batch * key_heads, each):
+        count = min(each, batch * key_heads - first)
         with on_device(device):
             launch(
                 keys_grad.keys_far_kernel, (count * share * groups,), query, key, value, gradient,
                 dq, lse, delta, call.indices, *sides[:2], pair_dk, pair_dv, call.scale,
                 first * share, tokens, heads, groups, keys, *query.stride(), *key.stride(),
                 *value.stride(), *gradient.stride(), *dq.stride(), **far,
-                num_warps=_warps("far", sizes),
+                STAGES=STAGES["chosen"], num_warps=_warps("far", sizes),
             )  # fmt: skip
             launch(
                 keys_grad.keys_key_kernel, (blocks * count,), query, key, value, gradient, dk, dv,
@@ -126,15 +119,14 @@ def attend_backward(
                 tokens, heads, key_heads, groups, keys, blocks, *query.stride(), *key.stride(),
                 *value.stride(), *gradient.stride(), *dk.stride(), *dv.stride(), **near,
                 SR=sizes["SR"], BP=_rows_at_once(call), HAS_BETA=call.beta is not None,
-                STAGES=STAGES["key"], num_warps=_warps("key", sizes),
+                STAGES=STAGES["key"], num_warps=_warps("key", sizes), **_registers(sizes),
             )  # fmt: skip
     shape = (batch, heads, 1, 1)
     of_alpha = of_beta = of_offset = None
     if call.alpha is not None:
-        of_alpha = dalpha.sum(-1).view(shape)
+        of_alpha = scalars[0].sum(-1).view(shape)
     if call.offset is not None:
-        # Every logit of a slot has the offset in it.
-        of_offset = dl.sum(-1).view(shape)
+        of_offset = scalars[1].sum(-1).view(shape)
     if call.beta is not None:
         # β also stands before μ in the logits of the slots.
         through = dl.view(batch, slots, -1, width).sum(2) * centre
@@ -151,16 +143,17 @@ def _slot_gradients(
     levels: Tensor,
     delta: Tensor,
     summary: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Write δ and the slots' share of dq; dC, shift, the rows' share of dμ, and dα, in parts.
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Write δ and the slots' share of dq; dC, shift and the rows' share of dμ; dα and doffset.
 
-    Parts are ``[B·H, splits, …]``: every program has one.
+    The latter are in parts ``[B·H, splits, …]``, one of every program; dα and doffset in one tensor
+    ``[2, B·H, splits]``.
     """
     query = call.query
     batch, heads, tokens, width = query.shape
     groups = call.indices.shape[2]
     device, sizes = query.device, _sizes(call)
-    rows = SLOT_ROWS
+    rows, stages = _slot_tile(call)
     # With a mask the first block may begin before the first token.
     tiles = cdiv(tokens if call.mask is None else call.blocks * call.block_size, rows)
     splits = min(tiles, max(1, SLOT_PROGRAMS * multiprocessors(device) // (batch * heads)))
@@ -169,37 +162,37 @@ def _slot_gradients(
     parts = (batch * heads, splits)
     dc = torch.empty((*parts, width, call.value.shape[3]), device=device)
     shift, dm = torch.empty((2, *parts, width), device=device)
-    dalpha = torch.empty(parts, device=device)
+    scalars = torch.empty((2, *parts), device=device)
     with on_device(device):
         launch(
             keys_grad.keys_slot_kernel, (batch * heads * splits,), query, out, gradient, dq, lse,
             levels, delta, *summary, *call.side_tensors[:2],
-            flat_scale(call.alpha, batch, query), call.flat_beta, dc, shift, dm, dalpha,
+            flat_scale(call.alpha, batch, query), call.flat_beta, dc, shift, dm, *scalars,
             call.alpha_number, call.beta_number, call.scale, tokens, heads, groups, splits,
             stretch * rows, *query.stride(), *out.stride(), *gradient.stride(), *dq.stride(),
             **{name: sizes[name] for name in _OF_SLOTS}, BM=rows,
-            EVEN=call.mask is None and tokens % rows == 0, STAGES=STAGES["slot"],
+            EVEN=call.mask is None and tokens % rows == 0, STAGES=stages,
             num_warps=_warps("slot", sizes),
         )  # fmt: skip
-    return dc, shift, dm, dalpha
+    return (dc, shift, dm), scalars
 
 
-def _sort_pairs(call: KeysCall, lead: slice) -> tuple[Tensor, Tensor]:
-    """The pairs (group, chosen key) of some query heads, sorted by head and block of the key.
+def _sort_pairs(call: KeysCall) -> tuple[Tensor, Tensor]:
+    """The pairs (group, chosen key) of all query heads, sorted by head and block of the key.
 
     Returns:
         Which pair comes at every place, and where the pairs of every block of every head begin.
     """
-    heads, device = call.query.shape[1], call.query.device
-    pairs, count = call.indices.shape[2] * call.indices.shape[3], lead.stop - lead.start
+    batch, heads, groups, keys = call.indices.shape
+    device, pairs = call.query.device, groups * keys
     # Missing keys sort behind all others.
-    last = count * call.blocks
+    last = batch * heads * call.blocks
     dtype = torch.int16 if last < 2**15 - 1 else torch.int32
-    found = torch.empty(count * pairs, dtype=dtype, device=device)
+    found = torch.empty(batch * heads * pairs, dtype=dtype, device=device)
     if pairs:
         launch(
-            keys_grad.pair_blocks_kernel, (cdiv(pairs, PAIRS_AT_ONCE), count), call.indices,
-            call.side_tensors[1], found, lead.start, heads, pairs, call.blocks, last,
+            keys_grad.pair_blocks_kernel, (cdiv(pairs, PAIRS_AT_ONCE), batch * heads),
+            call.indices, call.side_tensors[1], found, heads, pairs, call.blocks, last,
             W=call.block_size, BP=PAIRS_AT_ONCE, HAS_MASK=call.mask is not None, num_warps=4,
         )  # fmt: skip
     ordered, order = found.sort(stable=True)
@@ -219,6 +212,7 @@ def _heads_at_once(call: KeysCall) -> int:
 
 def _sizes(call: KeysCall) -> dict[str, Any]:
     width, value_width = call.query.shape[3], call.value.shape[3]
+    chosen = max(16, min(_rows_at_once(call), power_of_two(call.indices.shape[3])))
     return {
         "W": call.block_size,
         "D": width,
@@ -227,7 +221,8 @@ def _sizes(call: KeysCall) -> dict[str, Any]:
         "BE": max(16, power_of_two(value_width)),
         "BM": max(16, call.group_size),
         "BW": max(16, call.block_size),
-        "BK": max(16, min(_rows_at_once(call), power_of_two(call.indices.shape[3]))),
+        "BK": chosen,
+        "MORE": call.indices.shape[3] > chosen,
         "GROUP": call.group_size,
         "R": call.query.shape[1] // call.key.shape[1],
         "SR": call.query.shape[1] // call.summary_heads,
@@ -238,6 +233,15 @@ def _sizes(call: KeysCall) -> dict[str, Any]:
         "EVEN": call.mask is None and call.query.shape[2] % call.block_size == 0,
         "PRECISION": precision_of(call.query, max(width, value_width)),
     }
+
+
+def _slot_tile(call: KeysCall) -> tuple[int, int]:
+    """Tokens in a tile of the slots' gradients, and how many tiles are fetched ahead."""
+    widest = max(call.query.shape[3], call.value.shape[3])
+    row_bytes = power_of_two(widest) * call.query.itemsize
+    if row_bytes <= 128:
+        return 64, 3
+    return (32, 2) if row_bytes <= 256 else (16, 2)
 
 
 def _rows_at_once(call: KeysCall) -> int:
@@ -252,5 +256,13 @@ WARPS = {"read": 4, "slot": 4, "far": 4, "key": 4}
 
 
 def _warps(kind: str, sizes: dict[str, Any]) -> int:
-    is_wide = max(sizes["BD"], sizes["BE"]) > 64 or sizes["BM"] > 64
-    return 8 if is_wide else WARPS[kind]
+    return 8 if _is_wide(sizes) else WARPS[kind]
+
+
+def _is_wide(sizes: dict[str, Any]) -> bool:
+    return max(sizes["BD"], sizes["BE"]) > 64 or sizes["BM"] > 64
+
+
+def _registers(sizes: dict[str, Any]) -> dict[str, int]:
+    """A limit with which three programs fit a multiprocessor; 24 bytes of each thread spill."""
+    return {} if _is_wide(sizes) else {"maxnreg": 168}

@@ -14,7 +14,7 @@ from lln.kernels.call import live_of, values_of
 from lln.kernels.keys_call import KeysCall
 from lln.kernels.launch_choice import launch
 from lln.kernels.limits import power_of_two
-from lln.kernels.recipes import Recipe, Room, Step, follow, over_tiles
+from lln.kernels.recipes import Recipe, Room, Step, follow, on_device, over_tiles
 from lln.kernels.sizes import Sizes, cdiv
 from lln.kernels.triton import keys_slots
 
@@ -78,11 +78,12 @@ def gather(
     dc = torch.empty((programs, width, value_width), dtype=call.value.dtype, device=device)
     dl = torch.empty((lines, width), device=device)
     shift, dcentre = torch.empty((2, programs, width), device=device)
-    launch(
-        keys_slots.keys_gather_kernel, (cdiv(width, ROWS), programs),
-        *parts, centroid, call.side_tensors[2], call.flat_beta, dc, dl, shift, dcentre,
-        call.beta_number, call.key.shape[2], slots, splits,
-        SR=lines // programs, D=width, E=value_width, BE=max(16, power_of_two(value_width)),
-        ROWS=ROWS, HAS_BETA=call.beta is not None, HAS_MASK=call.mask is not None, num_warps=4,
-    )  # fmt: skip
+    with on_device(device):
+        launch(
+            keys_slots.keys_gather_kernel, (cdiv(width, ROWS), programs),
+            *parts, centroid, call.side_tensors[2], call.flat_beta, dc, dl, shift, dcentre,
+            call.beta_number, call.key.shape[2], slots, splits,
+            SR=lines // programs, D=width, E=value_width, BE=max(16, power_of_two(value_width)),
+            ROWS=ROWS, HAS_BETA=call.beta is not None, HAS_MASK=call.mask is not None, num_warps=4,
+        )  # fmt: skip
     return dc, dl, shift, dcentre

@@ -27,6 +27,7 @@ import triton.language as tl
 from lln.kernels.triton.keys_read import (
     group_place,
     load_chosen,
+    load_near,
     load_summary,
     score_rows,
     slot_logits,
@@ -37,7 +38,6 @@ from lln.kernels.triton.steps import (
     NEVER,
     exponential,
     heads_on,
-    hide_rows,
     load_queries,
     load_rows,
     load_scale,
@@ -68,7 +68,7 @@ def add_weighted_rows(b_sums, b_tile, b_weight, BM: tl.constexpr):
 @triton.jit
 def keys_slot_kernel(
     p_q, p_o, p_g, p_dq, p_lse, p_level, p_delta, p_log_mass, p_centroid, p_centre, p_mask, p_gaps,
-    p_alpha, p_beta, p_dc_parts, p_shift_parts, p_dm_parts, p_dalpha_parts,
+    p_alpha, p_beta, p_dc_parts, p_shift_parts, p_dm_parts, p_dalpha_parts, p_doffset_parts,
     alpha, beta, scale, T, H, G, splits, stretch,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot, stride_od,
     stride_gb, stride_gh, stride_gt, stride_gd, stride_dqb, stride_dqh, stride_dqt, stride_dqd,
@@ -94,6 +94,7 @@ def keys_slot_kernel(
     b_shift = tl.zeros([BD, 16], tl.float32)
     b_dm = tl.zeros([BD, 16], tl.float32)
     b_dalpha = tl.zeros([BM], tl.float32)
+    b_doffset = tl.zeros([BM], tl.float32)
     gap = 0
     if HAS_MASK:
         gap = tl.load(p_gaps + batch)
@@ -116,7 +117,9 @@ def keys_slot_kernel(
         b_ds = b_p * (b_dp - b_delta[:, None])
         if HAS_ALPHA:
             b_dalpha += tl.sum(b_ds * b_wide, 1)
-        b_row = tl.sum(b_ds, 1) * scale
+        b_row = tl.sum(b_ds, 1)
+        b_doffset += b_row
+        b_row *= scale
         b_low = b_p.to(b_do.dtype)
         b_dc = tl.dot(tl.trans(b_low), b_do, b_dc, input_precision=PRECISION)
         b_shift = add_weighted_rows(b_shift, b_low, -b_delta, BM)
@@ -128,6 +131,29 @@ def keys_slot_kernel(
     tl.store(p_shift_parts + part * D + slots, tl.sum(b_shift, 1), mask=slots < D)
     tl.store(p_dm_parts + part * D + slots, tl.sum(b_dm, 1), mask=slots < D)
     tl.store(p_dalpha_parts + part, tl.sum(b_dalpha, 0))
+    tl.store(p_doffset_parts + part, tl.sum(b_doffset, 0))
+
+
+@triton.jit
+def add_chosen(
+    b_dq, b_q, b_do, b_lse, b_delta, b_k, b_v, b_seen, p_pair_dk, p_pair_dv, pair, at, K, scale,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of chosen keys to dq, and write the shares of dk and dv of its pairs."""
+    slots, columns, places = tl.arange(0, BD), tl.arange(0, BE), at + tl.arange(0, BK)
+    b_p = weights_of(score_rows(b_q, b_k, b_seen, scale, False, PRECISION), b_lse, EVEN)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_ds = (b_p * (b_dp - b_delta[:, None]) * scale).to(b_k.dtype)
+    b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
+    rows, ok = (pair + places)[:, None], (places < K)[:, None]
+    b_pk = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION)
+    p_out = p_pair_dk + rows * D + slots[None, :]
+    tl.store(p_out, b_pk.to(p_pair_dk.dtype.element_ty), mask=ok & (slots < D)[None, :])
+    b_pv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, input_precision=PRECISION)
+    p_out = p_pair_dv + rows * E + columns[None, :]
+    tl.store(p_out, b_pv.to(p_pair_dv.dtype.element_ty), mask=ok & (columns < E)[None, :])
+    return b_dq
 
 
 @triton.jit
@@ -139,7 +165,8 @@ def keys_far_kernel(
     stride_dqb, stride_dqh, stride_dqt, stride_dqd,
     W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
-    HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    MORE: tl.constexpr, HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The chosen keys' part and the block's share of dq, for one group; adds to dq."""
     group, local = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
@@ -154,7 +181,9 @@ def keys_far_kernel(
     p_mask += batch * T
     p_chosen += (index * G + group) * K
     places = tl.arange(0, BK)
+    # All loads of the first tiles come before any arithmetic, so that they overlap.
     b_index = tl.load(p_chosen + places, mask=places < K, other=-1)
+    b_seen = b_index >= 0
     inside, row_ok = tokens_ok(p_mask, first, GROUP, T, BM, HAS_MASK)
     near_inside, near_ok = tokens_ok(p_mask, block, W, T, BW, HAS_MASK)
     rows = index * T + first + tl.arange(0, BM)
@@ -162,67 +191,65 @@ def keys_far_kernel(
     b_do = load_rows(g, first, inside, BM, E, BE, EVEN)
     b_lse = tl.load(p_lse + rows, mask=inside, other=-NEVER)
     b_delta = tl.load(p_delta + rows, mask=inside, other=0.0)
-    b_k = hide_rows(load_rows(k, block, near_inside, BW, D, BD, EVEN), near_ok)
-    b_v = hide_rows(load_rows(v, block, near_inside, BW, E, BE, EVEN), near_ok)
-    b_dq = load_rows(dq, first, inside, BM, D, BD, EVEN).to(tl.float32)
+    b_k = load_near(k, block, near_inside, near_ok, BW, D, BD, EVEN)
+    b_v = load_near(v, block, near_inside, near_ok, BW, E, BE, EVEN)
+    b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
+    b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
+    b_of_slots = load_rows(dq, first, inside, BM, D, BD, EVEN)
     b_p = weights_of(score_rows(b_q, b_k, near_ok, scale, EVEN, PRECISION), b_lse, EVEN)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_ds = (b_p * (b_dp - b_delta[:, None]) * scale).to(b_k.dtype)
-    b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-    slots, columns = tl.arange(0, BD), tl.arange(0, BE)
-    for at in range(0, K, BK):
-        b_seen = b_index >= 0
-        b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
-        b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
-        more = at + BK + places
-        b_index = tl.load(p_chosen + more, mask=more < K, other=-1)
-        b_far = weights_of(score_rows(b_q, b_far_k, b_seen, scale, False, PRECISION), b_lse, EVEN)
-        b_dfar = tl.dot(b_do, tl.trans(b_far_v), input_precision=PRECISION)
-        b_dfar = (b_far * (b_dfar - b_delta[:, None]) * scale).to(b_far_k.dtype)
-        b_dq = tl.dot(b_dfar, b_far_k, b_dq, input_precision=PRECISION)
-        pair = ((local * G + group) * K + at + places)[:, None]
-        ok = (at + places < K)[:, None]
-        b_pk = tl.dot(tl.trans(b_dfar), b_q, input_precision=PRECISION)
-        tl.store(
-            p_pair_dk + pair * D + slots[None, :], b_pk.to(p_pair_dk.dtype.element_ty),
-            mask=ok & (slots < D)[None, :],
-        )  # fmt: skip
-        b_pv = tl.dot(tl.trans(b_far.to(b_do.dtype)), b_do, input_precision=PRECISION)
-        tl.store(
-            p_pair_dv + pair * E + columns[None, :], b_pv.to(p_pair_dv.dtype.element_ty),
-            mask=ok & (columns < E)[None, :],
-        )  # fmt: skip
-    store_rows(dq, first, b_dq, inside, BM, D, BD, EVEN)
+    b_dq = tl.dot(b_ds, b_k, input_precision=PRECISION)
+    pair = (local * G + group) * K
+    b_dq = add_chosen(
+        b_dq, b_q, b_do, b_lse, b_delta, b_far_k, b_far_v, b_seen, p_pair_dk, p_pair_dv, pair, 0,
+        K, scale, D, E, BD, BE, BK, EVEN, PRECISION,
+    )  # fmt: skip
+    if MORE:
+        for at in tl.range(BK, K, BK, num_stages=STAGES):
+            b_index = tl.load(p_chosen + at + places, mask=at + places < K, other=-1)
+            b_seen = b_index >= 0
+            b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
+            b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
+            b_dq = add_chosen(
+                b_dq, b_q, b_do, b_lse, b_delta, b_far_k, b_far_v, b_seen, p_pair_dk, p_pair_dv,
+                pair, at, K, scale, D, E, BD, BE, BK, EVEN, PRECISION,
+            )  # fmt: skip
+    store_rows(dq, first, b_dq + b_of_slots.to(tl.float32), inside, BM, D, BD, EVEN)
 
 
 @triton.jit
 def pair_blocks_kernel(
-    p_chosen, p_gaps, p_block, first_head, H, pairs, blocks, last,
+    p_chosen, p_gaps, p_block, H, pairs, blocks, last,
     W: tl.constexpr, BP: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """In which block every chosen key of a head lies, counted over all heads; last = nowhere."""
-    local = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(1).to(tl.int64)
     places = tl.program_id(0) * BP + tl.arange(0, BP)
     there = places < pairs
-    b_key = tl.load(p_chosen + (local + first_head) * pairs + places, mask=there, other=-1)
+    b_key = tl.load(p_chosen + index * pairs + places, mask=there, other=-1)
     gap = 0
     if HAS_MASK:
-        gap = tl.load(p_gaps + (local + first_head) // H)
-    b_block = tl.where(b_key < 0, last, local * blocks + (b_key + gap) // W)
-    p_out = p_block + local * pairs + places
+        gap = tl.load(p_gaps + index // H)
+    b_block = tl.where(b_key < 0, last, index * blocks + (b_key + gap) // W)
+    p_out = p_block + index * pairs + places
     tl.store(p_out, b_block.to(p_block.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def load_pairs(
-    p_pair_dk, p_pair_dv, p_order, p_chosen, at, end,
+    p_pair_dk, p_pair_dv, p_order, p_chosen, base, at, end,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """Sorted pairs from ``at`` on: their keys ``[BP]``, dk ``[BP, BD]`` and dv ``[BP, BE]``."""
+    """Sorted pairs from ``at`` on: their keys ``[BP]``, dk ``[BP, BD]`` and dv ``[BP, BE]``.
+
+    The rows in memory begin with those of pair ``base``.
+    """
     slots, columns, places = tl.arange(0, BD), tl.arange(0, BE), at + tl.arange(0, BP)
     ok = places < end
     b_order = tl.load(p_order + places, mask=ok, other=0)
     b_key = tl.load(p_chosen + b_order, mask=ok, other=-1)
+    b_order -= base
     p_in = p_pair_dk + b_order[:, None] * D + slots[None, :]
     b_row = tl.load(p_in, mask=ok[:, None] & (slots < D)[None, :], other=0)
     p_in = p_pair_dv + b_order[:, None] * E + columns[None, :]
@@ -269,8 +296,8 @@ def keys_key_kernel(
     g = rows_of(p_g, batch, key_head * R, 0, stride_gb, stride_gh, stride_gt, stride_gd)
     dk = rows_of(p_dk, batch, key_head, 0, stride_dkb, stride_dkh, stride_dkt, stride_dkd)
     dv = rows_of(p_dv, batch, key_head, 0, stride_dvb, stride_dvh, stride_dvt, stride_dvd)
-    b_k = hide_rows(load_rows(k, first, inside, BW, D, BD, EVEN), ok)
-    b_v = hide_rows(load_rows(v, first, inside, BW, E, BE, EVEN), ok)
+    b_k = load_near(k, first, inside, ok, BW, D, BD, EVEN)
+    b_v = load_near(v, first, inside, ok, BW, E, BE, EVEN)
     slots, columns = tl.arange(0, BD), tl.arange(0, BE)
     slot_ok = (slots < D)[:, None] & (columns < E)[None, :]
     b_dk = tl.zeros([BW, BD], tl.float32)
@@ -278,10 +305,10 @@ def keys_key_kernel(
 
     # The block's own queries, and the pairs that chose its tokens. The first pairs are loaded
     # before any arithmetic, which then overlaps; many blocks have no more.
-    p_chosen += (index - local) * R * G * K
+    base = (index - local) * R * G * K
     for r in tl.static_range(R):
         own = tl.cast(r, tl.int64)
-        p_ends = p_starts + (local * R + r) * blocks + number
+        p_ends = p_starts + (index * R + r) * blocks + number
         start, end = tl.load(p_ends), tl.load(p_ends + 1)
         query_head = batch * H + key_head * R + r
         rows = query_head * T + first + tl.arange(0, BW)
@@ -290,7 +317,7 @@ def keys_key_kernel(
         b_lse = tl.load(p_lse + rows, mask=inside, other=-NEVER)
         b_delta = tl.load(p_delta + rows, mask=inside, other=0.0)
         b_key, b_row, b_value_row = load_pairs(
-            p_pair_dk, p_pair_dv, p_order, p_chosen, start, end, D, E, BD, BE, BP
+            p_pair_dk, p_pair_dv, p_order, p_chosen, base, start, end, D, E, BD, BE, BP
         )
         b_p = weights_of(score_rows(b_q, b_k, ok, scale, EVEN, PRECISION), b_lse, EVEN)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
@@ -300,7 +327,7 @@ def keys_key_kernel(
         b_dk, b_dv = add_pairs(b_dk, b_dv, b_key, b_row, b_value_row, first, BW, PRECISION)
         for at in tl.range(start + BP, end, BP, num_stages=STAGES):
             b_key, b_row, b_value_row = load_pairs(
-                p_pair_dk, p_pair_dv, p_order, p_chosen, at, end, D, E, BD, BE, BP
+                p_pair_dk, p_pair_dv, p_order, p_chosen, base, at, end, D, E, BD, BE, BP
             )
             b_dk, b_dv = add_pairs(b_dk, b_dv, b_key, b_row, b_value_row, first, BW, PRECISION)
 

@@ -7,7 +7,8 @@ It writes the output and, for the backward, the logarithm of each row's normalis
 added to the logits of the slots.
 
 Dimension legend: see `lln.kernels.triton.steps`; BM ≥ group, BW ≥ W tokens in a block, BK chosen
-keys in a tile, R query heads per key head, SR query heads per summary.
+keys in a tile (MORE: there are more than fit one), R query heads per key head, SR query heads per
+summary.
 """
 
 from __future__ import annotations
@@ -38,6 +39,18 @@ def load_chosen(
     columns = tl.arange(0, BD)
     p_in = p_rows + b_index.to(tl.int64)[:, None] * stride_t + columns[None, :] * stride_d
     return tl.load(p_in, mask=b_seen[:, None] & (columns < D)[None, :], other=0)
+
+
+@triton.jit
+def load_near(
+    rows, first, inside, ok,
+    BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A block of keys or values; masked rows are zero. EVEN: all are there."""
+    b_tile = load_rows(rows, first, inside, BT, D, BD, EVEN)
+    if not EVEN:
+        b_tile = hide_rows(b_tile, ok)
+    return b_tile
 
 
 @triton.jit
@@ -150,7 +163,8 @@ def keys_read_kernel(
     W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     R: tl.constexpr, SR: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, MORE: tl.constexpr, HAS_MASK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One group of one (sample, query head)."""
     group, index = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
@@ -172,14 +186,16 @@ def keys_read_kernel(
     if HAS_MASK:
         held = tl.load(p_held + batch)
     b_q = load_queries(q, first, inside, row_ok, BM, D, BD, EVEN, HAS_MASK)
-    b_k = hide_rows(load_rows(k, block, near_inside, BW, D, BD, EVEN), near_ok)
-    b_v = hide_rows(load_rows(v, block, near_inside, BW, E, BE, EVEN), near_ok)
+    b_k = load_near(k, block, near_inside, near_ok, BW, D, BD, EVEN)
+    b_v = load_near(v, block, near_inside, near_ok, BW, E, BE, EVEN)
     b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
     b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
     b_slot, b_c, b_centre = load_summary(
         p_log_mass, p_centroid, p_centre, p_beta, beta, index // SR, D, E, BD, BE, HAS_BETA
     )
-    chosen = tl.sum(b_seen.to(tl.int32), 0) + count_chosen(p_chosen + BK, K - BK, BK)
+    chosen = tl.sum(b_seen.to(tl.int32), 0)
+    if MORE:
+        chosen += count_chosen(p_chosen + BK, K - BK, BK)
     near = tl.sum(near_ok.to(tl.int32), 0)
     level = slot_level(load_scale(p_offset, offset, index, HAS_OFFSET), held, near, chosen)
     tl.store(p_level + index * G + group, level)
@@ -198,13 +214,14 @@ def keys_read_kernel(
     b_p = weights_of(b_far, b_peak, EVEN)
     b_mass += tl.sum(b_p, 1)
     b_out = tl.dot(b_p.to(b_v.dtype), b_far_v, b_out, input_precision=PRECISION)
-    for at in range(BK, K, BK):
-        b_index = tl.load(p_chosen + at + places, mask=at + places < K, other=-1)
-        b_seen = b_index >= 0
-        b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
-        b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
-        b_far = score_rows(b_q, b_far_k, b_seen, scale, False, PRECISION)
-        b_peak, b_mass, b_out = add_keys(b_peak, b_mass, b_out, b_far, b_far_v, PRECISION)
+    if MORE:
+        for at in tl.range(BK, K, BK, num_stages=STAGES):
+            b_index = tl.load(p_chosen + at + places, mask=at + places < K, other=-1)
+            b_seen = b_index >= 0
+            b_far_k = load_chosen(k, b_index, b_seen, BK, D, BD)
+            b_far_v = load_chosen(v, b_index, b_seen, BK, E, BE)
+            b_far = score_rows(b_q, b_far_k, b_seen, scale, False, PRECISION)
+            b_peak, b_mass, b_out = add_keys(b_peak, b_mass, b_out, b_far, b_far_v, PRECISION)
 
     b_norm = tl.where(b_mass > 0, b_mass, 1.0)
     store_rows(o, first, b_out * (1.0 / b_norm)[:, None], inside, BM, E, BE, EVEN)
