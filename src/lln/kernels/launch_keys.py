@@ -31,7 +31,7 @@ STAGES = {"key": 1, "chosen": 2}
 SLOT_PROGRAMS = 8
 _OF_SLOTS = ("D", "E", "BD", "BE", "GROUP", "SR", "HAS_ALPHA", "HAS_BETA", "HAS_MASK", "PRECISION")
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
-PAIR_SHARE = 0.34
+PAIR_SHARE = 0.17
 
 
 def attend(call: KeysCall) -> tuple[Tensor, ...]:
@@ -144,7 +144,7 @@ def _slot_gradients(
     delta: Tensor,
     summary: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Write δ and the slots' share of dq; dC, shift and the rows' share of dμ; dα and doffset.
+    """Write δ and the slots' share of dq; dC, dL and the rows' share of dμ; dα and doffset.
 
     The latter are in parts ``[B·H, splits, …]``, one of every program; dα and doffset in one tensor
     ``[2, B·H, splits]``.
@@ -161,20 +161,20 @@ def _slot_gradients(
     splits = cdiv(tiles, stretch)
     parts = (batch * heads, splits)
     dc = torch.empty((*parts, width, call.value.shape[3]), device=device)
-    shift, dm = torch.empty((2, *parts, width), device=device)
+    dl, dm = torch.empty((2, *parts, width), device=device)
     scalars = torch.empty((2, *parts), device=device)
     with on_device(device):
         launch(
             keys_grad.keys_slot_kernel, (batch * heads * splits,), query, out, gradient, dq, lse,
             levels, delta, *summary, *call.side_tensors[:2],
-            flat_scale(call.alpha, batch, query), call.flat_beta, dc, shift, dm, *scalars,
+            flat_scale(call.alpha, batch, query), call.flat_beta, dc, dl, dm, *scalars,
             call.alpha_number, call.beta_number, call.scale, tokens, heads, groups, splits,
             stretch * rows, *query.stride(), *out.stride(), *gradient.stride(), *dq.stride(),
             **{name: sizes[name] for name in _OF_SLOTS}, BM=rows,
             EVEN=call.mask is None and tokens % rows == 0, STAGES=stages,
             num_warps=_warps("slot", sizes),
         )  # fmt: skip
-    return (dc, shift, dm), scalars
+    return (dc, dl, dm), scalars
 
 
 def _sort_pairs(call: KeysCall) -> tuple[Tensor, Tensor]:

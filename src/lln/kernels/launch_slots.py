@@ -26,7 +26,8 @@ def summarise(call: KeysCall) -> tuple[Tensor, Tensor, Tensor]:
     """Log-mass ``[B, SH, D]``, centroid ``[B, SH, D, E]`` and mean key ``[B, SH, D]``."""
     query, value, slots = call.query, call.value, call.summary_heads
     shape = (query.shape[0], slots, query.shape[3])
-    log_mass, centre = torch.zeros((2, *shape), device=query.device)
+    # Two tensors: an operator may not return two views of one.
+    log_mass, centre = (torch.zeros(shape, device=query.device) for _ in range(2))
     centroid = torch.empty((*shape, value.shape[3]), dtype=value.dtype, device=query.device)
     if centroid.numel() == 0 or value.shape[2] == 0:
         return log_mass, centroid.zero_(), centre
@@ -65,7 +66,7 @@ def _write_summarise(call: KeysCall, live: dict[str, Any], chosen: Sizes) -> Rec
 def gather(
     call: KeysCall, parts: tuple[Tensor, Tensor, Tensor], centroid: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum the partial dC, shift and rows' share of dμ ``[B·H, splits, …]``.
+    """Sum the partial dC, dL and rows' share of dμ ``[B·H, splits, …]``.
 
     Returns:
         dC ``[B·SH, D, E]`` as the values, dL ``[B·H, D]``, the shift of every token of a slot

@@ -18,6 +18,7 @@ from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.nn.heads import LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
+from lln.nn.value_convolution import ValueConvolution
 from lln.precision import autocast_enabled
 from lln.tracing import values_are_readable
 
@@ -37,6 +38,8 @@ class LLNAttention(nn.Module):
         vdim: Width of value; None = embed_dim.
         batch_first: Whether tensors come as ``[B, T, embed_dim]`` rather than
             ``[T, B, embed_dim]``.
+        convolution: Tokens under a depthwise convolution of the values, added to the output: an odd
+            number, 0 = none (`lln.nn.value_convolution`). For self-attention only.
         device: Where the parameters live.
         dtype: Type of the projections' parameters; statistics stay float32.
         **options: As in `LLNCore`: ``matching``, ``statistics``, ``alpha``, ``beta``,
@@ -68,6 +71,7 @@ class LLNAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
+        convolution: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -87,6 +91,7 @@ class LLNAttention(nn.Module):
         self.vdim = embed_dim if vdim is None else vdim
         checks.check_count("kdim", self.kdim)
         checks.check_count("vdim", self.vdim)
+        checks.check_count("convolution", convolution, least=0)
         factory = {"device": device, "dtype": dtype}
         if self.kdim == embed_dim and self.vdim == embed_dim:
             self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **factory))
@@ -100,6 +105,9 @@ class LLNAttention(nn.Module):
         else:
             self.register_parameter("in_proj_bias", None)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.convolution = (
+            ValueConvolution(embed_dim, convolution, **factory) if convolution else None
+        )
         self.core = self.core_class(
             num_heads, self.head_dim, dropout=dropout, device=device, **options
         )
@@ -189,15 +197,21 @@ class LLNAttention(nn.Module):
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         if not self.batch_first:
             query, key, value = (part.transpose(0, 1) for part in (query, key, value))
-        heads = [
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self._project(query, key, value)
-        ]
+        projected = self._project(query, key, value)
+        heads = [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in projected]
         key_mask = None
         if key_padding_mask is not None:
             key_mask = _key_mask_of_padding(key_padding_mask, key)
-        out = self.core(*heads, key_mask=key_mask, is_causal=is_causal)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        out = self.core(*heads, key_mask=key_mask, is_causal=is_causal).transpose(1, 2).flatten(2)
+        if self.convolution is not None:
+            if query.shape[1] != key.shape[1]:
+                raise InvalidInputError(
+                    "convolution adds the values of neighbouring tokens, so there must be as many "
+                    f"queries as keys, got {query.shape[1]} and {key.shape[1]}; leave it 0 for "
+                    "cross attention."
+                )
+            out = out + self.convolution(projected[2], key_mask, is_causal)
+        out = self.out_proj(out)
         out = out if self.batch_first else out.transpose(0, 1)
         return (out.squeeze(batch_axis) if unbatched else out), None
 

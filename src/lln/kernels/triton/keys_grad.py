@@ -7,8 +7,7 @@ With P the weights of a row, recomputed from the saved normaliser, and δ = rows
 The slots' logits hold the mean key μ as -βμ and as scale · q·μ; its gradient goes to all keys.
 
 1. ``slot`` pass, a stretch of tokens per program: δ, the slots' share of dq, and the sums
-   dC = Pᵀ dO and shift = −Pᵀ δ over its rows. As Σ_i P_if (dO_i·C_f) = C_f·dC_f, the gradient of
-   the slots' logits is dL = colsum dS = C·dC + shift.
+   dC = Pᵀ dO and dL = colsum dS over its rows. What all tokens of a slot get is shift = dL − C·dC.
 2. ``far`` pass, one group per program: the rest of dq, and for every (group, chosen key) pair its
    share of dk and dv, written to its own place.
 3. ``key`` pass, one block of tokens per program: the share of its own block's queries, recomputed;
@@ -48,27 +47,9 @@ from lln.kernels.triton.steps import (
 
 
 @triton.jit
-def add_weighted_rows(b_sums, b_tile, b_weight, BM: tl.constexpr):
-    """Add Σ_t weight_t tile_t to the sums ``[BD, 16]``, by a product.
-
-    A weight is given as two numbers of the tile's type, what it rounds to and the rest, in two
-    columns; their sum is as good as float32. float16 has not the range for weights.
-    """
-    columns = tl.arange(0, 16)[None, :]
-    if b_tile.dtype == tl.bfloat16:
-        b_high = b_weight.to(tl.bfloat16)
-        b_low = (b_weight - b_high.to(tl.float32)).to(tl.bfloat16)
-        b_two = tl.where(columns == 0, b_high[:, None], b_low[:, None])
-        b_two = tl.where(columns < 2, b_two, tl.zeros([BM, 16], tl.bfloat16))
-        return tl.dot(tl.trans(b_tile), b_two, b_sums)
-    b_one = tl.where(columns == 0, b_weight[:, None], tl.zeros([BM, 16], tl.float32))
-    return tl.dot(tl.trans(b_tile.to(tl.float32)), b_one, b_sums, input_precision="tf32x3")
-
-
-@triton.jit
 def keys_slot_kernel(
     p_q, p_o, p_g, p_dq, p_lse, p_level, p_delta, p_log_mass, p_centroid, p_centre, p_mask, p_gaps,
-    p_alpha, p_beta, p_dc_parts, p_shift_parts, p_dm_parts, p_dalpha_parts, p_doffset_parts,
+    p_alpha, p_beta, p_dc_parts, p_dl_parts, p_dm_parts, p_dalpha_parts, p_doffset_parts,
     alpha, beta, scale, T, H, G, splits, stretch,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot, stride_od,
     stride_gb, stride_gh, stride_gt, stride_gd, stride_dqb, stride_dqh, stride_dqt, stride_dqd,
@@ -91,8 +72,9 @@ def keys_slot_kernel(
         p_log_mass, p_centroid, p_centre, p_beta, beta, index // SR, D, E, BD, BE, HAS_BETA
     )
     b_dc = tl.zeros([BD, BE], tl.float32)
-    b_shift = tl.zeros([BD, 16], tl.float32)
-    b_dm = tl.zeros([BD, 16], tl.float32)
+    # Summed over its rows once, at the end.
+    b_dl = tl.zeros([BM, BD], tl.float32)
+    b_dm = tl.zeros([BD], tl.float32)
     b_dalpha = tl.zeros([BM], tl.float32)
     b_doffset = tl.zeros([BM], tl.float32)
     gap = 0
@@ -120,16 +102,15 @@ def keys_slot_kernel(
         b_row = tl.sum(b_ds, 1)
         b_doffset += b_row
         b_row *= scale
-        b_low = b_p.to(b_do.dtype)
-        b_dc = tl.dot(tl.trans(b_low), b_do, b_dc, input_precision=PRECISION)
-        b_shift = add_weighted_rows(b_shift, b_low, -b_delta, BM)
-        b_dm = add_weighted_rows(b_dm, b_q, b_row, BM)
+        b_dm += tl.sum(b_row[:, None] * b_wide, 0)
+        b_dl += b_ds
+        b_dc = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dc, input_precision=PRECISION)
         b_dq = b_ds * own_alpha + b_row[:, None] * b_centre[None, :]
         store_rows(dq, first, b_dq, inside, BM, D, BD, EVEN)
     part = index * splits + split
     tl.store(p_dc_parts + part * D * E + slots[:, None] * E + columns[None, :], b_dc, mask=slot_ok)
-    tl.store(p_shift_parts + part * D + slots, tl.sum(b_shift, 1), mask=slots < D)
-    tl.store(p_dm_parts + part * D + slots, tl.sum(b_dm, 1), mask=slots < D)
+    tl.store(p_dl_parts + part * D + slots, tl.sum(b_dl, 0), mask=slots < D)
+    tl.store(p_dm_parts + part * D + slots, b_dm, mask=slots < D)
     tl.store(p_dalpha_parts + part, tl.sum(b_dalpha, 0))
     tl.store(p_doffset_parts + part, tl.sum(b_doffset, 0))
 

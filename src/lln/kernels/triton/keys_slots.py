@@ -81,40 +81,36 @@ def count_keys(p_held, batch, S, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def keys_gather_kernel(
-    p_dc_parts, p_shift_parts, p_dm_parts, p_centroid, p_held, p_beta, p_dc, p_dl, p_shift,
-    p_dcentre, beta, S, SH, splits,
+    p_dc_parts, p_dl_parts, p_dm_parts, p_centroid, p_held, p_beta, p_dc, p_dl, p_shift, p_dcentre,
+    beta, S, SH, splits,
     SR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
     HAS_BETA: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Sum ROWS slots of the partial gradients of one summary, always in the same order.
 
-    Writes dC, the shift, dL = C·dC + shift of every query head, and what every key gets through the
-    mean key, which enters the slots' logits as −βμ and every row as scale · q·μ.
+    Writes dC, dL of every query head, the shift dL − C·dC, and what every key gets through the mean
+    key, which enters the slots' logits as −βμ and every row as scale · q·μ.
     """
     index = tl.program_id(1).to(tl.int64)
     slots, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BE)
     slot_ok = slots < D
     ok = slot_ok[:, None] & (columns < E)[None, :]
     places = slots[:, None] * E + columns[None, :]
-    b_c = tl.load(p_centroid + index * D * E + places, mask=ok, other=0).to(tl.float32)
     b_dc = tl.zeros([ROWS, BE], tl.float32)
     b_dl = tl.zeros([ROWS], tl.float32)
     b_dm = tl.zeros([ROWS], tl.float32)
-    b_shift = tl.zeros([ROWS], tl.float32)
     for r in range(SR):
         head = index * SR + r
-        b_own = tl.zeros([ROWS, BE], tl.float32)
-        b_own_shift = tl.zeros([ROWS], tl.float32)
+        b_own = tl.zeros([ROWS], tl.float32)
         for split in range(splits):
             part = head * splits + split
-            b_own += tl.load(p_dc_parts + part * D * E + places, mask=ok, other=0.0)
-            b_own_shift += tl.load(p_shift_parts + part * D + slots, mask=slot_ok, other=0.0)
+            b_dc += tl.load(p_dc_parts + part * D * E + places, mask=ok, other=0.0)
+            b_own += tl.load(p_dl_parts + part * D + slots, mask=slot_ok, other=0.0)
             b_dm += tl.load(p_dm_parts + part * D + slots, mask=slot_ok, other=0.0)
-        b_own_dl = tl.sum(b_c * b_own, 1) + b_own_shift
-        tl.store(p_dl + head * D + slots, b_own_dl, mask=slot_ok)
-        b_dc += b_own
-        b_dl += b_own_dl
-        b_shift += b_own_shift
+        tl.store(p_dl + head * D + slots, b_own, mask=slot_ok)
+        b_dl += b_own
+    b_c = tl.load(p_centroid + index * D * E + places, mask=ok, other=0).to(tl.float32)
+    b_shift = b_dl - tl.sum(b_c * b_dc, 1)
     own_beta = load_scale(p_beta, beta, index, HAS_BETA)
     b_dcentre = (b_dm - own_beta * b_dl) / count_keys(p_held, index // SH, S, HAS_MASK)
     tl.store(p_dc + index * D * E + places, b_dc.to(p_dc.dtype.element_ty), mask=ok)
