@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.functional.exact_keys import lln_keys_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -43,6 +44,9 @@ def trained_attentions(block_size: int) -> dict[str, Attention]:
         "lln": lambda q, k, v: lln_attention(q, k, v),
         "diag": lambda q, k, v: block_diagonal_attention(q, k, v, block_size=block_size),
         "lln_diag": lambda q, k, v: lln_diag_attention(q, k, v, block_size=block_size),
+        "lln_keys": lambda q, k, v: lln_keys_attention(
+            q, k, v, keys=block_size, block_size=block_size
+        ),
     }
 
 

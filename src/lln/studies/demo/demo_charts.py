@@ -83,7 +83,7 @@ def training_chart(part: Training) -> Chart:
 
     def draw(figure: AnyFigure) -> None:
         axes = plot_area.plot_area(
-            figure, "training steps", "held-out loss, nats per masked byte", 1
+            figure, "training steps", "held-out loss, nats per masked byte", 2
         )
         plot_area.linear_axis(axes.xaxis, 0, part.points[-1].step)
         plot_area.linear_axis(axes.yaxis, min(seen) - margin, max(seen) + margin)
@@ -91,9 +91,9 @@ def training_chart(part: Training) -> Chart:
         for name in TRAINED:
             points = [(float(point.step), point.loss[name]) for point in part.points]
             plot_area.curve(axes, name, points, unit=" nats")
-        plot_area.legend_below(figure, axes, columns=4)
+        plot_area.legend_below(figure, axes, columns=3)
 
-    return Chart("held-out loss against training steps", _height(1), draw)
+    return Chart("held-out loss against training steps", _height(2), draw)
 
 
 def _height(legend_lines: int) -> int:

@@ -1,7 +1,7 @@
-"""Four equal encoders with four attentions, trained side by side on masked bytes.
+"""Equal encoders with different attentions, trained side by side on masked bytes.
 
 They take turns of a few steps on the same batches, so that the curves can be compared whenever the
-training stops. The learning rate follows the clock and is the same for all four.
+training stops. The learning rate follows the clock and is the same for all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lln.studies.demo.byte_encoder import (
 from lln.studies.demo.corpus import Corpus, log_frequency
 from lln.studies.demo.state import Clock, Part, State
 
-TRAINED = ("softmax", "lln", "diag", "lln_diag")
+TRAINED = ("softmax", "lln", "diag", "lln_diag", "lln_keys")
 _WARMUP = 10
 _FEWEST_TURNS = 2
 

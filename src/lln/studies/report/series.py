@@ -41,6 +41,7 @@ LOOKS = {
         ("quadratic", "quadratic", "P", (7, 4), ""),
         ("diag", "Diag", "v", (7, 4), ""),
         ("lln_diag", "LLN + Diag", "^", (), ""),
+        ("lln_keys", "LLN + exact keys", "P", (), ""),
         ("normal", "fitted normal", "o", (6, 3), "lln_diag"),
         ("theory", "theory", "o", (3, 4), "soft"),
     )

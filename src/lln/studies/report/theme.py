@@ -32,6 +32,7 @@ _COLOURS = {
     "quadratic": ("#8f7d00", "#cdbb45"),
     "diag": ("#c98300", "#f0b040"),
     "lln_diag": ("#d55e00", "#ff8a3d"),
+    "lln_keys": ("#7a3fb0", "#b98af0"),
 }
 _NAMES = {light: name for name, (light, _) in _COLOURS.items()}
 
