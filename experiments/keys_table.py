@@ -67,5 +67,39 @@ def selection(results: dict[str, Any]) -> str:
     )
 
 
+def speed(results: dict[str, Any]) -> str:
+    """Milliseconds forward and with backward, and how much faster than softmax the latter is."""
+    settings = [name for name in results["rows"][0] if name.startswith("keys ")]
+    has_memory = "memory" in results["rows"][0][settings[0]]
+    head = ["tokens", "softmax", *(_setting(name) for name in settings), "faster than softmax"]
+    rows = []
+    for row in results["rows"]:
+        times = [_times(row[name]) for name in ("softmax", *settings)]
+        both = "forward + backward"
+        ratio = row["softmax"][both] / row[settings[0]][both]
+        memory = [f"{row[settings[0]]['memory']:.2f}"] if has_memory else []
+        rows.append([f"{row['tokens']:,}", *times, f"{ratio:.2f}×", *memory])
+    head += ["memory"] if has_memory else []
+    setup = results["setup"]
+    kind = "Medians of CUDA graphs, bfloat16" if has_memory else "Best of seven calls, float32"
+    batch = "65,536 tokens in a batch" if has_memory else "batch 1"
+    return (
+        f"{table(head, rows)}\n\nMilliseconds, forward / forward and backward; the last columns "
+        f"are those of {_setting(settings[0])}. {kind}, {batch}, {results['heads']} heads of "
+        f"{results['width']}, α, β and offset given, choosing keys included. {setup['device']}, "
+        f"torch {setup['torch']}, commit `{setup['commit'][:10]}`; made by `{setup['command']}`."
+    )
+
+
+def _setting(name: str) -> str:
+    """``keys 64, groups of 16`` in words; groups of a block need none."""
+    keys, _, group = name.removeprefix("keys ").partition(", groups of ")
+    return f"{keys} keys" if group == "64" else f"{keys} keys per {group} queries"
+
+
+def _times(found: dict[str, float]) -> str:
+    return f"{found['forward']:.2f} / {found['forward + backward']:.2f}"
+
+
 def _cell(cell: dict[str, Any] | None) -> str:
     return "" if cell is None else f"{cell['cosine']:.3f} ± {cell['error_of_mean']:.3f}"

@@ -366,8 +366,11 @@ def report(options: argparse.Namespace) -> None:
     print(report_table([json.loads(p.read_text("utf-8")) for p in options.out.glob("*.json")]))
 
 
-def report_table(results: list[dict]) -> str:
-    """Mean ± standard deviation over the seeds, and how far from diag to diag/softmax that is."""
+def report_table(results: list[dict], with_cost: bool = True) -> str:
+    """Mean ± standard deviation over the seeds, and how far from diag to diag/softmax that is.
+
+    Times and memory are left out without `with_cost`: side by side on one GPU they say little.
+    """
     groups: dict[tuple, list[dict]] = {}
     for result in results:
         config = result["config"]
@@ -396,7 +399,8 @@ def report_table(results: list[dict]) -> str:
         cells += ["" if math.isnan(way) else f"{way:.0%}", f"{pace:.1f}", f"{peak:.1f}"]
         rows.append([str(cell) for cell in cells])
     head = "layers,K,tokens,steps,seeds,validation loss,diag → diag/softmax,ms per step,GiB"
-    return table(head.split(","), rows)
+    shown = 9 if with_cost else 7
+    return table(head.split(",")[:shown], [row[:shown] for row in rows])
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.report import fill
 
-from experiments.keys_table import conversion, selection
+from experiments.keys_table import conversion, selection, speed
+from experiments.keys_training import report_table
 from experiments.recovery_table import quality, recovery
 from experiments.step_table import training_steps
 from experiments.tables import table
@@ -62,7 +63,26 @@ def main() -> None:
     fill(page, "key-selection", selection(found))
     found = json.loads((RESULTS / "keys_conversion.json").read_text("utf-8"))
     fill(page, "key-conversion", conversion(found))
+    for device in ("cuda", "cpu"):
+        found = json.loads(Path(f"benchmarks/results/keys-{device}.json").read_text("utf-8"))
+        fill(page, f"key-speed-{device}", speed(found))
+    fill(page, "key-training", from_scratch(RESULTS / "keys_training"))
     fill(PAGE, "costs", costs(json.loads(COSTS.read_text("utf-8"))))
+
+
+def from_scratch(folder: Path) -> str:
+    """What every kind of layer learns from scratch."""
+    found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+    first = found[0]
+    sizes, setup = first["config"]["sizes"], first["setup"]
+    return (
+        f"{report_table(found, with_cost=False)}\n\nMasked language model on English Wikipedia, "
+        f"{sizes['layers']} layers, {sizes['width']} wide, {sizes['heads']} heads, blocks of "
+        f"{sizes['block']}, {first['config']['batch_tokens']:,} tokens per step; validation loss "
+        "in nats, mean ± standard deviation over the seeds. *A / B*: layers alternate. "
+        f"{setup['device']}, torch {setup['torch']}, commit `{setup['commit'][:10]}`; made by "
+        "`python -m experiments.keys_training many`."
+    )
 
 
 def made_by(results: dict[str, Any], one_length: bool = True) -> str:
