@@ -1,0 +1,1 @@
+"""What models are trained and tested on: generated tasks, and real data from a folder."""
