@@ -1,0 +1,74 @@
+"""A cell of a table: one training, one JSON file.
+
+What is finished is never run again; another training under the same name is an error, not a result.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lln.errors import InvalidInputError
+from lln.files import compact_json, write_atomically
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training.
+
+    Attributes:
+        experiment: Name of the table or figure.
+        scale: ``"smoke"``, ``"small"`` or ``"full"``.
+        task: What is trained on.
+        method: The attention.
+        seed: Of weights and order of the data.
+    """
+
+    experiment: str
+    scale: str
+    task: str
+    method: str
+    seed: int
+
+    def path(self, folder: Path) -> Path:
+        """Its file; letters, digits, dots, dashes and underscores only."""
+        method = self.method.replace("/", "-").replace("+", "_with_")
+        name = f"{self.task}.{method}.seed{self.seed}.json"
+        return folder / self.experiment / self.scale / name
+
+    @property
+    def title(self) -> str:
+        """For progress bars."""
+        return f"{self.task} {self.method} {self.seed}"
+
+
+def is_finished(cell: Cell, config: dict[str, Any], folder: Path) -> bool:
+    """Whether its result is there.
+
+    Raises:
+        InvalidInputError: If the file holds a training with another configuration.
+    """
+    path = cell.path(folder)
+    if not path.exists():
+        return False
+    stored = json.loads(path.read_text("utf-8"))
+    if stored["config"] != json.loads(json.dumps(config)):
+        raise InvalidInputError(
+            f"{path} holds a training with other settings; name another --out or remove it."
+        )
+    return True
+
+
+def write(cell: Cell, config: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
+    """Keep a result, in one step."""
+    path = cell.path(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, compact_json({"cell": asdict(cell), "config": config, **result}))
+
+
+def read_all(folder: Path, experiment: str, scale: str) -> list[dict[str, Any]]:
+    """The finished cells of an experiment, sorted by file name."""
+    paths = sorted((folder / experiment / scale).glob("*.json"))
+    return [json.loads(path.read_text("utf-8")) for path in paths]

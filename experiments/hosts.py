@@ -1,0 +1,140 @@
+"""The models around an attention: the same for every method.
+
+All of them are an `lln.peers.Encoder`, which puts the same residuals, norms and feed-forward around
+every system, and a head for one kind of question. They take what Hugging Face's Trainer sends and
+return a loss; `questions` says which answers to count.
+
+Dimension legend: B batch, N tokens, W width, C classes, M questions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.methods import Method
+from experiments.tasks.task import Task
+from lln import peers
+
+NO_QUESTION = -100
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of an encoder.
+
+    Attributes:
+        layers: Layers of attention and feed-forward.
+        width: W.
+        heads: Divides the width.
+        feed_forward: Inner width.
+        length: The longest sequence.
+        norm: ``"pre"`` or ``"post"``.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    feed_forward: int
+    length: int
+    norm: str = "pre"
+
+
+def encoder(method: Method, sizes: Sizes, vocabulary: int | None) -> nn.Module:
+    """An encoder with a method in every layer; two systems of a method alternate."""
+    shared: dict[str, Any] = {"embed_dim": sizes.width, "num_heads": sizes.heads}
+    shared |= {"max_len": sizes.length, **method.options}
+    first, *others = method.systems
+    built = peers.Encoder(
+        first,
+        depth=sizes.layers,
+        feed_forward=sizes.feed_forward,
+        vocabulary=vocabulary,
+        norm=sizes.norm,
+        **shared,
+    )
+    for system in others:
+        for place in range(1, len(built.layers), 2):
+            built.layers[place].attention = peers.build(
+                system, layer=place, layers=len(built.layers), **shared
+            )
+    if vocabulary is not None:
+        for table in (built.word, built.position):
+            nn.init.normal_(table.weight, std=INIT_STD)
+    return built
+
+
+class Classifier(nn.Module):
+    """One class for a text, from the mean of its tokens; for two texts, from both means.
+
+    Two texts are the halves of the ids. They are encoded apart, by the same encoder.
+    """
+
+    def __init__(self, method: Method, sizes: Sizes, task: Task) -> None:
+        """Draw the weights of the encoder and of a head with one hidden layer."""
+        super().__init__()
+        self.pairs = task.pairs
+        self.encoder = encoder(method, sizes, task.vocabulary)
+        inside = 4 * sizes.width if task.pairs else sizes.width
+        self.head = nn.Sequential(
+            nn.Linear(inside, sizes.feed_forward),
+            nn.GELU(),
+            nn.Linear(sizes.feed_forward, task.classes),
+        )
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+    ) -> dict[str, Tensor]:
+        """Loss and logits ``[B, C]``."""
+        mask = attention_mask.bool()
+        if self.pairs:
+            halves = [torch.cat(side.chunk(2, dim=1)) for side in (input_ids, mask)]
+            first, second = self._vectors(*halves).chunk(2)
+            vectors = torch.cat([first, second, first - second, first * second], -1)
+        else:
+            vectors = self._vectors(input_ids, mask)
+        logits = self.head(vectors).float()
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    def questions(self, output: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Answers and right answers, ``[M]`` each."""
+        return output["logits"].argmax(-1), labels
+
+    def _vectors(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return peers.masked_mean(self.encoder(ids, mask), mask)
+
+
+class TokenModel(nn.Module):
+    """A token at every place with a question: masked words, or recall.
+
+    The output layer is the table of words, and it only sees the places with a question.
+    """
+
+    def __init__(self, method: Method, sizes: Sizes, task: Task) -> None:
+        """Draw the weights."""
+        super().__init__()
+        self.encoder = encoder(method, sizes, task.vocabulary)
+        self.bias = nn.Parameter(torch.zeros(task.vocabulary))
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+    ) -> dict[str, Tensor]:
+        """Loss, and logits ``[M, vocabulary]`` of the questions in the order of the ids."""
+        hidden = self.encoder(input_ids, attention_mask.bool())
+        asked = labels != NO_QUESTION
+        logits = (F.linear(hidden[asked], self.encoder.word.weight) + self.bias).float()
+        return {"loss": F.cross_entropy(logits, labels[asked]), "logits": logits}
+
+    def questions(self, output: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Answers and right answers, ``[M]`` each."""
+        return output["logits"].argmax(-1), labels[labels != NO_QUESTION]
+
+
+def host_of(method: Method, sizes: Sizes, task: Task) -> Classifier | TokenModel:
+    """The model for a task's kind of questions."""
+    return (Classifier if task.classes else TokenModel)(method, sizes, task)

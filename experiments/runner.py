@@ -1,0 +1,106 @@
+"""Runs cells one after another: finished ones are skipped, stopped ones go on.
+
+A task is loaded once for all its cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.cells import Cell, is_finished, write
+from experiments.experiment import Experiment
+from experiments.hosts import host_of
+from experiments.methods import Method
+from experiments.tasks.task import Task
+from experiments.training import count_answers, train
+from lln.studies.bench.environment import describe
+from lln.studies.report.progress import progress_bar
+
+
+def cells_of(
+    experiment: Experiment, scale: str, tasks: list[str], methods: list[str], seeds: list[int]
+) -> list[Cell]:
+    """Task by task and seed by seed, so that time that runs out leaves whole comparisons."""
+    return [
+        Cell(experiment.name, scale, task, method, seed)
+        for task in tasks
+        for seed in seeds
+        for method in methods
+    ]
+
+
+def run(
+    experiment: Experiment,
+    cells: list[Cell],
+    *,
+    data: Path | None,
+    out: Path,
+    work: Path,
+    command: str,
+    echo: Callable[[str], object] = print,
+) -> int:
+    """Run what is not finished; returns how many cells were run.
+
+    Args:
+        experiment: Which.
+        cells: Of it.
+        data: The folder of real data.
+        out: Where results are kept.
+        work: Where checkpoints are kept while a cell runs.
+        command: What to type to repeat this.
+        echo: Takes a line for the terminal after every cell.
+    """
+    waiting = [cell for cell in cells if not is_finished(cell, _config(experiment, cell), out)]
+    steps = sum(_plan(experiment, cell).recipe.steps for cell in waiting)
+    loaded: tuple[str, Task] | None = None
+    with progress_bar() as bar:
+        line = bar.add_task("", total=max(steps, 1))
+        done = 0
+        for cell in waiting:
+            plan = _plan(experiment, cell)
+            if loaded is None or loaded[0] != cell.task:
+                bar.update(line, description=f"loading {cell.task}")
+                loaded = (cell.task, plan.load(data))
+            bar.update(line, description=cell.title)
+
+            def tell(step: int, before: int = done) -> None:
+                bar.update(line, completed=before + step)
+
+            result = run_cell(experiment, cell, loaded[1], work, tell)
+            result["setup"] = describe("cuda" if torch.cuda.is_available() else "cpu", command)
+            write(cell, _config(experiment, cell), result, out)
+            done += plan.recipe.steps
+            bar.update(line, completed=done)
+            shown = result[experiment.measure]
+            echo(f"{cell.title}: {experiment.measure} {shown:.4f}, {result['seconds']:.0f} s")
+    return len(waiting)
+
+
+def run_cell(
+    experiment: Experiment,
+    cell: Cell,
+    task: Task,
+    work: Path,
+    tell: Callable[[int], object] = lambda step: None,
+) -> dict[str, Any]:
+    """Train and test one cell."""
+    plan = _plan(experiment, cell)
+    torch.manual_seed(cell.seed)
+    model = host_of(Method.parse(cell.method), plan.sizes, task)
+    folder = cell.path(work).with_suffix("")
+    trained = train(model, task.train, plan.recipe, folder, cell.seed, tell)
+    tested = count_answers(model, task.test, plan.recipe.batch, plan.recipe.precision)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return tested | {"parameters": parameters} | trained
+
+
+def _plan(experiment: Experiment, cell: Cell) -> Any:
+    return experiment.plans[cell.scale][cell.task]
+
+
+def _config(experiment: Experiment, cell: Cell) -> dict[str, Any]:
+    return experiment.config(cell.scale, cell.task, cell.method)

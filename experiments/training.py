@@ -1,0 +1,168 @@
+"""Training a host on a task, by Hugging Face's Trainer, and counting its right answers.
+
+A run that was stopped goes on from its last checkpoint, with the same batches in the same order:
+what comes out is what would have come out. Nothing chooses a checkpoint: the last weights count, so
+the test part decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from experiments.tasks.task import Examples
+from lln.integrations.transformers import transformers
+from lln.integrations.work_folder import last_checkpoint, saving
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a host is trained.
+
+    Attributes:
+        steps: Updates.
+        batch: Examples per update.
+        rate: Highest learning rate.
+        warm_up: Share of the steps over which the rate rises; then it falls in a line.
+        decay: Weight decay.
+        clip: Largest norm of the gradient; 0 = any.
+        precision: ``"float32"``, or autocast to ``"bfloat16"`` or ``"float16"`` (with loss scaling).
+        saves: Checkpoints over the whole run.
+        points: Points of the training curve.
+    """
+
+    steps: int
+    batch: int
+    rate: float
+    warm_up: float = 0.1
+    decay: float = 0.0
+    clip: float = 1.0
+    precision: str = "float32"
+    saves: int = 4
+    points: int = 50
+
+
+def train(
+    model: nn.Module,
+    examples: Examples,
+    recipe: Recipe,
+    folder: Path,
+    seed: int,
+    tell: Callable[[int], object] = lambda step: None,
+) -> dict[str, Any]:
+    """Train to the end, from the last checkpoint in the folder if there is one.
+
+    Args:
+        model: A host; trained in place.
+        examples: To train on.
+        recipe: How.
+        folder: For checkpoints; removed at the end.
+        seed: Of the order of the data.
+        tell: Called after every step with its number.
+
+    Returns:
+        The curve of the training loss, seconds (of all attempts), and peak memory in MiB on a GPU.
+    """
+    trainer = _trainer(model, examples, recipe, folder, seed)
+    clock = _Clock(tell)
+    trainer.add_callback(clock)
+    for own in (transformers.ProgressCallback, transformers.PrinterCallback):
+        trainer.remove_callback(own)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    start = last_checkpoint(folder)
+    trainer.train(resume_from_checkpoint=None if start is None else str(start))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    on_gpu = torch.cuda.is_available()
+    shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "curve": [[entry["step"], round(float(entry["loss"]), 5)] for entry in logged],
+        "seconds": round(clock.seconds, 2),
+        "peak_mib": torch.cuda.max_memory_allocated() >> 20 if on_gpu else None,
+    }
+
+
+@torch.no_grad()
+def count_answers(
+    model: Any, examples: Examples, batch: int, precision: str = "float32"
+) -> dict[str, float]:
+    """Loss, and the share of right answers over all questions."""
+    device = next(model.parameters()).device
+    model.eval()
+    right = asked = 0
+    loss = 0.0
+    for entry in DataLoader(examples, batch_size=batch):
+        sent: dict[str, Tensor] = {name: side.to(device) for name, side in entry.items()}
+        kind = getattr(torch, precision)
+        with torch.autocast(device.type, kind, enabled=precision != "float32"):
+            output = model(**sent)
+        found, expected = model.questions(output, sent["labels"])
+        right += int((found == expected).sum())
+        asked += len(expected)
+        loss += float(output["loss"]) * len(expected)
+    model.train()
+    return {"accuracy": right / max(asked, 1), "loss": loss / max(asked, 1), "questions": asked}
+
+
+class _Clock(transformers.TrainerCallback):
+    """Tells steps, and keeps the seconds of all attempts in the checkpoints."""
+
+    def __init__(self, tell: Callable[[int], object]) -> None:
+        self.tell, self.seconds, self.begun = tell, 0.0, 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        before = [entry["spent"] for entry in state.log_history if "spent" in entry]
+        self.begun = time.perf_counter() - (before[-1] if before else 0.0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.seconds = time.perf_counter() - self.begun
+        if state.global_step % args.save_steps == 0:
+            state.log_history.append({"spent": self.seconds, "step": state.global_step})
+        self.tell(state.global_step)
+
+
+def _trainer(model: nn.Module, examples: Examples, recipe: Recipe, folder: Path, seed: int) -> Any:
+    class WholeCheckpoints(transformers.Trainer):
+        """A checkpoint that was not written to its end is not there."""
+
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            with saving(folder / f"checkpoint-{self.state.global_step}"):
+                super()._save_checkpoint(*args, **kwargs)
+
+    settings = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.batch,
+        learning_rate=recipe.rate,
+        lr_scheduler_type="linear",
+        warmup_steps=math.ceil(recipe.warm_up * recipe.steps),
+        weight_decay=recipe.decay,
+        max_grad_norm=recipe.clip,
+        bf16=recipe.precision == "bfloat16",
+        fp16=recipe.precision == "float16",
+        logging_steps=max(recipe.steps // recipe.points, 1),
+        save_steps=max(recipe.steps // (recipe.saves + 1), 1),
+        save_total_limit=1,
+        seed=seed,
+        data_seed=seed,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    trainer = WholeCheckpoints(model=model, args=settings, train_dataset=examples)
+    # The loss is a mean already.
+    trainer.model_accepts_loss_kwargs = False
+    return trainer
