@@ -57,7 +57,7 @@ def run(
     waiting = [cell for cell in cells if not is_finished(cell, _config(experiment, cell), out)]
     steps = sum(_plan(experiment, cell).recipe.steps for cell in waiting)
     loaded: tuple[str, Task] | None = None
-    with progress_bar() as bar:
+    with progress_bar(time_left=True) as bar:
         line = bar.add_task("", total=max(steps, 1))
         done = 0
         for cell in waiting:

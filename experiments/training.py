@@ -37,7 +37,7 @@ class Recipe:
         warm_up: Share of the steps over which the rate rises; then it falls in a line.
         decay: Weight decay.
         clip: Largest norm of the gradient; 0 = any.
-        precision: ``"float32"``, or autocast to ``"bfloat16"`` or ``"float16"`` (with loss scaling).
+        precision: ``"float32"``, or autocast to ``"bfloat16"`` or ``"float16"``.
         saves: Checkpoints over the whole run.
         points: Points of the training curve.
     """

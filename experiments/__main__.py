@@ -1,0 +1,149 @@
+"""The paper's tables and figures, one command each.
+
+    python -m experiments list
+    python -m experiments run lra --scale smoke
+    python -m experiments run lra --task listops --method softmax lln lln_keys --seed 0 1 2
+    python -m experiments status lra
+    python -m experiments report lra
+
+Every combination of task, method and seed is one cell with one JSON result. Finished cells are
+skipped, stopped ones go on where they were. Real data comes from --data or LLN_DATA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from experiments.catalogue import EXPERIMENTS
+from experiments.cell_table import cell_table
+from experiments.cells import read_all
+from experiments.experiment import SCALES, Experiment
+from experiments.methods import Method
+from experiments.runner import cells_of, run
+from lln.errors import InvalidInputError, LLNError
+
+
+def main(words: list[str] | None = None) -> int:
+    """Parse and run one command; returns the exit status."""
+    options = _parser().parse_args(words)
+    try:
+        return options.function(options)
+    except (LLNError, InvalidInputError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def list_all(options: argparse.Namespace) -> int:
+    """Print every experiment with its tasks."""
+    for experiment in EXPERIMENTS.values():
+        print(f"{experiment.name:10} {experiment.title}")
+        for task in experiment.plans["small"]:
+            data = " (needs --data)" if task in experiment.needs_data else ""
+            print(f"{'':12} {task}{data}")
+        print(f"{'':12} methods: {' '.join(experiment.methods)}")
+    return 0
+
+
+def run_cells(options: argparse.Namespace) -> int:
+    """Run the cells that are not finished."""
+    experiment = EXPERIMENTS[options.name]
+    cells = _cells(experiment, options)
+    command = shlex.join(["python", "-m", "experiments", "run", *_without_folders(options)])
+    count = run(
+        experiment, cells, data=options.data, out=options.out, work=options.work, command=command
+    )
+    print(f"{count} cells run, {len(cells) - count} were finished.")
+    return 0
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print how much of every task is finished."""
+    for experiment in _chosen(options):
+        found = {tuple(sorted(one["cell"].items())) for one in _finished(experiment, options)}
+        for task in experiment.plans[options.scale]:
+            done = [cell for cell in found if dict(cell)["task"] == task]
+            wanted = len(experiment.methods) * len(experiment.seeds)
+            print(f"{experiment.name:10} {options.scale:6} {task:12} {len(done)} of {wanted} cells")
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Print the tables of what is there."""
+    for experiment in _chosen(options):
+        found = _finished(experiment, options)
+        if found:
+            print(f"### {experiment.title} ({options.scale})\n")
+            print(cell_table(found, experiment.measure) + "\n")
+    return 0
+
+
+def _finished(experiment: Experiment, options: argparse.Namespace) -> list[dict]:
+    return read_all(options.out, experiment.name, options.scale)
+
+
+def _chosen(options: argparse.Namespace) -> list[Experiment]:
+    names = [options.name] if options.name else list(EXPERIMENTS)
+    return [EXPERIMENTS[name] for name in names]
+
+
+def _cells(experiment: Experiment, options: argparse.Namespace) -> list:
+    plans = experiment.plans[options.scale]
+    unknown = [task for task in options.task or () if task not in plans]
+    if unknown:
+        raise InvalidInputError(
+            f"{experiment.name} has no task {unknown[0]!r}; it has {', '.join(plans)}."
+        )
+    methods = options.method or list(experiment.methods)
+    for method in methods:
+        Method.parse(method)
+    seeds = options.seed if options.seed is not None else list(experiment.seeds)
+    return cells_of(experiment, options.scale, options.task or list(plans), methods, seeds)
+
+
+def _without_folders(options: argparse.Namespace) -> list[str]:
+    """The words to repeat a run, without folders of this machine."""
+    words = [options.name, "--scale", options.scale]
+    for flag, values in (("--task", options.task), ("--method", options.method)):
+        words += [flag, *values] if values else []
+    return words + (["--seed", *map(str, options.seed)] if options.seed is not None else [])
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = (__doc__ or "").strip().splitlines()
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments",
+        description="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("list", help="what there is to run")
+    one.set_defaults(function=list_all)
+    one = commands.add_parser("run", help="run what is not finished")
+    one.add_argument("name", choices=list(EXPERIMENTS))
+    one.add_argument("--task", nargs="+", help="default: all")
+    one.add_argument("--method", nargs="+", help="default: those that `list` names")
+    one.add_argument("--seed", nargs="+", type=int, help="default: 0 1 2")
+    data = os.environ.get("LLN_DATA")
+    one.add_argument("--data", type=Path, default=data and Path(data), help="or LLN_DATA")
+    one.add_argument("--work", type=Path, default=Path("experiments/runs"), help="checkpoints")
+    one.set_defaults(function=run_cells)
+    for name, function, text in (
+        ("status", status, "how much is finished"),
+        ("report", report, "print the tables of what is there"),
+    ):
+        one = commands.add_parser(name, help=text)
+        one.add_argument("name", nargs="?", choices=list(EXPERIMENTS), help="default: all")
+        one.set_defaults(function=function)
+    for name in ("run", "status", "report"):
+        one = commands.choices[name]
+        one.add_argument("--scale", choices=SCALES, default="small", help="default: small")
+        one.add_argument("--out", type=Path, default=Path("experiments/results/cells"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

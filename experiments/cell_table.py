@@ -1,0 +1,76 @@
+"""A table from finished cells: mean ± standard deviation over the seeds, empty where nothing ran.
+
+The best mean of a column is bold only if it is significantly better than every other one with at
+least two seeds (Welch's t-test, two-sided, p < 0.05).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from experiments.methods import Method, all_methods
+from experiments.tables import table
+
+SIGNIFICANT = 0.05
+
+
+def cell_table(cells: list[dict[str, Any]], measure: str, percent: bool = True) -> str:
+    """Methods by tasks.
+
+    Args:
+        cells: Finished cells of one experiment and scale.
+        measure: The entry to show; higher is better.
+        percent: Whether to show it times 100.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for cell in cells:
+        place = found.setdefault(cell["cell"]["method"], {})
+        place.setdefault(cell["cell"]["task"], []).append(cell[measure])
+    tasks = sorted({task for columns in found.values() for task in columns})
+    best = {
+        task: clear_best({m: columns.get(task, []) for m, columns in found.items()})
+        for task in tasks
+    }
+    order = {name: place for place, name in enumerate(all_methods())}
+    rows = []
+    for method in sorted(found, key=lambda name: (order.get(name, len(order)), name)):
+        texts = [_written(found[method].get(task, []), percent) for task in tasks]
+        texts = [
+            f"**{text}**" if best[task] == method else text
+            for text, task in zip(texts, tasks, strict=True)
+        ]
+        seeds = max(len(values) for values in found[method].values())
+        rows.append([Method.parse(method).title, str(seeds), *texts])
+    return table(["attention", "seeds", *tasks], rows)
+
+
+def clear_best(values: dict[str, list[float]]) -> str | None:
+    """The method that is significantly better than all others; None if there is none."""
+    from scipy.stats import ttest_ind
+
+    known = {name: found for name, found in values.items() if len(found) > 1}
+    if len(known) < 2:
+        return None
+    first = max(known, key=lambda name: statistics.mean(known[name]))
+    for name, found in known.items():
+        if name == first:
+            continue
+        if statistics.mean(found) == statistics.mean(known[first]):
+            return None
+        chance = float(ttest_ind(known[first], found, equal_var=False).pvalue)
+        # Two constant samples have no variance: t is infinite, and they differ.
+        if not (math.isnan(chance) or chance < SIGNIFICANT):
+            return None
+    return first
+
+
+def _written(values: list[float], percent: bool) -> str:
+    if not values:
+        return ""
+    factor, digits = (100, 1) if percent else (1, 3)
+    mean = f"{factor * statistics.mean(values):.{digits}f}"
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {factor * statistics.stdev(values):.{digits}f}"

@@ -1,0 +1,162 @@
+"""Hosts, cells and training of the experiments: what is computed, kept, skipped and resumed."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from experiments.cell_table import cell_table, clear_best
+from experiments.cells import Cell, is_finished, read_all, write
+from experiments.experiment import Experiment, Plan
+from experiments.hosts import NO_QUESTION, Sizes, host_of
+from experiments.methods import Method, all_methods
+from experiments.runner import cells_of, run
+from experiments.tasks.task import Examples, Task, padded
+from experiments.training import Recipe, count_answers, train
+
+from lln import peers
+from lln.errors import InvalidInputError
+
+SIZES = Sizes(layers=2, width=16, heads=2, feed_forward=32, length=24)
+RECIPE = Recipe(steps=6, batch=4, rate=1e-2, saves=2, points=6)
+
+
+def toy_task(examples=16, tokens=24, classes=2, pairs=False):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(tokens // 2, tokens + 1, examples).astype(np.int32)
+    texts = [rng.integers(1, 9, count).astype(np.uint8) for count in lengths]
+    ids, lengths = padded(texts, tokens, np.uint8)
+    labels = (ids[:, 0] > 4).astype(np.int64)
+    if classes == 0:
+        labels = np.where(np.arange(tokens) % 5 == 0, ids.astype(np.int64), NO_QUESTION)
+    if pairs:
+        lengths = None
+    part = Examples(ids, labels, lengths)
+    return Task("toy", "toy", classes, 16, part, part, part, pairs)
+
+
+def host(name="lln", **task):
+    torch.manual_seed(0)
+    return host_of(Method.parse(name), SIZES, toy_task(**task))
+
+
+def batch_of(task, count=4):
+    entries = [task.train[index] for index in range(count)]
+    return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
+
+
+@pytest.mark.parametrize("task", [{}, {"pairs": True}, {"classes": 0}])
+def test_every_host_has_a_loss_whose_gradient_reaches_the_words(task):
+    model, batch = host(**task), batch_of(toy_task(**task))
+    output = model(**batch)
+    output["loss"].backward()
+    assert model.encoder.word.weight.grad.abs().sum() > 0
+    found, expected = model.questions(output, batch["labels"])
+    assert found.shape == expected.shape
+    assert found.dim() == 1
+
+
+def test_padding_changes_no_answer():
+    model, batch = host("softmax"), batch_of(toy_task())
+    model.eval()
+    first = model(**batch)["logits"]
+    ids = torch.where(batch["attention_mask"] == 1, batch["input_ids"], 7)
+    torch.testing.assert_close(model(**batch | {"input_ids": ids})["logits"], first)
+
+
+def test_two_systems_alternate():
+    names = [layer.attention.card.name for layer in host("diag/softmax").encoder.layers]
+    assert names == ["diag", "softmax"]
+    assert host("elu+conv").encoder.layers[0].attention.convolution is not None
+
+
+def test_methods_are_read_and_refused():
+    assert Method.parse("hedgehog+diag").options == {"diagonal": 64}
+    assert set(all_methods()) == set(peers.available())
+    for wrong in ("nothing", "lln+nothing", "lln/elu/diag"):
+        with pytest.raises(InvalidInputError):
+            Method.parse(wrong)
+
+
+def test_answers_are_counted_over_questions():
+    task = toy_task(classes=0)
+    model = host(classes=0)
+    found = count_answers(model, task.test, batch=3)
+    assert found["questions"] == (task.test.labels != NO_QUESTION).sum()
+    # The count does not depend on the batches.
+    assert count_answers(model, task.test, batch=16)["accuracy"] == found["accuracy"]
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_a_stopped_training_ends_as_if_it_had_not_been_stopped(tmp_path):
+    task = toy_task()
+    whole = host()
+    expected = train(whole, task.train, RECIPE, tmp_path / "whole", seed=1)
+
+    def stop(step):
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(host(), task.train, RECIPE, tmp_path / "cut", seed=1, tell=stop)
+    steps = []
+    # Other weights at the start: those of the checkpoint count.
+    again = host("lln")
+    with torch.no_grad():
+        again.head[0].bias += 1
+    found = train(again, task.train, RECIPE, tmp_path / "cut", seed=1, tell=steps.append)
+    assert steps == [5, 6]
+    assert torch.equal(weights(again), weights(whole))
+    assert found["curve"] == expected["curve"]
+    assert not (tmp_path / "cut").exists()
+
+
+def toy_experiment():
+    plan = Plan(SIZES, RECIPE, lambda data: toy_task())
+    plans = {scale: {"toy": plan} for scale in ("smoke", "small", "full")}
+    return Experiment("trial", "A trial", plans, ("softmax", "lln"), seeds=(0,))
+
+
+def test_finished_cells_are_skipped_and_other_settings_refused(tmp_path):
+    experiment, lines = toy_experiment(), []
+    cells = cells_of(experiment, "smoke", ["toy"], ["softmax", "elu"], [0])
+    folders = {"out": tmp_path / "out", "work": tmp_path / "work"}
+    shared = {"data": None, "command": "test", **folders}
+    assert run(experiment, cells[:1], echo=lines.append, **shared) == 1
+    assert run(experiment, cells, echo=lines.append, **shared) == 1
+    assert [line.split(":")[0] for line in lines] == ["toy softmax 0", "toy elu 0"]
+    stored = read_all(tmp_path / "out", "trial", "smoke")
+    assert {one["cell"]["method"] for one in stored} == {"softmax", "elu"}
+    assert {"accuracy", "seconds", "parameters", "curve", "setup"} <= stored[0].keys()
+    with pytest.raises(InvalidInputError, match="other settings"):
+        is_finished(cells[0], {"recipe": "another"}, tmp_path / "out")
+
+
+def cell(method, seed, accuracy, task="toy"):
+    place = {"method": method, "seed": seed, "task": task}
+    return {"cell": place, "accuracy": accuracy}
+
+
+def test_only_a_clear_best_is_bold_and_empty_cells_stay_empty():
+    cells = [cell("softmax", seed, 0.9 + seed / 1000) for seed in range(3)]
+    cells += [cell("lln", seed, 0.5 + seed / 1000) for seed in range(3)]
+    cells += [cell("lln", 0, 0.7, task="other")]
+    lines = cell_table(cells, "accuracy").splitlines()
+    assert lines[0] == "| attention | seeds | other | toy |"
+    assert lines[2].endswith("|  | **90.1 ± 0.1** |")
+    assert lines[3].endswith("| 70.0 | 50.1 ± 0.1 |")
+    close = {"softmax": [0.9, 0.7, 0.8], "lln": [0.85, 0.75, 0.77]}
+    assert clear_best(close) is None
+    assert clear_best({"softmax": [0.9], "lln": [0.1, 0.2]}) is None
+    assert clear_best({"softmax": [0.9, 0.9], "lln": [0.9, 0.9]}) is None
+
+
+def test_a_cell_has_a_name_without_slashes(tmp_path):
+    odd = Cell("trial", "small", "toy", "diag/softmax+conv", 3)
+    write(odd, {}, {"accuracy": 1.0}, tmp_path)
+    path = odd.path(tmp_path)
+    assert path.name == "toy.diag-softmax_with_conv.seed3.json"
+    assert json.loads(path.read_text())["cell"]["method"] == "diag/softmax+conv"
