@@ -1,0 +1,10 @@
+"""Every experiment by its name."""
+
+from __future__ import annotations
+
+from experiments import distance, lra
+from experiments.experiment import Experiment
+
+EXPERIMENTS: dict[str, Experiment] = {
+    module.EXPERIMENT.name: module.EXPERIMENT for module in (lra, distance)
+}

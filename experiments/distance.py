@@ -1,0 +1,59 @@
+"""Where the diagonal cannot see: recall and a needle, with everything far away.
+
+Bidirectional encoders, every question at least a quarter of the sequence from its answer and far
+outside its block. Softmax has to solve a length for it to count. Learning switches on suddenly, so
+there are five seeds.
+"""
+
+from __future__ import annotations
+
+from experiments.experiment import Experiment, Plan
+from experiments.hosts import Sizes
+from experiments.tasks import recall
+from experiments.training import Recipe
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+TOKENS_PER_STEP = 32_768
+
+
+def _sizes(length: int) -> Sizes:
+    return Sizes(layers=2, width=128, heads=2, feed_forward=256, length=length)
+
+
+def _recipe(length: int, steps: int) -> Recipe:
+    batch = max(TOKENS_PER_STEP // length, 2)
+    return Recipe(steps, batch, 2e-3, precision="bfloat16")
+
+
+def _plans(steps: int, lengths: tuple[int, ...], train: int, test: int) -> dict[str, Plan]:
+    plans = {}
+    for length in lengths:
+        plans[f"recall-{length}"] = Plan(
+            _sizes(length),
+            _recipe(length, steps),
+            lambda data, length=length: recall.associative(train, 64, test, length=length),
+        )
+        plans[f"needle-{length}"] = Plan(
+            _sizes(length),
+            _recipe(length, steps),
+            lambda data, length=length: recall.needle(train, 64, test, length=length),
+        )
+    return plans
+
+
+SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4)
+
+EXPERIMENT = Experiment(
+    name="distance",
+    title="Where the diagonal cannot see: recall and needle over distance",
+    plans={
+        "smoke": {
+            name: Plan(plan.sizes, SMOKE, plan.load)
+            for name, plan in _plans(4, (128,), 16, 8).items()
+        },
+        "small": _plans(3_000, LENGTHS[:3], 20_000, 512),
+        "full": _plans(10_000, LENGTHS, 50_000, 512),
+    },
+    methods=("softmax", "diag", "lln", "lln_diag", "lln_keys", "elu", "hedgehog"),
+    seeds=(0, 1, 2, 3, 4),
+)
