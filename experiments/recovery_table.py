@@ -20,7 +20,7 @@ NAMES = {
     "hedgehog_diag": "Hedgehog + Diag",
 }
 # What README shows: the one other linear attention that does best.
-SHOWN = ("softmax", "lln_keys", "lln", "lln_diag", "lln_diag_gate", "diag", "hedgehog")
+SHOWN = ("softmax", "lln_keys", "lln", "lln_diag", "diag", "hedgehog")
 STAGES = ("converted", "layers", "output")
 
 

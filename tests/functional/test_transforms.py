@@ -458,9 +458,14 @@ def test_activation_checkpointing(name, reentrant):
     attend = FUNCTIONS[name]
     args = arguments(name, requires_grad=True)
     expected = value_and_gradients(attend, args)
+    # The first forward of a reentrant checkpoint has no gradient, and may go another way.
+    with torch.set_grad_enabled(not reentrant):
+        first = attend(*args)
     out = checkpoint(attend, *args, use_reentrant=reentrant)
-    out.square().sum().backward()
-    assert torch.equal(out, expected[0])
+    # So that the gradients are those of the same numbers, also if the output differs in rounding.
+    torch.autograd.backward(out, 2 * expected[0].detach())
+    assert torch.equal(out, first)
+    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
     assert all(torch.equal(t.grad, g) for t, g in zip(args[:3], expected[1:], strict=True))
 
 

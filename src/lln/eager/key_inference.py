@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+# Instruments replace the function in its module to see a model's softmax attention. This one is a
+# step of another attention, which announces itself: the name is bound before any of them looks.
+from torch.nn.functional import scaled_dot_product_attention
 
 from lln.eager.key_blocks import KeyBlocks
 from lln.eager.summary import LOG_ZERO
@@ -102,7 +105,7 @@ def attend_without_gradients(
         for held, side, own, linear in zip((keys, values), sides, near, slot_rows, strict=True):
             far = _hide(_rows(side[part], known[part]), seen[part])
             torch.cat([own[part], far, linear[part]], -2, out=held)
-        out[part] = F.scaled_dot_product_attention(
+        out[part] = scaled_dot_product_attention(
             rows[part], keys, values, attn_mask=bias[part], scale=scale
         )
     return blocks.scatter(out.view(*lead[:2], count, size, value_width))
