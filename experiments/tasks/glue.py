@@ -4,7 +4,7 @@ The official test labels are not public, so published tables report dev, and mos
 checkpoint on dev as well. Here dev is the test part and chooses nothing: valid is cut off train
 (`experiments.tasks.held_out`), so that no text of valid occurs in train. SST-2 is the exception
 in spirit: its train holds phrases of one sentence as rows of their own, so its valid is easier
-than its test.
+than its test. Train and dev are as they were published: CoLA has 16 sentences in both.
 
 Rows come from the data folder (`glue_rows`) or from the local cache of the package ``datasets``
 (`glue_rows_from_cache`); `glue_task` turns them into token ids with the tokenizer of the caller.

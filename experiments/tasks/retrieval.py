@@ -88,7 +88,7 @@ def retrieval(
 
     Args:
         folder: See `data_folder`.
-        length: Tokens per text, N / 2. Half of all halves are shorter than 1,400 bytes.
+        length: Tokens per text, N / 2. The median half has 1,424 bytes.
         cut: Bytes kept of a text, at most ``length``.
         rounds: How often an article of train is used, with another place between its halves and
             another partner each time.

@@ -11,7 +11,7 @@ from experiments.tasks.byte_tokens import byte_ids
 from experiments.tasks.cats_dogs import cats_dogs, to_rgb
 from experiments.tasks.lra_image import lra_image
 from experiments.tasks.lra_text import lra_text
-from experiments.tasks.retrieval import LEAST, article_pairs, retrieval
+from experiments.tasks.retrieval import LEAST, PairExamples, article_pairs, retrieval
 from tests.tasks.data_files import (
     coefficients,
     is_one_sentence,
@@ -240,7 +240,8 @@ def article(title, paragraphs, size=200):
 
 @pytest.fixture
 def articles():
-    return {f"t{i}": article(f"t{i}", 4 + i % 5) for i in range(20)}
+    # No two of one length.
+    return {f"t{i}": article(f"t{i}", 4 + i % 5, 200 + 3 * i) for i in range(20)}
 
 
 def origin(text):
@@ -320,6 +321,13 @@ def test_both_texts_have_a_mask_of_their_own(encyclopedia):
     for example, row in zip(part, part.ids, strict=True):
         assert example["attention_mask"].tolist() == (row > 0).astype(int).tolist()
         assert 0 < example["attention_mask"][1024:].sum() < 1024
+
+
+def test_masks_of_texts_of_two_lengths():
+    ids = np.array([[5, 0, 0, 6, 7, 0]], dtype=np.uint16)
+    pairs = PairExamples(ids, np.array([1]), np.array([[1, 2]], dtype=np.int32))
+    assert pairs[0]["attention_mask"].tolist() == [1, 0, 0, 1, 1, 0]
+    assert pairs.first(1)[0]["labels"].tolist() == 1
 
 
 @own_copies
