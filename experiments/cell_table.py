@@ -16,21 +16,27 @@ from experiments.tables import table
 SIGNIFICANT = 0.05
 
 
-def cell_table(cells: list[dict[str, Any]], measure: str, percent: bool = True) -> str:
+def cell_table(
+    cells: list[dict[str, Any]], measure: str, percent: bool = True, lower: bool = False
+) -> str:
     """Methods by tasks.
 
     Args:
         cells: Finished cells of one experiment and scale.
-        measure: The entry to show; higher is better.
+        measure: The entry to show.
         percent: Whether to show it times 100.
+        lower: Whether less of it is better.
     """
+    sign = -1 if lower else 1
     found: dict[str, dict[str, list[float]]] = {}
     for cell in cells:
         place = found.setdefault(cell["cell"]["method"], {})
         place.setdefault(cell["cell"]["task"], []).append(cell[measure])
     tasks = sorted({task for columns in found.values() for task in columns})
     best = {
-        task: clear_best({m: columns.get(task, []) for m, columns in found.items()})
+        task: clear_best(
+            {m: [sign * one for one in columns.get(task, [])] for m, columns in found.items()}
+        )
         for task in tasks
     }
     order = {name: place for place, name in enumerate(all_methods())}

@@ -10,9 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.hosts import Sizes
+from experiments.tasks.cats_dogs import PictureTask
 from experiments.tasks.task import Task
-from experiments.training import Recipe
+from experiments.training import Recipe, accuracy
 
 SCALES = ("smoke", "small", "full")
 
@@ -26,12 +29,16 @@ class Plan:
         recipe: Of the training.
         load: Makes the task; takes the folder of real data, which may be None.
         note: What differs from the paper, or nothing.
+        starts_from: The task whose trained encoder this one starts from; it runs first.
+        score: Measures of answers and right answers.
     """
 
     sizes: Sizes
     recipe: Recipe
-    load: Callable[[Path | None], Task]
+    load: Callable[[Path | None], Task | PictureTask]
     note: str = ""
+    starts_from: str | None = None
+    score: Callable[[np.ndarray, np.ndarray], dict[str, float]] = accuracy
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Experiment:
         seeds: Likewise.
         needs_data: Which tasks need the folder of real data.
         measure: The entry of the results that its table shows.
+        lower: Whether less of it is better.
     """
 
     name: str
@@ -55,8 +63,12 @@ class Experiment:
     seeds: tuple[int, ...] = (0, 1, 2)
     needs_data: frozenset[str] = frozenset()
     measure: str = "accuracy"
+    lower: bool = False
 
     def config(self, scale: str, task: str, method: str) -> dict[str, Any]:
         """Everything that decides a cell's result besides its seed."""
         plan = self.plans[scale][task]
-        return {"method": method, "sizes": asdict(plan.sizes), "recipe": asdict(plan.recipe)}
+        found = {"method": method, "sizes": asdict(plan.sizes), "recipe": asdict(plan.recipe)}
+        if plan.starts_from is not None:
+            found["starts_from"] = self.config(scale, plan.starts_from, method)
+        return found

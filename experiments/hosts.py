@@ -9,6 +9,7 @@ Dimension legend: B batch, N tokens, W width, C classes, M questions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.methods import Method
+from experiments.tasks.cats_dogs import PictureTask
 from experiments.tasks.task import Task
 from lln import peers
 
@@ -48,8 +50,8 @@ class Sizes:
 def encoder(method: Method, sizes: Sizes, vocabulary: int | None) -> nn.Module:
     """An encoder with a method in every layer; two systems of a method alternate."""
     shared: dict[str, Any] = {"embed_dim": sizes.width, "num_heads": sizes.heads}
-    shared |= {"max_len": sizes.length, **method.options}
-    first, *others = method.systems
+    shared |= {"max_len": sizes.length, **method.branches}
+    (first, options), *others = method.systems
     built = peers.Encoder(
         first,
         depth=sizes.layers,
@@ -57,11 +59,12 @@ def encoder(method: Method, sizes: Sizes, vocabulary: int | None) -> nn.Module:
         vocabulary=vocabulary,
         norm=sizes.norm,
         **shared,
+        **options,
     )
-    for system in others:
+    for system, options in others:
         for place in range(1, len(built.layers), 2):
             built.layers[place].attention = peers.build(
-                system, layer=place, layers=len(built.layers), **shared
+                system, layer=place, layers=len(built.layers), **shared, **options
             )
     if vocabulary is not None:
         for table in (built.word, built.position):
@@ -135,6 +138,37 @@ class TokenModel(nn.Module):
         return output["logits"].argmax(-1), labels[labels != NO_QUESTION]
 
 
-def host_of(method: Method, sizes: Sizes, task: Task) -> Classifier | TokenModel:
+class VisionModel(nn.Module):
+    """One class for a picture: square patches as tokens, learned positions, their mean.
+
+    The number of patches is the length of the sizes, so it decides the side of a patch.
+    """
+
+    def __init__(self, method: Method, sizes: Sizes, task: PictureTask) -> None:
+        """Draw the weights."""
+        super().__init__()
+        side, channels = task.train.images.shape[1], task.train.images.shape[3]
+        self.patch = side // math.isqrt(sizes.length)
+        if (side // self.patch) ** 2 != sizes.length:
+            raise ValueError(f"{sizes.length} patches do not cover {side} × {side} pixels")
+        self.encoder = encoder(method, sizes, None)
+        self.embed = nn.Linear(channels * self.patch**2, sizes.width)
+        self.positions = nn.Parameter(torch.randn(sizes.length, sizes.width) * INIT_STD)
+        self.head = nn.Linear(sizes.width, task.classes)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Loss and logits ``[B, C]``; pictures are ``[B, channels, side, side]``."""
+        patches = F.unfold(2 * pixel_values - 1, self.patch, stride=self.patch).mT
+        logits = self.head(self.encoder(self.embed(patches) + self.positions).mean(1)).float()
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    def questions(self, output: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Answers and right answers, ``[M]`` each."""
+        return output["logits"].argmax(-1), labels
+
+
+def host_of(method: Method, sizes: Sizes, task: Task | PictureTask) -> nn.Module:
     """The model for a task's kind of questions."""
+    if isinstance(task, PictureTask):
+        return VisionModel(method, sizes, task)
     return (Classifier if task.classes else TokenModel)(method, sizes, task)

@@ -1,12 +1,14 @@
 """The attentions that experiments compare, by name.
 
-A method is a system of `lln.peers` with options, or two systems whose layers alternate
-(``diag/softmax``: diag in even layers). ``+diag`` averages a system with softmax inside blocks,
-``+conv`` adds a depthwise convolution of the values: both work for every core.
+A method is a system of `lln.peers`, or two whose layers alternate (``diag/softmax``: diag in even
+layers). ``+diag`` averages a system with softmax inside blocks, ``+conv`` adds a depthwise
+convolution of the values: both work for every core. Options of a system follow an @, separated by
+commas: ``lln_keys@keys=128,select=query``, ``diag/lln_keys@keys=32+conv``.
 """
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +29,13 @@ class Method:
 
     Attributes:
         name: As it was asked for.
-        systems: One system of `lln.peers`, or two that alternate.
-        options: Of all of them, as for `lln.peers.build`.
+        systems: One system of `lln.peers`, or two that alternate, each with its options.
+        branches: Options of all of them, as for `lln.peers.build`.
     """
 
     name: str
-    systems: tuple[str, ...]
-    options: dict[str, Any]
+    systems: tuple[tuple[str, dict[str, Any]], ...]
+    branches: dict[str, Any]
 
     @classmethod
     def parse(cls, name: str) -> Method:
@@ -43,9 +45,7 @@ class Method:
             InvalidInputError: One sentence on what is unknown.
         """
         base, *branches = name.split("+")
-        systems = tuple(base.split("/"))
-        for system in systems:
-            peers.card(system)
+        systems = tuple(_read_system(part) for part in base.split("/"))
         if len(systems) > 2:
             raise InvalidInputError(f"{name!r}: at most two systems can alternate.")
         unknown = [branch for branch in branches if branch not in BRANCHES]
@@ -59,9 +59,35 @@ class Method:
     @property
     def title(self) -> str:
         """For tables."""
-        names = " / ".join(peers.card(system).title for system in self.systems)
+        names = " / ".join(_title(system, options) for system, options in self.systems)
         said = {"diag": "+ Diag", "conv": "+ convolution"}
         return " ".join([names, *(said[one] for one in self.name.split("+")[1:])])
+
+
+def _read_system(text: str) -> tuple[str, dict[str, Any]]:
+    """``lln_keys@keys=128,select=query`` → the system and its options."""
+    system, _, given = text.partition("@")
+    peers.card(system)
+    options = {}
+    for word in filter(None, given.split(",")):
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise InvalidInputError(f"{text!r}: an option is written name=value, got {word!r}.")
+        options[name] = _value(value)
+    return system, options
+
+
+def _value(text: str) -> Any:
+    """A number, True, False or None as such; anything else is a word."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _title(system: str, options: dict[str, Any]) -> str:
+    given = ", ".join(f"{name} {value}" for name, value in options.items())
+    return peers.card(system).title + (f" ({given})" if given else "")
 
 
 def all_methods() -> list[str]:

@@ -6,6 +6,7 @@ A task is loaded once for all its cells.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from experiments.experiment import Experiment
 from experiments.hosts import host_of
 from experiments.methods import Method
 from experiments.tasks.task import Task
-from experiments.training import count_answers, train
+from experiments.training import answers, train
+from lln.errors import InvalidInputError
 from lln.studies.bench.environment import describe
 from lln.studies.report.progress import progress_bar
 
@@ -90,12 +92,31 @@ def run_cell(
     """Train and test one cell."""
     plan = _plan(experiment, cell)
     torch.manual_seed(cell.seed)
-    model = host_of(Method.parse(cell.method), plan.sizes, task)
+    model: Any = host_of(Method.parse(cell.method), plan.sizes, task)
+    if plan.starts_from is not None:
+        path = weights_path(replace(cell, task=plan.starts_from), work)
+        if not path.exists():
+            raise InvalidInputError(
+                f"{cell.title} starts from the encoder that {plan.starts_from} trains, and {path} "
+                f"is not there; run --task {plan.starts_from} with the same --work (if its result "
+                "is kept, remove that first)."
+            )
+        model.encoder.load_state_dict(torch.load(path, weights_only=True))
     folder = cell.path(work).with_suffix("")
     trained = train(model, task.train, plan.recipe, folder, cell.seed, tell)
-    tested = count_answers(model, task.test, plan.recipe.batch, plan.recipe.precision)
+    given, right, loss = answers(model, task.test, plan.recipe.batch, plan.recipe.precision)
+    if any(other.starts_from == cell.task for other in experiment.plans[cell.scale].values()):
+        path = weights_path(cell, work)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.encoder.state_dict(), path)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return tested | {"parameters": parameters} | trained
+    measured = plan.score(given, right) | {"loss": loss, "questions": len(right)}
+    return measured | {"parameters": parameters} | trained
+
+
+def weights_path(cell: Cell, work: Path) -> Path:
+    """Where a cell leaves its encoder for those that start from it."""
+    return cell.path(work).with_suffix(".pt")
 
 
 def _plan(experiment: Experiment, cell: Cell) -> Any:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from experiments.tasks.task import Examples
 from lln.integrations.transformers import transformers
 from lln.integrations.work_folder import last_checkpoint, saving
 
@@ -55,7 +55,7 @@ class Recipe:
 
 def train(
     model: nn.Module,
-    examples: Examples,
+    examples: Dataset,
     recipe: Recipe,
     folder: Path,
     seed: int,
@@ -94,25 +94,30 @@ def train(
 
 
 @torch.no_grad()
-def count_answers(
-    model: Any, examples: Examples, batch: int, precision: str = "float32"
-) -> dict[str, float]:
-    """Loss, and the share of right answers over all questions."""
+def answers(
+    model: Any, examples: Dataset, batch: int, precision: str = "float32"
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Answers and right answers to all questions, and the mean loss."""
     device = next(model.parameters()).device
     model.eval()
-    right = asked = 0
-    loss = 0.0
+    given, right, loss = [], [], 0.0
     for entry in DataLoader(examples, batch_size=batch):
         sent: dict[str, Tensor] = {name: side.to(device) for name, side in entry.items()}
         kind = getattr(torch, precision)
         with torch.autocast(device.type, kind, enabled=precision != "float32"):
             output = model(**sent)
         found, expected = model.questions(output, sent["labels"])
-        right += int((found == expected).sum())
-        asked += len(expected)
+        given.append(found.cpu().numpy())
+        right.append(expected.cpu().numpy())
         loss += float(output["loss"]) * len(expected)
     model.train()
-    return {"accuracy": right / max(asked, 1), "loss": loss / max(asked, 1), "questions": asked}
+    asked = sum(map(len, right))
+    return np.concatenate(given), np.concatenate(right), loss / max(asked, 1)
+
+
+def accuracy(given: np.ndarray, right: np.ndarray) -> dict[str, float]:
+    """The share of right answers."""
+    return {"accuracy": float((given == right).mean()) if len(right) else 0.0}
 
 
 class _Clock(transformers.TrainerCallback):
@@ -132,7 +137,7 @@ class _Clock(transformers.TrainerCallback):
         self.tell(state.global_step)
 
 
-def _trainer(model: nn.Module, examples: Examples, recipe: Recipe, folder: Path, seed: int) -> Any:
+def _trainer(model: nn.Module, examples: Dataset, recipe: Recipe, folder: Path, seed: int) -> Any:
     class WholeCheckpoints(transformers.Trainer):
         """A checkpoint that was not written to its end is not there."""
 

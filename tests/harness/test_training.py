@@ -12,7 +12,7 @@ from experiments.hosts import NO_QUESTION, Sizes, host_of
 from experiments.methods import Method, all_methods
 from experiments.runner import cells_of, run
 from experiments.tasks.task import Examples, Task, padded
-from experiments.training import Recipe, count_answers, train
+from experiments.training import Recipe, accuracy, answers, train
 
 from lln import peers
 from lln.errors import InvalidInputError
@@ -71,9 +71,12 @@ def test_two_systems_alternate():
 
 
 def test_methods_are_read_and_refused():
-    assert Method.parse("hedgehog+diag").options == {"diagonal": 64}
+    assert Method.parse("hedgehog+diag").branches == {"diagonal": 64}
+    one = Method.parse("diag/lln_keys@keys=4,select=query+conv")
+    assert one.systems == (("diag", {}), ("lln_keys", {"keys": 4, "select": "query"}))
+    assert one.title.endswith("(keys 4, select query) + convolution")
     assert set(all_methods()) == set(peers.available())
-    for wrong in ("nothing", "lln+nothing", "lln/elu/diag"):
+    for wrong in ("nothing", "lln+nothing", "lln/elu/diag", "lln@alpha"):
         with pytest.raises(InvalidInputError):
             Method.parse(wrong)
 
@@ -81,10 +84,14 @@ def test_methods_are_read_and_refused():
 def test_answers_are_counted_over_questions():
     task = toy_task(classes=0)
     model = host(classes=0)
-    found = count_answers(model, task.test, batch=3)
-    assert found["questions"] == (task.test.labels != NO_QUESTION).sum()
-    # The count does not depend on the batches.
-    assert count_answers(model, task.test, batch=16)["accuracy"] == found["accuracy"]
+    given, right, loss = answers(model, task.test, batch=3)
+    assert len(right) == (task.test.labels != NO_QUESTION).sum()
+    # Nothing depends on the batches.
+    again, right_again, loss_again = answers(model, task.test, batch=16)
+    assert (given == again).all()
+    assert (right == right_again).all()
+    assert loss == pytest.approx(loss_again, rel=1e-5)
+    assert accuracy(given, right) == {"accuracy": (given == right).mean()}
 
 
 def weights(model):
