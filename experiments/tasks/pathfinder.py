@@ -9,8 +9,9 @@ Sizes are those of the long range arena: dashes of 2 pixels with a margin of 1, 
 (9 and 6 in its easier variants), distractors of a third of that. A path grows at its pivot:
 
 1. the pivot moves 4 pixels on, in the direction of the last dash;
-2. the pixels on a circle of 3 around it are where the next dash may end. Pixels next to surroundings
-   of other dashes are left out; a turn by Δ has the weight cos² Δ, one of 90° or more none;
+2. the pixels on a circle of 3 around it are where the next dash may end. Pixels next to the
+   surroundings of other dashes are left out; a turn by Δ has the weight cos² Δ, one of 90° or more
+   has none;
 3. the dash is the last 2 of those 3 pixels. If its surroundings meet other surroundings it is drawn
    again, up to 3 times; then the path is given up.
 
