@@ -9,8 +9,11 @@ is always an operator here: among the trees that are kept this changes nothing.
 
 Tokens are the operators with their opening bracket, the digits and the closing bracket: 15 ids
 after `PAD`. The pipeline behind several published tables loses the closing brackets. Without them
-nobody can tell where an operator's arguments end, so the task is not solvable: models learn only
-what the first operators and the counts of digits give away. ``compat=True`` reproduces that.
+nobody can tell where an operator's arguments end, so the task is not solvable; ``compat=True``
+reproduces that. How little it takes to come close to those tables: who reads only the first token,
+the operator at the root, and answers its most frequent value is right in 37 % of the examples
+(counted on 10,000), about as often as the models there. Values are not uniform; 0 and 9 are the
+most frequent with 17 % each.
 
 Trees are grown many at once, level by level: the nodes of one level lie side by side, ordered by
 their parents, so that values, lengths and places in the text are a few array operations per level.

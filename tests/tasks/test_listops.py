@@ -96,6 +96,12 @@ def test_operators_and_numbers_of_arguments_are_uniform(task):
         assert digits[1 + digit] / every == pytest.approx(0.1, abs=0.005)
 
 
+def test_the_operator_at_the_root_alone_gives_a_third_of_the_answers(task):
+    roots, labels = task.train.ids[:, 0], task.train.labels
+    right = sum(np.bincount(labels[roots == root]).max() for root in range(11, 15))
+    assert right / len(labels) == pytest.approx(0.37, abs=0.08)
+
+
 def test_an_operator_in_four_above_the_greatest_depth():
     levels = listops.grow(np.random.default_rng(0), 500, 6)
     shares = [level.is_operator.mean() for level in levels]

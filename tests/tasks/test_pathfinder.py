@@ -169,6 +169,8 @@ def test_an_image_depends_on_its_seed_part_and_place_alone(made):
     again, same = pathfinder.images(10, 0, "train", 14)
     assert (again == pixels[:10]).all()
     assert (same == labels[:10]).all()
+    later, _ = pathfinder.images(4, 0, "train", 14, first=6)
+    assert (later == pixels[6:10]).all()
     for seed, part in ((1, "train"), (0, "valid")):
         others, _ = pathfinder.images(10, seed, part, 14)
         assert (others != again).any(axis=(1, 2)).all()
@@ -186,6 +188,15 @@ def test_tokens_are_grey_values_plus_one(made):
     item = task.valid[0]
     assert item["attention_mask"].all()
     assert item["input_ids"].shape == (1024,)
+
+
+def test_workers_change_nothing(made, monkeypatch):
+    monkeypatch.setattr(pathfinder, "SHARE", 4)
+    task = pathfinder.load(10, 0, 3, workers=2)
+    pixels, labels, _ = made[14]
+    assert (task.train.ids == pixels[:10].reshape(10, -1).astype(int) + 1).all()
+    assert (task.train.labels == labels[:10]).all()
+    assert (len(task.valid), len(task.test)) == (0, 3)
 
 
 def test_other_lengths_are_refused():
