@@ -75,7 +75,7 @@ def train(
         The curve of the training loss, seconds (of all attempts), and peak memory in MiB on a GPU.
     """
     trainer = _trainer(model, examples, recipe, folder, seed)
-    clock = _Clock(tell)
+    clock = _Clock(tell, examples)
     trainer.add_callback(clock)
     for own in (transformers.ProgressCallback, transformers.PrinterCallback):
         trainer.remove_callback(own)
@@ -121,10 +121,14 @@ def accuracy(given: np.ndarray, right: np.ndarray) -> dict[str, float]:
 
 
 class _Clock(transformers.TrainerCallback):
-    """Tells steps, and keeps the seconds of all attempts in the checkpoints."""
+    """Tells steps and epochs, and keeps the seconds of all attempts in the checkpoints."""
 
-    def __init__(self, tell: Callable[[int], object]) -> None:
-        self.tell, self.seconds, self.begun = tell, 0.0, 0.0
+    def __init__(self, tell: Callable[[int], object], examples: Any) -> None:
+        self.tell, self.examples, self.seconds, self.begun = tell, examples, 0.0, 0.0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if hasattr(self.examples, "set_epoch"):
+            self.examples.set_epoch(int(state.epoch or 0))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         before = [entry["spent"] for entry in state.log_history if "spent" in entry]

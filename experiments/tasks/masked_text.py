@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from experiments.tasks.byte_tokens import BYTE_VOCABULARY, byte_ids
@@ -163,9 +162,10 @@ def hide(
 
 
 class FreshlyHidden(Examples):
-    """Windows whose tokens are hidden anew whenever one is read.
+    """Windows whose tokens are hidden anew in every epoch.
 
-    The draw comes from torch's random state, which a ``DataLoader`` sets apart for every worker.
+    Epoch and window alone decide which: a training that was stopped goes on with the same tokens,
+    whatever was read ahead, and every method sees the same.
 
     Args:
         ids: int ``[n, N]``.
@@ -176,11 +176,15 @@ class FreshlyHidden(Examples):
     def __init__(self, ids: np.ndarray, code: TextCode, share: float) -> None:
         """Labels are the tokens themselves until they are read."""
         super().__init__(ids, ids)
-        self.code, self.share = code, share
+        self.code, self.share, self.epoch = code, share, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hide other tokens from now on."""
+        self.epoch = epoch
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """As in `Examples`."""
-        random = np.random.default_rng(int(torch.randint(2**62, ())))
+        random = np.random.default_rng([self.epoch, index])
         seen, labels = hide(self.ids[index], self.code, random, self.share)
         return Examples(seen[None], labels[None])[0]
 

@@ -27,7 +27,7 @@ def stdlib_sources(count: int, least: int = 4096) -> list[bytes]:
     return texts
 
 
-def reversed_text(train: int, rest: int, length: int) -> Task:
+def reversed_text(train: int, rest: int, length: int, vocabulary: int = BYTE_VOCABULARY) -> Task:
     """Is a stretch of source written forwards (1) or backwards (0)?"""
     rng = np.random.default_rng(0)
     sources = [np.frombuffer(text, np.uint8).astype(np.uint16) + 1 for text in stdlib_sources(30)]
@@ -47,7 +47,7 @@ def reversed_text(train: int, rest: int, length: int) -> Task:
         "text",
         "Python source forwards or backwards (a stand-in)",
         2,
-        BYTE_VOCABULARY,
+        vocabulary,
         *(examples(count) for count in (train, rest, rest)),
     )
 

@@ -1,6 +1,7 @@
 """Hosts, cells and training of the experiments: what is computed, kept, skipped and resumed."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from experiments.experiment import Experiment, Plan
 from experiments.hosts import NO_QUESTION, Sizes, host_of
 from experiments.methods import Method, all_methods
 from experiments.runner import cells_of, run
+from experiments.tasks.masked_text import byte_code, masked_text
 from experiments.tasks.task import Examples, Task, padded
 from experiments.training import Recipe, accuracy, answers, train
 
@@ -98,23 +100,38 @@ def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_a_stopped_training_ends_as_if_it_had_not_been_stopped(tmp_path):
-    task = toy_task()
-    whole = host()
-    expected = train(whole, task.train, RECIPE, tmp_path / "whole", seed=1)
+def hidden_text():
+    texts = {part: [f"a small text of {part}, {turn}" for turn in range(20)] for part in PARTS}
+    return masked_text(texts, byte_code(), "toy", length=24)
+
+
+PARTS = ("train", "valid", "test")
+
+
+@pytest.mark.parametrize("make", [toy_task, hidden_text])
+def test_a_stopped_training_ends_as_if_it_had_not_been_stopped(tmp_path, make):
+    def start():
+        torch.manual_seed(0)
+        return host_of(Method.parse("lln"), SIZES, make())
+
+    whole = start()
+    # Two epochs or more, the second one cut.
+    recipe = replace(RECIPE, batch=8) if make is toy_task else replace(RECIPE, batch=16)
+    assert len(make().train) < 4 * recipe.batch
+    expected = train(whole, make().train, recipe, tmp_path / "whole", seed=1)
 
     def stop(step):
         if step == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(host(), task.train, RECIPE, tmp_path / "cut", seed=1, tell=stop)
+        train(start(), make().train, recipe, tmp_path / "cut", seed=1, tell=stop)
     steps = []
     # Other weights at the start: those of the checkpoint count.
-    again = host("lln")
+    again = start()
     with torch.no_grad():
-        again.head[0].bias += 1
-    found = train(again, task.train, RECIPE, tmp_path / "cut", seed=1, tell=steps.append)
+        again.encoder.word.weight += 1
+    found = train(again, make().train, recipe, tmp_path / "cut", seed=1, tell=steps.append)
     assert steps == [5, 6]
     assert torch.equal(weights(again), weights(whole))
     assert found["curve"] == expected["curve"]

@@ -1,0 +1,57 @@
+"""The command line of the experiments, and every experiment from end to end at the smoke scale."""
+
+import pytest
+from experiments.__main__ import main
+from experiments.catalogue import EXPERIMENTS
+from experiments.cells import read_all
+from experiments.experiment import SCALES
+from experiments.methods import Method
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs_and_is_not_run_twice(name, tmp_path, capsys):
+    out, work = tmp_path / "out", tmp_path / "work"
+    command = ["run", name, "--scale", "smoke", "--method", "softmax", "diag/lln_keys", "--seed"]
+    command += ["0", "--out", str(out), "--work", str(work)]
+    assert main(command) == 0
+    tasks = EXPERIMENTS[name].plans["smoke"]
+    assert f"{2 * len(tasks)} cells run, 0 were finished" in capsys.readouterr().out
+    assert main(command) == 0
+    assert f"0 cells run, {2 * len(tasks)} were finished" in capsys.readouterr().out
+    cells = read_all(out, name, "smoke")
+    assert {cell["cell"]["task"] for cell in cells} == set(tasks)
+    # What can be repeated, without folders of this machine.
+    assert all(str(tmp_path) not in str(cell) for cell in cells)
+    assert main(["report", name, "--scale", "smoke", "--out", str(out)]) == 0
+    table = capsys.readouterr().out
+    assert all(task in table for task in tasks)
+    assert main(["status", name, "--scale", "smoke", "--out", str(out)]) == 0
+    assert "2 of" in capsys.readouterr().out
+
+
+def test_the_list_names_everything(capsys):
+    assert main(["list"]) == 0
+    text = capsys.readouterr().out
+    for experiment in EXPERIMENTS.values():
+        assert experiment.title in text
+        for method in experiment.methods:
+            Method.parse(method)
+        assert set(experiment.plans) == set(SCALES)
+        assert {"softmax", "diag"} <= set(experiment.methods)
+        assert len(experiment.seeds) >= 3
+        assert experiment.needs_data <= set(experiment.plans["small"])
+
+
+def test_mistakes_get_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("LLN_DATA", raising=False)
+    shared = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--seed", "0"]
+    for words, said in (
+        (["run", "lra", "--task", "nothing"], "has no task 'nothing'"),
+        (["run", "lra", "--method", "nothing"], "nothing"),
+        (["run", "lra", "--task", "text", "--method", "lln"], "LLN_DATA"),
+        (["run", "table1", "--task", "sst2", "--scale", "smoke"], "run --task mlm"),
+    ):
+        assert main([*words, *shared]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "Traceback" not in error
