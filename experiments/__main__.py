@@ -77,7 +77,8 @@ def report(options: argparse.Namespace) -> int:
         found = _finished(experiment, options)
         if found:
             print(f"### {experiment.title} ({options.scale})\n")
-            print(cell_table(found, experiment.measure) + "\n")
+            percent = experiment.measure != "loss"
+            print(cell_table(found, experiment.measure, percent, experiment.lower) + "\n")
     return 0
 
 

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from experiments import distance, lra, table1, table3
+from experiments.ablations import ABLATION, TEMPERATURE
 from experiments.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
-    module.EXPERIMENT.name: module.EXPERIMENT for module in (table1, table3, lra, distance)
+    one.name: one
+    for one in (
+        table1.EXPERIMENT,
+        table3.EXPERIMENT,
+        lra.EXPERIMENT,
+        distance.EXPERIMENT,
+        TEMPERATURE,
+        ABLATION,
+    )
 }

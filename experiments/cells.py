@@ -6,6 +6,7 @@ What is finished is never run again; another training under the same name is an 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Cell:
     def path(self, folder: Path) -> Path:
         """Its file; letters, digits, dots, dashes and underscores only."""
         method = self.method.replace("/", "-").replace("+", "_with_")
+        # Two methods that end up with one name are told apart by `is_finished`.
+        method = re.sub(r"[^\w.-]+", "_", method)
         name = f"{self.task}.{method}.seed{self.seed}.json"
         return folder / self.experiment / self.scale / name
 

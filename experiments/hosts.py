@@ -21,6 +21,7 @@ from experiments.methods import Method
 from experiments.tasks.cats_dogs import PictureTask
 from experiments.tasks.task import Task
 from lln import peers
+from lln.peers.projected import Branched
 
 NO_QUESTION = -100
 INIT_STD = 0.02
@@ -165,6 +166,26 @@ class VisionModel(nn.Module):
     def questions(self, output: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
         """Answers and right answers, ``[M]`` each."""
         return output["logits"].argmax(-1), labels
+
+
+def started_host(method: Method, sizes: Sizes, task: Task | PictureTask, seed: int) -> nn.Module:
+    """A host whose first weights are softmax's, wherever both have the same ones.
+
+    Systems draw different numbers of random weights, so a seed alone would give every method
+    another start: embeddings, projections, norms and feed-forward are taken from the softmax host.
+    """
+    torch.manual_seed(seed)
+    common = host_of(Method.parse("softmax"), sizes, task).state_dict()
+    torch.manual_seed(seed)
+    host = host_of(method, sizes, task)
+    own = host.state_dict()
+    shared = {name for name, side in common.items() if own.get(name, side[:0]).shape == side.shape}
+    # A system with its own projections may have reasons for its own start.
+    for name, module in host.named_modules():
+        if isinstance(module, peers.Peer) and not isinstance(module, Branched):
+            shared = {one for one in shared if not one.startswith(f"{name}.")}
+    host.load_state_dict({name: common[name] for name in shared}, strict=False)
+    return host
 
 
 def host_of(method: Method, sizes: Sizes, task: Task | PictureTask) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 
 from experiments.cells import Cell, is_finished, write
 from experiments.experiment import Experiment
-from experiments.hosts import host_of
+from experiments.hosts import started_host
 from experiments.methods import Method
 from experiments.tasks.task import Task
 from experiments.training import answers, train
@@ -91,8 +91,7 @@ def run_cell(
 ) -> dict[str, Any]:
     """Train and test one cell."""
     plan = _plan(experiment, cell)
-    torch.manual_seed(cell.seed)
-    model: Any = host_of(Method.parse(cell.method), plan.sizes, task)
+    model: Any = started_host(Method.parse(cell.method), plan.sizes, task, cell.seed)
     if plan.starts_from is not None:
         path = weights_path(replace(cell, task=plan.starts_from), work)
         if not path.exists():

@@ -54,7 +54,8 @@ def _code(folder: Path | None, vocabulary: int) -> TextCode:
     return masked_text.train_bpe(_articles(folder)["train"], vocabulary)
 
 
-def _pretraining(vocabulary: int, data: Path | None) -> Task:
+def pretraining(vocabulary: int, data: Path | None) -> Task:
+    """Masked words of the text, with a vocabulary learned from it."""
     return masked_text.masked_text(_articles(data), _code(data, vocabulary), TEXT)
 
 
@@ -83,26 +84,28 @@ def _right(given: np.ndarray, right: np.ndarray) -> dict[str, float]:
     return {"score": float((given == right).mean())}
 
 
-def _plans(sizes: Sizes, vocabulary: int, pretraining: Recipe, tuning: Recipe) -> dict[str, Plan]:
-    plans = {"mlm": Plan(sizes, pretraining, partial(_pretraining, vocabulary), score=_right)}
+def _plans(sizes: Sizes, vocabulary: int, first: Recipe, tuning: Recipe) -> dict[str, Plan]:
+    plans = {"mlm": Plan(sizes, first, partial(pretraining, vocabulary), score=_right)}
     for name in SETS:
         load = partial(_fine_tuning, name, vocabulary)
         plans[name] = Plan(sizes, tuning, load, starts_from="mlm", score=_score(name))
     return plans
 
 
+def source_pretraining(data: Path | None) -> Task:
+    """Masked bytes of Python's own source: a stand-in that every machine has."""
+    sources = [text.decode("utf-8", "replace")[:4000] for text in stand_in.stdlib_sources(6)]
+    parts = {"train": sources[:4], "valid": sources[4:5], "test": sources[5:]}
+    return masked_text.masked_text(parts, masked_text.byte_code(), "source", length=128)
+
+
 def _smoke() -> dict[str, Plan]:
     recipe = Recipe(4, 4, 1e-3, saves=1, points=4)
-
-    def pretraining(data: Path | None) -> Task:
-        sources = [text.decode("utf-8", "replace")[:4000] for text in stand_in.stdlib_sources(6)]
-        parts = {"train": sources[:4], "valid": sources[4:5], "test": sources[5:]}
-        return masked_text.masked_text(parts, masked_text.byte_code(), "source", length=128)
 
     def tuning(data: Path | None) -> Task:
         return stand_in.reversed_text(16, 8, 128, masked_text.byte_code().vocabulary)
 
-    plans = {"mlm": Plan(TINY, recipe, pretraining, score=_right)}
+    plans = {"mlm": Plan(TINY, recipe, source_pretraining, score=_right)}
     for name in ("sst2", "cola"):
         plans[name] = Plan(TINY, recipe, tuning, starts_from="mlm", score=_score(name))
     return plans

@@ -72,10 +72,11 @@ def train(
         tell: Called after every step with its number.
 
     Returns:
-        The curve of the training loss, seconds (of all attempts), and peak memory in MiB on a GPU.
+        The curve of the training loss, that of the loss scale under float16, seconds (of all
+        attempts), and peak memory in MiB on a GPU.
     """
     trainer = _trainer(model, examples, recipe, folder, seed)
-    clock = _Clock(tell, examples)
+    clock = _Clock(tell, examples, trainer)
     trainer.add_callback(clock)
     for own in (transformers.ProgressCallback, transformers.PrinterCallback):
         trainer.remove_callback(own)
@@ -83,11 +84,15 @@ def train(
         torch.cuda.reset_peak_memory_stats()
     start = last_checkpoint(folder)
     trainer.train(resume_from_checkpoint=None if start is None else str(start))
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = trainer.state.log_history
+    logged = [entry for entry in history if "loss" in entry]
+    scales = [[entry["step"], entry["loss_scale"]] for entry in history if "loss_scale" in entry]
     on_gpu = torch.cuda.is_available()
     shutil.rmtree(folder, ignore_errors=True)
     return {
         "curve": [[entry["step"], round(float(entry["loss"]), 5)] for entry in logged],
+        # Of float16 on a GPU only: what keeps its gradients within range.
+        **({"loss_scale": scales} if scales else {}),
         "seconds": round(clock.seconds, 2),
         "peak_mib": torch.cuda.max_memory_allocated() >> 20 if on_gpu else None,
     }
@@ -123,8 +128,9 @@ def accuracy(given: np.ndarray, right: np.ndarray) -> dict[str, float]:
 class _Clock(transformers.TrainerCallback):
     """Tells steps and epochs, and keeps the seconds of all attempts in the checkpoints."""
 
-    def __init__(self, tell: Callable[[int], object], examples: Any) -> None:
-        self.tell, self.examples, self.seconds, self.begun = tell, examples, 0.0, 0.0
+    def __init__(self, tell: Callable[[int], object], examples: Any, trainer: Any) -> None:
+        self.tell, self.examples, self.trainer = tell, examples, trainer
+        self.seconds = self.begun = 0.0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if hasattr(self.examples, "set_epoch"):
@@ -138,6 +144,10 @@ class _Clock(transformers.TrainerCallback):
         self.seconds = time.perf_counter() - self.begun
         if state.global_step % args.save_steps == 0:
             state.log_history.append({"spent": self.seconds, "step": state.global_step})
+        scaler = getattr(self.trainer.accelerator, "scaler", None)
+        if scaler is not None and state.global_step % args.logging_steps == 0:
+            scale = float(scaler.get_scale())
+            state.log_history.append({"loss_scale": scale, "step": state.global_step})
         self.tell(state.global_step)
 
 

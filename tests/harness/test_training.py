@@ -9,7 +9,7 @@ import torch
 from experiments.cell_table import cell_table, clear_best
 from experiments.cells import Cell, is_finished, read_all, write
 from experiments.experiment import Experiment, Plan
-from experiments.hosts import NO_QUESTION, Sizes, host_of
+from experiments.hosts import NO_QUESTION, Sizes, host_of, started_host
 from experiments.methods import Method, all_methods
 from experiments.runner import cells_of, run
 from experiments.tasks.masked_text import byte_code, masked_text
@@ -70,6 +70,18 @@ def test_two_systems_alternate():
     names = [layer.attention.card.name for layer in host("diag/softmax").encoder.layers]
     assert names == ["diag", "softmax"]
     assert host("elu+conv").encoder.layers[0].attention.convolution is not None
+
+
+def test_all_methods_start_from_the_same_weights():
+    task = toy_task()
+    softmax = started_host(Method.parse("softmax"), SIZES, task, seed=3).state_dict()
+    for name in ("lln", "diag/softmax", "performer", "hedgehog+conv", "flash"):
+        own = started_host(Method.parse(name), SIZES, task, seed=3).state_dict()
+        same = [key for key, side in softmax.items() if key in own and torch.equal(own[key], side)]
+        # FLASH is a block of its own: embeddings and head alone are the same.
+        assert len(same) == len(softmax) or (name == "flash" and "head.0.weight" in same)
+    other = started_host(Method.parse("softmax"), SIZES, task, seed=4).state_dict()
+    assert not torch.equal(other["head.0.weight"], softmax["head.0.weight"])
 
 
 def test_methods_are_read_and_refused():
@@ -179,8 +191,8 @@ def test_only_a_clear_best_is_bold_and_empty_cells_stay_empty():
 
 
 def test_a_cell_has_a_name_without_slashes(tmp_path):
-    odd = Cell("trial", "small", "toy", "diag/softmax+conv", 3)
+    odd = Cell("trial", "small", "toy", "diag/lln_keys@keys=8+conv", 3)
     write(odd, {}, {"accuracy": 1.0}, tmp_path)
     path = odd.path(tmp_path)
-    assert path.name == "toy.diag-softmax_with_conv.seed3.json"
-    assert json.loads(path.read_text())["cell"]["method"] == "diag/softmax+conv"
+    assert path.name == "toy.diag-lln_keys_keys_8_with_conv.seed3.json"
+    assert json.loads(path.read_text())["cell"]["method"] == "diag/lln_keys@keys=8+conv"

@@ -1,0 +1,70 @@
+"""Figures 9 and 10, and what each part of the method is worth: masked-language training, one host.
+
+*temperature*: α = β fixed over a grid against matching, by criterion and scope of the statistics,
+in float16 with its loss scale (Figure 10b). *parts*: block size, exact keys, their choice,
+alternating layers, a convolution of the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from experiments.experiment import Experiment, Plan
+from experiments.table1 import SMALL, TINY, pretraining, source_pretraining
+from experiments.training import Recipe
+
+GRID = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
+TEMPERATURES = (
+    "softmax",
+    "diag",
+    *(f"lln@statistics=fixed,alpha={number},beta={number}" for number in GRID),
+    "lln@matching=paper",
+    "lln@matching=variance",
+    "lln@matching=entropy",
+    "lln@statistics=running",
+    "lln@statistics=learned",
+)
+PARTS = (
+    "softmax",
+    "diag",
+    "lln",
+    "lln_diag@block_size=32",
+    "lln_diag@block_size=64",
+    "lln_diag@block_size=128",
+    "diag/lln",
+    "diag/softmax",
+    *(f"diag/lln_keys@keys={keys},learn_offset=True" for keys in (16, 64, 128)),
+    "diag/lln_keys@select=query,learn_offset=True",
+    "diag/lln_keys@select=half,learn_offset=True",
+    "lln_keys@learn_offset=True",
+    "diag+conv",
+    "lln+conv",
+    "diag/lln+conv",
+)
+RECIPE = Recipe(3_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16")
+
+
+def _experiment(name: str, title: str, methods: tuple[str, ...], precision: str) -> Experiment:
+    recipe = replace(RECIPE, precision=precision)
+    smoke = Plan(TINY, Recipe(4, 4, 1e-3, saves=1, points=4), source_pretraining)
+    longer = replace(recipe, steps=20_000, saves=20)
+    return Experiment(
+        name=name,
+        title=title,
+        plans={
+            "smoke": {"mlm": smoke},
+            "small": {"mlm": Plan(SMALL, recipe, partial(pretraining, 8192))},
+            "full": {"mlm": Plan(SMALL, longer, partial(pretraining, 8192))},
+        },
+        methods=methods,
+        needs_data=frozenset({"mlm"}),
+        measure="loss",
+        lower=True,
+    )
+
+
+TEMPERATURE = _experiment(
+    "temperature", "Figures 9 and 10: α and β fixed against matched", TEMPERATURES, "float16"
+)
+ABLATION = _experiment("parts", "What every part is worth", PARTS, "bfloat16")
