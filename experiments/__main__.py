@@ -20,10 +20,11 @@ from pathlib import Path
 
 from experiments.catalogue import EXPERIMENTS
 from experiments.cell_table import cell_table
-from experiments.cells import read_all
+from experiments.cells import Cell, is_finished, read_all
 from experiments.experiment import SCALES, Experiment
 from experiments.methods import Method
 from experiments.runner import cells_of, run
+from experiments.side_by_side import Job, run_side_by_side
 from lln.errors import InvalidInputError, LLNError
 
 
@@ -53,11 +54,34 @@ def run_cells(options: argparse.Namespace) -> int:
     experiment = EXPERIMENTS[options.name]
     cells = _cells(experiment, options)
     command = shlex.join(["python", "-m", "experiments", "run", *_without_folders(options)])
+    if options.jobs > 1:
+        return run_many(experiment, cells, options)
     count = run(
         experiment, cells, data=options.data, out=options.out, work=options.work, command=command
     )
     print(f"{count} cells run, {len(cells) - count} were finished.")
     return 0
+
+
+def run_many(experiment: Experiment, cells: list[Cell], options: argparse.Namespace) -> int:
+    """Run every unfinished cell in a process of its own; what others start from comes first."""
+    plans = experiment.plans[options.scale]
+    stages: list[list[Job]] = [[], []]
+    for cell in cells:
+        if is_finished(cell, experiment.config(cell.scale, cell.task, cell.method), options.out):
+            continue
+        words = [sys.executable, "-m", "experiments", "run", cell.experiment]
+        words += ["--scale", cell.scale, "--task", cell.task, "--method", cell.method]
+        words += ["--seed", str(cell.seed), "--out", str(options.out), "--work", str(options.work)]
+        words += ["--data", str(options.data)] if options.data else []
+        log = cell.path(options.work / "logs").with_suffix(".log")
+        stages[plans[cell.task].starts_from is not None].append(Job(cell.title, words, log))
+    failed = [
+        line for jobs in stages for line in run_side_by_side(jobs, options.jobs, options.minutes)
+    ]
+    for line in failed:
+        print(f"failed: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def status(options: argparse.Namespace) -> int:
@@ -91,7 +115,7 @@ def _chosen(options: argparse.Namespace) -> list[Experiment]:
     return [EXPERIMENTS[name] for name in names]
 
 
-def _cells(experiment: Experiment, options: argparse.Namespace) -> list:
+def _cells(experiment: Experiment, options: argparse.Namespace) -> list[Cell]:
     plans = experiment.plans[options.scale]
     unknown = [task for task in options.task or () if task not in plans]
     if unknown:
@@ -131,6 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     data = os.environ.get("LLN_DATA")
     one.add_argument("--data", type=Path, default=data and Path(data), help="or LLN_DATA")
     one.add_argument("--work", type=Path, default=Path("experiments/runs"), help="checkpoints")
+    one.add_argument("--jobs", type=int, default=1, help="cells at a time, each in its process")
+    one.add_argument("--minutes", type=float, help="with --jobs: begin none that would end later")
     one.set_defaults(function=run_cells)
     for name, function, text in (
         ("status", status, "how much is finished"),

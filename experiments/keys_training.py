@@ -18,7 +18,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 
 from experiments.keys_training_model import Encoder, Sizes, Variant
+from experiments.side_by_side import Job, run_side_by_side
 from experiments.tables import table
 from lln.files import compact_json, read_utf8, write_atomically
 from lln.studies.bench.environment import describe
@@ -315,49 +315,18 @@ def arguments_for(cell: Cell, options: argparse.Namespace) -> list[str]:
     return words
 
 
-def last_line(path: Path) -> str:
-    lines = path.read_text("utf-8", errors="replace").splitlines()
-    return lines[-1][-200:] if lines else "starting"
-
-
 def many(options: argparse.Namespace) -> None:
-    """Run every cell in a process of its own, some at a time; MPS lets them share a GPU."""
+    """Run every cell in a process of its own, some at a time."""
     waiting = [cell for cell in cells_of(options) if not is_finished(cell, options.out)]
-    logs = options.out / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    # A few compiling threads for each: they start together and share the processors.
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1"} | os.environ
-    begun = spoken = time.monotonic()
-    running, failed, longest = {}, [], 0.0
-    try:
-        while running or waiting:
-            now = time.monotonic()
-            # A cell that could not end in time would only slow down the others.
-            if waiting and options.minutes and now - begun + longest > 60 * options.minutes:
-                print(f"no time for {len(waiting)} more cells", flush=True)
-                waiting = []
-            while waiting and len(running) < options.jobs:
-                cell = waiting.pop(0)
-                log = logs / f"{cell.file_name}.log"
-                with log.open("w") as file:
-                    child = subprocess.Popen(
-                        arguments_for(cell, options), stdout=file, stderr=file, env=environment
-                    )
-                running[child] = (cell, log, now)
-            for child in [child for child in running if child.poll() is not None]:
-                cell, log, started = running.pop(child)
-                longest = max(longest, now - started)
-                print(f"[{now - begun:.0f} s] {last_line(log)}", flush=True)
-                if child.returncode:
-                    failed.append(f"{cell.variant} seed {cell.seed}: {log}")
-            if now - spoken >= 30:
-                spoken = now
-                steps = "; ".join(last_line(log) for _, log, _ in running.values())
-                print(f"[{now - begun:.0f} s] {len(waiting)} wait; {steps}", flush=True)
-            time.sleep(0.5)
-    finally:
-        for child in running:
-            child.terminate()
+    jobs = [
+        Job(
+            f"{cell.variant} seed {cell.seed}",
+            arguments_for(cell, options),
+            options.out / "logs" / f"{cell.file_name}.log",
+        )
+        for cell in waiting
+    ]
+    failed = run_side_by_side(jobs, options.jobs, options.minutes)
     if failed:
         raise SystemExit("failed:\n" + "\n".join(failed))
 

@@ -1,11 +1,14 @@
 """The command line of the experiments, and every experiment from end to end at the smoke scale."""
 
+import sys
+
 import pytest
 from experiments.__main__ import main
 from experiments.catalogue import EXPERIMENTS
 from experiments.cells import read_all
 from experiments.experiment import SCALES
 from experiments.methods import Method
+from experiments.side_by_side import Job, run_side_by_side
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -27,6 +30,31 @@ def test_every_experiment_runs_and_is_not_run_twice(name, tmp_path, capsys):
     assert all(task in table for task in tasks)
     assert main(["status", name, "--scale", "smoke", "--out", str(out)]) == 0
     assert "2 of" in capsys.readouterr().out
+
+
+def test_cells_run_side_by_side_and_encoders_first(tmp_path, capsys):
+    out, work = tmp_path / "out", tmp_path / "work"
+    command = ["run", "table1", "--scale", "smoke", "--method", "diag", "--seed", "0"]
+    command += ["--task", "cola", "mlm", "--out", str(out), "--work", str(work), "--jobs", "2"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert said.index("mlm diag 0") < said.index("cola diag 0")
+    assert len(read_all(out, "table1", "smoke")) == 2
+
+
+def test_what_fails_and_what_has_no_time_is_said(tmp_path):
+    lines = []
+    jobs = [
+        Job("good", [sys.executable, "-c", "print('fine')"], tmp_path / "good.log"),
+        Job("bad", [sys.executable, "-c", "raise SystemExit('broken')"], tmp_path / "bad.log"),
+    ]
+    failed = run_side_by_side(jobs, 1, echo=lines.append, pause=0.02)
+    assert failed == [f"bad: {tmp_path / 'bad.log'}"]
+    assert lines[0].endswith("good: fine")
+    assert lines[1].endswith("bad: broken")
+    late = [Job("long", [sys.executable, "-c", "import time; time.sleep(0.3)"], tmp_path / "l.log")]
+    assert run_side_by_side([*late, jobs[1]], 1, 0.001, lines.append, 0.02) == []
+    assert "no time for 1 more: bad" in lines[-2:][0] + lines[-1]
 
 
 def test_the_list_names_everything(capsys):
