@@ -19,10 +19,10 @@ import sys
 from pathlib import Path
 
 from experiments.catalogue import EXPERIMENTS
-from experiments.cell_table import cell_table
 from experiments.cells import Cell, is_finished, read_all
 from experiments.experiment import SCALES, Experiment
 from experiments.methods import Method
+from experiments.report_page import markdown, write_report
 from experiments.runner import cells_of, run
 from experiments.side_by_side import Job, run_side_by_side
 from lln.errors import InvalidInputError, LLNError
@@ -96,13 +96,13 @@ def status(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Print the tables of what is there."""
+    """Print the tables of what is there, and write them with the curves as a page if asked."""
     for experiment in _chosen(options):
-        found = _finished(experiment, options)
-        if found:
-            print(f"### {experiment.title} ({options.scale})\n")
-            percent = experiment.measure != "loss"
-            print(cell_table(found, experiment.measure, percent, experiment.lower) + "\n")
+        if found := _finished(experiment, options):
+            print(markdown(experiment, options.scale, found))
+    if options.page:
+        write_report(_chosen(options), options.scale, options.out, options.page)
+        print(f"The page: {options.page}")
     return 0
 
 
@@ -165,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text)
         one.add_argument("name", nargs="?", choices=list(EXPERIMENTS), help="default: all")
         one.set_defaults(function=function)
+    commands.choices["report"].add_argument("--page", type=Path, help="an .html file to write")
     for name in ("run", "status", "report"):
         one = commands.choices[name]
         one.add_argument("--scale", choices=SCALES, default="small", help="default: small")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.methods import Method, all_methods
 from experiments.tables import table
@@ -16,9 +16,35 @@ from experiments.tables import table
 SIGNIFICANT = 0.05
 
 
+class Grid(NamedTuple):
+    """A table before it is written.
+
+    Attributes:
+        head: Names of the columns.
+        rows: Texts.
+        bold: Places (row, column) that are clearly best.
+    """
+
+    head: list[str]
+    rows: list[list[str]]
+    bold: set[tuple[int, int]]
+
+
 def cell_table(
     cells: list[dict[str, Any]], measure: str, percent: bool = True, lower: bool = False
 ) -> str:
+    """`cell_grid` as Markdown."""
+    head, rows, bold = cell_grid(cells, measure, percent, lower)
+    written = [
+        [f"**{text}**" if (row, column) in bold else text for column, text in enumerate(texts)]
+        for row, texts in enumerate(rows)
+    ]
+    return table(head, written)
+
+
+def cell_grid(
+    cells: list[dict[str, Any]], measure: str, percent: bool = True, lower: bool = False
+) -> Grid:
     """Methods by tasks.
 
     Args:
@@ -40,16 +66,14 @@ def cell_table(
         for task in tasks
     }
     order = {name: place for place, name in enumerate(all_methods())}
-    rows = []
+    rows, bold = [], set()
     for method in sorted(found, key=lambda name: (order.get(name, len(order)), name)):
         texts = [_written(found[method].get(task, []), percent) for task in tasks]
-        texts = [
-            f"**{text}**" if best[task] == method else text
-            for text, task in zip(texts, tasks, strict=True)
-        ]
+        places = (place for place, task in enumerate(tasks) if best[task] == method)
+        bold |= {(len(rows), place + 2) for place in places}
         seeds = max(len(values) for values in found[method].values())
         rows.append([Method.parse(method).title, str(seeds), *texts])
-    return table(["attention", "seeds", *tasks], rows)
+    return Grid(["attention", "seeds", *tasks], rows, bold)
 
 
 def clear_best(values: dict[str, list[float]]) -> str | None:

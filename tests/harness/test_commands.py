@@ -25,9 +25,13 @@ def test_every_experiment_runs_and_is_not_run_twice(name, tmp_path, capsys):
     assert {cell["cell"]["task"] for cell in cells} == set(tasks)
     # What can be repeated, without folders of this machine.
     assert all(str(tmp_path) not in str(cell) for cell in cells)
-    assert main(["report", name, "--scale", "smoke", "--out", str(out)]) == 0
-    table = capsys.readouterr().out
-    assert all(task in table for task in tasks)
+    page = tmp_path / "page.html"
+    command = ["report", name, "--scale", "smoke", "--out", str(out), "--page", str(page)]
+    assert main(command) == 0
+    table, html = capsys.readouterr().out, page.read_text("utf-8")
+    assert all(task in table and f"<th>{task}</th>" in html for task in tasks)
+    assert html.count("<svg") == len(tasks)
+    assert EXPERIMENTS[name].title in page.with_suffix(".md").read_text("utf-8")
     assert main(["status", name, "--scale", "smoke", "--out", str(out)]) == 0
     assert "2 of" in capsys.readouterr().out
 

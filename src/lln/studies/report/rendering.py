@@ -39,6 +39,11 @@ def render(template: str, **content: object) -> str:
     return _environment().get_template(template).render(**content)
 
 
+def render_text(template: str, **content: object) -> str:
+    """`render` for a template given as text, which may extend those below ``lln/studies``."""
+    return _environment().from_string(template).render(**content)
+
+
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined

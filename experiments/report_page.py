@@ -1,0 +1,134 @@
+"""The report: every finished cell as tables and curves, in one Markdown and one HTML file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.cell_table import cell_grid, cell_table
+from experiments.cells import read_all
+from experiments.experiment import Experiment
+from experiments.methods import Method
+from lln.files import write_atomically
+from lln.studies.report import plot_area
+from lln.studies.report.chart import Chart, inline_svg
+from lln.studies.report.rendering import check_page_packages, render_text
+from lln.studies.report.theme import colour
+
+if TYPE_CHECKING:
+    from lln.studies.report.chart import AnyFigure
+
+TEMPLATE = Path(__file__).with_name("page.html")
+# Curves in one chart. These methods keep their colours; others share the rest.
+MOST_CURVES = 8
+OWN_COLOURS = ("softmax", "diag", "lln", "lln_diag", "lln_keys", "elu")
+OTHER_COLOURS = ("relu", "quadratic", "lln_entropy", "lln_unit")
+
+
+def markdown(experiment: Experiment, scale: str, cells: list[dict[str, Any]]) -> str:
+    """The table of an experiment with its title and where its numbers come from."""
+    percent = experiment.measure != "loss"
+    text = cell_table(cells, experiment.measure, percent, experiment.lower)
+    return f"### {experiment.title} ({scale})\n\n{text}\n\n{made_by(experiment, scale, cells)}\n"
+
+
+def made_by(experiment: Experiment, scale: str, cells: list[dict[str, Any]]) -> str:
+    """Measure, devices, commits, and the command that makes it."""
+    devices = sorted({cell["setup"]["device"] for cell in cells})
+    commits = sorted({cell["setup"]["commit"][:10] for cell in cells})
+    seconds = sum(cell["seconds"] for cell in cells)
+    shown = experiment.measure + (", in percent" if experiment.measure != "loss" else ", in nats")
+    return (
+        f"{shown}; {len(cells)} cells, {seconds / 60:,.0f} minutes of training in all. "
+        f"{', '.join(devices)}; commit {', '.join(commits)}; made by python -m experiments run "
+        f"{experiment.name} --scale {scale}."
+    )
+
+
+def mean_curve(cells: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Training loss by step, the mean over the seeds that have the step."""
+    losses: dict[int, list[float]] = {}
+    for cell in cells:
+        for step, loss in cell["curve"]:
+            losses.setdefault(step, []).append(loss)
+    return [(step, statistics.mean(found)) for step, found in sorted(losses.items())]
+
+
+def curves_chart(task: str, cells: list[dict[str, Any]]) -> Chart:
+    """Loss against steps, one line per method; the methods with the lowest last losses."""
+    methods = sorted({cell["cell"]["method"] for cell in cells})
+    curves = {
+        method: mean_curve(cell for cell in cells if cell["cell"]["method"] == method)
+        for method in methods
+    }
+    shown = sorted(curves, key=lambda method: curves[method][-1][1])[:MOST_CURVES]
+    names = colours_of(shown)
+    every = [loss for method in shown for _, loss in curves[method]]
+
+    def draw(figure: AnyFigure) -> None:
+        axes = plot_area.plot_area(figure, "training steps", "loss, nats", len(shown))
+        plot_area.linear_axis(axes.xaxis, 0, max(curves[method][-1][0] for method in shown))
+        margin = 0.05 * (max(every) - min(every)) + 1e-3
+        plot_area.linear_axis(axes.yaxis, min(every) - margin, max(every) + margin)
+        for method in shown:
+            label, (name, dashes) = Method.parse(method).title, names[method]
+            points = zip(*curves[method], strict=True)
+            axes.plot(*points, color=colour(name), linestyle=dashes, label=label)
+        plot_area.legend_below(figure, axes, columns=1)
+
+    height = plot_area.HEIGHT + plot_area.LEGEND_LINE * len(shown)
+    return Chart(f"training loss of {task} against steps", height, draw)
+
+
+def colours_of(methods: list[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a line style for every method; the same for a main method in every chart."""
+    others = [method for method in methods if method not in OWN_COLOURS]
+    found = {method: (method, "-") for method in methods if method in OWN_COLOURS}
+    for place, method in enumerate(others):
+        turn = place // len(OTHER_COLOURS)
+        style = ("-", "--", ":")[turn % 3]
+        found[method] = (OTHER_COLOURS[place % len(OTHER_COLOURS)], style)
+    return found
+
+
+def write_report(experiments: list[Experiment], scale: str, cells_folder: Path, page: Path) -> None:
+    """Write the page, and the tables beside it as Markdown.
+
+    Args:
+        experiments: Those to show; without results they are left out.
+        scale: Of the cells.
+        cells_folder: Where the results are.
+        page: An ``.html`` file; the Markdown has the same name.
+    """
+    check_page_packages()
+    sections, texts = [], []
+    for experiment in experiments:
+        cells = read_all(cells_folder, experiment.name, scale)
+        if not cells:
+            continue
+        percent = experiment.measure != "loss"
+        by_task: dict[str, list[dict[str, Any]]] = {}
+        for cell in cells:
+            by_task.setdefault(cell["cell"]["task"], []).append(cell)
+        sections.append(
+            {
+                "name": experiment.name,
+                "title": experiment.title,
+                "scale": scale,
+                "grid": cell_grid(cells, experiment.measure, percent, experiment.lower),
+                "made_by": made_by(experiment, scale, cells),
+                "charts": [
+                    {"task": task, "svg": inline_svg(curves_chart(task, found))}
+                    for task, found in sorted(by_task.items())
+                ],
+            }
+        )
+        texts.append(markdown(experiment, scale, cells))
+    html = render_text(
+        TEMPLATE.read_text("utf-8"), title="LLN experiments", running=False, sections=sections
+    )
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(page, html)
+    write_atomically(page.with_suffix(".md"), "\n".join(texts))
