@@ -22,6 +22,7 @@ import torch
 import transformers
 
 from experiments.minilm_recovery import Windows, agreement, embed, extend_positions
+from experiments.tasks.data_folder import text_file
 from lln.files import read_lines
 from lln.integrations.convert import convert
 from lln.integrations.folders import load_model, load_tokenizer
@@ -62,8 +63,7 @@ def main():
     tokenizer = load_tokenizer(given.model)
     tokenizer.model_max_length = 10**9
     train, valid = (
-        read_lines(next(Path(given.data).glob(f"{part}.txt*")), "--data")
-        for part in ("train", "valid")
+        read_lines(text_file(given.data, part), "--data") for part in ("train", "valid")
     )
     original = load_model(given.model)
     extend_positions(original, max(given.tokens))

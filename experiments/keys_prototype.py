@@ -39,6 +39,7 @@ from torch.nn import functional as F
 
 import lln
 from experiments.minilm_recovery import Windows, agreement, extend_positions
+from experiments.tasks.data_folder import text_file
 from lln.errors import CalibrationWarning
 from lln.files import read_lines
 from lln.integrations.folders import load_model, load_tokenizer
@@ -637,8 +638,7 @@ def open_bench(options: argparse.Namespace) -> Bench:
     tokenizer = load_tokenizer(options.model)
     tokenizer.model_max_length = 10**9
     lines = {
-        part: read_lines(next(Path(options.data).glob(f"{part}.txt*")), "--data")
-        for part in ("train", "valid")
+        part: read_lines(text_file(options.data, part), "--data") for part in ("train", "valid")
     }
 
     def texts(part: str, tokens: int, count: int) -> Tensor:

@@ -29,6 +29,7 @@ import torch
 from experiments.keys_training_model import Encoder, Sizes, Variant
 from experiments.side_by_side import Job, run_side_by_side
 from experiments.tables import table
+from experiments.tasks.data_folder import text_file
 from lln.files import compact_json, read_utf8, write_atomically
 from lln.studies.bench.environment import describe
 
@@ -70,7 +71,7 @@ class Cell:
 
 def articles(folder: Path, part: str) -> list[str]:
     """The articles of a part, each with its title and its line breaks."""
-    text = read_utf8(next(folder.glob(f"{part}.txt*")), "--data")
+    text = read_utf8(text_file(folder, part), "--data")
     return [article for article in text.split("\n\n") if article.strip()]
 
 

@@ -1,6 +1,6 @@
 """How much of all-MiniLM-L6-v2 survives conversion, and how much recovery training brings back.
 
-    python experiments/minilm_recovery.py --data FOLDER       # with train.txt[.xz], valid.txt[.xz]
+    python -m experiments.minilm_recovery --data FOLDER       # with train.txt[.xz], valid.txt[.xz]
 
 For every attention and seed the sentence encoder is converted, trained to imitate its softmax
 original on unlabelled text (`lln.integrations.recover`), and measured on held-out text against the
@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from experiments.tasks.data_folder import text_file
 from lln import block_diagonal_attention, peers
 from lln.files import read_lines
 from lln.integrations.convert import convert
@@ -179,8 +180,7 @@ def main():
     tokenizer = load_tokenizer(options.model)
     tokenizer.model_max_length = 10**9
     text = {
-        part: read_lines(next(Path(options.data).glob(f"{part}.txt*")), "--data")
-        for part in ("train", "valid")
+        part: read_lines(text_file(options.data, part), "--data") for part in ("train", "valid")
     }
     original = load_model(options.model)
     extend_positions(original, max(options.eval_tokens + options.train_tokens))

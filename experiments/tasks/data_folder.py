@@ -107,6 +107,20 @@ def find_part(folder: Path | None, data_set: str, part: str, suffixes: tuple[str
     raise InvalidInputError(f"{str(home / data_set)!r} has no file {names}; {fix}.")
 
 
+def text_file(given: Path | str | None, part: str) -> Path:
+    """A part of plain text: of a folder that holds it itself, or of the data's ``wikipedia-en``.
+
+    Args:
+        given: A folder with ``train.txt`` and ``valid.txt`` (or ``.txt.xz``), or see `data_folder`.
+        part: ``"train"`` or ``"valid"``.
+    """
+    home = data_folder(given)
+    for suffix in TEXT:
+        if (home / f"{part}{suffix}").is_file():
+            return home / f"{part}{suffix}"
+    return find_part(home, "wikipedia-en", part, TEXT)
+
+
 def read_text(folder: Path | None, data_set: str, part: str) -> str:
     """The text of a part of a set; see `find_part`."""
     return read_utf8(find_part(folder, data_set, part, TEXT), "the data file")

@@ -13,6 +13,7 @@ from experiments.tasks.data_folder import (
     read_arrays,
     read_rows,
     read_text,
+    text_file,
 )
 from tests.tasks.data_files import (
     is_one_sentence,
@@ -186,3 +187,14 @@ def test_the_real_files_are_the_known_ones():
         part = file.split(".")[0]
         # Warnings are errors in these tests, so this also refuses own copies.
         assert module.find_part(home, data_set, part, suffixes) == home / name
+
+
+@own_copies
+def test_plain_text_is_found_in_its_own_folder_or_inside_the_data(tmp_path):
+    own = tmp_path / "mine"
+    write(own / "train.txt", "a text")
+    assert text_file(own, "train") == own / "train.txt"
+    write(tmp_path / "wikipedia-en" / "valid.txt", "another")
+    assert text_file(tmp_path, "valid") == tmp_path / "wikipedia-en" / "valid.txt"
+    with pytest.raises(InvalidInputError, match="wikipedia-en"):
+        text_file(own, "valid")
