@@ -650,6 +650,7 @@ def test_a_transformers_that_is_a_little_too_old_is_refused(monkeypatch):
     from lln.integrations import transformers as ours
 
     monkeypatch.setattr(ours, "_registered", False)
-    monkeypatch.setattr(transformers, "__version__", "5.16.3")
+    # What the module itself looks at, whatever else was imported since.
+    monkeypatch.setattr(ours.transformers, "__version__", "5.16.3")
     with pytest.raises(BackendUnavailableError, match=r"5\.17 or newer, found 5\.16\.3; pip"):
-        register()
+        ours.register()
