@@ -32,6 +32,8 @@ PARTS = (
     "lln_diag@block_size=32",
     "lln_diag@block_size=64",
     "lln_diag@block_size=128",
+    "lln_diag@join=gate",
+    "lln_diag@join=heads",
     "diag/lln",
     "diag/softmax",
     *(f"diag/lln_keys@keys={keys},learn_offset=True" for keys in (16, 64, 128)),

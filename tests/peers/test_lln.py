@@ -122,3 +122,24 @@ def test_no_choice_of_a_causal_layer_looks_ahead(options):
         before, after = layer(x), layer(changed)
     torch.testing.assert_close(before[:, :half], after[:, :half], rtol=1e-6, atol=1e-6)
     assert (before - after)[:, half:].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("join", ["average", "gate", "heads"])
+def test_every_join_of_lln_diag_is_its_matrix_times_the_values(join):
+    torch.manual_seed(0)
+    core = build("lln_diag", block_size=16, join=join).core.double()
+    if join == "gate":
+        torch.nn.init.normal_(core.attention.gate_weight)
+        torch.nn.init.normal_(core.attention.gate_bias)
+    heads, width = core.host.num_heads, core.host.head_dim
+    query, key, value = torch.randn(3, 2, heads, 40, width, dtype=torch.float64)
+    expected = core.matrix(query, key) @ value
+    torch.testing.assert_close(core(query, key, value), expected)
+    if join != "average":
+        average = build("lln_diag", block_size=16).core.double()
+        assert not torch.allclose(average(query, key, value), expected)
+
+
+def test_a_join_without_a_matrix_is_refused():
+    with pytest.raises(InvalidInputError, match="join"):
+        build("lln_diag", join="scale")

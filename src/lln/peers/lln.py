@@ -1,12 +1,13 @@
 """LLN, alone, with diagonal blocks and with exact keys, behind the interface of all systems."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from lln import reference
 from lln.checks.key_options import check_selection
+from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
 from lln.functional.exact_keys import choose_keys
 from lln.matching.mass import keys_temperatures, mass_offset
@@ -17,6 +18,9 @@ from lln.nn.offsets import numbers_of_call
 from lln.peers.block_diagonal import block_matrix
 from lln.peers.peer import Card, Core, Host, Mask, visible
 from lln.precision import accumulation_dtype
+
+# Those whose result is a matrix times the values: other joins have a share per channel.
+_JOINS = ("average", "gate", "heads")
 
 
 class LLN(Core):
@@ -103,6 +107,8 @@ class LLNDiag(LLN):
 
     Args:
         block_size: Tokens in a diagonal block.
+        join: ``"average"``, as in the paper; ``"gate"``, a learned share per token and head; or
+            ``"heads"``, half of the heads LLN and half block-diagonal (see `lln.LLNDiagCore`).
         impl: As in `lln.lln_diag_attention`.
     """
 
@@ -118,13 +124,32 @@ class LLNDiag(LLN):
         departures="as lln; blocks of 64 tokens, where the authors' code takes the head width",
     )
 
-    def __init__(self, host: Host, *, block_size: int = 64, **matching: Any) -> None:
-        super().__init__(host, block_size=block_size, **matching)
-        self.block_size = block_size
+    def __init__(
+        self, host: Host, *, block_size: int = 64, join: str = "average", **matching: Any
+    ) -> None:
+        check_choice("join", join, _JOINS)
+        super().__init__(host, block_size=block_size, join=join, **matching)
+        self.block_size, self.join = block_size, join
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
+        long_range = super().matrix(query, key, key_mask)
         short_range = block_matrix(query, key, self.block_size, key_mask, self.host.is_causal)
-        return 0.5 * (super().matrix(query, key, key_mask) + short_range)
+        share = self._share(query).to(long_range.dtype)
+        return share * long_range + (1 - share) * short_range
+
+    def _share(self, query: Tensor) -> Tensor:
+        """Of LLN in every row, ``[B, H, N, 1]`` or less."""
+        core = cast("LLNDiagCore", self.attention)
+        if self.join == "gate":
+            return torch.sigmoid(
+                (query * core.gate_weight[:, None]).sum(-1, keepdim=True)
+                + core.gate_bias[:, None, None]
+            )
+        if self.join == "heads":
+            return (torch.arange(core.num_heads, device=query.device) < core.lln_heads)[
+                :, None, None
+            ]
+        return query.new_tensor(0.5)
 
 
 class LLNKeys(LLN):
