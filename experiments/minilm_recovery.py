@@ -48,6 +48,13 @@ ROWS = {
     "diag": {"attention": "lln_diag", "mix": 0.0},
     "lln_keys": {"attention": "lln_keys", "statistics": "learned"},
     "lln_keys_128": {"attention": "lln_keys", "statistics": "learned", "keys": 128},
+    "lln_keys_256": {"attention": "lln_keys", "statistics": "learned", "keys": 256},
+    "lln_keys_128_by_16": {
+        "attention": "lln_keys",
+        "statistics": "learned",
+        "keys": 128,
+        "group_size": 16,
+    },
     "elu": None,
     "hedgehog": None,
     "hedgehog_diag": None,
