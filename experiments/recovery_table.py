@@ -15,8 +15,6 @@ NAMES = {
     "diag": "Diag alone",
     "lln_keys": "LLN + 64 exact keys",
     "lln_keys_128": "LLN + 128 exact keys",
-    "lln_keys_128_by_16": "LLN + 128 exact keys for every 16 queries",
-    "lln_keys_256": "LLN + 256 exact keys",
     "elu": "ELU + 1",
     "hedgehog": "Hedgehog",
     "hedgehog_diag": "Hedgehog + Diag",

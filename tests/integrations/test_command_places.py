@@ -140,6 +140,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_conversion(folder, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "text.txt"]
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(folder, tmp_path):
     """safetensors says in its own words what the system said."""
     script = (

@@ -124,6 +124,7 @@ def test_export():
     assert run("export") < 1e-6
 
 
+@pytest.mark.slow
 def test_export_to_onnx(tmp_path):
     """The file gives the model's values at lengths and with padding it was not traced with."""
     pytest.importorskip("onnxscript")
