@@ -120,6 +120,7 @@ def test_recover_brings_accuracy_back():
     assert right["recovered"] > 0.99
 
 
+@pytest.mark.slow
 def test_export():
     assert run("export") < 1e-6
 

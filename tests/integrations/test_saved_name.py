@@ -43,7 +43,8 @@ def run(script, folder):
     return done.stdout.strip().splitlines()
 
 
-@pytest.mark.parametrize("attention", ["lln", pytest.param("lln_diag", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["lln", "lln_diag"])
 def test_a_stranger_is_told_what_to_run_and_it_helps(tiny, text, tmp_path, attention):
     model = tiny("bert")
     convert(model, attention, batch=text(), verbose=False)

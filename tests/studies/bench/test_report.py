@@ -218,6 +218,7 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_report_fills_every_section_and_changes_nothing_twice(checkout):
     report.main()
     texts = {path: path.read_text("utf-8") for path in checkout.rglob("*.md")}
@@ -252,6 +253,7 @@ def test_results_that_are_missing_leave_the_command_that_makes_them(checkout):
     assert not (checkout / "docs/figures").exists()
 
 
+@pytest.mark.slow
 def test_a_roberta_file_fills_its_sections(checkout):
     cell = {"part": "batch 1", "system": "lln", "batch": 1, "tokens": 512, "status": "timed"}
     cell |= {"milliseconds": 25.2, "peak_bytes": 4.04e9}

@@ -81,6 +81,7 @@ def test_a_captured_step_takes_the_steps_that_a_called_one_takes(name):
     assert again[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_table_runs_on_a_cpu(tmp_path):
     out = tmp_path / "roberta.json"
     done = roberta(*SMALL, "--out", str(out), "--figure")
