@@ -33,7 +33,7 @@ def main(words: list[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
         return options.function(options)
-    except (LLNError, InvalidInputError) as error:
+    except LLNError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

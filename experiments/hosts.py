@@ -19,11 +19,10 @@ from torch.nn import functional as F
 
 from experiments.methods import Method
 from experiments.tasks.cats_dogs import PictureTask
-from experiments.tasks.task import Task
+from experiments.tasks.task import NO_QUESTION, Task
 from lln import peers
 from lln.peers.projected import Branched
 
-NO_QUESTION = -100
 INIT_STD = 0.02
 
 

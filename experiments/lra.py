@@ -10,24 +10,13 @@ from __future__ import annotations
 
 from experiments.experiment import Experiment, Plan
 from experiments.hosts import Sizes
+from experiments.methods import COMPARED
 from experiments.tasks import listops, pathfinder, stand_in
 from experiments.tasks.lra_image import lra_image
 from experiments.tasks.lra_text import lra_text
 from experiments.tasks.retrieval import retrieval
 from experiments.training import Recipe
 
-METHODS = (
-    "softmax",
-    "diag",
-    "lln",
-    "lln_diag",
-    "lln_keys",
-    "elu",
-    "performer",
-    "cosformer",
-    "nystromformer",
-    "hedgehog",
-)
 # Learning rate, batch and warm-up steps of the harness, by task, out of its 50,000 steps.
 PUBLISHED = {
     "listops": (1e-4, 32, 1000),
@@ -88,6 +77,6 @@ EXPERIMENT = Experiment(
             "retrieval": Plan(_sizes(4096), _full("retrieval"), retrieval),
         },
     },
-    methods=METHODS,
+    methods=COMPARED,
     needs_data=frozenset({"text", "image", "retrieval"}),
 )

@@ -5,6 +5,7 @@ A task is loaded once for all its cells.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,8 @@ def run(
             result = run_cell(experiment, cell, loaded[1], work, tell)
             result["setup"] = describe("cuda" if torch.cuda.is_available() else "cpu", command)
             write(cell, _config(experiment, cell), result, out)
+            # Only now: a run that is stopped before has its checkpoints.
+            shutil.rmtree(checkpoints(cell, work), ignore_errors=True)
             done += plan.recipe.steps
             bar.update(line, completed=done)
             shown = result[experiment.measure]
@@ -101,7 +104,7 @@ def run_cell(
                 "is kept, remove that first)."
             )
         model.encoder.load_state_dict(torch.load(path, weights_only=True))
-    folder = cell.path(work).with_suffix("")
+    folder = checkpoints(cell, work)
     trained = train(model, task.train, plan.recipe, folder, cell.seed, tell)
     given, right, loss = answers(model, task.test, plan.recipe.batch, plan.recipe.precision)
     if any(other.starts_from == cell.task for other in experiment.plans[cell.scale].values()):
@@ -111,6 +114,11 @@ def run_cell(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     measured = plan.score(given, right) | {"loss": loss, "questions": len(right)}
     return measured | {"parameters": parameters} | trained
+
+
+def checkpoints(cell: Cell, work: Path) -> Path:
+    """The folder that a cell is resumed from."""
+    return cell.path(work).with_suffix("")
 
 
 def weights_path(cell: Cell, work: Path) -> Path:

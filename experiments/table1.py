@@ -19,6 +19,7 @@ import numpy as np
 
 from experiments.experiment import Experiment, Plan
 from experiments.hosts import Sizes
+from experiments.methods import COMPARED
 from experiments.tasks import glue, masked_text, stand_in
 from experiments.tasks.masked_text import TextCode
 from experiments.tasks.task import Task
@@ -26,18 +27,6 @@ from experiments.training import Recipe
 
 SETS = ("mnli", "qnli", "qqp", "sst2", "cola", "rte", "mrpc")
 TEXT = "wikipedia-en"
-METHODS = (
-    "softmax",
-    "diag",
-    "lln",
-    "lln_diag",
-    "lln_keys",
-    "elu",
-    "performer",
-    "cosformer",
-    "nystromformer",
-    "hedgehog",
-)
 SMALL = Sizes(layers=6, width=256, heads=4, feed_forward=1024, length=512, norm="post")
 BASE = Sizes(layers=12, width=768, heads=12, feed_forward=3072, length=512, norm="post")
 TINY = Sizes(layers=2, width=32, heads=2, feed_forward=64, length=128, norm="post")
@@ -129,7 +118,7 @@ EXPERIMENT = Experiment(
             Recipe(20_000, 32, 1e-5, 0.06, 0.1, clip=0.0, precision="bfloat16"),
         ),
     },
-    methods=METHODS,
+    methods=COMPARED,
     needs_data=frozenset({"mlm", *SETS}),
     measure="score",
 )

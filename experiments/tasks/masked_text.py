@@ -29,11 +29,10 @@ from torch import Tensor
 
 from experiments.tasks.byte_tokens import BYTE_VOCABULARY, byte_ids
 from experiments.tasks.data_folder import read_text
-from experiments.tasks.task import Examples, Task
+from experiments.tasks.task import NO_QUESTION, Examples, Task
 from lln.errors import InvalidInputError
 
 SETS = ("wikitext-2", "wikipedia-en")
-IGNORED = -100
 
 # WikiText's heading of an article; other lines of this form have no empty lines around them.
 _HEADING = re.compile(r"(?<=\n \n)(?= = [^=\n][^\n]* = \n \n)")
@@ -150,7 +149,7 @@ def hide(
         share: Probability that a token is hidden.
 
     Returns:
-        What the model sees, and the labels: the token where one is hidden, `IGNORED` elsewhere.
+        What the model sees, and the labels: the token where one is hidden, `NO_QUESTION` elsewhere.
     """
     low, high = code.plain
     hidden = (random.random(ids.shape) < share) & (ids >= low) & (ids < high)
@@ -158,7 +157,7 @@ def hide(
     seen = np.where(hidden & (fate < 0.8), code.mask, ids)
     replaced = hidden & (fate >= 0.8) & (fate < 0.9)
     seen = np.where(replaced, random.integers(low, high, ids.shape), seen)
-    return seen.astype(ids.dtype), np.where(hidden, ids, IGNORED).astype(np.int32)
+    return seen.astype(ids.dtype), np.where(hidden, ids, NO_QUESTION).astype(np.int32)
 
 
 class FreshlyHidden(Examples):

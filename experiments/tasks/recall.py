@@ -32,9 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.tasks.task import Examples, Task
-
-NO_QUESTION = -100
+from experiments.tasks.task import NO_QUESTION, Examples, Task
 
 
 @dataclass(frozen=True)

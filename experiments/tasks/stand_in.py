@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.tasks.byte_tokens import BYTE_VOCABULARY
 from experiments.tasks.task import Examples, Task, padded
 
-# Bytes as tokens: id = byte + 1.
-BYTE_VOCABULARY = 257
 SIDE = 32
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 PAD = 0
+# The label of a place that nothing is asked about; what PyTorch's losses leave out.
+NO_QUESTION = -100
 
 
 class Examples(Dataset):
@@ -23,7 +25,7 @@ class Examples(Dataset):
     Args:
         ids: int ``[n, N]``; `PAD` where there is no token.
         labels: int ``[n]`` for one class per example, or ``[n, N]`` for one token per place
-            (-100 = no question there).
+            (`NO_QUESTION` = nothing is asked there).
         lengths: int ``[n]``, the tokens of every example; None = all N.
     """
 

@@ -465,7 +465,11 @@ def test_activation_checkpointing(name, reentrant):
     # So that the gradients are those of the same numbers, also if the output differs in rounding.
     torch.autograd.backward(out, 2 * expected[0].detach())
     assert torch.equal(out, first)
-    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
+    if name.startswith("keys"):
+        torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
+    else:
+        # The others have one way.
+        assert torch.equal(out, expected[0])
     assert all(torch.equal(t.grad, g) for t, g in zip(args[:3], expected[1:], strict=True))
 
 

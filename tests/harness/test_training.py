@@ -9,11 +9,11 @@ import torch
 from experiments.cell_table import cell_table, clear_best
 from experiments.cells import Cell, is_finished, read_all, write
 from experiments.experiment import Experiment, Plan
-from experiments.hosts import NO_QUESTION, Sizes, host_of, started_host
+from experiments.hosts import Sizes, host_of, started_host
 from experiments.methods import Method, all_methods
 from experiments.runner import cells_of, run
 from experiments.tasks.masked_text import byte_code, masked_text
-from experiments.tasks.task import Examples, Task, padded
+from experiments.tasks.task import NO_QUESTION, Examples, Task, padded
 from experiments.training import Recipe, accuracy, answers, train
 
 from lln import peers
@@ -147,7 +147,13 @@ def test_a_stopped_training_ends_as_if_it_had_not_been_stopped(tmp_path, make):
     assert steps == [5, 6]
     assert torch.equal(weights(again), weights(whole))
     assert found["curve"] == expected["curve"]
-    assert not (tmp_path / "cut").exists()
+    # Stopped once more, after the last step but before its result was kept: nothing is lost.
+    late = start()
+    once_more = train(late, make().train, recipe, tmp_path / "cut", seed=1, tell=steps.append)
+    assert steps == [5, 6]
+    assert torch.equal(weights(late), weights(whole))
+    assert once_more["curve"] == expected["curve"]
+    assert once_more["seconds"] > 0
 
 
 def toy_experiment():
@@ -167,6 +173,7 @@ def test_finished_cells_are_skipped_and_other_settings_refused(tmp_path):
     stored = read_all(tmp_path / "out", "trial", "smoke")
     assert {one["cell"]["method"] for one in stored} == {"softmax", "elu"}
     assert {"accuracy", "seconds", "parameters", "curve", "setup"} <= stored[0].keys()
+    assert not list((tmp_path / "work").rglob("checkpoint-*"))
     with pytest.raises(InvalidInputError, match="other settings"):
         is_finished(cells[0], {"recipe": "another"}, tmp_path / "out")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from experiments.tasks.masked_text import (
-    IGNORED,
+    NO_QUESTION,
     byte_code,
     cut_windows,
     hide,
@@ -116,7 +116,7 @@ def test_hidden_tokens_follow_the_recipe():
     ids = random.integers(1, 257, (200, 500)).astype(np.int32)
     ids[:, ::10] = code.end
     seen, labels = hide(ids, code, random)
-    hidden = labels != IGNORED
+    hidden = labels != NO_QUESTION
     plain = ids != code.end
     assert not hidden[~plain].any()
     assert hidden[plain].mean() == pytest.approx(0.15, abs=0.005)
@@ -143,10 +143,10 @@ def test_the_task_hides_train_anew_and_the_rest_once(encyclopedia):
     task.train.set_epoch(1)
     assert not first["labels"].equal(task.train[0]["labels"])
     task.train.set_epoch(0)
-    assert not (first["labels"] == IGNORED).equal(other_window["labels"] == IGNORED)
+    assert not (first["labels"] == NO_QUESTION).equal(other_window["labels"] == NO_QUESTION)
     assert first["attention_mask"].all()
     assert first["input_ids"].shape == first["labels"].shape == (64,)
-    shown = first["labels"] == IGNORED
+    shown = first["labels"] == NO_QUESTION
     assert first["input_ids"][shown].equal(torch.from_numpy(task.train.ids[0]).long()[shown])
     assert len(task.first(3, 2).train) == 3
     assert task.first(3, 2).train[0]["labels"].equal(first["labels"])
@@ -190,7 +190,7 @@ def test_real_articles(data_set, counts):
     small = {name: texts[:20] for name, texts in parts.items()}
     task = masked_text(small, byte_code(), data_set)
     assert task.train.ids.shape[1] == 512
-    assert (task.valid.labels != IGNORED).mean() == pytest.approx(0.15, abs=0.01)
+    assert (task.valid.labels != NO_QUESTION).mean() == pytest.approx(0.15, abs=0.01)
 
 
 @needs_folder
