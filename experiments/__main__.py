@@ -22,6 +22,7 @@ from experiments.catalogue import EXPERIMENTS
 from experiments.cells import Cell, is_finished, read_all
 from experiments.experiment import SCALES, Experiment
 from experiments.methods import Method
+from experiments.prepared import prepared_task
 from experiments.report_page import markdown, write_report
 from experiments.runner import cells_of, run
 from experiments.side_by_side import Job, run_side_by_side
@@ -67,6 +68,7 @@ def run_many(experiment: Experiment, cells: list[Cell], options: argparse.Namesp
     """Run every unfinished cell in a process of its own; what others start from comes first."""
     plans = experiment.plans[options.scale]
     stages: list[list[Job]] = [[], []]
+    tasks: dict[str, None] = {}
     for cell in cells:
         if is_finished(cell, experiment.config(cell.scale, cell.task, cell.method), options.out):
             continue
@@ -76,6 +78,11 @@ def run_many(experiment: Experiment, cells: list[Cell], options: argparse.Namesp
         words += ["--data", str(options.data)] if options.data else []
         log = cell.path(options.work / "logs").with_suffix(".log")
         stages[plans[cell.task].starts_from is not None].append(Job(cell.title, words, log))
+        tasks[cell.task] = None
+    for task in tasks:
+        # Once, not in every process.
+        print(f"preparing {task}", flush=True)
+        prepared_task(experiment, options.scale, task, options.data, options.work)
     failed = [
         line for jobs in stages for line in run_side_by_side(jobs, options.jobs, options.minutes)
     ]

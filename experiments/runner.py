@@ -17,6 +17,7 @@ from experiments.cells import Cell, is_finished, write
 from experiments.experiment import Experiment
 from experiments.hosts import started_host
 from experiments.methods import Method
+from experiments.prepared import prepared_task
 from experiments.tasks.task import Task
 from experiments.training import answers, train
 from lln.errors import InvalidInputError
@@ -67,7 +68,7 @@ def run(
             plan = _plan(experiment, cell)
             if loaded is None or loaded[0] != cell.task:
                 bar.update(line, description=f"loading {cell.task}")
-                loaded = (cell.task, plan.load(data))
+                loaded = (cell.task, prepared_task(experiment, cell.scale, cell.task, data, work))
             bar.update(line, description=cell.title)
 
             def tell(step: int, before: int = done) -> None:

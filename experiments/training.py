@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from experiments.tasks.task import as_batch
 from lln.integrations.transformers import transformers
 from lln.integrations.work_folder import last_checkpoint, saving
 
@@ -104,7 +105,7 @@ def answers(
     device = next(model.parameters()).device
     model.eval()
     given, right, loss = [], [], 0.0
-    for entry in DataLoader(examples, batch_size=batch):
+    for entry in DataLoader(examples, batch_size=batch, collate_fn=as_batch):
         sent: dict[str, Tensor] = {name: side.to(device) for name, side in entry.items()}
         kind = getattr(torch, precision)
         with torch.autocast(device.type, kind, enabled=precision != "float32"):
@@ -181,7 +182,9 @@ def _trainer(model: nn.Module, examples: Dataset, recipe: Recipe, folder: Path, 
         label_names=["labels"],
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    trainer = WholeCheckpoints(model=model, args=settings, train_dataset=examples)
+    trainer = WholeCheckpoints(
+        model=model, args=settings, train_dataset=examples, data_collator=as_batch
+    )
     # The loss is a mean already.
     trainer.model_accepts_loss_kwargs = False
     return trainer

@@ -59,6 +59,12 @@ class Pictures(Dataset):
             "labels": torch.tensor(int(self.labels[index])),
         }
 
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """A batch at once; for `experiments.tasks.task.as_batch`."""
+        images = torch.from_numpy(self.images[indices]).permute(0, 3, 1, 2)
+        labels = torch.from_numpy(self.labels[indices].astype(np.int64))
+        return {"pixel_values": images.float() / 255, "labels": labels}
+
     def first(self, count: int | None) -> Pictures:
         """The first pictures; None = all."""
         return Pictures(self.images[:count], self.labels[:count])

@@ -8,11 +8,12 @@ Dimension legend: n examples, N tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 PAD = 0
 # The label of a place that nothing is asked about; what PyTorch's losses leave out.
@@ -52,12 +53,28 @@ class Examples(Dataset):
             "labels": label,
         }
 
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """A batch at once, which is faster than one by one; for `as_batch`."""
+        ids = torch.from_numpy(self.ids[indices].astype(np.int64))
+        mask = torch.ones_like(ids)
+        if self.lengths is not None:
+            mask = (
+                torch.arange(ids.shape[1]) < torch.from_numpy(self.lengths[indices])[:, None]
+            ).long()
+        labels = torch.from_numpy(self.labels[indices].astype(np.int64))
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
     def first(self, count: int | None) -> Examples:
         """The first examples; None = all."""
         if count is None:
             return self
         lengths = None if self.lengths is None else self.lengths[:count]
         return Examples(self.ids[:count], self.labels[:count], lengths)
+
+
+def as_batch(entries: Any) -> dict[str, Tensor]:
+    """For a DataLoader: what ``__getitems__`` gave is a batch already."""
+    return entries if isinstance(entries, dict) else default_collate(entries)
 
 
 @dataclass(frozen=True)
