@@ -39,7 +39,7 @@ def _full(task: str) -> Recipe:
 
 
 def _small(batch: int) -> Recipe:
-    return Recipe(5_000, batch, 1e-3, precision="bfloat16")
+    return Recipe(4_000, batch, 1e-3, precision="bfloat16")
 
 
 def _cores() -> int:
