@@ -17,6 +17,7 @@ from experiments.cells import Cell, is_finished, write
 from experiments.experiment import Experiment
 from experiments.hosts import started_host
 from experiments.methods import Method
+from experiments.observing import Observer, can_be_observed
 from experiments.prepared import prepared_task
 from experiments.tasks.task import Task
 from experiments.training import answers, train
@@ -106,7 +107,10 @@ def run_cell(
             )
         model.encoder.load_state_dict(torch.load(path, weights_only=True))
     folder = checkpoints(cell, work)
-    trained = train(model, task.train, plan.recipe, folder, cell.seed, tell)
+    observer = None
+    if plan.observed and can_be_observed(Method.parse(cell.method)):
+        observer = Observer(task.valid, plan.recipe.steps // plan.observed)
+    trained = train(model, task.train, plan.recipe, folder, cell.seed, tell, observer)
     given, right, loss = answers(model, task.test, plan.recipe.batch, plan.recipe.precision)
     if any(other.starts_from == cell.task for other in experiment.plans[cell.scale].values()):
         path = weights_path(cell, work)

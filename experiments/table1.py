@@ -74,7 +74,7 @@ def _right(given: np.ndarray, right: np.ndarray) -> dict[str, float]:
 
 
 def _plans(sizes: Sizes, vocabulary: int, first: Recipe, tuning: Recipe) -> dict[str, Plan]:
-    plans = {"mlm": Plan(sizes, first, partial(pretraining, vocabulary), score=_right)}
+    plans = {"mlm": Plan(sizes, first, partial(pretraining, vocabulary), score=_right, observed=12)}
     for name in SETS:
         load = partial(_fine_tuning, name, vocabulary)
         plans[name] = Plan(sizes, tuning, load, starts_from="mlm", score=_score(name))
@@ -94,7 +94,7 @@ def _smoke() -> dict[str, Plan]:
     def tuning(data: Path | None) -> Task:
         return stand_in.reversed_text(16, 8, 128, masked_text.byte_code().vocabulary)
 
-    plans = {"mlm": Plan(TINY, recipe, source_pretraining, score=_right)}
+    plans = {"mlm": Plan(TINY, recipe, source_pretraining, score=_right, observed=2)}
     for name in ("sst2", "cola"):
         plans[name] = Plan(TINY, recipe, tuning, starts_from="mlm", score=_score(name))
     return plans

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from experiments.observing import Observer, observations
 from experiments.tasks.task import as_batch
 from lln.integrations.transformers import transformers
 from lln.integrations.work_folder import last_checkpoint, saving
@@ -60,6 +61,7 @@ def train(
     folder: Path,
     seed: int,
     tell: Callable[[int], object] = lambda step: None,
+    observer: Observer | None = None,
 ) -> dict[str, Any]:
     """Train to the end, from the last checkpoint in the folder if there is one.
 
@@ -70,14 +72,17 @@ def train(
         folder: For checkpoints; whoever has kept the result removes it.
         seed: Of the order of the data.
         tell: Called after every step with its number.
+        observer: Measures the attention on the way; None = nobody does.
 
     Returns:
-        The curve of the training loss, that of the loss scale under float16, seconds (of all
-        attempts), and peak memory in MiB on a GPU.
+        The curve of the training loss, that of the loss scale under float16, those of the observer,
+        seconds (of all attempts), and peak memory in MiB on a GPU.
     """
     trainer = _trainer(model, examples, recipe, folder, seed)
     clock = _Clock(tell, examples, trainer)
     trainer.add_callback(clock)
+    if observer is not None:
+        trainer.add_callback(observer)
     for own in (transformers.ProgressCallback, transformers.PrinterCallback):
         trainer.remove_callback(own)
     if torch.cuda.is_available():
@@ -92,6 +97,7 @@ def train(
         "curve": [[entry["step"], round(float(entry["loss"]), 5)] for entry in logged],
         # Of float16 on a GPU only: what keeps its gradients within range.
         **({"loss_scale": scales} if scales else {}),
+        **({"observed": seen} if (seen := observations(history)) else {}),
         "seconds": round(clock.seconds, 2),
         "peak_mib": torch.cuda.max_memory_allocated() >> 20 if on_gpu else None,
     }

@@ -11,6 +11,7 @@ from experiments.cells import Cell, is_finished, read_all, write
 from experiments.experiment import Experiment, Plan
 from experiments.hosts import Sizes, host_of, started_host
 from experiments.methods import Method, all_methods
+from experiments.observing import Observer
 from experiments.runner import cells_of, run
 from experiments.tasks.masked_text import byte_code, masked_text
 from experiments.tasks.task import NO_QUESTION, Examples, Task, padded
@@ -203,3 +204,45 @@ def test_a_cell_has_a_name_without_slashes(tmp_path):
     path = odd.path(tmp_path)
     assert path.name == "toy.diag-lln_keys_keys_8_with_conv.seed3.json"
     assert json.loads(path.read_text())["cell"]["method"] == "diag/lln_keys@keys=8+conv"
+
+
+def test_attention_is_measured_on_the_way_where_instruments_know_it(tmp_path):
+    task = toy_task(classes=0)
+    plan = Plan(SIZES, RECIPE, lambda data: task, observed=3)
+    one = Experiment("toy", "Toy", {"small": {"toy": plan}}, ("lln", "elu"), seeds=(0,))
+    cells = cells_of(one, "small", ["toy"], ["lln", "elu"], [0])
+    run(one, cells, data=None, out=tmp_path / "out", work=tmp_path / "work", command="")
+    known, unknown = (json.loads(cell.path(tmp_path / "out").read_text("utf-8")) for cell in cells)
+    assert "observed" not in unknown
+    assert set(known["observed"]) == {"temperature", "entropy", "spectral_gap"}
+    steps, values = zip(*known["observed"]["entropy"], strict=True)
+    assert steps == (1, 2, 4, 6)
+    # Bits per row, of at most 24 tokens.
+    assert all(0 < value < np.log2(24) for value in values)
+    assert len(set(values)) == len(values)
+
+
+def test_measuring_changes_nothing_that_is_trained(tmp_path):
+    task, weights = toy_task(classes=0), []
+    for place, observer in enumerate((None, Observer(task.valid, 2))):
+        model = started_host(Method.parse("lln"), SIZES, task, 0)
+        train(model, task.train, RECIPE, tmp_path / str(place), 0, observer=observer)
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_training_that_was_stopped_keeps_what_was_measured(tmp_path):
+    task = toy_task(classes=0)
+
+    def trained(folder, stop=None):
+        def tell(step):
+            if step == stop:
+                raise KeyboardInterrupt
+
+        model = started_host(Method.parse("lln"), SIZES, task, 0)
+        observer = Observer(task.valid, 1)
+        return train(model, task.train, RECIPE, tmp_path / folder, 0, tell, observer)["observed"]
+
+    with pytest.raises(KeyboardInterrupt):
+        trained("stopped", stop=5)
+    assert trained("stopped") == trained("whole")
