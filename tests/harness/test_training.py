@@ -246,3 +246,17 @@ def test_a_training_that_was_stopped_keeps_what_was_measured(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trained("stopped", stop=5)
     assert trained("stopped") == trained("whole")
+
+
+def test_examples_are_told_every_epoch(tmp_path):
+    class Told(Examples):
+        epochs = ()
+
+        def set_epoch(self, epoch):
+            self.epochs = (*self.epochs, epoch)
+
+    task = toy_task(classes=0)
+    examples = Told(task.train.ids, task.train.labels, task.train.lengths)
+    train(started_host(Method.parse("lln"), SIZES, task, 0), examples, RECIPE, tmp_path, 0)
+    # 16 examples in batches of 4: six steps are one epoch and a half.
+    assert examples.epochs == (0, 1)
