@@ -79,7 +79,7 @@ def train(
         seconds (of all attempts), and peak memory in MiB on a GPU.
     """
     trainer = _trainer(model, examples, recipe, folder, seed)
-    clock = _Clock(tell, examples, trainer)
+    clock = _Clock(tell, trainer)
     trainer.add_callback(clock)
     if observer is not None:
         trainer.add_callback(observer)
@@ -131,15 +131,11 @@ def accuracy(given: np.ndarray, right: np.ndarray) -> dict[str, float]:
 
 
 class _Clock(transformers.TrainerCallback):
-    """Tells steps and epochs, and keeps the seconds of all attempts in the checkpoints."""
+    """Tells steps, and keeps the seconds of all attempts in the checkpoints."""
 
-    def __init__(self, tell: Callable[[int], object], examples: Any, trainer: Any) -> None:
-        self.tell, self.examples, self.trainer = tell, examples, trainer
+    def __init__(self, tell: Callable[[int], object], trainer: Any) -> None:
+        self.tell, self.trainer = tell, trainer
         self.seconds = self.begun = 0.0
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        if hasattr(self.examples, "set_epoch"):
-            self.examples.set_epoch(int(state.epoch or 0))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         before = [entry["spent"] for entry in state.log_history if "spent" in entry]
