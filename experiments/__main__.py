@@ -8,7 +8,8 @@
     python -m experiments report lra
 
 Every combination of task, method and seed is one cell with one JSON result. Finished cells are
-skipped, stopped ones go on where they were. Real data comes from --data or LLN_DATA.
+skipped, stopped ones go on where they were. Real data comes from --data or LLN_DATA; `copy` fills
+that folder.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from experiments.prepared import prepared_task
 from experiments.report_page import markdown, write_report
 from experiments.runner import cells_of, run
 from experiments.side_by_side import Job, run_side_by_side
+from experiments.tasks.copies import SOURCES, copy
 from lln.errors import InvalidInputError, LLNError
 
 
@@ -109,6 +111,16 @@ def run_many(experiment: Experiment, cells: list[Cell], options: argparse.Namesp
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def copy_sets(options: argparse.Namespace) -> int:
+    """Write real sets into the data folder."""
+    if options.data is None:
+        raise InvalidInputError("the folder to write to is not given; pass --data FOLDER.")
+    for name in options.names:
+        for path in copy(name, options.data, download=options.download):
+            print(f"wrote {path}")
+    return 0
 
 
 def status(options: argparse.Namespace) -> int:
@@ -197,6 +209,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--jobs", type=int, default=1, help="cells at a time, each in its process")
     one.add_argument("--minutes", type=float, help="with --jobs: begin none that would end later")
     one.set_defaults(function=run_cells)
+    one = commands.add_parser("copy", help="put a real set into the data folder (by `datasets`)")
+    one.add_argument("names", nargs="+", metavar="SET", help=", ".join(SOURCES))
+    one.add_argument("--data", type=Path, default=data and Path(data), help="or LLN_DATA")
+    one.add_argument("--download", action="store_true", help="the network may be used")
+    one.set_defaults(function=copy_sets)
     for name, function, text in (
         ("status", status, "how much is finished"),
         ("report", report, "print the tables of what is there"),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from experiments.tasks.block_images import decode_blocks
-from experiments.tasks.data_folder import read_arrays
+from experiments.tasks.data_folder import read_arrays, read_pictures
 from experiments.tasks.held_out import held_out
 from lln.errors import InvalidInputError
 
@@ -136,6 +136,9 @@ def to_rgb(brightness: np.ndarray, blue: np.ndarray, red: np.ndarray) -> np.ndar
 
 
 def _read(folder: Path | None, part: str) -> tuple[np.ndarray, np.ndarray]:
+    own = read_pictures(folder, "cats-dogs", part, (SIDE, SIDE, 3), len(CLASSES))
+    if own is not None:
+        return own
     arrays = read_arrays(folder, "cats-dogs", part, ("Y", "Cb", "Cr", "QY", "QC", "y"))
     labels = arrays["y"]
     counts = {arrays[name].shape[1] for name in ("Y", "Cb", "Cr")} | {len(labels)}
