@@ -39,6 +39,10 @@ def main(words: list[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
         return options.function(options)
+    except BrokenPipeError:
+        # Whoever reads, such as head, has seen enough.
+        sys.stdout = None
+        return 0
     except LLNError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

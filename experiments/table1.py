@@ -108,14 +108,14 @@ EXPERIMENT = Experiment(
         "small": _plans(
             SMALL,
             8192,
-            Recipe(6_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16"),
-            Recipe(2_000, 32, 1e-4, 0.06, 0.1, precision="bfloat16"),
+            Recipe(3_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16"),
+            Recipe(1_000, 32, 1e-4, 0.06, 0.1, precision="bfloat16", choices=5),
         ),
         "full": _plans(
             BASE,
             32768,
             Recipe(50_000, 512, 5e-4, 0.06, 0.01, clip=0.0, precision="bfloat16", saves=20),
-            Recipe(20_000, 32, 1e-5, 0.06, 0.1, clip=0.0, precision="bfloat16"),
+            Recipe(20_000, 32, 1e-5, 0.06, 0.1, clip=0.0, precision="bfloat16", choices=20),
         ),
     },
     methods=COMPARED,
