@@ -209,6 +209,17 @@ def test_a_cell_has_a_name_without_slashes(tmp_path):
     assert json.loads(path.read_text())["cell"]["method"] == "diag/lln_keys@keys=8+conv"
 
 
+@pytest.mark.parametrize("task", [{}, {"pairs": True}, {"classes": 0}])
+@pytest.mark.parametrize("name", ["softmax", "lln_diag", "lln_keys", "performer"])
+def test_no_mask_is_a_mask_of_ones(name, task):
+    model, batch = host(name, **task), batch_of(toy_task(**task))
+    batch.pop("attention_mask", None)
+    full = torch.ones_like(batch["input_ids"])
+    with torch.no_grad():
+        losses = [model(**batch)["loss"], model(**batch, attention_mask=full)["loss"]]
+    torch.testing.assert_close(*losses)
+
+
 def test_attention_is_measured_on_the_way_where_instruments_know_it(tmp_path):
     task = toy_task(classes=0)
     plan = Plan(SIZES, RECIPE, lambda data: task, observed=3)
