@@ -38,7 +38,7 @@ class Chooser(transformers.TrainerCallback):
         given, right, _ = answers(model, self.examples, self.batch, self.precision)
         found, best = accuracy(given, right)["accuracy"], self._best(state.log_history)
         state.log_history.append({"valid": found, "step": step})
-        if best is None or found > best["valid"]:
+        if state.is_world_process_zero and (best is None or found > best["valid"]):
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(self._path(step)) as file:
                 torch.save(model.state_dict(), file)

@@ -1,12 +1,13 @@
 """Training a host on a task, by Hugging Face's Trainer.
 
 A run that was stopped goes on from its last checkpoint, with the same batches in the same order:
-what comes out is what would have come out.
+what comes out is what would have come out. Under ``torchrun`` the processes share every batch.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from experiments.tasks.task import as_batch
+from lln.errors import InvalidInputError
 from lln.integrations.transformers import transformers
 from lln.integrations.work_folder import last_checkpoint, saving
 
@@ -136,6 +138,22 @@ class _Clock(transformers.TrainerCallback):
         self.tell(state.global_step)
 
 
+def processes() -> tuple[int, int]:
+    """Number of this process, and how many ``torchrun`` started."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def share_of_batch(batch: int) -> int:
+    """Examples of a batch that every process takes, so that all together take the same."""
+    count = processes()[1]
+    if batch % count:
+        raise InvalidInputError(
+            f"a batch of {batch} cannot be shared by {count} processes; start a number of them "
+            "that divides it."
+        )
+    return batch // count
+
+
 def _trainer(model: nn.Module, examples: Dataset, recipe: Recipe, folder: Path, seed: int) -> Any:
     class WholeCheckpoints(transformers.Trainer):
         """A checkpoint that was not written to its end is not there."""
@@ -147,7 +165,8 @@ def _trainer(model: nn.Module, examples: Dataset, recipe: Recipe, folder: Path, 
     settings = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch,
+        per_device_train_batch_size=share_of_batch(recipe.batch),
+        use_cpu=not torch.cuda.is_available(),
         learning_rate=recipe.rate,
         lr_scheduler_type="linear",
         warmup_steps=math.ceil(recipe.warm_up * recipe.steps),
