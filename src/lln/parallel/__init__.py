@@ -1,0 +1,5 @@
+"""Context parallelism: the attentions of the top level, for sequences that lie on several ranks."""
+
+from lln.parallel.sharded import lln_attention
+
+__all__ = ["lln_attention"]

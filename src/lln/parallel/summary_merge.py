@@ -1,0 +1,73 @@
+"""Summaries of all ranks merged: of the whole sequence, or of the ranks before this one.
+
+A rank's shard is summarised where it lies (`lln.eager.summary`); one gather brings the summaries
+of all ranks, of fixed size whatever their lengths, and every rank merges them in the same order.
+
+Dimension legend: R ranks, B batch, SH summary heads, D head width, E value width, x further columns
+of numbers per slot.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.eager.summary import LOG_ZERO, merge
+from lln.parallel.agreement import Shards
+from lln.parallel.collectives import gather
+
+
+class RankSummaries(NamedTuple):
+    """The summaries of all ranks.
+
+    Attributes:
+        log_mass: ``[R, B, SH, D]``.
+        centroid: ``[R, B, SH, D, E]``.
+        sums: ``[R, B, SH, D, x]``, numbers that add up over the ranks.
+    """
+
+    log_mass: Tensor
+    centroid: Tensor
+    sums: Tensor
+
+    def merged(self) -> tuple[Tensor, Tensor]:
+        """Log-mass and centroid of the whole sequence."""
+        pairs = zip(self.log_mass.unbind(), self.centroid.unbind(), strict=True)
+        return reduce(lambda left, right: merge(*left, *right), pairs)
+
+    def before(self, rank: int) -> RankSummaries:
+        """Those of earlier ranks; the others as if they had no token.
+
+        They stay in the graph with gradients of zero: the backward pass of a gather is a collective
+        that no rank may leave out.
+        """
+        earlier = torch.arange(self.log_mass.shape[0], device=self.log_mass.device) < rank
+        earlier = earlier.view(-1, 1, 1, 1)
+        return RankSummaries(
+            torch.where(earlier, self.log_mass, LOG_ZERO),
+            torch.where(earlier.unsqueeze(-1), self.centroid, 0.0),
+            torch.where(earlier.unsqueeze(-1), self.sums, 0.0),
+        )
+
+
+def gather_summaries(
+    log_mass: Tensor, centroid: Tensor, shards: Shards, sums: Tensor | None = None
+) -> RankSummaries:
+    """The summaries of all ranks, by one collective; its gradient is one collective, too.
+
+    Args:
+        log_mass: ``[B, SH, D]``, of this rank's shard.
+        centroid: ``[B, SH, D, E]``.
+        shards: The group.
+        sums: ``[B, SH, D, x]``, numbers to add up; None = none.
+    """
+    if sums is None:
+        sums = log_mass.new_empty(*log_mass.shape, 0)
+    own = torch.cat([log_mass.unsqueeze(-1), centroid, sums], -1)
+    everyone = gather(own, shards.ranks, shards.purpose("merging the summaries"))
+    sizes = [1, centroid.shape[-1], sums.shape[-1]]
+    log_mass, centroid, sums = everyone.split(sizes, -1)
+    return RankSummaries(log_mass.squeeze(-1), centroid, sums)
