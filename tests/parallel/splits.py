@@ -9,9 +9,11 @@ import lln.parallel
 
 ALONE = {
     "lln": lln.lln_attention,
+    "lln_diag": lln.lln_diag_attention,
 }
 TOGETHER = {
     "lln": lln.parallel.lln_attention,
+    "lln_diag": lln.parallel.lln_diag_attention,
 }
 LEARNED = ("alpha", "beta", "offset", "mix")
 # Of what belongs to a token: the axis of tokens.

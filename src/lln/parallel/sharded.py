@@ -14,12 +14,14 @@ from torch import Tensor
 from lln import checks
 from lln.checks.signatures import explain_misfits
 from lln.eager.causal import causal_attention
-from lln.eager.run import repeat_heads, repeat_temperature, widen
+from lln.eager.dropout import drop_keys
+from lln.eager.run import join, repeat_heads, repeat_temperature, widen
 from lln.eager.summary import read_heads, summarise_heads
 from lln.errors import BackendUnavailableError
 from lln.functional.request import Request
 from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards, agree
+from lln.parallel.diagonal_part import diagonal_part
 from lln.parallel.ranks import find_ranks
 from lln.parallel.summary_merge import gather_summaries
 from lln.parallel.temperature_merge import measure_shards
@@ -114,6 +116,93 @@ def lln_attention(
         found = _temperatures(request, shards)
         wide = widen(query, key, value, key_mask, dropout_p)
         return _long_range(*wide, *found, request, shards).to(query.dtype)
+
+
+@explain_misfits
+def lln_diag_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any = None,
+    lengths: Sequence[int] | None = None,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "variance",
+    block_size: int | None = None,
+    mix: float | Tensor = 0.5,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """`lln.lln_diag_attention` of a sequence whose tokens lie on several ranks.
+
+    Blocks that cross the boundary of a shard are computed by the rank that holds their first token:
+    it borrows at most ``block_size - 1`` tokens and gives their rows back. Where every shard begins
+    with a block and no sample begins with padding, nothing is borrowed.
+
+    Args:
+        query: ``[B, H, T, D]``, this rank's tokens.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        group: As in `lln_attention`.
+        lengths: As in `lln_attention`.
+        alpha: As in `lln_attention`.
+        beta: As in `lln_attention`.
+        matching: As in `lln_attention`.
+        block_size: Tokens in a diagonal block; None = D.
+        mix: As in `lln.lln_diag_attention`, for this rank's rows.
+        key_mask: As in `lln_attention`. Blocks are counted from the first valid token of the whole
+            sequence.
+        dropout_p: As in `lln_attention`.
+        is_causal: As in `lln_attention`.
+        scale: Factor of the diagonal part's scores; None = 1/√D.
+        enable_gqa: As in `lln_attention`.
+        impl: As in `lln_attention`.
+
+    Returns:
+        ``[B, H, T, E]``, the rows of this rank's tokens.
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    operation = "lln.parallel.lln_diag_attention"
+
+    def check() -> Request:
+        checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+        checks.check_self_attention(query, key, operation)
+        checks.check_key_mask(key_mask, key)
+        numbers: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
+        checks.check_options(query, key, query.shape[0], alpha, beta, matching, **numbers)
+        size = query.shape[-1] if block_size is None else block_size
+        checks.check_blocks(size, scale)
+        checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
+        check_plain(impl, operation)
+        return Request(
+            "lln_diag",
+            query,
+            key,
+            value,
+            alpha,
+            beta,
+            matching,
+            mix,
+            size,
+            scale,
+            key_mask,
+            dropout_p,
+            is_causal,
+        )
+
+    request, shards = agree(check, lengths, find_ranks(group, operation), operation)
+    with without_autocast(query):
+        found = _temperatures(request, shards)
+        # The same keys are dropped from both parts, also where a block is on another rank.
+        request = request._replace(value=drop_keys(value, dropout_p))
+        wide = widen(query, key, request.value, key_mask, 0.0)
+        long_range = _long_range(*wide, *found, request, shards)
+        return join(long_range, diagonal_part(request, shards), mix).to(query.dtype)
 
 
 def check_plain(impl: str, operation: str) -> None:
