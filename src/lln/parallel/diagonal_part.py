@@ -18,8 +18,8 @@ from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
 def diagonal_part(request: Request, shards: Shards) -> Tensor:
     """Softmax attention inside blocks: ``[B, H, T, E]`` in the accumulation dtype."""
     blocks = lay_blocks(request, shards)
-    *sides, mask = borrow_sides(request, blocks)
-    query, key, value = widen(*sides, mask, 0.0)
+    query, key, value, mask = borrow_sides(request, blocks)
+    query, key, value = widen(query, key, value, mask, 0.0)
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     first = None
     if blocks.is_crossed:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lln.eager.diagonal import first_tokens
 from lln.eager.key_blocks import KeyBlocks, blocks_in
+from lln.functional.request import Request
 from lln.parallel.agreement import Shards
 from lln.parallel.collectives import exchange, gather
 
@@ -95,8 +96,8 @@ class WholeBlocks:
         rows = torch.cat([side.permute(2, 0, 1, 3).flatten(2) for side in sides], -1)
         send, receive = self._traffic()
         parts = [rows[start:end] for start, end in send]
-        counts = [[end - start for start, end in side] for side in (send, receive)]
         purpose = self.shards.purpose("borrowing tokens of blocks that cross ranks")
+        counts = _counts(send), _counts(receive)
         found = exchange(torch.cat(parts), *counts, self.shards.ranks, purpose)
         borrowed = found.split(widths, -1)
         return [
@@ -111,8 +112,8 @@ class WholeBlocks:
         heads, width = out.shape[1], out.shape[3]
         rows = out.permute(2, 0, 1, 3).flatten(2)
         receive, send = self._traffic()
-        counts = [[end - start for start, end in side] for side in (send, receive)]
         purpose = self.shards.purpose("giving back rows of blocks that cross ranks")
+        counts = _counts(send), _counts(receive)
         found = exchange(rows[self.tokens :], *counts, self.shards.ranks, purpose)
         every = torch.cat([rows[: self.tokens], found]).unflatten(-1, (heads, width))
         every = every.permute(1, 2, 0, 3)
@@ -173,24 +174,19 @@ class WholeBlocks:
         return (token >= begin) & (start < self.tokens)
 
 
-def lay_blocks(
-    size: int, batch: int, mask: Tensor | None, shards: Shards, like: Tensor
-) -> WholeBlocks:
-    """How the blocks of a call lie on the ranks; asks them for the first valid tokens if needed.
-
-    Args:
-        size: W.
-        batch: B.
-        mask: bool ``[B, T]``, this rank's.
-        shards: The group.
-        like: Gives the device.
-    """
+def lay_blocks(request: Request, shards: Shards) -> WholeBlocks:
+    """How the blocks of a call lie on the ranks; asks them for the first valid tokens if needed."""
+    size, batch, device = request.block_size, request.query.shape[0], request.query.device
     starts, ends = shards.bounds
     shifted = any(start % size for start, end in zip(starts, ends, strict=True) if end > start)
     phase = torch.zeros(batch, dtype=torch.int64, device=device)
     if shards.padded:
         phase = _first_valid(batch, request.key_mask, shards, device) % size
     return WholeBlocks(shards, size, phase, shifted or shards.padded)
+
+
+def _counts(stretches: list[tuple[int, int]]) -> list[int]:
+    return [end - start for start, end in stretches]
 
 
 def _first_valid(batch: int, mask: Tensor | None, shards: Shards, device: torch.device) -> Tensor:
