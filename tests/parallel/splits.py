@@ -10,10 +10,12 @@ import lln.parallel
 ALONE = {
     "lln": lln.lln_attention,
     "lln_diag": lln.lln_diag_attention,
+    "lln_keys": lln.lln_keys_attention,
 }
 TOGETHER = {
     "lln": lln.parallel.lln_attention,
     "lln_diag": lln.parallel.lln_diag_attention,
+    "lln_keys": lln.parallel.lln_keys_attention,
 }
 LEARNED = ("alpha", "beta", "offset", "mix")
 # Of what belongs to a token: the axis of tokens.
@@ -30,7 +32,8 @@ def inputs_of(case):
     width, value_width = case.get("width", 5), case.get("value_width", 3)
     tensors = {
         "query": randn(batch, heads, queries, width),
-        "key": randn(batch, key_heads, keys, width) * case.get("spread", 1.0) + 0.3,
+        "key": randn(batch, key_heads, keys, width) * case.get("spread", 1.0)
+        + case.get("shift", 0.3),
         "value": randn(batch, key_heads, keys, value_width),
         "upstream": randn(batch, heads, queries, value_width),
     }

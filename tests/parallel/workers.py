@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty
 
 import torch
 import torch.distributed as dist
@@ -16,55 +17,71 @@ import torch.multiprocessing as mp
 
 SIZE = 4
 GROUPS = {2: [0, 1], 3: [0, 1, 2], 4: [0, 1, 2, 3], "odd": [1, 3]}
-SECONDS = 60
+SECONDS = 10
 
 
 class Pool:
-    """The processes, seen from the tests."""
+    """The processes, seen from the tests; started again after a case that left them waiting."""
 
-    def __init__(self, size=SIZE):
+    def __init__(self):
+        self.processes = []
+
+    def run(self, function, group, *arguments):
+        """What ``function(process_group, place in it, *arguments)`` returns on every member."""
+        if not self.processes:
+            self._start()
+        members = GROUPS[group]
+        for rank in members:
+            self.tasks[rank].put((function, group, arguments))
+        answers = [self._answer(rank) for rank in members]
+        failures = [failure for failure, _ in answers if failure is not None]
+        if failures:
+            self.close()
+        assert not failures, "\n".join(failures)
+        return [torch.load(io.BytesIO(found), weights_only=False) for _, found in answers]
+
+    def _start(self):
         context = mp.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         place = str(Path(self.folder.name) / "meeting")
-        self.tasks = [context.SimpleQueue() for _ in range(size)]
-        self.results = [context.Queue() for _ in range(size)]
+        self.tasks = [context.SimpleQueue() for _ in range(SIZE)]
+        self.results = [context.Queue() for _ in range(SIZE)]
         self.processes = [
-            context.Process(target=_serve, args=(rank, size, place, task, result), daemon=True)
+            context.Process(target=_serve, args=(rank, place, task, result), daemon=True)
             for rank, (task, result) in enumerate(zip(self.tasks, self.results, strict=True))
         ]
         for process in self.processes:
             process.start()
 
-    def run(self, function, group, *arguments):
-        """What ``function(process_group, place in it, *arguments)`` returns on every member."""
-        members = GROUPS[group]
-        for rank in members:
-            self.tasks[rank].put((function, group, arguments))
-        answers = [self.results[rank].get(timeout=2 * SECONDS) for rank in members]
-        for place, (failure, _) in enumerate(answers):
-            assert failure is None, f"member {place} of group {group}:\n{failure}"
-        return [torch.load(io.BytesIO(found), weights_only=False) for _, found in answers]
+    def _answer(self, rank):
+        try:
+            return self.results[rank].get(timeout=4 * SECONDS)
+        except Empty:
+            return f"rank {rank} did not answer", None
 
     def close(self):
-        for task in self.tasks:
+        for task in self.tasks if self.processes else ():
             task.put(None)
         for process in self.processes:
-            process.join(timeout=10)
+            process.join(timeout=5)
             if process.is_alive():
                 process.kill()
-        self.folder.cleanup()
+        if self.processes:
+            self.folder.cleanup()
+        self.processes = []
 
 
-def _serve(rank, size, place, tasks, results):
+def _serve(rank, place, tasks, results):
     torch.set_num_threads(1)
+    patience = timedelta(seconds=SECONDS)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{place}",
         rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=SECONDS),
+        world_size=SIZE,
+        timeout=patience,
     )
-    groups = {name: dist.new_group(members) for name, members in GROUPS.items()}
+    groups = {name: dist.new_group(members, timeout=patience) for name, members in GROUPS.items()}
     while (task := tasks.get()) is not None:
         function, name, arguments = task
         try:
