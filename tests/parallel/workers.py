@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 SIZE = 4
 GROUPS = {2: [0, 1], 3: [0, 1, 2], 4: [0, 1, 2, 3], "odd": [1, 3]}
 SECONDS = 10
+DEAD = "its process has ended"
 
 
 class Pool:
@@ -26,8 +27,11 @@ class Pool:
     def __init__(self):
         self.processes = []
 
-    def run(self, function, group, *arguments):
-        """What ``function(process_group, place in it, *arguments)`` returns on every member."""
+    def run(self, function, group, *arguments, may_die=False):
+        """What ``function(process_group, place in it, *arguments)`` returns on every member.
+
+        With ``may_die`` members may end their processes: they answer None.
+        """
         if not self.processes:
             self._start()
         members = GROUPS[group]
@@ -35,10 +39,16 @@ class Pool:
             self.tasks[rank].put((function, group, arguments))
         answers = [self._answer(rank) for rank in members]
         failures = [failure for failure, _ in answers if failure is not None]
-        if failures:
+        dead = [found is None for _, found in answers]
+        if failures or any(dead):
             self.close()
+        if may_die:
+            failures = [failure for failure in failures if failure != DEAD]
         assert not failures, "\n".join(failures)
-        return [torch.load(io.BytesIO(found), weights_only=False) for _, found in answers]
+        return [
+            None if gone else torch.load(io.BytesIO(found), weights_only=False)
+            for gone, (_, found) in zip(dead, answers, strict=True)
+        ]
 
     def _start(self):
         context = mp.get_context("spawn")
@@ -54,10 +64,13 @@ class Pool:
             process.start()
 
     def _answer(self, rank):
-        try:
-            return self.results[rank].get(timeout=4 * SECONDS)
-        except Empty:
-            return f"rank {rank} did not answer", None
+        for _ in range(4 * SECONDS):
+            try:
+                return self.results[rank].get(timeout=1)
+            except Empty:
+                if not self.processes[rank].is_alive():
+                    return DEAD, None
+        return f"rank {rank} did not answer", None
 
     def close(self):
         for task in self.tasks if self.processes else ():
