@@ -76,7 +76,7 @@ def in_checkpoint(group, rank, kind):
 @each_kind
 @pytest.mark.parametrize("wrap", [in_ddp, in_fsdp, in_checkpoint])
 def test_weights_get_the_gradients_of_one_process(pool, kind, wrap):
-    """DDP and FSDP average over the ranks, so a loss that is a sum is multiplied by their number."""
+    """DDP and FSDP average over the ranks: a sum is the average times their number."""
     expected = gradients(Layer(kind), tokens())
     for found in pool.run(wrap, 2, kind):
         assert set(found) == set(expected)

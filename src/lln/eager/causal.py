@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.eager.products import multiply
-from lln.eager.scan import running_merge, shift, whole_parts
-from lln.eager.summary import LOG_ZERO, key_exponents, merge, summarise
+from lln.eager.scan import earlier_merge, running_merge, shift, whole_parts
+from lln.eager.summary import LOG_ZERO, key_exponents, summarise
 from lln.tracing import has_values, is_compiling
 
 CHUNK = 64
@@ -110,16 +110,18 @@ def attend_chunks(
         key: β·k, ``[..., n, c, D]``; ``LOG_ZERO`` at masked tokens.
         value: ``[..., n, c, E]``; zero at masked tokens.
         segment: int ``[n]``, the sequence of every chunk; None = one sequence.
-        before: Log-mass ``[..., D]`` and centroid ``[..., D, E]`` of tokens before the first chunk.
+        before: Log-mass ``[..., D]`` and centroid ``[..., D, E]`` of tokens before the first chunk,
+            for one sequence.
     """
-    log_mass, centroid = shift(*running_merge(*summarise(key, value), segment))
+    summaries = summarise(key, value)
+    if before is not None:
+        log_mass, centroid = earlier_merge(*summaries, before)
+    else:
+        log_mass, centroid = shift(*running_merge(*summaries, segment))
     if segment is not None:
         continues = segment == F.pad(segment[:-1], (1, 0), value=-1)
         log_mass = torch.where(continues.unsqueeze(-1), log_mass, LOG_ZERO)
         centroid = torch.where(continues[:, None, None], centroid, 0.0)
-    if before is not None:
-        earlier = before[0].unsqueeze(-2), before[1].unsqueeze(-3)
-        log_mass, centroid = merge(*earlier, log_mass, centroid)
     chunks = Chunks(query, key, value, log_mass, centroid)
     if not _may_branch_on_values(query):
         return _exact(chunks)

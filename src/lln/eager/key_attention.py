@@ -27,9 +27,9 @@ from torch import Tensor
 from lln.eager.key_blocks import KeyBlocks
 from lln.eager.key_inference import attend_without_gradients, fits_inference
 from lln.eager.products import multiply
-from lln.eager.scan import running_merge, shift
+from lln.eager.scan import earlier_merge, running_merge, shift
 from lln.eager.selection import seen_keys
-from lln.eager.summary import LOG_ZERO, key_exponents, merge, summarise, summarise_heads
+from lln.eager.summary import LOG_ZERO, key_exponents, summarise, summarise_heads
 
 # L - βμ, C and μ.
 Slots = tuple[Tensor, Tensor, Tensor]
@@ -236,24 +236,24 @@ def slots_of_blocks(
         key_mask: bool ``[B, T]``.
         segment: int ``[n]``, the sequence of every block; None = one sequence.
         is_causal: Whether a block reads only the blocks before it.
-        before: What a causal call has seen before the first block.
+        before: What a causal call of one sequence has seen before the first block.
     """
     valid = blocks.valid(key_mask)[:, None]
     rows = blocks.gather(key)
     exponent, values = key_exponents(rows, blocks.gather(value), beta, valid)
-    log_mass, centroid = running_merge(*summarise(exponent, values), segment)
+    summaries = summarise(exponent, values)
     centre = _mean_keys(rows, valid, blocks, is_causal, before)
-    if not is_causal:
+    if before is not None:
+        log_mass, centroid = earlier_merge(*summaries, (before.log_mass, before.centroid))
+    elif not is_causal:
+        log_mass, centroid = running_merge(*summaries, segment)
         log_mass = log_mass.index_select(-2, blocks.last)
         centroid = centroid.index_select(-3, blocks.last)
     else:
-        log_mass, centroid = shift(log_mass, centroid)
+        log_mass, centroid = shift(*running_merge(*summaries, segment))
         begins = torch.arange(blocks.first.shape[0], device=key.device) == blocks.first
         log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
         centroid = torch.where(begins[:, None, None], 0.0, centroid)
-    if before is not None:
-        earlier = before.log_mass.unsqueeze(2), before.centroid.unsqueeze(2)
-        log_mass, centroid = merge(*earlier, log_mass, centroid)
     factor = beta.squeeze(-1) if isinstance(beta, Tensor) else beta
     return log_mass - factor * centre, centroid, centre
 

@@ -48,6 +48,8 @@ _COMMON: dict[str, Callable[[int], object]] = {
     "set of inputs that need gradients": lambda code: f"{code:07b}",
 }
 _OWN = ("refused", "queries", "keys held", "masked", "begins with padding")
+# How many integers a rank tells.
+FACTS = len(_OWN) + len(_COMMON)
 
 
 class Shards(NamedTuple):
@@ -105,7 +107,7 @@ def _ask(check: Callable[[], Request], ranks: Ranks, operation: str) -> tuple[Re
         request = check()
     except LLNError as caught:
         error = caught
-    facts = [1, *[0] * (len(_OWN) + len(_COMMON) - 1)]
+    facts = [1, *[0] * (FACTS - 1)]
     if request is not None:
         facts = [*_own_facts(request), *_common_facts(request)]
     device = _device(ranks, None if request is None else request.query)

@@ -9,13 +9,12 @@ of numbers per slot.
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lln.eager.summary import LOG_ZERO, merge
+from lln.eager.summary import LOG_ZERO
 from lln.parallel.agreement import Shards
 from lln.parallel.collectives import gather
 
@@ -34,9 +33,12 @@ class RankSummaries(NamedTuple):
     sums: Tensor
 
     def merged(self) -> tuple[Tensor, Tensor]:
-        """Log-mass and centroid of the whole sequence."""
-        pairs = zip(self.log_mass.unbind(), self.centroid.unbind(), strict=True)
-        return reduce(lambda left, right: merge(*left, *right), pairs)
+        """Log-mass and centroid of the whole sequence.
+
+        All at once: the second derivative of a pairwise merge is NaN for a rank without tokens.
+        """
+        weight = self.log_mass.softmax(0).unsqueeze(-1)
+        return self.log_mass.logsumexp(0), (weight * self.centroid).sum(0)
 
     def before(self, rank: int) -> RankSummaries:
         """Those of earlier ranks; the others as if they had no token.
