@@ -1,13 +1,17 @@
 """The bytes that ranks really send are those of the cost model."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
+from tests.pages import ROOT, needs_pages
 from tests.parallel.splits import TOGETHER, inputs_of, shard_of
 
 from lln.parallel import collectives
-from lln.parallel.cost import LayerShape, layer_traffic
+from lln.parallel.cost import KINDS, LayerShape, layer_traffic
 
+TOKENS = (8192, 65_536, 1_048_576)
 CASES = {
     "given": {"options": {"alpha": 1.5, "beta": 1.5}},
     "matched": {},
@@ -94,17 +98,24 @@ def test_what_ranks_send_is_what_the_model_says(pool, kind, name):
         options |= {"keys": 3, "group_size": 2} | ({"offset": 0.5} if "alpha" in options else {})
     case["options"] = options
     shape = shape_of(case)
-    for rank, (forward, backward) in enumerate(pool.run(counted, 4, case)):
-        model = layer_traffic(kind, shape, rank)
-        sure = [
-            sum(sent for step, sent in side.items() if not step.endswith("at most"))
-            for side in (model.forward, model.backward)
-        ]
-        if kind != "lln_keys":
-            assert [forward, backward] == sure
-            continue
-        assert sure[0] <= forward <= sum(model.forward.values())
-        assert sure[1] <= backward <= sum(model.backward.values())
+    counts = pool.run(counted, 4, case)
+    models = [layer_traffic(kind, shape, rank) for rank in range(4)]
+    if kind != "lln_keys":
+        assert counts == [sure(model) for model in models]
+        return
+    # Which rows travel depends on the data: at least none, at most as many as were wanted.
+    for direction, steps in enumerate(("forward", "backward")):
+        least = sum(sure(model)[direction] for model in models)
+        most = sum(sum(getattr(model, steps).values()) for model in models)
+        assert least < sum(count[direction] for count in counts) <= most
+
+
+def sure(model):
+    """The bytes that do not depend on the data."""
+    return tuple(
+        sum(sent for step, sent in side.items() if not step.endswith("at most"))
+        for side in (model.forward, model.backward)
+    )
 
 
 def chosen_rows(group, rank, case):
@@ -135,10 +146,7 @@ def test_bytes_of_exact_keys_are_those_of_the_rows_chosen(pool):
     assert sum(rows["fetched"] for *_, rows in everyone) > 0
     for rank, (forward, backward, rows) in enumerate(everyone):
         model = layer_traffic("lln_keys", shape, rank)
-        first, second = (
-            sum(sent for step, sent in side.items() if not step.endswith("at most"))
-            for side in (model.forward, model.backward)
-        )
+        first, second = sure(model)
         assert forward == first + rows["lent"] * row + rows["fetched"] * 8
         assert backward == second + rows["fetched"] * row
 
@@ -152,3 +160,13 @@ def test_other_methods_send_more_the_longer_the_sequence():
         assert total(kind, 1 << 20) == 1024 * total(kind, 1 << 10)
     assert total("lln", 65_536) < total("ulysses", 65_536) / 50 < total("ring", 65_536)
     assert total("lln_keys", 65_536) < total("ring", 65_536)
+
+
+@needs_pages
+def test_the_table_of_the_page_is_what_the_model_says():
+    page = (ROOT / "docs/parallel.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `?(\w+)`?[^|]*\|(.+)\|$", page, re.MULTILINE))
+    for kind in KINDS:
+        shapes = [LayerShape((n // 8,) * 8, heads=16, width=64, asked=False) for n in TOKENS]
+        expected = [f"{layer_traffic(kind, shape).total / 1e6:,.1f}" for shape in shapes]
+        assert [cell.strip() for cell in rows[kind].split("|")] == expected, kind

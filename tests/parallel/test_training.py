@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.pages import needs_pages, run
 from tests.parallel.splits import assert_same, by_one, by_rank, call, inputs_of, shard_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -108,3 +109,12 @@ def under_autocast(group, rank, case):
 def test_autocast(pool):
     case = {"kind": "lln", "lengths": LENGTHS, "dtype": torch.float32}
     assert pool.run(under_autocast, 2, case) == [torch.bfloat16] * 2
+
+
+def read_page(group, rank):
+    return run("docs/parallel.md", {})["out"].shape
+
+
+@needs_pages
+def test_the_guide_runs(pool):
+    assert pool.run(read_page, 4) == [(1, 8, 100 + 20 * rank, 64) for rank in range(4)]

@@ -2,7 +2,8 @@
 
 Every collective is counted as what one rank sends to the others: a gather of n bytes over R ranks
 is (R − 1)·n, an exchange what goes to other ranks. Counted this way a test finds the same numbers
-at the network. Only the rows of chosen keys depend on the data: they are bounded from above.
+at the network. Only the rows of chosen keys depend on the data: their number is bounded from above,
+in the mean over the ranks (a rank whose keys many choose sends more).
 
 Dimension legend: R ranks, B batch, H query heads, Hk key heads, SH summary heads, T tokens of a
 rank, D head width, E value width, W tokens in a block, K keys per group.
@@ -205,14 +206,11 @@ def _add_keys(
     elsewhere = sum(groups) - groups[rank]
     forward["candidates"] = 2 * shape.wide * lead * elsewhere * keys
     # A row travels once to a rank, however many groups chose it.
-    beyond = shape.block_size - 1
-    held = [shape.batch * key_heads * (length + beyond) for length in shape.lengths]
+    held = [shape.batch * key_heads * (length + shape.block_size - 1) for length in shape.lengths]
     fetched = min(lead * groups[rank] * keys, sum(held) - held[rank])
-    lent = sum(
-        min(lead * group * keys, held[rank]) for one, group in enumerate(groups) if one != rank
-    )
     row = shape.dtype.itemsize * (shape.width + value_width)
     forward["numbers of rows"] = 8 * others
     forward["rows asked for, at most"] = 8 * fetched
-    forward["chosen rows, at most"] = lent * row
+    # What a rank lends others have fetched: so much in the mean over the ranks.
+    forward["chosen rows, at most"] = fetched * row
     backward["chosen rows, at most"] = fetched * row
