@@ -60,9 +60,11 @@ def twice(group, rank, case):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["lln", "lln_diag"])
+@pytest.mark.parametrize("kind", TOGETHER)
 def test_second_derivatives(pool, kind, causal):
     options = {"alpha": 1.5, "beta": 1.5, "is_causal": causal}
+    if kind == "lln_keys":
+        options |= {"offset": 0.5, "block_size": 4, "keys": 2}
     case = {"kind": kind, "lengths": [5, 0, 6], "options": options}
     alone = getattr(lln, f"{kind}_attention")
     expected = second_derivatives(alone, inputs_of(case), options)

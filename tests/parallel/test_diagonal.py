@@ -1,7 +1,10 @@
 """Context-parallel LLN + Diag attention: blocks on one rank, across two and across many."""
 
 import pytest
-from tests.parallel.splits import assert_same, by_one, by_rank
+import torch
+from tests.parallel.splits import ALONE, assert_same, by_one, by_rank, inputs_of, shard_of
+
+from lln.eager.dropout import drop_keys
 
 FIXED = {"alpha": 1.7, "beta": 1.4}
 # Shards that begin with blocks of 4, that do not, and that are shorter than a block.
@@ -59,3 +62,30 @@ def test_lengths_that_are_known(pool):
     for cut in LENGTHS:
         check(pool, 3, cut, lengths_known=True)
         check(pool, 3, cut, lengths_known=True, hidden=[(0, 0, 2)])
+
+
+def dropped(group, rank, case):
+    """The rows of this rank, with dropout by its own random numbers; and what it dropped."""
+    torch.manual_seed(rank)
+    found = by_rank(group, rank, case)["out"]
+    torch.manual_seed(rank)
+    value = shard_of(inputs_of(case), case, rank)["value"]
+    return found, drop_keys(value, case["options"]["dropout_p"])
+
+
+@pytest.mark.parametrize("kind", ["lln", "lln_diag"])
+def test_dropout_drops_a_key_from_all_rows_of_all_ranks(pool, kind):
+    case = {
+        "kind": kind,
+        "lengths": [7, 0, 14],
+        "options": {"dropout_p": 0.4, "matching": "entropy"},
+    }
+    parts = pool.run(dropped, 3, case)
+    tensors = inputs_of(case)
+    value = torch.cat([dropped for _, dropped in parts], 2)
+    assert bool((value == 0).any())
+    sides = (tensors["query"], tensors["key"], value)
+    expected = ALONE[kind](*sides, matching="entropy")
+    torch.testing.assert_close(
+        torch.cat([out for out, _ in parts], 2), expected, rtol=0, atol=1e-12
+    )

@@ -14,6 +14,7 @@ from queue import Empty
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.parallel import splits  # noqa: F401 (all processes load it at once)
 
 SIZE = 4
 GROUPS = {2: [0, 1], 3: [0, 1, 2], 4: [0, 1, 2, 3], "odd": [1, 3]}

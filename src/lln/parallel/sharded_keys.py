@@ -245,7 +245,7 @@ def _read(
         far,
         choice.seen,
         blocks,
-        valid=there,
+        valid=None if blocks.is_plain and request.key_mask is None else there,
         group_size=request.group_size,
         is_causal=is_causal,
         scale=scale,

@@ -162,7 +162,7 @@ class WholeBlocks:
             token % self.size,
             torch.zeros_like(block),
             torch.full_like(block, count - 1),
-            False,
+            not self.is_crossed and tokens == count * self.size,
         )
 
     def owned(self) -> Tensor:
