@@ -13,7 +13,8 @@ Dimension legend: R ranks, n rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from lln.errors import PeerError
 from lln.parallel.ranks import Ranks, find_group
+from lln.tracing import is_watched
 
 # Called "into" before PyTorch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -36,6 +38,25 @@ def gather(tensor: Tensor, ranks: Ranks, purpose: str) -> Tensor:
         purpose: The operation and the step it serves, for the message if it fails.
     """
     return _gather(tensor.contiguous(), ranks.size, ranks.name, purpose)
+
+
+def gather_later(tensor: Tensor, ranks: Ranks, purpose: str) -> Callable[[], Tensor]:
+    """Start a `gather`; what is returned waits for it and gives its result.
+
+    Between the two this rank can compute. A compiler gets the gather at once.
+    """
+    if is_watched(tensor) or not tensor.numel():
+        found = gather(tensor, ranks, purpose)
+        return lambda: found
+    works: list[Any] = []
+    out = _GatherLater.apply(tensor, ranks, purpose, works)
+
+    def finish() -> Tensor:
+        with _named(ranks.name, purpose):
+            works.pop().wait()
+        return out
+
+    return finish
 
 
 def exchange(
@@ -60,7 +81,8 @@ def exchange(
 def _gather(tensor: Tensor, size: int, group: str, purpose: str) -> Tensor:
     out = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
-        _run(_all_gather, group, purpose, out.flatten(), tensor.detach().flatten())
+        with _named(group, purpose):
+            _all_gather(out.flatten(), tensor.detach().flatten(), group=find_group(group))
     return out
 
 
@@ -83,14 +105,32 @@ def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, No
 _gather.register_autograd(_gather_backward, setup_context=_save_gather)
 
 
+class _GatherLater(torch.autograd.Function):
+    """`_gather` that does not wait; it leaves in ``works`` what to wait for."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks, purpose: str, works: list[Any]) -> Tensor:
+        ctx.size, ctx.group, ctx.purpose = ranks.size, ranks.name, purpose
+        out = tensor.new_empty((ranks.size, *tensor.shape))
+        own = tensor.detach().contiguous().flatten()
+        with _named(ranks.name, purpose):
+            works.append(_all_gather(out.flatten(), own, group=ranks.group(), async_op=True))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather_backward(ctx, *gradients)
+
+
 @torch.library.custom_op("lln::exchange_rows", mutates_args=())
 def _exchange(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: str, purpose: str
 ) -> Tensor:
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     # Also where this rank has nothing to send or to get: the others wait for it.
-    arguments = (out, rows.detach(), list(receive), list(send))
-    _run(dist.all_to_all_single, group, purpose, *arguments)
+    counts = list(receive), list(send)
+    with _named(group, purpose):
+        dist.all_to_all_single(out, rows.detach(), *counts, group=find_group(group))
     return out
 
 
@@ -114,12 +154,13 @@ def _exchange_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, 
 _exchange.register_autograd(_exchange_backward, setup_context=_save_exchange)
 
 
-def _run(collective: Callable[..., Any], group: str, purpose: str, *arguments: Any) -> None:
-    """Run a collective; if it fails, say in which operation."""
-    found = find_group(group)
+@contextmanager
+def _named(group: str, purpose: str) -> Iterator[None]:
+    """If the collective inside fails, say in which operation."""
     try:
-        collective(*arguments, group=found)
+        yield
     except RuntimeError as error:
+        found = find_group(group)
         raise PeerError(
             f"{purpose} failed on rank {found.rank()} of {found.size()}: another rank stopped, did "
             f"not make the same call in time, or made it with other shapes ({_first_line(error)})."

@@ -6,7 +6,7 @@ width, E value width, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards, agree
 from lln.parallel.diagonal_part import diagonal_part
 from lln.parallel.ranks import find_ranks
-from lln.parallel.summary_merge import gather_summaries
+from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
 from lln.precision import cast_for_autocast, without_autocast
 
@@ -115,7 +115,8 @@ def lln_attention(
     with without_autocast(query):
         found = _temperatures(request, shards)
         wide = widen(query, key, value, key_mask, dropout_p)
-        return _long_range(*wide, *found, request, shards).to(query.dtype)
+        summaries = _summaries(*wide[1:], found[1], request, shards)
+        return _long_range(*wide, *found, request, shards, summaries()).to(query.dtype)
 
 
 @explain_misfits
@@ -201,8 +202,11 @@ def lln_diag_attention(
         # The same keys are dropped from both parts, also where a block is on another rank.
         request = request._replace(value=drop_keys(value, dropout_p))
         wide = widen(query, key, request.value, key_mask, 0.0)
-        long_range = _long_range(*wide, *found, request, shards)
-        return join(long_range, diagonal_part(request, shards), mix).to(query.dtype)
+        # The summaries travel while the blocks are computed.
+        summaries = _summaries(*wide[1:], found[1], request, shards)
+        short_range = diagonal_part(request, shards)
+        long_range = _long_range(*wide, *found, request, shards, summaries())
+        return join(long_range, short_range, mix).to(query.dtype)
 
 
 def check_plain(impl: str, operation: str) -> None:
@@ -222,6 +226,13 @@ def _temperatures(request: Request, shards: Shards) -> tuple[Any, Any]:
     return temperatures(moments, request.query.shape[-1], request.matching)
 
 
+def _summaries(
+    key: Tensor, value: Tensor, beta: float | Tensor, request: Request, shards: Shards
+) -> Callable[[], RankSummaries]:
+    """Summarise this rank's keys and start to exchange the summaries."""
+    return gather_summaries(*summarise_heads(key, value, beta, request.key_mask), shards)
+
+
 def _long_range(
     query: Tensor,
     key: Tensor,
@@ -230,10 +241,10 @@ def _long_range(
     beta: float | Tensor,
     request: Request,
     shards: Shards,
+    summaries: RankSummaries,
 ) -> Tensor:
     """LLN attention of this rank's queries, in the accumulation dtype."""
-    mask, heads = request.key_mask, query.shape[1]
-    summaries = gather_summaries(*summarise_heads(key, value, beta, mask), shards)
+    heads = query.shape[1]
     if not request.is_causal:
         return read_heads(query, alpha, *summaries.merged())
     before = summaries.before(shards.ranks.own).merged()
@@ -242,4 +253,4 @@ def _long_range(
         return read_heads(query, alpha, log_mass, centroid)
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta = (repeat_temperature(side, heads, query.dtype) for side in (alpha, beta))
-    return causal_attention(query, key, value, alpha, beta, mask, (log_mass, centroid))
+    return causal_attention(query, key, value, alpha, beta, request.key_mask, (log_mass, centroid))

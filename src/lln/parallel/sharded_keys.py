@@ -188,7 +188,7 @@ def _summaries(
     total = total.repeat_interleave(log_mass.shape[1] // max(key.shape[1], 1), 1)
     number = valid.sum(-1)[:, None, None].expand_as(total).to(key.dtype)
     sums = torch.stack([total, number], -1)
-    return gather_summaries(log_mass, centroid, shards, sums)
+    return gather_summaries(log_mass, centroid, shards, sums)()
 
 
 def _read(

@@ -9,6 +9,7 @@ of numbers per slot.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lln.eager.summary import LOG_ZERO
 from lln.parallel.agreement import Shards
-from lln.parallel.collectives import gather
+from lln.parallel.collectives import gather_later
 
 
 class RankSummaries(NamedTuple):
@@ -57,8 +58,10 @@ class RankSummaries(NamedTuple):
 
 def gather_summaries(
     log_mass: Tensor, centroid: Tensor, shards: Shards, sums: Tensor | None = None
-) -> RankSummaries:
-    """The summaries of all ranks, by one collective; its gradient is one collective, too.
+) -> Callable[[], RankSummaries]:
+    """Start to gather the summaries of all ranks; what is returned waits for them.
+
+    One collective; its gradient is one collective, too.
 
     Args:
         log_mass: ``[B, SH, D]``, of this rank's shard.
@@ -69,7 +72,11 @@ def gather_summaries(
     if sums is None:
         sums = log_mass.new_empty(*log_mass.shape, 0)
     own = torch.cat([log_mass.unsqueeze(-1), centroid, sums], -1)
-    everyone = gather(own, shards.ranks, shards.purpose("merging the summaries"))
+    everyone = gather_later(own, shards.ranks, shards.purpose("merging the summaries"))
     sizes = [1, centroid.shape[-1], sums.shape[-1]]
-    log_mass, centroid, sums = everyone.split(sizes, -1)
-    return RankSummaries(log_mass.squeeze(-1), centroid, sums)
+
+    def finish() -> RankSummaries:
+        log_mass, centroid, sums = everyone().split(sizes, -1)
+        return RankSummaries(log_mass.squeeze(-1), centroid, sums)
+
+    return finish
