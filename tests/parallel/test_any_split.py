@@ -16,14 +16,17 @@ def drawn(kind, seed):
     """A case with everything drawn at random."""
     dice = random.Random(f"{kind} {seed}")
     size = dice.choice([2, 3, 4])
-    lengths = [dice.choice([0, 1, 2, 5, 8, 13]) for _ in range(size)]
+    block = dice.choice([1, 2, 4, 6])
+    # Half of the cuts are between blocks, and much of the padding begins with a shard.
+    step = block if dice.random() < 0.5 else 1
+    lengths = [step * dice.choice([0, 1, 2, 3, 5, 8][: 6 if step < 4 else 4]) for _ in range(size)]
     tokens = sum(lengths)
     case = {"kind": kind, "lengths": lengths, "seed": seed, "width": dice.choice([1, 4])}
     causal = dice.random() < 0.5
     options = {"is_causal": causal}
     case["learn"] = ("alpha", "beta") if causal or dice.random() < 0.5 else ()
     if kind != "lln":
-        options["block_size"] = dice.choice([1, 2, 4, 6])
+        options["block_size"] = block
         options["scale"] = dice.choice([None, 0.3])
     if kind == "lln_keys":
         options["keys"] = dice.choice([0, 1, 4, 9])
@@ -32,7 +35,8 @@ def drawn(kind, seed):
     if dice.random() < 0.5:
         case["heads"], options["enable_gqa"] = 4, True
     if dice.random() < 0.6:
-        starts = [(sample, dice.randrange(tokens + 1)) for sample in (0, 0, 1)]
+        places = [dice.randrange(tokens + 1), *(sum(lengths[:rank]) for rank in range(size))]
+        starts = [(sample, dice.choice(places)) for sample in (0, 0, 1)]
         case["hidden"] = [(one, at, at + dice.randrange(8)) for one, at in starts]
         case["hidden"] += [(1, 0, dice.choice([0, 3]))]
     case["options"] = options

@@ -50,6 +50,14 @@ def test_padding_at_the_end_moves_nothing(pool):
     check(pool, 2, "whole", hidden=[(0, 9, 13)], masked_ranks=[1])
 
 
+@pytest.mark.parametrize("kind", ["lln_diag", "lln_keys"])
+def test_a_hole_where_a_shard_begins_is_no_padding(pool, kind):
+    """Blocks are counted from the first valid token of the sequence, not from that of the shard."""
+    options = {"block_size": 4, **({"keys": 2} if kind == "lln_keys" else {})}
+    case = {"kind": kind, "lengths": [8, 9], "hidden": [(0, 8, 10)], "options": options}
+    assert_same(pool.run(by_rank, 2, case), by_one(case))
+
+
 def test_a_sample_of_padding_alone(pool):
     check(pool, 3, "crossed", hidden=[(0, 0, 11)])
 

@@ -21,12 +21,11 @@ def diagonal_part(request: Request, shards: Shards) -> Tensor:
     query, key, value, mask = borrow_sides(request, blocks)
     query, key, value = widen(query, key, value, mask, 0.0)
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    first = None
-    if blocks.is_crossed:
-        if mask is None:
-            mask = query.new_ones(query.shape[0], query.shape[2]).bool()
-        # A block that begins before this shard is cut off here; its rows come from another rank.
-        first = blocks.begin(shards.ranks.own) % blocks.size
+    if blocks.is_crossed and mask is None:
+        mask = query.new_ones(query.shape[0], query.shape[2]).bool()
+    # Not the first valid token of this shard. A block that begins before it is cut off here; its
+    # rows come from another rank.
+    first = blocks.begin(shards.ranks.own) % blocks.size
     out = block_diagonal(
         query,
         key,
