@@ -3,11 +3,13 @@
     python -m experiments list
     python -m experiments run lra --scale smoke
     python -m experiments run lra --task listops --method softmax lln lln_keys --seed 0 1 2
+    python -m experiments time lra                              # ms and MiB of a training step
     python -m experiments status lra
     python -m experiments report lra
 
 Every combination of task, method and seed is one cell with one JSON result. Finished cells are
-skipped, stopped ones go on where they were. Real data comes from --data or LLN_DATA.
+skipped, stopped ones go on where they were. Real data comes from --data or LLN_DATA; `copy` fills
+that folder.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ import shlex
 import sys
 from pathlib import Path
 
+from experiments import table2
 from experiments.catalogue import EXPERIMENTS
 from experiments.cells import Cell, is_finished, read_all
+from experiments.cost import cost_table, measure
 from experiments.experiment import SCALES, Experiment
 from experiments.methods import Method
+from experiments.prepared import prepared_task
 from experiments.report_page import markdown, write_report
 from experiments.runner import cells_of, run
 from experiments.side_by_side import Job, run_side_by_side
+from experiments.tasks.copies import SOURCES, copy
 from lln.errors import InvalidInputError, LLNError
 
 
@@ -33,6 +39,10 @@ def main(words: list[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
         return options.function(options)
+    except BrokenPipeError:
+        # Whoever reads, such as head, has seen enough.
+        sys.stdout = None
+        return 0
     except LLNError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -46,11 +56,14 @@ def list_all(options: argparse.Namespace) -> int:
             data = " (needs --data)" if task in experiment.needs_data else ""
             print(f"{'':12} {task}{data}")
         print(f"{'':12} methods: {' '.join(experiment.methods)}")
+    print(f"{table2.NAME:10} {table2.TITLE} (by lln bench roberta)")
     return 0
 
 
 def run_cells(options: argparse.Namespace) -> int:
     """Run the cells that are not finished."""
+    if options.name == table2.NAME:
+        return table2.run_table2(options.scale, options.out)
     experiment = EXPERIMENTS[options.name]
     cells = _cells(experiment, options)
     command = shlex.join(["python", "-m", "experiments", "run", *_without_folders(options)])
@@ -63,10 +76,25 @@ def run_cells(options: argparse.Namespace) -> int:
     return 0
 
 
+def time_steps(options: argparse.Namespace) -> int:
+    """Measure a training step of every method, one at a time."""
+    experiment = EXPERIMENTS[options.name]
+    cells = _cells(experiment, options)
+    words = ["python", "-m", "experiments", "time", *_without_folders(options)]
+    count = measure(
+        experiment, cells, data=options.data, out=options.out, work=options.work,
+        command=shlex.join(words),
+    )  # fmt: skip
+    print(f"{count} measured.")
+    print(cost_table(experiment, options.scale, options.out))
+    return 0
+
+
 def run_many(experiment: Experiment, cells: list[Cell], options: argparse.Namespace) -> int:
     """Run every unfinished cell in a process of its own; what others start from comes first."""
     plans = experiment.plans[options.scale]
     stages: list[list[Job]] = [[], []]
+    tasks: dict[str, None] = {}
     for cell in cells:
         if is_finished(cell, experiment.config(cell.scale, cell.task, cell.method), options.out):
             continue
@@ -76,12 +104,27 @@ def run_many(experiment: Experiment, cells: list[Cell], options: argparse.Namesp
         words += ["--data", str(options.data)] if options.data else []
         log = cell.path(options.work / "logs").with_suffix(".log")
         stages[plans[cell.task].starts_from is not None].append(Job(cell.title, words, log))
+        tasks[cell.task] = None
+    for task in tasks:
+        # Once, not in every process.
+        print(f"preparing {task}", flush=True)
+        prepared_task(experiment, options.scale, task, options.data, options.work)
     failed = [
         line for jobs in stages for line in run_side_by_side(jobs, options.jobs, options.minutes)
     ]
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def copy_sets(options: argparse.Namespace) -> int:
+    """Write real sets into the data folder."""
+    if options.data is None:
+        raise InvalidInputError("the folder to write to is not given; pass --data FOLDER.")
+    for name in options.names:
+        for path in copy(name, options.data, download=options.download):
+            print(f"wrote {path}")
+    return 0
 
 
 def status(options: argparse.Namespace) -> int:
@@ -97,9 +140,14 @@ def status(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Print the tables of what is there, and write them with the curves as a page if asked."""
+    texts = []
+    if options.name in (None, table2.NAME):
+        texts.append(table2.report_table2(options.scale, options.out))
     for experiment in _chosen(options):
         if found := _finished(experiment, options):
-            print(markdown(experiment, options.scale, found))
+            texts.append(markdown(experiment, options.scale, found))
+        texts.append(cost_table(experiment, options.scale, options.out))
+    print("\n\n".join(text for text in texts if text) or "Nothing was run yet.")
     if options.page:
         write_report(_chosen(options), options.scale, options.out, options.page)
         print(f"The page: {options.page}")
@@ -112,7 +160,7 @@ def _finished(experiment: Experiment, options: argparse.Namespace) -> list[dict]
 
 def _chosen(options: argparse.Namespace) -> list[Experiment]:
     names = [options.name] if options.name else list(EXPERIMENTS)
-    return [EXPERIMENTS[name] for name in names]
+    return [EXPERIMENTS[name] for name in names if name != table2.NAME]
 
 
 def _cells(experiment: Experiment, options: argparse.Namespace) -> list[Cell]:
@@ -147,26 +195,39 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("list", help="what there is to run")
     one.set_defaults(function=list_all)
-    one = commands.add_parser("run", help="run what is not finished")
-    one.add_argument("name", choices=list(EXPERIMENTS))
-    one.add_argument("--task", nargs="+", help="default: all")
-    one.add_argument("--method", nargs="+", help="default: those that `list` names")
-    one.add_argument("--seed", nargs="+", type=int, help="default: 0 1 2")
     data = os.environ.get("LLN_DATA")
-    one.add_argument("--data", type=Path, default=data and Path(data), help="or LLN_DATA")
-    one.add_argument("--work", type=Path, default=Path("experiments/runs"), help="checkpoints")
+    for name, text in (
+        ("run", "run what is not finished"),
+        ("time", "time and memory of a training step, one method at a time"),
+    ):
+        one = commands.add_parser(name, help=text)
+        known = [*EXPERIMENTS, *([table2.NAME] if name == "run" else [])]
+        one.add_argument("name", choices=known)
+        one.add_argument("--task", nargs="+", help="default: all")
+        one.add_argument("--method", nargs="+", help="default: those that `list` names")
+        one.add_argument("--data", type=Path, default=data and Path(data), help="or LLN_DATA")
+        one.add_argument("--work", type=Path, default=Path("experiments/runs"), help="checkpoints")
+    one.set_defaults(function=time_steps, seed=None)
+    one = commands.choices["run"]
+    one.add_argument("--seed", nargs="+", type=int, help="default: 0 1 2")
     one.add_argument("--jobs", type=int, default=1, help="cells at a time, each in its process")
     one.add_argument("--minutes", type=float, help="with --jobs: begin none that would end later")
     one.set_defaults(function=run_cells)
+    one = commands.add_parser("copy", help="put a real set into the data folder (by `datasets`)")
+    one.add_argument("names", nargs="+", metavar="SET", help=", ".join(SOURCES))
+    one.add_argument("--data", type=Path, default=data and Path(data), help="or LLN_DATA")
+    one.add_argument("--download", action="store_true", help="the network may be used")
+    one.set_defaults(function=copy_sets)
     for name, function, text in (
         ("status", status, "how much is finished"),
         ("report", report, "print the tables of what is there"),
     ):
         one = commands.add_parser(name, help=text)
-        one.add_argument("name", nargs="?", choices=list(EXPERIMENTS), help="default: all")
+        known = [*EXPERIMENTS, *([table2.NAME] if name == "report" else [])]
+        one.add_argument("name", nargs="?", choices=known, help="default: all")
         one.set_defaults(function=function)
     commands.choices["report"].add_argument("--page", type=Path, help="an .html file to write")
-    for name in ("run", "status", "report"):
+    for name in ("run", "time", "status", "report"):
         one = commands.choices[name]
         one.add_argument("--scale", choices=SCALES, default="small", help="default: small")
         one.add_argument("--out", type=Path, default=Path("experiments/results/cells"))

@@ -56,8 +56,8 @@ def _experiment(name: str, title: str, methods: tuple[str, ...], precision: str)
         title=title,
         plans={
             "smoke": {"mlm": smoke},
-            "small": {"mlm": Plan(SMALL, recipe, partial(pretraining, 8192))},
-            "full": {"mlm": Plan(SMALL, longer, partial(pretraining, 8192))},
+            "small": {"mlm": Plan(SMALL, recipe, partial(pretraining, 8192), observed=12)},
+            "full": {"mlm": Plan(SMALL, longer, partial(pretraining, 8192), observed=12)},
         },
         methods=methods,
         needs_data=frozenset({"mlm"}),

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments.answering import accuracy
 from experiments.hosts import Sizes
 from experiments.tasks.cats_dogs import PictureTask
 from experiments.tasks.task import Task
-from experiments.training import Recipe, accuracy
+from experiments.training import Recipe
 
 SCALES = ("smoke", "small", "full")
 
@@ -31,6 +32,8 @@ class Plan:
         note: What differs from the paper, or nothing.
         starts_from: The task whose trained encoder this one starts from; it runs first.
         score: Measures of answers and right answers.
+        observed: How often the attention is measured on the way, where instruments know it; it does
+            not change what is trained.
     """
 
     sizes: Sizes
@@ -39,6 +42,7 @@ class Plan:
     note: str = ""
     starts_from: str | None = None
     score: Callable[[np.ndarray, np.ndarray], dict[str, float]] = accuracy
+    observed: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ folder; Retrieval is made of Wikipedia articles, because AAN cannot be had. Smok
 
 from __future__ import annotations
 
+import os
+
 from experiments.experiment import Experiment, Plan
 from experiments.hosts import Sizes
 from experiments.methods import COMPARED
@@ -33,11 +35,15 @@ def _sizes(length: int) -> Sizes:
 
 def _full(task: str) -> Recipe:
     rate, batch, warm_up = PUBLISHED[task]
-    return Recipe(50_000, batch, rate, warm_up / 50_000, precision="bfloat16", saves=20)
+    return Recipe(50_000, batch, rate, warm_up / 50_000, precision="bfloat16", saves=20, choices=50)
 
 
 def _small(batch: int) -> Recipe:
-    return Recipe(5_000, batch, 1e-3, precision="bfloat16")
+    return Recipe(2_000, batch, 1e-3, precision="bfloat16", choices=8)
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
 
 
 SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4)
@@ -63,7 +69,9 @@ EXPERIMENT = Experiment(
                 "trees of 200 to 1,024 tokens",
             ),
             "pathfinder": Plan(
-                _sizes(1024), _small(64), lambda data: pathfinder.load(20_000, 1_000, 2_000)
+                _sizes(1024),
+                _small(64),
+                lambda data: pathfinder.load(20_000, 1_000, 2_000, workers=_cores()),
             ),
             "text": Plan(_sizes(2048), _small(16), lambda data: lra_text(data, 2048, 2000)),
             "image": Plan(_sizes(1024), _small(64), lra_image),
@@ -71,7 +79,9 @@ EXPERIMENT = Experiment(
         },
         "full": {
             "listops": Plan(_sizes(2048), _full("listops"), lambda data: listops.load()),
-            "pathfinder": Plan(_sizes(1024), _full("pathfinder"), lambda data: pathfinder.load()),
+            "pathfinder": Plan(
+                _sizes(1024), _full("pathfinder"), lambda data: pathfinder.load(workers=_cores())
+            ),
             "text": Plan(_sizes(4096), _full("text"), lra_text),
             "image": Plan(_sizes(1024), _full("image"), lra_image),
             "retrieval": Plan(_sizes(4096), _full("retrieval"), retrieval),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.cell_table import cell_grid, cell_table
 from experiments.cells import read_all
@@ -47,28 +48,70 @@ def made_by(experiment: Experiment, scale: str, cells: list[dict[str, Any]]) -> 
     )
 
 
-def mean_curve(cells: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Training loss by step, the mean over the seeds that have the step."""
-    losses: dict[int, list[float]] = {}
+class Curves(NamedTuple):
+    """What cells have by step.
+
+    Attributes:
+        entry: Where it is in a result.
+        title: For the caption.
+        axis: What is drawn, with its unit.
+        lower: Whether the lowest at the end come first, when not all fit.
+    """
+
+    entry: tuple[str, ...]
+    title: str
+    axis: str
+    lower: bool = True
+
+
+CURVES = (
+    Curves(("curve",), "Training loss", "loss, nats"),
+    Curves(("loss_scale",), "Loss scale of float16", "log2 of the loss scale", lower=False),
+    Curves(("observed", "temperature"), "Temperature", "temperature, median of all heads"),
+    Curves(("observed", "entropy"), "Entropy", "bits per row, median of all heads"),
+    Curves(("observed", "spectral_gap"), "Spectral gap", "gap, median of all heads"),
+)
+
+
+def points_of(cell: dict[str, Any], kind: Curves) -> list[tuple[int, float]]:
+    """Steps and values of a cell; empty if it has none. A value that is missing is left out."""
+    found: Any = cell
+    for name in kind.entry:
+        found = found.get(name, {})
+    points = [(step, value) for step, value in found or () if value is not None]
+    if kind.entry == ("loss_scale",):
+        return [(step, math.log2(value)) for step, value in points if value > 0]
+    return points
+
+
+def mean_curve(
+    cells: Iterable[dict[str, Any]], kind: Curves = CURVES[0]
+) -> list[tuple[int, float]]:
+    """Values by step, the mean over the seeds that have the step."""
+    values: dict[int, list[float]] = {}
     for cell in cells:
-        for step, loss in cell["curve"]:
-            losses.setdefault(step, []).append(loss)
-    return [(step, statistics.mean(found)) for step, found in sorted(losses.items())]
+        for step, value in points_of(cell, kind):
+            values.setdefault(step, []).append(value)
+    return [(step, statistics.mean(found)) for step, found in sorted(values.items())]
 
 
-def curves_chart(task: str, cells: list[dict[str, Any]]) -> Chart:
-    """Loss against steps, one line per method; the methods with the lowest last losses."""
+def curves_chart(task: str, cells: list[dict[str, Any]], kind: Curves = CURVES[0]) -> Chart | None:
+    """Values against steps, one line per method; None if no cell has any."""
     methods = sorted({cell["cell"]["method"] for cell in cells})
     curves = {
-        method: mean_curve(cell for cell in cells if cell["cell"]["method"] == method)
+        method: mean_curve((cell for cell in cells if cell["cell"]["method"] == method), kind)
         for method in methods
     }
-    shown = sorted(curves, key=lambda method: curves[method][-1][1])[:MOST_CURVES]
+    curves = {method: curve for method, curve in curves.items() if curve}
+    if not curves:
+        return None
+    sign = 1 if kind.lower else -1
+    shown = sorted(curves, key=lambda method: sign * curves[method][-1][1])[:MOST_CURVES]
     names = colours_of(shown)
-    every = [loss for method in shown for _, loss in curves[method]]
+    every = [value for method in shown for _, value in curves[method]]
 
     def draw(figure: AnyFigure) -> None:
-        axes = plot_area.plot_area(figure, "training steps", "loss, nats", len(shown))
+        axes = plot_area.plot_area(figure, "training steps", kind.axis, len(shown))
         plot_area.linear_axis(axes.xaxis, 0, max(curves[method][-1][0] for method in shown))
         margin = 0.05 * (max(every) - min(every)) + 1e-3
         plot_area.linear_axis(axes.yaxis, min(every) - margin, max(every) + margin)
@@ -79,7 +122,17 @@ def curves_chart(task: str, cells: list[dict[str, Any]]) -> Chart:
         plot_area.legend_below(figure, axes, columns=1)
 
     height = plot_area.HEIGHT + plot_area.LEGEND_LINE * len(shown)
-    return Chart(f"training loss of {task} against steps", height, draw)
+    return Chart(f"{kind.title.lower()} of {task} against steps", height, draw)
+
+
+def charts_of(by_task: dict[str, list[dict[str, Any]]]) -> list[dict[str, str]]:
+    """Every chart that the cells of the tasks have points for."""
+    return [
+        {"task": task, "title": kind.title, "svg": inline_svg(chart)}
+        for task, cells in sorted(by_task.items())
+        for kind in CURVES
+        if (chart := curves_chart(task, cells, kind)) is not None
+    ]
 
 
 def colours_of(methods: list[str]) -> dict[str, tuple[str, str]]:
@@ -119,10 +172,7 @@ def write_report(experiments: list[Experiment], scale: str, cells_folder: Path, 
                 "scale": scale,
                 "grid": cell_grid(cells, experiment.measure, percent, experiment.lower),
                 "made_by": made_by(experiment, scale, cells),
-                "charts": [
-                    {"task": task, "svg": inline_svg(curves_chart(task, found))}
-                    for task, found in sorted(by_task.items())
-                ],
+                "charts": charts_of(by_task),
             }
         )
         texts.append(markdown(experiment, scale, cells))

@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
+from experiments.answering import answers
 from experiments.cells import Cell, is_finished, write
+from experiments.choosing import Chooser
 from experiments.experiment import Experiment
 from experiments.hosts import started_host
 from experiments.methods import Method
+from experiments.observing import Observer, can_be_observed
+from experiments.prepared import prepared_task
 from experiments.tasks.task import Task
-from experiments.training import answers, train
+from experiments.training import train
 from lln.errors import InvalidInputError
 from lln.studies.bench.environment import describe
 from lln.studies.report.progress import progress_bar
@@ -67,7 +71,7 @@ def run(
             plan = _plan(experiment, cell)
             if loaded is None or loaded[0] != cell.task:
                 bar.update(line, description=f"loading {cell.task}")
-                loaded = (cell.task, plan.load(data))
+                loaded = (cell.task, prepared_task(experiment, cell.scale, cell.task, data, work))
             bar.update(line, description=cell.title)
 
             def tell(step: int, before: int = done) -> None:
@@ -105,8 +109,14 @@ def run_cell(
             )
         model.encoder.load_state_dict(torch.load(path, weights_only=True))
     folder = checkpoints(cell, work)
-    trained = train(model, task.train, plan.recipe, folder, cell.seed, tell)
-    given, right, loss = answers(model, task.test, plan.recipe.batch, plan.recipe.precision)
+    recipe, watchers = plan.recipe, []
+    if plan.observed and can_be_observed(Method.parse(cell.method)):
+        watchers.append(Observer(task.valid, recipe.steps // plan.observed))
+    if recipe.choices:
+        every = recipe.steps // recipe.choices
+        watchers.append(Chooser(task.valid, every, recipe.batch, recipe.precision, folder / "best"))
+    trained = train(model, task.train, recipe, folder, cell.seed, tell, watchers)
+    given, right, loss = answers(model, task.test, recipe.batch, recipe.precision)
     if any(other.starts_from == cell.task for other in experiment.plans[cell.scale].values()):
         path = weights_path(cell, work)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ def _right(given: np.ndarray, right: np.ndarray) -> dict[str, float]:
 
 
 def _plans(sizes: Sizes, vocabulary: int, first: Recipe, tuning: Recipe) -> dict[str, Plan]:
-    plans = {"mlm": Plan(sizes, first, partial(pretraining, vocabulary), score=_right)}
+    plans = {"mlm": Plan(sizes, first, partial(pretraining, vocabulary), score=_right, observed=12)}
     for name in SETS:
         load = partial(_fine_tuning, name, vocabulary)
         plans[name] = Plan(sizes, tuning, load, starts_from="mlm", score=_score(name))
@@ -94,7 +94,7 @@ def _smoke() -> dict[str, Plan]:
     def tuning(data: Path | None) -> Task:
         return stand_in.reversed_text(16, 8, 128, masked_text.byte_code().vocabulary)
 
-    plans = {"mlm": Plan(TINY, recipe, source_pretraining, score=_right)}
+    plans = {"mlm": Plan(TINY, recipe, source_pretraining, score=_right, observed=2)}
     for name in ("sst2", "cola"):
         plans[name] = Plan(TINY, recipe, tuning, starts_from="mlm", score=_score(name))
     return plans
@@ -108,14 +108,14 @@ EXPERIMENT = Experiment(
         "small": _plans(
             SMALL,
             8192,
-            Recipe(6_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16"),
-            Recipe(2_000, 32, 1e-4, 0.06, 0.1, precision="bfloat16"),
+            Recipe(3_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16"),
+            Recipe(1_000, 32, 1e-4, 0.06, 0.1, precision="bfloat16", choices=5),
         ),
         "full": _plans(
             BASE,
             32768,
             Recipe(50_000, 512, 5e-4, 0.06, 0.01, clip=0.0, precision="bfloat16", saves=20),
-            Recipe(20_000, 32, 1e-5, 0.06, 0.1, clip=0.0, precision="bfloat16"),
+            Recipe(20_000, 32, 1e-5, 0.06, 0.1, clip=0.0, precision="bfloat16", choices=20),
         ),
     },
     methods=COMPARED,

@@ -34,7 +34,7 @@ EXPERIMENT = Experiment(
         "small": {
             "cats_dogs": Plan(
                 _sizes(256),
-                Recipe(3_000, 64, 5e-4, 0.1, 0.05, precision="bfloat16"),
+                Recipe(1_500, 64, 5e-4, 0.1, 0.05, precision="bfloat16", choices=10),
                 cats_dogs,
                 "64 × 64 pixels",
             )
@@ -42,7 +42,7 @@ EXPERIMENT = Experiment(
         "full": {
             "cats_dogs": Plan(
                 _sizes(1024),
-                Recipe(20_000, 64, 5e-4, 0.1, 0.05, precision="bfloat16", saves=20),
+                Recipe(20_000, 64, 5e-4, 0.1, 0.05, precision="bfloat16", saves=20, choices=50),
                 cats_dogs,
                 "64 × 64 pixels",
             )

@@ -1,26 +1,34 @@
-"""Training a host on a task, by Hugging Face's Trainer, and counting its right answers.
+"""Training a host on a task, by Hugging Face's Trainer.
 
 A run that was stopped goes on from its last checkpoint, with the same batches in the same order:
-what comes out is what would have come out. Nothing chooses a checkpoint: the last weights count, so
-the test part decides nothing.
+what comes out is what would have come out.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import Dataset
 
+from experiments.tasks.task import as_batch
 from lln.integrations.transformers import transformers
 from lln.integrations.work_folder import last_checkpoint, saving
+
+
+class Watcher(Protocol):
+    """A callback of the Trainer that notes what it sees in the history, which checkpoints hold."""
+
+    def results(self, history: list[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
+        """What is to be kept of the history, at the end; may change the model."""
+        ...
+
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
@@ -39,6 +47,8 @@ class Recipe:
         precision: ``"float32"``, or autocast to ``"bfloat16"`` or ``"float16"``.
         saves: Checkpoints over the whole run.
         points: Points of the training curve.
+        choices: How often the valid part is asked, so that its best weights count; 0 = the last
+            weights count.
     """
 
     steps: int
@@ -50,6 +60,7 @@ class Recipe:
     precision: str = "float32"
     saves: int = 4
     points: int = 50
+    choices: int = 0
 
 
 def train(
@@ -59,6 +70,7 @@ def train(
     folder: Path,
     seed: int,
     tell: Callable[[int], object] = lambda step: None,
+    watchers: Sequence[Watcher] = (),
 ) -> dict[str, Any]:
     """Train to the end, from the last checkpoint in the folder if there is one.
 
@@ -69,14 +81,17 @@ def train(
         folder: For checkpoints; whoever has kept the result removes it.
         seed: Of the order of the data.
         tell: Called after every step with its number.
+        watchers: Callbacks that look at the model on the way; see `Watcher`.
 
     Returns:
-        The curve of the training loss, that of the loss scale under float16, seconds (of all
-        attempts), and peak memory in MiB on a GPU.
+        The curve of the training loss, that of the loss scale under float16, what watchers saw,
+        seconds (of all attempts), and peak memory in MiB on a GPU.
     """
     trainer = _trainer(model, examples, recipe, folder, seed)
-    clock = _Clock(tell, examples, trainer)
+    clock = _Clock(tell, trainer)
     trainer.add_callback(clock)
+    for watcher in watchers:
+        trainer.add_callback(watcher)
     for own in (transformers.ProgressCallback, transformers.PrinterCallback):
         trainer.remove_callback(own)
     if torch.cuda.is_available():
@@ -91,48 +106,18 @@ def train(
         "curve": [[entry["step"], round(float(entry["loss"]), 5)] for entry in logged],
         # Of float16 on a GPU only: what keeps its gradients within range.
         **({"loss_scale": scales} if scales else {}),
+        **{key: value for one in watchers for key, value in one.results(history, model).items()},
         "seconds": round(clock.seconds, 2),
         "peak_mib": torch.cuda.max_memory_allocated() >> 20 if on_gpu else None,
     }
 
 
-@torch.no_grad()
-def answers(
-    model: Any, examples: Dataset, batch: int, precision: str = "float32"
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Answers and right answers to all questions, and the mean loss."""
-    device = next(model.parameters()).device
-    model.eval()
-    given, right, loss = [], [], 0.0
-    for entry in DataLoader(examples, batch_size=batch):
-        sent: dict[str, Tensor] = {name: side.to(device) for name, side in entry.items()}
-        kind = getattr(torch, precision)
-        with torch.autocast(device.type, kind, enabled=precision != "float32"):
-            output = model(**sent)
-        found, expected = model.questions(output, sent["labels"])
-        given.append(found.cpu().numpy())
-        right.append(expected.cpu().numpy())
-        loss += float(output["loss"]) * len(expected)
-    model.train()
-    asked = sum(map(len, right))
-    return np.concatenate(given), np.concatenate(right), loss / max(asked, 1)
-
-
-def accuracy(given: np.ndarray, right: np.ndarray) -> dict[str, float]:
-    """The share of right answers."""
-    return {"accuracy": float((given == right).mean()) if len(right) else 0.0}
-
-
 class _Clock(transformers.TrainerCallback):
-    """Tells steps and epochs, and keeps the seconds of all attempts in the checkpoints."""
+    """Tells steps, and keeps the seconds of all attempts in the checkpoints."""
 
-    def __init__(self, tell: Callable[[int], object], examples: Any, trainer: Any) -> None:
-        self.tell, self.examples, self.trainer = tell, examples, trainer
+    def __init__(self, tell: Callable[[int], object], trainer: Any) -> None:
+        self.tell, self.trainer = tell, trainer
         self.seconds = self.begun = 0.0
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        if hasattr(self.examples, "set_epoch"):
-            self.examples.set_epoch(int(state.epoch or 0))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         before = [entry["spent"] for entry in state.log_history if "spent" in entry]
@@ -181,7 +166,9 @@ def _trainer(model: nn.Module, examples: Dataset, recipe: Recipe, folder: Path, 
         label_names=["labels"],
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    trainer = WholeCheckpoints(model=model, args=settings, train_dataset=examples)
+    trainer = WholeCheckpoints(
+        model=model, args=settings, train_dataset=examples, data_collator=as_batch
+    )
     # The loss is a mean already.
     trainer.model_accepts_loss_kwargs = False
     return trainer

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from experiments.tasks.block_images import decode_blocks
-from experiments.tasks.data_folder import read_arrays
+from experiments.tasks.data_folder import read_arrays, read_pictures
 from experiments.tasks.held_out import held_out
 from lln.errors import InvalidInputError
 
@@ -53,11 +53,13 @@ class Pictures(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``pixel_values``, float32 ``[3, 64, 64]`` from 0 to 1, and ``labels``."""
-        image = torch.from_numpy(self.images[index]).permute(2, 0, 1)
-        return {
-            "pixel_values": image.float() / 255,
-            "labels": torch.tensor(int(self.labels[index])),
-        }
+        return {name: side[0] for name, side in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """A batch at once; for `experiments.tasks.task.as_batch`."""
+        images = torch.from_numpy(self.images[indices]).permute(0, 3, 1, 2)
+        labels = torch.from_numpy(self.labels[indices].astype(np.int64))
+        return {"pixel_values": images.float() / 255, "labels": labels}
 
     def first(self, count: int | None) -> Pictures:
         """The first pictures; None = all."""
@@ -130,6 +132,9 @@ def to_rgb(brightness: np.ndarray, blue: np.ndarray, red: np.ndarray) -> np.ndar
 
 
 def _read(folder: Path | None, part: str) -> tuple[np.ndarray, np.ndarray]:
+    own = read_pictures(folder, "cats-dogs", part, (SIDE, SIDE, 3), len(CLASSES))
+    if own is not None:
+        return own
     arrays = read_arrays(folder, "cats-dogs", part, ("Y", "Cb", "Cr", "QY", "QC", "y"))
     labels = arrays["y"]
     counts = {arrays[name].shape[1] for name in ("Y", "Cb", "Cr")} | {len(labels)}

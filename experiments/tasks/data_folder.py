@@ -5,7 +5,9 @@ ever downloaded. It holds one folder per set, and a set holds one file per part:
 
     imdb/train.tsv.xz          rows: an integer label, then one text per column
     wikipedia-en/valid.txt.xz  plain text
-    cifar10-gray/test.npz      arrays
+    cifar10-gray/test.npz      arrays: uint8 images and labels, or coefficients as in a JPEG
+
+`experiments.tasks.copies` writes such files from the package ``datasets``.
 
 Texts may be compressed (``.xz``) or not. In a table the first line names the columns, fields are
 separated by tabs, and there is no quoting, so a field holds neither a tab nor a line break.
@@ -186,6 +188,32 @@ def read_arrays(
     raise InvalidInputError(
         f"{str(path)!r} has no array {' and '.join(missing)}; it must hold {', '.join(names)}."
     )
+
+
+def read_pictures(
+    folder: Path | None, data_set: str, part: str, shape: tuple[int, ...], classes: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Pictures of somebody's own copy, uint8 ``[n, *shape]``, and labels ``[n]``.
+
+    None if the file does not hold plain ``images``, but what `block_images` decodes.
+
+    Raises:
+        InvalidInputError: If the arrays do not fit.
+    """
+    path = find_part(folder, data_set, part, ARRAYS)
+    with np.load(path) as arrays:
+        if "images" not in arrays:
+            return None
+    arrays = read_arrays(folder, data_set, part, ("images", "labels"))
+    images, labels = arrays["images"], arrays["labels"]
+    if images.shape != (len(labels), *shape) or images.dtype != np.uint8:
+        raise InvalidInputError(
+            f"images of {str(path)!r} must be uint8 of shape {(len(labels), *shape)}, one for "
+            f"every label, got {images.dtype} of shape {images.shape}."
+        )
+    if not ((labels >= 0) & (labels < classes)).all():
+        raise InvalidInputError(f"labels of {str(path)!r} must be from 0 to {classes - 1}.")
+    return images, labels
 
 
 def _check(path: Path, name: str) -> None:

@@ -6,13 +6,12 @@ checkpoint on dev as well. Here dev is the test part and chooses nothing: valid 
 in spirit: its train holds phrases of one sentence as rows of their own, so its valid is easier
 than its test. Train and dev are as they were published: CoLA has 16 sentences in both.
 
-Rows come from the data folder (`glue_rows`) or from the local cache of the package ``datasets``
-(`glue_rows_from_cache`); `glue_task` turns them into token ids with the tokenizer of the caller.
+Rows come from the data folder (`glue_rows`); `glue_task` turns them into token ids with the
+tokenizer of the caller.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,45 +125,6 @@ def glue_rows(folder: Path | None, name: str, share: float = 0.1) -> GlueRows:
     train, test = (
         read_rows(folder, name, part, known.columns, len(known.classes))
         for part in ("train", known.dev)
-    )
-    return _cut(name, train, test, share)
-
-
-def glue_rows_from_cache(name: str, share: float = 0.1) -> GlueRows:
-    """The same from a copy that the package ``datasets`` has in its cache; never from the network.
-
-    Raises:
-        InvalidInputError: If the package or the copy is missing.
-    """
-    known = _known(name)
-    # Read by the package when it is imported.
-    os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise InvalidInputError(
-            "GLUE from a cache needs the package datasets; pip install datasets, or give the "
-            "data folder with --data."
-        ) from error
-    # For a program that has imported it before.
-    datasets.config.HF_DATASETS_OFFLINE = True
-    settings = datasets.DownloadConfig(local_files_only=True)
-    try:
-        parts = datasets.load_dataset("glue", name, download_config=settings)
-    except Exception as error:
-        raise InvalidInputError(
-            f"the cache of datasets has no copy of glue/{name} ({error}); run "
-            f'datasets.load_dataset("glue", "{name}") once with a network, or give the data '
-            "folder with --data."
-        ) from error
-    dev = "validation_matched" if name == "mnli" else "validation"
-    train, test = (
-        # White space as in the data folder, where a field is one line.
-        [
-            Row(int(row["label"]), tuple(" ".join(row[column].split()) for column in known.columns))
-            for row in parts[part]
-        ]
-        for part in ("train", dev)
     )
     return _cut(name, train, test, share)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.tasks.block_images import decode_blocks
-from experiments.tasks.data_folder import read_arrays
+from experiments.tasks.data_folder import read_arrays, read_pictures
 from experiments.tasks.held_out import held_out
 from experiments.tasks.task import Examples, Task
 from lln.errors import InvalidInputError
@@ -55,6 +55,9 @@ def lra_image(folder: Path | None, share: float = 0.1) -> Task:
 
 def _read(folder: Path | None, part: str) -> tuple[np.ndarray, np.ndarray]:
     """Grey levels uint8 ``[n, 32, 32]`` and labels ``[n]``."""
+    own = read_pictures(folder, "cifar10-gray", part, (SIDE, SIDE), len(CLASSES))
+    if own is not None:
+        return own
     arrays = read_arrays(folder, "cifar10-gray", part, ("coef", "Q", "y"))
     images, labels = decode_blocks(arrays["coef"], arrays["Q"], SIDE), arrays["y"]
     if labels.shape != images.shape[:1] or (labels >= len(CLASSES)).any():

@@ -22,7 +22,9 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -91,12 +93,16 @@ def train_bpe(articles: Iterable[str], vocabulary: int = 8192) -> TextCode:
     )
     size = learned.get_vocab_size()
     return TextCode(
-        encode=lambda text: learned.encode(text).ids,
+        encode=partial(_bpe_ids, learned._tokenizer),
         vocabulary=size,
         mask=1,
         end=2,
         plain=(len(special), size),
     )
+
+
+def _bpe_ids(learned: Any, text: str) -> list[int]:
+    return learned.encode(text).ids
 
 
 def read_articles(folder: Path | None, data_set: str, part: str) -> list[str]:
@@ -181,11 +187,14 @@ class FreshlyHidden(Examples):
         """Hide other tokens from now on."""
         self.epoch = epoch
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """As in `Examples`."""
-        random = np.random.default_rng([self.epoch, index])
-        seen, labels = hide(self.ids[index], self.code, random, self.share)
-        return Examples(seen[None], labels[None])[0]
+        rows = [
+            hide(self.ids[index], self.code, np.random.default_rng([self.epoch, index]), self.share)
+            for index in indices
+        ]
+        seen, labels = (np.stack(side) for side in zip(*rows, strict=True))
+        return Examples(seen, labels).__getitems__(list(range(len(indices))))
 
     def first(self, count: int | None) -> FreshlyHidden:
         """The first windows; None = all."""

@@ -8,11 +8,12 @@ Dimension legend: n examples, N tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 PAD = 0
 # The label of a place that nothing is asked about; what PyTorch's losses leave out.
@@ -42,15 +43,25 @@ class Examples(Dataset):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """What a Hugging Face model takes: ``input_ids``, ``attention_mask``, ``labels``."""
-        ids = torch.from_numpy(self.ids[index].astype(np.int64))
-        tokens = len(ids) if self.lengths is None else int(self.lengths[index])
-        label = torch.from_numpy(np.asarray(self.labels[index], dtype=np.int64))
-        return {
-            "input_ids": ids,
-            "attention_mask": (torch.arange(len(ids)) < tokens).long(),
-            "labels": label,
+        """What a Hugging Face model takes; see `__getitems__`."""
+        return {name: side[0] for name, side in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """A batch at once: ``input_ids``, ``labels``, and ``attention_mask`` if lengths differ.
+
+        Without a mask systems have less to do. Goes with `as_batch`.
+        """
+        batch = {
+            "input_ids": torch.from_numpy(self.ids[indices].astype(np.int64)),
+            "labels": torch.from_numpy(np.asarray(self.labels[indices]).astype(np.int64)),
         }
+        if self.lengths is not None:
+            batch["attention_mask"] = self._mask(self.lengths[indices]).long()
+        return batch
+
+    def _mask(self, lengths: np.ndarray) -> Tensor:
+        """Which tokens are there: bool ``[n, N]``."""
+        return torch.arange(self.ids.shape[1]) < torch.from_numpy(lengths)[:, None]
 
     def first(self, count: int | None) -> Examples:
         """The first examples; None = all."""
@@ -58,6 +69,11 @@ class Examples(Dataset):
             return self
         lengths = None if self.lengths is None else self.lengths[:count]
         return Examples(self.ids[:count], self.labels[:count], lengths)
+
+
+def as_batch(entries: Any) -> dict[str, Tensor]:
+    """For a DataLoader: what ``__getitems__`` gave is a batch already."""
+    return entries if isinstance(entries, dict) else default_collate(entries)
 
 
 @dataclass(frozen=True)

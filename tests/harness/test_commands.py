@@ -1,5 +1,7 @@
 """The command line of the experiments, and every experiment from end to end at the smoke scale."""
 
+import json
+import subprocess
 import sys
 
 import pytest
@@ -31,7 +33,10 @@ def test_every_experiment_runs_and_is_not_run_twice(name, tmp_path, capsys):
     assert main(command) == 0
     table, html = capsys.readouterr().out, page.read_text("utf-8")
     assert all(task in table and f"<th>{task}</th>" in html for task in tasks)
-    assert html.count("<svg") == len(tasks)
+    # The training loss of every task, and what was measured on the way.
+    observed = sum(3 for cell in cells if "observed" in cell)
+    assert html.count("<svg") == len(tasks) + observed
+    assert bool(observed) == any(plan.observed for plan in tasks.values())
     assert EXPERIMENTS[name].title in page.with_suffix(".md").read_text("utf-8")
     assert main(["status", name, "--scale", "smoke", "--out", str(out)]) == 0
     assert "1 of" in capsys.readouterr().out
@@ -93,3 +98,44 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, monkeypatch):
         error = capsys.readouterr().err
         assert said in error
         assert "Traceback" not in error
+
+
+def test_a_step_of_every_method_is_timed_once(tmp_path, capsys):
+    command = [
+        "time",
+        "lra",
+        "--scale",
+        "smoke",
+        "--task",
+        "listops",
+        "--method",
+        "softmax",
+        "diag",
+    ]
+    command += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "2 measured" in text
+    assert "| Softmax attention |" in text
+    kept = json.loads((tmp_path / "out/lra/smoke-costs.json").read_text("utf-8"))["costs"]
+    assert all(kept["listops"][name]["milliseconds"] > 0 for name in ("softmax", "diag"))
+    command[command.index("diag")] = "elu"
+    assert main(command) == 0
+    assert "1 measured" in capsys.readouterr().out
+
+
+def test_table_2_is_measured_by_the_benchmark(tmp_path, monkeypatch, capsys):
+    called = []
+
+    def record(words, check):
+        called.append(words)
+        return subprocess.CompletedProcess(words, 3)
+
+    monkeypatch.setattr(subprocess, "run", record)
+    assert main(["run", "table2", "--scale", "smoke", "--out", str(tmp_path)]) == 3
+    assert called[0][1:5] == ["-m", "lln", "bench", "roberta"]
+    assert "--resume" not in called[0]
+    assert main(["report", "table2", "--out", str(tmp_path)]) == 0
+    assert "One training step, batch 1" in capsys.readouterr().out
+    assert main(["report", "table2", "--scale", "full", "--out", str(tmp_path)]) == 0
+    assert "Nothing was run yet" in capsys.readouterr().out

@@ -1,8 +1,6 @@
 """GLUE: rows, parts, tokens and scores."""
 
-import sys
 from collections import Counter
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from experiments.tasks.glue import (
     SETS,
     GlueRows,
     glue_rows,
-    glue_rows_from_cache,
     glue_task,
     score,
 )
@@ -143,57 +140,6 @@ def test_a_constant_answer_scores_nothing():
 def test_answers_must_fit_the_labels():
     with pytest.raises(InvalidInputError, match="one answer per label"):
         score("cola", np.ones(3), np.ones(4))
-
-
-# The cache of datasets
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    """Keep what the loader sets in the environment inside the test."""
-    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "0")
-
-
-def test_a_missing_package_is_named(monkeypatch, offline):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InvalidInputError, match="pip install datasets") as error:
-        glue_rows_from_cache("rte")
-    assert is_one_sentence(error)
-
-
-def fake_datasets(load):
-    module = ModuleType("datasets")
-    module.config = SimpleNamespace(HF_DATASETS_OFFLINE=False)
-    module.DownloadConfig = SimpleNamespace
-    module.load_dataset = load
-    return module
-
-
-def test_rows_of_the_cache_are_those_of_the_folder(monkeypatch, offline):
-    def load(group, name, download_config):
-        assert (group, name, download_config.local_files_only) == ("glue", "mnli", True)
-        assert sys.modules["datasets"].config.HF_DATASETS_OFFLINE
-        rows = [
-            {"premise": f" a\n{i}", "hypothesis": f"b  {i}", "label": i % 3, "idx": i}
-            for i in range(60)
-        ]
-        return {"train": rows, "validation_matched": rows[:5]}
-
-    monkeypatch.setitem(sys.modules, "datasets", fake_datasets(load))
-    rows = glue_rows_from_cache("mnli")
-    assert (len(rows.train), len(rows.valid), len(rows.test)) == (54, 6, 5)
-    assert Row(0, ("a 3", "b 3")) in rows.test
-
-
-def test_a_missing_copy_is_explained(monkeypatch, offline):
-    def load(*_, **__):
-        raise ConnectionError("offline")
-
-    monkeypatch.setitem(sys.modules, "datasets", fake_datasets(load))
-    with pytest.raises(InvalidInputError, match=r"no copy of glue/rte \(offline\); run") as error:
-        glue_rows_from_cache("rte")
-    assert is_one_sentence(error)
 
 
 # The real sets

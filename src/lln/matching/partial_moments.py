@@ -14,7 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.matching.moments import Moments, count_tokens, is_degenerate, token_mean
+from lln.matching.moments import (
+    Moments,
+    count_tokens,
+    is_degenerate,
+    sum_of_squares,
+    token_mean,
+)
 from lln.precision import accumulation_dtype
 
 
@@ -35,10 +41,10 @@ def part_of_heads(
     mean = token_mean(key, key_mask)
     sides = (
         count_tokens(query, query_mask),
-        _squares(query, query_mask),
+        sum_of_squares(query, query_mask),
         count_tokens(key, key_mask),
         mean,
-        _squares(key - mean, key_mask),
+        sum_of_squares(key, key_mask, mean),
     )
     return torch.cat([side.flatten() for side in sides])
 
@@ -103,11 +109,6 @@ def merge_tensors(parts: Tensor, query: Tensor) -> Moments:
 
 def _kept(tensor: Tensor, mask: Tensor | None) -> Tensor:
     return tensor if mask is None else torch.where(mask[:, None, :, None], tensor, 0.0)
-
-
-def _squares(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Sum of the squares of the valid tokens, ``[B, H]``."""
-    return _kept(tensor, mask).square().sum((-1, -2))
 
 
 def _unpack(parts: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
