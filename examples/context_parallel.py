@@ -1,6 +1,7 @@
 """Train a RoBERTa on sequences that are divided between processes, with checkpoints.
 
     python examples/context_parallel.py       # one process; without a GPU a tiny model, seconds
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1      # without it PyTorch's restarts may not connect
     torchrun --standalone --nproc-per-node 8 --max-restarts 3 examples/context_parallel.py --out run
 
 The made-up task: every blank asks for the first token of the sequence, which only the first process

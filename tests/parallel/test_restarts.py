@@ -20,6 +20,8 @@ STEPS = 6
 # Long enough to be interrupted.
 MANY = 60
 SECONDS = 120
+# Otherwise processes that start again may find the addresses of the dead ones (pytorch#135712).
+NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def arguments(**numbers):
@@ -97,7 +99,7 @@ def launched(folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **NEW_STORE},
     ) as process:
         try:
             yield process
