@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from tests.pages import blocks, needs_pages
 from torch.nn import functional as F
 from transformers import (
     BertConfig,
@@ -68,14 +69,15 @@ def batch_of(padded=True):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def plain_model(family, attention):
+def plain_model(family, attention, positions=TOKENS + 2):
     register()
     torch.manual_seed(0)
     kind, config = {
         "roberta": (RobertaForMaskedLM, RobertaConfig),
         "bert": (BertForMaskedLM, BertConfig),
     }[family]
-    config = config(**SIZES, attn_implementation=attention)
+    sizes = SIZES | {"max_position_embeddings": positions}
+    config = config(**sizes, attn_implementation=attention)
     if attention != "sdpa":
         config.lln = {"block_size": 4, "keys": 3} if attention == "lln_keys" else {"block_size": 5}
     return kind(config).double()
@@ -240,3 +242,19 @@ def test_wrong_use(pair):
     for found in pair.run(wrong_use, 2):
         for text, fragment in zip(found, expected, strict=True):
             assert fragment in (text or ""), (text, fragment)
+
+
+def read_page(group, rank, model):
+    names = {"model": model, "group": group, "batch": batch_of()}
+    # Whole pieces of 64 tokens need a longer sequence.
+    names["batch"] = {name: side.repeat(1, 4) for name, side in names["batch"].items()}
+    exec(blocks("docs/parallel.md")[1], names)
+    return names["loss"], names["shard"]["input_ids"].shape[1]
+
+
+@needs_pages
+def test_the_guide_runs(pair):
+    model = plain_model("bert", "lln", positions=4 * TOKENS)
+    (first, head), (second, tail) = pair.run(read_page, 2, model)
+    assert (head, tail) == (64, 4 * TOKENS - 64)
+    assert first + second > 0
