@@ -90,7 +90,9 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if GPU else "cpu"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if GPU else "gloo", device_id=device if GPU else None, **alone)
+    if GPU:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if GPU else "gloo", **alone)
     register()
     config = RobertaConfig(
         **{name: getattr(options, name) for name in SIZES},
@@ -102,6 +104,8 @@ def main(arguments=None):
     )
     torch.manual_seed(0)
     model = RobertaForMaskedLM(config).to(device)
+    if GPU:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     connect(model)
     losses = train(model, options)
     dist.destroy_process_group()

@@ -36,7 +36,7 @@ def test_there_is_a_test_for_every_example_and_none_is_long():
         "vision",
     }
     for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text("utf-8").splitlines()) < 115, path.name
+        assert len(path.read_text("utf-8").splitlines()) < 120, path.name
 
 
 def test_classify_roberta(capsys):

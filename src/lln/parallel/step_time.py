@@ -31,8 +31,10 @@ class Machine:
     """What is assumed of the ranks and of what lies between them: nodes of 8 H100-like GPUs.
 
     Attributes:
-        softmax_rate: Operations per second of fused softmax attention, forward and backward.
-        linear_rate: Of our local passes: plain PyTorch, which waits for memory most of the time.
+        softmax_rate: Operations per second of fused softmax attention, forward and backward: about
+            what the fastest of docs/benchmarks.md has on one H200.
+        linear_rate: Of our local passes: a guess for plain PyTorch, which waits for memory most of
+            the time. The fused kernels have several times this rate, but ranks cannot use them yet.
         node_ranks: Ranks in a node.
         node_bandwidth: Bytes per second that a rank sends inside its node.
         network_bandwidth: Bytes per second that a rank sends when the group spans several nodes.
@@ -90,7 +92,7 @@ def layer_time(
         >>> shape = LayerShape((131_072,) * 8, heads=16, width=64, asked=False)
         >>> ours, ring = (layer_time(kind, shape).total for kind in ("lln", "ring"))
         >>> round(ring / ours)
-        230
+        937
     """
     machine = machine or Machine()
     ranks, key_heads = len(shape.lengths), shape.grouped[0]
