@@ -28,14 +28,16 @@ class Counter:
     """Counts, at the calls of torch.distributed, what leaves this rank for another one."""
 
     def __init__(self, rank, size):
-        self.rank, self.size, self.sent = rank, size, 0
+        self.rank, self.size, self.sent, self.calls = rank, size, 0, 0
 
     def gather(self, out, own, **options):
         assert out.numel() == self.size * own.numel()
+        self.calls += 1
         self.sent += (self.size - 1) * own.numel() * own.element_size()
         return REAL_GATHER(out, own, **options)
 
     def exchange(self, out, rows, receive, send, group):
+        self.calls += 1
         leaving = sum(rows.split(send)[one].numel() for one in range(self.size) if one != self.rank)
         self.sent += leaving * rows.element_size()
         return REAL_EXCHANGE(out, rows, receive, send, group=group)

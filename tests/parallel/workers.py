@@ -28,17 +28,18 @@ class Pool:
     def __init__(self):
         self.processes = []
 
-    def run(self, function, group, *arguments, may_die=False):
+    def run(self, function, group, *arguments, may_die=False, patience=4 * SECONDS):
         """What ``function(process_group, place in it, *arguments)`` returns on every member.
 
-        With ``may_die`` members may end their processes: they answer None.
+        With ``may_die`` members may end their processes: they answer None. ``patience`` is in
+        seconds.
         """
         if not self.processes:
             self._start()
         members = GROUPS[group]
         for rank in members:
             self.tasks[rank].put((function, group, arguments))
-        answers = [self._answer(rank) for rank in members]
+        answers = [self._answer(rank, patience) for rank in members]
         failures = [failure for failure, _ in answers if failure is not None]
         dead = [found is None for _, found in answers]
         if failures or any(dead):
@@ -64,8 +65,8 @@ class Pool:
         for process in self.processes:
             process.start()
 
-    def _answer(self, rank):
-        for _ in range(4 * SECONDS):
+    def _answer(self, rank, patience):
+        for _ in range(patience):
             try:
                 return self.results[rank].get(timeout=1)
             except Empty:

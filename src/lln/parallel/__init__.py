@@ -2,5 +2,6 @@
 
 from lln.parallel.sharded import lln_attention, lln_diag_attention
 from lln.parallel.sharded_keys import lln_keys_attention
+from lln.parallel.weights import sum_gradients
 
-__all__ = ["lln_attention", "lln_diag_attention", "lln_keys_attention"]
+__all__ = ["lln_attention", "lln_diag_attention", "lln_keys_attention", "sum_gradients"]
