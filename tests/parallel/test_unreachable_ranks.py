@@ -1,16 +1,18 @@
 """A rank that stops or does not come: the others fail in time, with the name of the operation."""
 
 import os
-import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from tests.parallel.workers import SECONDS
 
 import lln.parallel
 from lln.errors import PeerError
 
-PATIENCE = 2
+PATIENCE = 5
+# Gloo names the timeout that ended the wait: that of the group, and not that of all processes.
+OWN_TIMEOUT = f"Timed out waiting {1000 * PATIENCE}ms"
 
 
 def waiting(group, rank, moment):
@@ -19,7 +21,6 @@ def waiting(group, rank, moment):
     if rank > 1:
         return None
     sides = torch.randn(3, 1, 2, 6, 4, requires_grad=True).unbind()
-    started = time.monotonic()
     try:
         if rank == 1 and moment == "before":
             return None
@@ -28,29 +29,29 @@ def waiting(group, rank, moment):
             return None
         if rank == 1:
             os._exit(1)
-        started = time.monotonic()
         out.sum().backward()
     except PeerError as error:
-        return str(error), time.monotonic() - started
+        return str(error)
     return None
 
 
 def test_a_rank_that_does_not_come(pool):
-    message, seconds = pool.run(waiting, 4, "before")[0]
+    message = pool.run(waiting, 4, "before")[0]
     assert message.startswith("lln.parallel.lln_attention: comparing the ranks' arguments failed")
     assert "on rank 0 of 2" in message
-    assert seconds < PATIENCE + 3
+    assert OWN_TIMEOUT in message
 
 
 def test_a_rank_that_does_not_go_back(pool):
-    message, seconds = pool.run(waiting, 4, "between")[0]
+    message = pool.run(waiting, 4, "between")[0]
     assert message.startswith("lln.parallel.lln_attention: merging the summaries (backward) failed")
-    assert seconds < PATIENCE + 3
+    assert OWN_TIMEOUT in message
 
 
 def test_a_rank_whose_process_dies(pool):
     found, dead, *_ = pool.run(waiting, 4, "dies", may_die=True)
     assert dead is None
-    message, seconds = found
-    assert message.startswith("lln.parallel.lln_attention: merging the summaries (backward) failed")
-    assert seconds < PATIENCE + 3
+    assert found.startswith("lln.parallel.lln_attention: merging the summaries (backward) failed")
+    assert "on rank 0 of 2" in found
+    # At once where the connection tells, in several words, else after the group's own timeout.
+    assert f"{1000 * SECONDS}ms" not in found
