@@ -46,7 +46,7 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4)
+SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4, choices=2)
 
 EXPERIMENT = Experiment(
     name="lra",

@@ -29,7 +29,9 @@ EXPERIMENT = Experiment(
     title="Table 3: a vision transformer on cats and dogs",
     plans={
         "smoke": {
-            "cats_dogs": Plan(_sizes(64, layers=2), Recipe(4, 4, 1e-3, saves=1, points=4), _shapes)
+            "cats_dogs": Plan(
+                _sizes(64, layers=2), Recipe(4, 4, 1e-3, saves=1, points=4, choices=2), _shapes
+            )
         },
         "small": {
             "cats_dogs": Plan(

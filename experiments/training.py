@@ -100,6 +100,8 @@ def train(
         torch.cuda.reset_peak_memory_stats()
     start = last_checkpoint(folder)
     trainer.train(resume_from_checkpoint=None if start is None else str(start))
+    # What the first process keeps on the last step, the others read next.
+    trainer.accelerator.wait_for_everyone()
     history = trainer.state.log_history
     logged = [entry for entry in history if "loss" in entry]
     scales = [[entry["step"], entry["loss_scale"]] for entry in history if "loss_scale" in entry]

@@ -29,6 +29,8 @@ def test_every_experiment_runs_and_is_not_run_twice(name, tmp_path, capsys):
     assert f"0 cells run, {len(tasks)} were finished" in capsys.readouterr().out
     cells = read_all(out, name, "smoke")
     assert {cell["cell"]["task"] for cell in cells} == set(tasks)
+    for cell in cells:
+        assert ("chosen" in cell) == (tasks[cell["cell"]["task"]].recipe.choices > 0)
     # What can be repeated, without folders of this machine.
     assert all(str(tmp_path) not in str(cell) for cell in cells)
     page = tmp_path / "page.html"
