@@ -35,14 +35,20 @@ def finish_gradients(call: Call, made: Gradients, group: int) -> Gradients:
     return dq, dk, dv, dalpha, dbeta, dmix
 
 
-def beta_gradient(sums: Tensor, width: int) -> Tensor:
+def beta_gradient(sums: Tensor, width: int, total: float | Tensor = 0.0) -> Tensor:
     """Every head's dβ ``[B, H, 1]`` from what its programs summed ``[B, H, programs, 3]``.
 
-    dβ = Σ g·k over tokens and slots (of the summary), and Σ g = 0, so that dβ = Σ g·(k − c) for any
-    c. With c the mean of k weighted as in the slots, rounding errors common to all g count less.
+    dβ = Σ g·k over tokens and slots (of the summary), and the sum of all g is known, so that
+    dβ = Σ g·(k − c) + c·Σ g for any c. With c the mean of k weighted as in the slots, rounding
+    errors common to all g count less.
+
+    Args:
+        sums: Σ g·k, Σ g and the weighted sum of k, of every program.
+        width: D.
+        total: Σ g without rounding, ``[B, H, 1]``; 0 where these are all keys of the sequence.
     """
     product, residue, weighted = sums.sum(2, keepdim=True, dtype=torch.float64).unbind(-1)
-    return product - residue * weighted / width
+    return product - (residue - total) * weighted / width
 
 
 def _total(parts: Tensor) -> Tensor:

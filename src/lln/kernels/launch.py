@@ -77,10 +77,7 @@ def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -
         kept = (batch, slots, width)
         room["p_log_mass"] = kept, torch.float32
         room["p_centroid"] = (*kept, call.value.shape[3]), call.value.dtype
-    merged = min(8, chosen.width)
-    own = values | {"splits": splits, "ROWS": merged}
-    grid = (chosen.width // merged, batch * slots)
-    steps.append(Step(summaries.merge_kernel, grid, own, 4))
+    steps.append(merge_step(batch * slots, chosen, values, splits))
     longest = call.reach(longest)
     stretch = reader.stretch(longest, rows, batch * heads, chosen.cores)
     grid = (cdiv(longest, stretch), batch * heads)
@@ -100,6 +97,13 @@ def summarise_steps(
     }
     kernel, grid = summaries.summarise_kernel, (splits, programs)
     return [over_tiles(kernel, grid, values, chosen.summarise)], room
+
+
+def merge_step(programs: int, chosen: Sizes, values: dict[str, Any], splits: int) -> Step:
+    """Partial summaries into ``p_log_mass`` and ``p_centroid``."""
+    rows = min(8, chosen.width)
+    grid = (chosen.width // rows, programs)
+    return Step(summaries.merge_kernel, grid, values | {"splits": splits, "ROWS": rows}, 4)
 
 
 def attend_backward(

@@ -96,6 +96,10 @@ def agree(
         bounds = _given_bounds(lengths, request, ranks)
         masked = request.key_mask is not None
         return request, Shards(ranks, operation, bounds, None, masked, masked)
+    if ranks.size == 1:
+        request = check()
+        bounds, masked = Bounds.of([request.key.shape[2]]), request.key_mask is not None
+        return request, Shards(ranks, operation, bounds, (request.query.shape[2],), masked, masked)
     return _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
 
 

@@ -6,7 +6,7 @@ width, E value width, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +16,13 @@ from lln.checks.signatures import explain_misfits
 from lln.eager.causal import causal_attention
 from lln.eager.dropout import drop_keys
 from lln.eager.run import join, repeat_heads, repeat_temperature, widen
-from lln.eager.summary import read_heads, summarise_heads
-from lln.errors import BackendUnavailableError
+from lln.eager.summary import read_heads
 from lln.functional.request import Request
+from lln.functional.run import attend
 from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards, agree
 from lln.parallel.diagonal_part import diagonal_part
+from lln.parallel.local_passes import LocalPasses, check_local, choose_passes
 from lln.parallel.ranks import find_ranks
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
@@ -69,8 +70,8 @@ def lln_attention(
             seed.
         is_causal: As in `lln.lln_attention`; queries and keys must be cut in the same places.
         enable_gqa: As in `lln.lln_attention`.
-        impl: ``"auto"`` or ``"eager"``: both run in plain PyTorch, there are no kernels yet that
-            read the summaries of other ranks.
+        impl: ``"auto"`` takes the fused kernels on a GPU, plain PyTorch for causal calls;
+            ``"eager"`` is plain PyTorch, ``"triton"`` the kernels or an error.
 
     Returns:
         ``[B, H, T, E]``, the rows of this rank's queries.
@@ -97,8 +98,7 @@ def lln_attention(
         )
         if is_causal:
             checks.check_causal(is_causal, query.shape[2], key.shape[2])
-        check_plain(impl, operation)
-        return Request(
+        request = Request(
             "lln",
             query,
             key,
@@ -110,13 +110,19 @@ def lln_attention(
             dropout_p=dropout_p,
             is_causal=is_causal,
         )
+        check_local(request, impl, operation)
+        return request
 
     request, shards = agree(check, lengths, find_ranks(group, operation), operation)
+    if is_alone(shards):
+        return attend(request, impl)
     with without_autocast(query):
+        passes = choose_passes(request, impl, shards)
         found = _temperatures(request, shards)
-        wide = widen(query, key, value, key_mask, dropout_p)
-        summaries = _summaries(*wide[1:], found[1], request, shards)
-        return _long_range(*wide, *found, request, shards, summaries()).to(query.dtype)
+        # The values are dropped once, for the summary and what is read beside it.
+        request = request._replace(value=drop_keys(value, dropout_p))
+        summaries = gather_summaries(*passes.summarise(request, found[1]), shards)
+        return _long_range(request, *found, passes, shards, summaries()).to(query.dtype)
 
 
 @explain_misfits
@@ -179,8 +185,7 @@ def lln_diag_attention(
         size = query.shape[-1] if block_size is None else block_size
         checks.check_blocks(size, scale)
         checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-        check_plain(impl, operation)
-        return Request(
+        request = Request(
             "lln_diag",
             query,
             key,
@@ -195,28 +200,30 @@ def lln_diag_attention(
             dropout_p,
             is_causal,
         )
+        check_local(request, impl, operation)
+        return request
 
     request, shards = agree(check, lengths, find_ranks(group, operation), operation)
+    if is_alone(shards):
+        return attend(request, impl)
     with without_autocast(query):
+        passes = choose_passes(request, impl, shards)
         found = _temperatures(request, shards)
         # The same keys are dropped from both parts, also where a block is on another rank.
         request = request._replace(value=drop_keys(value, dropout_p))
-        wide = widen(query, key, request.value, key_mask, 0.0)
         # The summaries travel while the blocks are computed.
-        summaries = _summaries(*wide[1:], found[1], request, shards)
-        short_range = diagonal_part(request, shards)
-        long_range = _long_range(*wide, *found, request, shards, summaries())
+        summaries = gather_summaries(*passes.summarise(request, found[1]), shards)
+        if passes.block_width and query.shape[2]:
+            short_range = passes.blocks(request)
+        else:
+            short_range = diagonal_part(request, shards)
+        long_range = _long_range(request, *found, passes, shards, summaries())
         return join(long_range, short_range, mix).to(query.dtype)
 
 
-def check_plain(impl: str, operation: str) -> None:
-    """Refuse implementations that cannot read the summaries of other ranks."""
-    checks.check_impl(impl)
-    if impl in ("triton", "reference"):
-        raise BackendUnavailableError(
-            f"impl={impl!r} cannot read the summaries of other ranks; use impl='auto' in "
-            f"{operation}."
-        )
+def is_alone(shards: Shards) -> bool:
+    """Whether one rank holds the whole sequence: nothing has to travel."""
+    return shards.ranks.size == 1
 
 
 def _temperatures(request: Request, shards: Shards) -> tuple[Any, Any]:
@@ -226,27 +233,20 @@ def _temperatures(request: Request, shards: Shards) -> tuple[Any, Any]:
     return temperatures(moments, request.query.shape[-1], request.matching)
 
 
-def _summaries(
-    key: Tensor, value: Tensor, beta: float | Tensor, request: Request, shards: Shards
-) -> Callable[[], RankSummaries]:
-    """Summarise this rank's keys and start to exchange the summaries."""
-    return gather_summaries(*summarise_heads(key, value, beta, request.key_mask), shards)
-
-
 def _long_range(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    request: Request,
     alpha: float | Tensor,
     beta: float | Tensor,
-    request: Request,
+    passes: LocalPasses,
     shards: Shards,
     summaries: RankSummaries,
 ) -> Tensor:
     """LLN attention of this rank's queries, in the accumulation dtype."""
-    heads = query.shape[1]
     if not request.is_causal:
-        return read_heads(query, alpha, *summaries.merged())
+        return passes.read(request, alpha, *summaries.merged())
+    sides = (request.query, request.key, request.value)
+    query, key, value = widen(*sides, request.key_mask, 0.0)
+    heads = query.shape[1]
     before = summaries.before(shards.ranks.own).merged()
     log_mass, centroid = (repeat_heads(side, heads) for side in before)
     if query.shape[2] == 0:

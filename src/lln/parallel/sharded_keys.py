@@ -23,13 +23,15 @@ from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.eager.summary import summarise_heads
 from lln.errors import InvalidInputError
 from lln.functional.request import Request
+from lln.functional.run import attend
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards, agree
 from lln.parallel.diagonal_part import borrow_sides
 from lln.parallel.key_choice import Choice, choose_together
 from lln.parallel.key_rows import fetch_rows
+from lln.parallel.local_passes import check_local
 from lln.parallel.ranks import find_ranks
-from lln.parallel.sharded import check_plain
+from lln.parallel.sharded import is_alone
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
 from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
@@ -109,8 +111,7 @@ def lln_keys_attention(
                 f"{operation} chooses the keys itself, got indices; give keys as a number."
             )
         checks.check_count("keys", keys, 0)
-        check_plain(impl, operation)
-        return Request(
+        request = Request(
             "lln_keys",
             query,
             key,
@@ -127,8 +128,12 @@ def lln_keys_attention(
             group_size=size,
             offset=offset,
         )
+        check_local(request, impl, operation)
+        return request
 
     request, shards = agree(check, lengths, find_ranks(group, operation), operation)
+    if is_alone(shards):
+        return attend(request, impl)
     with without_autocast(query):
         return _attend(_matched(request, shards), shards).to(query.dtype)
 

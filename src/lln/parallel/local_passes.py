@@ -1,0 +1,120 @@
+"""What a rank computes of its own tokens, by the fused kernels or in plain PyTorch.
+
+Whichever it is, summaries have the accumulation dtype when they travel, so that ranks need not
+choose alike: one without tokens has nothing to launch.
+
+Dimension legend: B batch, H query heads, Hk key heads, SH summary heads, T this rank's queries, S
+its keys, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lln import checks
+from lln.eager.run import widen
+from lln.eager.summary import read_heads, summarise_heads
+from lln.errors import BackendUnavailableError
+from lln.functional.plan import choose_implementation
+from lln.functional.request import Request
+from lln.kernels.halves_ops import fused_read, fused_summary
+from lln.kernels.limits import blocks_fit, is_crowded, widest_block_value, widest_value
+from lln.kernels.run import fused_blocks
+from lln.parallel.agreement import Shards
+from lln.precision import accumulation_dtype
+
+
+class LocalPasses(NamedTuple):
+    """How a rank computes.
+
+    Attributes:
+        width: Channels of the values per launch of LLN's kernels; 0 = plain PyTorch.
+        block_width: The same for blocks on the diagonal.
+    """
+
+    width: int = 0
+    block_width: int = 0
+
+    def summarise(self, request: Request, beta: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]`` of this rank's keys."""
+        key, value, mask = request.key, request.value, request.key_mask
+        if self.width and key.shape[2]:
+            return fused_summary(key, value, beta, mask, self.width)
+        return summarise_heads(key, value, beta, mask)
+
+    def read(
+        self, request: Request, alpha: float | Tensor, log_mass: Tensor, centroid: Tensor
+    ) -> Tensor:
+        """``[B, H, T, E]`` in the accumulation dtype: this rank's queries read a summary."""
+        query, mask = request.query, request.key_mask
+        if self.width and query.shape[2]:
+            mask = mask if query.shape[2] == request.key.shape[2] else None
+            out = fused_read(query, alpha, log_mass, centroid, mask, self.width)
+            return out.to(log_mass.dtype)
+        query, *_ = widen(query, request.key, request.value, mask, 0.0)
+        return read_heads(query, alpha, log_mass, centroid)
+
+    def blocks(self, request: Request) -> Tensor:
+        """``[B, H, T, E]`` in the accumulation dtype: blocks that all lie on their rank."""
+        query = request.query
+        scale = query.shape[-1] ** -0.5 if request.scale is None else float(request.scale)
+        out = fused_blocks(
+            query,
+            request.key,
+            request.value,
+            key_mask=None,
+            block_size=min(request.block_size, query.shape[2]),
+            scale=scale,
+            is_causal=False,
+            value_width=self.block_width,
+        )
+        return out.to(accumulation_dtype(query.dtype))
+
+
+def check_local(request: Request, impl: str, operation: str) -> None:
+    """Refuse implementations that cannot read the summaries of other ranks.
+
+    Raises:
+        BackendUnavailableError: If there is no such implementation here.
+    """
+    checks.check_impl(impl)
+    reason = None
+    if impl == "reference":
+        reason = "cannot read the summaries of other ranks"
+    elif impl == "triton" and request.is_causal:
+        reason = "has no kernel for a causal sequence on several ranks"
+    elif impl == "triton" and request.kind == "lln_keys":
+        reason = "has no kernel for exact keys of several ranks"
+    elif impl == "triton":
+        choose_implementation(impl, request.query)
+    if reason is not None:
+        raise BackendUnavailableError(f"impl={impl!r} {reason}; use impl='auto' in {operation}.")
+
+
+def choose_passes(request: Request, impl: str, shards: Shards) -> LocalPasses:
+    """What this rank computes by kernels.
+
+    Raises:
+        BackendUnavailableError: If ``impl="triton"`` was asked for and blocks have no kernel.
+    """
+    query, heads = request.query, request.query.shape[0] * request.query.shape[1]
+    if request.is_causal or is_crowded(heads):
+        return LocalPasses()
+    if choose_implementation(impl, query) != "triton":
+        return LocalPasses()
+    passes = LocalPasses(widest_value(query, heads, 0, False, False))
+    size = request.block_size
+    if not size:
+        return passes
+    starts, ends = shards.bounds
+    crossed = any(start % size for start, end in zip(starts, ends, strict=True) if end > start)
+    if not crossed and not shards.masked and blocks_fit(query, size, False, extras=False):
+        return passes._replace(block_width=widest_block_value(query, size))
+    if impl == "triton":
+        raise BackendUnavailableError(
+            f"impl='triton' has no kernel for blocks of {size} tokens that cross ranks, have a key "
+            f"mask or fit no tile here; use impl='auto' in {shards.operation}."
+        )
+    return passes
