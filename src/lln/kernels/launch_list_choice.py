@@ -20,6 +20,8 @@ from lln.kernels.triton import list_choice
 TILE = 64
 # Keys and features of a program that finds the largest.
 SEGMENT, FEATURES = 512, 16
+# With more, one such program would fill a multiprocessor; up to 96 bytes of a thread spill.
+REGISTERS = 128
 # Low bits that all values of a type have in common, as float32.
 SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
@@ -89,24 +91,23 @@ def _find_lists(key: Tensor, mask: Tensor | None, lists: Tensor) -> None:
     # A round must leave at most half, or there would be no end.
     segment = max(SEGMENT, 2 * power_of_two(longest))
     groups = cdiv(2 * width, FEATURES)
-    values = places = key
-    count, from_keys = tokens, True
+    found, count, is_first = key, tokens, True
     while True:
         segments = cdiv(count, segment)
         is_last = segments == 1
-        new_values, new_places = lists, lists
+        # The last round leaves the lists.
+        left = lists
         if not is_last:
-            shape = (2, batch * key_heads * 2 * width * segments * longest)
-            new_values, new_places = torch.empty(shape, dtype=torch.int32, device=device)
+            size = batch * key_heads * 2 * width * segments * longest
+            left = torch.empty(size, dtype=torch.int32, device=device)
         launch(
             list_choice.largest_kernel, (segments * groups * batch * key_heads,),
-            key, values, places, mask_bytes(mask, key), new_values, new_places,
-            lists[-1], count, tokens, key_heads, longest, groups, segments, *key.stride(),
-            D=width, BC=FEATURES, S=min(segment, max(16, power_of_two(count))),
-            BL=power_of_two(longest), FROM_KEYS=from_keys, IS_LAST=is_last,
-            HAS_SECOND=is_last and has_second, HAS_MASK=mask is not None,
-            SHIFT=SHIFT[key.dtype], num_warps=8,
+            key, found, mask_bytes(mask, key), left, lists[-1], count, tokens, key_heads, longest,
+            groups, segments, *key.stride(), D=width, BC=FEATURES,
+            S=min(segment, max(16, power_of_two(count))), BL=power_of_two(longest),
+            IS_FIRST=is_first, HAS_SECOND=is_last and has_second, HAS_MASK=mask is not None,
+            SHIFT=SHIFT[key.dtype], num_warps=8, maxnreg=REGISTERS,
         )  # fmt: skip
         if is_last:
             return
-        values, places, count, from_keys = new_values, new_places, segments * longest, False
+        found, count, is_first = left, segments * longest, False

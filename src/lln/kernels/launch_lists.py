@@ -22,10 +22,10 @@ from lln.kernels.triton import list_grad, list_read
 
 # Entries whose gradients a program adds up: fewer make more pairs, more make fewer programs.
 RUN = 512
-# Warps of a program of lists; its tiles are small also for wide heads.
-WARPS = 4
+# Entries in a tile at most; gradients need more registers.
+ROWS = {"read": 64, "grad": 32}
 # Tiles that are fetched ahead.
-STAGES = {"read": 2, "grad": 1}
+STAGES = {"read": 2, "grad": 2}
 _OF_LISTS = ("W", "D", "E", "BD", "BE", "BK", "MORE", "R", "HAS_MASK", "PRECISION")
 _OF_BLOCKS = ("W", "D", "E", "BD", "BE", "BW", "R", "HAS_MASK", "EVEN", "PRECISION")
 _OF_SUMMARIES = ("SR", "HAS_ALPHA", "HAS_BETA", "HAS_OFFSET")
@@ -42,7 +42,7 @@ def read(
     part_lse = torch.empty((lines, 2 * tokens), device=device)
     part_seen = torch.empty((lines, 2 * tokens), dtype=torch.int32, device=device)
     parts = (part, part_lse, part_seen)
-    sizes, sides, rows = sizes_of(call), call.side_tensors, _rows(call)
+    sizes, sides, rows = sizes_of(call), call.side_tensors, _rows("read", call)
     runs = _most_runs(call, rows)
     with on_device(device):
         launch(
@@ -50,7 +50,7 @@ def read(
             *call.lists, *sides[:2], call.scale, tokens, heads, *_list_numbers(call, runs),
             *query.stride(), *key.stride(), *value.stride(),
             **{name: sizes[name] for name in _OF_LISTS}, BM=rows, **_list_sizes(call),
-            STAGES=STAGES["read"], num_warps=WARPS,
+            STAGES=STAGES["read"], num_warps=_warps(call),
         )  # fmt: skip
         launch(
             list_read.list_join_kernel, (call.blocks * lines,), query, key, value, out, lse, levels,
@@ -112,8 +112,8 @@ def gradients(
         list_grad.list_grad_kernel, (runs * count,), query, key, value, gradient, lse, delta, part,
         *pairs, *call.lists, *sides, call.scale, first, tokens, heads,
         *_list_numbers(call, runs), *strides, **{name: sizes[name] for name in _OF_LISTS},
-        EVEN=sizes["EVEN"], BM=_rows(call), C=RUN, **_list_sizes(call), STAGES=STAGES["grad"],
-        num_warps=WARPS,
+        EVEN=sizes["EVEN"], BM=_rows("grad", call), C=RUN, **_list_sizes(call),
+        STAGES=STAGES["grad"], num_warps=_warps(call),
     )  # fmt: skip
     launch(
         list_grad.list_near_kernel, (call.blocks * count,), query, key, value, gradient, dq, lse,
@@ -133,12 +133,20 @@ def _most_runs(call: KeysCall, rows: int) -> int:
     return entries // rows + min(features, entries)
 
 
-def _rows(call: KeysCall) -> int:
+def _rows(kind: str, call: KeysCall) -> int:
     """Entries in a tile: about as many as a feature has, if features are equally frequent."""
     tokens, width = call.query.shape[2:]
-    widest = max(width, call.value.shape[3]) * call.query.itemsize
-    most = 64 if widest <= 128 else 32
+    most = ROWS[kind] // 2 if _is_wide(call) else ROWS[kind]
     return max(16, min(most, power_of_two(cdiv(tokens, width))))
+
+
+def _warps(call: KeysCall) -> int:
+    return 8 if _is_wide(call) else 4
+
+
+def _is_wide(call: KeysCall) -> bool:
+    """Whether a row has more than 128 bytes."""
+    return max(call.query.shape[3], call.value.shape[3]) * call.query.itemsize > 128
 
 
 def _list_numbers(call: KeysCall, runs: int) -> tuple[int, ...]:

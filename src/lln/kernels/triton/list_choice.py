@@ -111,40 +111,37 @@ def order_kernel(
 
 @triton.jit
 def load_candidates(
-    p_k, p_values, p_tokens, p_mask, batch, key_head, line, places, features, count, T,
-    stride_kb, stride_kh, stride_kt, stride_kd,
-    D: tl.constexpr, FROM_KEYS: tl.constexpr, HAS_MASK: tl.constexpr, SHIFT: tl.constexpr,
+    p_k, p_tokens, p_mask, places, features, count, stride_kt, stride_kd,
+    D: tl.constexpr, IS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Values of features as ordered integers ``[S, BC]``, and whose they are.
+    """Values of features as ordered integers ``[S, BC]``, and the tokens that have them.
 
-    From the keys themselves, or FROM_KEYS = False from what an earlier round left.
+    The tokens are those of the places, or in later rounds what the one before left.
     """
-    known = features < 2 * D
-    ok = (places < count)[:, None] & known[None, :]
-    if FROM_KEYS:
+    ok = (places < count)[:, None] & (features < 2 * D)[None, :]
+    if IS_FIRST:
         if HAS_MASK:
-            p_in = p_mask + batch * T + places
-            ok = ok & (tl.load(p_in, mask=places < T, other=0) != 0)[:, None]
-        p_in = p_k + batch * stride_kb + key_head * stride_kh
-        p_in += places.to(tl.int64)[:, None] * stride_kt + (features % D)[None, :] * stride_kd
-        b_x = tl.load(p_in, mask=ok, other=0).to(tl.float32)
-        b_x = tl.where((features < D)[None, :], b_x, -b_x)
-        # The two zeros are equal.
-        b_value = ordered(tl.where(b_x == 0, 0.0, b_x)) >> SHIFT
-        b_token = tl.broadcast_to(places[:, None], b_value.shape)
+            ok = ok & (tl.load(p_mask + places, mask=places < count, other=0) != 0)[:, None]
+        b_token = tl.broadcast_to(places[:, None], ok.shape)
+        p_in = p_k + places.to(tl.int64)[:, None] * stride_kt + (features % D)[None, :] * stride_kd
     else:
-        at = (line + features)[None, :] * count + places[:, None]
-        b_value = tl.load(p_values + at, mask=ok, other=0)
-        b_token = tl.load(p_tokens + at, mask=ok, other=-1)
+        p_in = p_tokens + features[None, :] * count + places[:, None]
+        b_token = tl.load(p_in, mask=ok, other=-1)
+        ok = b_token >= 0
+        p_in = p_k + b_token.to(tl.int64) * stride_kt + (features % D)[None, :] * stride_kd
+    b_x = tl.load(p_in, mask=ok, other=0).to(tl.float32)
+    b_x = tl.where((features < D)[None, :], b_x, -b_x)
+    # The two zeros are equal.
+    b_value = ordered(tl.where(b_x == 0, 0.0, b_x)) >> SHIFT
     return tl.where(ok, b_value, NOTHING), b_token
 
 
 @triton.jit
 def largest_kernel(
-    p_k, p_values, p_tokens, p_mask, p_new_values, p_new_tokens, p_second, count, T, HK, L, groups,
-    segments, stride_kb, stride_kh, stride_kt, stride_kd,
-    D: tl.constexpr, BC: tl.constexpr, S: tl.constexpr, BL: tl.constexpr, FROM_KEYS: tl.constexpr,
-    IS_LAST: tl.constexpr, HAS_SECOND: tl.constexpr, HAS_MASK: tl.constexpr, SHIFT: tl.constexpr,
+    p_k, p_tokens, p_mask, p_new_tokens, p_second, count, T, HK, L, groups, segments,
+    stride_kb, stride_kh, stride_kt, stride_kd,
+    D: tl.constexpr, BC: tl.constexpr, S: tl.constexpr, BL: tl.constexpr, IS_FIRST: tl.constexpr,
+    HAS_SECOND: tl.constexpr, HAS_MASK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The L largest of S candidates of BC features, in the order of positions; -1 for none.
 
@@ -154,11 +151,11 @@ def largest_kernel(
     segment, rest = tl.program_id(0) % segments, tl.program_id(0) // segments
     index = (rest // groups).to(tl.int64)
     features = rest % groups * BC + tl.arange(0, BC)
-    line = index * 2 * D
+    batch, head = index // HK, index % HK
     b_value, b_token = load_candidates(
-        p_k, p_values, p_tokens, p_mask, index // HK, index % HK, line,
-        segment * S + tl.arange(0, S), features, count, T,
-        stride_kb, stride_kh, stride_kt, stride_kd, D, FROM_KEYS, HAS_MASK, SHIFT,
+        p_k + batch * stride_kb + head * stride_kh, p_tokens + index * 2 * D * count,
+        p_mask + batch * T, segment * S + tl.arange(0, S), features, count, stride_kt, stride_kd,
+        D, IS_FIRST, HAS_MASK, SHIFT,
     )  # fmt: skip
     real = b_value != NOTHING
     # The L-th largest value, bit by bit.
@@ -171,26 +168,24 @@ def largest_kernel(
     b_above = (b_value > b_low[None, :]) & real
     b_equal = (b_value == b_low[None, :]) & real
     b_wanted = L - tl.sum(b_above.to(tl.int32), 0)
-    b_rank = tl.cumsum(b_equal.to(tl.int32), 0)
-    b_taken = b_above | (b_equal & (b_rank <= b_wanted[None, :]))
-    b_place = tl.cumsum(b_taken.to(tl.int32), 0) - 1
+    # Both counts in one running sum.
+    b_upto = tl.cumsum(tl.where(b_above, 1 << 16, b_equal.to(tl.int32)), 0)
+    b_rank = b_upto & 0xFFFF
     known = features < 2 * D
-    b_taken = b_taken & known[None, :]
-    lists = ((line + features) * segments + segment) * L
-    at = lists[None, :] + b_place
+    b_taken = (b_above | (b_equal & (b_rank <= b_wanted[None, :]))) & known[None, :]
+    # Offsets within a head have 32 bits, which saves registers.
+    lists = (features * segments + segment) * L
+    at = lists[None, :] + (b_upto >> 16) + tl.minimum(b_rank, b_wanted[None, :]) - 1
+    p_new_tokens += index * 2 * D * segments * L
     tl.store(p_new_tokens + at, b_token, mask=b_taken)
     places = tl.arange(0, BL)[:, None]
     empty = (places >= tl.sum(b_taken.to(tl.int32), 0)[None, :]) & (places < L) & known[None, :]
     nobody = tl.full([BL, BC], -1, tl.int32)
     tl.store(p_new_tokens + lists[None, :] + places, nobody, mask=empty)
-    if not IS_LAST:
-        tl.store(p_new_values + at, b_value, mask=b_taken)
-        nobody = tl.full([BL, BC], NOTHING, tl.int32)
-        tl.store(p_new_values + lists[None, :] + places, nobody, mask=empty)
     if HAS_SECOND:
         is_weakest = b_equal & (b_rank == b_wanted[None, :])
+        p_second += index * 2 * D * segments * L
         tl.store(p_second + at, tl.where(is_weakest, -1, b_token), mask=b_taken)
-        nobody = tl.full([BL, BC], -1, tl.int32)
         tl.store(p_second + lists[None, :] + places, nobody, mask=empty)
 
 
