@@ -109,7 +109,7 @@ def attend_backward(
         count = min(each, batch * key_heads - first)
         with on_device(device):
             if listed is not None:
-                some = (first * share, count * share, groups)
+                some = (sides[:2], first * share, count * share, groups)
                 launch_lists.gradients(listed, gradient, dq, lse, delta, pairs_of, *some)
             else:
                 launch(

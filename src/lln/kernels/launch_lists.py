@@ -86,6 +86,7 @@ def gradients(
     lse: Tensor,
     delta: Tensor,
     pairs: tuple[Tensor, Tensor],
+    sides: tuple[Tensor, Tensor],
     first: int,
     count: int,
     runs: int,
@@ -99,6 +100,7 @@ def gradients(
         lse: Log-normalisers.
         delta: Row sums of gradient times output.
         pairs: Where dk and dv of every (run, key of its list) go.
+        sides: The mask as bytes, and where the first blocks begin.
         first: First of the heads.
         count: How many.
         runs: Runs of a head.
@@ -106,7 +108,7 @@ def gradients(
     query, key, value = call.query, call.key, call.value
     _, heads, tokens, width = query.shape
     part = torch.empty((count, 2 * tokens, width), dtype=query.dtype, device=query.device)
-    sizes, sides = sizes_of(call), call.side_tensors[:2]
+    sizes = sizes_of(call)
     strides = (*query.stride(), *key.stride(), *value.stride(), *gradient.stride())
     launch(
         list_grad.list_grad_kernel, (runs * count,), query, key, value, gradient, lse, delta, part,
