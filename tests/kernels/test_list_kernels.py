@@ -2,12 +2,20 @@
 
 import pytest
 import torch
-from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, check_compiled, holes
+from tests.kernels.common import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    ON_GPU,
+    check_compiled,
+    holes,
+    let_auto_take_kernels,
+)
 from tests.kernels.exact_keys import GIVEN, compare, run
 
 import lln
 from lln import observers, reference
-from lln.kernels import launch_keys, launch_list_choice, launch_lists
+from lln.kernels import launch_keys, launch_list_choice, launch_lists, limits
 from lln.testing import assert_close, make_qkv
 
 # Every feature takes a program, and a program takes long in the interpreter.
@@ -38,6 +46,8 @@ LARGE = [
     {"tokens": 1500, "block_size": 32, "keys": 256, "width": 64, "key_heads": 1},
     {"tokens": 257, "block_size": 64, "keys": 128, "width": 128, "value_width": 32},
     {"tokens": 700, "block_size": 64, "keys": 31, "width": 40},
+    {"tokens": 2100, "block_size": 64, "keys": 32, "width": 16},
+    {"tokens": 2100, "block_size": 32, "keys": 200, "width": 32, "value_width": 64},
 ]
 
 
@@ -51,7 +61,14 @@ def test_outputs_and_gradients(dtype, call):
     compare_lists(dtype, **call)
 
 
-LARGE_CALLS = [(dtype, call) for dtype in HALF for call in LARGE if ON_GPU]
+def fits(dtype, width, block_size, value_width=0, **_):
+    query = torch.empty(0, width, dtype=dtype, device=DEVICE)
+    return limits.why_no_keys(query, max(width, value_width), block_size, block_size) is None
+
+
+LARGE_CALLS = [
+    (dtype, call) for dtype in DTYPES for call in LARGE if ON_GPU and fits(dtype, **call)
+]
 
 
 @pytest.mark.parametrize(("dtype", "call"), LARGE_CALLS)
@@ -146,6 +163,18 @@ def test_the_choice_is_that_of_plain_pytorch(dtype, masked, tokens, width, keys,
     options["key_mask"] = holes(2, tokens) if masked else None
     expected = lln.choose_keys(query, key, keys, impl="eager", **options)
     assert torch.equal(lln.choose_keys(query, key, keys, impl="triton", **options), expected)
+
+
+def test_auto_takes_the_kernels(monkeypatch):
+    let_auto_take_kernels(monkeypatch)
+    taken = []
+    read = launch_lists.read
+    monkeypatch.setattr(launch_lists, "read", lambda *sides: taken.append(read(*sides)))
+    inputs = make_qkv(1, 1, 20, WIDTH, device=DEVICE)
+    for options in ({}, {"keys": 0}, {"is_causal": True}, {"block_size": 8}):
+        options = {"keys": 4, "block_size": 16, **options}
+        lln.lln_keys_attention(*inputs, **GIVEN, select="query", **options)
+    assert len(taken) == 1
 
 
 def test_observers_get_indices():
