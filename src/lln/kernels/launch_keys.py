@@ -25,6 +25,8 @@ from lln.kernels.triton import keys_grad, keys_read
 PAIRS_AT_ONCE = 1024
 # Programs of the slots' gradients per multiprocessor.
 SLOT_PROGRAMS = 8
+# Programs of the lists' gradients per multiprocessor, at least.
+LIST_PROGRAMS = 4
 _OF_SLOTS = ("D", "E", "BD", "BE", "GROUP", "SR", "HAS_ALPHA", "HAS_BETA", "HAS_MASK", "PRECISION")
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
 PAIR_SHARE = 0.17
@@ -212,9 +214,12 @@ def _heads_at_once(call: KeysCall) -> int:
     query, key = call.query, call.key
     width = query.shape[3] + call.value.shape[3]
     share = query.shape[1] // key.shape[1]
-    numbers = share * call.indices.shape[2] * call.indices.shape[3] * width
+    numbers, least = share * call.indices.shape[2] * call.indices.shape[3] * width, 1
     if call.features is not None:
         numbers += share * launch_lists.numbers_per_head(call)
+        # A head has few runs: of a small batch too few programs would run at a time.
+        programs = LIST_PROGRAMS * multiprocessors(query.device)
+        least = cdiv(programs, share * call.indices.shape[2])
     one = max(numbers * query.itemsize, 1)
     tensors = 2 * (query.nbytes + key.nbytes + call.value.nbytes)
-    return max(1, min(int(tensors * PAIR_SHARE) // one, query.shape[0] * key.shape[1]))
+    return min(max(least, int(tensors * PAIR_SHARE) // one), query.shape[0] * key.shape[1])
