@@ -31,6 +31,7 @@ from experiments.report_page import markdown, write_report
 from experiments.runner import cells_of, run
 from experiments.side_by_side import Job, run_side_by_side
 from experiments.tasks.copies import SOURCES, copy
+from experiments.training import processes
 from lln.errors import InvalidInputError, LLNError
 
 
@@ -39,6 +40,10 @@ def main(words: list[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
         return options.function(options)
+    except BrokenPipeError:
+        # Whoever reads, such as head, has seen enough.
+        sys.stdout = None
+        return 0
     except LLNError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -68,7 +73,8 @@ def run_cells(options: argparse.Namespace) -> int:
     count = run(
         experiment, cells, data=options.data, out=options.out, work=options.work, command=command
     )
-    print(f"{count} cells run, {len(cells) - count} were finished.")
+    if processes()[0] == 0:
+        print(f"{count} cells run, {len(cells) - count} were finished.")
     return 0
 
 

@@ -71,8 +71,9 @@ def cell_grid(
         texts = [_written(found[method].get(task, []), percent) for task in tasks]
         places = (place for place, task in enumerate(tasks) if best[task] == method)
         bold |= {(len(rows), place + 2) for place in places}
-        seeds = max(len(values) for values in found[method].values())
-        rows.append([Method.parse(method).title, str(seeds), *texts])
+        counts = sorted({len(values) for values in found[method].values()})
+        seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        rows.append([Method.parse(method).title, seeds, *texts])
     return Grid(["attention", "seeds", *tasks], rows, bold)
 
 

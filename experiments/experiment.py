@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments.answering import accuracy
 from experiments.hosts import Sizes
 from experiments.tasks.cats_dogs import PictureTask
 from experiments.tasks.task import Task
-from experiments.training import Recipe, accuracy
+from experiments.training import Recipe
 
 SCALES = ("smoke", "small", "full")
 

@@ -91,12 +91,13 @@ class Classifier(nn.Module):
         )
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Loss and logits ``[B, C]``."""
-        mask = attention_mask.bool()
+        """Loss and logits ``[B, C]``; no mask = nothing is padding."""
+        mask = None if attention_mask is None else attention_mask.bool()
         if self.pairs:
-            halves = [torch.cat(side.chunk(2, dim=1)) for side in (input_ids, mask)]
+            sides = (input_ids, mask)
+            halves = [None if one is None else torch.cat(one.chunk(2, dim=1)) for one in sides]
             first, second = self._vectors(*halves).chunk(2)
             vectors = torch.cat([first, second, first - second, first * second], -1)
         else:
@@ -108,7 +109,7 @@ class Classifier(nn.Module):
         """Answers and right answers, ``[M]`` each."""
         return output["logits"].argmax(-1), labels
 
-    def _vectors(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def _vectors(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         return peers.masked_mean(self.encoder(ids, mask), mask)
 
 
@@ -125,10 +126,11 @@ class TokenModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(task.vocabulary))
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Loss, and logits ``[M, vocabulary]`` of the questions in the order of the ids."""
-        hidden = self.encoder(input_ids, attention_mask.bool())
+        mask = None if attention_mask is None else attention_mask.bool()
+        hidden = self.encoder(input_ids, mask)
         asked = labels != NO_QUESTION
         logits = (F.linear(hidden[asked], self.encoder.word.weight) + self.bias).float()
         return {"loss": F.cross_entropy(logits, labels[asked]), "logits": logits}

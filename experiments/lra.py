@@ -35,18 +35,18 @@ def _sizes(length: int) -> Sizes:
 
 def _full(task: str) -> Recipe:
     rate, batch, warm_up = PUBLISHED[task]
-    return Recipe(50_000, batch, rate, warm_up / 50_000, precision="bfloat16", saves=20)
+    return Recipe(50_000, batch, rate, warm_up / 50_000, precision="bfloat16", saves=20, choices=50)
 
 
 def _small(batch: int) -> Recipe:
-    return Recipe(4_000, batch, 1e-3, precision="bfloat16")
+    return Recipe(2_000, batch, 1e-3, precision="bfloat16", choices=8)
 
 
 def _cores() -> int:
     return os.cpu_count() or 1
 
 
-SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4)
+SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4, choices=2)
 
 EXPERIMENT = Experiment(
     name="lra",

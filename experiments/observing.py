@@ -43,6 +43,13 @@ class Observer(transformers.TrainerCallback):
             state.log_history.append({"observed": concentration(rest["model"], self.batch)})
             state.log_history[-1]["step"] = step
 
+    def results(self, history: list[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
+        """``{"observed": {instrument: [[step, value], …]}}`` of a history."""
+        seen = [(entry["step"], entry["observed"]) for entry in history if "observed" in entry]
+        return {
+            "observed": {name: [[step, one[name]] for step, one in seen] for name in INSTRUMENTS}
+        }
+
 
 def concentration(model: nn.Module, batch: dict[str, Any]) -> dict[str, float | None]:
     """The median of every instrument; None where that is not a finite number."""
@@ -57,11 +64,3 @@ def concentration(model: nn.Module, batch: dict[str, Any]) -> dict[str, float | 
         middle = median(one.values[name] for one in seen.records)
         found[name] = round(middle, 5) if math.isfinite(middle) else None
     return found
-
-
-def observations(history: list[dict[str, Any]]) -> dict[str, list[list[float | None]]]:
-    """``{instrument: [[step, value], …]}`` of a history; empty if nothing was observed."""
-    entries = [entry for entry in history if "observed" in entry]
-    if not entries:
-        return {}
-    return {name: [[one["step"], one["observed"][name]] for one in entries] for name in INSTRUMENTS}

@@ -12,9 +12,14 @@ from typing import Any
 
 from benchmarks.report import fill
 
+from experiments.catalogue import EXPERIMENTS
+from experiments.cell_table import cell_table
+from experiments.cells import read_all
+from experiments.experiment import Experiment
 from experiments.keys_table import conversion, selection, speed
 from experiments.keys_training import report_table
 from experiments.recovery_table import quality, recovery
+from experiments.report_page import made_by as made_by_cells
 from experiments.step_table import training_steps
 from experiments.tables import table
 from lln.printing import written
@@ -22,6 +27,7 @@ from lln.printing import written
 RESULTS = Path("experiments/results")
 COSTS = Path("benchmarks/results/instruments.json")
 PAGE = Path("docs/instruments.md")
+FINDINGS = Path("docs/findings.md")
 
 ATTENTION = {
     "softmax": "softmax",
@@ -67,7 +73,26 @@ def main() -> None:
         found = json.loads(Path(f"benchmarks/results/keys-{device}.json").read_text("utf-8"))
         fill(page, f"key-speed-{device}", speed(found))
     fill(page, "key-training", from_scratch(RESULTS / "keys_training"))
+    fill_findings()
     fill(PAGE, "costs", costs(json.loads(COSTS.read_text("utf-8"))))
+
+
+def fill_findings() -> None:
+    """Tables of the experiments that were run; the first run had another recipe."""
+    for name, experiment in EXPERIMENTS.items():
+        cells = read_all(RESULTS / "cells", name, "small")
+        text = cells_table(experiment, cells) if cells else "*Not run yet.*"
+        fill(FINDINGS, name, text)
+    for name in ("table3", "lra"):
+        cells = read_all(RESULTS / "first_cells", name, "small")
+        fill(FINDINGS, f"first-{name}", cells_table(EXPERIMENTS[name], cells))
+
+
+def cells_table(experiment: Experiment, cells: list[dict[str, Any]]) -> str:
+    """The table of some cells, and where they come from."""
+    percent = experiment.measure != "loss"
+    text = cell_table(cells, experiment.measure, percent, experiment.lower)
+    return f"{text}\n\n{made_by_cells(experiment, 'small', cells)}"
 
 
 def from_scratch(folder: Path) -> str:

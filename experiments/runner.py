@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from experiments.answering import answers
 from experiments.cells import Cell, is_finished, write
+from experiments.choosing import Chooser
 from experiments.experiment import Experiment
 from experiments.hosts import started_host
 from experiments.methods import Method
 from experiments.observing import Observer, can_be_observed
 from experiments.prepared import prepared_task
 from experiments.tasks.task import Task
-from experiments.training import answers, train
+from experiments.training import processes, train
 from lln.errors import InvalidInputError
 from lln.studies.bench.environment import describe
 from lln.studies.report.progress import progress_bar
@@ -77,13 +80,14 @@ def run(
 
             result = run_cell(experiment, cell, loaded[1], work, tell)
             result["setup"] = describe("cuda" if torch.cuda.is_available() else "cpu", command)
-            write(cell, _config(experiment, cell), result, out)
-            # Only now: a run that is stopped before has its checkpoints.
-            shutil.rmtree(checkpoints(cell, work), ignore_errors=True)
+            if processes()[0] == 0:
+                write(cell, _config(experiment, cell), result, out)
+                # Only now: a run that is stopped before has its checkpoints.
+                shutil.rmtree(checkpoints(cell, work), ignore_errors=True)
+                shown = result[experiment.measure]
+                echo(f"{cell.title}: {experiment.measure} {shown:.4f}, {result['seconds']:.0f} s")
             done += plan.recipe.steps
             bar.update(line, completed=done)
-            shown = result[experiment.measure]
-            echo(f"{cell.title}: {experiment.measure} {shown:.4f}, {result['seconds']:.0f} s")
     return len(waiting)
 
 
@@ -107,15 +111,22 @@ def run_cell(
             )
         model.encoder.load_state_dict(torch.load(path, weights_only=True))
     folder = checkpoints(cell, work)
-    observer = None
+    recipe, watchers = plan.recipe, []
     if plan.observed and can_be_observed(Method.parse(cell.method)):
-        observer = Observer(task.valid, plan.recipe.steps // plan.observed)
-    trained = train(model, task.train, plan.recipe, folder, cell.seed, tell, observer)
-    given, right, loss = answers(model, task.test, plan.recipe.batch, plan.recipe.precision)
+        watchers.append(Observer(task.valid, recipe.steps // plan.observed))
+    if recipe.choices:
+        every = recipe.steps // recipe.choices
+        watchers.append(Chooser(task.valid, every, recipe.batch, recipe.precision, folder / "best"))
+    trained = train(model, task.train, recipe, folder, cell.seed, tell, watchers)
+    given, right, loss = answers(model, task.test, recipe.batch, recipe.precision)
     if any(other.starts_from == cell.task for other in experiment.plans[cell.scale].values()):
         path = weights_path(cell, work)
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.encoder.state_dict(), path)
+        if processes()[0] == 0:
+            torch.save(model.encoder.state_dict(), path)
+    if dist.is_initialized():
+        # Nobody removes what another process still reads.
+        dist.barrier()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     measured = plan.score(given, right) | {"loss": loss, "questions": len(right)}
     return measured | {"parameters": parameters} | trained

@@ -12,6 +12,7 @@ of the task. Smoke uses Python's own source.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -96,7 +97,8 @@ def _smoke() -> dict[str, Plan]:
 
     plans = {"mlm": Plan(TINY, recipe, source_pretraining, score=_right, observed=2)}
     for name in ("sst2", "cola"):
-        plans[name] = Plan(TINY, recipe, tuning, starts_from="mlm", score=_score(name))
+        tuned = replace(recipe, choices=2)
+        plans[name] = Plan(TINY, tuned, tuning, starts_from="mlm", score=_score(name))
     return plans
 
 
@@ -108,14 +110,14 @@ EXPERIMENT = Experiment(
         "small": _plans(
             SMALL,
             8192,
-            Recipe(6_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16"),
-            Recipe(2_000, 32, 1e-4, 0.06, 0.1, precision="bfloat16"),
+            Recipe(3_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16"),
+            Recipe(1_000, 32, 1e-4, 0.06, 0.1, precision="bfloat16", choices=5),
         ),
         "full": _plans(
             BASE,
             32768,
             Recipe(50_000, 512, 5e-4, 0.06, 0.01, clip=0.0, precision="bfloat16", saves=20),
-            Recipe(20_000, 32, 1e-5, 0.06, 0.1, clip=0.0, precision="bfloat16"),
+            Recipe(20_000, 32, 1e-5, 0.06, 0.1, clip=0.0, precision="bfloat16", choices=20),
         ),
     },
     methods=COMPARED,

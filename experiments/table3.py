@@ -29,12 +29,14 @@ EXPERIMENT = Experiment(
     title="Table 3: a vision transformer on cats and dogs",
     plans={
         "smoke": {
-            "cats_dogs": Plan(_sizes(64, layers=2), Recipe(4, 4, 1e-3, saves=1, points=4), _shapes)
+            "cats_dogs": Plan(
+                _sizes(64, layers=2), Recipe(4, 4, 1e-3, saves=1, points=4, choices=2), _shapes
+            )
         },
         "small": {
             "cats_dogs": Plan(
                 _sizes(256),
-                Recipe(3_000, 64, 5e-4, 0.1, 0.05, precision="bfloat16"),
+                Recipe(1_500, 64, 5e-4, 0.1, 0.05, precision="bfloat16", choices=10),
                 cats_dogs,
                 "64 × 64 pixels",
             )
@@ -42,7 +44,7 @@ EXPERIMENT = Experiment(
         "full": {
             "cats_dogs": Plan(
                 _sizes(1024),
-                Recipe(20_000, 64, 5e-4, 0.1, 0.05, precision="bfloat16", saves=20),
+                Recipe(20_000, 64, 5e-4, 0.1, 0.05, precision="bfloat16", saves=20, choices=50),
                 cats_dogs,
                 "64 × 64 pixels",
             )

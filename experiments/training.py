@@ -1,28 +1,36 @@
-"""Training a host on a task, by Hugging Face's Trainer, and counting its right answers.
+"""Training a host on a task, by Hugging Face's Trainer.
 
 A run that was stopped goes on from its last checkpoint, with the same batches in the same order:
-what comes out is what would have come out. Nothing chooses a checkpoint: the last weights count, so
-the test part decides nothing.
+what comes out is what would have come out. Under ``torchrun`` the processes share every batch.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import Dataset
 
-from experiments.observing import Observer, observations
 from experiments.tasks.task import as_batch
+from lln.errors import InvalidInputError
 from lln.integrations.transformers import transformers
 from lln.integrations.work_folder import last_checkpoint, saving
+
+
+class Watcher(Protocol):
+    """A callback of the Trainer that notes what it sees in the history, which checkpoints hold."""
+
+    def results(self, history: list[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
+        """What is to be kept of the history, at the end; may change the model."""
+        ...
+
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
@@ -41,6 +49,8 @@ class Recipe:
         precision: ``"float32"``, or autocast to ``"bfloat16"`` or ``"float16"``.
         saves: Checkpoints over the whole run.
         points: Points of the training curve.
+        choices: How often the valid part is asked, so that its best weights count; 0 = the last
+            weights count.
     """
 
     steps: int
@@ -52,6 +62,7 @@ class Recipe:
     precision: str = "float32"
     saves: int = 4
     points: int = 50
+    choices: int = 0
 
 
 def train(
@@ -61,7 +72,7 @@ def train(
     folder: Path,
     seed: int,
     tell: Callable[[int], object] = lambda step: None,
-    observer: Observer | None = None,
+    watchers: Sequence[Watcher] = (),
 ) -> dict[str, Any]:
     """Train to the end, from the last checkpoint in the folder if there is one.
 
@@ -72,23 +83,25 @@ def train(
         folder: For checkpoints; whoever has kept the result removes it.
         seed: Of the order of the data.
         tell: Called after every step with its number.
-        observer: Measures the attention on the way; None = nobody does.
+        watchers: Callbacks that look at the model on the way; see `Watcher`.
 
     Returns:
-        The curve of the training loss, that of the loss scale under float16, those of the observer,
+        The curve of the training loss, that of the loss scale under float16, what watchers saw,
         seconds (of all attempts), and peak memory in MiB on a GPU.
     """
     trainer = _trainer(model, examples, recipe, folder, seed)
     clock = _Clock(tell, trainer)
     trainer.add_callback(clock)
-    if observer is not None:
-        trainer.add_callback(observer)
+    for watcher in watchers:
+        trainer.add_callback(watcher)
     for own in (transformers.ProgressCallback, transformers.PrinterCallback):
         trainer.remove_callback(own)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     start = last_checkpoint(folder)
     trainer.train(resume_from_checkpoint=None if start is None else str(start))
+    # What the first process keeps on the last step, the others read next.
+    trainer.accelerator.wait_for_everyone()
     history = trainer.state.log_history
     logged = [entry for entry in history if "loss" in entry]
     scales = [[entry["step"], entry["loss_scale"]] for entry in history if "loss_scale" in entry]
@@ -97,37 +110,10 @@ def train(
         "curve": [[entry["step"], round(float(entry["loss"]), 5)] for entry in logged],
         # Of float16 on a GPU only: what keeps its gradients within range.
         **({"loss_scale": scales} if scales else {}),
-        **({"observed": seen} if (seen := observations(history)) else {}),
+        **{key: value for one in watchers for key, value in one.results(history, model).items()},
         "seconds": round(clock.seconds, 2),
         "peak_mib": torch.cuda.max_memory_allocated() >> 20 if on_gpu else None,
     }
-
-
-@torch.no_grad()
-def answers(
-    model: Any, examples: Dataset, batch: int, precision: str = "float32"
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Answers and right answers to all questions, and the mean loss."""
-    device = next(model.parameters()).device
-    model.eval()
-    given, right, loss = [], [], 0.0
-    for entry in DataLoader(examples, batch_size=batch, collate_fn=as_batch):
-        sent: dict[str, Tensor] = {name: side.to(device) for name, side in entry.items()}
-        kind = getattr(torch, precision)
-        with torch.autocast(device.type, kind, enabled=precision != "float32"):
-            output = model(**sent)
-        found, expected = model.questions(output, sent["labels"])
-        given.append(found.cpu().numpy())
-        right.append(expected.cpu().numpy())
-        loss += float(output["loss"]) * len(expected)
-    model.train()
-    asked = sum(map(len, right))
-    return np.concatenate(given), np.concatenate(right), loss / max(asked, 1)
-
-
-def accuracy(given: np.ndarray, right: np.ndarray) -> dict[str, float]:
-    """The share of right answers."""
-    return {"accuracy": float((given == right).mean()) if len(right) else 0.0}
 
 
 class _Clock(transformers.TrainerCallback):
@@ -154,6 +140,22 @@ class _Clock(transformers.TrainerCallback):
         self.tell(state.global_step)
 
 
+def processes() -> tuple[int, int]:
+    """Number of this process, and how many ``torchrun`` started."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def share_of_batch(batch: int) -> int:
+    """Examples of a batch that every process takes, so that all together take the same."""
+    count = processes()[1]
+    if batch % count:
+        raise InvalidInputError(
+            f"a batch of {batch} cannot be shared by {count} processes; start a number of them "
+            "that divides it."
+        )
+    return batch // count
+
+
 def _trainer(model: nn.Module, examples: Dataset, recipe: Recipe, folder: Path, seed: int) -> Any:
     class WholeCheckpoints(transformers.Trainer):
         """A checkpoint that was not written to its end is not there."""
@@ -165,7 +167,8 @@ def _trainer(model: nn.Module, examples: Dataset, recipe: Recipe, folder: Path, 
     settings = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch,
+        per_device_train_batch_size=share_of_batch(recipe.batch),
+        use_cpu=not torch.cuda.is_available(),
         learning_rate=recipe.rate,
         lr_scheduler_type="linear",
         warmup_steps=math.ceil(recipe.warm_up * recipe.steps),

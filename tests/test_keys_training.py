@@ -7,22 +7,25 @@ import numpy as np
 import pytest
 import torch
 from experiments import keys_training
+from experiments.keys_training_choice import (
+    SELECTIONS,
+    by_features,
+    choose,
+    mark_largest,
+    own_block,
+)
+from experiments.keys_training_data import masked, training_batches
 from experiments.keys_training_model import (
     KINDS,
-    SELECTIONS,
     Attention,
     Encoder,
     Sizes,
     Variant,
-    by_features,
-    choose,
     convolve,
     dense_core,
     for_every_query,
     in_shifted_blocks,
     log_share,
-    mark_largest,
-    own_block,
     summarise,
 )
 from torch.nn import functional as F
@@ -49,7 +52,7 @@ def one_thread():
 
 def batch(length=SIZES.length):
     windows = torch.randint(1, SIZES.vocabulary, (3, length))
-    return keys_training.masked(windows, torch.Generator().manual_seed(0))
+    return masked(windows, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -181,7 +184,7 @@ def test_variants_share_their_start_and_their_data():
         torch.manual_seed(3)
         models.append(dict(Encoder(SIZES, Variant.parse(name)).named_parameters()))
         cell = keys_training.Cell(name, 3, SIZES, batch_tokens=128)
-        batches.append(next(keys_training.training_batches(cell, tokens)))
+        batches.append(next(training_batches(cell, tokens)))
     for name, parameter in models[0].items():
         assert torch.equal(parameter, models[1][name]), name
     for one, other in zip(*batches, strict=True):

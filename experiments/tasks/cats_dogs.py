@@ -53,11 +53,7 @@ class Pictures(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``pixel_values``, float32 ``[3, 64, 64]`` from 0 to 1, and ``labels``."""
-        image = torch.from_numpy(self.images[index]).permute(2, 0, 1)
-        return {
-            "pixel_values": image.float() / 255,
-            "labels": torch.tensor(int(self.labels[index])),
-        }
+        return {name: side[0] for name, side in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """A batch at once; for `experiments.tasks.task.as_batch`."""

@@ -187,10 +187,6 @@ class FreshlyHidden(Examples):
         """Hide other tokens from now on."""
         self.epoch = epoch
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """As in `Examples`."""
-        return {name: side[0] for name, side in self.__getitems__([index]).items()}
-
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """As in `Examples`."""
         rows = [

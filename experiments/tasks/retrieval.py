@@ -50,13 +50,10 @@ class PairExamples(Examples):
         """See the class."""
         super().__init__(ids, labels, lengths)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """As in `Examples`; the mask is that of both texts, one after the other."""
-        example = Examples(self.ids[[index]], self.labels[[index]])[0]
-        places = torch.arange(len(example["input_ids"]) // 2)
-        tokens = torch.from_numpy(self.lengths[index].astype(np.int64))
-        example["attention_mask"] = (places < tokens[:, None]).flatten().long()
-        return example
+    def _mask(self, lengths: np.ndarray) -> Tensor:
+        """That of both texts, one after the other."""
+        places = torch.arange(self.ids.shape[1] // 2)
+        return (places < torch.from_numpy(lengths)[:, :, None]).flatten(1)
 
     def first(self, count: int | None) -> PairExamples:
         """The first examples; None = all."""

@@ -43,26 +43,25 @@ class Examples(Dataset):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """What a Hugging Face model takes: ``input_ids``, ``attention_mask``, ``labels``."""
-        ids = torch.from_numpy(self.ids[index].astype(np.int64))
-        tokens = len(ids) if self.lengths is None else int(self.lengths[index])
-        label = torch.from_numpy(np.asarray(self.labels[index], dtype=np.int64))
-        return {
-            "input_ids": ids,
-            "attention_mask": (torch.arange(len(ids)) < tokens).long(),
-            "labels": label,
-        }
+        """What a Hugging Face model takes; see `__getitems__`."""
+        return {name: side[0] for name, side in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        """A batch at once, which is faster than one by one; for `as_batch`."""
-        ids = torch.from_numpy(self.ids[indices].astype(np.int64))
-        mask = torch.ones_like(ids)
+        """A batch at once: ``input_ids``, ``labels``, and ``attention_mask`` if lengths differ.
+
+        Without a mask systems have less to do. Goes with `as_batch`.
+        """
+        batch = {
+            "input_ids": torch.from_numpy(self.ids[indices].astype(np.int64)),
+            "labels": torch.from_numpy(np.asarray(self.labels[indices]).astype(np.int64)),
+        }
         if self.lengths is not None:
-            mask = (
-                torch.arange(ids.shape[1]) < torch.from_numpy(self.lengths[indices])[:, None]
-            ).long()
-        labels = torch.from_numpy(self.labels[indices].astype(np.int64))
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+            batch["attention_mask"] = self._mask(self.lengths[indices]).long()
+        return batch
+
+    def _mask(self, lengths: np.ndarray) -> Tensor:
+        """Which tokens are there: bool ``[n, N]``."""
+        return torch.arange(self.ids.shape[1]) < torch.from_numpy(lengths)[:, None]
 
     def first(self, count: int | None) -> Examples:
         """The first examples; None = all."""

@@ -17,6 +17,10 @@ class BackendUnavailableError(LLNError, RuntimeError):
     """The requested ``impl`` cannot run here; the message names the fix."""
 
 
+class PeerError(LLNError, RuntimeError):
+    """A collective failed, or another rank refused its arguments; the message names the step."""
+
+
 class UnsupportedModelError(InvalidInputError):
     """A model's attention cannot be reached, or uses a feature that linear attention lacks."""
 

@@ -183,8 +183,8 @@ def test_the_choice_repeats_and_does_not_depend_on_stretches(select, causal, mon
 
 def test_the_largest_of_a_row():
     row = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [-torch.inf, 0.0, -torch.inf, -1.0, -torch.inf]])
-    assert selection._largest(row, 2).tolist() == [[1, 2], [1, 3]]
-    assert selection._largest(row, 4).tolist() == [[1, 2, 3, 4], [1, 3, -1, -1]]
+    assert selection.largest(row, 2).tolist() == [[1, 2], [1, 3]]
+    assert selection.largest(row, 4).tolist() == [[1, 2, 3, 4], [1, 3, -1, -1]]
 
 
 def test_repeats_are_dropped():

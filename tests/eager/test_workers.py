@@ -147,7 +147,13 @@ def test_gradients_of_the_offset(shared, shape):
 
 # Matched temperatures carry no gradient, which a derivative by numbers would see.
 # Exact keys take a minute and are handed over in the same way.
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"matched", "keys", "causal_keys"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("causal", "lln_diag")))
+        for name in sorted(CALLS.keys() - {"matched", "keys", "causal_keys"})
+    ],
+)
 def test_derivatives_of_any_order(shared, name):
     sides = sides_of(1, 2, 5)
     assert torch.autograd.gradcheck(CALLS[name], sides)

@@ -291,6 +291,26 @@ def test_no_keys_leave_block_and_slots():
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_an_offset_far_below_leaves_softmax_over_block_and_keys(spread):
+    """The recipe of docs/exact_keys.md for training from scratch, at any temperature."""
+    sides = [side.requires_grad_() for side in make_qkv(1, 2, 40, 8, dtype=FP64)]
+    query, key, value = sides
+    chosen = choose_keys(query, key, 6, block_size=8, select="query")
+    found = lln_keys_attention(
+        query, key, value, alpha=spread, beta=spread, offset=-1e4, block_size=8, keys=chosen,
+        select="query",
+    )  # fmt: skip
+    place = torch.arange(40) // 8
+    exact = (place[:, None] == place).repeat(1, 2, 1, 1)
+    sample, head, row, column = (chosen >= 0).nonzero(as_tuple=True)
+    exact[sample, head, row, chosen[sample, head, row, column]] = True
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=exact)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad(out.square().sum(), sides) for out in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
 # What does not reach the output
 
 

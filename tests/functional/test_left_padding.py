@@ -57,6 +57,7 @@ def test_rows_begin_where_their_own_mask_ends(attend, is_causal, tokens):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow
 @each_direction
 def test_compiled_calls_cut_likewise(is_causal):
     def attend(query, key, value, mask):

@@ -40,6 +40,12 @@ FUNCTIONS = {
 }
 DENSE = ("lln", "diag", "block", "causal", "keys")
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
+# Compiling takes long; at night everything is compiled.
+at_night = ("causal_varlen", "diag_varlen", "keys_varlen")
+every_function_or_at_night = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in at_night)) for name in FUNCTIONS],
+)
 
 
 def arguments(name, tokens=90, dtype=torch.float32, requires_grad=False, seed=0):
@@ -89,7 +95,7 @@ def fresh_dynamo():
 # torch.compile
 
 
-@every_function
+@every_function_or_at_night
 def test_compiles_as_one_graph_forward_and_backward(name, fresh_dynamo):
     attend = FUNCTIONS[name]
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -97,6 +103,7 @@ def test_compiles_as_one_graph_forward_and_backward(name, fresh_dynamo):
     close(value_and_gradients(compiled, args), value_and_gradients(attend, args))
 
 
+@pytest.mark.slow
 def test_compiles_with_every_size_dynamic(fresh_dynamo):
     attend = FUNCTIONS["lln"]
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -132,6 +139,7 @@ def test_compiles_exact_keys_once_for_two_lengths(fresh_dynamo):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_compiles_causal_for_two_lengths_in_reasonable_time():
     """In its own process: symbolic lengths that do not simplify keep the compiler busy forever."""
     run_fresh(
@@ -146,7 +154,7 @@ def test_compiles_causal_for_two_lengths_in_reasonable_time():
             torch.testing.assert_close(compiled(*args), attend(*args), rtol=2e-5, atol=2e-5)
         print("fine")
         """,
-        seconds=60,
+        seconds=120,
     )
 
 
@@ -214,7 +222,7 @@ def export(name, tokens, **options):
     return torch.export.export(module, tuple(arguments(name, tokens)), **options).module()
 
 
-@every_function
+@every_function_or_at_night
 def test_exports(name):
     exported = export(name, 50)
     args = arguments(name, 50, seed=1)
@@ -231,7 +239,9 @@ def test_exports_packed_with_a_dynamic_length(name):
         close([exported(*args)], [FUNCTIONS[name](*args)])
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize(
+    "causal", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["both", "causal"]
+)
 def test_exports_exact_keys_with_a_dynamic_length(causal):
     """Causal up to 32 blocks, as many as one level of merging takes."""
     given = {**FIXED, "offset": -2.0} if causal else {}
@@ -277,6 +287,7 @@ def test_exported_layers_take_every_length(kind, masked, tokens, length):
         close([exported(x)], [layer(x)])
 
 
+@pytest.mark.slow
 def test_exports_causal_with_a_dynamic_length():
     """In its own process, as the compiled one above."""
     run_fresh(

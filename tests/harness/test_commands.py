@@ -12,6 +12,9 @@ from experiments.cells import read_all
 from experiments.experiment import SCALES
 from experiments.methods import Method
 from experiments.side_by_side import Job, run_side_by_side
+from experiments.training import share_of_batch
+
+from lln.errors import InvalidInputError
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -26,6 +29,8 @@ def test_every_experiment_runs_and_is_not_run_twice(name, tmp_path, capsys):
     assert f"0 cells run, {len(tasks)} were finished" in capsys.readouterr().out
     cells = read_all(out, name, "smoke")
     assert {cell["cell"]["task"] for cell in cells} == set(tasks)
+    for cell in cells:
+        assert ("chosen" in cell) == (tasks[cell["cell"]["task"]].recipe.choices > 0)
     # What can be repeated, without folders of this machine.
     assert all(str(tmp_path) not in str(cell) for cell in cells)
     page = tmp_path / "page.html"
@@ -139,3 +144,29 @@ def test_table_2_is_measured_by_the_benchmark(tmp_path, monkeypatch, capsys):
     assert "One training step, batch 1" in capsys.readouterr().out
     assert main(["report", "table2", "--scale", "full", "--out", str(tmp_path)]) == 0
     assert "Nothing was run yet" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_share_every_batch(tmp_path):
+    shared = ["-m", "experiments", "run", "lra", "--scale", "smoke", "--task", "listops"]
+    shared += ["--method", "lln", "--seed", "0", "--work", str(tmp_path / "work")]
+    both = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    curves = []
+    for name, start in (("one", [sys.executable]), ("two", both)):
+        out = tmp_path / name
+        done = subprocess.run(
+            [*start, *shared, "--out", str(out)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("1 cells run") == 1
+        curves.append(read_all(out, "lra", "smoke")[0]["curve"])
+    # The mean of two halves is that of the whole, up to rounding.
+    for one, two in zip(*curves, strict=True):
+        assert one == pytest.approx(two, abs=2e-5)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(InvalidInputError, match="cannot be shared by 3 processes"):
+        share_of_batch(4)
+    assert share_of_batch(6) == 2

@@ -6,8 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from experiments import choosing
+from experiments.answering import accuracy, answers
 from experiments.cell_table import cell_table, clear_best
 from experiments.cells import Cell, is_finished, read_all, write
+from experiments.choosing import Chooser
 from experiments.experiment import Experiment, Plan
 from experiments.hosts import Sizes, host_of, started_host
 from experiments.methods import Method, all_methods
@@ -15,7 +18,7 @@ from experiments.observing import Observer
 from experiments.runner import cells_of, run
 from experiments.tasks.masked_text import byte_code, masked_text
 from experiments.tasks.task import NO_QUESTION, Examples, Task, padded
-from experiments.training import Recipe, accuracy, answers, train
+from experiments.training import Recipe, train
 
 from lln import peers
 from lln.errors import InvalidInputError
@@ -206,6 +209,17 @@ def test_a_cell_has_a_name_without_slashes(tmp_path):
     assert json.loads(path.read_text())["cell"]["method"] == "diag/lln_keys@keys=8+conv"
 
 
+@pytest.mark.parametrize("task", [{}, {"pairs": True}, {"classes": 0}])
+@pytest.mark.parametrize("name", ["softmax", "lln_diag", "lln_keys", "performer"])
+def test_no_mask_is_a_mask_of_ones(name, task):
+    model, batch = host(name, **task), batch_of(toy_task(**task))
+    batch.pop("attention_mask", None)
+    full = torch.ones_like(batch["input_ids"])
+    with torch.no_grad():
+        losses = [model(**batch)["loss"], model(**batch, attention_mask=full)["loss"]]
+    torch.testing.assert_close(*losses)
+
+
 def test_attention_is_measured_on_the_way_where_instruments_know_it(tmp_path):
     task = toy_task(classes=0)
     plan = Plan(SIZES, RECIPE, lambda data: task, observed=3)
@@ -224,9 +238,9 @@ def test_attention_is_measured_on_the_way_where_instruments_know_it(tmp_path):
 
 def test_measuring_changes_nothing_that_is_trained(tmp_path):
     task, weights = toy_task(classes=0), []
-    for place, observer in enumerate((None, Observer(task.valid, 2))):
+    for place, watchers in enumerate(((), [Observer(task.valid, 2)])):
         model = started_host(Method.parse("lln"), SIZES, task, 0)
-        train(model, task.train, RECIPE, tmp_path / str(place), 0, observer=observer)
+        train(model, task.train, RECIPE, tmp_path / str(place), 0, watchers=watchers)
         weights.append(model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -241,7 +255,7 @@ def test_a_training_that_was_stopped_keeps_what_was_measured(tmp_path):
 
         model = started_host(Method.parse("lln"), SIZES, task, 0)
         observer = Observer(task.valid, 1)
-        return train(model, task.train, RECIPE, tmp_path / folder, 0, tell, observer)["observed"]
+        return train(model, task.train, RECIPE, tmp_path / folder, 0, tell, [observer])["observed"]
 
     with pytest.raises(KeyboardInterrupt):
         trained("stopped", stop=5)
@@ -261,3 +275,60 @@ def test_examples_are_told_every_epoch(tmp_path):
     # 16 examples in batches of 4: six steps are one epoch and a half.
     # The Trainer tells, more than once.
     assert tuple(dict.fromkeys(examples.epochs)) == (0, 1)
+
+
+def chosen_run(folder, task, stop=None, choices=3):
+    """Results and model of a training whose valid part is asked on the way."""
+
+    def tell(step):
+        if step == stop:
+            raise KeyboardInterrupt
+
+    model = started_host(Method.parse("lln"), SIZES, task, 0)
+    chooser = Chooser(task.valid, RECIPE.steps // choices, 4, "float32", folder / "best")
+    return train(model, task.train, RECIPE, folder, 0, tell, [chooser]), model
+
+
+def test_the_weights_that_answer_most_of_valid_right_are_taken(tmp_path, monkeypatch):
+    task, weights = toy_task(), {}
+    shares = iter([0.25, 0.75, 0.5, 0.75, 0.5, 0.25])
+
+    def scripted(model, *_):
+        weights[len(weights) + 1] = {k: v.clone() for k, v in model.state_dict().items()}
+        right = np.arange(4) < 4 * next(shares)
+        return right, np.ones(4, dtype=bool), 0.0
+
+    monkeypatch.setattr(choosing, "answers", scripted)
+    found, model = chosen_run(tmp_path, task, choices=6)
+    assert found["valid"] == [[1, 0.25], [2, 0.75], [3, 0.5], [4, 0.75], [5, 0.5], [6, 0.25]]
+    # The first of equals.
+    assert found["chosen"] == 2
+    taken = model.state_dict()
+    assert all(torch.equal(taken[name], weights[2][name]) for name in taken)
+    assert any(not torch.equal(taken[name], weights[6][name]) for name in taken)
+
+
+def test_a_training_that_was_stopped_chooses_the_same_weights(tmp_path):
+    task = toy_task(examples=64)
+    with pytest.raises(KeyboardInterrupt):
+        chosen_run(tmp_path / "stopped", task, stop=5)
+    (found, model), (whole, other) = (
+        chosen_run(tmp_path / name, task) for name in ("stopped", "whole")
+    )
+    assert {name: found[name] for name in ("valid", "chosen", "curve")} == {
+        name: whole[name] for name in ("valid", "chosen", "curve")
+    }
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+
+def test_a_cell_says_which_step_was_chosen(tmp_path):
+    plan = Plan(SIZES, replace(RECIPE, choices=2), lambda data: toy_task())
+    one = Experiment("toy", "Toy", {"small": {"toy": plan}}, ("lln",), seeds=(0,))
+    cells = cells_of(one, "small", ["toy"], ["lln"], [0])
+    run(one, cells, data=None, out=tmp_path / "out", work=tmp_path / "work", command="")
+    kept = json.loads(cells[0].path(tmp_path / "out").read_text("utf-8"))
+    assert [step for step, _ in kept["valid"]] == [3, 6]
+    assert kept["chosen"] in (3, 6)
+    assert not list((tmp_path / "work").rglob("best-*"))

@@ -30,7 +30,7 @@ def test_readme_runs(given, capsys):
     names = run("README.md", given)
     assert len(blocks("README.md")) == 3
     printed = capsys.readouterr().out
-    assert "2 of 2 attention layers run lln_diag" in printed
+    assert "2 of 2 attention layers run lln_keys" in printed
     assert "spectral_gap" in printed
     state = torch.nn.MultiheadAttention(768, 12, batch_first=True).state_dict()
     names["layer"].load_state_dict(state)

@@ -304,6 +304,7 @@ def test_recovery_from_the_command_line_takes_a_target(tiny, tmp_path, save_with
     )
     assert "after recovery" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / REPORT_FILE).read_text("utf-8"))
+    assert written["rows"][-1]["holdout"] is not None
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
     chosen = [getattr(heads, "keys", None) for heads in attached(loaded)]
     assert chosen == list(written["choice"].values())

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.eager.products import multiply
-from lln.eager.scan import running_merge, shift, whole_parts
+from lln.eager.scan import earlier_merge, running_merge, shift, whole_parts
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise
 from lln.tracing import has_values, is_compiling
 
@@ -62,6 +62,7 @@ def causal_attention(
     alpha: float | Tensor,
     beta: float | Tensor,
     key_mask: Tensor | None = None,
+    before: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Eq. (8) with every row's sum running over the keys up to itself: ``[B, H, T, E]``.
 
@@ -72,6 +73,8 @@ def causal_attention(
         alpha: Broadcasts to ``[B, H, 1, 1]``.
         beta: Broadcasts to ``[B, H, 1, 1]``.
         key_mask: bool ``[B, T]``.
+        before: The summary of earlier tokens, which every row sees: log-mass ``[B, H, D]`` and
+            centroid ``[B, H, D, E]``.
     """
     tokens = query.shape[-2]
     chunks = whole_parts(tokens, CHUNK)
@@ -89,12 +92,16 @@ def causal_attention(
         scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale for scale in (alpha, beta)
     )
     key, value = key_exponents(key, value, beta, token_mask)
-    out = attend_chunks(query * alpha, key, value)
+    out = attend_chunks(query * alpha, key, value, before=before)
     return out.flatten(-3, -2)[..., :tokens, :]
 
 
 def attend_chunks(
-    query: Tensor, key: Tensor, value: Tensor, segment: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment: Tensor | None = None,
+    before: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention over a row of chunks: ``[..., n, c, E]``.
 
@@ -103,8 +110,14 @@ def attend_chunks(
         key: β·k, ``[..., n, c, D]``; ``LOG_ZERO`` at masked tokens.
         value: ``[..., n, c, E]``; zero at masked tokens.
         segment: int ``[n]``, the sequence of every chunk; None = one sequence.
+        before: Log-mass ``[..., D]`` and centroid ``[..., D, E]`` of tokens before the first chunk,
+            for one sequence.
     """
-    log_mass, centroid = shift(*running_merge(*summarise(key, value), segment))
+    summaries = summarise(key, value)
+    if before is not None:
+        log_mass, centroid = earlier_merge(*summaries, before)
+    else:
+        log_mass, centroid = shift(*running_merge(*summaries, segment))
     if segment is not None:
         continues = segment == F.pad(segment[:-1], (1, 0), value=-1)
         log_mass = torch.where(continues.unsqueeze(-1), log_mass, LOG_ZERO)

@@ -19,6 +19,7 @@ n blocks, W tokens in a block, G groups, g queries in a group, K keys per group.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +27,28 @@ from torch import Tensor
 from lln.eager.key_blocks import KeyBlocks
 from lln.eager.key_inference import attend_without_gradients, fits_inference
 from lln.eager.products import multiply
-from lln.eager.scan import running_merge, shift
+from lln.eager.scan import earlier_merge, running_merge, shift
 from lln.eager.selection import seen_keys
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise, summarise_heads
 
 # L - βμ, C and μ.
 Slots = tuple[Tensor, Tensor, Tensor]
+
+
+class Earlier(NamedTuple):
+    """The tokens before the first block of a causal call that continues a sequence.
+
+    Attributes:
+        log_mass: ``[B, H, D]``, of their summary.
+        centroid: ``[B, H, D, E]``.
+        key_sum: ``[B, H, D]``, sum of their keys.
+        number: ``[B, 1, 1]``, how many there are.
+    """
+
+    log_mass: Tensor
+    centroid: Tensor
+    key_sum: Tensor
+    number: Tensor
 
 
 def attend_keys(
@@ -75,25 +92,67 @@ def attend_keys(
             query, key, value, alpha, slots, share + offset, indices, seen, blocks,
             valid=blocks.valid(key_mask), group_size=group_size, scale=factor,
         )  # fmt: skip
+    far = tuple(_pick(side, indices, seen) for side in (key, value))
+    full = blocks.is_plain and key_mask is None
+    return attend_rows(
+        query, key, value, alpha, slots, offset, share, far, seen, blocks,
+        valid=None if full else blocks.valid(key_mask), group_size=group_size,
+        is_causal=is_causal, scale=factor,
+    )  # fmt: skip
+
+
+def attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    slots: Slots,
+    offset: float | Tensor,
+    share: Tensor,
+    chosen: tuple[Tensor, ...],
+    seen: Tensor,
+    blocks: KeyBlocks,
+    *,
+    valid: Tensor | None,
+    group_size: int,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """The attention above from chosen rows, wherever they come from: ``[B, H, T, E]``.
+
+    Args:
+        query: As in `attend_keys`, and so are the other arguments of the same name.
+        key: Like query.
+        value: ``[B, H, T, E]``.
+        alpha: A number, or broadcasts to ``[B, H, n, 1, 1]``.
+        slots: L - βμ, C and μ for every block.
+        offset: g; a number, or broadcasts to ``[B, H, n, 1, 1]``.
+        share: Ln ρ, ``[B, H, n, W, 1]``.
+        chosen: The chosen keys ``[B, H, G, K, D]`` and their values ``[B, H, G, K, E]``, zero where
+            not seen.
+        seen: bool ``[B, H, G, K]``, which of them there are.
+        blocks: Where the tokens lie.
+        valid: bool ``[B, n, W]``, which places hold a key that may be attended to; None = all.
+        group_size: g.
+        is_causal: Whether row i sees keys 0 … i only.
+        scale: Factor of the scores.
+    """
     rows = blocks.gather(query)
-    scaled = rows * factor
+    scaled = rows * scale
     near_keys, near_values = blocks.gather(key), blocks.gather(value)
-    valid = blocks.valid(key_mask)[:, None]
     # Where every place holds a key, there is nothing to hide.
-    is_full = blocks.is_plain and key_mask is None
-    if not is_full:
-        near_keys, near_values = (
-            torch.where(valid.unsqueeze(-1), side, 0.0) for side in (near_keys, near_values)
-        )
+    if valid is not None:
+        keep = valid[:, None].unsqueeze(-1)
+        near_keys, near_values = (torch.where(keep, side, 0.0) for side in (near_keys, near_values))
     near = multiply(scaled, near_keys.mT)
-    if not is_full:
-        near = torch.where(valid.unsqueeze(-2), near, LOG_ZERO)
+    if valid is not None:
+        near = torch.where(valid[:, None].unsqueeze(-2), near, LOG_ZERO)
     if is_causal:
         later = torch.ones(near.shape[-2:], dtype=torch.bool, device=near.device).triu(1)
         # Below LOG_ZERO: a row whose visible keys are all masked must weigh those, not later keys.
         near = near.masked_fill(later, 10 * LOG_ZERO)
 
-    far_keys, far_values = (_pick(side, indices, seen) for side in (key, value))
+    far_keys, far_values = chosen
     grouped = scaled.flatten(2, 3).unflatten(2, (-1, group_size))
     far = torch.where(seen.unsqueeze(-2), multiply(grouped, far_keys.mT), LOG_ZERO)
     far = far.flatten(2, 3).unflatten(2, near.shape[2:4])
@@ -136,9 +195,24 @@ def log_share(
     held = before - start if is_causal else upto[:, blocks.last] - start
     rest = held if is_causal else held - own
     far = seen.sum(-1).unflatten(2, (count, size // group_size))
-    rest = (rest[:, None, :, None] - far).to(dtype)
-    share = rest / held[:, None, :, None].clamp_min(1)
-    found = torch.where(rest > 0, share.clamp_min(torch.finfo(dtype).tiny).log(), LOG_ZERO)
+    return share_of(held, rest, far, group_size, dtype)
+
+
+def share_of(
+    held: Tensor, rest: Tensor, far: Tensor, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """Ln ρ of every query, ``[B, H, n, W, 1]``, from numbers of keys.
+
+    Args:
+        held: int ``[B, n]``, keys in the summary that a block reads.
+        rest: int ``[B, n]``, those of them outside the block.
+        far: int ``[B, H, n, W / g]``, those chosen by every group.
+        group_size: g.
+        dtype: Of the result.
+    """
+    left = (rest[:, None, :, None] - far).to(dtype)
+    share = left / held[:, None, :, None].clamp_min(1)
+    found = torch.where(left > 0, share.clamp_min(torch.finfo(dtype).tiny).log(), LOG_ZERO)
     return found.repeat_interleave(group_size, -1).unsqueeze(-1)
 
 
@@ -150,6 +224,7 @@ def slots_of_blocks(
     key_mask: Tensor | None,
     segment: Tensor | None,
     is_causal: bool,
+    before: Earlier | None = None,
 ) -> Slots:
     """L - βμ, C and μ that every block reads: of its sequence, or of the blocks before it.
 
@@ -161,17 +236,21 @@ def slots_of_blocks(
         key_mask: bool ``[B, T]``.
         segment: int ``[n]``, the sequence of every block; None = one sequence.
         is_causal: Whether a block reads only the blocks before it.
+        before: What a causal call of one sequence has seen before the first block.
     """
     valid = blocks.valid(key_mask)[:, None]
     rows = blocks.gather(key)
     exponent, values = key_exponents(rows, blocks.gather(value), beta, valid)
-    log_mass, centroid = running_merge(*summarise(exponent, values), segment)
-    centre = _mean_keys(rows, valid, blocks, is_causal)
-    if not is_causal:
+    summaries = summarise(exponent, values)
+    centre = _mean_keys(rows, valid, blocks, is_causal, before)
+    if before is not None:
+        log_mass, centroid = earlier_merge(*summaries, (before.log_mass, before.centroid))
+    elif not is_causal:
+        log_mass, centroid = running_merge(*summaries, segment)
         log_mass = log_mass.index_select(-2, blocks.last)
         centroid = centroid.index_select(-3, blocks.last)
     else:
-        log_mass, centroid = shift(log_mass, centroid)
+        log_mass, centroid = shift(*running_merge(*summaries, segment))
         begins = torch.arange(blocks.first.shape[0], device=key.device) == blocks.first
         log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
         centroid = torch.where(begins[:, None, None], 0.0, centroid)
@@ -179,7 +258,9 @@ def slots_of_blocks(
     return log_mass - factor * centre, centroid, centre
 
 
-def _mean_keys(rows: Tensor, valid: Tensor, blocks: KeyBlocks, is_causal: bool) -> Tensor:
+def _mean_keys(
+    rows: Tensor, valid: Tensor, blocks: KeyBlocks, is_causal: bool, before: Earlier | None
+) -> Tensor:
     """μ of every block's sequence, or of the blocks before it: ``[B, H, n, D]``.
 
     Args:
@@ -187,6 +268,7 @@ def _mean_keys(rows: Tensor, valid: Tensor, blocks: KeyBlocks, is_causal: bool) 
         valid: bool ``[B, 1, n, W]``.
         blocks: Where the tokens lie.
         is_causal: Whether only earlier blocks count.
+        before: What came before the first block.
     """
     total = torch.where(valid.unsqueeze(-1), rows, 0.0).sum(-2)
     # A NaN must show in its own sequence, but a running sum would carry it into all later ones.
@@ -199,6 +281,9 @@ def _mean_keys(rows: Tensor, valid: Tensor, blocks: KeyBlocks, is_causal: bool) 
         return (upto - side if is_causal else upto.index_select(-2, blocks.last)) - start
 
     total, reached, number = (held(side) for side in sides)
+    if before is not None:
+        total = total + before.key_sum.unsqueeze(2)
+        number = number + before.number.unsqueeze(2)
     return torch.where(reached > 0, torch.nan, total / number.clamp_min(1))
 
 

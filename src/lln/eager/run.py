@@ -99,7 +99,7 @@ def _run(
     """One call; ``sides`` are its tensor arguments, starting with query, key and value."""
     query, key, value, *rest = sides
     cut = cut_heads(query, key, axes) if options["impl"] == "eager" else None
-    wide = _widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
+    wide = widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
     return share_out(partial(attend, **options), (*wide, *rest), cut).to(query.dtype)
 
 
@@ -117,7 +117,7 @@ def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:
     return tensor.repeat_interleave(heads // tensor.shape[dim], dim)
 
 
-def _widen(
+def widen(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All three in the accumulation dtype; dropped keys' values and bad padded queries are 0."""
@@ -147,7 +147,7 @@ def _long_range(
     if impl == "eager" and not is_causal:
         return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    alpha, beta = (_repeat_temperature(scale, heads, query.dtype) for scale in (alpha, beta))
+    alpha, beta = (repeat_temperature(scale, heads, query.dtype) for scale in (alpha, beta))
     if impl == "eager":
         if query.shape[2] == 0:
             return (query * alpha) @ (key * beta).mT @ value
@@ -222,7 +222,7 @@ def _exact_keys(
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     numbers = (alpha, beta, offset)
     alpha, repeated_beta, offset = (
-        _repeat_temperature(side, heads, query.dtype) for side in numbers
+        repeat_temperature(side, heads, query.dtype) for side in numbers
     )
     if impl == "reference":
         keep = _kept_pairs(query, key, key_mask, is_causal)
@@ -265,7 +265,8 @@ def _earlier_blocks(query: Tensor, key_mask: Tensor | None, block_size: int) -> 
     return earlier if key_mask is None else earlier & key_mask[:, None, None]
 
 
-def _repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:
+def repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:
+    """A number, or ``[1 or B, 1 or H, 1, 1]`` in ``dtype``: per key head becomes per query head."""
     if not isinstance(scale, Tensor):
         return scale
     scale = scale.to(dtype)

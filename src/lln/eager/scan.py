@@ -62,6 +62,21 @@ def running_merge(
     return log_mass.flatten(-3, -2)[..., :count, :], centroid.flatten(-4, -3)[..., :count, :, :]
 
 
+def earlier_merge(
+    log_mass: Tensor, centroid: Tensor, before: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Summary i of the result holds what came before the row, and summaries 0 … i − 1 of it.
+
+    Args:
+        log_mass: ``[..., n, D]``.
+        centroid: ``[..., n, D, E]``.
+        before: Log-mass ``[..., D]`` and centroid ``[..., D, E]`` of earlier tokens.
+    """
+    log_mass = torch.cat([before[0].unsqueeze(-2), log_mass[..., :-1, :]], -2)
+    centroid = torch.cat([before[1].unsqueeze(-3), centroid[..., :-1, :, :]], -3)
+    return running_merge(log_mass, centroid)
+
+
 def whole_parts(count: int, size: int) -> int:
     """How many parts of ``size`` items hold ``count`` items.
 

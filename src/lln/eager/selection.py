@@ -108,12 +108,7 @@ def _by_mean(
 ) -> Tensor:
     """The keys with the largest products with the mean query of every group."""
     dtype = accumulation_dtype(query.dtype)
-    counted = blocks.valid(key_mask)[:, None, ..., None]
-    rows = torch.where(counted, blocks.gather(query.to(dtype)), 0.0)
-    rows = rows.flatten(2, 3).unflatten(2, (-1, group_size))
-    number = counted.flatten(2, 3).unflatten(2, (-1, group_size)).sum(-2).clamp_min(1)
-    # Rounded to the precision of the queries, as in the kernel, so that both choose the same keys.
-    mean = (rows.sum(-2) / number).to(query.dtype).to(dtype)
+    mean = group_means(query, blocks, group_size, blocks.valid(key_mask)).to(dtype)
     if is_causal and group_size > 1:
         # A group's own mean would let later queries decide what earlier ones see.
         mean = torch.cat([torch.zeros_like(mean[:, :, :1]), mean[:, :, :-1]], 2)
@@ -124,7 +119,7 @@ def _by_mean(
     home = blocks.home[:, None]
     block = torch.arange(groups, device=query.device) * group_size // blocks.place.shape[2]
 
-    def largest(mean: Tensor, block: Tensor) -> Tensor:
+    def best(mean: Tensor, block: Tensor) -> Tensor:
         first, last = blocks.first[block], blocks.last[block]
         allowed = (home >= first) & (home <= last)
         allowed = allowed & (home < block if is_causal else home != block)
@@ -132,15 +127,33 @@ def _by_mean(
             allowed = allowed & key_mask[:, None]
         scores = mean.reshape(batch, key.shape[1], -1, width) @ key.mT
         scores = scores.view(batch, heads, -1, key.shape[2])
-        return _largest(torch.where(allowed[:, None], scores, -torch.inf), keys)
+        return largest(torch.where(allowed[:, None], scores, -torch.inf), keys)
 
     block = block.unsqueeze(-1)
     if is_compiling():
         # A trace must hold for every length, so it cannot count stretches.
-        return largest(mean, block)
+        return best(mean, block)
     stretch = max(MOST_SCORES // max(batch * heads * key.shape[2], 1), 1)
     pairs = zip(mean.split(stretch, 2), block.split(stretch), strict=True)
-    return torch.cat([largest(*pair) for pair in pairs], 2)
+    return torch.cat([best(*pair) for pair in pairs], 2)
+
+
+def group_means(query: Tensor, blocks: KeyBlocks, group_size: int, valid: Tensor) -> Tensor:
+    """The mean query of every group, ``[B, H, G, D]``; zero if nobody counts.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        blocks: Where the tokens lie.
+        group_size: g.
+        valid: bool ``[B, n, W]``, which queries count.
+    """
+    dtype = accumulation_dtype(query.dtype)
+    counted = valid[:, None, ..., None]
+    rows = torch.where(counted, blocks.gather(query.to(dtype)), 0.0)
+    rows = rows.flatten(2, 3).unflatten(2, (-1, group_size))
+    number = counted.flatten(2, 3).unflatten(2, (-1, group_size)).sum(-2).clamp_min(1)
+    # Rounded to the precision of the queries, as in the kernel, so that both choose the same keys.
+    return (rows.sum(-2) / number).to(query.dtype)
 
 
 def _by_features(
@@ -215,7 +228,7 @@ def _feature_lists(key: Tensor, keys: int, key_mask: Tensor | None) -> Tensor:
     both = torch.cat([key, -key], -1).mT
     if key_mask is not None:
         both = torch.where(key_mask[:, None, None], both, -torch.inf)
-    return _largest(both, keys)
+    return largest(both, keys)
 
 
 def _earlier_lists(key: Tensor, keys: int, blocks: KeyBlocks, key_mask: Tensor | None) -> Tensor:
@@ -235,14 +248,14 @@ def _earlier_lists(key: Tensor, keys: int, blocks: KeyBlocks, key_mask: Tensor |
         scores = torch.cat([best, both[:, :, block]], -1)
         own = blocks.place[:, block, None, None].expand(*held.shape[:3], -1)
         positions = torch.cat([held, own], -1)
-        taken = _largest(scores, keys)
+        taken = largest(scores, keys)
         known, there = taken.clamp_min(0), taken >= 0
         best = torch.where(there, scores.gather(-1, known), -torch.inf)
         held = torch.where(there, positions.gather(-1, known), -1)
     return torch.stack(lists, 2)
 
 
-def _largest(scores: Tensor, keys: int) -> Tensor:
+def largest(scores: Tensor, keys: int) -> Tensor:
     """Positions of the largest scores of every row, ascending; -1 for those of -inf.
 
     Where several scores equal the smallest one taken, the first positions win: ``topk`` alone does

@@ -1,7 +1,7 @@
 """The attention functions that Hugging Face calls.
 
-Every call goes one of four ways: dense (padded batches, cross attention), packed sequences,
-causal with a past (a cache), or softmax for layers that keep it.
+Every call goes one of five ways: dense (padded batches, cross attention), packed sequences,
+causal with a past (a cache), softmax for layers that keep it, or over the tokens of several ranks.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width.
@@ -34,6 +34,7 @@ from lln.integrations.kept_softmax import softmax
 from lln.integrations.masks import check_mask
 from lln.integrations.packed_batches import boundaries, inside_sequences
 from lln.integrations.settings import Settings
+from lln.integrations.sharded_call import attend_sharded, ranks_of
 
 # What a model may ask of its attention that changes single scores.
 _REFUSED = {
@@ -133,6 +134,15 @@ def forward(
         window=kwargs.get("sliding_window"),
         dropout_p=dropout,
     )
+    if ranks_of(module) is not None:
+        if _observer is not None:
+            raise InvalidInputError(
+                "convert looks at a model on one process; call "
+                "lln.integrations.context_parallel.disconnect(model) first."
+            )
+        asked = bool(kwargs.get("output_attentions"))
+        out = attend_sharded(call, past=past is not None, weights=asked)
+        return out.transpose(1, 2).contiguous(), None
     if _observer is not None:
         out = _observer(call)
         if out is not None:

@@ -15,24 +15,19 @@ chooses how many exact keys every layer needs (`lln.integrations.target`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lln.checks.names import check_choice, did_you_mean
+from lln.checks.names import check_choice
 from lln.errors import InvalidInputError, UnsupportedModelError
-from lln.integrations.attached import ATTRIBUTE, AttachedHeads, KeptSoftmax, attach, attached_to
+from lln.integrations.attached import AttachedHeads, attached_to
 from lln.integrations.attend import observed
 from lln.integrations.attention_call import AttentionCall
-from lln.integrations.attention_cost import AttentionShape
-from lln.integrations.conversion_report import Conversion, LayerReport, relative_change
-from lln.integrations.fitted_layer import fit_layer
-from lln.integrations.kept_softmax import softmax
+from lln.integrations.conversion_report import Conversion, relative_change
+from lln.integrations.model_state import evaluating, undone_on_error
 from lln.integrations.own_attention import refuse_own_attention
 from lln.integrations.settings import (
     ATTENTIONS,
@@ -41,8 +36,9 @@ from lln.integrations.settings import (
     criterion_of,
     kept_offset,
 )
-from lln.integrations.target import OnStep, TargetSearch, TriedLayer, check_target
-from lln.integrations.transformers import name_of_module, register, remember_attention
+from lln.integrations.surgeon import Surgeon
+from lln.integrations.target import OnStep, TargetSearch, check_target
+from lln.integrations.transformers import register
 from lln.integrations.trial_batch import check_inputs, example_inputs
 
 if TYPE_CHECKING:
@@ -158,9 +154,9 @@ def convert(
     checked = [check_inputs(name, it, model) for name, it in given.items() if it is not None]
     inputs = checked[0] if checked else example_inputs(model)
     unseen = None if holdout is None else check_inputs("holdout", holdout, model)
-    with _undone_on_error(model), _evaluating(model):
+    with undone_on_error(model), evaluating(model):
         _switch(model, attention)
-        surgeon = _Surgeon(model, attention, settings, layers, calibrate is not None)
+        surgeon = Surgeon(model, attention, settings, layers, calibrate is not None)
         if target is not None:
             surgeon.on_layer = partial(on_step, "layers")
         with observed(surgeon.look):
@@ -181,148 +177,7 @@ def convert(
     return report
 
 
-class _Surgeon:
-    """Looks at every attention call of one forward pass and fits LLN attention beside it."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        attention: str,
-        settings: Settings,
-        layers: Sequence[int | str] | None,
-        calibrated: bool,
-    ) -> None:
-        self.model, self.attention, self.settings = model, attention, settings
-        self.calibrated = calibrated
-        self.wanted = None if layers is None else list(layers)
-        self.calls = 0
-        self.modules: list[nn.Module] = []
-        self.reports: list[LayerReport] = []
-        # With a target: every layer with all numbers of keys, and whom to tell of each.
-        self.tried: list[TriedLayer] = []
-        self.on_layer: Callable[[int, int], object] | None = None
-        self.configs: dict[int, Any] = {}
-        self.names: dict[int, str] = {}
-
-    def look(self, call: AttentionCall) -> Tensor:
-        """Fit what this module will run, and answer with softmax."""
-        self.calls += 1
-        softmax_out = softmax(call)
-        if any(module is call.module for module in self.modules):
-            return softmax_out
-        name = name_of_module(self.model, call.module)
-        number = len(self.modules)
-        self.modules.append(call.module)
-        self.names[id(call.module)] = name
-        config: Any = getattr(call.module, "config", self.model.config)
-        self.configs[id(config)] = config
-        heads, width = call.query.shape[1], call.query.shape[3]
-        stays = LayerReport(name, "softmax", heads, width)
-        is_wanted = self._is_wanted(number, name, call)
-        if self.on_layer is not None:
-            self._try(call, stays, softmax_out, is_wanted)
-            return softmax_out
-        if not is_wanted:
-            attach(call.module, KeptSoftmax())
-            self.reports.append(stays)
-            return softmax_out
-        fitted = self._heads_for(call)
-        report = fit_layer(name, fitted, call, softmax_out, self.calibrated)
-        attach(call.module, fitted)
-        self.reports.append(report)
-        return softmax_out
-
-    def _try(
-        self, call: AttentionCall, stays: LayerReport, softmax_out: Tensor, is_wanted: bool
-    ) -> None:
-        """Fit a module with every number of keys, for a search to choose from."""
-        assert self.on_layer is not None
-        shape = AttentionShape.of(replace(call, settings=self.settings))
-        layer = TriedLayer(stays.name, call.module, shape, call.key.shape[2], stays)
-        if is_wanted:
-            own = replace(call, settings=self.settings)
-            layer.fit(lambda keys: self._heads_for(call, keys), own, softmax_out)
-        layer.take(None)
-        self.tried.append(layer)
-        number = len(self.tried)
-        self.on_layer(number, max(number, getattr(self.model.config, "num_hidden_layers", 0)))
-
-    def check(self) -> None:
-        """Refuse a model of which we saw too little."""
-        kind = type(self.model).__name__
-        if not self.modules:
-            raise UnsupportedModelError(
-                f"{kind} does not call transformers' attention interface: it ran without one call "
-                "of LLN attention and keeps its own; it cannot be converted."
-            )
-        expected = getattr(self.model.config, "num_hidden_layers", 0)
-        # Calls, not modules: layers may share one.
-        if self.calls < expected:
-            raise UnsupportedModelError(
-                f"LLN attention was called {self.calls} times in {kind}, which has {expected} "
-                "layers; the others keep their own attention."
-            )
-        known = [*range(len(self.modules)), *self.names.values()]
-        missing = [layer for layer in self.wanted or [] if layer not in known]
-        if missing:
-            meant = did_you_mean(missing[0], self.names.values())
-            raise InvalidInputError(
-                f"layers has {missing[0]!r}, which did not run{meant}; known are 0 to "
-                f"{len(self.modules) - 1} and {', '.join(self.names.values())}."
-            )
-
-    def write_settings(self) -> None:
-        """Note in the configurations what was done, so that it is saved with the model."""
-        for config in self.configs.values():
-            config.lln = self.settings.as_dict()
-        described = {
-            self.names[id(module)]: attached.sizes()
-            for module in self.modules
-            if (attached := attached_to(module)) is not None
-        }
-        self.model.config.lln = replace(self.settings, layers=described).as_dict()
-        remember_attention(self.model)
-
-    def _is_wanted(self, number: int, name: str, call: AttentionCall) -> bool:
-        wanted = self.wanted is None or number in self.wanted or name in self.wanted
-        if call.window is None or not wanted:
-            return wanted
-        if self.settings.sliding_window == "softmax" and self.wanted is None:
-            return False
-        fix = "choose sliding_window 'softmax' to leave such layers as they are."
-        raise UnsupportedModelError(
-            f"layer {number} ({name}) attends within a sliding window of {call.window} tokens, "
-            "which LLN attention does not have; "
-            + (fix if self.wanted is None else "leave it out of layers.")
-        )
-
-    def _heads_for(self, call: AttentionCall, keys: int | None = None) -> AttachedHeads:
-        """α, β and join of one attention module, not fitted yet."""
-        heads, width = call.query.shape[1], call.query.shape[3]
-        if self.settings.statistics == "sample" and call.is_causal:
-            raise InvalidInputError(
-                f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "
-                "show it the future; "
-                + (
-                    "choose statistics 'fixed', 'running' or 'learned'."
-                    if self.calibrated
-                    else "pass calibrate, inputs to find them on."
-                )
-            )
-        fitted = AttachedHeads(
-            self.attention,
-            heads,
-            width,
-            call.value.shape[3],
-            self.settings,
-            keys=keys,
-            device=call.query.device,
-        )
-        fitted.train(call.module.training)
-        return fitted
-
-
-def _prove(model: PreTrainedModel, inputs: dict[str, Tensor], surgeon: _Surgeon) -> Tensor:
+def _prove(model: PreTrainedModel, inputs: dict[str, Tensor], surgeon: Surgeon) -> Tensor:
     """Run the converted model and count the layers in which our attention ran."""
     seen: set[int] = set()
 
@@ -374,53 +229,3 @@ def _switch(model: PreTrainedModel, attention: str) -> None:
 def _output(outputs: Any) -> Tensor:
     """The first tensor of a model's output: logits or hidden states."""
     return outputs[0]
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Eval mode without gradients, and back."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in model.modules():
-            module.training = training.get(module, model.training)
-        for module in model.modules():
-            attached = attached_to(module)
-            if attached is not None:
-                attached.train(module.training)
-
-
-@contextmanager
-def _undone_on_error(model: PreTrainedModel) -> Iterator[None]:
-    """Leave the model as it was if anything fails."""
-    configs = {id(model.config): model.config}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None:
-            configs[id(config)] = config
-    before = [
-        (config, config._attn_implementation, getattr(config, "lln", None))
-        for config in configs.values()
-    ]
-    attached = [(module, attached_to(module)) for module in model.modules()]
-    try:
-        yield
-    except BaseException:
-        for config, implementation, settings in before:
-            config._attn_implementation_internal = implementation
-            if settings is not None:
-                config.lln = settings
-            elif hasattr(config, "lln"):
-                delattr(config, "lln")
-        for module, own in attached:
-            if ATTRIBUTE in module._modules and isinstance(
-                module._modules[ATTRIBUTE], (AttachedHeads, KeptSoftmax)
-            ):
-                delattr(module, ATTRIBUTE)
-            if own is not None:
-                module.add_module(ATTRIBUTE, own)
-        remember_attention(model)
-        raise

@@ -147,13 +147,16 @@ def recover_folder(
     lines = read_lines(text, "--text")
     model = load_model(source)
     pieces = Pieces(source, lines, tokens)
-    calibration = pieces.batch(0, 16)
+    calibration, held = pieces.batch(0, 16), None
+    if target_quality is not None:
+        calibration, held = _divided(pieces, 24)
     conversion = _convert(
         model,
         attention,
         layers=parse_layers(layers),
         calibrate=calibration,
         target=target_quality,
+        holdout=held,
         **options,
     )
 
@@ -187,9 +190,14 @@ def _two_batches(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
     """Samples to calibrate on, and others to verify on if there is text for them."""
     pieces = Pieces(source, lines, tokens)
-    count = min(samples, len(pieces))
     if unseen is not None:
-        return pieces.batch(0, count), Pieces(source, unseen, tokens).batch(0, samples)
+        return pieces.batch(0, samples), Pieces(source, unseen, tokens).batch(0, samples)
+    return _divided(pieces, samples)
+
+
+def _divided(pieces: Pieces, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    """The first samples, and the last quarter of them apart; None if they are fewer than four."""
+    count = min(samples, len(pieces))
     held = count // 4
     return pieces.batch(0, count - held), pieces.batch(count - held, count) if held else None
 

@@ -16,6 +16,7 @@ from lln import checks
 from lln.checks.names import check_choice
 from lln.matching.curves import matched_spread
 from lln.precision import accumulation_dtype, without_autocast
+from lln.tracing import values_are_readable
 
 # A spread below this, absolutely or relative to the size of the entries, is rounding noise.
 SPREAD_FLOOR = 1e-6
@@ -91,8 +92,8 @@ def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> 
     query, key = query.detach().to(dtype), key.detach().to(dtype)
     query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
     query_variance = _mean_square(query, query_mask)
-    mean = _token_mean(key, key_mask)
-    key_variance = _mean_square(key - mean, key_mask)
+    mean = token_mean(key, key_mask)
+    key_variance = _mean_square(key, key_mask, mean)
     key_size = key_variance + mean.square().mean((-1, -2))
     groups = query.shape[1] // max(key.shape[1], 1)
     if groups > 1:
@@ -101,8 +102,8 @@ def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> 
     return Moments(
         query_variance,
         key_variance,
-        _count(key, key_mask),
-        _is_degenerate(query_variance, key_variance, query_variance, key_size),
+        count_tokens(key, key_mask),
+        is_degenerate(query_variance, key_variance, query_variance, key_size),
     )
 
 
@@ -110,13 +111,13 @@ def tensor_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -
     """The authors' statistic: one unbiased standard deviation of the whole tensor; ``[1, 1]``."""
     dtype = accumulation_dtype(query.dtype)
     query, key = query.detach().to(dtype), key.detach().to(dtype)
-    keys = _count(key, key_mask).mean(0, keepdim=True)
+    keys = count_tokens(key, key_mask).mean(0, keepdim=True)
     query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
     query_variance, query_mean = _tensor_variance(query, query_mask)
     key_variance, key_mean = _tensor_variance(key, key_mask)
     sizes = query_variance + query_mean.square(), key_variance + key_mean.square()
     return Moments(
-        query_variance, key_variance, keys, _is_degenerate(query_variance, key_variance, *sizes)
+        query_variance, key_variance, keys, is_degenerate(query_variance, key_variance, *sizes)
     )
 
 
@@ -153,7 +154,7 @@ def packed_moments(
         query_variance,
         key_variance,
         keys,
-        _is_degenerate(query_variance, key_variance, query_variance, key_size),
+        is_degenerate(query_variance, key_variance, query_variance, key_size),
     )
 
 
@@ -167,26 +168,42 @@ def temperatures(moments: Moments, head_width: int, criterion: str) -> tuple[Ten
     return alpha[..., None, None], beta[..., None, None]
 
 
-def _count(tensor: Tensor, mask: Tensor | None) -> Tensor:
+def count_tokens(tensor: Tensor, mask: Tensor | None) -> Tensor:
     """Number of valid tokens of every sample, ``[B, 1]``."""
     if mask is None:
         return tensor.new_full((tensor.shape[0], 1), tensor.shape[2])
     return mask.sum(-1, keepdim=True, dtype=tensor.dtype)
 
 
-def _mean_square(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean of the squares of the valid tokens, ``[B, H]``."""
+def _mean_square(tensor: Tensor, mask: Tensor | None, centre: Tensor | None = None) -> Tensor:
+    """Mean of the squares of the valid tokens, less the centre ``[B, H, 1, D]``: ``[B, H]``."""
+    number = count_tokens(tensor, mask) * tensor.shape[-1]
+    return sum_of_squares(tensor, mask, centre) / number.clamp_min(1)
+
+
+def sum_of_squares(tensor: Tensor, mask: Tensor | None, centre: Tensor | None = None) -> Tensor:
+    """Sum of the squares of the valid tokens, less the centre ``[B, H, 1, D]``: ``[B, H]``."""
+    if tensor.device.type == "cpu" and values_are_readable(tensor):
+        # One pass per token and nothing as large as the tensor in between: five times faster.
+        if centre is None:
+            sizes = torch.linalg.vector_norm(tensor, dim=-1)
+        else:
+            exact = "donot_use_mm_for_euclid_dist"
+            sizes = torch.cdist(tensor, centre, compute_mode=exact).squeeze(-1)
+        squares = sizes.square()
+    else:
+        squares = (tensor if centre is None else tensor - centre).square().sum(-1)
     if mask is not None:
-        tensor = torch.where(mask[:, None, :, None], tensor, 0.0)
-    total = tensor.square().sum((-1, -2))
-    return total / (_count(tensor, mask) * tensor.shape[-1]).clamp_min(1)
+        squares = torch.where(mask[:, None], squares, 0.0)
+    # Tokens are added in pairs; all entries at once in a norm would round a thousand times more.
+    return squares.sum(-1)
 
 
-def _token_mean(tensor: Tensor, mask: Tensor | None) -> Tensor:
+def token_mean(tensor: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over the valid tokens, ``[B, H, 1, D]``."""
     if mask is not None:
         tensor = torch.where(mask[:, None, :, None], tensor, 0.0)
-    count = _count(tensor, mask).clamp_min(1)[..., None, None]
+    count = count_tokens(tensor, mask).clamp_min(1)[..., None, None]
     return tensor.sum(-2, keepdim=True) / count
 
 
@@ -202,7 +219,7 @@ def _tensor_variance(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
     return (total / (count - 1).clamp_min(1)).reshape(1, 1), mean
 
 
-def _is_degenerate(
+def is_degenerate(
     query_variance: Tensor, key_variance: Tensor, query_size: Tensor, key_size: Tensor
 ) -> Tensor:
     """Where a spread is no larger than the rounding error of entries with that mean square.

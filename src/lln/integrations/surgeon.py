@@ -1,0 +1,169 @@
+"""Fits LLN attention beside the softmax of every layer, while a model runs once.
+
+`lln.integrations.convert` drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lln.checks.names import did_you_mean
+from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.integrations.attached import AttachedHeads, KeptSoftmax, attach, attached_to
+from lln.integrations.attention_call import AttentionCall
+from lln.integrations.attention_cost import AttentionShape
+from lln.integrations.conversion_report import LayerReport
+from lln.integrations.fitted_layer import fit_layer
+from lln.integrations.kept_softmax import softmax
+from lln.integrations.settings import Settings
+from lln.integrations.target import TriedLayer
+from lln.integrations.transformers import name_of_module, remember_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Surgeon:
+    """Looks at every attention call of one forward pass and fits LLN attention beside it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: str,
+        settings: Settings,
+        layers: Sequence[int | str] | None,
+        calibrated: bool,
+    ) -> None:
+        """Nothing is fitted yet; ``calibrated`` says whether α and β are found on the batch."""
+        self.model, self.attention, self.settings = model, attention, settings
+        self.calibrated = calibrated
+        self.wanted = None if layers is None else list(layers)
+        self.calls = 0
+        self.modules: list[nn.Module] = []
+        self.reports: list[LayerReport] = []
+        # With a target: every layer with all numbers of keys, and whom to tell of each.
+        self.tried: list[TriedLayer] = []
+        self.on_layer: Callable[[int, int], object] | None = None
+        self.configs: dict[int, Any] = {}
+        self.names: dict[int, str] = {}
+
+    def look(self, call: AttentionCall) -> Tensor:
+        """Fit what this module will run, and answer with softmax."""
+        self.calls += 1
+        softmax_out = softmax(call)
+        if any(module is call.module for module in self.modules):
+            return softmax_out
+        name = name_of_module(self.model, call.module)
+        number = len(self.modules)
+        self.modules.append(call.module)
+        self.names[id(call.module)] = name
+        config: Any = getattr(call.module, "config", self.model.config)
+        self.configs[id(config)] = config
+        heads, width = call.query.shape[1], call.query.shape[3]
+        stays = LayerReport(name, "softmax", heads, width)
+        is_wanted = self._is_wanted(number, name, call)
+        if self.on_layer is not None:
+            self._try(call, stays, softmax_out, is_wanted)
+            return softmax_out
+        if not is_wanted:
+            attach(call.module, KeptSoftmax())
+            self.reports.append(stays)
+            return softmax_out
+        fitted = self._heads_for(call)
+        report = fit_layer(name, fitted, call, softmax_out, self.calibrated)
+        attach(call.module, fitted)
+        self.reports.append(report)
+        return softmax_out
+
+    def _try(
+        self, call: AttentionCall, stays: LayerReport, softmax_out: Tensor, is_wanted: bool
+    ) -> None:
+        """Fit a module with every number of keys, for a search to choose from."""
+        assert self.on_layer is not None
+        shape = AttentionShape.of(replace(call, settings=self.settings))
+        layer = TriedLayer(stays.name, call.module, shape, call.key.shape[2], stays)
+        if is_wanted:
+            own = replace(call, settings=self.settings)
+            layer.fit(lambda keys: self._heads_for(call, keys), own, softmax_out)
+        layer.take(None)
+        self.tried.append(layer)
+        number = len(self.tried)
+        self.on_layer(number, max(number, getattr(self.model.config, "num_hidden_layers", 0)))
+
+    def check(self) -> None:
+        """Refuse a model of which we saw too little."""
+        kind = type(self.model).__name__
+        if not self.modules:
+            raise UnsupportedModelError(
+                f"{kind} does not call transformers' attention interface: it ran without one call "
+                "of LLN attention and keeps its own; it cannot be converted."
+            )
+        expected = getattr(self.model.config, "num_hidden_layers", 0)
+        # Calls, not modules: layers may share one.
+        if self.calls < expected:
+            raise UnsupportedModelError(
+                f"LLN attention was called {self.calls} times in {kind}, which has {expected} "
+                "layers; the others keep their own attention."
+            )
+        known = [*range(len(self.modules)), *self.names.values()]
+        missing = [layer for layer in self.wanted or [] if layer not in known]
+        if missing:
+            meant = did_you_mean(missing[0], self.names.values())
+            raise InvalidInputError(
+                f"layers has {missing[0]!r}, which did not run{meant}; known are 0 to "
+                f"{len(self.modules) - 1} and {', '.join(self.names.values())}."
+            )
+
+    def write_settings(self) -> None:
+        """Note in the configurations what was done, so that it is saved with the model."""
+        for config in self.configs.values():
+            config.lln = self.settings.as_dict()
+        described = {
+            self.names[id(module)]: attached.sizes()
+            for module in self.modules
+            if (attached := attached_to(module)) is not None
+        }
+        self.model.config.lln = replace(self.settings, layers=described).as_dict()
+        remember_attention(self.model)
+
+    def _is_wanted(self, number: int, name: str, call: AttentionCall) -> bool:
+        wanted = self.wanted is None or number in self.wanted or name in self.wanted
+        if call.window is None or not wanted:
+            return wanted
+        if self.settings.sliding_window == "softmax" and self.wanted is None:
+            return False
+        fix = "choose sliding_window 'softmax' to leave such layers as they are."
+        raise UnsupportedModelError(
+            f"layer {number} ({name}) attends within a sliding window of {call.window} tokens, "
+            "which LLN attention does not have; "
+            + (fix if self.wanted is None else "leave it out of layers.")
+        )
+
+    def _heads_for(self, call: AttentionCall, keys: int | None = None) -> AttachedHeads:
+        """α, β and join of one attention module, not fitted yet."""
+        heads, width = call.query.shape[1], call.query.shape[3]
+        if self.settings.statistics == "sample" and call.is_causal:
+            raise InvalidInputError(
+                f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "
+                "show it the future; "
+                + (
+                    "choose statistics 'fixed', 'running' or 'learned'."
+                    if self.calibrated
+                    else "pass calibrate, inputs to find them on."
+                )
+            )
+        fitted = AttachedHeads(
+            self.attention,
+            heads,
+            width,
+            call.value.shape[3],
+            self.settings,
+            keys=keys,
+            device=call.query.device,
+        )
+        fitted.train(call.module.training)
+        return fitted

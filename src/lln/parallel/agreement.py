@@ -1,0 +1,216 @@
+"""What the ranks tell each other before a call: lengths, and whether all make the same call.
+
+One gather of a few integers. A rank that refuses its arguments says so here, so that the others
+stop too instead of waiting for it. With the lengths given by the caller nothing is asked.
+
+Dimension legend: R ranks, B batch, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.checks.arguments import FLOAT_DTYPES
+from lln.checks.names import shown
+from lln.errors import InvalidInputError, LLNError, PeerError
+from lln.functional.request import Request
+from lln.parallel.collectives import gather
+from lln.parallel.ranks import Bounds, Ranks
+
+_KINDS = ("lln", "lln_diag", "lln_keys")
+_MATCHING = ("rest", "variance", "entropy", "paper")
+_SELECT = ("block", "query", "half")
+
+# What all ranks must have in common, and how a number of it is shown.
+_COMMON: dict[str, Callable[[int], object]] = {
+    "operation": lambda code: f"{_KINDS[code]}_attention",
+    "batch size": int,
+    "number of query heads": int,
+    "number of key heads": int,
+    "head width": int,
+    "value width": int,
+    "dtype": lambda code: FLOAT_DTYPES[code],
+    "is_causal": bool,
+    "matching": lambda code: repr(_MATCHING[code]),
+    "alpha": lambda code: _decode(code),
+    "beta": lambda code: _decode(code),
+    "offset": lambda code: _decode(code),
+    "block_size": int,
+    "scale": lambda code: _decode(code),
+    "keys": int,
+    "select": lambda code: repr(_SELECT[code]),
+    "group_size": int,
+    "set of inputs that need gradients": lambda code: f"{code:07b}",
+}
+_OWN = ("refused", "queries", "keys held", "masked", "begins with padding")
+# How many integers a rank tells.
+FACTS = len(_OWN) + len(_COMMON)
+
+
+class Shards(NamedTuple):
+    """What a rank knows of the others' shards.
+
+    Attributes:
+        ranks: The group.
+        operation: The name of the entry point, for messages.
+        bounds: Where the keys of every rank lie.
+        queries: T of every rank.
+        masked: Whether some rank has a key mask.
+        padded: Whether some sample may begin with padding: blocks then begin elsewhere.
+    """
+
+    ranks: Ranks
+    operation: str
+    bounds: Bounds
+    queries: tuple[int, ...] | None
+    masked: bool
+    padded: bool
+
+    def purpose(self, step: str) -> str:
+        """What a collective is for, as its error says it."""
+        return f"{self.operation}: {step}"
+
+
+def agree(
+    check: Callable[[], Request], lengths: Sequence[int] | None, ranks: Ranks, operation: str
+) -> tuple[Request, Shards]:
+    """Check this rank's arguments and compare them with the other ranks'.
+
+    Args:
+        check: Checks the arguments and makes a request of them.
+        lengths: The number of keys of every rank; None = ask them.
+        ranks: The group.
+        operation: The name of the entry point.
+
+    Raises:
+        InvalidInputError: If this rank's arguments do not fit, or differ from other ranks'.
+        PeerError: If another rank refused its arguments.
+    """
+    if lengths is not None:
+        request = check()
+        bounds = _given_bounds(lengths, request, ranks)
+        masked = request.key_mask is not None
+        return request, Shards(ranks, operation, bounds, None, masked, masked)
+    return _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
+
+
+@torch.compiler.disable
+def _ask(check: Callable[[], Request], ranks: Ranks, operation: str) -> tuple[Request, Shards]:
+    error: LLNError | None = None
+    request: Request | None = None
+    try:
+        request = check()
+    except LLNError as caught:
+        error = caught
+    facts = [1, *[0] * (FACTS - 1)]
+    if request is not None:
+        facts = [*_own_facts(request), *_common_facts(request)]
+    device = _device(ranks, None if request is None else request.query)
+    told = torch.tensor(facts, dtype=torch.int64, device=device)
+    everyone = gather(told, ranks, f"{operation}: comparing the ranks' arguments").tolist()
+    if request is None:
+        assert error is not None
+        raise error
+    _compare(everyone, operation)
+    own = [dict(zip(_OWN, one, strict=False)) for one in everyone]
+    bounds = Bounds.of([one["keys held"] for one in own])
+    masked = any(one["masked"] for one in own)
+    padded = masked and bool(own[bounds.first_rank]["begins with padding"])
+    queries = tuple(one["queries"] for one in own)
+    return request, Shards(ranks, operation, bounds, queries, masked, padded)
+
+
+def _own_facts(request: Request) -> list[int]:
+    mask = request.key_mask
+    padded = mask is not None and mask.shape[1] > 0 and not bool(mask[:, 0].all())
+    return [0, request.query.shape[2], request.key.shape[2], int(mask is not None), int(padded)]
+
+
+def _common_facts(request: Request) -> list[int]:
+    query, key, value = request.query, request.key, request.value
+    sides = (query, key, value, request.alpha, request.beta, request.offset, request.mix)
+    learning = [
+        torch.is_grad_enabled() and isinstance(side, Tensor) and side.requires_grad
+        for side in sides
+    ]
+    return [
+        _KINDS.index(request.kind),
+        query.shape[0],
+        query.shape[1],
+        key.shape[1],
+        query.shape[3],
+        value.shape[3],
+        FLOAT_DTYPES.index(query.dtype),
+        int(request.is_causal),
+        _MATCHING.index(request.matching),
+        _encode(request.alpha),
+        _encode(request.beta),
+        _encode(request.offset),
+        request.block_size,
+        _encode(request.scale),
+        request.keys if isinstance(request.keys, int) else -1,
+        _SELECT.index(request.select),
+        request.group_size,
+        sum(needed << place for place, needed in enumerate(learning)),
+    ]
+
+
+def _encode(number: float | Tensor | None) -> int:
+    """A number by its bits; 1 + the number of heads of a tensor; 0 = None."""
+    if number is None:
+        return 0
+    if isinstance(number, Tensor):
+        return 1 + (number.shape[-3] if number.dim() > 2 else 1)
+    return struct.unpack("<q", struct.pack("<d", float(number)))[0]
+
+
+def _decode(code: int) -> object:
+    if code == 0:
+        return None
+    if 0 < code < 1 << 32:
+        return f"a tensor for {code - 1} heads"
+    return struct.unpack("<d", struct.pack("<q", code))[0]
+
+
+def _compare(everyone: list[list[int]], operation: str) -> None:
+    refused = [rank for rank, told in enumerate(everyone) if told[0]]
+    if refused:
+        raise PeerError(
+            f"{operation}: rank {refused[0]} of the group refused its arguments; its own error "
+            "says why."
+        )
+    for place, (name, show) in enumerate(_COMMON.items(), start=len(_OWN)):
+        first = everyone[0][place]
+        for rank, told in enumerate(everyone):
+            if told[place] != first:
+                raise InvalidInputError(
+                    f"{operation}: all ranks of the group must have the same {name}, got "
+                    f"{show(first)} on rank 0 and {show(told[place])} on rank {rank}."
+                )
+
+
+def _device(ranks: Ranks, query: Tensor | None) -> torch.device:
+    """Where the integers go: to the CPU if the group can send from there, so that no GPU waits."""
+    able = {device.type for device in ranks.group()._device_types}
+    if "cpu" in able or not able:
+        return torch.device("cpu")
+    return torch.device(sorted(able)[0]) if query is None else query.device
+
+
+def _given_bounds(lengths: Sequence[int], request: Request, ranks: Ranks) -> Bounds:
+    numbers = list(lengths)
+    if not all(isinstance(one, int) and one >= 0 for one in numbers):
+        wrong = next(one for one in numbers if not isinstance(one, int) or one < 0)
+        raise InvalidInputError(f"lengths must be numbers of tokens, got {shown(wrong)}.")
+    own = request.key.shape[2]
+    if len(numbers) != ranks.size or numbers[ranks.own] != own:
+        raise InvalidInputError(
+            f"lengths must have the number of keys of each of the {ranks.size} ranks, {own} of "
+            f"them on rank {ranks.own}, got {numbers}."
+        )
+    return Bounds.of(numbers)

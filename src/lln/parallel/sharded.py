@@ -1,0 +1,256 @@
+"""Context-parallel LLN and LLN + Diag attention: the entry points, and how they are computed.
+
+Dimension legend: B batch, H query heads, Hk key heads, T this rank's queries, S its keys, D head
+width, E value width, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lln import checks
+from lln.checks.signatures import explain_misfits
+from lln.eager.causal import causal_attention
+from lln.eager.dropout import drop_keys
+from lln.eager.run import join, repeat_heads, repeat_temperature, widen
+from lln.eager.summary import read_heads, summarise_heads
+from lln.errors import BackendUnavailableError
+from lln.functional.request import Request
+from lln.matching.moments import temperatures
+from lln.parallel.agreement import Shards, agree
+from lln.parallel.diagonal_part import diagonal_part
+from lln.parallel.ranks import find_ranks
+from lln.parallel.summary_merge import RankSummaries, gather_summaries
+from lln.parallel.temperature_merge import measure_shards
+from lln.precision import cast_for_autocast, without_autocast
+
+
+@explain_misfits
+def lln_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any = None,
+    lengths: Sequence[int] | None = None,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "variance",
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """`lln.lln_attention` of a sequence whose tokens lie on several ranks.
+
+    Every rank calls it with its shard, the next piece of the sequence in the order of the ranks:
+    shards may differ in length, be empty, and have padding anywhere. Queries and keys may be cut in
+    different places. The results are those of one process, to rounding; what travels is a summary
+    of ``D·(E+1)`` numbers per head, whatever the length.
+
+    Args:
+        query: ``[B, H, T, D]``, this rank's queries.
+        key: ``[B, Hk, S, D]``, this rank's keys.
+        value: ``[B, Hk, S, E]``.
+        group: A process group, or one axis of a ``DeviceMesh``; None = all processes.
+        lengths: The number of keys on every rank. None = the ranks tell each other, and compare
+            their shapes and options, in one small collective that waits for its result; if given
+            nothing is compared, and key_mask must be given by all ranks or by none.
+        alpha: As in `lln.lln_attention`, the same on all ranks; the gradient is this rank's share,
+            to be summed over the group as that of any weight.
+        beta: Likewise.
+        matching: As in `lln.lln_attention`, from the statistics of the whole sequence.
+        key_mask: bool ``[B, S]``, True = attend; None = all of this rank's keys are valid.
+        dropout_p: As in `lln.lln_attention`, by this rank's random numbers: give every rank another
+            seed.
+        is_causal: As in `lln.lln_attention`; queries and keys must be cut in the same places.
+        enable_gqa: As in `lln.lln_attention`.
+        impl: ``"auto"`` or ``"eager"``: both run in plain PyTorch, there are no kernels yet that
+            read the summaries of other ranks.
+
+    Returns:
+        ``[B, H, T, E]``, the rows of this rank's queries.
+
+    Raises:
+        InvalidInputError: One sentence on what does not fit, or differs between ranks.
+        PeerError: If a collective fails, or another rank refused its arguments.
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    operation = "lln.parallel.lln_attention"
+
+    def check() -> Request:
+        checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+        checks.check_key_mask(key_mask, key)
+        checks.check_options(
+            query,
+            key,
+            query.shape[0],
+            alpha,
+            beta,
+            matching,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+        )
+        if is_causal:
+            checks.check_causal(is_causal, query.shape[2], key.shape[2])
+        check_plain(impl, operation)
+        return Request(
+            "lln",
+            query,
+            key,
+            value,
+            alpha,
+            beta,
+            matching,
+            key_mask=key_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+        )
+
+    request, shards = agree(check, lengths, find_ranks(group, operation), operation)
+    with without_autocast(query):
+        found = _temperatures(request, shards)
+        wide = widen(query, key, value, key_mask, dropout_p)
+        summaries = _summaries(*wide[1:], found[1], request, shards)
+        return _long_range(*wide, *found, request, shards, summaries()).to(query.dtype)
+
+
+@explain_misfits
+def lln_diag_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any = None,
+    lengths: Sequence[int] | None = None,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "variance",
+    block_size: int | None = None,
+    mix: float | Tensor = 0.5,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """`lln.lln_diag_attention` of a sequence whose tokens lie on several ranks.
+
+    Blocks that cross the boundary of a shard are computed by the rank that holds their first token:
+    it borrows at most ``block_size - 1`` tokens and gives their rows back. Where every shard begins
+    with a block and no sample begins with padding, nothing is borrowed.
+
+    Args:
+        query: ``[B, H, T, D]``, this rank's tokens.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        group: As in `lln_attention`.
+        lengths: As in `lln_attention`.
+        alpha: As in `lln_attention`.
+        beta: As in `lln_attention`.
+        matching: As in `lln_attention`.
+        block_size: Tokens in a diagonal block; None = D.
+        mix: As in `lln.lln_diag_attention`, for this rank's rows.
+        key_mask: As in `lln_attention`. Blocks are counted from the first valid token of the whole
+            sequence.
+        dropout_p: As in `lln_attention`.
+        is_causal: As in `lln_attention`.
+        scale: Factor of the diagonal part's scores; None = 1/√D.
+        enable_gqa: As in `lln_attention`.
+        impl: As in `lln_attention`.
+
+    Returns:
+        ``[B, H, T, E]``, the rows of this rank's tokens.
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    operation = "lln.parallel.lln_diag_attention"
+
+    def check() -> Request:
+        checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+        checks.check_self_attention(query, key, operation)
+        checks.check_key_mask(key_mask, key)
+        numbers: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
+        checks.check_options(query, key, query.shape[0], alpha, beta, matching, **numbers)
+        size = query.shape[-1] if block_size is None else block_size
+        checks.check_blocks(size, scale)
+        checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
+        check_plain(impl, operation)
+        return Request(
+            "lln_diag",
+            query,
+            key,
+            value,
+            alpha,
+            beta,
+            matching,
+            mix,
+            size,
+            scale,
+            key_mask,
+            dropout_p,
+            is_causal,
+        )
+
+    request, shards = agree(check, lengths, find_ranks(group, operation), operation)
+    with without_autocast(query):
+        found = _temperatures(request, shards)
+        # The same keys are dropped from both parts, also where a block is on another rank.
+        request = request._replace(value=drop_keys(value, dropout_p))
+        wide = widen(query, key, request.value, key_mask, 0.0)
+        # The summaries travel while the blocks are computed.
+        summaries = _summaries(*wide[1:], found[1], request, shards)
+        short_range = diagonal_part(request, shards)
+        long_range = _long_range(*wide, *found, request, shards, summaries())
+        return join(long_range, short_range, mix).to(query.dtype)
+
+
+def check_plain(impl: str, operation: str) -> None:
+    """Refuse implementations that cannot read the summaries of other ranks."""
+    checks.check_impl(impl)
+    if impl in ("triton", "reference"):
+        raise BackendUnavailableError(
+            f"impl={impl!r} cannot read the summaries of other ranks; use impl='auto' in "
+            f"{operation}."
+        )
+
+
+def _temperatures(request: Request, shards: Shards) -> tuple[Any, Any]:
+    if request.alpha is not None:
+        return request.alpha, request.beta
+    moments = measure_shards(request, shards, whole_tensor=request.matching == "paper")
+    return temperatures(moments, request.query.shape[-1], request.matching)
+
+
+def _summaries(
+    key: Tensor, value: Tensor, beta: float | Tensor, request: Request, shards: Shards
+) -> Callable[[], RankSummaries]:
+    """Summarise this rank's keys and start to exchange the summaries."""
+    return gather_summaries(*summarise_heads(key, value, beta, request.key_mask), shards)
+
+
+def _long_range(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    request: Request,
+    shards: Shards,
+    summaries: RankSummaries,
+) -> Tensor:
+    """LLN attention of this rank's queries, in the accumulation dtype."""
+    heads = query.shape[1]
+    if not request.is_causal:
+        return read_heads(query, alpha, *summaries.merged())
+    before = summaries.before(shards.ranks.own).merged()
+    log_mass, centroid = (repeat_heads(side, heads) for side in before)
+    if query.shape[2] == 0:
+        return read_heads(query, alpha, log_mass, centroid)
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    alpha, beta = (repeat_temperature(side, heads, query.dtype) for side in (alpha, beta))
+    return causal_attention(query, key, value, alpha, beta, request.key_mask, (log_mass, centroid))

@@ -1,0 +1,269 @@
+"""Context-parallel attention with exact keys: the entry point, and how it is computed.
+
+Dimension legend: B batch, H query heads, Hk key heads, T this rank's tokens, X its tokens and those
+borrowed, D head width, E value width, n blocks, W tokens in a block, G groups, K keys per group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln import checks
+from lln.checks.key_options import KEYS_MATCHING, check_offset, check_selection
+from lln.checks.names import check_choice
+from lln.checks.signatures import explain_misfits
+from lln.eager.key_attention import Earlier, Slots, attend_rows, share_of, slots_of_blocks
+from lln.eager.key_blocks import KeyBlocks
+from lln.eager.run import repeat_heads, repeat_temperature, widen
+from lln.eager.summary import summarise_heads
+from lln.errors import InvalidInputError
+from lln.functional.request import Request
+from lln.matching.mass import keys_temperatures, mass_offset
+from lln.parallel.agreement import Shards, agree
+from lln.parallel.diagonal_part import borrow_sides
+from lln.parallel.key_choice import Choice, choose_together
+from lln.parallel.key_rows import fetch_rows
+from lln.parallel.ranks import find_ranks
+from lln.parallel.sharded import check_plain
+from lln.parallel.summary_merge import RankSummaries, gather_summaries
+from lln.parallel.temperature_merge import measure_shards
+from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
+from lln.precision import cast_for_autocast, without_autocast
+
+
+@explain_misfits
+def lln_keys_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any = None,
+    lengths: Sequence[int] | None = None,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    matching: str = "rest",
+    block_size: int = 64,
+    keys: int = 64,
+    select: str = "block",
+    group_size: int | None = None,
+    offset: float | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """`lln.lln_keys_attention` of a sequence whose tokens lie on several ranks.
+
+    The ranks exchange the mean queries of the groups, then the scores and places of each rank's
+    best K keys, then the rows of the keys that were chosen, and nothing else of the keys.
+
+    Args:
+        query: ``[B, H, T, D]``, this rank's tokens.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        group: As in `lln.parallel.lln_attention`.
+        lengths: As in `lln.parallel.lln_attention`.
+        alpha: As in `lln.lln_keys_attention`, the same on all ranks.
+        beta: Likewise.
+        matching: As in `lln.lln_keys_attention`, from the statistics of the whole sequence.
+        block_size: Tokens in a block; blocks that cross ranks are computed where they begin.
+        keys: How many keys outside its block every group sees one by one.
+        select: ``"block"``; the others are not available here yet.
+        group_size: Queries that share their chosen keys; None = a block.
+        offset: As in `lln.lln_keys_attention`; the gradient is this rank's share.
+        key_mask: As in `lln.parallel.lln_diag_attention`.
+        is_causal: As in `lln.lln_keys_attention`.
+        scale: Factor of the scores; None = 1/√D.
+        enable_gqa: As in `lln.lln_keys_attention`.
+        impl: As in `lln.parallel.lln_attention`.
+
+    Returns:
+        ``[B, H, T, E]``, the rows of this rank's tokens.
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    operation = "lln.parallel.lln_keys_attention"
+
+    def check() -> Request:
+        checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+        checks.check_self_attention(query, key, operation)
+        checks.check_key_mask(key_mask, key)
+        check_choice("matching", matching, KEYS_MATCHING)
+        numbers: dict[str, Any] = {"dropout_p": 0.0, "is_causal": is_causal}
+        checks.check_options(query, key, query.shape[0], alpha, beta, "entropy", **numbers)
+        check_offset(offset, query.shape[0], query.shape[1], query.device, is_causal)
+        checks.check_blocks(block_size, scale)
+        size = check_selection(select, group_size, block_size)
+        if select != "block":
+            raise InvalidInputError(
+                f"{operation} chooses keys by the mean query of a group only, got "
+                f"select={select!r}; use select='block' (with group_size=1 for each query)."
+            )
+        if isinstance(keys, Tensor):
+            raise InvalidInputError(
+                f"{operation} chooses the keys itself, got indices; give keys as a number."
+            )
+        checks.check_count("keys", keys, 0)
+        check_plain(impl, operation)
+        return Request(
+            "lln_keys",
+            query,
+            key,
+            value,
+            alpha,
+            beta,
+            matching,
+            block_size=block_size,
+            scale=scale,
+            key_mask=key_mask,
+            is_causal=is_causal,
+            keys=keys,
+            select=select,
+            group_size=size,
+            offset=offset,
+        )
+
+    request, shards = agree(check, lengths, find_ranks(group, operation), operation)
+    with without_autocast(query):
+        return _attend(_matched(request, shards), shards).to(query.dtype)
+
+
+def _matched(request: Request, shards: Shards) -> Request:
+    """The request with α, β and the offset in place."""
+    alpha, beta, offset = request.alpha, request.beta, request.offset
+    width = request.query.shape[-1]
+    if alpha is not None and offset is not None:
+        return request
+    moments = measure_shards(request, shards, whole_tensor=False)
+    if alpha is None:
+        of_tensor = request.matching == "paper"
+        own = measure_shards(request, shards, whole_tensor=True) if of_tensor else moments
+        alpha, beta = keys_temperatures(own, width, request.matching)
+    if offset is None:
+        offset = mass_offset(moments, alpha, beta, width, request.scale)
+    return request._replace(alpha=alpha, beta=beta, offset=offset)
+
+
+def _attend(request: Request, shards: Shards) -> Tensor:
+    """The attention of this rank's tokens, in the accumulation dtype."""
+    layout = lay_blocks(request, shards)
+    query, key, value, mask = borrow_sides(request, layout)
+    own, blocks = layout.owned(), layout.place()
+    valid = own if mask is None else own & mask
+    assert isinstance(request.keys, int)
+    choice = choose_together(
+        query,
+        key,
+        min(request.keys, shards.bounds.tokens),
+        layout,
+        blocks,
+        valid,
+        group_size=request.group_size,
+        is_causal=request.is_causal,
+        flip=request.scale is not None and request.scale < 0,
+    )
+    longest = max(layout.extended(rank) for rank in range(shards.ranks.size))
+    far = fetch_rows(key, value, choice, longest, shards)
+    query, key, value = widen(query, key, value, mask, 0.0)
+    far = tuple(side.to(query.dtype) for side in far)
+    summaries = _summaries(key, value, request, valid, shards)
+    if blocks.place.shape[1] == 0:
+        out = _nothing(query, request, (*summaries, *far))
+    else:
+        out = _read(query, key, value, request, layout, blocks, valid, choice, far, summaries)
+    return layout.give_back(out)
+
+
+def _summaries(
+    key: Tensor, value: Tensor, request: Request, valid: Tensor, shards: Shards
+) -> RankSummaries:
+    """What every rank's blocks hold; ``sums`` are the sum of the keys and their number."""
+    log_mass, centroid = summarise_heads(key, value, request.beta, valid)
+    total = torch.where(valid[:, None, :, None], key, 0.0).sum(2)
+    total = total.repeat_interleave(log_mass.shape[1] // max(key.shape[1], 1), 1)
+    number = valid.sum(-1)[:, None, None].expand_as(total).to(key.dtype)
+    sums = torch.stack([total, number], -1)
+    return gather_summaries(log_mass, centroid, shards, sums)()
+
+
+def _read(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    request: Request,
+    layout: WholeBlocks,
+    blocks: KeyBlocks,
+    valid: Tensor,
+    choice: Choice,
+    far: tuple[Tensor, ...],
+    summaries: RankSummaries,
+) -> Tensor:
+    """The rows of the blocks that begin on this rank: ``[B, H, X, E]``."""
+    heads, is_causal = query.shape[1], request.is_causal
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    alpha, beta, offset = (
+        side.unsqueeze(2) if isinstance(side, Tensor) else side
+        for side in (
+            repeat_temperature(number, heads, query.dtype)
+            for number in (request.alpha, request.beta, request.offset)
+        )
+    )
+    there = blocks.valid(valid)
+    held = there.sum(-1)
+    if is_causal:
+        summaries = summaries.before(layout.shards.ranks.own)
+    log_mass, centroid = (repeat_heads(side, heads) for side in summaries.merged())
+    total, number = summaries.sums.sum(0).unbind(-1)
+    total = repeat_heads(total, heads)
+    count = number[:, :1, :1] if number.shape[1] else number.new_zeros(number.shape[0], 1, 1)
+    if is_causal:
+        before = Earlier(log_mass, centroid, total, count)
+        slots = slots_of_blocks(key, value, beta, blocks, valid, None, True, before)
+        held = count[:, 0].long() + held.cumsum(-1) - held
+        rest = held
+    else:
+        slots = _slots(log_mass, centroid, total / count.clamp_min(1), beta)
+        whole = count[:, 0].long()
+        rest, held = whole - held, whole.expand_as(held)
+    rows = layout.size // request.group_size
+    seen = choice.seen.sum(-1).unflatten(2, (held.shape[1], rows))
+    share = share_of(held, rest, seen, request.group_size, query.dtype)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if request.scale is None else request.scale
+    return attend_rows(
+        query,
+        key,
+        value,
+        alpha,
+        slots,
+        offset,
+        share,
+        far,
+        choice.seen,
+        blocks,
+        valid=None if blocks.is_plain and request.key_mask is None else there,
+        group_size=request.group_size,
+        is_causal=is_causal,
+        scale=scale,
+    )
+
+
+def _slots(log_mass: Tensor, centroid: Tensor, centre: Tensor, beta: float | Tensor) -> Slots:
+    """L - βμ, C and μ of the whole sequence, which all blocks read."""
+    factor = beta.squeeze(2).squeeze(-1) if isinstance(beta, Tensor) else beta
+    centred = log_mass - factor * centre
+    return centred.unsqueeze(2), centroid.unsqueeze(2), centre.unsqueeze(2)
+
+
+def _nothing(query: Tensor, request: Request, sides: tuple[Tensor, ...]) -> Tensor:
+    """The output of a rank without tokens, ``[B, H, 0, E]``, still connected to the others."""
+    zero = query.new_zeros(())
+    for side in (*sides, request.alpha, request.offset):
+        if isinstance(side, Tensor):
+            zero = zero + side.sum()
+    rows = query.sum(-1, keepdim=True).expand(-1, -1, -1, request.value.shape[-1])
+    return rows * zero

@@ -1,0 +1,82 @@
+"""Summaries of all ranks merged: of the whole sequence, or of the ranks before this one.
+
+A rank's shard is summarised where it lies (`lln.eager.summary`); one gather brings the summaries
+of all ranks, of fixed size whatever their lengths, and every rank merges them in the same order.
+
+Dimension legend: R ranks, B batch, SH summary heads, D head width, E value width, x further columns
+of numbers per slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.eager.summary import LOG_ZERO
+from lln.parallel.agreement import Shards
+from lln.parallel.collectives import gather_later
+
+
+class RankSummaries(NamedTuple):
+    """The summaries of all ranks.
+
+    Attributes:
+        log_mass: ``[R, B, SH, D]``.
+        centroid: ``[R, B, SH, D, E]``.
+        sums: ``[R, B, SH, D, x]``, numbers that add up over the ranks.
+    """
+
+    log_mass: Tensor
+    centroid: Tensor
+    sums: Tensor
+
+    def merged(self) -> tuple[Tensor, Tensor]:
+        """Log-mass and centroid of the whole sequence.
+
+        All at once: the second derivative of a pairwise merge is NaN for a rank without tokens.
+        """
+        weight = self.log_mass.softmax(0).unsqueeze(-1)
+        return self.log_mass.logsumexp(0), (weight * self.centroid).sum(0)
+
+    def before(self, rank: int) -> RankSummaries:
+        """Those of earlier ranks; the others as if they had no token.
+
+        They stay in the graph with gradients of zero: the backward pass of a gather is a collective
+        that no rank may leave out.
+        """
+        earlier = torch.arange(self.log_mass.shape[0], device=self.log_mass.device) < rank
+        earlier = earlier.view(-1, 1, 1, 1)
+        return RankSummaries(
+            torch.where(earlier, self.log_mass, LOG_ZERO),
+            torch.where(earlier.unsqueeze(-1), self.centroid, 0.0),
+            torch.where(earlier.unsqueeze(-1), self.sums, 0.0),
+        )
+
+
+def gather_summaries(
+    log_mass: Tensor, centroid: Tensor, shards: Shards, sums: Tensor | None = None
+) -> Callable[[], RankSummaries]:
+    """Start to gather the summaries of all ranks; what is returned waits for them.
+
+    One collective; its gradient is one collective, too.
+
+    Args:
+        log_mass: ``[B, SH, D]``, of this rank's shard.
+        centroid: ``[B, SH, D, E]``.
+        shards: The group.
+        sums: ``[B, SH, D, x]``, numbers to add up; None = none.
+    """
+    if sums is None:
+        sums = log_mass.new_empty(*log_mass.shape, 0)
+    own = torch.cat([log_mass.unsqueeze(-1), centroid, sums], -1)
+    everyone = gather_later(own, shards.ranks, shards.purpose("merging the summaries"))
+    sizes = [1, centroid.shape[-1], sums.shape[-1]]
+
+    def finish() -> RankSummaries:
+        log_mass, centroid, sums = everyone().split(sizes, -1)
+        return RankSummaries(log_mass.squeeze(-1), centroid, sums)
+
+    return finish

@@ -1,0 +1,55 @@
+"""Matched temperatures of a sequence that lies on several ranks, by one collective.
+
+Every rank gets the same numbers to the last bit: all merge the same parts in the same order.
+
+Dimension legend: B batch, H query heads, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from lln.errors import InvalidInputError
+from lln.functional.request import Request
+from lln.matching.moments import Moments
+from lln.matching.partial_moments import (
+    merge_heads,
+    merge_tensors,
+    part_of_heads,
+    part_of_tensor,
+)
+from lln.parallel.agreement import Shards
+from lln.parallel.collectives import gather
+
+
+def measure_shards(request: Request, shards: Shards, *, whole_tensor: bool) -> Moments:
+    """Moments of the whole sequence: ``[B, H]``, or ``[1, 1]`` of the whole tensor.
+
+    Args:
+        request: This rank's call.
+        shards: The group.
+        whole_tensor: Whether one statistic is taken over everything, as in the authors' code.
+    """
+    query, key, mask = request.query, request.key, request.key_mask
+    masks_queries = _is_self_attention(request, shards)
+    purpose = shards.purpose("merging the statistics")
+    if whole_tensor:
+        part = part_of_tensor(query, key, mask, masks_queries=masks_queries)
+        return merge_tensors(gather(part, shards.ranks, purpose), query)
+    part = part_of_heads(query, key, mask, masks_queries=masks_queries)
+    return merge_heads(gather(part, shards.ranks, purpose), query, key)
+
+
+def _is_self_attention(request: Request, shards: Shards) -> bool:
+    """Whether there are as many queries as keys: the key mask then counts for the queries."""
+    if shards.queries is None:
+        return request.query.shape[2] == request.key.shape[2]
+    starts, ends = shards.bounds
+    keys = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    if keys == shards.queries:
+        return True
+    if shards.masked and sum(keys) == sum(shards.queries):
+        raise InvalidInputError(
+            f"{shards.operation}: the sequence has as many queries as keys, so key_mask says which "
+            f"queries count, but the ranks hold {list(shards.queries)} queries and {list(keys)} "
+            "keys; cut both in the same places, or give alpha and beta."
+        )
+    return False

@@ -1,0 +1,29 @@
+"""Gradients of weights that every rank has a copy of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lln.parallel.ranks import find_ranks
+
+
+def sum_gradients(model: nn.Module, group: Any = None) -> None:
+    """Add up what the tokens of all ranks contribute to the gradients of a model's weights.
+
+    For a loss that is divided by the number of tokens of *all* ranks, every rank then has the
+    gradients of one process. DDP and FSDP do this themselves, and divide by the number of ranks.
+
+    Args:
+        model: After ``backward``. A weight that this rank's tokens did not use contributes zeros.
+        group: A process group, or one axis of a ``DeviceMesh``; None = all processes.
+    """
+    found = find_ranks(group, "lln.parallel.sum_gradients").group()
+    for weight in model.parameters():
+        if weight.requires_grad:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            dist.all_reduce(weight.grad, group=found)
