@@ -79,8 +79,16 @@ def softmax_times(inputs: list[torch.Tensor], time_of: Callable[..., float]) -> 
     return {name: min(times[name] for times in found) for name in found[0]}
 
 
-def measure(device: str, lengths: list[int], settings: list[tuple[int, int]]) -> list[dict]:
-    """One row per length: softmax, and every (keys, group size)."""
+def read_setting(setting: str) -> tuple[str, dict[str, Any]]:
+    """``64:16`` is 64 keys for every 16 queries, ``64:query`` 64 for each by its features."""
+    keys, group = setting.split(":")
+    if group == "query":
+        return f"keys {keys}, by query", {"keys": int(keys), "select": "query"}
+    return f"keys {keys}, groups of {group}", {"keys": int(keys), "group_size": int(group)}
+
+
+def measure(device: str, lengths: list[int], settings: list[str]) -> list[dict]:
+    """One row per length: softmax, and every setting."""
     time_of = graph_ms if device == "cuda" else wall_ms
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows = []
@@ -92,8 +100,8 @@ def measure(device: str, lengths: list[int], settings: list[tuple[int, int]]) ->
         ]
         row: dict[str, Any] = {"tokens": tokens, "batch": batch}
         row["softmax"] = softmax_times(inputs, time_of)
-        for keys, group in settings:
-            options = {**GIVEN, "keys": keys, "group_size": group}
+        for name, choice in map(read_setting, settings):
+            options = {**GIVEN, **choice}
 
             def attend(*sides: torch.Tensor, options: Any = options) -> torch.Tensor:
                 return lln.lln_keys_attention(*sides, **options)
@@ -101,9 +109,9 @@ def measure(device: str, lengths: list[int], settings: list[tuple[int, int]]) ->
             found = both_ways(attend, inputs, time_of)
             if device == "cuda":
                 found["memory"] = peak_ratio(attend, inputs)
-            row[f"keys {keys}, groups of {group}"] = found
+            row[name] = found
             speed = row["softmax"]["forward + backward"] / found["forward + backward"]
-            print(f"{tokens:6d} tokens, {keys} keys, groups of {group}: {speed:.2f} × softmax")
+            print(f"{tokens:6d} tokens, {name}: {speed:.2f} × softmax")
         rows.append(row)
     return rows
 
@@ -113,12 +121,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--settings", nargs="+", default=["64:64"], metavar="KEYS:GROUP")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        default=["64:64"],
+        metavar="KEYS:GROUP",
+        help="64:16 = 64 keys for every 16 queries, 64:query = 64 for each by its features",
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     usual = [512, 1024, 4096, 16384, 65536] if given.device == "cuda" else [512, 1024, 2048, 4096]
-    settings = [tuple(map(int, one.split(":"))) for one in given.settings]
-    rows = measure(given.device, given.lengths or usual, settings)
+    rows = measure(given.device, given.lengths or usual, given.settings)
     if given.out:
         # Without the output's folder, which is that of one machine.
         chosen = " ".join(given.settings)

@@ -94,6 +94,8 @@ def speed(results: dict[str, Any]) -> str:
 def _setting(name: str) -> str:
     """``keys 64, groups of 16`` in words; groups of a block need none."""
     keys, _, group = name.removeprefix("keys ").partition(", groups of ")
+    if keys.endswith(", by query"):
+        return f"{keys.removesuffix(', by query')} keys by query"
     return f"{keys} keys" if group == "64" else f"{keys} keys per {group} queries"
 
 

@@ -150,6 +150,25 @@ def test_equal_features_are_taken_in_the_order_of_positions(select):
     assert found[-1].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_of_equally_strong_features_the_first_win(dtype):
+    """Features 0 to 3 are q, 4 to 7 are -q."""
+    rows = {
+        (1.0, 2.0, 2.0, 2.0): [1, 2],
+        (-2.0, 1.0, 2.0, -2.0): [2, 4],
+        (-2.0, -2.0, -1.0, -2.0): [4, 5],
+        (0.0, 0.0, 0.0, 0.0): [0, 1],
+        (-0.0, 0.0, -3.0, 0.0): [6, 0],
+        (torch.nan, 1.0, torch.nan, -1.0): [1, 7],
+        (torch.inf, -torch.inf, 5.0, torch.inf): [0, 3],
+    }
+    query = torch.tensor(list(rows), dtype=dtype).repeat(9, 1)[None, None]
+    found = selection.strongest_features(query)[0, 0].unflatten(0, (9, -1))
+    assert all(once.tolist() == list(rows.values()) for once in found)
+    one = torch.tensor([[3.0], [-3.0], [0.0]], dtype=dtype)[None, None]
+    assert selection.strongest_features(one)[0, 0].tolist() == [[0, 1], [1, 0], [0, 1]]
+
+
 @pytest.mark.parametrize("select", SELECTIONS)
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 def test_the_choice_repeats_and_does_not_depend_on_stretches(select, causal, monkeypatch):

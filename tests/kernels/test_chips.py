@@ -16,7 +16,16 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 import lln
-from lln.kernels import launch_choice, launch_keys, launch_slots, limits, recipes, sizes
+from lln.kernels import (
+    launch_choice,
+    launch_keys,
+    launch_list_choice,
+    launch_lists,
+    launch_slots,
+    limits,
+    recipes,
+    sizes,
+)
 
 # Name → compute capability, and the shared memory that a program can have.
 CHIPS = {"A100": (80, 166_912), "RTX 3090": (86, 101_376)}
@@ -62,10 +71,10 @@ def plug_in(monkeypatch):
     sizes._choose.cache_clear()
 
 
-def fit_keys(dtype, width, block_size=64, keys=64):
+def fit_keys(dtype, width, select, block_size=64, keys=64):
     """Forward and backward of one call with exact keys."""
     inputs = [torch.randn(2, 3, 300, width, dtype=dtype).requires_grad_() for _ in range(3)]
-    numbers = GIVEN | {"offset": 0.0, "block_size": block_size, "keys": keys}
+    numbers = GIVEN | {"offset": 0.0, "block_size": block_size, "keys": keys, "select": select}
     mask = torch.rand(2, 300) > 0.5
     out = lln.lln_keys_attention(*inputs, **numbers, key_mask=mask, impl="triton")
     torch.autograd.grad(out, inputs, torch.ones_like(out))
@@ -81,17 +90,19 @@ def fit_keys(dtype, width, block_size=64, keys=64):
         ("A100", FLOAT32, 64),
     ],
 )
-def test_exact_keys_fit(plug_in, monkeypatch, chip, dtype, width):
+@pytest.mark.parametrize("select", ["block", "query"])
+def test_exact_keys_fit(plug_in, monkeypatch, chip, dtype, width, select):
     plug_in(chip)
     needs = []
 
     def launch(kernel, grid, *arguments, **sizes):
         needs.append(kernel.warmup(*arguments, grid=grid, **sizes).metadata.shared)
 
-    for module in (launch_choice, launch_keys, launch_slots):
+    modules = (launch_choice, launch_keys, launch_slots, launch_list_choice, launch_lists)
+    for module in modules:
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
-    fit_keys(dtype, width)
+    fit_keys(dtype, width, select)
     assert len(needs) >= 8
     assert max(needs) <= CHIPS[chip][1]
 

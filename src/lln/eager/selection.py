@@ -165,25 +165,59 @@ def _by_features(
     is_causal: bool,
 ) -> Tensor:
     """For every query the keys that are largest in its two strongest features of [q, -q]."""
-    dtype = accumulation_dtype(query.dtype)
-    heads, key = query.shape[1], key.to(dtype)
-    rows = blocks.gather(query).to(dtype)
-    strongest = torch.cat([rows, -rows], -1).topk(2, -1).indices
-    if not is_causal:
-        # All blocks share their lists.
-        strongest = strongest.flatten(2, 3).unsqueeze(2)
+    key = key.to(accumulation_dtype(key.dtype))
     shares = (keys - keys // 2, keys // 2)
-    lists = {}
+    found = {}
     for share in set(shares):
         if is_causal:
-            found = _earlier_lists(key, share, blocks, key_mask)
+            found[share] = _earlier_lists(key, share, blocks, key_mask)
         else:
-            found = _feature_lists(key, share, key_mask).unsqueeze(2)
-        lists[share] = found.repeat_interleave(heads // found.shape[1], 1)
-    picked = [
-        lists[share].gather(3, feature.expand(-1, -1, -1, -1, share))
-        for share, feature in zip(shares, strongest.unsqueeze(-2).unbind(-1), strict=True)
-    ]
+            found[share] = _feature_lists(key, share, key_mask).unsqueeze(2)
+    first, second = (found[share] for share in shares)
+    return picked_lists(first, second, strongest_features(query), blocks, key_mask, is_causal)
+
+
+def strongest_features(query: Tensor) -> Tensor:
+    """The two strongest of the 2D features [q, -q], stronger first: int64 ``[B, H, T, 2]``.
+
+    Of equal ones the first wins, which `max` promises and `topk` does not. NaN counts as zero.
+    """
+    both = torch.cat([query, -query], -1)
+    both = torch.where(both.isnan(), 0.0, both)
+    first = both.max(-1, keepdim=True).indices
+    second = both.scatter(-1, first, -torch.inf).max(-1, keepdim=True).indices
+    return torch.cat([first, second], -1)
+
+
+def picked_lists(
+    first: Tensor,
+    second: Tensor,
+    features: Tensor,
+    blocks: KeyBlocks,
+    key_mask: Tensor | None,
+    is_causal: bool = False,
+) -> Tensor:
+    """The keys that every query takes from the lists of its features: int64 ``[B, H, G, K]``.
+
+    Args:
+        first: int ``[B, Hk, n or 1, 2D, ·]``, the keys of every feature, one set for each block or
+            one for all; -1 = none. Of the query's strongest feature.
+        second: Likewise, of its second strongest.
+        features: int ``[B, H, T, 2]``, see `strongest_features`.
+        blocks: Where the tokens lie.
+        key_mask: bool ``[B, T]``.
+        is_causal: Whether only keys of earlier blocks may be seen.
+    """
+    heads = features.shape[1]
+    # Places without a token get a float zero.
+    own = blocks.gather(features).long()
+    if first.shape[2] == 1:
+        # All blocks share their lists.
+        own = own.flatten(2, 3).unsqueeze(2)
+    picked = []
+    for lists, feature in zip((first, second), own.unsqueeze(-2).unbind(-1), strict=True):
+        every = lists.long().repeat_interleave(heads // lists.shape[1], 1)
+        picked.append(every.gather(3, feature.expand(-1, -1, -1, -1, lists.shape[-1])))
     chosen = torch.cat(picked, -1).flatten(2, 3)
     seen = seen_keys(chosen, blocks, 1, key_mask, is_causal)
     return drop_repeats(torch.where(seen, chosen, -1))

@@ -15,11 +15,12 @@ from lln.eager import run as eager
 from lln.eager.key_attention import attend_keys, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
 from lln.eager.packing import per_tile
-from lln.eager.selection import choose, drop_repeats, seen_keys
+from lln.eager.selection import choose, drop_repeats, picked_lists, seen_keys
 from lln.functional.match import measure_heads
 from lln.functional.plan import Plan
 from lln.functional.request import Request
-from lln.kernels.keys_ops import fused_choice, fused_keys
+from lln.kernels.keys_ops import fused_choice, fused_keys, fused_lists
+from lln.kernels.lists import Lists
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.matching.moments import Moments, packed_moments, tensor_moments
 from lln.precision import accumulation_dtype
@@ -35,8 +36,13 @@ def complete(request: Request, plan: Plan) -> Request:
         if offset is None:
             width = request.query.shape[-1]
             offset = mass_offset(moments, alpha, beta, width, request.scale)
-    keys = request.keys
-    keys = _usable(request, keys) if isinstance(keys, Tensor) else choose_for(request, plan)
+    keys: Any = request.keys
+    if isinstance(keys, Tensor):
+        keys = _usable(request, keys)
+    elif plan.impl == "triton" and request.select == "query":
+        keys = _lists(request)
+    else:
+        keys = choose_for(request, plan)
     first = (request.kind, *request[1:4], alpha, beta, *request[6:15])
     return Request(*first, keys, request.select, request.group_size, offset)
 
@@ -51,6 +57,29 @@ def _usable(request: Request, indices: Tensor) -> Tensor:
     return torch.where(seen, indices, -1)
 
 
+def chosen_indices(request: Request) -> Any:
+    """The indices ``[B, H, G, K]`` of a completed request, whatever form its keys have."""
+    keys = request.keys
+    return _spelt_out(request, keys) if isinstance(keys, Lists) else keys
+
+
+def _spelt_out(request: Request, lists: Lists) -> Tensor:
+    """The keys that every query sees by lists, one by one: ``[B, H, G, K]``."""
+    first, second = (table.unsqueeze(2) for table in (lists.keys[0], lists.keys[-1]))
+    features = lists.features.transpose(2, 3)
+    found = picked_lists(first, second, features, _dense_blocks(request), request.key_mask)
+    # Of an odd number the second list has an empty place, which was sorted to the end.
+    odd = lists.keys.shape[0] - 1
+    return found[..., : found.shape[-1] - odd]
+
+
+def _lists(request: Request) -> Lists:
+    """The keys of every feature, by the kernels."""
+    assert isinstance(request.keys, int)
+    flip = request.scale is not None and request.scale < 0
+    return fused_lists(request.query, request.key, request.key_mask, request.keys, flip=flip)
+
+
 def choose_for(request: Request, plan: Plan) -> Tensor:
     """Indices of the keys a request asks for by number: ``[B, H, G, K]``, packed ``[H, G, K]``."""
     assert isinstance(request.keys, int)
@@ -59,6 +88,8 @@ def choose_for(request: Request, plan: Plan) -> Tensor:
     options["flip"] = request.scale is not None and request.scale < 0
     query, key, keys = request.query, request.key, request.keys
     if request.bounds is None:
+        if plan.impl == "triton" and request.select == "query":
+            return _spelt_out(request, _lists(request))
         if plan.impl == "triton":
             sizes = {"block_size": request.block_size, "group_size": request.group_size}
             flip = options["flip"]
@@ -77,21 +108,23 @@ def choose_for(request: Request, plan: Plan) -> Tensor:
 def attend_dense_keys(request: Request, plan: Plan) -> Tensor:
     """A dense call: ``[B, H, T, E]``."""
     sides = (request.query, request.key, request.value, request.alpha, request.beta)
-    assert isinstance(request.keys, Tensor)
+    keys = request.keys
+    assert not isinstance(keys, int)
     if plan.impl == "triton":
         return fused_keys(
             *sides,
             request.offset,
-            request.keys,
+            keys,
             key_mask=request.key_mask,
             block_size=request.block_size,
             group_size=request.group_size,
             scale=request.scale,
         )
+    assert isinstance(keys, Tensor)
     return eager.exact_keys(
         *sides,
         request.offset,
-        request.keys,
+        keys,
         request.key_mask,
         block_size=request.block_size,
         group_size=request.group_size,

@@ -155,14 +155,19 @@ def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
         reason = "has no kernel for causal attention with exact keys"
     elif request.bounds is not None:
         reason = "has no kernel for packed sequences with exact keys"
-    elif request.select != "block":
+    elif request.select == "half":
         reason = f"has no kernel for select={request.select!r}"
     else:
         width = request.value.shape[-1]
-        reason = why_no_keys(request.query, width, request.block_size, request.group_size)
+        # Chosen by query, keys are read beside whole blocks; indices are read group by group.
+        by_query = request.select == "query" and isinstance(request.keys, int)
+        group = request.block_size if by_query else request.group_size
+        reason = why_no_keys(request.query, width, request.block_size, group)
     keys = request.keys
     if reason is None and isinstance(keys, int) and keys > MAX_CHOSEN:
         reason = f"chooses at most {MAX_CHOSEN} keys, not {keys}"
+    if reason is None and request.select == "query" and isinstance(keys, int) and keys == 0:
+        reason = "has no kernel for select='query' without keys"
     if reason is None:
         return Plan("triton", None, request.block_size, selection="triton")
     if impl == "triton":

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lln.kernels.lists import Lists
+
 
 class Request(NamedTuple):
     """A call of attention.
@@ -32,7 +34,7 @@ class Request(NamedTuple):
         bounds: ``cu_seqlens`` ``[n + 1]`` of packed sequences; None = dense.
         longest: Length of the longest packed sequence, or more; None = unknown.
         keys: Of ``"lln_keys"``: how many keys to choose per group of queries, or their indices
-            ``[B, H, G, K]`` (packed: ``[H, G, K]``).
+            ``[B, H, G, K]`` (packed: ``[H, G, K]``); once chosen by query for the kernels, lists.
         select: How keys are chosen: ``"block"``, ``"query"`` or ``"half"``.
         group_size: Queries that share their chosen keys.
         offset: What is added to the logits of the slots; a number, or broadcasts to
@@ -55,7 +57,7 @@ class Request(NamedTuple):
     is_causal: bool = False
     bounds: Tensor | None = None
     longest: int | None = None
-    keys: int | Tensor = 0
+    keys: int | Tensor | Lists = 0
     select: str = "block"
     group_size: int = 0
     offset: Any = None

@@ -17,7 +17,12 @@ from lln.eager import packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.tiling import cut_tiles
-from lln.functional.key_calls import attend_dense_keys, attend_packed_keys, complete
+from lln.functional.key_calls import (
+    attend_dense_keys,
+    attend_packed_keys,
+    chosen_indices,
+    complete,
+)
 from lln.functional.match import match_inputs, match_packed
 from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request
@@ -68,7 +73,7 @@ def _announce(request: Request) -> None:
     if request.kind == "lln_diag":
         parts["mix"] = request.mix
     if request.kind == "lln_keys":
-        parts |= {"offset": request.offset, "indices": request.keys}
+        parts |= {"offset": request.offset, "indices": chosen_indices(request)}
         parts["group_size"] = request.group_size
     announce(Announcement(request.kind, request.query, request.key, **parts))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lln.eager.key_blocks import blocks_in
 from lln.kernels.call import Call, flat_scale, mask_bytes
 from lln.kernels.launch_choice import gaps_before
+from lln.kernels.lists import Lists
 
 
 class KeysCall(NamedTuple):
@@ -25,8 +26,13 @@ class KeysCall(NamedTuple):
         alpha: 4-D, broadcasts to ``[B, H, 1, 1]``; None = ``alpha_number``.
         beta: 4-D; None = ``beta_number``.
         offset: 4-D; None = ``offset_number``.
-        indices: int32 ``[B, H, G, K]``, contiguous; -1 = none.
+        indices: int32 ``[B, H, G, K]``, contiguous; -1 = none. With ``features``, the keys of
+            `lln.kernels.lists.Lists`.
         mask: bool ``[B, T]`` or None.
+        features: As the next three, a field of `Lists`; None = keys were chosen by groups.
+        order: See above.
+        starts: See above.
+        members: See above.
         alpha_number: α where it is one number.
         beta_number: β where it is one number.
         offset_number: The offset where it is one number.
@@ -43,6 +49,10 @@ class KeysCall(NamedTuple):
     offset: Tensor | None
     indices: Tensor
     mask: Tensor | None
+    features: Tensor | None
+    order: Tensor | None
+    starts: Tensor | None
+    members: Tensor | None
     alpha_number: float
     beta_number: float
     offset_number: float
@@ -61,6 +71,18 @@ class KeysCall(NamedTuple):
     def blocks(self) -> int:
         """N."""
         return blocks_in(self.query.shape[2], self.block_size, self.mask is not None)
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.blocks * (self.block_size // self.group_size)
+
+    @property
+    def lists(self) -> Lists:
+        """What a choice by query returned."""
+        assert self.features is not None and self.order is not None  # noqa: PT018
+        assert self.starts is not None and self.members is not None  # noqa: PT018
+        return Lists(self.indices, self.features, self.order, self.starts, self.members)
 
     @property
     def summary_heads(self) -> int:

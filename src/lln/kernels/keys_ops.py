@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.key_blocks import blocks_in
+from lln.kernels.lists import Lists, list_shapes
 from lln.kernels.ops import operator
 from lln.kernels.run import once_differentiable, tensor_or_number
 from lln.kernels.shapes import output_like, summary_heads, within_reach
@@ -23,7 +24,8 @@ from lln.tracing import is_watched
 # The arguments of a call are the fields of `lln.kernels.keys_call.KeysCall`.
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? alpha, Tensor? beta, Tensor? offset, "
-    "Tensor indices, Tensor? key_mask"
+    "Tensor indices, Tensor? key_mask, Tensor? features, Tensor? order, Tensor? starts, "
+    "Tensor? members"
 )
 _NUMBERS = (
     "float alpha_number, float beta_number, float offset_number, int block_size, int group_size, "
@@ -48,6 +50,15 @@ def fused_choice(
     return choose_keys(*arguments) if is_watched(query) else _choose(*arguments)
 
 
+def fused_lists(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, keys: int, *, flip: bool
+) -> Lists:
+    """The keys of every feature and the queries by feature, by the kernels."""
+    query, key = within_reach(query.detach()), within_reach(key.detach())
+    arguments = (query, key, key_mask, min(keys, query.shape[2]), flip)
+    return Lists(*(choose_lists if is_watched(query) else _choose_lists)(*arguments))
+
+
 def fused_keys(
     query: Tensor,
     key: Tensor,
@@ -55,7 +66,7 @@ def fused_keys(
     alpha: float | Tensor,
     beta: float | Tensor,
     offset: float | Tensor,
-    indices: Tensor,
+    indices: Tensor | Lists,
     *,
     key_mask: Tensor | None,
     block_size: int,
@@ -71,7 +82,7 @@ def fused_keys(
         alpha: A number, or broadcasts to ``[B, H, 1, 1]``.
         beta: Likewise, or to ``[B, Hk, 1, 1]``.
         offset: A number, or broadcasts to ``[B, H, 1, 1]``.
-        indices: ``[B, H, G, K]``; only keys that a group may see, or -1.
+        indices: ``[B, H, G, K]``; only keys that a group may see, or -1. Or the lists of features.
         key_mask: bool ``[B, T]`` or None.
         block_size: A power of two.
         group_size: A power of two.
@@ -82,8 +93,11 @@ def fused_keys(
     beta_t, beta_number = tensor_or_number(beta, key.shape[1])
     offset_t, offset_number = tensor_or_number(offset, query.shape[1])
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    indices = indices.to(torch.int32).contiguous()
-    tensors = (query, key, value, alpha_t, beta_t, offset_t, indices, key_mask)
+    if isinstance(indices, Lists):
+        chosen, *of_lists = indices
+    else:
+        chosen, of_lists = indices.to(torch.int32).contiguous(), (None,) * 4
+    tensors = (query, key, value, alpha_t, beta_t, offset_t, chosen, key_mask, *of_lists)
     numbers = (alpha_number, beta_number, offset_number, block_size, group_size, factor)
     if is_watched(query):
         return attend_keys(*tensors, *numbers)[0]
@@ -94,6 +108,12 @@ def _choose(*arguments: Any) -> Tensor:
     from lln.kernels.launch_choice import choose
 
     return choose(*arguments)
+
+
+def _choose_lists(*arguments: Any) -> tuple[Tensor, ...]:
+    from lln.kernels.launch_list_choice import choose_lists
+
+    return choose_lists(*arguments)
 
 
 def _forward(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -139,7 +159,7 @@ class _AttendKeys(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         tensors, saved = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
         found = _gradients(grad_outputs[0], (*tensors, *ctx.numbers), saved)
-        return *found, None, None, None
+        return *found, *(None,) * (TENSORS - len(found) + 1)
 
 
 @operator(
@@ -167,6 +187,24 @@ def _(
     return query.new_empty(shape, dtype=torch.int32)
 
 
+@operator(
+    "choose_lists", "Tensor query, Tensor key, Tensor? key_mask, int keys, bool flip", results=5
+)
+def choose_lists(*arguments: Any) -> tuple[Tensor, ...]:
+    """`fused_lists` as an operator."""
+    return _choose_lists(*arguments)
+
+
+@choose_lists.register_fake
+def _(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, keys: int, flip: bool
+) -> tuple[Tensor, ...]:
+    return tuple(
+        query.new_empty(shape, dtype=torch.int16 if name == "features" else torch.int32)
+        for name, shape in list_shapes(query, key, keys).items()
+    )
+
+
 @operator("attend_keys", f"{_TENSORS}, {_NUMBERS}", results=6)
 def attend_keys(*arguments: Any) -> tuple[Tensor, ...]:
     """Output, and what the backward needs: see `lln.kernels.launch_keys.attend`."""
@@ -182,13 +220,17 @@ def _(
     beta: Tensor | None,
     offset: Any,
     indices: Tensor,
-    *_: Any,
+    key_mask: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
+    block_size, group_size = rest[-3:-1]
+    blocks = blocks_in(query.shape[2], block_size, key_mask is not None)
+    levels = (*query.shape[:2], blocks * (block_size // group_size))
     slots = (query.shape[0], summary_heads(query, key, beta), query.shape[-1])
     return (
         output_like(query, value.shape[-1]),
         query.new_empty(query.shape[:3], dtype=torch.float32),
-        query.new_empty(indices.shape[:3], dtype=torch.float32),
+        query.new_empty(levels, dtype=torch.float32),
         query.new_empty(slots, dtype=torch.float32),
         value.new_empty((*slots, value.shape[-1])),
         query.new_empty(slots, dtype=torch.float32),
@@ -226,7 +268,7 @@ def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
     found = attend_keys_backward(gradient, *tensors, *ctx.numbers, *saved)
     sides = tensors[:6]
     grads = (None if side is None else one for one, side in zip(found, sides, strict=True))
-    return *grads, None, None, *(None,) * NUMBERS
+    return *grads, *(None,) * (TENSORS - len(sides) + NUMBERS)
 
 
 attend_keys.register_autograd(_backward, setup_context=_save)

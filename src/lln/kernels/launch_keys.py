@@ -6,29 +6,27 @@ E value width, W tokens in a block, n blocks, G groups per head, K keys per grou
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from lln.kernels.call import flat_scale, precision_of
+from lln.kernels import launch_lists
+from lln.kernels.call import flat_scale
 from lln.kernels.keys_call import KeysCall
+from lln.kernels.keys_sizes import STAGES, registers, rows_at_once, sizes_of, slot_tile, warps
 from lln.kernels.launch_choice import launch
 from lln.kernels.launch_slots import gather, summarise
-from lln.kernels.limits import multiprocessors, power_of_two
+from lln.kernels.limits import multiprocessors
 from lln.kernels.recipes import on_device
 from lln.kernels.shapes import output_like
 from lln.kernels.sizes import cdiv
 from lln.kernels.triton import keys_grad, keys_read
 
-# Bytes of the tiles in which chosen keys, and the gradients of pairs, are read.
-TILE_BYTES = 8 * 1024
 # Pairs whose blocks a program finds.
 PAIRS_AT_ONCE = 1024
-# Tiles that are fetched ahead.
-STAGES = {"key": 1, "chosen": 2}
 # Programs of the slots' gradients per multiprocessor.
 SLOT_PROGRAMS = 8
+# Programs of the lists' gradients per multiprocessor, at least.
+LIST_PROGRAMS = 4
 _OF_SLOTS = ("D", "E", "BD", "BE", "GROUP", "SR", "HAS_ALPHA", "HAS_BETA", "HAS_MASK", "PRECISION")
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
 PAIR_SHARE = 0.17
@@ -42,14 +40,17 @@ def attend(call: KeysCall) -> tuple[Tensor, ...]:
     """
     query, key, value = call.query, call.key, call.value
     batch, heads, tokens, _ = query.shape
-    groups, keys = call.indices.shape[2:]
+    groups = call.groups
     out = output_like(query, value.shape[3])
     lse = torch.empty((batch, heads, tokens), device=query.device)
     levels = torch.empty((batch, heads, groups), device=query.device)
     summary = summarise(call)
     if out.numel() == 0:
         return out, lse, levels, *summary
-    sizes = _sizes(call)
+    if call.features is not None:
+        launch_lists.read(call, out, lse, levels, summary)
+        return out, lse, levels, *summary
+    sizes, keys = sizes_of(call), call.indices.shape[3]
     with on_device(query.device):
         launch(
             keys_read.keys_read_kernel, (groups * batch * heads,),
@@ -58,7 +59,7 @@ def attend(call: KeysCall) -> tuple[Tensor, ...]:
             flat_scale(call.offset, batch, query), call.alpha_number, call.beta_number,
             call.offset_number, call.scale, tokens, heads, groups, keys, *query.stride(),
             *key.stride(), *value.stride(), *out.stride(), **sizes, STAGES=STAGES["chosen"],
-            num_warps=_warps("read", sizes),
+            num_warps=warps("read", sizes),
         )  # fmt: skip
     return out, lse, levels, *summary
 
@@ -84,14 +85,17 @@ def attend_backward(
     if query.numel() == 0:
         zero = torch.zeros((batch, heads, 1, 1), device=device)
         return dq, dk, dv, zero, zero[:, :slots], zero
-    groups, keys = call.indices.shape[2:]
-    sizes, sides, blocks = _sizes(call), call.side_tensors, call.blocks
+    sizes, sides, blocks = sizes_of(call), call.side_tensors, call.blocks
     delta = torch.empty_like(lse)
     summary = (log_mass, centroid, centre)
     parts, scalars = _slot_gradients(call, gradient, out, dq, lse, levels, delta, summary)
     dc, dl, shift, dcentre = gather(call, parts, centroid)
     del parts
     dbeta = torch.empty((batch * slots, blocks), device=device)
+    listed = call if call.features is not None else None
+    if listed is not None:
+        call = call._replace(indices=launch_lists.lists_of_runs(call))
+    groups, keys = call.indices.shape[2:]
     # Before the pairs take their memory, because sorting needs some of its own.
     with on_device(device):
         order, starts = _sort_pairs(call)
@@ -99,27 +103,32 @@ def attend_backward(
     pairs = each * share * groups * keys
     pair_dk = torch.empty((pairs, width), dtype=query.dtype, device=device)
     pair_dv = torch.empty((pairs, value.shape[3]), dtype=query.dtype, device=device)
+    pairs_of = (pair_dk, pair_dv)
     own = ("SR", "HAS_ALPHA", "HAS_BETA", "HAS_OFFSET")
     far = {name: size for name, size in sizes.items() if name not in own}
     near = {name: size for name, size in far.items() if name not in ("BM", "BK", "GROUP", "MORE")}
     for first in range(0, batch * key_heads, each):
         count = min(each, batch * key_heads - first)
         with on_device(device):
-            launch(
-                keys_grad.keys_far_kernel, (count * share * groups,), query, key, value, gradient,
-                dq, lse, delta, call.indices, *sides[:2], pair_dk, pair_dv, call.scale,
-                first * share, tokens, heads, groups, keys, *query.stride(), *key.stride(),
-                *value.stride(), *gradient.stride(), *dq.stride(), **far,
-                STAGES=STAGES["chosen"], num_warps=_warps("far", sizes),
-            )  # fmt: skip
+            if listed is not None:
+                some = (sides[:2], first * share, count * share, groups)
+                launch_lists.gradients(listed, gradient, dq, lse, delta, pairs_of, *some)
+            else:
+                launch(
+                    keys_grad.keys_far_kernel, (count * share * groups,), query, key, value,
+                    gradient, dq, lse, delta, call.indices, *sides[:2], *pairs_of, call.scale,
+                    first * share, tokens, heads, groups, keys, *query.stride(), *key.stride(),
+                    *value.stride(), *gradient.stride(), *dq.stride(), **far,
+                    STAGES=STAGES["chosen"], num_warps=warps("far", sizes),
+                )  # fmt: skip
             launch(
                 keys_grad.keys_key_kernel, (blocks * count,), query, key, value, gradient, dk, dv,
                 lse, delta, log_mass, dc, shift, dcentre, *sides[:2], call.flat_beta, dbeta,
-                pair_dk, pair_dv, order, call.indices, starts, call.beta_number, call.scale, first,
+                *pairs_of, order, call.indices, starts, call.beta_number, call.scale, first,
                 tokens, heads, key_heads, groups, keys, blocks, *query.stride(), *key.stride(),
                 *value.stride(), *gradient.stride(), *dk.stride(), *dv.stride(), **near,
-                SR=sizes["SR"], BP=_rows_at_once(call), HAS_BETA=call.beta is not None,
-                STAGES=STAGES["key"], num_warps=_warps("key", sizes), **_registers(sizes),
+                SR=sizes["SR"], BP=rows_at_once(call), HAS_BETA=call.beta is not None,
+                STAGES=STAGES["key"], num_warps=warps("key", sizes), **registers(sizes),
             )  # fmt: skip
     shape = (batch, heads, 1, 1)
     of_alpha = of_beta = of_offset = None
@@ -151,9 +160,9 @@ def _slot_gradients(
     """
     query = call.query
     batch, heads, tokens, width = query.shape
-    groups = call.indices.shape[2]
-    device, sizes = query.device, _sizes(call)
-    rows, stages = _slot_tile(call)
+    groups = call.groups
+    device, sizes = query.device, sizes_of(call)
+    rows, stages = slot_tile(call)
     # With a mask the first block may begin before the first token.
     tiles = cdiv(tokens if call.mask is None else call.blocks * call.block_size, rows)
     splits = min(tiles, max(1, SLOT_PROGRAMS * multiprocessors(device) // (batch * heads)))
@@ -172,7 +181,7 @@ def _slot_gradients(
             stretch * rows, *query.stride(), *out.stride(), *gradient.stride(), *dq.stride(),
             **{name: sizes[name] for name in _OF_SLOTS}, BM=rows,
             EVEN=call.mask is None and tokens % rows == 0, STAGES=stages,
-            num_warps=_warps("slot", sizes),
+            num_warps=warps("slot", sizes),
         )  # fmt: skip
     return (dc, dl, dm), scalars
 
@@ -204,65 +213,13 @@ def _heads_at_once(call: KeysCall) -> int:
     """How many key heads the backward takes at once, to bound the memory of the pairs."""
     query, key = call.query, call.key
     width = query.shape[3] + call.value.shape[3]
-    pairs = query.shape[1] // key.shape[1] * call.indices.shape[2] * call.indices.shape[3]
-    one = max(pairs * width * query.itemsize, 1)
+    share = query.shape[1] // key.shape[1]
+    numbers, least = share * call.indices.shape[2] * call.indices.shape[3] * width, 1
+    if call.features is not None:
+        numbers += share * launch_lists.numbers_per_head(call)
+        # A head has few runs: of a small batch too few programs would run at a time.
+        programs = LIST_PROGRAMS * multiprocessors(query.device)
+        least = cdiv(programs, share * call.indices.shape[2])
+    one = max(numbers * query.itemsize, 1)
     tensors = 2 * (query.nbytes + key.nbytes + call.value.nbytes)
-    return max(1, min(int(tensors * PAIR_SHARE) // one, query.shape[0] * key.shape[1]))
-
-
-def _sizes(call: KeysCall) -> dict[str, Any]:
-    width, value_width = call.query.shape[3], call.value.shape[3]
-    chosen = max(16, min(_rows_at_once(call), power_of_two(call.indices.shape[3])))
-    return {
-        "W": call.block_size,
-        "D": width,
-        "E": value_width,
-        "BD": max(16, power_of_two(width)),
-        "BE": max(16, power_of_two(value_width)),
-        "BM": max(16, call.group_size),
-        "BW": max(16, call.block_size),
-        "BK": chosen,
-        "MORE": call.indices.shape[3] > chosen,
-        "GROUP": call.group_size,
-        "R": call.query.shape[1] // call.key.shape[1],
-        "SR": call.query.shape[1] // call.summary_heads,
-        "HAS_ALPHA": call.alpha is not None,
-        "HAS_BETA": call.beta is not None,
-        "HAS_OFFSET": call.offset is not None,
-        "HAS_MASK": call.mask is not None,
-        "EVEN": call.mask is None and call.query.shape[2] % call.block_size == 0,
-        "PRECISION": precision_of(call.query, max(width, value_width)),
-    }
-
-
-def _slot_tile(call: KeysCall) -> tuple[int, int]:
-    """Tokens in a tile of the slots' gradients, and how many tiles are fetched ahead."""
-    widest = max(call.query.shape[3], call.value.shape[3])
-    row_bytes = power_of_two(widest) * call.query.itemsize
-    if row_bytes <= 128:
-        return 64, 3
-    return (32, 2) if row_bytes <= 256 else (16, 2)
-
-
-def _rows_at_once(call: KeysCall) -> int:
-    """Rows of a tile of chosen keys or pairs."""
-    widest = max(call.query.shape[3], call.value.shape[3])
-    rows = TILE_BYTES // (max(16, power_of_two(widest)) * call.query.itemsize)
-    return max(16, min(64, rows))
-
-
-# Warps of a program; more for wide heads.
-WARPS = {"read": 4, "slot": 4, "far": 4, "key": 4}
-
-
-def _warps(kind: str, sizes: dict[str, Any]) -> int:
-    return 8 if _is_wide(sizes) else WARPS[kind]
-
-
-def _is_wide(sizes: dict[str, Any]) -> bool:
-    return max(sizes["BD"], sizes["BE"]) > 64 or sizes["BM"] > 64
-
-
-def _registers(sizes: dict[str, Any]) -> dict[str, int]:
-    """A limit with which three programs fit a multiprocessor; 24 bytes of each thread spill."""
-    return {} if _is_wide(sizes) else {"maxnreg": 168}
+    return min(max(least, int(tensors * PAIR_SHARE) // one), query.shape[0] * key.shape[1])
