@@ -33,7 +33,7 @@ demo: $(VENV)/.stamp-run  ## see the library at work, on CPU
 
 test: setup  ## run the CPU tests and the examples in the docstrings
 	$(PYTEST) -m "not gpu and not slow" --ignore=tests/kernels
-	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not slow" tests/kernels
 	$(PYTEST) -m "not slow" tests/kernels/test_chips.py
 	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln
 

@@ -53,6 +53,11 @@ def inputs_of(case):
             tensors["key"][sample, :, start:end] = float("nan")
             tensors["value"][sample, :, start:end] = float("nan")
         tensors["key_mask"] = mask
+    if "cast" in case:
+        tensors = {
+            name: side.to(case["cast"]) if side.is_floating_point() else side
+            for name, side in tensors.items()
+        }
     return tensors
 
 

@@ -29,10 +29,17 @@ def group(request, tmp_path_factory):
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def among_others(monkeypatch):
+    """One rank takes the way of several: what travels goes to itself."""
+    monkeypatch.setattr("lln.parallel.sharded.is_alone", lambda shards: False)
+    monkeypatch.setattr("lln.parallel.sharded_keys.is_alone", lambda shards: False)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", TOGETHER)
 @pytest.mark.parametrize("known", [False, True], ids=["asked", "known"])
-def test_one_rank_is_one_process(group, kind, name, known):
+def test_one_rank_is_one_process(group, among_others, kind, name, known):
     case = {"lengths": [21], **CASES[name]}
     options = dict(case.get("options", {}))
     if kind != "lln":
@@ -47,3 +54,40 @@ def test_one_rank_is_one_process(group, kind, name, known):
     for name, side in expected.items():
         assert found[name].device.type == "cuda"
         torch.testing.assert_close(found[name], side, rtol=1e-11, atol=1e-11)
+
+
+KERNEL_CASES = {
+    "given": {"options": {"alpha": 1.3, "beta": 1.1}},
+    "matched": {},
+    "learned": {"learn": ("alpha", "beta"), "heads": 4, "options": {"enable_gqa": True}},
+    "padded": {"hidden": [(0, 0, 20), (1, 90, 120)]},
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_CASES)
+@pytest.mark.parametrize("kind", ["lln", "lln_diag"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_one_rank_among_others(group, among_others, kind, name, dtype):
+    case = {"lengths": [900], "width": 64, "value_width": 64, **KERNEL_CASES[name]}
+    options = dict(case.get("options", {}))
+    if kind == "lln_diag":
+        options["block_size"] = 64
+    exact = {name: side.cuda() for name, side in inputs_of({**case, "cast": dtype}).items()}
+    wide = {
+        name: side.double() if side.is_floating_point() else side for name, side in exact.items()
+    }
+    expected = call(ALONE[kind], wide, {**options, "impl": "eager"})
+    found = call(TOGETHER[kind], exact, {**options, "group": group})
+    budget = 2e-5 if dtype == torch.float32 else 3e-2
+    for name, side in expected.items():
+        error = (found[name].double() - side).abs().max() / side.abs().max().clamp_min(1e-3)
+        assert error <= budget, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_one_rank_alone_calls_the_attention_itself(group, kind):
+    case = {"lengths": [300], "width": 32, "value_width": 32, "cast": torch.bfloat16}
+    tensors = {name: side.cuda() for name, side in inputs_of(case).items()}
+    expected = call(ALONE[kind], tensors, {})
+    found = call(TOGETHER[kind], tensors, {"group": group})
+    assert all(torch.equal(found[name], side) for name, side in expected.items())

@@ -1,0 +1,61 @@
+"""Ranks that share a sequence, each with the kernels: what one process computes in float64."""
+
+import pytest
+import torch
+from tests.kernels.common import ON_GPU
+from tests.parallel.splits import assert_same, by_one, by_rank
+from tests.parallel.workers import Pool
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="tests/parallel/test_on_gpu.py")
+
+GIVEN = {"alpha": 1.3, "beta": 1.1}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def check(pool, **case):
+    options = case.get("options", {})
+    case = {"kind": "lln", "lengths": [20, 33], "width": 8, "value_width": 8, **case}
+    alone = by_one(case)
+    case |= {"options": {**options, "impl": "triton"}, "cast": torch.float32}
+    parts = pool.run(by_rank, len(case["lengths"]), case)
+    wide = [{name: side.double() for name, side in part.items()} for part in parts]
+    assert_same(wide, alone, 2e-5)
+
+
+@pytest.mark.parametrize("options", [GIVEN, {}], ids=["given", "matched"])
+def test_lln(pool, options):
+    check(pool, options=options)
+
+
+def test_learned_temperatures_grouped_queries_and_a_rank_without_tokens(pool):
+    options = {"enable_gqa": True}
+    check(pool, lengths=[20, 0, 9], heads=4, learn=("alpha", "beta"), options=options)
+
+
+def test_padding(pool):
+    check(pool, hidden=[(0, 0, 4), (1, 18, 25)], options=GIVEN)
+
+
+def test_whole_blocks(pool):
+    check(pool, kind="lln_diag", lengths=[32, 23], options={**GIVEN, "block_size": 16})
+
+
+def blocks_that_cross(group, rank):
+    from lln import BackendUnavailableError, parallel
+
+    sides = torch.randn(3, 1, 1, 20, 8)
+    options = {**GIVEN, "block_size": 16, "impl": "triton"}
+    try:
+        parallel.lln_diag_attention(*sides, group=group, **options)
+    except BackendUnavailableError as error:
+        return str(error)
+
+
+def test_blocks_that_cross_ranks_have_no_kernel(pool):
+    assert all("cross ranks" in message for message in pool.run(blocks_that_cross, 2))
