@@ -91,6 +91,18 @@ def measure(kind: str, way: str, tokens: int) -> dict:
     return {"kind": kind, "way": way, "tokens": tokens, **found}
 
 
+def all_rows() -> list[dict]:
+    """Every attention, length and way."""
+    rows = []
+    for tokens in LENGTHS:
+        for kind in KINDS:
+            for way in WAYS:
+                if (kind, way, tokens) not in LEFT_OUT:
+                    rows.append(measure(kind, way, tokens))
+                    print(rows[-1], flush=True)
+    return rows
+
+
 def layer_table(content: dict) -> str:
     """Every row, with its time relative to the top level."""
     rows = content["rows"]
@@ -98,11 +110,10 @@ def layer_table(content: dict) -> str:
     lines = []
     for row in rows:
         than = plain[row["kind"], row["tokens"]]["both_ms"]
-        lines.append(
-            [f"`{row['kind']}`", f"{row['tokens']:,}", WAYS[row["way"]]]
-            + [f"{row['forward_ms']:.2f}", f"{row['both_ms']:.2f}", f"{row['both_ms'] / than:.2f}"]
-            + [f"{row['peak_gib']:.2f}", f"{row['peak_gib'] / row['tensors_gib']:.2f}"]
-        )
+        numbers = (row["forward_ms"], row["both_ms"], row["both_ms"] / than)
+        memory = (row["peak_gib"], row["peak_gib"] / row["tensors_gib"])
+        cells = [f"{number:.2f}" for number in (*numbers, *memory)]
+        lines.append([f"`{row['kind']}`", f"{row['tokens']:,}", WAYS[row["way"]], *cells])
     caption = (
         f"Milliseconds of one layer on one {content['setup']['device']}, {HEADS} heads of {WIDTH}, "
         "bfloat16, batch 1, α and β given, with the host's time; the peak memory of forward and "
@@ -125,17 +136,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
             dist.init_process_group("nccl", init_method=meeting, rank=0, world_size=1)
-        rows = []
-        for tokens in LENGTHS:
-            for kind in KINDS:
-                for way in WAYS:
-                    if (kind, way, tokens) in LEFT_OUT:
-                        continue
-                    rows.append(measure(kind, way, tokens))
-                    print(rows[-1], flush=True)
+            rows = all_rows()
+            dist.destroy_process_group()
         content = {"setup": describe("cuda", COMMAND), "heads": HEADS, "width": WIDTH, "rows": rows}
         write_atomically(given.out, compact_json(content))
-        dist.destroy_process_group()
     if given.out == RESULTS:
         fill(PAGE, "parallel-layer", layer_table(json.loads(RESULTS.read_text("utf-8"))))
 

@@ -156,8 +156,8 @@ def _(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dalpha = query.new_empty(0) if alpha is None or not rest[-1] else torch.empty_like(alpha)
-    sides = (side.new_empty(side.shape, dtype=torch.float32) for side in (log_mass, centroid))
-    return torch.empty_like(query), dalpha, *sides
+    dlog_mass = log_mass.new_empty(log_mass.shape)
+    return torch.empty_like(query), dalpha, dlog_mass, centroid.new_empty(centroid.shape)
 
 
 def _save_read(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
