@@ -2,7 +2,8 @@
 
 *temperature*: α = β fixed over a grid against matching, by criterion and scope of the statistics,
 in float16 with its loss scale (Figure 10b). *parts*: block size, exact keys, their choice,
-alternating layers, a convolution of the values.
+alternating layers, a convolution of the values. *keys*: how many exact keys a query needs at 512
+and at 2,048 tokens, trained from scratch without slots (docs/exact_keys.md).
 """
 
 from __future__ import annotations
@@ -44,12 +45,21 @@ PARTS = (
     "lln+conv",
     "diag/lln+conv",
 )
+KEYS = (
+    "softmax",
+    "diag",
+    "diag/softmax",
+    *(f"diag/lln_keys@keys={keys},select=query,offset=-1e4" for keys in (16, 64, 256)),
+)
+SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4)
+LENGTHS = (512, 2048)
+TOKENS_PER_STEP = 32_768
 RECIPE = Recipe(3_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16")
 
 
 def _experiment(name: str, title: str, methods: tuple[str, ...], precision: str) -> Experiment:
     recipe = replace(RECIPE, precision=precision)
-    smoke = Plan(TINY, Recipe(4, 4, 1e-3, saves=1, points=4), source_pretraining)
+    smoke = Plan(TINY, SMOKE, source_pretraining)
     longer = replace(recipe, steps=20_000, saves=20)
     return Experiment(
         name=name,
@@ -66,7 +76,34 @@ def _experiment(name: str, title: str, methods: tuple[str, ...], precision: str)
     )
 
 
+def _over_length() -> Experiment:
+    def plans(steps: int) -> dict[str, Plan]:
+        return {
+            f"mlm-{length}": Plan(
+                replace(SMALL, length=length),
+                replace(RECIPE, steps=steps, batch=TOKENS_PER_STEP // length),
+                partial(pretraining, 8192, length=length),
+            )
+            for length in LENGTHS
+        }
+
+    return Experiment(
+        name="keys",
+        title="How many exact keys a length needs",
+        plans={
+            "smoke": {"mlm-128": Plan(TINY, SMOKE, source_pretraining)},
+            "small": plans(3_000),
+            "full": plans(20_000),
+        },
+        methods=KEYS,
+        needs_data=frozenset(f"mlm-{length}" for length in LENGTHS),
+        measure="loss",
+        lower=True,
+    )
+
+
 TEMPERATURE = _experiment(
     "temperature", "Figures 9 and 10: α and β fixed against matched", TEMPERATURES, "float16"
 )
 ABLATION = _experiment("parts", "What every part is worth", PARTS, "bfloat16")
+OVER_LENGTH = _over_length()

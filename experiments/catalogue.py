@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments import distance, lra, table1, table3
-from experiments.ablations import ABLATION, TEMPERATURE
+from experiments.ablations import ABLATION, OVER_LENGTH, TEMPERATURE
 from experiments.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -15,5 +15,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         distance.EXPERIMENT,
         TEMPERATURE,
         ABLATION,
+        OVER_LENGTH,
     )
 }

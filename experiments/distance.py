@@ -54,6 +54,15 @@ EXPERIMENT = Experiment(
         "small": _plans(3_000, LENGTHS[:3], 20_000, 512),
         "full": _plans(10_000, LENGTHS, 50_000, 512),
     },
-    methods=("softmax", "diag", "lln", "lln_diag", "lln_keys", "elu", "hedgehog"),
+    methods=(
+        "softmax",
+        "diag",
+        "lln",
+        "lln_diag",
+        "lln_keys",
+        "lln_keys@select=query,offset=-1e4",
+        "elu",
+        "hedgehog",
+    ),
     seeds=(0, 1, 2, 3, 4),
 )

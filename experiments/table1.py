@@ -44,9 +44,9 @@ def _code(folder: Path | None, vocabulary: int) -> TextCode:
     return masked_text.train_bpe(_articles(folder)["train"], vocabulary)
 
 
-def pretraining(vocabulary: int, data: Path | None) -> Task:
+def pretraining(vocabulary: int, data: Path | None, length: int = 512) -> Task:
     """Masked words of the text, with a vocabulary learned from it."""
-    return masked_text.masked_text(_articles(data), _code(data, vocabulary), TEXT)
+    return masked_text.masked_text(_articles(data), _code(data, vocabulary), TEXT, length)
 
 
 def _encode(code: TextCode, *texts: str) -> list[int]:
