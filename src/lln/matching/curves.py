@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,13 +22,11 @@ _CRITERIA: dict[str, Any] = json.loads(
 )["criteria"]
 
 
-def matched_spread(
-    score_variance: Tensor, head_width: int, keys: Tensor | float, criterion: str
-) -> Tensor:
+def matched_spread(score_variance: Any, head_width: int, keys: Any, criterion: str) -> Any:
     """The matched s = α·σq = β·σk for scores of variance p.
 
     Args:
-        score_variance: p = σq²σk², any shape.
+        score_variance: p = σq²σk², any shape, a tensor or a NumPy array, as is the result.
         head_width: D.
         keys: S, broadcasts to p.
         criterion: ``"variance"``, ``"entropy"`` or ``"paper"``.
@@ -35,23 +35,24 @@ def matched_spread(
         >>> round(matched_spread(torch.tensor(1.0), 64, 1024.0, "entropy").item(), 1)
         1.9
     """
+    xp: Any = torch if isinstance(score_variance, Tensor) else np
     if criterion == "paper":
         constants = _CRITERIA[criterion]
-        return ((score_variance - constants["b"]) / (2 * constants["a"])).sqrt()
-    curve = spread_curve(head_width, criterion)
-    clamped = score_variance.clamp(*curve.p_range)
-    coefficients: list[Tensor | float] = list(curve.coefficients)
+        return xp.sqrt((score_variance - constants["b"]) / (2 * constants["a"]))
+    curve = spread_curve(head_width, criterion) if xp is torch else _known(head_width, criterion)
+    clamped = score_variance.clip(*curve.p_range)
+    coefficients: list[Any] = list(curve.coefficients)
     if any(curve.slopes):
-        keys = torch.as_tensor(keys, dtype=clamped.dtype, device=clamped.device)
-        x = (keys.clamp(*curve.n_range) / 1024).log()
+        keys = xp.asarray(keys, dtype=clamped.dtype, device=clamped.device)
+        x = xp.log(keys.clip(*curve.n_range) / 1024)
         for power, slope in enumerate(curve.slopes):
             coefficients[power] = coefficients[power] + x * slope
-    u = clamped.log()
-    log_spread: Tensor | float = 0.0
+    u = xp.log(clamped)
+    log_spread: Any = 0.0
     for coefficient in reversed(coefficients):
         log_spread = log_spread * u + coefficient
     # Outside the fitted range both attentions follow power laws: s grows like √p.
-    return torch.as_tensor(log_spread).exp() * (score_variance / clamped).sqrt()
+    return xp.exp(log_spread) * xp.sqrt(score_variance / clamped)
 
 
 class Curve(NamedTuple):
@@ -79,3 +80,7 @@ def spread_curve(head_width: int, criterion: str) -> Curve:
     coefficients = tuple(m0 + m1 * w + m2 * w * w for m0, m1, m2 in constants["M"])
     slopes = tuple(constants["X"]) or (0.0,) * (len(coefficients) - 1)
     return Curve(coefficients, slopes, tuple(constants["p_range"]), tuple(constants["n_range"]))
+
+
+# For NumPy only: a compiler does not trace it.
+_known = cache(spread_curve)

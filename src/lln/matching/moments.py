@@ -7,8 +7,10 @@ Dimension legend: B batch, H heads, T queries, S keys, D head width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,20 +93,57 @@ def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> 
     dtype = accumulation_dtype(query.dtype)
     query, key = query.detach().to(dtype), key.detach().to(dtype)
     query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
-    query_variance = _mean_square(query, query_mask)
     mean = token_mean(key, key_mask)
-    key_variance = _mean_square(key, key_mask, mean)
-    key_size = key_variance + mean.square().mean((-1, -2))
-    groups = query.shape[1] // max(key.shape[1], 1)
-    if groups > 1:
-        key_variance = key_variance.repeat_interleave(groups, 1)
-        key_size = key_size.repeat_interleave(groups, 1)
-    return Moments(
-        query_variance,
-        key_variance,
+    sums = (
+        sum_of_squares(query, query_mask),
+        sum_of_squares(key, key_mask, mean),
+        mean,
+        count_tokens(query, query_mask),
         count_tokens(key, key_mask),
-        is_degenerate(query_variance, key_variance, query_variance, key_size),
     )
+    groups = query.shape[1] // max(key.shape[1], 1)
+    return Moments(*on_few_numbers(_moments_of_sums, sums, query.shape[-1], groups))
+
+
+def _moments_of_sums(
+    xp: Any,
+    query_squares: Any,
+    key_squares: Any,
+    mean: Any,
+    queries: Any,
+    keys: Any,
+    width: int,
+    groups: int,
+) -> tuple[Any, ...]:
+    """`Moments` from sums of squares ``[B, H]`` and ``[B, Hk]``, mean key and numbers of tokens."""
+    query_variance = query_squares / (queries.clip(1, None) * width)
+    key_variance = key_squares / (keys.clip(1, None) * width)
+    key_size = key_variance + (mean * mean).mean((-1, -2))
+    if groups > 1:
+        repeat = xp.repeat if xp is np else xp.repeat_interleave
+        key_variance, key_size = repeat(key_variance, groups, 1), repeat(key_size, groups, 1)
+    floor = SPREAD_FLOOR**2
+    degenerate = query_variance < floor * query_variance.clip(1.0, None)
+    degenerate = degenerate | (key_variance < floor * key_size.clip(1.0, None))
+    return query_variance, key_variance, keys, degenerate
+
+
+def on_few_numbers(function: Callable[..., Any], tensors: Sequence[Tensor], *rest: Any) -> Any:
+    """``function(module, *arrays, *rest)`` with NumPy on a CPU where values can be read.
+
+    Dozens of operations on a few numbers: PyTorch takes five times as long to start each of them.
+
+    Args:
+        function: Takes ``numpy`` or ``torch``, then arrays or tensors; returns a tuple of them.
+        tensors: Of one device, without gradients.
+        rest: Passed on.
+    """
+    first = tensors[0]
+    if first.device.type != "cpu" or not values_are_readable(first):
+        return function(torch, *tensors, *rest)
+    with np.errstate(all="ignore"):
+        found = function(np, *(side.numpy() for side in tensors), *rest)
+    return tuple(torch.from_numpy(np.ascontiguousarray(side)) for side in found)
 
 
 def tensor_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:
@@ -160,12 +199,25 @@ def packed_moments(
 
 def temperatures(moments: Moments, head_width: int, criterion: str) -> tuple[Tensor, Tensor]:
     """Eq. (10): α = s/σq, β = s/σk, shaped ``[B, H, 1, 1]``; 1 where the moments are degenerate."""
-    query_variance = torch.where(moments.degenerate, 1.0, moments.query_variance)
-    key_variance = torch.where(moments.degenerate, 1.0, moments.key_variance)
-    spread = matched_spread(query_variance * key_variance, head_width, moments.keys, criterion)
-    alpha = torch.where(moments.degenerate, 1.0, spread / query_variance.sqrt())
-    beta = torch.where(moments.degenerate, 1.0, spread / key_variance.sqrt())
+    alpha, beta = on_few_numbers(_spreads, moments, head_width, criterion)
     return alpha[..., None, None], beta[..., None, None]
+
+
+def _spreads(
+    xp: Any,
+    query_variance: Any,
+    key_variance: Any,
+    keys: Any,
+    degenerate: Any,
+    head_width: int,
+    criterion: str,
+) -> tuple[Any, Any]:
+    """α and β of `Moments`, in their shape."""
+    query_variance = xp.where(degenerate, 1.0, query_variance)
+    key_variance = xp.where(degenerate, 1.0, key_variance)
+    spread = matched_spread(query_variance * key_variance, head_width, keys, criterion)
+    alpha, beta = spread / xp.sqrt(query_variance), spread / xp.sqrt(key_variance)
+    return xp.where(degenerate, 1.0, alpha), xp.where(degenerate, 1.0, beta)
 
 
 def count_tokens(tensor: Tensor, mask: Tensor | None) -> Tensor:
@@ -173,12 +225,6 @@ def count_tokens(tensor: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return tensor.new_full((tensor.shape[0], 1), tensor.shape[2])
     return mask.sum(-1, keepdim=True, dtype=tensor.dtype)
-
-
-def _mean_square(tensor: Tensor, mask: Tensor | None, centre: Tensor | None = None) -> Tensor:
-    """Mean of the squares of the valid tokens, less the centre ``[B, H, 1, D]``: ``[B, H]``."""
-    number = count_tokens(tensor, mask) * tensor.shape[-1]
-    return sum_of_squares(tensor, mask, centre) / number.clamp_min(1)
 
 
 def sum_of_squares(tensor: Tensor, mask: Tensor | None, centre: Tensor | None = None) -> Tensor:
@@ -201,10 +247,10 @@ def sum_of_squares(tensor: Tensor, mask: Tensor | None, centre: Tensor | None = 
 
 def token_mean(tensor: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over the valid tokens, ``[B, H, 1, D]``."""
-    if mask is not None:
-        tensor = torch.where(mask[:, None, :, None], tensor, 0.0)
-    count = count_tokens(tensor, mask).clamp_min(1)[..., None, None]
-    return tensor.sum(-2, keepdim=True) / count
+    if mask is None:
+        return tensor.sum(-2, keepdim=True) / max(tensor.shape[-2], 1)
+    tensor = torch.where(mask[:, None, :, None], tensor, 0.0)
+    return tensor.sum(-2, keepdim=True) / count_tokens(tensor, mask).clamp_min(1)[..., None, None]
 
 
 def _tensor_variance(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
