@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from typing import Any, NamedTuple
 
 from experiments.methods import Method, all_methods
@@ -90,7 +91,10 @@ def clear_best(values: dict[str, list[float]]) -> str | None:
             continue
         if statistics.mean(found) == statistics.mean(known[first]):
             return None
-        chance = float(ttest_ind(known[first], found, equal_var=False).pvalue)
+        with warnings.catch_warnings():
+            # Of nearly equal numbers, which is what they are.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            chance = float(ttest_ind(known[first], found, equal_var=False).pvalue)
         # Two constant samples have no variance: t is infinite, and they differ.
         if not (math.isnan(chance) or chance < SIGNIFICANT):
             return None

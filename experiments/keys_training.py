@@ -204,7 +204,11 @@ def run(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     # One code object serves all kinds, in training and in validation.
     torch._dynamo.config.recompile_limit = 64
-    command = " ".join(["python -m experiments.keys_training", *sys.argv[1:]])
+    # Without the folders, which are those of one machine.
+    given = zip(["", *sys.argv[1:]], [*sys.argv[1:], ""], strict=True)
+    places = {"--tokens-folder": "TOKENS", "--out": "RESULTS"}
+    words = [places.get(before, word) for before, word in given if word]
+    command = " ".join(["python -m experiments.keys_training", *words])
     for cell in cells_of(options):
         if is_finished(cell, options.out):
             continue

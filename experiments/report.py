@@ -69,7 +69,7 @@ def main() -> None:
     fill(page, "key-selection", selection(found))
     found = json.loads((RESULTS / "keys_conversion.json").read_text("utf-8"))
     fill(page, "key-conversion", conversion(found))
-    for device in ("cuda", "cpu"):
+    for device in ("cuda", "query-cuda", "cpu"):
         found = json.loads(Path(f"benchmarks/results/keys-{device}.json").read_text("utf-8"))
         fill(page, f"key-speed-{device}", speed(found))
     fill(page, "key-training", from_scratch(RESULTS / "keys_training"))
@@ -100,12 +100,13 @@ def from_scratch(folder: Path) -> str:
     found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
     first = found[0]
     sizes, setup = first["config"]["sizes"], first["setup"]
+    commits = ", ".join(sorted({f"`{one['setup']['commit'][:10]}`" for one in found}))
     return (
         f"{report_table(found, with_cost=False)}\n\nMasked language model on English Wikipedia, "
         f"{sizes['layers']} layers, {sizes['width']} wide, {sizes['heads']} heads, blocks of "
         f"{sizes['block']}, {first['config']['batch_tokens']:,} tokens per step; validation loss "
         "in nats, mean ± standard deviation over the seeds. *A / B*: layers alternate. "
-        f"{setup['device']}, torch {setup['torch']}, commit `{setup['commit'][:10]}`; made by "
+        f"{setup['device']}, torch {setup['torch']}, commits {commits}; made by "
         "`python -m experiments.keys_training many`."
     )
 

@@ -93,13 +93,9 @@ def agree(
     """
     if lengths is not None:
         request = check()
-        bounds = _given_bounds(lengths, request, ranks)
+        bounds = given_bounds(lengths, request.key, ranks)
         masked = request.key_mask is not None
         return request, Shards(ranks, operation, bounds, None, masked, masked)
-    if ranks.size == 1:
-        request = check()
-        bounds, masked = Bounds.of([request.key.shape[2]]), request.key_mask is not None
-        return request, Shards(ranks, operation, bounds, (request.query.shape[2],), masked, masked)
     return _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
 
 
@@ -206,12 +202,17 @@ def _device(ranks: Ranks, query: Tensor | None) -> torch.device:
     return torch.device(sorted(able)[0]) if query is None else query.device
 
 
-def _given_bounds(lengths: Sequence[int], request: Request, ranks: Ranks) -> Bounds:
+def given_bounds(lengths: Sequence[int], key: Tensor, ranks: Ranks) -> Bounds:
+    """The bounds of given lengths.
+
+    Raises:
+        InvalidInputError: If they are no numbers of tokens, or not those of this rank's keys.
+    """
     numbers = list(lengths)
     if not all(isinstance(one, int) and one >= 0 for one in numbers):
         wrong = next(one for one in numbers if not isinstance(one, int) or one < 0)
         raise InvalidInputError(f"lengths must be numbers of tokens, got {shown(wrong)}.")
-    own = request.key.shape[2]
+    own = key.shape[2]
     if len(numbers) != ranks.size or numbers[ranks.own] != own:
         raise InvalidInputError(
             f"lengths must have the number of keys of each of the {ranks.size} ranks, {own} of "

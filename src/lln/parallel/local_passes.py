@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lln import checks
-from lln.eager.run import widen
+from lln.eager.run import join, widen
 from lln.eager.summary import read_heads, summarise_heads
 from lln.errors import BackendUnavailableError
 from lln.functional.plan import choose_implementation
@@ -47,20 +48,22 @@ class LocalPasses(NamedTuple):
     def read(
         self, request: Request, alpha: float | Tensor, log_mass: Tensor, centroid: Tensor
     ) -> Tensor:
-        """``[B, H, T, E]`` in the accumulation dtype: this rank's queries read a summary."""
+        """``[B, H, T, E]``: this rank's queries read a summary.
+
+        In the dtype of query by kernels, else in the accumulation dtype.
+        """
         query, mask = request.query, request.key_mask
         if self.width and query.shape[2]:
             mask = mask if query.shape[2] == request.key.shape[2] else None
-            out = fused_read(query, alpha, log_mass, centroid, mask, self.width)
-            return out.to(log_mass.dtype)
+            return fused_read(query, alpha, log_mass, centroid, mask, self.width)
         query, *_ = widen(query, request.key, request.value, mask, 0.0)
         return read_heads(query, alpha, log_mass, centroid)
 
     def blocks(self, request: Request) -> Tensor:
-        """``[B, H, T, E]`` in the accumulation dtype: blocks that all lie on their rank."""
+        """``[B, H, T, E]`` in the dtype of query: blocks that all lie on their rank."""
         query = request.query
         scale = query.shape[-1] ** -0.5 if request.scale is None else float(request.scale)
-        out = fused_blocks(
+        return fused_blocks(
             query,
             request.key,
             request.value,
@@ -70,7 +73,15 @@ class LocalPasses(NamedTuple):
             is_causal=False,
             value_width=self.block_width,
         )
-        return out.to(accumulation_dtype(query.dtype))
+
+    @staticmethod
+    def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
+        """``mix · long + (1 - mix) · short``, computed in the accumulation dtype."""
+        if long_range.dtype == short_range.dtype and not isinstance(mix, Tensor):
+            # One pass over both, which rounds once.
+            return torch.lerp(short_range, long_range, float(mix))
+        dtype = accumulation_dtype(long_range.dtype)
+        return join(long_range.to(dtype), short_range.to(dtype), mix)
 
 
 def check_local(request: Request, impl: str, operation: str) -> None:

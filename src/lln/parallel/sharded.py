@@ -15,15 +15,15 @@ from lln import checks
 from lln.checks.signatures import explain_misfits
 from lln.eager.causal import causal_attention
 from lln.eager.dropout import drop_keys
-from lln.eager.run import join, repeat_heads, repeat_temperature, widen
+from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.eager.summary import read_heads
+from lln.functional import dense
 from lln.functional.request import Request
-from lln.functional.run import attend
 from lln.matching.moments import temperatures
-from lln.parallel.agreement import Shards, agree
+from lln.parallel.agreement import Shards, agree, given_bounds
 from lln.parallel.diagonal_part import diagonal_part
 from lln.parallel.local_passes import LocalPasses, check_local, choose_passes
-from lln.parallel.ranks import find_ranks
+from lln.parallel.ranks import Ranks, find_ranks
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
 from lln.precision import cast_for_autocast, without_autocast
@@ -80,8 +80,23 @@ def lln_attention(
         InvalidInputError: One sentence on what does not fit, or differs between ranks.
         PeerError: If a collective fails, or another rank refused its arguments.
     """
-    query, key, value = cast_for_autocast(query, key, value)
     operation = "lln.parallel.lln_attention"
+    ranks = find_ranks(group, operation)
+    if is_alone(ranks, lengths, key):
+        return dense.lln_attention(
+            query,
+            key,
+            value,
+            alpha=alpha,
+            beta=beta,
+            matching=matching,
+            key_mask=key_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            enable_gqa=enable_gqa,
+            impl=impl,
+        )
+    query, key, value = cast_for_autocast(query, key, value)
 
     def check() -> Request:
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
@@ -113,9 +128,7 @@ def lln_attention(
         check_local(request, impl, operation)
         return request
 
-    request, shards = agree(check, lengths, find_ranks(group, operation), operation)
-    if is_alone(shards):
-        return attend(request, impl)
+    request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(request, impl, shards)
         found = _temperatures(request, shards)
@@ -173,8 +186,26 @@ def lln_diag_attention(
     Returns:
         ``[B, H, T, E]``, the rows of this rank's tokens.
     """
-    query, key, value = cast_for_autocast(query, key, value)
     operation = "lln.parallel.lln_diag_attention"
+    ranks = find_ranks(group, operation)
+    if is_alone(ranks, lengths, key):
+        return dense.lln_diag_attention(
+            query,
+            key,
+            value,
+            alpha=alpha,
+            beta=beta,
+            matching=matching,
+            block_size=block_size,
+            mix=mix,
+            key_mask=key_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            impl=impl,
+        )
+    query, key, value = cast_for_autocast(query, key, value)
 
     def check() -> Request:
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
@@ -203,9 +234,7 @@ def lln_diag_attention(
         check_local(request, impl, operation)
         return request
 
-    request, shards = agree(check, lengths, find_ranks(group, operation), operation)
-    if is_alone(shards):
-        return attend(request, impl)
+    request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(request, impl, shards)
         found = _temperatures(request, shards)
@@ -218,12 +247,20 @@ def lln_diag_attention(
         else:
             short_range = diagonal_part(request, shards)
         long_range = _long_range(request, *found, passes, shards, summaries())
-        return join(long_range, short_range, mix).to(query.dtype)
+        return passes.join(long_range, short_range, mix).to(query.dtype)
 
 
-def is_alone(shards: Shards) -> bool:
-    """Whether one rank holds the whole sequence: nothing has to travel."""
-    return shards.ranks.size == 1
+def is_alone(ranks: Ranks, lengths: Sequence[int] | None, key: Tensor) -> bool:
+    """Whether one rank holds the whole sequence: the attention of the top level computes it.
+
+    Raises:
+        InvalidInputError: If it is, and ``lengths`` say otherwise.
+    """
+    if ranks.size > 1:
+        return False
+    if lengths is not None:
+        given_bounds(lengths, key, ranks)
+    return True
 
 
 def _temperatures(request: Request, shards: Shards) -> tuple[Any, Any]:
@@ -241,7 +278,7 @@ def _long_range(
     shards: Shards,
     summaries: RankSummaries,
 ) -> Tensor:
-    """LLN attention of this rank's queries, in the accumulation dtype."""
+    """LLN attention of this rank's queries."""
     if not request.is_causal:
         return passes.read(request, alpha, *summaries.merged())
     sides = (request.query, request.key, request.value)

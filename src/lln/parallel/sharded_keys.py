@@ -22,8 +22,8 @@ from lln.eager.key_blocks import KeyBlocks
 from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.eager.summary import summarise_heads
 from lln.errors import InvalidInputError
+from lln.functional import exact_keys
 from lln.functional.request import Request
-from lln.functional.run import attend
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards, agree
 from lln.parallel.diagonal_part import borrow_sides
@@ -88,8 +88,28 @@ def lln_keys_attention(
     Returns:
         ``[B, H, T, E]``, the rows of this rank's tokens.
     """
-    query, key, value = cast_for_autocast(query, key, value)
     operation = "lln.parallel.lln_keys_attention"
+    ranks = find_ranks(group, operation)
+    if is_alone(ranks, lengths, key):
+        return exact_keys.lln_keys_attention(
+            query,
+            key,
+            value,
+            alpha=alpha,
+            beta=beta,
+            matching=matching,
+            block_size=block_size,
+            keys=keys,
+            select=select,
+            group_size=group_size,
+            offset=offset,
+            key_mask=key_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            impl=impl,
+        )
+    query, key, value = cast_for_autocast(query, key, value)
 
     def check() -> Request:
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
@@ -131,9 +151,7 @@ def lln_keys_attention(
         check_local(request, impl, operation)
         return request
 
-    request, shards = agree(check, lengths, find_ranks(group, operation), operation)
-    if is_alone(shards):
-        return attend(request, impl)
+    request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         return _attend(_matched(request, shards), shards).to(query.dtype)
 
