@@ -7,6 +7,7 @@ be called as a registered operator.
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 from torch import Tensor
@@ -22,9 +23,18 @@ def is_transformed() -> bool:
     return peek_interpreter_stack() is not None
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a ``DTensor``, whose parts lie on several ranks."""
+    if type(tensor) is Tensor:
+        return False
+    # Whoever has one has imported its module.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def has_values(tensor: Tensor) -> bool:
     """Whether the tensor holds real numbers that control flow may depend on; False in a trace."""
-    if is_compiling() or is_transformed():
+    if is_compiling() or is_transformed() or is_sharded(tensor):
         return False
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 

@@ -105,8 +105,10 @@ def _run(
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
     """Figure 3's sum, with any weight: ``mix · long + (1 − mix) · short``."""
-    if isinstance(mix, Tensor):
-        mix = mix.to(long_range.dtype)
+    if not isinstance(mix, Tensor):
+        # One pass instead of three.
+        return torch.lerp(short_range, long_range, float(mix))
+    mix = mix.to(long_range.dtype)
     return mix * long_range + (1 - mix) * short_range
 
 

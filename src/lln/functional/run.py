@@ -17,6 +17,7 @@ from lln.eager import packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.tiling import cut_tiles
+from lln.functional.head_shards import on_own_shards
 from lln.functional.key_calls import (
     attend_dense_keys,
     attend_packed_keys,
@@ -29,6 +30,7 @@ from lln.functional.request import Request
 from lln.kernels.run import fused_attention, fused_blocks
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
+from lln.tracing import is_sharded
 
 
 def attend(request: Request, impl: str) -> Tensor:
@@ -41,6 +43,8 @@ def attend(request: Request, impl: str) -> Tensor:
     Returns:
         ``[B, H, T, E]``, or packed ``[T, H, E]``, in the dtype of query.
     """
+    if is_sharded(request.query):
+        return on_own_shards(request, lambda own: attend(own, impl))
     plan = plan_call(request, impl)
     with without_autocast(request.query):
         if request.kind == "lln_keys":
