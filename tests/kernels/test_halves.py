@@ -117,3 +117,24 @@ def test_operators_are_well_formed():
     torch.library.opcheck(
         torch.ops.lln.read_summary, (query, beta, *summary, None, 1.0), test_utils=checks
     )
+
+
+def test_a_compiler_sees_operators_and_gets_the_same():
+    sides = inputs_of(torch.float32, queries=20, keys=60)
+    temperatures = [torch.full((1, 2, 1, 1), number, device=DEVICE) for number in (1.1, 0.9)]
+    compiled = torch.compile(in_halves, fullgraph=True, backend="aot_eager")
+    found, plain = (
+        with_gradients(attend, sides, *temperatures, torch.float32)
+        for attend in (compiled, in_halves)
+    )
+    for name, side in plain.items():
+        torch.testing.assert_close(found[name], side, rtol=1e-5, atol=1e-6)
+
+
+def test_there_is_no_second_derivative():
+    sides = inputs_of(torch.float32, queries=8, keys=50)
+    query = sides["query"].requires_grad_()
+    out = in_halves(sides, 1.0, 1.0)
+    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()

@@ -1,7 +1,8 @@
-"""The halves of LLN attention as operators with gradients: `fused_summary` and `fused_read`.
+"""The halves of LLN attention with gradients: `fused_summary` and `fused_read`.
 
-Registered through ``torch.library`` as those of `lln.kernels.ops`; wide values go in slices. A call
-without tokens is the caller's to answer.
+As in `lln.kernels.run`, ordinary calls use an ``autograd.Function``, and calls under a compiler, a
+transform or a dispatch mode go through operators. Wide values go in slices. A call without tokens
+is the caller's to answer.
 
 Dimension legend: B batch, H query heads, Hk key heads, SH summary heads, T queries, S keys, D head
 width, E value width.
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lln.kernels.ops import operator
-from lln.kernels.run import tensor_or_number
+from lln.kernels.run import once_differentiable, tensor_or_number
 from lln.kernels.shapes import output_like, within_reach
+from lln.tracing import is_watched
 
 _KEYS = "Tensor key, Tensor value, Tensor? beta, Tensor? key_mask, float beta_number"
 _SUMMARY = "Tensor log_mass, Tensor centroid"
@@ -42,8 +44,9 @@ def fused_summary(
     """
     key, value = within_reach(key), within_reach(value)
     beta_t, number = tensor_or_number(beta, key.shape[1])
+    summarise = _summarise if is_watched(key) else _Summarise.apply
     parts = [
-        _summarise(key, part, beta_t, key_mask, number) for part in value.split(value_width, -1)
+        summarise(key, part, beta_t, key_mask, number) for part in value.split(value_width, -1)
     ]
     return parts[0][0], torch.cat([part[1] for part in parts], -1)
 
@@ -68,8 +71,9 @@ def fused_read(
     """
     query = within_reach(query)
     alpha_t, number = tensor_or_number(alpha, query.shape[1])
+    read = _read if is_watched(query) else _Read.apply
     parts = [
-        _read(query, alpha_t, log_mass, part, mask, number)
+        read(query, alpha_t, log_mass, part, mask, number)
         for part in centroid.split(value_width, -1)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -129,6 +133,23 @@ def _backward_of_summarise(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
 _summarise.register_autograd(_backward_of_summarise, setup_context=_save_summarise)
 
 
+class _Summarise(torch.autograd.Function):
+    """`_summarise` with less overhead."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        found = _launches().summarise(*inputs)
+        _save_summarise(ctx, inputs, found)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        sides = (side.contiguous() for side in grad_outputs)
+        rest = (*ctx.saved_tensors, ctx.number, ctx.needs_input_grad[2])
+        return *_launches().summarise_backward(*sides, *rest), None, None
+
+
 @operator("read_summary", _QUERIES)
 def _read(*arguments: Any) -> Tensor:
     return _launches().read(*arguments)
@@ -173,3 +194,19 @@ def _backward_of_read(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 _read.register_autograd(_backward_of_read, setup_context=_save_read)
+
+
+class _Read(torch.autograd.Function):
+    """`_read` with less overhead."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _save_read(ctx, inputs, inputs[0])
+        return _launches().read(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        gradient = within_reach(grad_outputs[0])
+        rest = (*ctx.saved_tensors, ctx.number, ctx.needs_input_grad[1])
+        return *_launches().read_backward(gradient, *rest), None, None
