@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.pages import blocks, needs_pages
 from tests.parallel.splits import ALONE
 
 import lln
@@ -167,3 +168,17 @@ def test_what_cannot_work_is_refused(pool):
     for said in pool.run(refusals, 2):
         for part, message in zip([*parts, "1 key heads"], said, strict=True):
             assert part in message
+
+
+def read_page(group, rank):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    names = {"lln": lln, "mesh": DeviceMesh.from_group(group, "cpu")}
+    names |= dict(zip(("query", "key", "value"), torch.randn(3, 1, 4, 9, 8), strict=True))
+    exec(blocks("docs/parallel.md")[1], names)
+    return list(names["out"].to_local().shape)
+
+
+@needs_pages
+def test_the_guide_runs(pool):
+    assert pool.run(read_page, 2) == [[1, 2, 9, 8]] * 2

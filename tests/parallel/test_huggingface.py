@@ -248,7 +248,7 @@ def read_page(group, rank, model):
     names = {"model": model, "group": group, "batch": batch_of()}
     # Whole pieces of 64 tokens need a longer sequence.
     names["batch"] = {name: side.repeat(1, 4) for name, side in names["batch"].items()}
-    exec(blocks("docs/parallel.md")[1], names)
+    exec(blocks("docs/parallel.md")[2], names)
     return names["loss"], names["shard"]["input_ids"].shape[1]
 
 

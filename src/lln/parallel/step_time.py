@@ -33,8 +33,10 @@ class Machine:
     Attributes:
         softmax_rate: Operations per second of fused softmax attention, forward and backward: about
             what the fastest of docs/benchmarks.md has on one H200.
-        linear_rate: Of our local passes: a guess for plain PyTorch, which waits for memory most of
-            the time. The fused kernels have several times this rate, but ranks cannot use them yet.
+        linear_rate: Of the local passes of ``lln`` and ``lln_diag``: what a rank among several has
+            on one H200 (benchmarks/results/parallel-layer.json, a million tokens of ``lln``).
+        keys_rate: Of those of ``lln_keys``, plain PyTorch that waits for memory: the same, at
+            65,536 tokens.
         node_ranks: Ranks in a node.
         node_bandwidth: Bytes per second that a rank sends inside its node.
         network_bandwidth: Bytes per second that a rank sends when the group spans several nodes.
@@ -45,7 +47,8 @@ class Machine:
     """
 
     softmax_rate: float = 400e12
-    linear_rate: float = 20e12
+    linear_rate: float = 48e12
+    keys_rate: float = 2.9e12
     node_ranks: int = 8
     node_bandwidth: float = 400e9
     network_bandwidth: float = 50e9
@@ -92,7 +95,7 @@ def layer_time(
         >>> shape = LayerShape((131_072,) * 8, heads=16, width=64, asked=False)
         >>> ours, ring = (layer_time(kind, shape).total for kind in ("lln", "ring"))
         >>> round(ring / ours)
-        937
+        2191
     """
     machine = machine or Machine()
     ranks, key_heads = len(shape.lengths), shape.grouped[0]
@@ -140,7 +143,8 @@ def _passes(kind: str, shape: LayerShape, machine: Machine, rank: int) -> float:
     summaries = len(shape.lengths) * shape.wide * heads * shape.width * columns
     # Merged forward; backward their gradients are written.
     merging = 2 * summaries / machine.memory_bandwidth
-    return (linear + exact) / machine.linear_rate + merging
+    rate = machine.keys_rate if kind == "lln_keys" else machine.linear_rate
+    return (linear + exact) / rate + merging
 
 
 def _bytes(shape: LayerShape, rank: int) -> int:
