@@ -76,6 +76,7 @@ def test_everything_masked_gives_zeros():
     assert all(gradient.isfinite().all() for gradient in grads)
 
 
+@pytest.mark.slow
 def test_pairs_in_several_slices(monkeypatch):
     inputs = make_qkv(1, 4, 34, 16, key_heads=2, device=DEVICE, requires_grad=True)
     options = {"block_size": 16, "keys": 8}
@@ -93,7 +94,7 @@ SELECTIONS = [
 
 
 @pytest.mark.parametrize("call", SELECTIONS)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_choice_is_that_of_plain_pytorch(call, masked):
     tokens = call["tokens"]
     query, key, _ = make_qkv(2, 2, tokens, 16, key_heads=1, device=DEVICE)

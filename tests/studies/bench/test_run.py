@@ -166,8 +166,11 @@ def test_a_refused_case_is_judged_again_by_resume(tmp_path, monkeypatch):
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 12345 bytes"),
-        MemoryError(),
+        pytest.param(
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 12345 bytes"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(MemoryError(), marks=pytest.mark.slow),
     ],
 )
 def test_out_of_memory_is_a_row_and_the_next_case_runs(tmp_path, monkeypatch, error):
