@@ -173,6 +173,7 @@ def test_first_call_ever_may_be_compiled_by_inductor():
     )
 
 
+@pytest.mark.slow
 def test_first_call_ever_may_be_compiled_packed():
     run_fresh(
         """

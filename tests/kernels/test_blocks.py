@@ -139,6 +139,7 @@ def test_no_buffer_is_read_before_it_is_written(monkeypatch):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_dropped_keys_keep_the_mean():
     query, key, value = make_qkv(1, 1, 16, 8, device=DEVICE)
     torch.manual_seed(0)
@@ -158,6 +159,7 @@ def test_registration():
     torch.library.opcheck(torch.ops.lln.attend_blocks.default, arguments)
 
 
+@pytest.mark.slow
 def test_compiles_whole_with_dynamic_shapes():
     attend = partial(lln.block_diagonal_attention, block_size=16, impl="triton")
     check_compiled(attend, 2, 3, (40, 50))

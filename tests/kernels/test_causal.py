@@ -149,6 +149,7 @@ def test_dropout_drops_whole_keys(walks):
     torch.testing.assert_close(dropped, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiles_whole():
     options = {"alpha": 2.0, "beta": 2.0, "is_causal": True, "impl": "triton"}
     check_compiled(partial(lln.lln_attention, **options), 1, 2, (20, 30))

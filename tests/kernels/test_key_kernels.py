@@ -104,6 +104,7 @@ def test_the_choice_is_that_of_plain_pytorch(call, masked):
     assert torch.equal(lln.choose_keys(query, key, impl="triton", **options), expected)
 
 
+@pytest.mark.slow
 def test_equal_scores_are_taken_in_order():
     """Far more keys reach the threshold than there is room for: the exact one is found."""
     query = torch.ones(1, 1, 192, 16, device=DEVICE)

@@ -99,12 +99,14 @@ def test_masks_and_many_keys():
     compare_lists(HALF[0], tokens=70, block_size=32, keys=40, key_mask=holes(2, 70))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else HALF)
 def test_ties(dtype):
     inputs = [side.requires_grad_() for side in coarse(50, WIDTH, dtype)]
     compare_lists(dtype, tokens=50, block_size=16, keys=12, inputs=inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else HALF)
 def test_all_queries_share_their_features(dtype, monkeypatch):
     """Two features hold all entries: their lists are read tile by tile, in several runs."""

@@ -128,6 +128,7 @@ def test_resume_refuses_cells_of_another_model(tmp_path):
     assert out.read_text() == before
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_cell_and_longer_ones_are_not_tried(tmp_path, monkeypatch):
     tried = []
 

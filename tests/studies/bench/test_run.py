@@ -151,6 +151,7 @@ def test_a_wrong_operation_prints_its_error_and_fails_the_command(tmp_path, monk
     assert all("milliseconds" in row for row in rows_of(out) if row["operation"] == "sdpa")
 
 
+@pytest.mark.slow
 def test_a_refused_case_is_judged_again_by_resume(tmp_path, monkeypatch):
     right, out = OPERATIONS["lln"].run, tmp_path / "results.json"
     with monkeypatch.context() as patch:
@@ -200,6 +201,7 @@ def test_failures_of_ours_fail_the_command_and_are_tried_again(tmp_path, monkeyp
     assert {row["status"] for row in rows_of(out)} == {"timed"}
 
 
+@pytest.mark.slow
 def test_a_rival_that_lacks_a_shape_does_not_fail_the_command(tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("No available kernel. Aborting execution.")
