@@ -126,6 +126,7 @@ def test_compiles_once_for_two_lengths(name, fresh_dynamo):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_compiles_exact_keys_once_for_two_lengths(fresh_dynamo):
     def attend(q, k, v):
         return lln.lln_keys_attention(q, k, v, **FIXED, offset=-2.0, **KEYS)

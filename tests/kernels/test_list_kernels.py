@@ -82,6 +82,7 @@ def test_large_outputs_and_gradients(dtype, call):
     compare_lists(dtype, **call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else HALF)
 @pytest.mark.parametrize("key_heads", [None, 1] if ON_GPU else [1])
 def test_learned_numbers(dtype, key_heads):

@@ -93,6 +93,7 @@ def compiled(group, rank, case):
     return call(attend, shard_of(inputs_of(case), case, rank), options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["lln", "lln_diag", pytest.param("lln_keys", marks=pytest.mark.slow)]
 )

@@ -146,6 +146,7 @@ def test_a_slow_call_is_timed_by_the_clock(monkeypatch):
     assert next(times, None) is None
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_fail(tmp_path, monkeypatch):
     class Broken(torch.nn.Module):
         def forward(self, x):

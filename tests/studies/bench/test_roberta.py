@@ -186,6 +186,7 @@ def test_a_loss_that_is_no_number_fails_the_command(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_a_step_that_would_take_too_long_is_not_tried(tmp_path, monkeypatch):
     def slow(cell, size, device, seconds):
         second = 4.1 if cell.system == "softmax_sdpa" else 3.9
