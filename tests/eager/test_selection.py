@@ -70,7 +70,9 @@ def slowly(query, key, keys, *, block, group, select, mask=None, causal=False, f
                     ranked = (
                         others if causal else {place for place in range(tokens) if valid[place]}
                     )
-                    own = by_features(query[sample, head, row], own_key, share, ranked)
+                    # Whatever a masked query holds counts as zero.
+                    asks = query[sample, head, row] * float(valid[row])
+                    own = by_features(asks, own_key, share, ranked)
                     listed += [place for place in own if place in others]
                 listed = sorted(set(listed))
                 found[sample, head, number, : len(listed)] = torch.tensor(listed).long()

@@ -174,6 +174,9 @@ def _by_features(
         else:
             found[share] = _feature_lists(key, share, key_mask).unsqueeze(2)
     first, second = (found[share] for share in shares)
+    if key_mask is not None:
+        # Whatever padding holds decides nothing, not even in which order kernels add.
+        query = torch.where(key_mask[:, None, :, None], query, 0.0)
     return picked_lists(first, second, strongest_features(query), blocks, key_mask, is_causal)
 
 

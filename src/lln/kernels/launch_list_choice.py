@@ -49,7 +49,7 @@ def choose_lists(
     if order.numel() == 0 or lists.numel() == 0:
         return lists, features, order, starts.zero_(), members
     with on_device(device):
-        _sort_entries(query, flip, features, order, starts)
+        _sort_entries(query, mask, flip, features, order, starts)
         _find_lists(key, mask, lists)
         tokens, words, longest = *members.shape[2:], lists.shape[4]
         few = max(1, min(32, 1024 // power_of_two(longest)))
@@ -62,7 +62,12 @@ def choose_lists(
 
 
 def _sort_entries(
-    query: Tensor, flip: bool, features: Tensor, order: Tensor, starts: Tensor
+    query: Tensor,
+    mask: Tensor | None,
+    flip: bool,
+    features: Tensor,
+    order: Tensor,
+    starts: Tensor,
 ) -> None:
     """Write the features of all queries, their entries by feature, and where features start."""
     batch, heads, tokens, width = query.shape
@@ -70,9 +75,9 @@ def _sort_entries(
     counts = torch.empty((batch * heads, count * tiles), dtype=torch.int32, device=query.device)
     grid = (tiles * batch * heads,)
     launch(
-        list_choice.features_kernel, grid, query, features, counts, tokens, heads, tiles,
-        *query.stride(), D=width, BD=max(16, power_of_two(width)), BT=TILE,
-        BF=max(16, power_of_two(count)), FLIP=flip, num_warps=4,
+        list_choice.features_kernel, grid, query, mask_bytes(mask, query), features, counts, tokens,
+        heads, tiles, *query.stride(), D=width, BD=max(16, power_of_two(width)), BT=TILE,
+        BF=max(16, power_of_two(count)), FLIP=flip, HAS_MASK=mask is not None, num_warps=4,
     )  # fmt: skip
     ends = counts.cumsum(-1, dtype=torch.int32)
     starts[..., 0] = 0

@@ -50,17 +50,24 @@ def strongest(b_q, D: tl.constexpr, BD: tl.constexpr, FLIP: tl.constexpr):
 
 @triton.jit
 def features_kernel(
-    p_q, p_features, p_counts, T, H, tiles,
+    p_q, p_mask, p_features, p_counts, T, H, tiles,
     stride_qb, stride_qh, stride_qt, stride_qd,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, FLIP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Features ``[B·H, 2, T]`` of one tile of tokens, and their counts ``[B·H, F, tiles]``."""
+    """Features ``[B·H, 2, T]`` of one tile of tokens, and their counts ``[B·H, F, tiles]``.
+
+    Masked queries have those of a query of zeros, so that padding cannot change the order.
+    """
     tile, index = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     first = tile * BT
     tokens = first + tl.arange(0, BT)
     there = tokens < T
     rows = rows_of(p_q, index // H, index % H, 0, stride_qb, stride_qh, stride_qt, stride_qd)
-    b_first, b_second = strongest(load_rows(rows, first, there, BT, D, BD, False), D, BD, FLIP)
+    known = there
+    if HAS_MASK:
+        known = tl.load(p_mask + index // H * T + tokens, mask=there, other=0) != 0
+    b_first, b_second = strongest(load_rows(rows, first, known, BT, D, BD, False), D, BD, FLIP)
     p_out = p_features + index * 2 * T + tokens
     tl.store(p_out, b_first.to(tl.int16), mask=there)
     tl.store(p_out + T, b_second.to(tl.int16), mask=there)
