@@ -200,15 +200,18 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     ]
 
 
+def without_folders(words: list[str]) -> list[str]:
+    """The words of a command without its folders, which are those of one machine."""
+    places = {"--tokens-folder": "TOKENS", "--out": "RESULTS"}
+    before = ["", *words[:-1]]
+    return [places.get(flag, word) for flag, word in zip(before, words, strict=True)]
+
+
 def run(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     # One code object serves all kinds, in training and in validation.
     torch._dynamo.config.recompile_limit = 64
-    # Without the folders, which are those of one machine.
-    given = zip(["", *sys.argv[1:]], [*sys.argv[1:], ""], strict=True)
-    places = {"--tokens-folder": "TOKENS", "--out": "RESULTS"}
-    words = [places.get(before, word) for before, word in given if word]
-    command = " ".join(["python -m experiments.keys_training", *words])
+    command = " ".join(["python -m experiments.keys_training", *without_folders(sys.argv[1:])])
     for cell in cells_of(options):
         if is_finished(cell, options.out):
             continue

@@ -219,3 +219,9 @@ def test_a_run_is_written_skipped_and_reported(tmp_path, capsys):
         keys_training.main([*command, "--out", str(out), "--rate", "0.1"])
     keys_training.main(["report", "--out", str(out)])
     assert "| diag/half+conv | 8 | 64 | 3 | 2 | " in capsys.readouterr().out
+
+
+def test_the_command_in_a_result_names_no_folder():
+    words = ["run", "--tokens-folder", "/a/b", "--steps", "3", "--out", "/c"]
+    said = keys_training.without_folders(words)
+    assert said == ["run", "--tokens-folder", "TOKENS", "--steps", "3", "--out", "RESULTS"]

@@ -39,7 +39,9 @@ def test_learned_temperatures_grouped_queries_and_a_rank_without_tokens(pool):
 
 
 def test_padding(pool):
-    check(pool, hidden=[(0, 0, 4), (1, 18, 25)], options=GIVEN)
+    hidden = [(0, 0, 4), (1, 18, 25)]
+    check(pool, hidden=hidden, options=GIVEN)
+    check(pool, hidden=hidden, options=GIVEN, spoils_queries=True)
 
 
 def test_whole_blocks(pool):

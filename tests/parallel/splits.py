@@ -52,6 +52,8 @@ def inputs_of(case):
             # Whatever a masked place holds has no effect.
             tensors["key"][sample, :, start:end] = float("nan")
             tensors["value"][sample, :, start:end] = float("nan")
+            if case.get("spoils_queries"):
+                tensors["query"][sample, :, start:end] = float("nan")
         tensors["key_mask"] = mask
     if "cast" in case:
         tensors = {
