@@ -54,6 +54,8 @@ def inputs_of(case):
             tensors["value"][sample, :, start:end] = float("nan")
             if case.get("spoils_queries"):
                 tensors["query"][sample, :, start:end] = float("nan")
+                # A padded query may have an output and a gradient of its own; nobody asks for it.
+                tensors["upstream"][sample, :, start:end] = 0.0
         tensors["key_mask"] = mask
     if "cast" in case:
         tensors = {
