@@ -222,7 +222,7 @@ def main():
         windows = Windows(tokenizer, text["train"], tokens, 200_000)
         batch = max(options.batch_tokens // tokens, 1)
         calibration = {
-            name: torch.stack([windows[index][name] for index in range(16)]).to(device)
+            name: torch.stack([windows[index][name] for index in range(min(batch, 16))]).to(device)
             for name in windows[0]
         }
         reference = copy.deepcopy(original)
