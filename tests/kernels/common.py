@@ -12,7 +12,7 @@ from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
 from lln.functional import plan
-from lln.kernels import limits
+from lln.kernels import limits, repeats
 from lln.testing import assert_close, make_qkv
 
 pytest.importorskip("triton")
@@ -56,6 +56,7 @@ def limit_chips(monkeypatch, **less):
     """Every chip takes no more than that; see `lln.kernels.limits.Chip`."""
     monkeypatch.setattr(limits, "CHIPS", tuple(chip._replace(**less) for chip in limits.CHIPS))
     monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(repeats, "_known", {})
 
 
 def check_compiled(attend, batch, heads, lengths):

@@ -27,10 +27,11 @@ from lln.functional.key_calls import (
 from lln.functional.match import match_inputs, match_packed
 from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request
+from lln.kernels import repeats
 from lln.kernels.run import fused_attention, fused_blocks
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
-from lln.tracing import is_sharded
+from lln.tracing import is_compiling, is_sharded
 
 
 def attend(request: Request, impl: str) -> Tensor:
@@ -43,6 +44,20 @@ def attend(request: Request, impl: str) -> Tensor:
     Returns:
         ``[B, H, T, E]``, or packed ``[T, H, E]``, in the dtype of query.
     """
+    if is_compiling() or is_observed():
+        return _attend_once(request, impl)
+    kind = repeats.kind_of(request, impl)
+    repeat = repeats.repeat_of(kind)
+    if repeat is not None:
+        return repeat.run(request)
+    out = _attend_once(request, impl)
+    if kind is not None:
+        repeats.remember(kind, request, plan_call(request, impl))
+    return out
+
+
+def _attend_once(request: Request, impl: str) -> Tensor:
+    """A call that relies on no earlier one."""
     if is_sharded(request.query):
         return on_own_shards(request, lambda own: attend(own, impl))
     plan = plan_call(request, impl)

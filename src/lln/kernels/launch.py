@@ -10,6 +10,7 @@ summaries share a key head (when β differs within a group).
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ def attend(call: Call, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None
     live["p_o"] = out
     live["p_log_mass"], live["p_centroid"] = (log_mass, centroid) if save else (query, query)
     follow(
-        ("attend", save, call.looks(), call.options()),
+        forward_kind(call, save),
         call.family("attend"),
         live,
         query.device,
@@ -52,6 +53,16 @@ def attend(call: Call, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None
         lambda chosen: _write_attend(call, live, save, chosen),
     )
     return out, log_mass, centroid
+
+
+def forward_kind(call: Call, save: bool) -> Hashable:
+    """What decides the launches of a forward pass."""
+    return "attend", save, call.looks(), call.options()
+
+
+def backward_kind(call: Call, gradient: Tensor, asked: tuple[bool, bool, int]) -> Hashable:
+    """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
+    return "backward", *asked, call.looks(gradient), call.options()
 
 
 def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -> Recipe:
@@ -132,7 +143,7 @@ def attend_backward(
     made = gradient_room(call, gradient, live, slots, of_alpha, of_beta, of_mix)
     asked = (alpha_grad, beta_grad, mode)
     follow(
-        ("backward", *asked, call.looks(gradient), call.options()),
+        backward_kind(call, gradient, asked),
         call.family("backward"),
         live,
         query.device,

@@ -9,6 +9,7 @@ width, E value width. Every query head has its own walk, so there are H summarie
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def attend(call: Call, save: bool) -> tuple[Tensor, None, None]:
     live = live_of(call, out, heads)
     live["p_o"] = out
     follow(
-        ("causal", call.looks(), call.options()),
+        forward_kind(call, save),
         call.family("causal"),
         live,
         query.device,
@@ -75,7 +76,7 @@ def attend_backward(
     made = gradient_room(call, gradient, live, heads, of_alpha, of_beta, of_mix)
     asked = (alpha_grad, beta_grad, mode)
     follow(
-        ("causal backward", *asked, call.looks(gradient), call.options()),
+        backward_kind(call, gradient, asked),
         call.family("causal backward"),
         live,
         query.device,
@@ -83,6 +84,16 @@ def attend_backward(
         lambda chosen: _write_backward(call, live, asked, chosen),
     )
     return finish_gradients(call, made, heads // call.key.shape[1])
+
+
+def forward_kind(call: Call, save: bool) -> Hashable:
+    """What decides the launches of a forward pass, which saves nothing in any case."""
+    return "causal", call.looks(), call.options()
+
+
+def backward_kind(call: Call, gradient: Tensor, asked: tuple[bool, bool, int]) -> Hashable:
+    """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
+    return "causal backward", *asked, call.looks(gradient), call.options()
 
 
 def _segments(call: Call, chosen: Sizes) -> tuple[int, int]:

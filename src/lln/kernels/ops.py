@@ -244,12 +244,12 @@ def statistics(
     """α, β, σq², σk² and whether a spread is zero: ``[5, B or n, H, 1, 1]``."""
     from lln.kernels.triton import statistics_pass
 
-    curve = _curve(query.shape[-1], criterion)
+    curve = curve_of(query.shape[-1], criterion)
     return statistics_pass.match(query, key, key_mask, bounds, curve, longest)
 
 
 # Never traced: a compiled call goes through the operator.
-_curve = cache(spread_curve)
+curve_of = cache(spread_curve)
 
 
 @operator(

@@ -140,7 +140,7 @@ class Recipe:
             begin = space.data_ptr()
             for name, offset in self.offsets.items():
                 addresses[name] = begin + offset
-        stream = None if _launches_are_watched() else _current_stream(device)
+        stream = None if launches_are_watched() else current_stream(device)
         if device.index == torch.cuda.current_device():
             for step in self.steps:
                 step.repeat(addresses, stream)
@@ -211,6 +211,12 @@ def follow(
     _recipes[kind] = recipe
 
 
+def recipe_of(kind: Hashable) -> Recipe | None:
+    """What a call of this kind has left; None in the interpreter, which launches with tensors."""
+    recipe = None if overrides else _recipes.get(kind)
+    return recipe if recipe is not None and recipe.steps[0].launch is not None else None
+
+
 def look_of(tensor: Tensor | None) -> Hashable:
     """What a launch can depend on besides a tensor's values: shape, strides, type, alignment."""
     if tensor is None:
@@ -218,7 +224,7 @@ def look_of(tensor: Tensor | None) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
 
 
-def _launches_are_watched() -> bool:
+def launches_are_watched() -> bool:
     """Whether a profiler has launch hooks, or this version of Triton does not tell."""
     if knobs is None:
         return True
@@ -226,10 +232,10 @@ def _launches_are_watched() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
-def _current_stream(device: torch.device) -> int:
+def current_stream(device: torch.device) -> int:
     """The device's current stream, as Triton's launches take it."""
     active: Any = driver.active
-    return active.get_current_stream(device.index)
+    return active.getcurrent_stream(device.index)
 
 
 def on_device(device: torch.device) -> Any:

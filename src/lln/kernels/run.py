@@ -10,7 +10,7 @@ E value width, n packed sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -170,10 +170,10 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
 
     @wraps(backward)
     def first(ctx: Any, *gradients: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
         with torch.no_grad():
             found = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():
-            return found
         message = b"lln's fused kernels have no second derivative; use impl='eager'."
         refuse = torch._C._functions.DelayedError(message, len(found))  # pyright: ignore
         return refuse(*[None if side is None else side.detach().requires_grad_() for side in found])
@@ -182,14 +182,21 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
 
 
 class _Attend(torch.autograd.Function):
-    """`lln.kernels.ops.attend_saving` with less overhead; the numbers come as one argument."""
+    """`lln.kernels.ops.attend_saving` with less overhead.
+
+    The numbers come as one argument, then a `lln.kernels.repeats.Repeat` or None. Both ways save
+    the same tensors: when checkpointing repeats a forward, it may be the other one.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, numbers = inputs
-        out, log_mass, centroid = ops.forward((*tensors, *numbers), save=True)
+        *tensors, numbers, repeat = inputs
+        if repeat is None:
+            out, log_mass, centroid = ops.forward((*tensors, *numbers), save=True)
+        else:
+            out, log_mass, centroid = repeat.attend(tensors, numbers)
         ctx.save_for_backward(*tensors, log_mass, centroid)
-        ctx.numbers = numbers
+        ctx.numbers, ctx.repeat = numbers, repeat
         ctx.set_materialize_grads(False)
         return out
 
@@ -198,12 +205,19 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         (gradient,) = grad_outputs
         if gradient is None:
-            return (None,) * (ops.TENSORS + 1)
-        asked = ops.asked_gradients(ctx)
+            return (None,) * (ops.TENSORS + 2)
         *tensors, log_mass, centroid = ctx.saved_tensors
-        found = ops.gradients(gradient, (*tensors, *ctx.numbers), log_mass, centroid, asked)
+        numbers, repeat = ctx.numbers, ctx.repeat
+        if repeat is not None:
+            made = repeat.differentiate(gradient, tensors, numbers, (log_mass, centroid))
+            if made is not None:
+                return *made, *(None,) * (ops.TENSORS - 1)
+        asked = ops.asked_gradients(ctx)
+        found = ops.gradients(gradient, (*tensors, *numbers), log_mass, centroid, asked)
+        if repeat is not None:
+            repeat.learn(gradient, tensors, numbers)
         dq, dk, dv, dalpha, dbeta, dmix = found
-        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None
+        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None, None
 
 
 class _AttendBlocks(torch.autograd.Function):
@@ -231,4 +245,9 @@ def _attend(*arguments: Any) -> Tensor:
         return ops.attend_saving(*arguments)[0] if tracked else ops.attend(*arguments)
     if not tracked:
         return ops.forward(arguments, save=False)[0]
-    return _Attend.apply(*tensors, arguments[ops.TENSORS :])
+    return _Attend.apply(*tensors, arguments[ops.TENSORS :], None)
+
+
+def attend_again(tensors: Sequence[Any], numbers: tuple[Any, ...], repeat: Any) -> Tensor:
+    """A call with gradient by the launches of an earlier one (`lln.kernels.repeats`)."""
+    return _Attend.apply(*tensors, numbers, repeat)

@@ -10,6 +10,8 @@ Hk key heads.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 import triton
 import triton.language as tl
@@ -161,9 +163,7 @@ def match(
         "p_starts": query if bounds is None else bounds,
         "p_results": results,
     }
-    looks = tuple(look_of(tensor) for tensor in (query, key, byte_mask))
-    packed = None if bounds is None else (bounds.shape[0], bounds.dtype)
-    kind = ("match", looks, query.device, mask is None, packed, curve, longest)
+    kind = kind_of(query, key, mask, curve, bounds, longest)
     family = ("match", query.device, query.dtype, query.shape[-1])
     masked = mask is not None, bounds is not None
 
@@ -175,6 +175,20 @@ def match(
 
     follow(kind, family, live, query.device, choose, write)
     return results
+
+
+def kind_of(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    curve: Curve,
+    bounds: Tensor | None = None,
+    longest: int = 0,
+) -> Hashable:
+    """What decides the launches of `match`."""
+    looks = tuple(look_of(tensor) for tensor in (query, key, mask_bytes(mask, query)))
+    packed = None if bounds is None else (bounds.shape[0], bounds.dtype)
+    return "match", looks, query.device, mask is None, packed, curve, longest
 
 
 # The curve's numbers, in the order in which `Curve` has them.
