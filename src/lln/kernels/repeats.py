@@ -250,19 +250,20 @@ def _prepare(request: Request, plan: Plan) -> Repeat | None:
             return None
         results = torch.empty((5, *heads), dtype=torch.float32, device=query.device)
         alpha, beta = results[0], results[1]
-    sides = [side if isinstance(side, Tensor) else None for side in (alpha, beta)]
-    for side in sides:
+    alphas = alpha if isinstance(alpha, Tensor) else None
+    betas = beta if isinstance(beta, Tensor) else None
+    for side in (alphas, betas):
         flat = side is None or (side.dtype == torch.float32 and side.is_contiguous())
         if not flat or (side is not None and tuple(side.shape) != heads):
             return None
-    slots = query.shape[1] if request.is_causal else summary_heads(query, key, sides[1])
+    slots = query.shape[1] if request.is_causal else summary_heads(query, key, betas)
     if slots != key.shape[1]:
         # Gradients of keys and values are summed over a group afterwards.
         return None
     blocks = plan.block_size if plan.diagonal == "joint" else 0
     scale = query.shape[3] ** -0.5 if request.scale is None else float(request.scale)
     numbers = (1.0, 1.0, 1.0, blocks, scale if blocks else 1.0, 0.0, 0, request.is_causal, 0)
-    call = Call(query, key, value, *sides, mask, None, None, *numbers)
+    call = Call(query, key, value, alphas, betas, mask, None, None, *numbers)
     tracked = torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value))
     launcher = launch_causal if request.is_causal else launch
     forward = _launches(launcher.forward_kind(call, tracked), _FORWARD)
