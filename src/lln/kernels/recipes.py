@@ -235,7 +235,7 @@ def launches_are_watched() -> bool:
 def current_stream(device: torch.device) -> int:
     """The device's current stream, as Triton's launches take it."""
     active: Any = driver.active
-    return active.getcurrent_stream(device.index)
+    return active.get_current_stream(device.index)
 
 
 def on_device(device: torch.device) -> Any:
