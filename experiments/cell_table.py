@@ -7,6 +7,7 @@ least two seeds (Welch's t-test, two-sided, p < 0.05).
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import warnings
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ def cell_grid(
     }
     order = {name: place for place, name in enumerate(all_methods())}
     rows, bold = [], set()
-    for method in sorted(found, key=lambda name: (order.get(name, len(order)), name)):
+    for method in sorted(found, key=lambda name: (order.get(name, len(order)), _natural(name))):
         texts = [_written(found[method].get(task, []), percent) for task in tasks]
         places = (place for place, task in enumerate(tasks) if best[task] == method)
         bold |= {(len(rows), place + 2) for place in places}
@@ -99,6 +100,12 @@ def clear_best(values: dict[str, list[float]]) -> str | None:
         if not (math.isnan(chance) or chance < SIGNIFICANT):
             return None
     return first
+
+
+def _natural(name: str) -> list[tuple[float, str]]:
+    """For sorting: ``keys=64`` before ``keys=256``."""
+    parts = re.split(r"(\d+)", name)
+    return [(float(part), "") if part.isdigit() else (-1.0, part) for part in parts]
 
 
 def _written(values: list[float], percent: bool) -> str:

@@ -43,7 +43,8 @@ def recovery(results: dict[str, Any]) -> str:
         "Converted → every layer trained by itself → the whole trained; means over the seeds, ± "
         "their standard deviation at the end. Held-out texts: "
         f"{held_out} tokens. Training: {setup['layer_steps']} + {setup['end_steps']} steps of "
-        f"{setup['batch_tokens']:,} tokens, 512 per text, bfloat16 by autocast. {setup['note']} "
+        f"{setup['batch_tokens']:,} tokens, {setup['train_tokens']:,} per text, bfloat16 by "
+        f"autocast. {setup['note']} "
         f"{setup['device']}, torch {setup['torch']}, transformers {setup['transformers']}, commit "
         f"`{setup['commit']}`; made by `{setup['command']}`."
     )

@@ -62,6 +62,8 @@ def main() -> None:
     found = json.loads((RESULTS / "minilm_recovery.json").read_text("utf-8"))
     fill(Path("README.md"), "quality", quality(found))
     fill(Path("docs/huggingface.md"), "recovery", recovery(found))
+    found = json.loads((RESULTS / "minilm_recovery_2048.json").read_text("utf-8"))
+    fill(Path("docs/huggingface.md"), "recovery-long", recovery(found))
     steps = json.loads((RESULTS / "roberta_step.json").read_text("utf-8"))
     fill(Path("docs/huggingface.md"), "steps", training_steps(steps))
     page = Path("docs/exact_keys.md")

@@ -47,8 +47,8 @@ class Machine:
     """
 
     softmax_rate: float = 400e12
-    linear_rate: float = 48e12
-    keys_rate: float = 2.9e12
+    linear_rate: float = 109e12
+    keys_rate: float = 3.0e12
     node_ranks: int = 8
     node_bandwidth: float = 400e9
     network_bandwidth: float = 50e9
