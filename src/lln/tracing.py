@@ -11,7 +11,7 @@ import sys
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses import FakeTensor
 
 # Whether ``torch.compile`` or ``torch.export`` is tracing the call.
@@ -21,6 +21,11 @@ is_compiling = torch.compiler.is_compiling
 def is_transformed() -> bool:
     """Whether a ``torch.func`` transform (vmap, grad, jvp) is active: values are then hidden."""
     return peek_interpreter_stack() is not None
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether it stands for many tensors: of a transform, or ``is_grads_batched=True``."""
+    return is_transformed() or is_legacy_batchedtensor(tensor)
 
 
 def is_sharded(tensor: Tensor) -> bool:

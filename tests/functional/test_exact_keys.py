@@ -250,6 +250,39 @@ def test_every_key_exact_is_softmax(mask, block, keys):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mask", [None, "left", "holes"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [50, 51, 1000])
+@pytest.mark.parametrize("select", ["query", "half"])
+def test_as_many_keys_as_tokens_are_all_of_them(select, keys, causal, mask):
+    """Two lists of half as many would leave some out; a choice and a call must agree."""
+    query, key, value = make_qkv(2, 2, 50, 8, dtype=FP64)
+    key_mask = None if mask is None else make_mask(mask, 2, 50)
+    keep = torch.ones(50, 50, dtype=torch.bool)
+    keep = keep.tril() if causal else keep
+    keep = keep if mask is None else keep & key_mask[:, None, None]
+    options = {"block_size": 8, "key_mask": key_mask, "is_causal": causal}
+    chosen = choose_keys(query, key, keys, select=select, **options)
+    options |= GIVEN if causal else {}
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=keep).nan_to_num(0.0)
+    for given in (keys, chosen):
+        found = lln_keys_attention(query, key, value, keys=given, select=select, **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("select", ["query", "half"])
+def test_packed_sequences_shorter_than_the_keys_see_all(select):
+    query, key, value = (side[0].transpose(0, 1) for side in make_qkv(1, 2, 50, 8, dtype=FP64))
+    bounds = torch.tensor([0, 20, 50])
+    found = lln_keys_attention_varlen(
+        query, key, value, bounds, block_size=8, keys=40, select=select
+    )
+    for start, end in ((0, 20), (20, 50)):
+        sides = (side[start:end].transpose(0, 1) for side in (query, key, value))
+        wanted = F.scaled_dot_product_attention(*sides).transpose(0, 1)
+        torch.testing.assert_close(found[start:end], wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_key_exact_is_causal_softmax(masked):
     query, key, value = make_qkv(2, 2, 50, 8, dtype=FP64)

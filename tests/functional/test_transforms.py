@@ -242,12 +242,18 @@ def test_exports_packed_with_a_dynamic_length(name):
 
 
 @pytest.mark.parametrize(
-    "causal", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["both", "causal"]
+    ("select", "causal"),
+    [
+        ("block", False),
+        ("query", False),
+        pytest.param("half", False, marks=pytest.mark.slow),
+        pytest.param("block", True, marks=pytest.mark.slow),
+    ],
 )
-def test_exports_exact_keys_with_a_dynamic_length(causal):
+def test_exports_exact_keys_with_a_dynamic_length(select, causal):
     """Causal up to 32 blocks, as many as one level of merging takes."""
     given = {**FIXED, "offset": -2.0} if causal else {}
-    options = {**KEYS, **given, "is_causal": causal}
+    options = {**KEYS, **given, "select": select, "is_causal": causal}
 
     class Keys(nn.Module):
         def forward(self, q, k, v):

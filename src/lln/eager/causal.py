@@ -14,6 +14,8 @@ right but several times slower, so it runs only for chunks with a normaliser bel
 for all chunks where control flow may not depend on values (``torch.compile``, ``torch.export``,
 ``torch.func``, CUDA graphs).
 
+On a CPU `lln.eager.causal_walk` computes the fast form chunk by chunk, and its gradients.
+
 Dimension legend: n chunks, c tokens in a chunk, D head width, E value width, ``...`` leading.
 """
 
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lln.eager.causal_walk import Inputs, WalkedAttention, may_walk, walk
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift, whole_parts
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise
@@ -76,6 +79,24 @@ def causal_attention(
         before: The summary of earlier tokens, which every row sees: log-mass ``[B, H, D]`` and
             centroid ``[B, H, D, E]``.
     """
+    if before is None and may_walk(query, key, value, alpha, beta, key_mask):
+        inputs = Inputs(query, key, value, alpha, beta, key_mask)
+        walked = walk(inputs, GUARD[query.dtype])
+        if walked is not None:
+            return WalkedAttention.apply(*inputs, walked, _scanned)
+    return _scanned(query, key, value, alpha, beta, key_mask, before)
+
+
+def _scanned(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_mask: Tensor | None,
+    before: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`causal_attention` by the scan; PyTorch knows its gradients, and theirs."""
     tokens = query.shape[-2]
     chunks = whole_parts(tokens, CHUNK)
     padding = chunks * CHUNK - tokens

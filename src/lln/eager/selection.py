@@ -48,10 +48,14 @@ def choose(
         is_causal: Whether only keys of earlier blocks may be chosen.
         flip: Whether the softmax scores have a negative factor.
     """
-    keys = min(keys, query.shape[2])
     query, key = (-query if flip else query).detach(), key.detach()
     count, size = blocks.place.shape[1:]
-    heads = query.shape[1]
+    heads, tokens = query.shape[1:3]
+    if select != "block" and keys >= tokens > 0:
+        # All of them, which two lists of half as many would not be.
+        found = _by_mean(query, key, tokens, blocks, size, key_mask, is_causal)
+        return found.repeat_interleave(size, 2)
+    keys = min(keys, tokens) if select == "block" else keys
     shape = (query.shape[0], heads, count * (size // group_size), keys)
     if keys == 0 or 0 in query.shape[:3]:
         return torch.full(shape, -1, dtype=torch.int64, device=query.device)
@@ -166,14 +170,14 @@ def _by_features(
 ) -> Tensor:
     """For every query the keys that are largest in its two strongest features of [q, -q]."""
     key = key.to(accumulation_dtype(key.dtype))
-    shares = (keys - keys // 2, keys // 2)
-    found = {}
-    for share in set(shares):
+
+    def lists(share: int) -> Tensor:
         if is_causal:
-            found[share] = _earlier_lists(key, share, blocks, key_mask)
-        else:
-            found[share] = _feature_lists(key, share, key_mask).unsqueeze(2)
-    first, second = (found[share] for share in shares)
+            return _earlier_lists(key, share, blocks, key_mask)
+        return _feature_lists(key, share, key_mask).unsqueeze(2)
+
+    first = lists(keys - keys // 2)
+    second = lists(keys // 2) if keys % 2 else first
     if key_mask is not None:
         # Whatever padding holds decides nothing, not even in which order kernels add.
         query = torch.where(key_mask[:, None, :, None], query, 0.0)

@@ -224,7 +224,8 @@ def choose_keys(
     Args:
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, T, D]``.
-        keys: K, how many; a group gets fewer if fewer can be chosen.
+        keys: K, how many; a group gets fewer if fewer can be chosen, or if the two lists of
+            ``"query"`` share keys or name some of its own block. As many as tokens: all.
         block_size: Tokens in a block.
         select: ``"block"``: the keys with the largest products with the group's mean query (causal:
             that of the group before it, whose queries are all earlier);

@@ -26,6 +26,15 @@ from lln.matching.moments import Moments, packed_moments, tensor_moments
 from lln.precision import accumulation_dtype
 
 
+def with_all_keys(request: Request) -> Request:
+    """With no more tokens than keys every way takes all, and that of a block does so quickly."""
+    keys, query = request.keys, request.query
+    few = isinstance(keys, int) and request.bounds is None and keys >= query.shape[2]
+    if not few or request.select == "block":
+        return request
+    return Request(*request[:15], keys, "block", request.block_size, request.offset)
+
+
 def complete(request: Request, plan: Plan) -> Request:
     """The request with α, β, the offset and the indices of the keys in place."""
     alpha, beta, offset = request.alpha, request.beta, request.offset
@@ -88,9 +97,10 @@ def choose_for(request: Request, plan: Plan) -> Tensor:
     options["flip"] = request.scale is not None and request.scale < 0
     query, key, keys = request.query, request.key, request.keys
     if request.bounds is None:
-        if plan.impl == "triton" and request.select == "query":
+        few = request.select == "query" and keys >= query.shape[2]
+        if plan.impl == "triton" and request.select == "query" and not few:
             return _spelt_out(request, _lists(request))
-        if plan.impl == "triton":
+        if plan.impl == "triton" and not few:
             sizes = {"block_size": request.block_size, "group_size": request.group_size}
             flip = options["flip"]
             return fused_choice(query, key, request.key_mask, keys, **sizes, flip=flip)

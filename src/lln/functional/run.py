@@ -23,6 +23,7 @@ from lln.functional.key_calls import (
     attend_packed_keys,
     chosen_indices,
     complete,
+    with_all_keys,
 )
 from lln.functional.match import match_inputs, match_packed
 from lln.functional.plan import Plan, plan_call
@@ -60,6 +61,8 @@ def _attend_once(request: Request, impl: str) -> Tensor:
     """A call that relies on no earlier one."""
     if is_sharded(request.query):
         return on_own_shards(request, lambda own: attend(own, impl))
+    if request.kind == "lln_keys":
+        request = with_all_keys(request)
     plan = plan_call(request, impl)
     with without_autocast(request.query):
         if request.kind == "lln_keys":

@@ -87,12 +87,17 @@ def check_target(
 
 
 def ladder_of(call: AttentionCall) -> tuple[int, ...]:
-    """The numbers of keys to try: below the length, and none beyond that which is all of them."""
+    """The numbers of keys to try, and none beyond the first that is all of them.
+
+    A block has chosen all when it has those outside; by query two lists overlap, and only as many
+    keys as tokens are certain to be all.
+    """
     tokens = call.key.shape[2]
-    outside = tokens - call.block_size
-    below = [keys for keys in LADDER if keys == 0 or keys < tokens]
-    enough = [keys for keys in below if keys >= outside]
-    return tuple(keys for keys in below if not enough or keys <= enough[0])
+    by_block = call.settings.select == "block"
+    every = tokens - call.block_size if by_block else tokens
+    tried = [keys for keys in LADDER if keys == 0 or keys < tokens or not by_block]
+    enough = [keys for keys in tried if keys >= every]
+    return tuple(keys for keys in tried if not enough or keys <= enough[0])
 
 
 @dataclass
