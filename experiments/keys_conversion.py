@@ -21,7 +21,13 @@ from pathlib import Path
 import torch
 import transformers
 
-from experiments.minilm_recovery import Windows, agreement, embed, extend_positions
+from experiments.minilm_recovery import (
+    BLOCK_SIZE,
+    Windows,
+    agreement,
+    embed,
+    extend_positions,
+)
 from experiments.tasks.data_folder import text_file
 from lln.files import read_lines
 from lln.integrations.convert import convert
@@ -85,7 +91,8 @@ def main():
                 continue
             start = time.perf_counter()
             student = copy.deepcopy(original)
-            convert(student, calibrate=batch, statistics="running", verbose=False, **ROWS[row])
+            settings = {"block_size": BLOCK_SIZE, "verbose": False} | ROWS[row]
+            convert(student, calibrate=batch, **settings)
             found = embed(student, held_out, 8)
             spread = (found * expected).sum(-1).std().item() / len(held_out) ** 0.5
             cell = {**agreement(found, expected), "error_of_mean": spread}

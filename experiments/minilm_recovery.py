@@ -153,7 +153,8 @@ def build(original, row, calibration):
             layer.attention.self.peer = core.to(student.device)
         config._attn_implementation_internal = "peer"
         return student, None
-    settings = {"statistics": "running", "verbose": False} | ROWS[row]
+    # The same blocks for all; by default they would have the width of a head, 32 tokens.
+    settings = {"statistics": "running", "block_size": BLOCK_SIZE, "verbose": False} | ROWS[row]
     report = convert(student, calibrate=calibration, **settings)
     return student, report.moved
 
