@@ -72,7 +72,8 @@ def quality(results: dict[str, Any]) -> str:
         f"{table(['attention', *columns], lines)}\n\nMean cosine of the sentence embeddings with "
         "the original's, all-MiniLM-L6-v2, held-out English Wikipedia, texts of 512 tokens unless "
         f"said otherwise; trained on {setup['layer_steps'] + setup['end_steps']:,} × "
-        f"{setup['batch_tokens']:,} tokens without labels, 512 per text; means over {seeds} seeds."
+        f"{setup['batch_tokens']:,} tokens without labels, 512 per text; means over {seeds} seeds. "
+        "Exact keys have blocks of 64 tokens, the rows with Diag blocks of 32, the head width."
     )
 
 

@@ -496,6 +496,9 @@ def test_command_converts_a_folder(tiny, text, tmp_path, save_with_tokenizer):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out).eval()
     assert model(**text()).logits.isfinite().all()
     assert not list(tmp_path.glob(".out*"))
+    done = run(*arguments, "--attention", "lln_keys", "--group-size", "16", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert '"group_size": 16' in (out / "config.json").read_text()
 
 
 def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lln
-from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.errors import InvalidInputError, UnexpectedArgumentError, UnsupportedModelError
 from lln.integrations.timm import attach_described, convert, describe
 
 HEADS, WIDTH = 2, 16
@@ -155,6 +155,8 @@ def test_refusals(images):
         convert(nn.Conv2d(3, 4, 3), verbose=False)
     with pytest.raises(InvalidInputError, match="needs calibrate="):
         convert(Vision(), statistics="learned", verbose=False)
+    with pytest.raises(UnexpectedArgumentError, match="has no argument 'target'"):
+        convert(Vision(), "lln_keys", target=0.99, calibrate=images)
     model = Vision()
     model.blocks[0].fused_attn = False
     with pytest.raises(UnsupportedModelError, match="set_fused_attn"):

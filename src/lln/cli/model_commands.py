@@ -61,6 +61,15 @@ Select = Annotated[
         "query's strongest features) or half (half of each)."
     ),
 ]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Of lln_keys with --select block: queries that share their keys, a divisor of the "
+        "block size. 16 choose better than a block and cost more. Default: a block.",
+        min=1,
+    ),
+]
 SlidingWindow = Annotated[
     str,
     typer.Option(
@@ -122,6 +131,7 @@ def convert(
     block_size: BlockSize = None,
     keys: Keys = 64,
     select: Select = "block",
+    group_size: GroupSize = None,
     sliding_window: SlidingWindow = "refuse",
     overwrite: Overwrite = False,
 ) -> None:
@@ -160,6 +170,7 @@ def convert(
             block_size=block_size,
             keys=keys,
             select=select,
+            group_size=group_size,
             sliding_window=sliding_window,
             overwrite=overwrite,
             echo=typer.echo,
@@ -187,6 +198,7 @@ def recover(
     block_size: BlockSize = None,
     keys: Keys = 64,
     select: Select = "block",
+    group_size: GroupSize = None,
     sliding_window: SlidingWindow = "refuse",
     tokens: Annotated[
         int,
@@ -258,6 +270,7 @@ def recover(
             block_size=block_size,
             keys=keys,
             select=select,
+            group_size=group_size,
             sliding_window=sliding_window,
             training={
                 "batch_size": batch_size,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.checks.names import check_choice
+from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.sdpa import attach_described, convert_calls, describe
@@ -35,6 +36,7 @@ from lln.integrations.settings import (
 __all__ = ["attach_described", "convert", "describe"]
 
 
+@explain_misfits
 def convert(
     model: nn.Module,
     attention: str = "lln_diag",
