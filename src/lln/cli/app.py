@@ -66,7 +66,7 @@ def demo(
 
     Three parts: how concentrated softmax, LLN and plain kernels are; the time of LLN and softmax
     at growing sequence lengths, with the crossover marked; a small encoder trained on real text
-    with softmax, LLN, block-diagonal and LLN + block-diagonal attention.
+    with softmax, LLN, block-diagonal, LLN + block-diagonal attention and exact keys.
 
     Ctrl-C leaves a valid page with what has been measured so far.
     """
