@@ -74,7 +74,8 @@ def slowly(query, key, keys, *, block, group, select, mask=None, causal=False, f
                     asks = query[sample, head, row] * float(valid[row])
                     own = by_features(asks, own_key, share, ranked)
                     listed += [place for place in own if place in others]
-                listed = sorted(set(listed))
+                # As many keys as tokens are all keys, whoever chooses.
+                listed = sorted(others if keys >= tokens else set(listed))
                 found[sample, head, number, : len(listed)] = torch.tensor(listed).long()
     return found
 

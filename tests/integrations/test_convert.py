@@ -496,9 +496,17 @@ def test_command_converts_a_folder(tiny, text, tmp_path, save_with_tokenizer):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out).eval()
     assert model(**text()).logits.isfinite().all()
     assert not list(tmp_path.glob(".out*"))
-    done = run(*arguments, "--attention", "lln_keys", "--group-size", "16", "--overwrite")
+
+
+@pytest.mark.slow
+def test_command_converts_to_exact_keys(tiny, tmp_path, save_with_tokenizer):
+    save_with_tokenizer(tiny("bert"), tmp_path / "in")
+    lines = "\n".join(f"w{i} w{i + 3} w{i + 7} w{i + 1}" for i in range(2, 30))
+    (tmp_path / "text.txt").write_text(lines)
+    arguments = ("convert", tmp_path / "in", tmp_path / "out", "--calibrate", tmp_path / "text.txt")
+    done = run(*arguments, "--attention", "lln_keys", "--group-size", "16")
     assert done.returncode == 0, done.stderr
-    assert '"group_size": 16' in (out / "config.json").read_text()
+    assert '"group_size": 16' in (tmp_path / "out" / "config.json").read_text()
 
 
 def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
