@@ -114,7 +114,7 @@ def test_compiles_with_every_size_dynamic(fresh_dynamo):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("name", ["diag", "varlen"])
+@pytest.mark.parametrize("name", ["diag", pytest.param("varlen", marks=pytest.mark.slow)])
 def test_compiles_once_for_two_lengths(name, fresh_dynamo):
     attend = FUNCTIONS[name]
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -159,6 +159,7 @@ def test_compiles_causal_for_two_lengths_in_reasonable_time():
     )
 
 
+@pytest.mark.slow
 def test_first_call_ever_may_be_compiled_by_inductor():
     run_fresh(
         """
