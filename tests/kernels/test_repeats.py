@@ -112,7 +112,7 @@ CALLS = {
 
 
 # In the interpreter a few are enough for every change.
-QUICK = ("numbers", "matched, mask", "blocks, matched", "causal")
+QUICK = ("numbers", "blocks, matched")
 CASES = [
     pytest.param(dtype, CALLS[name], id=f"{name}, {dtype}", marks=marks)
     for name in CALLS
@@ -156,6 +156,7 @@ def test_other_shapes(options, how, long_ways):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_call(long_ways):
     inputs = inputs_of(0)
     outs = [
@@ -170,6 +171,7 @@ def test_numbers_are_those_of_the_call(long_ways):
     torch.testing.assert_close(outs[-1], expected.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_that_lie_otherwise(long_ways):
     """A sum sends up one number for all places, with strides of zero."""
     attend = with_options(**NUMBERS)
@@ -258,6 +260,7 @@ def test_no_tensor_is_kept(long_ways):
     assert all(reference() is None for reference in seen)
 
 
+@pytest.mark.slow
 def test_old_kinds_are_forgotten(monkeypatch):
     monkeypatch.setattr(repeats, "MOST_REPEATS", 2)
     for tokens in (3, 4, 5):
