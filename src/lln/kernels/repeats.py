@@ -7,7 +7,8 @@ unusual (a compiler, a transform, an observer, packed sequences, dropout, temper
 learn) has no kind, and takes the long way.
 
 Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
-E value width.
+E value width. A ``request`` is a `lln.functional.request.Request`, a ``plan`` a
+`lln.functional.plan.Plan`; this layer lies below both.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from lln.kernels.sizes import overrides
 from lln.tracing import is_watched
 
 if TYPE_CHECKING:
-    from lln.functional.plan import Plan
-    from lln.functional.request import Request
     from lln.kernels.call import Call
     from lln.kernels.recipes import Recipe
 
@@ -46,7 +45,7 @@ _MATCH = ("p_q", "p_k", "p_mask", "p_starts", "p_results")
 _known: dict[Hashable, Any] = {}
 
 
-def kind_of(request: Request, impl: str) -> Hashable:
+def kind_of(request: Any, impl: str) -> Hashable:
     """What decides how a call is launched; None for calls that are not repeated this way."""
     query, key, value, alpha, beta, mask = *request[1:6], request.key_mask
     if not _on_gpu(query) or is_watched(query) or request.kind not in ("lln", "lln_diag"):
@@ -71,7 +70,7 @@ def repeat_of(kind: Hashable) -> Repeat | None:
     return repeat if repeat and repeat.is_free() else None
 
 
-def remember(kind: Hashable, request: Request, plan: Plan) -> None:
+def remember(kind: Hashable, request: Any, plan: Any) -> None:
     """Prepare later calls of a kind, after one of them has run the long way."""
     if kind is None or kind in _known:
         return
@@ -114,7 +113,7 @@ class Repeat:
         watched = recipes.launches_are_watched() or overrides
         return not watched and torch.cuda.current_device() == self.index
 
-    def run(self, request: Request) -> Tensor:
+    def run(self, request: Any) -> Tensor:
         """A call of this kind."""
         query, key, value, alpha, beta = request[1:6]
         mask = request.key_mask
@@ -223,7 +222,7 @@ class _Launches:
             launch(*grid, stream, *code, *arguments)
 
 
-def _prepare(request: Request, plan: Plan) -> Repeat | None:
+def _prepare(request: Any, plan: Any) -> Repeat | None:
     """A `Repeat` from the recipes that a call of the same kind has left; None = not possible."""
     if plan.impl != "triton" or plan.diagonal not in (None, "joint"):
         return None
