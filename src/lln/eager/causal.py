@@ -79,24 +79,17 @@ def causal_attention(
         before: The summary of earlier tokens, which every row sees: log-mass ``[B, H, D]`` and
             centroid ``[B, H, D, E]``.
     """
-    if before is None and may_walk(query, key, value, alpha, beta, key_mask):
-        inputs = Inputs(query, key, value, alpha, beta, key_mask)
+    inputs = Inputs(query, key, value, alpha, beta, key_mask)
+    if before is None and may_walk(*inputs):
         walked = walk(inputs, GUARD[query.dtype])
         if walked is not None:
             return WalkedAttention.apply(*inputs, walked, _scanned)
-    return _scanned(query, key, value, alpha, beta, key_mask, before)
+    return _scanned(inputs, before)
 
 
-def _scanned(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None,
-    before: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def _scanned(inputs: Inputs, before: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """`causal_attention` by the scan; PyTorch knows its gradients, and theirs."""
+    query, key, value, alpha, beta, key_mask = inputs
     tokens = query.shape[-2]
     chunks = whole_parts(tokens, CHUNK)
     padding = chunks * CHUNK - tokens

@@ -266,7 +266,7 @@ class WalkedAttention(torch.autograd.Function):
         if further or is_batched(gradients[0]):
             wanted = [sides[place] for place in needed]
             with torch.enable_grad():
-                again = ctx.again(*sides)
+                again = ctx.again(Inputs(*sides))
             made = torch.autograd.grad(again, wanted, gradients, create_graph=further)
         else:
             walked = Walked(out, normaliser)

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels.recipes import look_of
-from lln.kernels.shapes import summary_heads
+from lln.kernels.shapes import look_of, summary_heads
 from lln.kernels.sizes import Sizes, choose_sizes, overrides
 
 # Gradients of query, key, value, and of alpha, beta and mix where they are needed.

@@ -217,13 +217,6 @@ def recipe_of(kind: Hashable) -> Recipe | None:
     return recipe if recipe is not None and recipe.steps[0].launch is not None else None
 
 
-def look_of(tensor: Tensor | None) -> Hashable:
-    """What a launch can depend on besides a tensor's values: shape, strides, type, alignment."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
-
-
 def launches_are_watched() -> bool:
     """Whether a profiler has launch hooks, or this version of Triton does not tell."""
     if knobs is None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lln.kernels import ops, run
-from lln.kernels.shapes import output_like, summary_heads, within_reach
+from lln.kernels.shapes import look_of, output_like, summary_heads, within_reach
 from lln.kernels.sizes import overrides
 from lln.tracing import is_watched
 
@@ -59,7 +59,7 @@ def kind_of(request: Any, impl: str) -> Hashable:
     tracked = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     )
-    looks = (_look(query), _look(key), _look(value), None if mask is None else _look(mask))
+    looks = (look_of(query), look_of(key), look_of(value), look_of(mask))
     how = (request.matching, request.block_size, request.scale, request.is_causal)
     return (request.kind, impl, query.device, tracked, *looks, *forms, *how)
 
@@ -96,9 +96,8 @@ class Repeat:
         query, value = call.query, call.value
         self.device, self.index = query.device, query.device.index
         self.matching, self.forward, self.tracked = matching, forward, tracked
-        self.has_mask, self.width = call.mask is not None, value.shape[3]
+        self.width, self.causal = value.shape[3], call.causal
         self.scale, self.block_size = call.scale, call.block_size
-        self.causal = call.causal
         self.heads = (call.samples, query.shape[1], 1, 1)
         slots = (call.samples, call.summary_heads, query.shape[3])
         keeps = tracked and not call.causal
@@ -157,7 +156,7 @@ class Repeat:
         self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], kept: Sequence[Any]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Gradients of query, key and value; None where the long way has to be taken."""
-        launches = self.backwards.get(_look(gradient))
+        launches = self.backwards.get(look_of(gradient))
         if not launches or not self.is_free():
             return None
         query, key, value = tensors[:3]
@@ -172,7 +171,7 @@ class Repeat:
 
     def learn(self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
         """Prepare later backward passes with gradients like this one, after the long way."""
-        look = _look(gradient)
+        look = look_of(gradient)
         if look in self.backwards:
             return
         from lln.kernels import launch, launch_causal
@@ -296,10 +295,6 @@ def _addresses(tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _look(tensor: Tensor) -> Hashable:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
-
-
 def _form(side: float | Tensor | None) -> Hashable:
     """Of α or β: None, a number, how a tensor lies in memory, or ``"other"``."""
     if side is None:
@@ -307,7 +302,7 @@ def _form(side: float | Tensor | None) -> Hashable:
     if type(side) is float or type(side) is int:
         return "number"
     if type(side) is Tensor and not side.requires_grad:
-        return _look(side)
+        return look_of(side)
     return "other"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,13 @@ def within_reach(tensor: Tensor) -> Tensor:
     """``[B, H, T, D]``, copied if its tokens or channels lie too far apart for a tile's offsets."""
     _, _, token, channel = tensor.stride()
     return tensor if token < _FARTHEST and channel < _FARTHEST else tensor.contiguous()
+
+
+def look_of(tensor: Tensor | None) -> Hashable:
+    """What a launch can depend on besides a tensor's values: shape, strides, type, alignment."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
 
 
 def summary_heads(query: Tensor, key: Tensor, beta: Tensor | None) -> int:

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lln.kernels.call import mask_bytes, precision_of, strides_of
-from lln.kernels.recipes import Recipe, follow, look_of, over_tiles
-from lln.kernels.shapes import output_like
+from lln.kernels.recipes import Recipe, follow, over_tiles
+from lln.kernels.shapes import look_of, output_like
 from lln.kernels.sizes import Sizes, Tile, cdiv, choose_sizes
 from lln.kernels.triton.gaps import find_gaps
 from lln.kernels.triton.steps import (

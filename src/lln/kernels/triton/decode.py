@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lln.kernels.call import flat_scale, strides_of
-from lln.kernels.recipes import Recipe, Step, follow, look_of
+from lln.kernels.recipes import Recipe, Step, follow
+from lln.kernels.shapes import look_of
 from lln.kernels.sizes import Sizes, cdiv, choose_sizes
 from lln.kernels.triton.steps import NEVER, exponential, load_scale
 

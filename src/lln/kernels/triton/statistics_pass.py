@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lln.kernels.call import mask_bytes, strides_of
-from lln.kernels.recipes import Recipe, Room, Step, follow, look_of, over_tiles
+from lln.kernels.recipes import Recipe, Room, Step, follow, over_tiles
+from lln.kernels.shapes import look_of
 from lln.kernels.sizes import Sizes, cdiv, choose_sizes
 from lln.kernels.triton.steps import find_stretch, load_rows, rows_of, token_ok, widen_turned
 from lln.matching.curves import Curve
