@@ -110,7 +110,7 @@ EXPERIMENT = Experiment(
         "small": _plans(
             SMALL,
             8192,
-            Recipe(3_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16"),
+            Recipe(2_000, 64, 1e-3, 0.06, 0.01, precision="bfloat16"),
             Recipe(1_000, 32, 1e-4, 0.06, 0.1, precision="bfloat16", choices=5),
         ),
         "full": _plans(
