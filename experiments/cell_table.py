@@ -1,5 +1,6 @@
 """A table from finished cells: mean ± standard deviation over the seeds, empty where nothing ran.
 
+Where a cell has fewer seeds than others of its row, their number follows in brackets.
 The best mean of a column is bold only if it is significantly better than every other one with at
 least two seeds (Welch's t-test, two-sided, p < 0.05).
 """
@@ -10,6 +11,7 @@ import math
 import re
 import statistics
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from experiments.methods import Method, all_methods
@@ -33,10 +35,14 @@ class Grid(NamedTuple):
 
 
 def cell_table(
-    cells: list[dict[str, Any]], measure: str, percent: bool = True, lower: bool = False
+    cells: list[dict[str, Any]],
+    measure: str,
+    percent: bool = True,
+    lower: bool = False,
+    tasks: Sequence[str] = (),
 ) -> str:
     """`cell_grid` as Markdown."""
-    head, rows, bold = cell_grid(cells, measure, percent, lower)
+    head, rows, bold = cell_grid(cells, measure, percent, lower, tasks)
     written = [
         [f"**{text}**" if (row, column) in bold else text for column, text in enumerate(texts)]
         for row, texts in enumerate(rows)
@@ -45,7 +51,11 @@ def cell_table(
 
 
 def cell_grid(
-    cells: list[dict[str, Any]], measure: str, percent: bool = True, lower: bool = False
+    cells: list[dict[str, Any]],
+    measure: str,
+    percent: bool = True,
+    lower: bool = False,
+    tasks: Sequence[str] = (),
 ) -> Grid:
     """Methods by tasks.
 
@@ -54,29 +64,31 @@ def cell_grid(
         measure: The entry to show.
         percent: Whether to show it times 100.
         lower: Whether less of it is better.
+        tasks: Their order; others follow by name.
     """
     sign = -1 if lower else 1
     found: dict[str, dict[str, list[float]]] = {}
     for cell in cells:
         place = found.setdefault(cell["cell"]["method"], {})
         place.setdefault(cell["cell"]["task"], []).append(cell[measure])
-    tasks = sorted({task for columns in found.values() for task in columns})
+    ran = {task for columns in found.values() for task in columns}
+    shown = [task for task in tasks if task in ran]
+    shown += sorted(ran.difference(shown))
     best = {
         task: clear_best(
             {m: [sign * one for one in columns.get(task, [])] for m, columns in found.items()}
         )
-        for task in tasks
+        for task in shown
     }
     order = {name: place for place, name in enumerate(all_methods())}
     rows, bold = [], set()
     for method in sorted(found, key=lambda name: (order.get(name, len(order)), _natural(name))):
-        texts = [_written(found[method].get(task, []), percent) for task in tasks]
-        places = (place for place, task in enumerate(tasks) if best[task] == method)
+        most = max(len(values) for values in found[method].values())
+        texts = [_written(found[method].get(task, []), percent, most) for task in shown]
+        places = (place for place, task in enumerate(shown) if best[task] == method)
         bold |= {(len(rows), place + 2) for place in places}
-        counts = sorted({len(values) for values in found[method].values()})
-        seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        rows.append([Method.parse(method).title, seeds, *texts])
-    return Grid(["attention", "seeds", *tasks], rows, bold)
+        rows.append([Method.parse(method).title, str(most), *texts])
+    return Grid(["attention", "seeds", *shown], rows, bold)
 
 
 def clear_best(values: dict[str, list[float]]) -> str | None:
@@ -108,11 +120,11 @@ def _natural(name: str) -> list[tuple[float, str]]:
     return [(float(part), "") if part.isdigit() else (-1.0, part) for part in parts]
 
 
-def _written(values: list[float], percent: bool) -> str:
+def _written(values: list[float], percent: bool, most: int) -> str:
     if not values:
         return ""
     factor, digits = (100, 1) if percent else (1, 3)
-    mean = f"{factor * statistics.mean(values):.{digits}f}"
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {factor * statistics.stdev(values):.{digits}f}"
+    text = f"{factor * statistics.mean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {factor * statistics.stdev(values):.{digits}f}"
+    return text if len(values) == most else f"{text} ({len(values)})"

@@ -15,6 +15,7 @@ from benchmarks.report import fill
 from experiments.catalogue import EXPERIMENTS
 from experiments.cell_table import cell_table
 from experiments.cells import read_all
+from experiments.curve_figure import draw_curves
 from experiments.experiment import Experiment
 from experiments.keys_table import conversion, selection, speed
 from experiments.keys_training import report_table
@@ -28,6 +29,7 @@ RESULTS = Path("experiments/results")
 COSTS = Path("benchmarks/results/instruments.json")
 PAGE = Path("docs/instruments.md")
 FINDINGS = Path("docs/findings.md")
+FIGURES = Path("docs/figures")
 
 ATTENTION = {
     "softmax": "softmax",
@@ -85,6 +87,8 @@ def fill_findings() -> None:
         cells = read_all(RESULTS / "cells", name, "small")
         text = cells_table(experiment, cells) if cells else "*Not run yet.*"
         fill(FINDINGS, name, text)
+    cells = read_all(RESULTS / "cells", "table1", "small")
+    draw_curves([one for one in cells if one["cell"]["task"] == "mlm"], FIGURES / "table1_mlm")
     for name in ("table3", "lra"):
         cells = read_all(RESULTS / "first_cells", name, "small")
         fill(FINDINGS, f"first-{name}", cells_table(EXPERIMENTS[name], cells))
@@ -92,8 +96,8 @@ def fill_findings() -> None:
 
 def cells_table(experiment: Experiment, cells: list[dict[str, Any]]) -> str:
     """The table of some cells, and where they come from."""
-    percent = experiment.measure != "loss"
-    text = cell_table(cells, experiment.measure, percent, experiment.lower)
+    percent, tasks = experiment.measure != "loss", list(experiment.plans["small"])
+    text = cell_table(cells, experiment.measure, percent, experiment.lower, tasks)
     return f"{text}\n\n{made_by_cells(experiment, 'small', cells)}"
 
 

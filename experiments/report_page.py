@@ -31,7 +31,8 @@ OTHER_COLOURS = ("relu", "quadratic", "lln_entropy", "lln_unit")
 def markdown(experiment: Experiment, scale: str, cells: list[dict[str, Any]]) -> str:
     """The table of an experiment with its title and where its numbers come from."""
     percent = experiment.measure != "loss"
-    text = cell_table(cells, experiment.measure, percent, experiment.lower)
+    tasks = list(experiment.plans[scale])
+    text = cell_table(cells, experiment.measure, percent, experiment.lower, tasks)
     return f"### {experiment.title} ({scale})\n\n{text}\n\n{made_by(experiment, scale, cells)}\n"
 
 
@@ -170,7 +171,13 @@ def write_report(experiments: list[Experiment], scale: str, cells_folder: Path, 
                 "name": experiment.name,
                 "title": experiment.title,
                 "scale": scale,
-                "grid": cell_grid(cells, experiment.measure, percent, experiment.lower),
+                "grid": cell_grid(
+                    cells,
+                    experiment.measure,
+                    percent,
+                    experiment.lower,
+                    list(experiment.plans[scale]),
+                ),
                 "made_by": made_by(experiment, scale, cells),
                 "charts": charts_of(by_task),
             }

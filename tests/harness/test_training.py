@@ -194,7 +194,9 @@ def test_only_a_clear_best_is_bold_and_empty_cells_stay_empty():
     lines = cell_table(cells, "accuracy").splitlines()
     assert lines[0] == "| attention | seeds | other | toy |"
     assert lines[2].endswith("|  | **90.1 ± 0.1** |")
-    assert lines[3].endswith("| 70.0 | 50.1 ± 0.1 |")
+    assert lines[3].endswith("| 3 | 70.0 (1) | 50.1 ± 0.1 |")
+    ordered = cell_table(cells, "accuracy", tasks=["toy", "other", "not run"])
+    assert ordered.splitlines()[0] == "| attention | seeds | toy | other |"
     close = {"softmax": [0.9, 0.7, 0.8], "lln": [0.85, 0.75, 0.77]}
     assert clear_best(close) is None
     assert clear_best({"softmax": [0.9], "lln": [0.1, 0.2]}) is None

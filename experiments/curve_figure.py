@@ -1,0 +1,52 @@
+"""Figures 1 and 8 from finished cells: what happened during training, one line per method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experiments.methods import Method, all_methods
+from experiments.report_page import CURVES, mean_curve
+from lln.studies.drawing import save
+
+PANEL = (5.2, 3.0)
+
+
+def draw_curves(cells: list[dict[str, Any]], path: Path) -> list[Path]:
+    """Draw every kind of curve that the cells have, side by side.
+
+    Args:
+        cells: Finished cells of one task.
+        path: Of the figure, without a suffix.
+
+    Returns:
+        The files, an SVG and a PNG.
+    """
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        by_method.setdefault(cell["cell"]["method"], []).append(cell)
+    order = {name: place for place, name in enumerate(all_methods())}
+    methods = sorted(by_method, key=lambda name: (order.get(name, len(order)), name))
+    kinds = [
+        kind for kind in CURVES if any(mean_curve(cells, kind) for cells in by_method.values())
+    ]
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(-(-len(kinds) // 2), min(len(kinds), 2), squeeze=False)
+        named = {}
+        for axes, kind in zip(panels.flat, kinds, strict=False):
+            for place, method in enumerate(methods):
+                points = mean_curve(by_method[method], kind)
+                if points:
+                    style = {"color": f"C{place % 10}", "linestyle": ("-", "--")[place // 5 % 2]}
+                    (line,) = axes.plot(*zip(*points, strict=True), **style)
+                    named[Method.parse(method).title] = line
+            axes.set_xlabel("training steps")
+            axes.set_ylabel(kind.axis)
+        for axes in panels.flat[len(kinds) :]:
+            axes.remove()
+        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
+
+    rows = -(-len(kinds) // 2)
+    legend = 0.25 * -(-len(methods) // 3)
+    return save(path, (PANEL[0] * min(len(kinds), 2), PANEL[1] * rows + legend), draw)
