@@ -18,6 +18,11 @@ say nothing about the one asked for.
 that value. Decoys, which are values without a marker, lie about in the filler, so that finding some
 value is not enough.
 
+**Joined.** Key and value, or marker and value, can be one token instead of two. Then nothing has to
+be put together from neighbours before anything can be found afar, which is what small models learn
+last: at 512 tokens softmax solves joined recall after 1,800 of 3,000 steps, and does not begin to
+solve the other one.
+
 Chance is known exactly. A reader of its surroundings alone can do no better than guess one of all
 values: `RecallTask.chance`. A reader that sees the whole example but cannot tell what belongs
 together guesses the value that occurs most often: `RecallTask.chance_by_count`, which is more.
@@ -33,6 +38,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.tasks.task import NO_QUESTION, Examples, Task
+
+# Examples that are made together: more would need more memory, and not be faster.
+AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -86,12 +94,27 @@ def checked_distance(length: int, least_distance: int | None) -> int:
 def parts_of(
     counts: tuple[int, int, int], seed: int, make: Callable[[np.random.Generator, int], Examples]
 ) -> list[Examples]:
-    """Every part from its own stream of random numbers."""
+    """Every part from its own stream of random numbers, some examples at a time."""
     streams = np.random.SeedSequence(seed).spawn(3)
     return [
-        make(np.random.default_rng(stream), count)
-        for stream, count in zip(streams, counts, strict=True)
+        _joined([make(rng, at_once) for at_once in _portions(count)])
+        for rng, count in zip(map(np.random.default_rng, streams), counts, strict=True)
     ]
+
+
+def _portions(count: int) -> list[int]:
+    """Numbers up to `AT_ONCE` with this sum; one of them at least."""
+    return [AT_ONCE] * (count // AT_ONCE) + [count % AT_ONCE]
+
+
+def _joined(portions: list[Examples]) -> Examples:
+    ids, labels = zip(*((one.ids, one.labels) for one in portions), strict=True)
+    return Examples(np.concatenate(ids), np.concatenate(labels))
+
+
+def drawn_apart(rng: np.random.Generator, count: int, below: int, draws: int) -> np.ndarray:
+    """Different numbers from 0 to below, in any order: int ``[count, draws]``."""
+    return np.argsort(rng.random((count, below)), axis=1)[:, :draws]
 
 
 def associative(
@@ -107,10 +130,12 @@ def associative(
     values: int = 32,
     fillers: int = 64,
     least_distance: int | None = None,
+    joined: bool = False,
 ) -> RecallTask:
     """Generate associative recall; the same arguments give the same examples.
 
-    Ids are `PAD`, then keys, values and fillers.
+    Ids are `PAD`, then keys, values, joined pairs (values of the first key, of the second, …) if
+    there are any, and fillers.
 
     Args:
         train: Examples to train on.
@@ -124,6 +149,7 @@ def associative(
         values: Different values.
         fillers: Different filler tokens.
         least_distance: From a query to the nearer token of its pair; None = a quarter of N.
+        joined: Whether a pair is one token.
 
     Raises:
         ValueError: If the numbers do not fit each other.
@@ -133,35 +159,40 @@ def associative(
         raise ValueError(f"{queries=}, {pairs=} and {keys=} must not decrease")
     if values < 2 or fillers < 1:
         raise ValueError("give at least two values and one filler")
+    span = 1 if joined else 2
     # So that every query finds a free place at its distance, however the others lie.
-    if length - 2 * distance < 2 * pairs + queries:
+    if length - 2 * distance < span * pairs + queries:
         raise ValueError(
             f"{pairs} pairs and {queries} queries are too many for {length} tokens at a distance "
             f"of {distance}"
         )
     first_value = 1 + keys
-    first_filler = first_value + values
+    first_pair = first_value + values
+    first_filler = first_pair + (keys * values if joined else 0)
     vocabulary = first_filler + fillers
 
     def make(rng: np.random.Generator, count: int) -> Examples:
         ids = rng.integers(first_filler, vocabulary, (count, length), dtype=np.int16)
         labels = np.full((count, length), NO_QUESTION, dtype=np.int16)
-        for text, label in zip(ids, labels, strict=True):
-            # Places among N - pairs, then moved apart by one for each pair before.
-            starts = np.sort(rng.choice(length - pairs, pairs, replace=False)) + np.arange(pairs)
-            used = rng.choice(keys, pairs, replace=False) + 1
-            answers = rng.integers(first_value, first_filler, pairs)
-            text[starts], text[starts + 1] = used, answers
-            is_free = np.ones(length, dtype=bool)
-            is_free[starts] = is_free[starts + 1] = False
-            for pair in rng.choice(pairs, queries, replace=False):
-                start = starts[pair]
-                before = np.flatnonzero(is_free[: max(0, start - distance + 1)])
-                after = np.flatnonzero(is_free[start + 1 + distance :]) + start + 1 + distance
-                drawn = rng.integers(len(before) + len(after))
-                place = before[drawn] if drawn < len(before) else after[drawn - len(before)]
-                is_free[place] = False
-                text[place], label[place] = used[pair], answers[pair]
+        rows, places = np.arange(count)[:, None], np.arange(length)
+        # Places among N - pairs, then moved apart by one for each pair before.
+        room = length - (span - 1) * pairs
+        starts = np.sort(drawn_apart(rng, count, room, pairs)) + (span - 1) * np.arange(pairs)
+        used = drawn_apart(rng, count, keys, pairs)
+        answers = rng.integers(0, values, (count, pairs))
+        if joined:
+            ids[rows, starts] = first_pair + used * values + answers
+        else:
+            ids[rows, starts], ids[rows, starts + 1] = 1 + used, first_value + answers
+        is_free = ids >= first_filler
+        asked = drawn_apart(rng, count, pairs, queries)
+        for pair in asked.T[..., None]:
+            gap = places - np.take_along_axis(starts, pair, 1)
+            far = (gap <= -distance) | (gap >= distance + span - 1)
+            place = np.where(far & is_free, rng.random((count, length)), -1).argmax(1)[:, None]
+            is_free[rows, place] = False
+            ids[rows, place] = 1 + np.take_along_axis(used, pair, 1)
+            labels[rows, place] = first_value + np.take_along_axis(answers, pair, 1)
         return Examples(ids, labels)
 
     parts = parts_of((train, valid, test), seed, make)
@@ -189,10 +220,11 @@ def needle(
     values: int = 32,
     fillers: int = 64,
     least_distance: int | None = None,
+    joined: bool = False,
 ) -> RecallTask:
     """Generate the needle; the same arguments give the same examples.
 
-    Ids are `PAD`, the marker, the question, then values and fillers.
+    Ids are `PAD`, the marker, the question, then values, marked values if joined, and fillers.
 
     Args:
         train: Examples to train on.
@@ -204,6 +236,7 @@ def needle(
         values: Different values.
         fillers: Different filler tokens.
         least_distance: From the question to the nearer token of the needle; None = a quarter of N.
+        joined: Whether a marker and its value are one token.
 
     Raises:
         ValueError: If the numbers do not fit each other.
@@ -214,26 +247,30 @@ def needle(
     if not 0 <= decoys <= length - 3:
         raise ValueError(f"{decoys} decoys do not fit {length} tokens")
     marker, question, first_value = 1, 2, 3
-    first_filler = first_value + values
+    span = 1 if joined else 2
+    first_filler = first_value + (values if not joined else 2 * values)
     vocabulary = first_filler + fillers
 
     def make(rng: np.random.Generator, count: int) -> Examples:
         ids = rng.integers(first_filler, vocabulary, (count, length), dtype=np.int16)
         labels = np.full((count, length), NO_QUESTION, dtype=np.int16)
         rows = np.arange(count)
-        start = rng.integers(0, length - 1, count)
+        start = rng.integers(0, length - span + 1, count)
         before = np.maximum(0, start - distance + 1)
-        after = np.maximum(0, length - 1 - (start + distance))
+        after = np.maximum(0, length - (start + span - 1 + distance))
         drawn = rng.integers(0, before + after)
-        place = np.where(drawn < before, drawn, drawn - before + start + 1 + distance)
-        for text, taken in zip(ids, np.stack([start, start + 1, place], axis=1), strict=True):
-            free = rng.choice(length - 3, decoys, replace=False)
-            for token in np.sort(taken):
-                free += free >= token
-            text[free] = rng.integers(first_value, first_filler, decoys)
-        answers = rng.integers(first_value, first_filler, count)
-        ids[rows, start], ids[rows, start + 1] = marker, answers
+        place = np.where(drawn < before, drawn, drawn - before + start + span - 1 + distance)
+        answers = rng.integers(first_value, first_value + values, count)
+        if joined:
+            ids[rows, start] = answers + values
+        else:
+            ids[rows, start], ids[rows, start + 1] = marker, answers
         ids[rows, place], labels[rows, place] = question, answers
+        # Decoys lie where filler is left.
+        order = np.where(ids >= first_filler, rng.random((count, length)), 2)
+        free = np.argsort(order, axis=1)[:, :decoys]
+        lures = rng.integers(first_value, first_value + values, (count, decoys))
+        ids[rows[:, None], free] = lures
         return Examples(ids, labels)
 
     parts = parts_of((train, valid, test), seed, make)

@@ -42,6 +42,49 @@ def read_needle(text):
 READ = {"associative": read_pairs, "needle": read_needle}
 
 
+def read_joined_pairs(text):
+    """Pairs are one token each, in the order of keys and then values."""
+    pairs = {
+        1 + (int(text[place]) - 26) // 5: (place, 21 + (int(text[place]) - 26) % 5)
+        for place in np.flatnonzero((text >= 26) & (text < 126))
+    }
+    asked = {int(text[place]): place for place in np.flatnonzero((text >= 1) & (text <= 20))}
+    return {key: (*pairs[key], place) for key, place in asked.items()}, pairs
+
+
+def read_joined_needle(text):
+    """Marked values follow the plain ones."""
+    (start,) = np.flatnonzero((text >= 8) & (text < 13))
+    (place,) = np.flatnonzero(text == 2)
+    assert 1 not in text
+    return {0: (start, int(text[start]) - 5, place)}, {0: (start, int(text[start]) - 5)}
+
+
+JOINED = {"associative": read_joined_pairs, "needle": read_joined_needle}
+
+
+@BOTH
+@pytest.mark.parametrize("least_distance", [None, 200])
+def test_joined_pairs_are_found_by_a_reader_too(kind, least_distance):
+    options = {"joined": True, "least_distance": least_distance}
+    task = MAKE[kind](300, 20, 20, seed=5, **options)
+    least = least_distance or 128
+    gaps = []
+    for text, labels in zip(task.train.ids, task.train.labels, strict=True):
+        questions, pairs = JOINED[kind](text)
+        assert len(pairs) == (6 if kind == "associative" else 1)
+        asked = {int(place): value for _, value, place in questions.values()}
+        assert {int(p): int(labels[p]) for p in np.flatnonzero(labels != -100)} == asked
+        assert len(asked) == (4 if kind == "associative" else 1)
+        gaps += [place - start for start, _, place in questions.values()]
+    gaps = np.array(gaps)
+    assert abs(gaps).min() >= least
+    assert 0.2 < (gaps > 0).mean() < 0.8
+    assert task.train.ids.max() < task.vocabulary
+    again = MAKE[kind](300, 20, 20, seed=5, **options)
+    assert (again.train.ids == task.train.ids).all()
+
+
 def answers_of(kind, part):
     """Every question that a reader finds, after a check against the labels."""
     found = []
