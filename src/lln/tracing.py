@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 
 # Whether ``torch.compile`` or ``torch.export`` is tracing the call.
 is_compiling = torch.compiler.is_compiling
@@ -64,6 +65,14 @@ def is_watched(tensor: Tensor) -> bool:
 def is_moded() -> bool:
     """Whether a dispatch or function mode of PyTorch is active in this thread."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def is_untraced_on_cpu(*sides: object) -> bool:
+    """Whether all tensors among these lie on a CPU, with readable numbers, and nobody traces."""
+    if is_compiling() or is_moded() or forward_ad._current_level >= 0:
+        return False
+    tensors = [side for side in sides if isinstance(side, Tensor)]
+    return all(side.device.type == "cpu" and has_values(side) for side in tensors)
 
 
 def is_capturing() -> bool:

@@ -26,7 +26,7 @@ def walks(monkeypatch):
 
 def by_scan(monkeypatch, attend):
     with monkeypatch.context() as without:
-        without.setattr(causal, "may_walk", lambda *sides: False)
+        without.setattr(causal, "is_untraced_on_cpu", lambda *sides: False)
         return attend()
 
 
@@ -148,7 +148,7 @@ def test_gradients(tokens, masked, walks, monkeypatch):
     found = gradients(*call, "eager", torch.float32, key_mask=mask)
     assert all(walked is not None for walked in walks)
     with monkeypatch.context() as without:
-        without.setattr(causal, "may_walk", lambda *sides: False)
+        without.setattr(causal, "is_untraced_on_cpu", lambda *sides: False)
         plain = gradients(*call, "eager", torch.float32, key_mask=mask)
     size = max(side.abs().max().item() for side in expected[:3])
     wide = [side.double() for side in inputs]

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.eager.causal_walk import Inputs, WalkedAttention, may_walk, walk
+from lln.eager.causal_walk import Inputs, WalkedAttention, walk
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift, whole_parts
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise
-from lln.tracing import has_values, is_compiling
+from lln.tracing import has_values, is_compiling, is_untraced_on_cpu
 
 CHUNK = 64
 LEAF = 8
@@ -80,7 +80,7 @@ def causal_attention(
             centroid ``[B, H, D, E]``.
     """
     inputs = Inputs(query, key, value, alpha, beta, key_mask)
-    if before is None and may_walk(*inputs):
+    if before is None and is_untraced_on_cpu(*inputs):
         walked = walk(inputs, GUARD[query.dtype])
         if walked is not None:
             return WalkedAttention.apply(*inputs, walked, _scanned)

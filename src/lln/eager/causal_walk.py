@@ -21,22 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lln.eager.summary import LOG_ZERO, key_exponents
-from lln.tracing import has_values, is_batched, is_compiling, is_moded
+from lln.tracing import is_batched
 
 CHUNK = 64
 # So many chunks' states are summed before they join the sum of all: fewer roundings in a row.
 SPAN = 32
-
-
-def may_walk(*sides: object) -> bool:
-    """Whether a call runs on a CPU, with numbers that can be read and nobody that traces it."""
-    if is_compiling() or is_moded() or forward_ad._current_level >= 0:
-        return False
-    tensors = [side for side in sides if isinstance(side, Tensor)]
-    return all(side.device.type == "cpu" and has_values(side) for side in tensors)
 
 
 class Walked(NamedTuple):

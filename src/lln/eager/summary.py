@@ -26,7 +26,7 @@ from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.precision import accumulation_dtype, without_autocast
 from lln.printing import brief
-from lln.tracing import values_are_readable
+from lln.tracing import is_untraced_on_cpu, values_are_readable
 
 # Stands for log 0. Finite, because −inf − (−inf) is NaN in the gradient of a fully masked head.
 LOG_ZERO = -1e30
@@ -53,33 +53,38 @@ def key_exponents(
     return torch.where(keep, exponent, LOG_ZERO), torch.where(keep, value, 0.0)
 
 
-def summarise(exponent: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def summarise(exponent: Tensor, value: Tensor, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
     """Log-masses L ``[..., D]`` and centroids C ``[..., D, E]`` of keys and values.
 
     Args:
         exponent: β·k, ``[..., S, D]``.
         value: ``[..., S, E]``.
+        overwrite: Whether nobody else needs the exponents, so that their memory is used again.
     """
     if exponent.shape[-2] == 0:
         log_mass = exponent.new_full((*exponent.shape[:-2], exponent.shape[-1]), LOG_ZERO)
         return log_mass, exponent.mT @ value
     peak = exponent.detach().amax(-2, keepdim=True)
     # In place, because allocating a new tensor costs more than computing its entries.
-    weight = (exponent - peak).exp_()
+    weight = (exponent.sub_(peak) if overwrite else exponent - peak).exp_()
     mass = weight.sum(-2, keepdim=True)
     centroid = (weight.mT @ value) / mass.mT
     return (peak + mass.log()).squeeze(-2), centroid
 
 
-def read(exponent: Tensor, log_mass: Tensor, centroid: Tensor) -> Tensor:
+def read(
+    exponent: Tensor, log_mass: Tensor, centroid: Tensor, *, overwrite: bool = False
+) -> Tensor:
     """Every query's softmax over the slots, applied to the centroids: ``[..., T, E]``.
 
     Args:
         exponent: α·q, ``[..., T, D]``.
         log_mass: ``[..., D]``.
         centroid: ``[..., D, E]``.
+        overwrite: Whether nobody else needs the exponents, so that their memory is used again.
     """
-    return (exponent + log_mass.unsqueeze(-2)).softmax(-1) @ centroid
+    row = log_mass.unsqueeze(-2)
+    return (exponent.add_(row) if overwrite else exponent + row).softmax(-1) @ centroid
 
 
 def merge(
@@ -110,7 +115,8 @@ def summarise_heads(
         scale = group_heads(scale.reshape(-1, beta_heads, 1, 1), heads)
         key, value = key.unsqueeze(2), value.unsqueeze(2)
         token_mask = None if token_mask is None else token_mask.unsqueeze(1)
-    log_mass, centroid = summarise(*key_exponents(key, value, scale, token_mask))
+    exponent, value = key_exponents(key, value, scale, token_mask)
+    log_mass, centroid = summarise(exponent, value, overwrite=is_untraced_on_cpu(exponent))
     if grouped:
         return log_mass.flatten(1, 2), centroid.flatten(1, 2)
     return log_mass, centroid
@@ -121,11 +127,14 @@ def read_heads(query: Tensor, alpha: float | Tensor, log_mass: Tensor, centroid:
     dtype, slots = log_mass.dtype, log_mass.shape[1]
     scale = alpha.to(dtype) if isinstance(alpha, Tensor) else alpha
     if query.shape[1] == slots:
-        return read(query.to(dtype) * scale, log_mass, centroid).to(query.dtype)
+        exponent = query.to(dtype) * scale
+        overwrite = is_untraced_on_cpu(exponent)
+        return read(exponent, log_mass, centroid, overwrite=overwrite).to(query.dtype)
     if isinstance(scale, Tensor) and scale.dim() > 2:
         scale = group_heads(scale.reshape(-1, scale.shape[-3], 1, 1), slots)
     exponent = group_heads(query.to(dtype), slots) * scale
-    out = read(exponent, log_mass.unsqueeze(2), centroid.unsqueeze(2))
+    overwrite = is_untraced_on_cpu(exponent)
+    out = read(exponent, log_mass.unsqueeze(2), centroid.unsqueeze(2), overwrite=overwrite)
     return out.flatten(1, 2).to(query.dtype)
 
 
