@@ -195,7 +195,7 @@ def test_a_target_missed_on_held_out_data_is_said_with_the_fix(sharp, text):
         found = quality(sharp(**unseen), before, unseen)
     assert found < 0.99 <= report.target.quality
     note = (
-        f"the target 0.99 is missed on held-out data ({found:.4f}): calibrate on more text, or "
+        f"the target 0.99 is missed on held-out data ({found:.4f}): calibrate on more data, or "
         "set a higher target."
     )
     assert report.target.notes() == [note]

@@ -31,7 +31,7 @@ from lln.integrations import streaming
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.kept_softmax import softmax
-from lln.integrations.masks import check_mask
+from lln.integrations.mask_kinds import check_mask
 from lln.integrations.packed_batches import boundaries, inside_sequences
 from lln.integrations.settings import Settings
 from lln.integrations.sharded_call import attend_sharded, ranks_of

@@ -27,7 +27,8 @@ from lln.integrations.attached import AttachedHeads, attached_to
 from lln.integrations.attend import observed
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import Conversion, relative_change
-from lln.integrations.model_state import evaluating, undone_on_error
+from lln.integrations.eval_mode import evaluating
+from lln.integrations.model_state import undone_on_error
 from lln.integrations.own_attention import refuse_own_attention
 from lln.integrations.settings import (
     ATTENTIONS,
@@ -165,7 +166,10 @@ def convert(
         report = Conversion(attention, statistics, surgeon.reports)
         if target is not None:
             surgeon.write_settings()
-            search = TargetSearch(model, surgeon.tried, target, inputs, outputs, unseen, on_step)
+            search = TargetSearch(
+                lambda inputs: model(**inputs),
+                surgeon.tried, target, inputs, outputs, unseen, on_step,
+            )  # fmt: skip
             report.target, report.layers = search.run()
         surgeon.write_settings()
         found, expected = _prove(model, inputs, surgeon), _output(outputs)

@@ -15,7 +15,6 @@ from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attach, attached_to
 from lln.integrations.attention_call import AttentionCall
-from lln.integrations.attention_cost import AttentionShape
 from lln.integrations.conversion_report import LayerReport
 from lln.integrations.fitted_layer import fit_layer
 from lln.integrations.kept_softmax import softmax
@@ -84,10 +83,9 @@ class Surgeon:
     ) -> None:
         """Fit a module with every number of keys, for a search to choose from."""
         assert self.on_layer is not None
-        shape = AttentionShape.of(replace(call, settings=self.settings))
-        layer = TriedLayer(stays.name, call.module, shape, call.key.shape[2], stays)
+        own = replace(call, settings=self.settings)
+        layer = TriedLayer.of(own, stays)
         if is_wanted:
-            own = replace(call, settings=self.settings)
             layer.fit(lambda keys: self._heads_for(call, keys), own, softmax_out)
         layer.take(None)
         self.tried.append(layer)
