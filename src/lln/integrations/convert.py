@@ -62,6 +62,7 @@ def convert(
     keys: int = 64,
     select: str = "block",
     group_size: int | None = None,
+    convolution: int = 0,
     sliding_window: str = "refuse",
     momentum: float = 0.1,
     impl: str = "auto",
@@ -96,6 +97,9 @@ def convert(
         keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
         select: How they are chosen (see `lln.choose_keys`).
         group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        convolution: Tokens under a depthwise convolution of the values, added to the output of
+            every converted layer: an odd number, 0 = none. It starts at zero and changes nothing
+            until it is trained, as by `lln.integrations.recover`. For encoders.
         sliding_window: What to do with layers that have one: ``"refuse"``, or ``"softmax"`` to
             leave them as they are.
         momentum: Of ``"running"``.
@@ -146,6 +150,7 @@ def convert(
         keys=keys,
         select=select,
         group_size=group_size,
+        convolution=convolution,
         offset=kept_offset(attention, statistics, calibrate is not None),
         sliding_window=sliding_window,
         impl=impl,
@@ -216,7 +221,8 @@ def _earlier(model: PreTrainedModel) -> Settings | None:
 
 def _is_worth_keeping(settings: Settings) -> bool:
     """Whether a conversion left something in the model that another one would drop."""
-    return settings.statistics != "sample" or isinstance(settings.mix, str)
+    trained = isinstance(settings.mix, str) or settings.convolution > 0
+    return settings.statistics != "sample" or trained
 
 
 def _switch(model: PreTrainedModel, attention: str) -> None:

@@ -144,6 +144,12 @@ class Surgeon:
     def _heads_for(self, call: AttentionCall, keys: int | None = None) -> AttachedHeads:
         """α, β and join of one attention module, not fitted yet."""
         heads, width = call.query.shape[1], call.query.shape[3]
+        if self.settings.convolution and (call.is_causal or self.model.config.is_encoder_decoder):
+            raise InvalidInputError(
+                f"convolution does not take {type(self.model).__name__}: a causal model's cache "
+                "would have to keep the last values, and cross attention has no neighbours; leave "
+                "it 0."
+            )
         if self.settings.statistics == "sample" and call.is_causal:
             raise InvalidInputError(
                 f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "

@@ -60,6 +60,7 @@ def convert(
     keys: int = 64,
     select: str = "block",
     group_size: int | None = None,
+    convolution: int = 0,
     momentum: float = 0.1,
     impl: str = "auto",
     verbose: bool = False,
@@ -88,6 +89,8 @@ def convert(
         keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
         select: How they are chosen (see `lln.choose_keys`).
         group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        convolution: Tokens under a depthwise convolution of the values, an odd number, 0 = none. It
+            starts at zero and changes nothing until it is trained.
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         verbose: Whether to print the table too.
@@ -125,6 +128,7 @@ def convert(
         keys=keys,
         select=select,
         group_size=group_size,
+        convolution=convolution,
         offset=kept_offset(attention, statistics, calibrate is not None),
         impl=impl,
         attached=True,
