@@ -12,10 +12,13 @@ from lln.cli import model_commands
 from lln.errors import CalibrationWarning, InvalidInputError
 from lln.integrations import target as target_module
 from lln.integrations.attached import AttachedHeads, KeptSoftmax
+from lln.integrations.attention_call import AttentionCall
 from lln.integrations.attention_cost import LENGTHS, measure_calls
 from lln.integrations.convert import convert
 from lln.integrations.output_quality import quality
 from lln.integrations.recover import recover
+from lln.integrations.settings import Settings
+from lln.integrations.target import ladder_of
 from lln.integrations.target_report import REPORT_FILE
 
 NAMES = [f"encoder.layer.{index}.attention.self" for index in range(3)]
@@ -192,7 +195,7 @@ def test_a_target_missed_on_held_out_data_is_said_with_the_fix(sharp, text):
         found = quality(sharp(**unseen), before, unseen)
     assert found < 0.99 <= report.target.quality
     note = (
-        f"the target 0.99 is missed on held-out data ({found:.4f}): calibrate on more text, or "
+        f"the target 0.99 is missed on held-out data ({found:.4f}): calibrate on more data, or "
         "set a higher target."
     )
     assert report.target.notes() == [note]
@@ -212,6 +215,31 @@ def test_short_batches_are_noted(sharp, text):
     report = convert(sharp, target=0.9, calibrate=text(40))
     assert set(report.target.choice.values()) == {0}
     assert "calibrate at the length the model will read" in report.target.notes()[0]
+
+
+def test_the_ladder_ends_with_the_first_number_that_is_all(sharp):
+    """By block those outside, fewer than tokens; two lists overlap, so that all is every token."""
+    for tokens, by_block, by_query in (
+        (16, (0,), (0, 16)),
+        (20, (0, 16), (0, 16, 32)),
+        (24, (0, 16), (0, 16, 32)),
+        (90, (0, 16, 32, 64), (0, 16, 32, 64, 128)),
+        (300, (0, 16, 32, 64, 128, 256), (0, 16, 32, 64, 128, 256)),
+    ):
+        sides = torch.randn(3, 1, 2, tokens, 4)
+        for select, expected in (("block", by_block), ("query", by_query), ("half", by_query)):
+            settings = Settings(block_size=8, select=select)
+            call = AttentionCall(sharp, "lln_keys", settings, None, *sides)
+            assert ladder_of(call) == expected, (tokens, select)
+
+
+def test_by_query_as_many_keys_as_tokens_are_offered_and_exact(sharp, text):
+    report = convert(sharp, target=0.999999, calibrate=text(20), block_size=8, select="query")
+    errors = [layer.errors for layer in report.target.layers]
+    assert all(list(of_layer) == [0, 16, 32] for of_layer in errors)
+    assert all(of_layer[16] > 1e-3 and of_layer[32] < 1e-5 for of_layer in errors)
+    assert report.target.quality >= 0.999999
+    assert None not in report.target.choice.values()
 
 
 def test_steps_are_told(sharp, text):

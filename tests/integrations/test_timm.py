@@ -155,8 +155,10 @@ def test_refusals(images):
         convert(nn.Conv2d(3, 4, 3), verbose=False)
     with pytest.raises(InvalidInputError, match="needs calibrate="):
         convert(Vision(), statistics="learned", verbose=False)
-    with pytest.raises(UnexpectedArgumentError, match="has no argument 'target'"):
-        convert(Vision(), "lln_keys", target=0.99, calibrate=images)
+    with pytest.raises(UnexpectedArgumentError, match="has no argument 'sliding_window'"):
+        convert(Vision(), "lln_keys", sliding_window="softmax")
+    with pytest.raises(InvalidInputError, match=r"calibrate must be a tensor .* got dict"):
+        convert(Vision(), calibrate={"pixel_values": images})
     model = Vision()
     model.blocks[0].fused_attn = False
     with pytest.raises(UnsupportedModelError, match="set_fused_attn"):

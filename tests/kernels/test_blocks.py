@@ -153,12 +153,6 @@ def test_dropped_keys_keep_the_mean():
     assert not torch.equal(draws[0], draws[1])
 
 
-def test_registration():
-    inputs = make_qkv(1, 2, 20, 16, device=DEVICE, requires_grad=True)
-    arguments = (*inputs, None, 16, 0.25, False)
-    torch.library.opcheck(torch.ops.lln.attend_blocks.default, arguments)
-
-
 @pytest.mark.slow
 def test_compiles_whole_with_dynamic_shapes():
     attend = partial(lln.block_diagonal_attention, block_size=16, impl="triton")

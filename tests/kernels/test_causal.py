@@ -155,13 +155,6 @@ def test_compiles_whole():
     check_compiled(partial(lln.lln_attention, **options), 1, 2, (20, 30))
 
 
-def test_registration():
-    inputs = make_qkv(1, 2, 20, 16, device=DEVICE, requires_grad=True)
-    absent = (None,) * 5
-    numbers = (2.0, 2.0, 0.5, 0, 0.25, 0.0, 0, True, 0)
-    torch.library.opcheck(torch.ops.lln.attend_saving.default, (*inputs, *absent, *numbers))
-
-
 def test_bit_equal_over_repetitions(walks):
     tokens = 300 if ON_GPU else 40
     inputs = make_qkv(2, 1, tokens, 16, device=DEVICE, requires_grad=True)

@@ -75,10 +75,3 @@ def test_gradients_take_the_plain_form():
     out = lln.decode_step(query, key, value, summary, alpha=2.0, impl="eager")
     (gradient,) = torch.autograd.grad(out.sum(), value)
     torch.testing.assert_close(gradient, torch.ones_like(gradient))
-
-
-def test_registration():
-    query, key, value = make_qkv(1, 2, 1, 16, device=DEVICE)
-    state = lln.KeySummary.of(key, value, 2.0)
-    arguments = (query, key, value, state.log_mass, state.centroid, None, None, 2.0, 2.0)
-    torch.library.opcheck(torch.ops.lln.decode.default, arguments)

@@ -247,15 +247,6 @@ def test_dropout_drops_whole_keys_and_its_gradient_agrees(way):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 
 
-def test_registration():
-    inputs = make_qkv(1, 2, 20, 16, device=DEVICE, requires_grad=True)
-    absent = (None,) * 5
-    numbers = (2.0, 2.0, 0.5, 16, 0.25, 0.0, 0, False, 0)
-    torch.library.opcheck(torch.ops.lln.attend_saving.default, (*inputs, *absent, *numbers))
-    plain = [t.detach() for t in inputs]
-    torch.library.opcheck(torch.ops.lln.attend.default, (*plain, *absent, *numbers))
-
-
 def test_compiles_whole_with_dynamic_shapes():
     check_compiled(partial(lln.lln_diag_attention, block_size=16, impl="triton"), 2, 3, (40, 50))
 

@@ -106,19 +106,6 @@ def test_masked_queries_have_no_effect():
     assert bool(grad.isfinite().all())
 
 
-def test_operators_are_well_formed():
-    sides = inputs_of(torch.float32, queries=9, keys=11)
-    beta = torch.ones(1, 2, 1, 1, device=DEVICE, requires_grad=True)
-    key, value = (sides[name].requires_grad_() for name in ("key", "value"))
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.lln.summarise, (key, value, beta, None, 1.0), test_utils=checks)
-    summary = [side.detach() for side in fused_summary(key, value, beta, None, 64)]
-    query = sides["query"].requires_grad_()
-    torch.library.opcheck(
-        torch.ops.lln.read_summary, (query, beta, *summary, None, 1.0), test_utils=checks
-    )
-
-
 def test_a_compiler_sees_operators_and_gets_the_same():
     sides = inputs_of(torch.float32, queries=20, keys=60)
     temperatures = [torch.full((1, 2, 1, 1), number, device=DEVICE) for number in (1.1, 0.9)]

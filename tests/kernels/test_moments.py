@@ -79,9 +79,3 @@ def test_cross_attention_and_empty_sequences():
         alpha, beta = match_inputs(query, key, "variance", None, "triton")
         assert torch.equal(alpha, torch.ones_like(alpha))
         assert torch.equal(beta, torch.ones_like(beta))
-
-
-def test_registration():
-    query, key, _ = make_qkv(1, 2, 20, 16, device=DEVICE)
-    arguments = (query, key, None, None, "variance", 0)
-    torch.library.opcheck(torch.ops.lln.match.default, arguments)

@@ -837,3 +837,7 @@ def test_cores_are_built_on_the_meta_device(statistics):
     with torch.device("meta"):
         core = lln.LLNDiagCore(HEADS, D, statistics=statistics, join="gate")
     assert all(tensor.is_meta for tensor in (*core.parameters(), *core.buffers()))
+
+
+def test_operator_that_asks_for_the_backward_is_well_formed():
+    torch.library.opcheck(torch.ops.lln.inside_backward.default, (torch.randn(3),))

@@ -41,3 +41,10 @@ def test_lengths_of_other_ranks_are_refused(group):
     sides = torch.randn(3, 1, 2, 6, 4)
     with pytest.raises(lln.InvalidInputError, match="lengths must have"):
         lln.parallel.lln_attention(*sides, group=group, lengths=[6, 6])
+
+
+def test_operators_are_well_formed(group):
+    rows = torch.randn(3, 2, requires_grad=True)
+    name = group.group_name
+    torch.library.opcheck(torch.ops.lln.gather_ranks.default, (rows, 1, name, "gathering"))
+    torch.library.opcheck(torch.ops.lln.exchange_rows.default, (rows, [3], [3], name, "sending"))

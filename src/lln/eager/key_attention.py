@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
 from lln.eager.key_inference import attend_without_gradients, fits_inference
+from lln.eager.masked_keys import attend_masked, fits_mask
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift
 from lln.eager.selection import seen_keys
@@ -65,6 +66,7 @@ def attend_keys(
     key_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
+    are_seen: bool = False,
 ) -> Tensor:
     """The attention above: ``[B, H, T, E]``.
 
@@ -82,11 +84,20 @@ def attend_keys(
         key_mask: bool ``[B, T]``, True = attend.
         is_causal: Whether row i sees keys 0 … i only.
         scale: Factor of the scores; None = 1/√D.
+        are_seen: Whether indices hold only keys that a group may see, so that none is left out.
     """
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
+    seen = indices >= 0
+    if not are_seen:
+        seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
     share = log_share(seen, blocks, group_size, key_mask, is_causal, query.dtype)
     sides = (query, key, value, alpha, *slots, offset)
+    sizes = {"indices": indices, "blocks": blocks, "slots": slots[0], "group_size": group_size}
+    if not is_causal and fits_mask(*sides, **sizes, scale=factor):
+        return attend_masked(
+            query, key, value, alpha, slots, share + offset, indices, seen, blocks,
+            key_mask=key_mask, scale=factor,
+        )  # fmt: skip
     if fits_inference(*sides, scale=factor, is_causal=is_causal):
         return attend_without_gradients(
             query, key, value, alpha, slots, share + offset, indices, seen, blocks,

@@ -84,7 +84,10 @@ def exact_keys(
     key_mask: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Attention over own block, chosen keys and slots, in the dtype of query."""
+    """Attention over own block, chosen keys and slots, in the dtype of query.
+
+    Indices hold only keys that a group may see, or -1.
+    """
     sides = (query, key, value, alpha, beta, offset, indices, key_mask)
     return _run(_exact_keys, sides, key_mask, _KEYS_AXES, options)
 
@@ -254,9 +257,8 @@ def _exact_keys(
     else:
         slots = slots_of_heads(grouped_key, grouped_value, beta, key_mask, heads)
     options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
-    return attend_keys(
-        query, key, value, alpha, slots, offset, indices, blocks, group_size=group_size, **options
-    )
+    options |= {"group_size": group_size, "are_seen": True}
+    return attend_keys(query, key, value, alpha, slots, offset, indices, blocks, **options)
 
 
 def _earlier_blocks(query: Tensor, key_mask: Tensor | None, block_size: int) -> Tensor:

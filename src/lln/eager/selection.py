@@ -73,12 +73,16 @@ def choose(
 
 def drop_repeats(indices: Tensor) -> Tensor:
     """Sort the keys of every group, ``[..., K]``, and put -1, at the end, for repeated ones."""
-    last = torch.iinfo(indices.dtype).max
-    ordered = torch.where(indices < 0, last, indices).sort(-1).values
-    repeated = torch.zeros_like(ordered, dtype=torch.bool)
-    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-    ordered = torch.where(repeated, last, ordered).sort(-1).values
-    return torch.where(ordered == last, -1, ordered)
+    # No sequence is as long, and short numbers are sorted sooner.
+    last = torch.iinfo(torch.int32).max
+    ordered = torch.where(indices < 0, last, indices).to(torch.int32).sort(-1).values
+    kept = ordered != last
+    kept[..., 1:] &= ordered[..., 1:] != ordered[..., :-1]
+    # Those that stay move up; what they leave goes to one place more, which is cut off.
+    size = indices.shape[-1]
+    place = torch.where(kept, kept.cumsum(-1) - 1, size)
+    found = indices.new_full((*indices.shape[:-1], size + 1), -1)
+    return found.scatter(-1, place, ordered.to(indices.dtype))[..., :size]
 
 
 def seen_keys(
@@ -88,17 +92,20 @@ def seen_keys(
 
     Not missing, not masked, of the same sequence, outside the block, and earlier if causal.
     """
-    batch, tokens = blocks.home.shape
-    sample = torch.arange(batch, device=indices.device)[:, None, None, None]
+    tokens = blocks.home.shape[1]
     known = indices.clamp(0, max(tokens - 1, 0))
-    home = blocks.home[sample, known]
+
+    def of_keys(side: Tensor) -> Tensor:
+        return side.expand(indices.shape[0], -1).gather(1, known.flatten(1)).view(known.shape)
+
+    home = of_keys(blocks.home)
     rows = blocks.place.shape[2] // group_size
     block = torch.arange(indices.shape[2], device=indices.device) // rows
     first, last = blocks.first[block][:, None], blocks.last[block][:, None]
     block = block[:, None]
     seen = (indices >= 0) & (indices < tokens) & (home >= first) & (home <= last)
     seen = seen & (home < block if is_causal else home != block)
-    return seen if key_mask is None else seen & key_mask[sample, known]
+    return seen if key_mask is None else seen & of_keys(key_mask)
 
 
 def _by_mean(

@@ -24,12 +24,13 @@ from lln.nn.offsets import (
     numbers_of_call,
 )
 from lln.nn.temperatures import FixedTemperatures
+from lln.nn.value_convolution import ValueConvolution
 
 # The name of the submodule in every converted attention module.
 ATTRIBUTE = "lln"
 
 # Settings that are built into `AttachedHeads`: changing them in the configuration does nothing.
-_BUILT_IN = ("matching", "statistics", "momentum", "mix", "offset")
+_BUILT_IN = ("matching", "statistics", "momentum", "mix", "offset", "convolution")
 
 
 class KeptSoftmax(nn.Module):
@@ -42,6 +43,8 @@ class KeptSoftmax(nn.Module):
 
 class AttachedHeads(LLNDiagCore):
     """α, β and join of one attention module; with exact keys α, β and the offset.
+
+    With a convolution also its filter, which changes nothing before it is trained.
 
     Args:
         attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
@@ -87,6 +90,8 @@ class AttachedHeads(LLNDiagCore):
         if keys is not None:
             checks.check_count("keys", keys, 0)
         self.keys = keys
+        size, channels = settings.convolution, num_heads * value_dim
+        self.convolution = ValueConvolution(channels, size, device=device) if size else None
         self.fixed_mix = None if isinstance(settings.mix, str) else settings.mix
         # Without weights to load, attention must fail, not run at a made-up temperature.
         unknown = [*self.statistics.parameters(), *self.statistics.buffers()] if kept else []
@@ -172,6 +177,14 @@ class AttachedHeads(LLNDiagCore):
     def weight(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:
         """The weight of the LLN part, for joins that have one; broadcasts to ``[B, H, T, E]``."""
         return self._mix(query, key_mask) if self.fixed_mix is None else self.fixed_mix
+
+    def neighbours(self, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        """What the convolution adds to the output, ``[B, H, T, E]``, from ``[B, Hk, T, E]``."""
+        assert self.convolution is not None
+        shared = self.num_heads // value.shape[1]
+        flat = value.repeat_interleave(shared, 1).transpose(1, 2).flatten(2)
+        added = self.convolution(flat, key_mask)
+        return added.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AttachedHeads:
         """Follow the model to another device, but keep fixed α, β and offsets in float32."""

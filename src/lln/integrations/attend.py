@@ -31,7 +31,7 @@ from lln.integrations import streaming
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.kept_softmax import softmax
-from lln.integrations.masks import check_mask
+from lln.integrations.mask_kinds import check_mask
 from lln.integrations.packed_batches import boundaries, inside_sequences
 from lln.integrations.settings import Settings
 from lln.integrations.sharded_call import attend_sharded, ranks_of
@@ -161,6 +161,29 @@ def forward(
 
 
 def attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
+    """What a module answers, the convolution of its values included: ``[B, H, T, E]``."""
+    return _with_neighbours(call, _attend(call, past))
+
+
+def _with_neighbours(call: AttentionCall, out: Tensor) -> Tensor:
+    """Add the convolution of the values, if the module has one."""
+    if call.heads is None or call.heads.convolution is None:
+        return out
+    problem = None
+    if call.is_causal:
+        problem = "a causal call, whose cache would have to keep them"
+    elif call.cu_seqlens is not None:
+        problem = "packed sequences; pad them, one sequence per row"
+    elif call.query.shape[2] != call.key.shape[2]:
+        problem = "cross attention"
+    if problem is not None:
+        raise InvalidInputError(
+            f"convolution adds the values of neighbouring tokens and does not take {problem}."
+        )
+    return out + call.heads.neighbours(call.value, call.key_mask).to(out.dtype)
+
+
+def _attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
     """LLN attention, alone, with diagonal blocks or with exact keys: ``[B, H, T, E]``."""
     if call.window is not None:
         raise UnsupportedModelError(
@@ -298,6 +321,6 @@ def _attend_with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
         )
     unit = torch.eye(call.key.shape[2], dtype=call.value.dtype, device=call.value.device)
     value = torch.cat([call.value, unit.expand(*call.key.shape[:2], -1, -1)], dim=-1)
-    both = attend(replace(call, value=value))
+    both = _attend(replace(call, value=value))
     out, weights = both.split([call.value.shape[3], unit.shape[0]], dim=-1)
-    return out, weights
+    return _with_neighbours(call, out), weights

@@ -27,7 +27,8 @@ from lln.integrations.attached import AttachedHeads, attached_to
 from lln.integrations.attend import observed
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import Conversion, relative_change
-from lln.integrations.model_state import evaluating, undone_on_error
+from lln.integrations.eval_mode import evaluating
+from lln.integrations.model_state import undone_on_error
 from lln.integrations.own_attention import refuse_own_attention
 from lln.integrations.settings import (
     ATTENTIONS,
@@ -61,6 +62,7 @@ def convert(
     keys: int = 64,
     select: str = "block",
     group_size: int | None = None,
+    convolution: int = 0,
     sliding_window: str = "refuse",
     momentum: float = 0.1,
     impl: str = "auto",
@@ -95,6 +97,9 @@ def convert(
         keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
         select: How they are chosen (see `lln.choose_keys`).
         group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        convolution: Tokens under a depthwise convolution of the values, added to the output of
+            every converted layer: an odd number, 0 = none. It starts at zero and changes nothing
+            until it is trained, as by `lln.integrations.recover`. For encoders.
         sliding_window: What to do with layers that have one: ``"refuse"``, or ``"softmax"`` to
             leave them as they are.
         momentum: Of ``"running"``.
@@ -145,6 +150,7 @@ def convert(
         keys=keys,
         select=select,
         group_size=group_size,
+        convolution=convolution,
         offset=kept_offset(attention, statistics, calibrate is not None),
         sliding_window=sliding_window,
         impl=impl,
@@ -165,7 +171,10 @@ def convert(
         report = Conversion(attention, statistics, surgeon.reports)
         if target is not None:
             surgeon.write_settings()
-            search = TargetSearch(model, surgeon.tried, target, inputs, outputs, unseen, on_step)
+            search = TargetSearch(
+                lambda inputs: model(**inputs),
+                surgeon.tried, target, inputs, outputs, unseen, on_step,
+            )  # fmt: skip
             report.target, report.layers = search.run()
         surgeon.write_settings()
         found, expected = _prove(model, inputs, surgeon), _output(outputs)
@@ -212,7 +221,8 @@ def _earlier(model: PreTrainedModel) -> Settings | None:
 
 def _is_worth_keeping(settings: Settings) -> bool:
     """Whether a conversion left something in the model that another one would drop."""
-    return settings.statistics != "sample" or isinstance(settings.mix, str)
+    trained = isinstance(settings.mix, str) or settings.convolution > 0
+    return settings.statistics != "sample" or trained
 
 
 def _switch(model: PreTrainedModel, attention: str) -> None:

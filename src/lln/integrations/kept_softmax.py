@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.integrations.attention_call import AttentionCall
-from lln.integrations.masks import is_packed
+from lln.integrations.mask_kinds import is_packed
 from lln.integrations.packed_batches import numbered
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lln.errors import InvalidInputError
@@ -81,24 +80,6 @@ def slicing_mask(
         # The layer knows its window, and refuses or applies it.
         return _sliced(attention_mask, kv_length)
     raise InvalidInputError(_UNKNOWN_PATTERN)
-
-
-def check_mask(mask: object) -> Tensor | None:
-    """Refuse masks that are not ours."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        seen = f"{mask.dim()}-D" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InvalidInputError(
-            f"attention_mask is {seen}: LLN attention never forms the N×N scores that such a mask "
-            "belongs to; pass a 2-D [B, S] padding mask."
-        )
-    return mask
-
-
-def is_packed(mask: Tensor | None) -> bool:
-    """Whether a mask numbers packed sequences."""
-    return mask is not None and mask.dtype == torch.int64
 
 
 def _sliced(attention_mask: Tensor | None, kv_length: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What a conversion changes about a model for a while, and how it is put back."""
+"""What a conversion changes about a Hugging Face model, and how it is put back if it fails."""
 
 from __future__ import annotations
 
@@ -6,30 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
 from lln.integrations.attached import ATTRIBUTE, AttachedHeads, KeptSoftmax, attached_to
 from lln.integrations.transformers import remember_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Eval mode without gradients, and back."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in model.modules():
-            module.training = training.get(module, model.training)
-        for module in model.modules():
-            attached = attached_to(module)
-            if attached is not None:
-                attached.train(module.training)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.integrations.recovery_loss import mask_of, mean_hidden
+from lln.integrations.valid_tokens import mask_of, mean_hidden
 
 _HIDDEN = "last_hidden_state"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lln.errors import InvalidInputError
-from lln.integrations.masks import is_packed
+from lln.integrations.mask_kinds import is_packed
 from lln.tracing import values_are_readable
 
 

@@ -15,6 +15,7 @@ from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attached import AttachedHeads
 from lln.integrations.conversion_report import relative_change
 from lln.integrations.transformers import find_module
+from lln.integrations.valid_tokens import mask_of, mean_hidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -194,12 +195,6 @@ def ready(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Any]:
     return clean
 
 
-def mask_of(inputs: dict[str, Any], like: Tensor) -> Tensor | None:
-    """The valid tokens, if the tensor has as many."""
-    mask = inputs.get("attention_mask")
-    return mask.bool() if mask is not None and mask.shape == like.shape[:2] else None
-
-
 def relative_error(found: Tensor, expected: Tensor, mask: Tensor | None) -> Tensor:
     """Squared error over the valid tokens, relative to the size of what is expected."""
     found, expected = found.float(), expected.float()
@@ -216,14 +211,6 @@ def divergence(found: Tensor, expected: Tensor, mask: Tensor | None) -> Tensor:
     return F.kl_div(
         found.flatten(0, -2), expected.flatten(0, -2), reduction="batchmean", log_target=True
     )
-
-
-def mean_hidden(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the valid tokens, ``[B, width]``."""
-    if mask is None:
-        return hidden.mean(1)
-    weight = mask.unsqueeze(-1).to(hidden.dtype)
-    return (hidden * weight).sum(1) / weight.sum(1).clamp_min(1)
 
 
 def first(outputs: Any) -> Tensor:

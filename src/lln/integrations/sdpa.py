@@ -2,12 +2,12 @@
 
 A converted module gets a submodule ``lln`` and two hooks. Around its forward they let LLN attention
 answer ``torch.nn.functional.scaled_dot_product_attention``; projections, norms and rotary
-embeddings stay the model's own.
+embeddings stay the model's own. `lln.integrations.call_surgeon` converts whole models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,18 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
-from lln.checks.names import check_choice
-from lln.errors import InvalidInputError, UnsupportedModelError
-from lln.integrations.attached import ATTRIBUTE, AttachedHeads, attached_to, rebuild
+from lln.errors import UnsupportedModelError
+from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to, rebuild
+from lln.integrations.attached import attach as attach_heads
 from lln.integrations.attend import attend
 from lln.integrations.attention_call import AttentionCall
-from lln.integrations.conversion_report import Conversion, LayerReport, relative_change
-from lln.integrations.fitted_layer import fit_layer
-from lln.integrations.kept_softmax import softmax
-from lln.integrations.settings import ATTENTIONS, Settings
-
-Inputs = Tensor | dict[str, Tensor]
+from lln.integrations.settings import Settings
 
 
 class AnsweredHeads(AttachedHeads):
@@ -37,18 +33,13 @@ class AnsweredHeads(AttachedHeads):
         super().__init__(*args, **kwargs)
         self._modes: list[_Answer] = []
 
-    def watch(self, module: nn.Module) -> None:
-        """Answer the module's calls from now on."""
-        module.register_forward_pre_hook(self.enter)
-        module.register_forward_hook(self.leave, always_call=True)
-
-    def enter(self, module: nn.Module, inputs: Any) -> None:
+    def enter(self, module: nn.Module) -> None:
         """Before the module's forward."""
         mode = _Answer(lambda *args, **kwargs: self.answer(module, *args, **kwargs))
         mode.__enter__()
         self._modes.append(mode)
 
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(self) -> None:
         """After it, also if it failed."""
         self._modes.pop().__exit__(None, None, None)
 
@@ -115,79 +106,34 @@ def call_of(
     )
 
 
-def convert_calls(
-    model: nn.Module,
-    inputs: Inputs,
-    attention: str,
-    settings: Settings,
-    *,
-    layers: Sequence[int | str] | None = None,
-    calibrated: bool = False,
-) -> Conversion:
-    """Convert every module of a model that calls ``scaled_dot_product_attention``.
+def attach(module: nn.Module, attached: AttachedHeads | KeptSoftmax) -> list[RemovableHandle]:
+    """Let a module's attention be answered by its own submodule, in place of an earlier one.
 
-    Args:
-        model: In place.
-        inputs: What the model is run on, a tensor or keyword arguments.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
-        settings: As `lln.integrations.convert.convert` makes them.
-        layers: Numbers in the order they run, or names; None = all.
-        calibrated: Whether α and β are found on ``inputs``.
+    Returns:
+        The hooks that do so, to undo it; none if the module had them already.
     """
-    check_choice("attention", attention, ATTENTIONS)
-    if describe(model):
-        raise InvalidInputError(f"{type(model).__name__} is converted already; load it anew.")
-    seen: list[nn.Module] = []
-    fitted: dict[int, AnsweredHeads] = {}
-    report = Conversion(attention, settings.statistics)
-    names = {id(module): name for name, module in model.named_modules()}
-
-    def look(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        call = call_of(module, attention, settings, None, *args, **kwargs)
-        out = softmax(call)
-        if any(module is other for other in seen):
-            return out
-        number, name = len(seen), names[id(module)]
-        seen.append(module)
-        heads, width = call.query.shape[1], call.query.shape[3]
-        if layers is not None and number not in layers and name not in layers:
-            report.layers.append(LayerReport(name, "softmax", heads, width))
-            return out
-        own = AnsweredHeads(
-            attention, heads, width, call.value.shape[3], settings, device=call.query.device
-        )
-        own.eval()
-        report.layers.append(fit_layer(name, own, call, out, calibrated))
-        fitted[id(module)] = own
-        return out
-
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            with callers_seen(model, look):
-                expected = run(model, inputs)
-            known = [*range(len(seen)), *(names[id(module)] for module in seen)]
-            missing = [layer for layer in layers or [] if layer not in known]
-            if not seen or missing:
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} never calls scaled_dot_product_attention in "
-                    f"{missing[0] if missing else 'any module'}; nothing was converted."
-                )
-            for module in seen:
-                if id(module) in fitted:
-                    attach(module, fitted[id(module)])
-            report.moved = relative_change(run(model, inputs), expected)
-    finally:
-        model.train(training)
-    return report
+    is_watched = attached_to(module) is not None
+    attach_heads(module, attached)
+    attached.train(module.training)
+    if is_watched:
+        return []
+    return [
+        module.register_forward_pre_hook(_enter),
+        module.register_forward_hook(_leave, always_call=True),
+    ]
 
 
-def attach(module: nn.Module, heads: AnsweredHeads) -> None:
-    """Let a module's attention be answered by its own submodule."""
-    heads.train(module.training)
-    module.add_module(ATTRIBUTE, heads)
-    heads.watch(module)
+def _enter(module: nn.Module, inputs: Any) -> None:
+    # Looked up in every call, so that a copy of the module asks its own submodule.
+    heads = attached_to(module)
+    if isinstance(heads, AnsweredHeads):
+        heads.enter(module)
+
+
+def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    heads = attached_to(module)
+    if isinstance(heads, AnsweredHeads):
+        heads.leave()
 
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -211,12 +157,6 @@ def attach_described(model: nn.Module, described: dict[str, dict[str, Any]]) -> 
         heads = rebuild(entry["sizes"], Settings(**entry["settings"]), AnsweredHeads)
         if isinstance(heads, AnsweredHeads):
             attach(module, heads)
-
-
-def run(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The model's first output."""
-    outputs = model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
-    return outputs if isinstance(outputs, Tensor) else outputs[0]
 
 
 @contextmanager

@@ -88,6 +88,8 @@ class Settings:
         group_size: Queries that share them; None = a block for ``"block"``, else 1.
         offset: What puts the slots on the scale of softmax scores: a number; None = the closed
             form in every call; after `convert` also ``"fixed"`` or ``"learned"``, per head.
+        convolution: Tokens under a depthwise convolution of the values that `convert` gave every
+            module, an odd number; 0 = none.
         sliding_window: What layers with a sliding window do: ``"refuse"``, or ``"softmax"`` inside
             the window, as the model was trained.
         impl: As in `lln.lln_attention`.
@@ -107,6 +109,7 @@ class Settings:
     select: str = "block"
     group_size: int | None = None
     offset: float | str | None = None
+    convolution: int = 0
     sliding_window: str = "refuse"
     impl: str = "auto"
     attached: bool = False
@@ -128,6 +131,7 @@ class Settings:
             checks.check_block_size(self.block_size)
         checks.check_count("keys", self.keys, 0)
         check_selection(self.select, self.group_size, self.block_size or KEYS_BLOCK)
+        checks.check_count("convolution", self.convolution, 0)
         self._check_offset()
         if isinstance(self.mix, str):
             if self.mix not in LEARNED_JOINS:
@@ -163,6 +167,7 @@ class Settings:
         for name, found, stateless in (
             ("statistics", self.statistics, self.statistics in ("sample", "fixed")),
             ("mix", self.mix, not isinstance(self.mix, str)),
+            ("convolution", self.convolution, self.convolution == 0),
         ):
             if not stateless:
                 raise InvalidInputError(

@@ -95,6 +95,9 @@ def _refuse(call: AttentionCall, past: bool, weights: bool) -> None:
     elif heads is not None and call.attention == "lln_diag" and heads.join in ("scale", "heads"):
         problem = f"mix={heads.join!r} has no parallel form"
         fix = "convert with mix='ratio', 'gate' or a number"
+    elif heads is not None and heads.convolution is not None:
+        problem = "convolution needs neighbours that another rank has"
+        fix = "convert without it"
     else:
         return
     raise InvalidInputError(f"a model on several ranks cannot run here: {problem}; {fix}.")

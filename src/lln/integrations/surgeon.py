@@ -15,7 +15,6 @@ from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attach, attached_to
 from lln.integrations.attention_call import AttentionCall
-from lln.integrations.attention_cost import AttentionShape
 from lln.integrations.conversion_report import LayerReport
 from lln.integrations.fitted_layer import fit_layer
 from lln.integrations.kept_softmax import softmax
@@ -84,10 +83,9 @@ class Surgeon:
     ) -> None:
         """Fit a module with every number of keys, for a search to choose from."""
         assert self.on_layer is not None
-        shape = AttentionShape.of(replace(call, settings=self.settings))
-        layer = TriedLayer(stays.name, call.module, shape, call.key.shape[2], stays)
+        own = replace(call, settings=self.settings)
+        layer = TriedLayer.of(own, stays)
         if is_wanted:
-            own = replace(call, settings=self.settings)
             layer.fit(lambda keys: self._heads_for(call, keys), own, softmax_out)
         layer.take(None)
         self.tried.append(layer)
@@ -146,6 +144,12 @@ class Surgeon:
     def _heads_for(self, call: AttentionCall, keys: int | None = None) -> AttachedHeads:
         """α, β and join of one attention module, not fitted yet."""
         heads, width = call.query.shape[1], call.query.shape[3]
+        if self.settings.convolution and (call.is_causal or self.model.config.is_encoder_decoder):
+            raise InvalidInputError(
+                f"convolution does not take {type(self.model).__name__}: a causal model's cache "
+                "would have to keep the last values, and cross attention has no neighbours; leave "
+                "it 0."
+            )
         if self.settings.statistics == "sample" and call.is_causal:
             raise InvalidInputError(
                 f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,24 +22,27 @@ from lln.integrations.key_budget import MOST_RUNS, Choice, Trials, choose_budget
 from lln.integrations.output_quality import compared, quality
 from lln.integrations.target_report import LayerChoice, ParetoRow, TargetReport
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 # Numbers of exact keys that a layer may get.
 LADDER = (0, 16, 32, 64, 128, 256)
 
 # Called with the part of the work, the step and how many steps there are at most.
 OnStep = Callable[[str, int, int], object]
 
+# A model as a function from a batch to its outputs, whatever library it comes from.
+Run = Callable[[dict[str, Tensor]], Any]
+
+# Gives an attention module what it is to run.
+Attach = Callable[[nn.Module, AttachedHeads | KeptSoftmax], object]
+
 
 def check_target(
-    model: PreTrainedModel,
+    model: nn.Module,
     target: float | None,
     attention: str,
     statistics: str,
     keys: int,
-    calibrate: Mapping[str, Tensor] | None,
-    holdout: Mapping[str, Tensor] | None,
+    calibrate: object | None,
+    holdout: object | None,
 ) -> None:
     """Refuse a target that cannot be met or understood, in one sentence.
 
@@ -68,7 +71,7 @@ def check_target(
         raise InvalidInputError(
             f"target goes with attention 'lln_keys', whose keys it chooses, got {attention!r}."
         )
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise InvalidInputError(
             f"target does not take encoder–decoder models as {type(model).__name__}, because "
             "cross attention has no exact keys; convert the encoder by itself."
@@ -111,6 +114,7 @@ class TriedLayer:
         tokens: Length of the batch.
         fits: By keys: what to attach, and its report.
         softmax: The report if it stays softmax.
+        attach: How the module gets what was chosen.
     """
 
     name: str
@@ -118,7 +122,14 @@ class TriedLayer:
     shape: AttentionShape
     tokens: int
     softmax: LayerReport
+    attach: Attach = attach
     fits: dict[int, tuple[AttachedHeads, LayerReport]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, call: AttentionCall, softmax: LayerReport, attach: Attach = attach) -> TriedLayer:
+        """The layer that made a call, not fitted yet."""
+        shape, tokens = AttentionShape.of(call), call.key.shape[2]
+        return cls(softmax.name, call.module, shape, tokens, softmax, attach)
 
     def fit(
         self,
@@ -139,7 +150,7 @@ class TriedLayer:
     def take(self, keys: int | None) -> LayerReport:
         """Attach the fit for so many keys, or softmax; returns its report."""
         attached, report = (KeptSoftmax(), self.softmax) if keys is None else self.fits[keys]
-        attach(self.module, attached)
+        self.attach(self.module, attached)
         if isinstance(attached, AttachedHeads):
             attached.train(self.module.training)
         return report
@@ -149,7 +160,7 @@ class TargetSearch:
     """Finds the keys of every layer of a model.
 
     Args:
-        model: Its layers ask for our attention; in eval mode, without gradients.
+        run: The model, whose layers ask for our attention; in eval mode, without gradients.
         layers: All of them.
         target: Quality to reach.
         inputs: The batch to search on.
@@ -160,7 +171,7 @@ class TargetSearch:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        run: Run,
         layers: Sequence[TriedLayer],
         target: float,
         inputs: dict[str, Tensor],
@@ -169,7 +180,7 @@ class TargetSearch:
         on_step: OnStep,
     ) -> None:
         """Refuse what cannot be searched."""
-        self.model, self.layers, self.target = model, list(layers), target
+        self.outputs_of, self.layers, self.target = run, list(layers), target
         self.inputs, self.expected, self.holdout = inputs, expected, holdout
         self.on_step = on_step
         self.tried = [layer for layer in self.layers if layer.fits]
@@ -255,7 +266,7 @@ class TargetSearch:
 
     def _quality(self, choice: Choice) -> float:
         self._take(choice)
-        found = quality(self.model(**self.inputs), self.expected, self.inputs)
+        found = quality(self.outputs_of(self.inputs), self.expected, self.inputs)
         return found if math.isfinite(found) else 0.0
 
     def _unseen(self, choices: list[Choice]) -> dict[Choice, float]:
@@ -264,10 +275,10 @@ class TargetSearch:
             return {}
         found: dict[Choice, float] = {}
         self._take((None,) * len(self.tried))
-        expected = self.model(**self.holdout)
+        expected = self.outputs_of(self.holdout)
         for number, choice in enumerate(choices):
             self._take(choice)
-            found[choice] = quality(self.model(**self.holdout), expected, self.holdout)
+            found[choice] = quality(self.outputs_of(self.holdout), expected, self.holdout)
             self.on_step("held out", number + 1, len(choices))
         return found
 

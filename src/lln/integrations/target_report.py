@@ -101,12 +101,12 @@ class TargetReport:
         if self.holdout is not None and self.holdout < self.target:
             found.append(
                 f"the target {self.target:g} is missed on held-out data ({self.holdout:.4f}): "
-                "calibrate on more text, or set a higher target."
+                "calibrate on more data, or set a higher target."
             )
         if all(layer.keys is None for layer in self.layers):
             found.append(
                 f"no layer could be converted within the target {self.target:g}, all stay softmax: "
-                "set a lower target and train with recover."
+                "set a lower target and train afterwards."
             )
         elif self.all_exact:
             found.append(

@@ -4,6 +4,7 @@
 
     model = timm.create_model("vit_base_patch16_224", pretrained=True)
     convert(model, "lln_diag", calibrate=images)
+    convert(model, target=0.99, calibrate=images)  # chooses how many exact keys every layer needs
 
 timm's attention modules call PyTorch's ``scaled_dot_product_attention`` (``fused_attn``), and that
 call is what we answer (`lln.integrations.sdpa`). Window and relative-position attention (Swin,
@@ -16,6 +17,7 @@ call `attach_described` and load the state dict.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,9 @@ from torch import Tensor, nn
 from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.integrations.call_surgeon import CallSurgeon
 from lln.integrations.conversion_report import Conversion
-from lln.integrations.sdpa import attach_described, convert_calls, describe
+from lln.integrations.sdpa import attach_described, describe
 from lln.integrations.settings import (
     ATTENTIONS,
     Settings,
@@ -32,17 +35,23 @@ from lln.integrations.settings import (
     criterion_of,
     kept_offset,
 )
+from lln.integrations.target import OnStep, check_target
 
 __all__ = ["attach_described", "convert", "describe"]
+
+# What a batch of images is called where batches are dictionaries.
+_IMAGES = "images"
 
 
 @explain_misfits
 def convert(
     model: nn.Module,
-    attention: str = "lln_diag",
+    attention: str | None = None,
     *,
     layers: Sequence[int | str] | None = None,
     calibrate: Tensor | None = None,
+    target: float | None = None,
+    holdout: Tensor | None = None,
     batch: Tensor | None = None,
     statistics: str | None = None,
     matching: str | None = None,
@@ -51,18 +60,26 @@ def convert(
     keys: int = 64,
     select: str = "block",
     group_size: int | None = None,
+    convolution: int = 0,
     momentum: float = 0.1,
     impl: str = "auto",
     verbose: bool = False,
+    on_step: OnStep = lambda part, step, steps: None,
 ) -> Conversion:
     """Replace the attention of a timm model, in place.
 
     Args:
         model: With attention modules that use ``scaled_dot_product_attention``.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``; None = ``"lln_keys"`` with a target,
+            else ``"lln_diag"``.
         layers: Numbers in the order they run, or names; None = all.
         calibrate: Images ``[B, C, height, width]`` to find α and β of every head on,
             with ``"lln_keys"`` also the offset.
+        target: How close the converted model has to be to the original on ``calibrate``, as a mean
+            cosine of logits, or of the features of a model without a head (``num_classes=0``):
+            a number between 0 and 1. Every layer then gets as few exact keys as that allows, as in
+            `lln.integrations.convert.convert`.
+        holdout: With a target: images that were not calibrated on, to verify it.
         batch: Images for the runs that prove the conversion, without ``calibrate``; None = noise
             of the size the model was made for.
         statistics: As in `lln.integrations.convert.convert`, and likewise the rest.
@@ -72,12 +89,16 @@ def convert(
         keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
         select: How they are chosen (see `lln.choose_keys`).
         group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        convolution: Tokens under a depthwise convolution of the values, an odd number, 0 = none. It
+            starts at zero and changes nothing until it is trained.
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         verbose: Whether to print the table too.
+        on_step: With a target: called after every step, for a progress bar.
 
     Returns:
-        What changed, and how far each layer's output and the model's moved.
+        What changed, and how far each layer's output and the model's moved. With a target also
+        quality against time for other numbers of keys, as ``.target``.
     """
     unfused = [name for name, module in model.named_modules() if _is_unfused(module)]
     if unfused:
@@ -85,14 +106,19 @@ def convert(
             f"{unfused[0]} has fused_attn=False and forms its weights itself; call "
             "timm.layers.set_fused_attn(True) before making the model."
         )
+    if attention is None:
+        attention = "lln_diag" if target is None else "lln_keys"
     if statistics is None:
         statistics = "sample" if calibrate is None else "fixed"
-    if statistics in ("fixed", "learned") and calibrate is None:
+    if statistics in ("fixed", "learned") and calibrate is None and target is None:
         raise InvalidInputError(
             f"statistics={statistics!r} needs calibrate=, images to find α and β on."
         )
     check_choice("attention", attention, ATTENTIONS)
     check_mix_of(attention, mix)
+    check_target(model, target, attention, statistics, keys, calibrate, holdout)
+    for name, images in (("calibrate", calibrate), ("holdout", holdout), ("batch", batch)):
+        _check_images(name, images)
     settings = Settings(
         matching=criterion_of(matching, attention),
         statistics=statistics,
@@ -102,23 +128,33 @@ def convert(
         keys=keys,
         select=select,
         group_size=group_size,
+        convolution=convolution,
         offset=kept_offset(attention, statistics, calibrate is not None),
         impl=impl,
         attached=True,
     )
     images = calibrate if calibrate is not None else batch
-    report = convert_calls(
-        model,
-        _example(model) if images is None else images,
-        attention,
-        settings,
-        layers=layers,
-        calibrated=calibrate is not None,
-    )
+    inputs = {_IMAGES: _example(model) if images is None else images}
+    unseen = None if holdout is None else {_IMAGES: holdout}
+    compared = "features" if getattr(model, "num_classes", None) == 0 else "logits"
+
+    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        outputs = model(inputs[_IMAGES])
+        return {compared: outputs if isinstance(outputs, Tensor) else outputs[0]}
+
+    surgeon = CallSurgeon(model, run, attention, settings, layers, calibrate is not None)
+    report = surgeon.convert(inputs, target, unseen, on_step)
     report.warn()
     if verbose:
         report.show()
     return report
+
+
+def _check_images(name: str, images: Any) -> None:
+    if images is not None and not isinstance(images, Tensor):
+        raise InvalidInputError(
+            f"{name} must be a tensor of images [B, C, height, width], got {type(images).__name__}."
+        )
 
 
 def _is_unfused(module: nn.Module) -> bool:

@@ -1,0 +1,209 @@
+"""Exact keys on a CPU by all scores and a mask, where every query has keys of its own.
+
+To lay out the chosen keys of every query by itself takes far longer than to multiply. PyTorch's
+fused softmax attention computes the scores of all keys, block by block, and a mask hides those that
+a query did not choose. The sum is the same.
+
+Slots become D more keys (`lln.eager.key_attention` has the formula). Queries get two channels more,
+one and their level: a slot with the vector [μ + αe_f/scale, (L_f - βμ_f)/scale, 1/scale] then has
+its logit as a score, so that all gradients come from the same pass.
+
+Dimension legend: see `lln.eager.key_attention`; R queries at once, S = T + D keys with the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from lln.eager.key_blocks import KeyBlocks
+from lln.tracing import has_values, is_batched, is_watched
+
+# Numbers of a mask that are laid out at once.
+MOST_NUMBERS = 1 << 20
+
+# How many scores take the time of one row that is copied (measured at 64 channels).
+SCORES_PER_ROW = 80
+
+# Slots are scaled by the inverse, which must not overflow.
+LEAST_SCALE = 1e-6
+
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def fits_mask(
+    *sides: object, indices: Tensor, blocks: KeyBlocks, slots: Tensor, group_size: int, scale: float
+) -> bool:
+    """Whether `attend_masked` computes a call, and in less time than keys take to be copied.
+
+    Args:
+        sides: All tensors of the call that could need a gradient; numbers among them do not.
+        indices: int ``[B, H, G, K]``.
+        blocks: Where the tokens lie.
+        slots: L - βμ; one row of slots for all blocks, as only sequences that are not causal have.
+        group_size: g; queries that share keys are quicker with copies of them.
+        scale: Factor of the scores.
+    """
+    tokens, near, far = blocks.home.shape[1], blocks.place.shape[2], indices.shape[3]
+    width = slots.shape[-1]
+    scores, copied = tokens + width, near + far + width
+    if group_size > 1 or scores > SCORES_PER_ROW * copied:
+        return False
+    if slots.shape[2] != 1 or scale < LEAST_SCALE:
+        return False
+    tensors = [side for side in sides if isinstance(side, Tensor)]
+    if not all(side.numel() and has_values(side) and not is_watched(side) for side in tensors):
+        return False
+    if forward_ad._current_level >= 0:
+        return False
+    return all(side.device.type == "cpu" and side.dtype == torch.float32 for side in tensors)
+
+
+def attend_masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    slots: tuple[Tensor, Tensor, Tensor],
+    level: Tensor,
+    indices: Tensor,
+    seen: Tensor,
+    blocks: KeyBlocks,
+    *,
+    key_mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The attention of `lln.eager.key_attention.attend_keys`: ``[B, H, T, E]``.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: Like query.
+        value: ``[B, H, T, E]``.
+        alpha: A number, or broadcasts to ``[B, H, 1, 1, 1]``.
+        slots: L - βμ, C and μ, one row for all blocks; see there.
+        level: What is added to the slots' logits, ``[B, H, n, W, 1]``.
+        indices: int ``[B, H, n · W, K]``; -1 = none.
+        seen: bool ``[B, H, n · W, K]``, which of them a query may attend to.
+        blocks: Where the tokens lie.
+        key_mask: bool ``[B, T]``, True = attend.
+        scale: Factor of the scores, above zero.
+    """
+    tokens, width, value_width = query.shape[2], query.shape[3], value.shape[3]
+    log_mass, centroid, centre = (side.squeeze(2) for side in slots)
+    factor = alpha.squeeze(2) if isinstance(alpha, Tensor) else alpha
+    level = blocks.scatter(level)
+    if key_mask is not None:
+        # A NaN in one that is hidden would survive a weight of zero.
+        kept = key_mask[:, None, :, None]
+        key, value = torch.where(kept, key, 0.0), torch.where(kept, value, 0.0)
+        # Of a sample that is all padding nothing but slots is left, whose centroids are zero. Their
+        # logits must not be so large that the backward pass cannot repeat them.
+        some = key_mask.any(-1)[:, None, None]
+        log_mass = torch.where(some, log_mass, 0.0)
+        level = torch.where(some.unsqueeze(-1), level, 0.0)
+    rows = torch.cat([query, torch.ones_like(level), level], -1)
+    vectors = factor * (torch.eye(width) / scale) + centre.unsqueeze(-2)
+    known = (log_mass / scale).unsqueeze(-1)
+    linear = torch.cat([vectors, known, torch.full_like(known, 1 / scale)], -1)
+    keys = torch.cat([F.pad(key, (0, 2)), linear], 2)
+    values = torch.cat([value, centroid], 2)
+    # The fused attention wants one width.
+    most = max(width + 2, value_width)
+    rows, keys, values = (F.pad(side, (0, most - side.shape[-1])) for side in (rows, keys, values))
+    # Who is not seen points at a slot, which every query sees.
+    chosen = torch.where(seen, indices, tokens)
+    if not blocks.is_plain:
+        place = blocks.home * blocks.place.shape[2] + blocks.within
+        place = place[:, None, :, None].expand(-1, chosen.shape[1], -1, chosen.shape[3])
+        chosen = chosen.gather(2, place)
+    # The same for a query's own block.
+    near = torch.where(blocks.valid(key_mask), blocks.place, tokens)
+    near = near.gather(1, blocks.home.unsqueeze(-1).expand(-1, -1, near.shape[2]))
+    out = _Masked.apply(rows, keys, values, chosen, near[:, None], scale)
+    return out[..., :value_width]
+
+
+def _masks(chosen: Tensor, near: Tensor, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Stretches of queries with their masks ``[B, H, R, S]``, all in the same memory.
+
+    Args:
+        chosen: int ``[B, H, T, K]``, keys that a query sees.
+        near: int ``[B, 1, T, W]``, likewise.
+        keys: ``[B, H, S, ·]``; the last D are slots.
+    """
+    batch, heads, tokens, _ = chosen.shape
+    size = keys.shape[2]
+    stretch = max(64, MOST_NUMBERS // (batch * heads * size))
+    # New memory takes longer to touch than to fill again.
+    space = keys.new_zeros(batch, heads, min(stretch, tokens), size)
+    for first in range(0, tokens, stretch):
+        part = slice(first, min(first + stretch, tokens))
+        mask = space[:, :, : part.stop - first]
+        mask[..., :tokens].fill_(-torch.inf)
+        mask.scatter_(-1, near[:, :, part].expand(-1, heads, -1, -1), 0.0)
+        yield part, mask.scatter_(-1, chosen[:, :, part], 0.0)
+
+
+class _Masked(torch.autograd.Function):
+    """Softmax attention to the near and the chosen keys and to all slots.
+
+    Masks are made again for the backward pass: together they are as large as all weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, scale = inputs
+        rows, keys, values, chosen, near = tensors
+        found = [
+            _attend(rows[:, :, part], keys, values, 0.0, False, attn_mask=mask, scale=scale)
+            for part, mask in _masks(chosen, near, keys)
+        ]
+        out, norm = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(*tensors, out, norm)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        rows, keys, values, chosen, near, out, norm = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_batched(gradient):
+            return *_plain_gradients(
+                (rows, keys, values), chosen, near, ctx.scale, gradient
+            ), *_NONE
+        dq: list[Tensor] = []
+        dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+        for part, mask in _masks(chosen, near, keys):
+            own = (rows[:, :, part], keys, values, out[:, :, part], norm[:, :, part])
+            upstream = gradient[:, :, part]
+            found = _attend_backward(upstream, *own, 0.0, False, attn_mask=mask, scale=ctx.scale)
+            dq.append(found[0])
+            dk += found[1]
+            dv += found[2]
+        return torch.cat(dq, 2), dk, dv, *_NONE
+
+
+# The gradients of what says where keys are, and of the scale.
+_NONE = (None,) * 3
+
+
+def _plain_gradients(
+    sides: tuple[Tensor, ...], chosen: Tensor, near: Tensor, scale: float, gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The same gradients, differentiable once more."""
+    rows, keys, values = sides
+    with torch.enable_grad():
+        weights = [
+            (rows[:, :, part] @ keys.mT * scale + mask.clone()).softmax(-1)
+            for part, mask in _masks(chosen, near, keys)
+        ]
+        out = torch.cat(weights, 2) @ values
+        wanted = [side for side in sides if side.requires_grad]
+        found = iter(torch.autograd.grad(out, wanted, gradient, create_graph=True))
+    return tuple(next(found) if side.requires_grad else None for side in sides)

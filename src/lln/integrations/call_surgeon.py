@@ -1,0 +1,154 @@
+"""Converts a model whose attention modules call ``scaled_dot_product_attention``.
+
+As `lln.integrations.surgeon` does for Hugging Face models: the model is run once, and LLN attention
+is fitted beside the softmax of every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.integrations.attached import ATTRIBUTE, AttachedHeads, KeptSoftmax, attached_to
+from lln.integrations.attention_call import AttentionCall
+from lln.integrations.conversion_report import Conversion, LayerReport, relative_change
+from lln.integrations.eval_mode import evaluating
+from lln.integrations.fitted_layer import fit_layer
+from lln.integrations.kept_softmax import softmax
+from lln.integrations.sdpa import AnsweredHeads, attach, call_of, callers_seen, describe
+from lln.integrations.settings import Settings
+from lln.integrations.target import OnStep, Run, TargetSearch, TriedLayer
+
+
+class CallSurgeon:
+    """Converts one model.
+
+    Args:
+        model: In place.
+        run: The model as a function of a batch; its outputs are a dictionary.
+        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
+        settings: As `lln.integrations.convert.convert` makes them.
+        layers: Numbers in the order they run, or names; None = all.
+        calibrated: Whether α and β are found on the batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Run,
+        attention: str,
+        settings: Settings,
+        layers: Sequence[int | str] | None,
+        calibrated: bool,
+    ) -> None:
+        """Refuse a model that is converted already."""
+        if describe(model):
+            raise InvalidInputError(f"{type(model).__name__} is converted already; load it anew.")
+        self.model, self.run, self.attention, self.settings = model, run, attention, settings
+        self.layers, self.calibrated = layers, calibrated
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.seen: list[nn.Module] = []
+        self.fitted: list[tuple[nn.Module, AnsweredHeads]] = []
+        self.reports: list[LayerReport] = []
+        # With a target: every layer with all numbers of keys, and whom to tell of each.
+        self.tried: list[TriedLayer] = []
+        self.on_layer: Callable[[int, int], object] | None = None
+        self.handles: list[RemovableHandle] = []
+
+    def convert(
+        self,
+        inputs: dict[str, Tensor],
+        target: float | None,
+        holdout: dict[str, Tensor] | None,
+        on_step: OnStep,
+    ) -> Conversion:
+        """Fit every layer, attach what is chosen, and say what changed.
+
+        Args:
+            inputs: The batch.
+            target: Quality to reach, see `lln.integrations.target`; None = convert all as told.
+            holdout: The batch to verify a target on.
+            on_step: Told of every step towards a target.
+        """
+        if target is not None:
+            self.on_layer = partial(on_step, "layers")
+        with evaluating(self.model):
+            try:
+                with callers_seen(self.model, self._look):
+                    expected = self.run(inputs)
+                self._check()
+                report = Conversion(self.attention, self.settings.statistics, self.reports)
+                if target is None:
+                    for module, heads in self.fitted:
+                        self._attach(module, heads)
+                else:
+                    found = (inputs, expected, holdout, on_step)
+                    search = TargetSearch(self.run, self.tried, target, *found)
+                    report.target, report.layers = search.run()
+                report.moved = relative_change(_first(self.run(inputs)), _first(expected))
+            except BaseException:
+                self._undo()
+                raise
+        return report
+
+    def _look(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """Fit what a module will run, and answer with softmax."""
+        call = call_of(module, self.attention, self.settings, None, *args, **kwargs)
+        out = softmax(call)
+        if any(module is other for other in self.seen):
+            return out
+        number, name = len(self.seen), self.names[id(module)]
+        self.seen.append(module)
+        stays = LayerReport(name, "softmax", call.query.shape[1], call.query.shape[3])
+        is_wanted = self.layers is None or number in self.layers or name in self.layers
+        if self.on_layer is not None:
+            layer = TriedLayer.of(call, stays, self._attach)
+            if is_wanted:
+                layer.fit(lambda keys: self._heads_for(call, keys), call, out)
+            self.tried.append(layer)
+            self.on_layer(number + 1, max(number + 1, len(getattr(self.model, "blocks", ()))))
+        elif is_wanted:
+            heads = self._heads_for(call)
+            self.reports.append(fit_layer(name, heads, call, out, self.calibrated))
+            self.fitted.append((module, heads))
+        else:
+            self.reports.append(stays)
+        return out
+
+    def _heads_for(self, call: AttentionCall, keys: int | None = None) -> AnsweredHeads:
+        """α, β and join of one module, not fitted yet."""
+        _, heads, _, width = call.query.shape
+        sizes = (heads, width, call.value.shape[3])
+        options = {"keys": keys, "device": call.query.device}
+        own = AnsweredHeads(self.attention, *sizes, self.settings, **options)
+        return own.eval()
+
+    def _check(self) -> None:
+        """Refuse a model without calls, and layers that made none."""
+        known = [*range(len(self.seen)), *(self.names[id(module)] for module in self.seen)]
+        missing = [layer for layer in self.layers or [] if layer not in known]
+        if not self.seen or missing:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} never calls scaled_dot_product_attention in "
+                f"{missing[0] if missing else 'any module'}; nothing was converted."
+            )
+
+    def _attach(self, module: nn.Module, attached: AttachedHeads | KeptSoftmax) -> None:
+        self.handles += attach(module, attached)
+
+    def _undo(self) -> None:
+        """Leave the model as it was."""
+        for handle in self.handles:
+            handle.remove()
+        for module in self.seen:
+            if attached_to(module) is not None:
+                delattr(module, ATTRIBUTE)
+
+
+def _first(outputs: dict[str, Tensor]) -> Tensor:
+    return next(iter(outputs.values()))

@@ -1,0 +1,182 @@
+"""Every operator of the kernels is what it says it is: schema, fakes, gradients, compilation."""
+
+from itertools import islice
+
+import pytest
+import torch
+from tests.kernels.common import DEVICE, holes
+
+from lln.kernels import halves_ops, keys_ops, ops
+from lln.testing import make_qkv
+
+WITH_GRADIENTS = {"attend_saving", "attend_blocks", "attend_keys", "summarise", "read_summary"}
+# Those that run no kernel: see tests/parallel/test_alone.py and tests/nn/test_modules.py.
+OTHERS = {"gather_ranks", "exchange_rows", "inside_backward"}
+# As small as an odd call can be: the interpreter takes a program for every feature.
+TOKENS, WIDTH, VALUE_WIDTH, BLOCK = 18, 2, 3, 16
+NUMBERS = (0.8, 0.9, -1.0)
+
+
+def sides_of(wanted=True, key_heads=1):
+    """Query, key and value as Hugging Face lays them out."""
+    return make_qkv(
+        1, 2, TOKENS, WIDTH, key_heads=key_heads, value_width=VALUE_WIDTH,
+        device=DEVICE, layout="transposed", requires_grad=wanted,
+    )  # fmt: skip
+
+
+def numbers_of(wanted=True, heads=(2, 1, 2)):
+    """α, β and offset, or another triple, one for every head."""
+    return [
+        torch.linspace(0.7, 1.1, count, device=DEVICE).view(1, count, 1, 1).requires_grad_(wanted)
+        for count in heads
+    ]
+
+
+def plain(*arguments):
+    return [side.detach() if isinstance(side, torch.Tensor) else side for side in arguments]
+
+
+def gradient_like(out):
+    return torch.randn(out.shape, device=DEVICE).to(out.dtype)
+
+
+def choose_keys(mask=None):
+    query, key, _ = sides_of(wanted=False)
+    yield query, key, mask, 3, BLOCK, BLOCK // 2, False
+    yield query, key, mask, 0, BLOCK, BLOCK, True
+
+
+def choose_lists(mask=None):
+    query, key, _ = sides_of(wanted=False)
+    for keys in (3, 4):
+        yield query, key, mask, keys, False
+
+
+def attend_keys(mask=None):
+    query, key, value = sides_of()
+    numbers = (*NUMBERS, BLOCK)
+    groups = keys_ops.fused_choice(
+        query, key, mask, 3, block_size=BLOCK, group_size=BLOCK, flip=False
+    )
+    lists = keys_ops.fused_lists(query, key, mask, 3, flip=False)
+    by_group = (groups, mask, *(None,) * 4, *numbers, BLOCK, 0.5)
+    by_query = (lists[0], mask, *lists[1:], *numbers, 1, 0.5)
+    for learned in (numbers_of(), (None,) * 3):
+        yield query, key, value, *learned, *by_group
+        yield query, key, value, *learned, *by_query
+
+
+def attend_keys_backward(mask=None):
+    for arguments in attend_keys(mask):
+        given = plain(*arguments)
+        found = keys_ops.attend_keys(*given)
+        yield gradient_like(found[0]), *given, *found
+
+
+def attend_saving(mask=None, wanted=True):
+    sides = sides_of(wanted)
+    alpha, beta, mix = numbers_of(wanted)
+    for learned in ((alpha, beta, mask, mix), (None, None, mask, None)):
+        for is_causal in (False, True):
+            yield *sides, *learned, None, *NUMBERS[:2], 0.5, BLOCK, 0.5, 0.0, 0, is_causal, 0
+
+
+def attend(mask=None):
+    yield from attend_saving(mask, wanted=False)
+
+
+def attend_backward(mask=None):
+    for arguments in attend_saving(mask, wanted=False):
+        out, *summary = ops.attend_saving(*arguments)
+        tensors, numbers = arguments[: ops.TENSORS], arguments[ops.TENSORS :]
+        asked = [arguments[place] is not None for place in (3, 4, 6)]
+        yield gradient_like(out), *tensors, *summary, *numbers, *asked
+
+
+def attend_blocks(mask=None):
+    for is_causal in (False, True):
+        yield *sides_of(key_heads=2), mask, BLOCK, 0.5, is_causal
+
+
+def attend_blocks_backward(mask=None):
+    for arguments in attend_blocks(mask):
+        given = plain(*arguments)
+        yield gradient_like(ops.attend_blocks(*given)), *given
+
+
+def match(mask=None):
+    query, key, _ = sides_of(wanted=False)
+    yield query, key, mask, None, "entropy", 0
+
+
+def decode(mask=None):
+    query, key, value = (side[:, :, :1] for side in sides_of(False, key_heads=2))
+    log_mass = torch.randn(1, 2, WIDTH, device=DEVICE)
+    centroid = torch.randn(1, 2, WIDTH, VALUE_WIDTH, device=DEVICE)
+    yield query, key, value, log_mass, centroid, *numbers_of(False, (2, 2)), 1.0, 1.0
+    yield query, key, value, log_mass, centroid, None, None, 1.0, 1.0
+
+
+def summarise(mask=None):
+    _, key, value = sides_of()
+    yield key, value, *numbers_of(heads=(1,)), mask, 1.0
+    yield key, value, None, mask, 0.9
+
+
+def summarise_backward(mask=None):
+    for arguments in summarise(mask):
+        given = plain(*arguments)
+        found = halves_ops._summarise(*given)
+        gradients = [gradient_like(side) for side in found]
+        yield *gradients, *found, *given, given[2] is not None
+
+
+def read_summary(mask=None):
+    query, key, value = sides_of()
+    summary = halves_ops._summarise(*plain(key, value), None, None, 0.9)
+    learned = [side.requires_grad_() for side in summary]
+    yield query, *numbers_of(heads=(2,)), *learned, mask, 1.0
+    yield query, None, *learned, mask, 0.8
+
+
+def read_summary_backward(mask=None):
+    for arguments in read_summary(mask):
+        given = plain(*arguments)
+        yield gradient_like(halves_ops._read(*given)), *given, given[1] is not None
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        attend, attend_saving, attend_backward, attend_blocks, attend_blocks_backward,
+        attend_keys, attend_keys_backward, choose_keys, choose_lists, decode, match,
+        read_summary, read_summary_backward, summarise, summarise_backward,
+    )
+}  # fmt: skip
+
+
+def check(name, cases, **options):
+    for arguments in cases:
+        torch.library.opcheck(getattr(torch.ops.lln, name).default, arguments, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operator_is_well_formed(name):
+    cases = CASES[name](holes(1, TOKENS))
+    # The other checks run an operator many times over, and say most where there are gradients.
+    quick = {"test_utils": ("test_schema", "test_faketensor")}
+    check(name, islice(cases, 1), **({} if name in WITH_GRADIENTS else quick))
+    check(name, islice(cases, 1), **quick)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_operator_is_well_formed_in_every_form(name):
+    for mask in (None, holes(1, TOKENS)):
+        check(name, CASES[name](mask))
+
+
+def test_no_operator_is_left_out():
+    every = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    assert {name for package, _, name in every if package == "lln"} - OTHERS == set(CASES)
