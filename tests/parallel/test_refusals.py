@@ -76,6 +76,31 @@ def test_ranks_that_disagree_on_blocks(pool):
     refused(pool, "keys, got 2", kind="lln_keys", options=[{"keys": 2}, {"keys": 3}])
 
 
+@pytest.mark.parametrize(
+    ("fragment", "first", "second"),
+    [
+        ("offset, got 0.0 on rank 0 and None on rank 1", {"offset": 0.0}, {}),
+        (
+            "offset, got 5e-324 on rank 0 and a tensor for 1 heads on rank 1",
+            {"offset": 5e-324},
+            {"offset": torch.zeros(())},
+        ),
+        (
+            "offset, got a tensor for 1 heads on rank 0 and a tensor for 2 heads on rank 1",
+            {"offset": torch.zeros(())},
+            {"offset": torch.zeros(1, 2, 1, 1)},
+        ),
+    ],
+)
+def test_ranks_that_disagree_on_the_offset(pool, fragment, first, second):
+    refused(pool, fragment, kind="lln_keys", options=[first, second])
+
+
+def test_zero_is_zero(pool):
+    options = [{"offset": 0.0}, {"offset": -0.0}]
+    assert pool.run(attend, 2, "lln_keys", (1, 2, 6, 4), options) == [None, None]
+
+
 def different(group, rank):
     sides = torch.randn(3, 1, 2, 6, 4)
     kind = ("lln", "lln_keys")[rank]

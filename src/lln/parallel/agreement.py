@@ -48,6 +48,8 @@ _COMMON: dict[str, Callable[[int], object]] = {
     "set of inputs that need gradients": lambda code: f"{code:07b}",
 }
 _OWN = ("refused", "queries", "keys held", "masked", "begins with padding")
+# As a float: a NaN, as are all larger integers.
+_NOT_A_NUMBER = 0x7FF8 << 48
 # How many integers a rank tells.
 FACTS = len(_OWN) + len(_COMMON)
 
@@ -161,19 +163,20 @@ def _common_facts(request: Request) -> list[int]:
 
 
 def _encode(number: float | Tensor | None) -> int:
-    """A number by its bits; 1 + the number of heads of a tensor; 0 = None."""
+    """A number by its bits; None and tensors by those of NaNs, which no argument may be."""
     if number is None:
-        return 0
+        return _NOT_A_NUMBER
     if isinstance(number, Tensor):
-        return 1 + (number.shape[-3] if number.dim() > 2 else 1)
-    return struct.unpack("<q", struct.pack("<d", float(number)))[0]
+        return _NOT_A_NUMBER + 1 + (number.shape[-3] if number.dim() > 2 else 1)
+    # 0.0 and -0.0 are the same number, but have different bits.
+    return struct.unpack("<q", struct.pack("<d", float(number) + 0.0))[0]
 
 
 def _decode(code: int) -> object:
-    if code == 0:
+    if code == _NOT_A_NUMBER:
         return None
-    if 0 < code < 1 << 32:
-        return f"a tensor for {code - 1} heads"
+    if code > _NOT_A_NUMBER:
+        return f"a tensor for {code - _NOT_A_NUMBER - 1} heads"
     return struct.unpack("<d", struct.pack("<q", code))[0]
 
 
