@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.integrations.test_examples import EXAMPLES, load
 
-from lln.parallel.checkpoints import save_checkpoint
+from lln.errors import WriteError
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "tokens": 128}
 STEPS = 6
@@ -76,17 +76,29 @@ def test_sigterm_leaves_a_checkpoint(example, tmp_path):
     assert early | late == undisturbed
 
 
-def test_a_full_disk_leaves_the_checkpoints_as_they_were(tmp_path, monkeypatch):
-    save_checkpoint(tmp_path, 1, {"number": 1})
+def test_a_full_disk(example, tmp_path, monkeypatch):
+    """Training goes on, and saves again once there is room; only the last one must be written."""
+    undisturbed = example.main(arguments())
+    real = torch.save
+    full = {4}
 
-    def half(content, file):
+    def save(content, file):
+        if int(content["optimizer"]["state"][0]["step"]) not in full:
+            return real(content, file)
         file.write(b"half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(tmp_path, 2, {"number": 2})
-    assert checkpoints(tmp_path) == ["step-000000001.pt"]
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.warns(
+        UserWarning, match=r"training goes on .*step-000000004.pt' cannot be written"
+    ):
+        assert example.main(arguments(out=tmp_path)) == undisturbed
+    assert checkpoints(tmp_path) == ["step-000000002.pt", "step-000000006.pt"]
+    full.add(8)
+    with pytest.raises(WriteError, match=r"step-000000008.pt' cannot be written: No space left"):
+        example.main(arguments(out=tmp_path, steps=8))
+    torch.distributed.destroy_process_group()
+    assert checkpoints(tmp_path) == ["step-000000002.pt", "step-000000006.pt"]
 
 
 @contextmanager

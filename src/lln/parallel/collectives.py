@@ -52,7 +52,7 @@ def gather_later(tensor: Tensor, ranks: Ranks, purpose: str) -> Callable[[], Ten
     out = _GatherLater.apply(tensor, ranks, purpose, works)
 
     def finish() -> Tensor:
-        with _named(ranks.name, purpose):
+        with named(ranks.name, purpose):
             works.pop().wait()
         return out
 
@@ -81,7 +81,7 @@ def exchange(
 def _gather(tensor: Tensor, size: int, group: str, purpose: str) -> Tensor:
     out = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
-        with _named(group, purpose):
+        with named(group, purpose):
             _all_gather(out.flatten(), tensor.detach().flatten(), group=find_group(group))
     return out
 
@@ -113,7 +113,7 @@ class _GatherLater(torch.autograd.Function):
         ctx.size, ctx.group, ctx.purpose = ranks.size, ranks.name, purpose
         out = tensor.new_empty((ranks.size, *tensor.shape))
         own = tensor.detach().contiguous().flatten()
-        with _named(ranks.name, purpose):
+        with named(ranks.name, purpose):
             works.append(_all_gather(out.flatten(), own, group=ranks.group(), async_op=True))
         return out
 
@@ -129,7 +129,7 @@ def _exchange(
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     # Also where this rank has nothing to send or to get: the others wait for it.
     counts = list(receive), list(send)
-    with _named(group, purpose):
+    with named(group, purpose):
         dist.all_to_all_single(out, rows.detach(), *counts, group=find_group(group))
     return out
 
@@ -155,7 +155,7 @@ _exchange.register_autograd(_exchange_backward, setup_context=_save_exchange)
 
 
 @contextmanager
-def _named(group: str, purpose: str) -> Iterator[None]:
+def named(group: str, purpose: str) -> Iterator[None]:
     """If the collective inside fails, say in which operation."""
     try:
         yield
