@@ -21,6 +21,7 @@ from lln.functional import dense
 from lln.functional.request import Request
 from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards, agree, given_bounds
+from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import diagonal_part
 from lln.parallel.local_passes import LocalPasses, check_local, choose_passes
 from lln.parallel.ranks import Ranks, find_ranks
@@ -30,6 +31,7 @@ from lln.precision import cast_for_autocast, without_autocast
 
 
 @explain_misfits
+@outside_graphs
 def lln_attention(
     query: Tensor,
     key: Tensor,
@@ -139,6 +141,7 @@ def lln_attention(
 
 
 @explain_misfits
+@outside_graphs
 def lln_diag_attention(
     query: Tensor,
     key: Tensor,

@@ -26,6 +26,7 @@ from lln.functional import exact_keys
 from lln.functional.request import Request
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards, agree
+from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import borrow_sides
 from lln.parallel.key_choice import Choice, choose_together
 from lln.parallel.key_rows import fetch_rows
@@ -39,6 +40,7 @@ from lln.precision import cast_for_autocast, without_autocast
 
 
 @explain_misfits
+@outside_graphs
 def lln_keys_attention(
     query: Tensor,
     key: Tensor,
