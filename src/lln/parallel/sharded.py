@@ -24,10 +24,16 @@ from lln.parallel.agreement import Shards, agree, given_bounds
 from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import diagonal_part
 from lln.parallel.local_passes import LocalPasses, check_local, choose_passes
+from lln.parallel.own_heads import attend_own_heads
 from lln.parallel.ranks import Ranks, find_ranks
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
 from lln.precision import cast_for_autocast, without_autocast
+from lln.tracing import is_sharded
+
+# What calls have in common with those of one rank's heads.
+_OPTIONS = ("alpha", "beta", "matching", "key_mask", "dropout_p", "is_causal")
+_DIAGONAL = (*_OPTIONS, "mix", "block_size", "scale")
 
 
 @explain_misfits
@@ -130,6 +136,9 @@ def lln_attention(
         check_local(request, impl, operation)
         return request
 
+    if is_sharded(query):
+        others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
+        return attend_own_heads(check(), ranks, lln_attention, _OPTIONS, **others)
     request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(request, impl, shards)
@@ -237,6 +246,9 @@ def lln_diag_attention(
         check_local(request, impl, operation)
         return request
 
+    if is_sharded(query):
+        others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
+        return attend_own_heads(check(), ranks, lln_diag_attention, _DIAGONAL, **others)
     request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(request, impl, shards)
