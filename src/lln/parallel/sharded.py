@@ -68,7 +68,8 @@ def lln_attention(
         group: A process group, or one axis of a ``DeviceMesh``; None = all processes.
         lengths: The number of keys on every rank. None = the ranks tell each other, and compare
             their shapes and options, in one small collective that waits for its result; if given
-            nothing is compared, and key_mask must be given by all ranks or by none.
+            only the first call of a group does that (a compiled one never), and key_mask must be
+            given by all ranks or by none.
         alpha: As in `lln.lln_attention`, the same on all ranks; the gradient is this rank's share,
             to be summed over the group as that of any weight.
         beta: Likewise.
