@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,21 @@ def test_the_content_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
         )
     save_checkpoint(tmp_path, 1, {"number": 1})
     assert done == ["fsync", "replace", "fsync"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "restarts", "warns"),
+    [("True", "3", True), ("False", "3", False), ("True", "0", False)],
+)
+def test_restarts_that_may_hang(tmp_path, alone, monkeypatch, shared, restarts, warns):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert load_newest(tmp_path) is None
+    assert ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(one.message) for one in said] == (
+        [True] if warns else []
+    )
 
 
 @pytest.mark.parametrize("numbers", [{"step": -1}, {"keep": 0}])

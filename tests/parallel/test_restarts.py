@@ -152,6 +152,23 @@ def undisturbed(tmp_path_factory):
     return curve(told)
 
 
+def test_a_killed_rank_is_started_again(example, tmp_path):
+    """The short form of the next test, for every change: one run, compared with itself."""
+    with launched(tmp_path) as process:
+        early = losses_until(process, 12)
+        os.kill(process_of(1, process), signal.SIGKILL)
+        late = losses_until(process)
+        assert process.wait(SECONDS) == 0
+    steps = [entry["step"] for entry in early + late]
+    assert set(steps) == set(range(1, MANY + 1))
+    # Some steps are repeated from the newest checkpoint on, and come to the same.
+    assert len(steps) > MANY
+    told = curve(early + late)
+    assert all(told[entry["step"]] == entry["loss"] for entry in early + late)
+    alone = example.main(arguments(steps=MANY))
+    assert told == pytest.approx(alone, rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank(undisturbed, tmp_path, rank):

@@ -6,6 +6,7 @@ must share.
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import warnings
@@ -88,12 +89,14 @@ def load_newest(folder: Path, group: Any = None) -> tuple[int, dict[str, Any]] |
         PeerError: If another rank stops or does not come.
 
     Warns:
-        UserWarning: For every newer checkpoint that cannot be read.
+        UserWarning: For every newer checkpoint that cannot be read, and if ``torchrun`` may restart
+            ranks but was not started so that they find each other again.
     """
     operation = "lln.parallel.checkpoints.load_newest"
     ranks = find_ranks(group, operation)
     found: tuple[int, dict[str, Any]] | None = None
     if ranks.own == 0:
+        _warn_of_restarts()
         found = next(filter(None, (_read(*one) for one in _newest_first(folder))), None)
     chosen: list[Any] = [None if found is None else found[0]]
     with named(ranks.name, f"{operation}: agreeing on a checkpoint"):
@@ -108,6 +111,17 @@ def load_newest(folder: Path, group: Any = None) -> tuple[int, dict[str, Any]] |
             "that all ranks share."
         )
     return found
+
+
+def _warn_of_restarts() -> None:
+    """The variable belongs to ``torchrun`` itself: here it is too late to set it."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        warnings.warn(
+            "ranks that torchrun starts again may wait for the dead ones; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun (pytorch#135712).",
+            stacklevel=3,
+        )
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
