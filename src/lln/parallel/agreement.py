@@ -115,7 +115,7 @@ def agree(
     if is_compiling() or _TRUSTS.get() or first in _COMPARED:
         request = check_lengths()
     else:
-        request, found = _ask(check_lengths, ranks, operation)
+        request, found = _ask(check_lengths, ranks, operation)  # pyright: ignore[reportCallIssue]
         _check_known(found, lengths)
         _COMPARED.add(first)
     masked = request.key_mask is not None

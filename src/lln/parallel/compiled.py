@@ -26,6 +26,7 @@ R = TypeVar("R")
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator of an attention: compilers see only calls whose graph is the same on all ranks."""
+    name = function.__name__
 
     @torch.compiler.disable
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,8 +35,8 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if is_compiling() and not _is_alike(function.__name__, *args, **kwargs):
-            return outside(*args, **kwargs)
+        if is_compiling() and not _is_alike(name, *args, **kwargs):  # pyright: ignore[reportCallIssue]
+            return outside(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         return function(*args, **kwargs)
 
     # As in `lln.checks.signatures.explain_misfits`.
