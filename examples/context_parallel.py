@@ -6,7 +6,8 @@
 
 The made-up task: every blank asks for the first token of the sequence, which only the first process
 has. Training goes on from the newest complete checkpoint in --out, also if a process died (torchrun
-then starts all again) or after SIGTERM, which saves one before the end.
+then starts all again) or after SIGTERM, which saves one before the end. A full disk is a warning,
+and the next checkpoint tries again.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def train(model, options):
             print(json.dumps({"step": step, "loss": losses[step]}), flush=True)
             if options.out and (ends or step % options.every == 0):
                 content = {name: holder.state_dict() for name, holder in states.items()}
-                save_checkpoint(options.out, step, content)
+                save_checkpoint(options.out, step, content, required=ends)
         if ends:
             break
     return losses

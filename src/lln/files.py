@@ -11,8 +11,8 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
 
@@ -126,13 +126,14 @@ def compact_json(content: object) -> str:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, check: Callable[[Path], None] | None = None) -> Iterator[IO[bytes]]:
     """A file to write to, which replaces ``path`` in one step when it is complete.
 
     A device or a pipe is refused, because it would be replaced by a regular file.
 
     Args:
         path: Where it goes; missing folders are created, and a link keeps pointing to it.
+        check: Gets the complete file under its temporary name; if it raises, nothing is replaced.
 
     Raises:
         InvalidInputError: If ``path`` exists and is not a regular file.
@@ -148,12 +149,28 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         try:
             with os.fdopen(handle, "wb") as file:
                 yield file
+                # After a power cut the name must not stand for content that never reached the disk.
+                file.flush()
+                os.fsync(file.fileno())
+            if check is not None:
+                check(Path(temporary))
             # mkstemp makes files that only the owner can read; others should read results too.
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
+            _sync_folder(path.parent)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, where the system can do that."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextmanager

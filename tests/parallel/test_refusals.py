@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lln
 import lln.parallel
+from lln.parallel import collectives
 
 
 def message_of(call):
@@ -76,6 +77,31 @@ def test_ranks_that_disagree_on_blocks(pool):
     refused(pool, "keys, got 2", kind="lln_keys", options=[{"keys": 2}, {"keys": 3}])
 
 
+@pytest.mark.parametrize(
+    ("fragment", "first", "second"),
+    [
+        ("offset, got 0.0 on rank 0 and None on rank 1", {"offset": 0.0}, {}),
+        (
+            "offset, got 5e-324 on rank 0 and a tensor for 1 heads on rank 1",
+            {"offset": 5e-324},
+            {"offset": torch.zeros(())},
+        ),
+        (
+            "offset, got a tensor for 1 heads on rank 0 and a tensor for 2 heads on rank 1",
+            {"offset": torch.zeros(())},
+            {"offset": torch.zeros(1, 2, 1, 1)},
+        ),
+    ],
+)
+def test_ranks_that_disagree_on_the_offset(pool, fragment, first, second):
+    refused(pool, fragment, kind="lln_keys", options=[first, second])
+
+
+def test_zero_is_zero(pool):
+    options = [{"offset": 0.0}, {"offset": -0.0}]
+    assert pool.run(attend, 2, "lln_keys", (1, 2, 6, 4), options) == [None, None]
+
+
 def different(group, rank):
     sides = torch.randn(3, 1, 2, 6, 4)
     kind = ("lln", "lln_keys")[rank]
@@ -127,7 +153,9 @@ def test_implementations_that_cannot_read_other_summaries(pool, kind, impl):
 
 
 def test_choices_that_are_not_available(pool):
-    refused(pool, "select='block'", kind="lln_keys", options={"select": "query"})
+    for select in ("query", "half"):
+        ways = ("gather the sequence and call lln.lln_keys_attention", "select='block' for others")
+        refused(pool, *ways, f"{select!r}", kind="lln_keys", options={"select": select})
     keys = torch.zeros(1, 2, 1, 3, dtype=torch.int64)
     refused(pool, "as a number", kind="lln_keys", options={"keys": keys})
 
@@ -144,6 +172,62 @@ def wrong_lengths(group, rank, lengths):
 @pytest.mark.parametrize("lengths", [[6], [5, 5], [6, 6, 6], [6, -1], [6, "6"]])
 def test_lengths_that_do_not_fit(pool, lengths):
     assert any("lengths must" in found[1] for found in pool.run(wrong_lengths, 2, lengths))
+
+
+def known(group, rank, shapes, lengths, masked):
+    """A first call with lengths, by a group that has not compared yet."""
+    sides = torch.randn(3, *shapes[rank])
+    mask = torch.ones(shapes[rank][0], shapes[rank][2], dtype=torch.bool)
+    options = {"lengths": lengths[rank], "key_mask": mask if masked[rank] else None}
+    # Every rank of the world makes the group.
+    own = dist.new_group([0, 1])
+    if rank > 1:
+        return None
+    return message_of(lambda: lln.parallel.lln_attention(*sides, group=own, **options))
+
+
+@pytest.mark.parametrize(
+    ("fragment", "change"),
+    [
+        ("number of query heads, got 2 on rank 0 and 3 on rank 1", {"shapes": (1, 3, 6, 4)}),
+        ("head width, got 4 on rank 0 and 5 on rank 1", {"shapes": (1, 2, 6, 5)}),
+        ("rank 1 of the group refused its arguments", {"lengths": [6, 5]}),
+        ("key_mask or none", {"masked": True}),
+    ],
+)
+def test_known_lengths_and_ranks_that_disagree(pool, fragment, change):
+    """The first call compares: where shapes differ Gloo would end the process."""
+    given = {"shapes": (1, 2, 6, 4), "lengths": [6, 6], "masked": False}
+    given = {name: [side, change.get(name, side), side, side] for name, side in given.items()}
+    first, second, *_ = pool.run(known, 4, *given.values())
+    assert fragment in first[1]
+    assert first == second or "lengths must have" in second[1]
+
+
+def later(group, rank):
+    """How many gathers the first calls of a new group make, and the second ones."""
+    own = dist.new_group(list(range(4)))
+    real, made = collectives._all_gather, []
+
+    def counted(*given, **options):
+        made.append(given)
+        return real(*given, **options)
+
+    collectives._all_gather = counted
+    options = {"group": own, "lengths": [6] * 4, "alpha": 1.0, "beta": 1.0, "impl": "eager"}
+    counts = []
+    try:
+        for _ in range(3):
+            lln.parallel.lln_diag_attention(*torch.randn(3, 1, 2, 6, 3), **options)
+            counts.append(len(made))
+    finally:
+        collectives._all_gather = real
+    return counts
+
+
+def test_later_calls_with_known_lengths_do_not_compare(pool):
+    """One gather more in the first: the others gather the summaries alone."""
+    assert pool.run(later, 4) == [[2, 3, 4]] * 4
 
 
 def wrong_groups(group, rank):

@@ -13,12 +13,13 @@ import pytest
 import torch
 from tests.integrations.test_examples import EXAMPLES, load
 
-from lln.parallel.checkpoints import save_checkpoint
+from lln.errors import WriteError
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "tokens": 128}
 STEPS = 6
 # Long enough to be interrupted.
 MANY = 60
+STEPS_OF_SCRIPT = 300
 SECONDS = 120
 # Otherwise processes that start again may find the addresses of the dead ones (pytorch#135712).
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -76,26 +77,40 @@ def test_sigterm_leaves_a_checkpoint(example, tmp_path):
     assert early | late == undisturbed
 
 
-def test_a_full_disk_leaves_the_checkpoints_as_they_were(tmp_path, monkeypatch):
-    save_checkpoint(tmp_path, 1, {"number": 1})
+def test_a_full_disk(example, tmp_path, monkeypatch):
+    """Training goes on, and saves again once there is room; only the last one must be written."""
+    undisturbed = example.main(arguments())
+    real = torch.save
+    full = {4}
 
-    def half(content, file):
+    def save(content, file):
+        if int(content["optimizer"]["state"][0]["step"]) not in full:
+            return real(content, file)
         file.write(b"half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(tmp_path, 2, {"number": 2})
-    assert checkpoints(tmp_path) == ["step-000000001.pt"]
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.warns(
+        UserWarning, match=r"training goes on .*step-000000004.pt' cannot be written"
+    ):
+        assert example.main(arguments(out=tmp_path)) == undisturbed
+    assert checkpoints(tmp_path) == ["step-000000002.pt", "step-000000006.pt"]
+    full.add(8)
+    with pytest.raises(WriteError, match=r"step-000000008.pt' cannot be written: No space left"):
+        example.main(arguments(out=tmp_path, steps=8))
+    torch.distributed.destroy_process_group()
+    assert checkpoints(tmp_path) == ["step-000000002.pt", "step-000000006.pt"]
 
 
 @contextmanager
-def launched(folder):
-    """The example under torchrun, by two processes."""
+def launched(folder, script=None):
+    """The example under torchrun, by two processes; or a script that takes less to start."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["--max-restarts", "1", str(EXAMPLES / "context_parallel.py")]
+    words += ["--max-restarts", "1", str(script or EXAMPLES / "context_parallel.py")]
+    given = [str(folder), str(STEPS_OF_SCRIPT), "5"]
+    words += given if script else arguments(steps=MANY, every=5, out=folder)
     with subprocess.Popen(
-        [sys.executable, *words, *arguments(steps=MANY, every=5, out=folder)],
+        [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -138,6 +153,21 @@ def undisturbed(tmp_path_factory):
         assert process.wait(SECONDS) == 0
     assert [entry["step"] for entry in told] == list(range(1, MANY + 1))
     return curve(told)
+
+
+def test_a_killed_rank_is_started_again(tmp_path):
+    """The short form of the next test, for every change: one run, compared with itself."""
+    with launched(tmp_path, Path(__file__).with_name("small_training.py")) as process:
+        early = losses_until(process, 12)
+        os.kill(process_of(1, process), signal.SIGKILL)
+        late = losses_until(process)
+        assert process.wait(SECONDS) == 0
+    steps = [entry["step"] for entry in early + late]
+    assert set(steps) == set(range(1, STEPS_OF_SCRIPT + 1))
+    # Some steps are repeated from the newest checkpoint on, and come to the same.
+    assert len(steps) > STEPS_OF_SCRIPT
+    told = curve(early + late)
+    assert all(told[entry["step"]] == entry["loss"] for entry in early + late)
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""Context parallelism inside models: DDP, FSDP2, activation checkpointing, torch.compile."""
+"""Context parallelism inside models: DDP, FSDP2, activation checkpointing, autocast."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.pages import blocks, needs_pages
-from tests.parallel.splits import assert_same, by_one, by_rank, call, inputs_of, shard_of
+from tests.parallel.splits import by_rank
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -83,23 +83,6 @@ def test_weights_get_the_gradients_of_one_process(pool, kind, wrap):
         assert set(found) == set(expected)
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-11, atol=1e-11)
-
-
-def compiled(group, rank, case):
-    """With the lengths known nothing has to be read back: one graph without a break."""
-    options = dict(case["options"], group=group, lengths=case["lengths"])
-    attend = getattr(lln.parallel, f"{case['kind']}_attention")
-    attend = torch.compile(attend, backend="aot_eager", fullgraph=case["kind"] != "lln_keys")
-    return call(attend, shard_of(inputs_of(case), case, rank), options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["lln", "lln_diag", pytest.param("lln_keys", marks=pytest.mark.slow)]
-)
-def test_compiled(pool, kind):
-    case = {"kind": kind, "lengths": LENGTHS, "options": OPTIONS[kind]}
-    assert_same(pool.run(compiled, 2, case), by_one(case))
 
 
 def under_autocast(group, rank, case):

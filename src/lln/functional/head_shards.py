@@ -75,7 +75,8 @@ def _divided(placement: Any, query: Any, axes: tuple[int | None, int | None]) ->
             return axes.index(axis)
     raise InvalidInputError(
         f"attention of a DTensor takes heads or samples on several ranks, got {placement} for a "
-        f"query of shape {list(query.shape)}; redistribute it, or use lln.parallel for tokens."
+        f"query of shape {list(query.shape)}; redistribute it, or use lln.parallel for tokens, "
+        "with to_local() of every side."
     )
 
 

@@ -1,7 +1,9 @@
 """What the ranks tell each other before a call: lengths, and whether all make the same call.
 
 One gather of a few integers. A rank that refuses its arguments says so here, so that the others
-stop too instead of waiting for it. With the lengths given by the caller nothing is asked.
+stop too instead of waiting for it. With the lengths given by the caller only the first call of a
+group asks: what is wrong is mostly wrong from the beginning, and where shapes differ Gloo ends the
+process.
 
 Dimension legend: R ranks, B batch, T queries, S keys.
 """
@@ -9,7 +11,9 @@ Dimension legend: R ranks, B batch, T queries, S keys.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -21,6 +25,7 @@ from lln.errors import InvalidInputError, LLNError, PeerError
 from lln.functional.request import Request
 from lln.parallel.collectives import gather
 from lln.parallel.ranks import Bounds, Ranks
+from lln.tracing import is_compiling
 
 _KINDS = ("lln", "lln_diag", "lln_keys")
 _MATCHING = ("rest", "variance", "entropy", "paper")
@@ -48,6 +53,11 @@ _COMMON: dict[str, Callable[[int], object]] = {
     "set of inputs that need gradients": lambda code: f"{code:07b}",
 }
 _OWN = ("refused", "queries", "keys held", "masked", "begins with padding")
+# As a float: a NaN, as are all larger integers.
+_NOT_A_NUMBER = 0x7FF8 << 48
+# Groups and operations whose ranks have compared; and whether not to, see `trusting`.
+_COMPARED: set[tuple[str, str]] = set()
+_TRUSTS: ContextVar[bool] = ContextVar("lln_parallel_trusts", default=False)
 # How many integers a rank tells.
 FACTS = len(_OWN) + len(_COMMON)
 
@@ -62,6 +72,7 @@ class Shards(NamedTuple):
         queries: T of every rank.
         masked: Whether some rank has a key mask.
         padded: Whether some sample may begin with padding: blocks then begin elsewhere.
+        masked_everywhere: Whether all ranks have a key mask.
     """
 
     ranks: Ranks
@@ -70,6 +81,7 @@ class Shards(NamedTuple):
     queries: tuple[int, ...] | None
     masked: bool
     padded: bool
+    masked_everywhere: bool = False
 
     def purpose(self, step: str) -> str:
         """What a collective is for, as its error says it."""
@@ -83,7 +95,7 @@ def agree(
 
     Args:
         check: Checks the arguments and makes a request of them.
-        lengths: The number of keys of every rank; None = ask them.
+        lengths: The number of keys of every rank; None = ask them in every call.
         ranks: The group.
         operation: The name of the entry point.
 
@@ -91,12 +103,34 @@ def agree(
         InvalidInputError: If this rank's arguments do not fit, or differ from other ranks'.
         PeerError: If another rank refused its arguments.
     """
-    if lengths is not None:
+    if lengths is None:
+        return _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
+    first = (ranks.name, operation)
+
+    def check_lengths() -> Request:
         request = check()
-        bounds = given_bounds(lengths, request.key, ranks)
-        masked = request.key_mask is not None
-        return request, Shards(ranks, operation, bounds, None, masked, masked)
-    return _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
+        given_bounds(lengths, request.key, ranks)
+        return request
+
+    if is_compiling() or _TRUSTS.get() or first in _COMPARED:
+        request = check_lengths()
+    else:
+        request, found = _ask(check_lengths, ranks, operation)  # pyright: ignore[reportCallIssue]
+        _check_known(found, lengths)
+        _COMPARED.add(first)
+    masked = request.key_mask is not None
+    bounds = given_bounds(lengths, request.key, ranks)
+    return request, Shards(ranks, operation, bounds, None, masked, masked)
+
+
+@contextmanager
+def trusting() -> Iterator[None]:
+    """Calls inside that give ``lengths`` do not compare, not even the first."""
+    token = _TRUSTS.set(True)
+    try:
+        yield
+    finally:
+        _TRUSTS.reset(token)
 
 
 @torch.compiler.disable
@@ -122,7 +156,23 @@ def _ask(check: Callable[[], Request], ranks: Ranks, operation: str) -> tuple[Re
     masked = any(one["masked"] for one in own)
     padded = masked and bool(own[bounds.first_rank]["begins with padding"])
     queries = tuple(one["queries"] for one in own)
-    return request, Shards(ranks, operation, bounds, queries, masked, padded)
+    everywhere = all(one["masked"] for one in own)
+    return request, Shards(ranks, operation, bounds, queries, masked, padded, everywhere)
+
+
+def _check_known(found: Shards, lengths: Sequence[int]) -> None:
+    """Refuse ``lengths`` of other shards, and a mask that only some ranks have, on every rank."""
+    if found.bounds != Bounds.of(lengths):
+        starts, ends = found.bounds
+        held = [end - start for start, end in zip(starts, ends, strict=True)]
+        raise InvalidInputError(
+            f"{found.operation}: lengths are {list(lengths)}, but the ranks hold {held} keys."
+        )
+    if found.masked and not found.masked_everywhere:
+        raise InvalidInputError(
+            f"{found.operation}: with lengths= all ranks must give key_mask or none; give an "
+            "all-true mask where nothing is masked, or leave out lengths."
+        )
 
 
 def _own_facts(request: Request) -> list[int]:
@@ -161,19 +211,20 @@ def _common_facts(request: Request) -> list[int]:
 
 
 def _encode(number: float | Tensor | None) -> int:
-    """A number by its bits; 1 + the number of heads of a tensor; 0 = None."""
+    """A number by its bits; None and tensors by those of NaNs, which no argument may be."""
     if number is None:
-        return 0
+        return _NOT_A_NUMBER
     if isinstance(number, Tensor):
-        return 1 + (number.shape[-3] if number.dim() > 2 else 1)
-    return struct.unpack("<q", struct.pack("<d", float(number)))[0]
+        return _NOT_A_NUMBER + 1 + (number.shape[-3] if number.dim() > 2 else 1)
+    # 0.0 and -0.0 are the same number, but have different bits.
+    return struct.unpack("<q", struct.pack("<d", float(number) + 0.0))[0]
 
 
 def _decode(code: int) -> object:
-    if code == 0:
+    if code == _NOT_A_NUMBER:
         return None
-    if 0 < code < 1 << 32:
-        return f"a tensor for {code - 1} heads"
+    if code > _NOT_A_NUMBER:
+        return f"a tensor for {code - _NOT_A_NUMBER - 1} heads"
     return struct.unpack("<d", struct.pack("<q", code))[0]
 
 

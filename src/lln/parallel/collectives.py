@@ -28,6 +28,9 @@ from lln.tracing import is_watched
 # Called "into" before PyTorch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
+# In the error of an attention's collective.
+_COMPARED = ", which calls without lengths= compare first"
+
 
 def gather(tensor: Tensor, ranks: Ranks, purpose: str) -> Tensor:
     """The tensors of all ranks, which have one shape: ``[R, ...]``.
@@ -52,7 +55,7 @@ def gather_later(tensor: Tensor, ranks: Ranks, purpose: str) -> Callable[[], Ten
     out = _GatherLater.apply(tensor, ranks, purpose, works)
 
     def finish() -> Tensor:
-        with _named(ranks.name, purpose):
+        with named(ranks.name, purpose, _COMPARED):
             works.pop().wait()
         return out
 
@@ -81,7 +84,7 @@ def exchange(
 def _gather(tensor: Tensor, size: int, group: str, purpose: str) -> Tensor:
     out = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
-        with _named(group, purpose):
+        with named(group, purpose, _COMPARED):
             _all_gather(out.flatten(), tensor.detach().flatten(), group=find_group(group))
     return out
 
@@ -113,7 +116,7 @@ class _GatherLater(torch.autograd.Function):
         ctx.size, ctx.group, ctx.purpose = ranks.size, ranks.name, purpose
         out = tensor.new_empty((ranks.size, *tensor.shape))
         own = tensor.detach().contiguous().flatten()
-        with _named(ranks.name, purpose):
+        with named(ranks.name, purpose, _COMPARED):
             works.append(_all_gather(out.flatten(), own, group=ranks.group(), async_op=True))
         return out
 
@@ -129,7 +132,7 @@ def _exchange(
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     # Also where this rank has nothing to send or to get: the others wait for it.
     counts = list(receive), list(send)
-    with _named(group, purpose):
+    with named(group, purpose, _COMPARED):
         dist.all_to_all_single(out, rows.detach(), *counts, group=find_group(group))
     return out
 
@@ -155,15 +158,16 @@ _exchange.register_autograd(_exchange_backward, setup_context=_save_exchange)
 
 
 @contextmanager
-def _named(group: str, purpose: str) -> Iterator[None]:
-    """If the collective inside fails, say in which operation."""
+def named(group: str, purpose: str, hint: str = "") -> Iterator[None]:
+    """If the collective inside fails, say in which operation; ``hint`` says more of shapes."""
     try:
         yield
     except RuntimeError as error:
         found = find_group(group)
         raise PeerError(
             f"{purpose} failed on rank {found.rank()} of {found.size()}: another rank stopped, did "
-            f"not make the same call in time, or made it with other shapes ({_first_line(error)})."
+            f"not make the same call in time, or made it with other shapes{hint} "
+            f"({_first_line(error)})."
         ) from error
 
 

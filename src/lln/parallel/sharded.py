@@ -21,15 +21,23 @@ from lln.functional import dense
 from lln.functional.request import Request
 from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards, agree, given_bounds
+from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import diagonal_part
 from lln.parallel.local_passes import LocalPasses, check_local, choose_passes
+from lln.parallel.own_heads import attend_own_heads
 from lln.parallel.ranks import Ranks, find_ranks
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
 from lln.precision import cast_for_autocast, without_autocast
+from lln.tracing import is_sharded
+
+# What calls have in common with those of one rank's heads.
+_OPTIONS = ("alpha", "beta", "matching", "key_mask", "dropout_p", "is_causal")
+_DIAGONAL = (*_OPTIONS, "mix", "block_size", "scale")
 
 
 @explain_misfits
+@outside_graphs
 def lln_attention(
     query: Tensor,
     key: Tensor,
@@ -60,7 +68,8 @@ def lln_attention(
         group: A process group, or one axis of a ``DeviceMesh``; None = all processes.
         lengths: The number of keys on every rank. None = the ranks tell each other, and compare
             their shapes and options, in one small collective that waits for its result; if given
-            nothing is compared, and key_mask must be given by all ranks or by none.
+            only the first call of a group does that (a compiled one never), and key_mask must be
+            given by all ranks or by none.
         alpha: As in `lln.lln_attention`, the same on all ranks; the gradient is this rank's share,
             to be summed over the group as that of any weight.
         beta: Likewise.
@@ -128,6 +137,9 @@ def lln_attention(
         check_local(request, impl, operation)
         return request
 
+    if is_sharded(query):
+        others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
+        return attend_own_heads(check(), ranks, lln_attention, _OPTIONS, **others)
     request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(request, impl, shards)
@@ -139,6 +151,7 @@ def lln_attention(
 
 
 @explain_misfits
+@outside_graphs
 def lln_diag_attention(
     query: Tensor,
     key: Tensor,
@@ -234,6 +247,9 @@ def lln_diag_attention(
         check_local(request, impl, operation)
         return request
 
+    if is_sharded(query):
+        others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
+        return attend_own_heads(check(), ranks, lln_diag_attention, _DIAGONAL, **others)
     request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(request, impl, shards)

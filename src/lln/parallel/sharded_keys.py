@@ -26,19 +26,29 @@ from lln.functional import exact_keys
 from lln.functional.request import Request
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards, agree
+from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import borrow_sides
 from lln.parallel.key_choice import Choice, choose_together
 from lln.parallel.key_rows import fetch_rows
 from lln.parallel.local_passes import check_local
+from lln.parallel.own_heads import attend_own_heads
 from lln.parallel.ranks import find_ranks
 from lln.parallel.sharded import is_alone
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
 from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
 from lln.precision import cast_for_autocast, without_autocast
+from lln.tracing import is_sharded
+
+# What calls have in common with those of one rank's heads.
+_OPTIONS = (
+    *("alpha", "beta", "matching", "block_size", "keys", "select", "group_size", "offset"),
+    *("key_mask", "is_causal", "scale"),
+)
 
 
 @explain_misfits
+@outside_graphs
 def lln_keys_attention(
     query: Tensor,
     key: Tensor,
@@ -76,7 +86,7 @@ def lln_keys_attention(
         matching: As in `lln.lln_keys_attention`, from the statistics of the whole sequence.
         block_size: Tokens in a block; blocks that cross ranks are computed where they begin.
         keys: How many keys outside its block every group sees one by one.
-        select: ``"block"``; the others are not available here yet.
+        select: ``"block"``; the others need the whole sequence on one rank.
         group_size: Queries that share their chosen keys; None = a block.
         offset: As in `lln.lln_keys_attention`; the gradient is this rank's share.
         key_mask: As in `lln.parallel.lln_diag_attention`.
@@ -123,8 +133,9 @@ def lln_keys_attention(
         size = check_selection(select, group_size, block_size)
         if select != "block":
             raise InvalidInputError(
-                f"{operation} chooses keys by the mean query of a group only, got "
-                f"select={select!r}; use select='block' (with group_size=1 for each query)."
+                f"{operation} cannot choose keys by the features of queries (select={select!r}); "
+                "gather the sequence and call lln.lln_keys_attention for these keys, or use "
+                "select='block' for others, by the mean query of a group."
             )
         if isinstance(keys, Tensor):
             raise InvalidInputError(
@@ -151,6 +162,9 @@ def lln_keys_attention(
         check_local(request, impl, operation)
         return request
 
+    if is_sharded(query):
+        others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
+        return attend_own_heads(check(), ranks, lln_keys_attention, _OPTIONS, **others)
     request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         return _attend(_matched(request, shards), shards).to(query.dtype)

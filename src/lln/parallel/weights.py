@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lln.parallel.collectives import named
 from lln.parallel.ranks import find_ranks
 
 
@@ -20,10 +21,15 @@ def sum_gradients(model: nn.Module, group: Any = None) -> None:
     Args:
         model: After ``backward``. A weight that this rank's tokens did not use contributes zeros.
         group: A process group, or one axis of a ``DeviceMesh``; None = all processes.
+
+    Raises:
+        PeerError: If another rank stops, does not come, or has another model.
     """
-    found = find_ranks(group, "lln.parallel.sum_gradients").group()
-    for weight in model.parameters():
+    operation = "lln.parallel.sum_gradients"
+    ranks = find_ranks(group, operation)
+    for name, weight in model.named_parameters():
         if weight.requires_grad:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-            dist.all_reduce(weight.grad, group=found)
+            with named(ranks.name, f"{operation}: adding up the gradients of {name}"):
+                dist.all_reduce(weight.grad, group=ranks.group())

@@ -1,0 +1,59 @@
+"""Tokens and heads on several ranks at once: context and tensor parallelism together.
+
+Every rank computes its own heads (`lln.functional.head_shards`) of its own tokens. The ranks that
+share a sequence must hold the same heads, so the two groups have one rank in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lln.errors import InvalidInputError
+from lln.functional.head_shards import on_own_shards
+from lln.functional.request import Request
+from lln.parallel.ranks import Ranks
+
+
+def attend_own_heads(
+    request: Request,
+    ranks: Ranks,
+    attend: Callable[..., Tensor],
+    names: tuple[str, ...],
+    **others: Any,
+) -> Tensor:
+    """A call of ``DTensor`` sides whose heads or samples are divided, as a ``DTensor``.
+
+    Args:
+        request: The checked call.
+        ranks: The group that shares the sequence.
+        attend: The entry point, which gets the ordinary tensors of this rank's heads.
+        names: What it takes of the request besides query, key and value.
+        others: What it takes besides.
+
+    Raises:
+        InvalidInputError: If heads are divided between ranks that share the sequence.
+    """
+    query: Any = request.query
+    members = set(dist.get_process_group_ranks(ranks.group()))
+    for axis, placement in enumerate(query.placements):
+        holders = dist.get_process_group_ranks(query.device_mesh.get_group(axis))
+        if placement.is_shard() and len(members.intersection(holders)) > 1:
+            raise InvalidInputError(
+                f"query is divided as {placement} between the ranks {holders}, of which "
+                f"{sorted(members.intersection(holders))} share the sequence; divide heads along "
+                "another axis of the mesh, and give to_local() of what is divided by tokens."
+            )
+    return on_own_shards(
+        request,
+        lambda own: attend(
+            own.query,
+            own.key,
+            own.value,
+            **{name: getattr(own, name) for name in names},
+            **others,
+        ),
+    )
