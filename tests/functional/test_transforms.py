@@ -232,7 +232,7 @@ def test_exports(name):
     close([exported(*args)], [FUNCTIONS[name](*args)])
 
 
-@pytest.mark.parametrize("name", ["varlen", "diag_varlen"])
+@pytest.mark.parametrize("name", [pytest.param("varlen", marks=pytest.mark.slow), "diag_varlen"])
 def test_exports_packed_with_a_dynamic_length(name):
     shapes = ({0: torch.export.Dim.DYNAMIC},) * 3 + ({},)
     # Long enough that no count of blocks is 1, which the exporter would take for a constant.
@@ -283,7 +283,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("kind", [lln.LLNAttention, lln.LLNDiagAttention])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("tokens", [3, 5 * D])
+@pytest.mark.parametrize("tokens", [3, pytest.param(5 * D, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("length", [torch.export.Dim("length"), torch.export.Dim.AUTO], ids=str)
 def test_exported_layers_take_every_length(kind, masked, tokens, length):
     """On both sides of the block size, which is D, whatever the length they were exported with."""

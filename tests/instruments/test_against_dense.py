@@ -61,7 +61,7 @@ def check(found, matrices, measure, tolerance):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("tokens", [2, 37, 150])
+@pytest.mark.parametrize("tokens", [2, 37, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_instrument_equals_dense_float64(kind, tokens, masked, is_causal):
     query, key, _ = make_qkv(4, 2, tokens, 16, scale=1.3, seed=tokens)
@@ -229,7 +229,7 @@ def test_scale():
     torch.testing.assert_close(found, 1 / scores.flatten(2).std(-1, correction=0))
 
 
-@pytest.mark.parametrize("tile", [64, 1 << 8, 1 << 11])
+@pytest.mark.parametrize("tile", [pytest.param(64, marks=pytest.mark.slow), 1 << 8, 1 << 11])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_of_any_size_agree(kind, tile, monkeypatch):
     """Small tiles here are what long sequences meet."""

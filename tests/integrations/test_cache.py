@@ -41,7 +41,7 @@ def alive(cache):
     ("name", "attention", "padding"),
     [
         ("llama", "lln", 7),
-        ("gpt2", "lln_diag", 0),
+        pytest.param("gpt2", "lln_diag", 0, marks=pytest.mark.slow),
         pytest.param("gpt2", "lln", 0, marks=pytest.mark.slow),
         pytest.param("llama", "lln_diag", 7, marks=pytest.mark.slow),
     ],

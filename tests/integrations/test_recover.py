@@ -60,7 +60,7 @@ def converted(tiny, name="bert", statistics="running", mix="gate", **options):
     return model
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
 def test_recovery_brings_a_model_closer_to_its_original(tiny, tmp_path, name):
     model = converted(tiny, name)
     teacher = softmax_teacher(model)

@@ -63,7 +63,7 @@ def train(model, folder, resume=None, stop_at=None, **options):
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
-@pytest.mark.parametrize("statistics", ["running", "learned"])
+@pytest.mark.parametrize("statistics", ["running", pytest.param("learned", marks=pytest.mark.slow)])
 def test_resumed_training_has_the_same_losses_bit_for_bit(tiny, text, tmp_path, statistics):
     whole = build(tiny, text, statistics)
     losses = train(whole, tmp_path / "whole")

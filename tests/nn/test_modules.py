@@ -727,7 +727,7 @@ def test_dtype_argument_is_for_the_projections():
 # torch.compile and several processes
 
 
-@pytest.mark.parametrize("statistics", ["sample", "running"])
+@pytest.mark.parametrize("statistics", [pytest.param("sample", marks=pytest.mark.slow), "running"])
 def test_compiled_module(statistics):
     torch._dynamo.reset()
     layer = layer_of(lln.LLNDiagAttention, statistics=statistics, join="gate", block_size=4)

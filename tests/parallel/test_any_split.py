@@ -43,7 +43,10 @@ def drawn(kind, seed):
     return size, case
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 6)) for seed in range(CASES)],
+)
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_any_split(pool, kind, seed):
     size, case = drawn(kind, seed)
