@@ -102,6 +102,22 @@ class Windows(Dataset):
         }
 
 
+class Mixed(Dataset):
+    """Stretches of several lengths in turn; shorter ones are padded to the longest."""
+
+    def __init__(self, parts):
+        self.parts = parts
+        self.longest = max(part.ids.shape[1] for part in parts)
+
+    def __len__(self):
+        return len(self.parts) * min(map(len, self.parts))
+
+    def __getitem__(self, index):
+        found = self.parts[index % len(self.parts)][index // len(self.parts)]
+        # The padding token of BERT's vocabularies is 0, as is the mask of what is not there.
+        return {name: F.pad(side, (0, self.longest - len(side))) for name, side in found.items()}
+
+
 def extend_positions(model, tokens):
     """Repeat the learned position embeddings up to ``tokens`` of them."""
     embeddings = model.embeddings
@@ -170,6 +186,9 @@ def main():
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--train-tokens", type=int, nargs="+", default=[128, 512])
+    parser.add_argument(
+        "--mix-lengths", action="store_true", help="one training on all of --train-tokens in turn"
+    )
     parser.add_argument("--eval-tokens", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--layer-steps", type=int, default=1000)
     parser.add_argument("--end-steps", type=int, default=2000)
@@ -219,9 +238,12 @@ def main():
         "bf16": options.bf16,
     }
     rows = results.setdefault("rows", {})
-    for tokens in options.train_tokens:
-        windows = Windows(tokenizer, text["train"], tokens, 200_000)
-        batch = max(options.batch_tokens // tokens, 1)
+    lengths = options.train_tokens
+    for chosen in [lengths] if options.mix_lengths else [[one] for one in lengths]:
+        parts = [Windows(tokenizer, text["train"], tokens, 200_000) for tokens in chosen]
+        windows = Mixed(parts) if len(parts) > 1 else parts[0]
+        batch = max(options.batch_tokens // max(chosen), 1)
+        tokens = "+".join(map(str, chosen))
         calibration = {
             name: torch.stack([windows[index][name] for index in range(min(batch, 16))]).to(device)
             for name in windows[0]

@@ -504,9 +504,12 @@ def test_command_converts_to_exact_keys(tiny, tmp_path, save_with_tokenizer):
     lines = "\n".join(f"w{i} w{i + 3} w{i + 7} w{i + 1}" for i in range(2, 30))
     (tmp_path / "text.txt").write_text(lines)
     arguments = ("convert", tmp_path / "in", tmp_path / "out", "--calibrate", tmp_path / "text.txt")
-    done = run(*arguments, "--attention", "lln_keys", "--group-size", "16")
+    options = ("--attention", "lln_keys", "--group-size", "16", "--convolution", "5")
+    done = run(*arguments, *options)
     assert done.returncode == 0, done.stderr
-    assert '"group_size": 16' in (tmp_path / "out" / "config.json").read_text()
+    written = (tmp_path / "out" / "config.json").read_text()
+    assert '"group_size": 16' in written
+    assert '"convolution": 5' in written
 
 
 def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):

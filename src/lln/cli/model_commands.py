@@ -70,6 +70,15 @@ GroupSize = Annotated[
         min=1,
     ),
 ]
+Convolution = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Add a depthwise convolution of the values over N tokens, an odd number, to every "
+        "converted layer of an encoder. It starts at zero: training makes it useful. 0 = none.",
+        min=0,
+    ),
+]
 SlidingWindow = Annotated[
     str,
     typer.Option(
@@ -132,6 +141,7 @@ def convert(
     keys: Keys = 64,
     select: Select = "block",
     group_size: GroupSize = None,
+    convolution: Convolution = 0,
     sliding_window: SlidingWindow = "refuse",
     overwrite: Overwrite = False,
 ) -> None:
@@ -171,6 +181,7 @@ def convert(
             keys=keys,
             select=select,
             group_size=group_size,
+            convolution=convolution,
             sliding_window=sliding_window,
             overwrite=overwrite,
             echo=typer.echo,
@@ -199,6 +210,7 @@ def recover(
     keys: Keys = 64,
     select: Select = "block",
     group_size: GroupSize = None,
+    convolution: Convolution = 0,
     sliding_window: SlidingWindow = "refuse",
     tokens: Annotated[
         int,
@@ -271,6 +283,7 @@ def recover(
             keys=keys,
             select=select,
             group_size=group_size,
+            convolution=convolution,
             sliding_window=sliding_window,
             training={
                 "batch_size": batch_size,
