@@ -1,7 +1,9 @@
 """Figures 9 and 10, and what each part of the method is worth: masked-language training, one host.
 
 *temperature*: α = β fixed over a grid against matching, by criterion and scope of the statistics,
-in float16 with its loss scale (Figure 10b). *parts*: block size, exact keys, their choice,
+in float16 with its loss scale (Figure 10b). Every layer has a convolution of its values: without
+one LLN and softmax stay at the frequencies of words for longer than this training lasts (Table 1),
+and all temperatures would look alike. *parts*: block size, exact keys, their choice,
 alternating layers, a convolution of the values. *keys*: how many exact keys a query needs at 512
 and at 2,048 tokens, trained from scratch without slots (docs/exact_keys.md).
 """
@@ -16,15 +18,18 @@ from experiments.table1 import SMALL, TINY, pretraining, source_pretraining
 from experiments.training import Recipe
 
 GRID = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
-TEMPERATURES = (
-    "softmax",
-    "diag",
-    *(f"lln@statistics=fixed,alpha={number},beta={number}" for number in GRID),
-    "lln@matching=paper",
-    "lln@matching=variance",
-    "lln@matching=entropy",
-    "lln@statistics=running",
-    "lln@statistics=learned",
+TEMPERATURES = tuple(
+    f"{method}+conv"
+    for method in (
+        "softmax",
+        "diag",
+        *(f"lln@statistics=fixed,alpha={number},beta={number}" for number in GRID),
+        "lln@matching=paper",
+        "lln@matching=variance",
+        "lln@matching=entropy",
+        "lln@statistics=running",
+        "lln@statistics=learned",
+    )
 )
 PARTS = (
     "softmax",
