@@ -3,6 +3,7 @@
 In the interpreter, which launches with tensors, addresses are turned back into tensors.
 """
 
+import contextlib
 import ctypes
 
 import pytest
@@ -187,6 +188,22 @@ def test_gradients_that_lie_otherwise(long_ways):
         for side, expected in zip(other, found[3], strict=True):
             torch.testing.assert_close(side, expected)
     assert len(long_ways) == 1
+
+
+def test_saved_tensors_that_come_back_otherwise(long_ways):
+    """Hooks may bring them back with other strides, as `torch.autograd.graph.save_on_cpu` does."""
+    attend, found = with_options(**NUMBERS), []
+    for is_hooked in (False, False, True, True, False):
+        inputs = inputs_of(0, layout="transposed")
+        hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.Tensor.contiguous)
+        with hooks if is_hooked else contextlib.nullcontext():
+            out = attend(*inputs)
+        sent = torch.ones(out.shape, device=DEVICE).transpose(1, 2).contiguous().transpose(1, 2)
+        found.append(torch.autograd.grad(out, inputs, sent))
+    assert len(long_ways) == 1
+    for other in found[1:]:
+        for side, expected in zip(other, found[0], strict=True):
+            torch.testing.assert_close(side, expected)
 
 
 def test_what_has_no_kind_takes_the_long_way(long_ways):

@@ -22,6 +22,8 @@ from torch import Tensor
 from lln.eager.products import row_by_row
 from lln.tracing import is_batched
 
+_softmax_backward = torch.ops.aten._softmax_backward_data.default
+
 # Fills the scores of pairs that do not count, in place.
 Hide = Callable[[Tensor], Tensor]
 
@@ -65,7 +67,7 @@ class BlockSoftmax(torch.autograd.Function):
             to_value = torch.bmm(p.mT, g).view(value.shape)
         if needs[0] or needs[1]:
             of_weights = torch.bmm(g, row_by_row(_flat(value).mT))
-            of_scores = torch._softmax_backward_data(of_weights, p, -1, p.dtype)
+            of_scores = _softmax_backward(of_weights, p, -1, p.dtype)
             if needs[0]:
                 to_query = _scaled(of_scores, _flat(key), ctx.scale).view(query.shape)
             if needs[1]:

@@ -102,7 +102,7 @@ class Repeat:
         slots = (call.samples, call.summary_heads, query.shape[3])
         keeps = tracked and not call.causal
         self.kept = (slots, (*slots, self.width), value.dtype) if keeps else None
-        # By how the gradient of the output lies in memory.
+        # By how the gradient of the output and the saved tensors lie in memory.
         self.backwards: dict[Hashable, Any] = {}
 
     def is_free(self) -> bool:
@@ -156,7 +156,7 @@ class Repeat:
         self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], kept: Sequence[Any]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Gradients of query, key and value; None where the long way has to be taken."""
-        launches = self.backwards.get(look_of(gradient))
+        launches = self.backwards.get(_looks(gradient, tensors))
         if not launches or not self.is_free():
             return None
         query, key, value = tensors[:3]
@@ -171,8 +171,8 @@ class Repeat:
 
     def learn(self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
         """Prepare later backward passes with gradients like this one, after the long way."""
-        look = look_of(gradient)
-        if look in self.backwards:
+        looks = _looks(gradient, tensors)
+        if looks in self.backwards:
             return
         from lln.kernels import launch, launch_causal
         from lln.kernels.call import Call
@@ -182,7 +182,7 @@ class Repeat:
         launcher = launch_causal if self.causal else launch
         kind = launcher.backward_kind(Call(*tensors, *numbers), gradient, (False, False, 0))
         within = within_reach(gradient) is gradient and usual
-        self.backwards[look] = _launches(kind, _BACKWARD) if within else False
+        self.backwards[looks] = _launches(kind, _BACKWARD) if within else False
 
 
 class _Launches:
@@ -293,6 +293,11 @@ def _addresses(tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
         numbers[2],
         0,
     ]
+
+
+def _looks(gradient: Tensor, tensors: Sequence[Any]) -> Hashable:
+    """What decides a backward pass; hooks may bring saved tensors back with other strides."""
+    return tuple([look_of(side) for side in (gradient, *tensors[:6])])
 
 
 def _form(side: float | Tensor | None) -> Hashable:

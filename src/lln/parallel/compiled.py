@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator of an attention: compilers see only calls whose graph is the same on all ranks."""
-    name = function.__name__
+    name, is_alike = function.__name__, cast("Callable[..., bool]", _is_alike)
 
     @torch.compiler.disable
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -35,7 +35,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if is_compiling() and not _is_alike(name, *args, **kwargs):  # pyright: ignore[reportCallIssue]
+        if is_compiling() and not is_alike(name, *args, **kwargs):
             return outside(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         return function(*args, **kwargs)
 
