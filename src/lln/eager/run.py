@@ -25,6 +25,7 @@ from lln.eager.key_blocks import dense_blocks
 from lln.eager.summary import read_heads, summarise_heads
 from lln.eager.workers import cut_heads, share_out
 from lln.precision import accumulation_dtype
+from lln.tracing import is_untraced_on_cpu
 
 # The axes along which query, key, value, α, β, the key mask and the mix can be cut.
 _LLN_AXES = {"heads": (-3, -3, -3, -3, -3, None), "samples": (-4, -4, -4, -4, -4, -2)}
@@ -107,9 +108,15 @@ def _run(
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
-    """Figure 3's sum, with any weight: ``mix · long + (1 − mix) · short``."""
+    """Figure 3's sum, with any weight: ``mix · long + (1 − mix) · short``.
+
+    Nobody else may need the short range: its memory may be used for the sum.
+    """
     if not isinstance(mix, Tensor):
+        tracked = long_range.requires_grad or short_range.requires_grad
         # One pass instead of three.
+        if not tracked and is_untraced_on_cpu(long_range, short_range):
+            return short_range.lerp_(long_range, float(mix))
         return torch.lerp(short_range, long_range, float(mix))
     mix = mix.to(long_range.dtype)
     return mix * long_range + (1 - mix) * short_range
