@@ -129,15 +129,13 @@ def test_whoever_traces_sees_the_steps(taken):
 
 
 @CAUSAL
-def test_float32_is_as_close_as_by_steps(is_causal, steps):
+def test_float32(is_causal, steps):
     sides = blocks(torch.float32)
     wide = [side.detach().double().requires_grad_() for side in sides]
-    exact = steps(*wide, is_causal=is_causal)
-    errors = []
-    for attend in (attend_blocks, steps):
-        out = attend(*sides, is_causal=is_causal)
-        gradients = torch.autograd.grad(out.sum(), sides)
-        true = torch.autograd.grad(exact.sum(), wide, retain_graph=True)
-        pairs = zip((out, *gradients), (exact, *true), strict=True)
-        errors.append(max((one - other).abs().max().item() for one, other in pairs))
-    assert errors[0] <= 2 * errors[1] + 1e-7
+    out, exact = attend_blocks(*sides, is_causal=is_causal), steps(*wide, is_causal=is_causal)
+    found = (out, *torch.autograd.grad(out.square().sum(), sides))
+    expected = (exact, *torch.autograd.grad(exact.square().sum(), wide))
+    for one, other in zip(found, expected, strict=True):
+        largest = other.abs().max().item()
+        # Eight tokens and four channels: a few roundings of the largest number.
+        assert (one - other).abs().max().item() < 8 * torch.finfo(torch.float32).eps * largest
