@@ -108,6 +108,7 @@ def tests(request, tmp_path_factory):
     return here + kernels(interpreted=False) + kernels(interpreted=True)
 
 
+@pytest.mark.slow
 def test_every_test_is_in_a_target(selections, tests):
     assert {True, False} == {interpreted for *_, interpreted in tests}
     selected = {test for test, *how in tests if any(selects(s, test, *how) for s in selections)}
@@ -115,6 +116,7 @@ def test_every_test_is_in_a_target(selections, tests):
     assert not lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mark", ["slow", "hypothesis"])
 def test_nightly_runs_every_slow_test_and_every_property(selections, tests, mark):
     nightly = [s for s in selections if s.target == "nightly"]

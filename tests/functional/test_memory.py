@@ -50,7 +50,13 @@ def units(case, tokens):
     return peak / dense[0].nbytes
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name == "causal"))
+        for name, case in CASES.items()
+    ],
+)
 def test_peak_memory_is_linear_in_the_number_of_tokens(case):
     found = []
     for tokens in TOKENS:

@@ -124,7 +124,7 @@ def hidden_text():
 PARTS = ("train", "valid", "test")
 
 
-@pytest.mark.parametrize("make", [toy_task, hidden_text])
+@pytest.mark.parametrize("make", [toy_task, pytest.param(hidden_text, marks=pytest.mark.slow)])
 def test_a_stopped_training_ends_as_if_it_had_not_been_stopped(tmp_path, make):
     def start():
         torch.manual_seed(0)

@@ -39,6 +39,7 @@ def test_what_is_linear_takes_little_memory(case):
     assert peak_of(*case, tokens=32768) < 128 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ROW_BY_ROW, ids="-".join)
 def test_row_by_row_takes_less_than_the_matrix(case):
     """One N×N matrix in float64 is 128 MiB."""

@@ -800,6 +800,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_one_average(tmp_path):
     layer = layer_of(statistics="running")
     steps = [

@@ -27,7 +27,9 @@ def test_learned_temperatures(pool, size):
 
 
 @each_size
-@pytest.mark.parametrize("matching", ["variance", "entropy", "paper"])
+@pytest.mark.parametrize(
+    "matching", ["variance", "entropy", pytest.param("paper", marks=pytest.mark.slow)]
+)
 def test_matched_temperatures(pool, size, matching):
     check(pool, size, options={"matching": matching})
 

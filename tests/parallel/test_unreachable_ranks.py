@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.parallel.workers import SECONDS
@@ -43,6 +44,7 @@ def test_a_rank_that_does_not_come(pool):
     assert OWN_TIMEOUT in message
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_go_back(pool):
     message = pool.run(waiting, 4, "between")[0]
     assert message.startswith("lln.parallel.lln_attention: merging the summaries (backward) failed")

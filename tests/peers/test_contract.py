@@ -255,6 +255,7 @@ class OnlyOn(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @every
 def test_everything_is_made_on_the_device_of_the_input(name):
     # A meta tensor has no values: nothing can look at them to choose what to do next.

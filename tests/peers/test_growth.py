@@ -38,6 +38,7 @@ def exponent(measure, make):
     return math.log(many / few) / math.log(LONG / SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", peers.available())
 def test_work_grows_as_the_card_says(name):
     found = exponent(work, partial(step, name))

@@ -86,6 +86,7 @@ def restores_the_switch():
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("restores_the_switch")
 @pytest.mark.parametrize("name", NAMES)
 def test_deterministic_algorithms_change_nothing_on_a_cpu(name):

@@ -74,6 +74,7 @@ def test_a_lost_gpu_is_told(monkeypatch):
     assert [is_usable for _, is_usable in pipe.sent[1:]] == [True, False]
 
 
+@pytest.mark.slow
 def test_the_command_runs_its_cells_there(tmp_path, monkeypatch):
     # As on a GPU, but for the device.
     def isolated(device, arguments):

@@ -99,6 +99,7 @@ def test_table_runs_on_a_cpu(tmp_path):
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".png", ".svg"]
 
 
+@pytest.mark.slow
 def test_interrupt_and_resume(tmp_path, monkeypatch):
     out, calls, measure = tmp_path / "roberta.json", [], roberta_bench.measure_cell
 
