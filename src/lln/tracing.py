@@ -68,11 +68,12 @@ def is_moded() -> bool:
 
 
 def is_untraced_on_cpu(*sides: object) -> bool:
-    """Whether all tensors among these lie on a CPU, with readable numbers, and nobody traces."""
-    if is_compiling() or is_moded() or forward_ad._current_level >= 0:
+    """Whether all tensors among these are plain ones on a CPU, and nobody traces the call."""
+    if is_compiling() or is_moded() or is_transformed() or forward_ad._current_level >= 0:
         return False
     tensors = [side for side in sides if isinstance(side, Tensor)]
-    return all(side.device.type == "cpu" and has_values(side) for side in tensors)
+    plain = all(type(side) in (Tensor, torch.nn.Parameter) for side in tensors)
+    return plain and all(side.device.type == "cpu" for side in tensors)
 
 
 def is_capturing() -> bool:

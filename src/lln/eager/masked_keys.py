@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from lln.eager.key_blocks import KeyBlocks
-from lln.tracing import has_values, is_batched, is_watched
+from lln.tracing import is_batched, is_untraced_on_cpu
 
 # Numbers of a mask that are laid out at once.
 MOST_NUMBERS = 1 << 20
@@ -58,11 +57,8 @@ def fits_mask(
     if slots.shape[2] != 1 or scale < LEAST_SCALE:
         return False
     tensors = [side for side in sides if isinstance(side, Tensor)]
-    if not all(side.numel() and has_values(side) and not is_watched(side) for side in tensors):
-        return False
-    if forward_ad._current_level >= 0:
-        return False
-    return all(side.device.type == "cpu" and side.dtype == torch.float32 for side in tensors)
+    fits = all(side.numel() and side.dtype == torch.float32 for side in tensors)
+    return fits and is_untraced_on_cpu(*tensors)
 
 
 def attend_masked(
