@@ -27,9 +27,7 @@ def draw_curves(cells: list[dict[str, Any]], path: Path) -> list[Path]:
         by_method.setdefault(cell["cell"]["method"], []).append(cell)
     order = {name: place for place, name in enumerate(all_methods())}
     methods = sorted(by_method, key=lambda name: (order.get(name, len(order)), name))
-    kinds = [
-        kind for kind in CURVES if any(mean_curve(cells, kind) for cells in by_method.values())
-    ]
+    kinds = [kind for kind in CURVES if mean_curve(cells, kind)]
 
     def draw(figure: Any) -> None:
         panels = figure.subplots(-(-len(kinds) // 2), min(len(kinds), 2), squeeze=False)
