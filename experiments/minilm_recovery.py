@@ -242,7 +242,8 @@ def main():
     for chosen in [lengths] if options.mix_lengths else [[one] for one in lengths]:
         parts = [Windows(tokenizer, text["train"], tokens, 200_000) for tokens in chosen]
         windows = Mixed(parts) if len(parts) > 1 else parts[0]
-        batch = max(options.batch_tokens // max(chosen), 1)
+        # Padding does not count: a mixed batch holds as many real tokens in the mean.
+        batch = max(options.batch_tokens * len(chosen) // sum(chosen), 1)
         tokens = "+".join(map(str, chosen))
         calibration = {
             name: torch.stack([windows[index][name] for index in range(min(batch, 16))]).to(device)
