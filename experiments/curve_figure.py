@@ -10,6 +10,8 @@ from experiments.report_page import CURVES, mean_curve
 from lln.studies.drawing import save
 
 PANEL = (5.2, 3.0)
+# Alone, a panel is wide enough for the legend below it.
+WIDE = 8.2
 
 
 def draw_curves(cells: list[dict[str, Any]], path: Path) -> list[Path]:
@@ -43,8 +45,9 @@ def draw_curves(cells: list[dict[str, Any]], path: Path) -> list[Path]:
             axes.set_ylabel(kind.axis)
         for axes in panels.flat[len(kinds) :]:
             axes.remove()
-        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
+        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns)
 
     rows = -(-len(kinds) // 2)
-    legend = 0.25 * -(-len(methods) // 3)
-    return save(path, (PANEL[0] * min(len(kinds), 2), PANEL[1] * rows + legend), draw)
+    columns = 3 if len(kinds) > 1 else 2
+    width = 2 * PANEL[0] if len(kinds) > 1 else WIDE
+    return save(path, (width, PANEL[1] * rows + 0.25 * -(-len(methods) // columns)), draw)

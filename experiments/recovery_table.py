@@ -21,19 +21,25 @@ NAMES = {
 }
 # What README shows: the one other linear attention that does best.
 SHOWN = ("softmax", "lln_keys", "lln", "lln_diag", "diag", "hedgehog")
+# What README shows of them: title → stage and tokens of the test.
+COLUMNS = {
+    "converted": ("converted", "512"),
+    "trained back": ("output", "512"),
+    "at 2,048 tokens": ("output", "2048"),
+}
 STAGES = ("converted", "layers", "output")
 
 
 def recovery(results: dict[str, Any]) -> str:
     """Cosine and rank correlation with the original, before, between and after."""
-    setup, rows = results["setup"], results["rows"]
+    setup = results["setup"]
     lengths = list(setup["documents"])
     parts = []
     for measure, title in (("cosine", "cosine"), ("spearman", "Spearman")):
         head = [title, "seeds", *(f"{int(tokens):,} tokens" for tokens in lengths)]
         lines = []
         for name, label in NAMES.items():
-            found = [row for key, row in rows.items() if key.split()[0] == name]
+            found = rows_of(results, name)
             if found:
                 cells = [_cell(found, tokens, measure) for tokens in lengths]
                 lines.append([label, str(len(found)) if name != "softmax" else "", *cells])
@@ -43,7 +49,7 @@ def recovery(results: dict[str, Any]) -> str:
         "Converted → every layer trained by itself → the whole trained; means over the seeds, ± "
         "their standard deviation at the end. Held-out texts: "
         f"{held_out} tokens. Training: {setup['layer_steps']} + {setup['end_steps']} steps of "
-        f"{setup['batch_tokens']:,} tokens, {setup['train_tokens']:,} per text, bfloat16 by "
+        f"{setup['batch_tokens']:,} tokens, {_per_text(setup)} per text, bfloat16 by "
         f"autocast. {setup['note']} "
         f"{setup['device']}, torch {setup['torch']}, transformers {setup['transformers']}, commit "
         f"`{setup['commit']}`; made by `{setup['command']}`."
@@ -51,30 +57,47 @@ def recovery(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def quality(results: dict[str, Any]) -> str:
-    """What README shows: cosine with the original, converted and trained back."""
-    columns = {
-        "converted": ("converted", "512"),
-        "trained back": ("output", "512"),
-        "at 2,048 tokens": ("output", "2048"),
-    }
-    lines = []
-    for name in SHOWN:
-        found = [row for key, row in results["rows"].items() if key.split()[0] == name]
-        # The original has one stage: nothing was done to it.
-        cells = [
-            _mean(found, stage if stage in found[0] else "converted", tokens, "cosine")
-            for stage, tokens in columns.values()
-        ]
-        lines.append([NAMES[name], *cells])
+def quality(results: dict[str, Any], mixed: dict[str, Any]) -> str:
+    """What README shows: cosine with the original, converted and trained back.
+
+    Args:
+        results: Trained on texts of 512 tokens.
+        mixed: Trained on texts of 512 and of 2,048.
+    """
+    lines = [
+        [NAMES[name], *_quality_cells(rows_of(results, name))]
+        for name in SHOWN
+        if rows_of(results, name)
+    ]
+    both = [f"{NAMES['lln_keys']}, trained on both lengths"]
+    lines.insert(2, [*both, *_quality_cells(rows_of(mixed, "lln_keys"))])
     setup, seeds = results["setup"], len({key.split()[-1] for key in results["rows"]})
     return (
-        f"{table(['attention', *columns], lines)}\n\nMean cosine of the sentence embeddings with "
+        f"{table(['attention', *COLUMNS], lines)}\n\nMean cosine of the sentence embeddings with "
         "the original's, all-MiniLM-L6-v2, held-out English Wikipedia, texts of 512 tokens unless "
         f"said otherwise; trained on {setup['layer_steps'] + setup['end_steps']:,} × "
-        f"{setup['batch_tokens']:,} tokens without labels, 512 per text; means over {seeds} seeds. "
-        "Exact keys have blocks of 64 tokens, the rows with Diag blocks of 32, the head width."
+        f"{setup['batch_tokens']:,} tokens without labels, 512 per text unless said otherwise; "
+        f"means over {seeds} seeds. Blocks have 64 tokens."
     )
+
+
+def rows_of(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The rows of an attention, one for each seed."""
+    return [row for key, row in results["rows"].items() if key.split()[0] == name]
+
+
+def _quality_cells(found: list[dict[str, Any]]) -> list[str]:
+    # The original has one stage: nothing was done to it.
+    return [
+        _mean(found, stage if stage in found[0] else "converted", tokens, "cosine")
+        for stage, tokens in COLUMNS.values()
+    ]
+
+
+def _per_text(setup: dict[str, Any]) -> str:
+    # One number, or words where lengths are mixed.
+    tokens = setup["train_tokens"]
+    return f"{tokens:,}" if isinstance(tokens, int) else tokens
 
 
 def _mean(found: list[dict[str, Any]], stage: str, tokens: str, measure: str) -> str:

@@ -62,8 +62,10 @@ def main() -> None:
     ):
         fill(PAGE, name, write(theory) + "\n\n" + made_by(theory, name != "proposition-3-1"))
     found = json.loads((RESULTS / "minilm_recovery.json").read_text("utf-8"))
-    fill(Path("README.md"), "quality", quality(found))
+    mixed = json.loads((RESULTS / "minilm_recovery_mixed.json").read_text("utf-8"))
+    fill(Path("README.md"), "quality", quality(found, mixed))
     fill(Path("docs/huggingface.md"), "recovery", recovery(found))
+    fill(Path("docs/huggingface.md"), "recovery-mixed", recovery(mixed))
     found = json.loads((RESULTS / "minilm_recovery_2048.json").read_text("utf-8"))
     fill(Path("docs/huggingface.md"), "recovery-long", recovery(found))
     steps = json.loads((RESULTS / "roberta_step.json").read_text("utf-8"))
@@ -87,8 +89,10 @@ def fill_findings() -> None:
         cells = read_all(RESULTS / "cells", name, "small")
         text = cells_table(experiment, cells) if cells else "*Not run yet.*"
         fill(FINDINGS, name, text)
-    cells = read_all(RESULTS / "cells", "table1", "small")
-    draw_curves([one for one in cells if one["cell"]["task"] == "mlm"], FIGURES / "table1_mlm")
+    for name, task in (("table1", "mlm"), ("distance", "recall-512")):
+        cells = read_all(RESULTS / "cells", name, "small")
+        drawn = [one for one in cells if one["cell"]["task"] == task]
+        draw_curves(drawn, FIGURES / f"{name}_{task}")
     for name in ("table3", "lra"):
         cells = read_all(RESULTS / "first_cells", name, "small")
         fill(FINDINGS, f"first-{name}", cells_table(EXPERIMENTS[name], cells))
