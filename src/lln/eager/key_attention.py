@@ -176,8 +176,16 @@ def attend_rows(
     near, far, linear = weights.split([near.shape[-1], far.shape[-1], linear.shape[-1]], -1)
     far = far.flatten(2, 3).unflatten(2, (-1, group_size))
     from_far = multiply(far, far_values).flatten(2, 3).unflatten(2, near.shape[2:4])
-    out = multiply(near, near_values) + from_far + linear @ centroid
-    return blocks.scatter(out)
+    return blocks.scatter(multiply(near, near_values) + from_far + _read(linear, centroid))
+
+
+def _read(weights: Tensor, centroid: Tensor) -> Tensor:
+    """What the slots bring: ``[B, H, n, W, E]``; blocks may share one summary."""
+    if centroid.shape[2] == 1 and weights.shape[:2] == centroid.shape[:2]:
+        rows = multiply(weights.flatten(2, 3), centroid[:, :, 0])
+        return rows.unflatten(2, weights.shape[2:4])
+    alike = weights.shape[:3] == centroid.shape[:3]
+    return multiply(weights, centroid) if alike else weights @ centroid
 
 
 def log_share(

@@ -2,8 +2,9 @@
 
 Without MKL a batch of small matrices is multiplied thirty times slower when the right operand is a
 transposed view (seen with oneDNN on ARM). Scores q·kᵀ have that form, and so has half of every
-product's backward. There the operand is copied first, which costs next to nothing; MKL takes it as
-it is.
+product's backward; with OpenBLAS it depends on the process, and the same product takes 1 ms in one
+and 7 ms in the next. There the operand is copied first, which costs next to nothing; MKL takes it
+as it is.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ def row_by_row(right: Tensor) -> Tensor:
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` for batches of equal shape; differentiable any number of times."""
-    if left.device.type != "cpu" or is_compiling() or is_transformed():
+    if _TAKES_TRANSPOSED or left.device.type != "cpu" or is_compiling() or is_transformed():
         return left @ right
+    if not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)):
+        return left @ row_by_row(right)
     return _Product.apply(left, right)
 
 
@@ -54,6 +57,13 @@ class _Product(torch.autograd.Function):
         left, right = ctx.saved_tensors
         to_left, to_right = ctx.needs_input_grad
         return (
-            multiply(gradient, right.mT) if to_left else None,
+            _times_transposed(gradient, right) if to_left else None,
             multiply(left.mT, gradient) if to_right else None,
         )
+
+
+def _times_transposed(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ rightᵀ``, so that the smaller of the two is copied."""
+    if left.numel() < right.numel():
+        return multiply(right, left.mT).mT
+    return multiply(left, right.mT)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
+from lln.eager.products import row_by_row
 from lln.precision import accumulation_dtype
 from lln.tracing import is_compiling, values_are_readable
 
@@ -127,6 +128,7 @@ def _by_mean(
     key = key.to(dtype)
     if key_mask is not None:
         key = torch.where(key_mask[:, None, :, None], key, 0.0)
+    across = row_by_row(key.mT) if key.device.type == "cpu" else key.mT
     home = blocks.home[:, None]
     block = torch.arange(groups, device=query.device) * group_size // blocks.place.shape[2]
 
@@ -136,7 +138,7 @@ def _by_mean(
         allowed = allowed & (home < block if is_causal else home != block)
         if key_mask is not None:
             allowed = allowed & key_mask[:, None]
-        scores = mean.reshape(batch, key.shape[1], -1, width) @ key.mT
+        scores = mean.reshape(batch, key.shape[1], -1, width) @ across
         scores = scores.view(batch, heads, -1, key.shape[2])
         return largest(torch.where(allowed[:, None], scores, -torch.inf), keys)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from lln import checks
 from lln.checks.names import shown
 from lln.checks.tensors import check_tensor
+from lln.eager.products import multiply
 from lln.errors import InvalidInputError
 from lln.precision import accumulation_dtype, without_autocast
 from lln.printing import brief
@@ -68,7 +69,7 @@ def summarise(exponent: Tensor, value: Tensor, *, overwrite: bool = False) -> tu
     # In place, because allocating a new tensor costs more than computing its entries.
     weight = (exponent.sub_(peak) if overwrite else exponent - peak).exp_()
     mass = weight.sum(-2, keepdim=True)
-    centroid = (weight.mT @ value) / mass.mT
+    centroid = _product(weight.mT, value) / mass.mT
     return (peak + mass.log()).squeeze(-2), centroid
 
 
@@ -84,7 +85,13 @@ def read(
         overwrite: Whether nobody else needs the exponents, so that their memory is used again.
     """
     row = log_mass.unsqueeze(-2)
-    return (exponent.add_(row) if overwrite else exponent + row).softmax(-1) @ centroid
+    weight = (exponent.add_(row) if overwrite else exponent + row).softmax(-1)
+    return _product(weight, centroid)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    # Grouped heads broadcast, which the faster gradients do not know.
+    return multiply(left, right) if left.shape[:-2] == right.shape[:-2] else left @ right
 
 
 def merge(
