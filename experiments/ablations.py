@@ -3,7 +3,7 @@
 *temperature*: α = β fixed over a grid against matching, by criterion and scope of the statistics,
 in float16 with its loss scale (Figure 10b). Every layer has a convolution of its values: without
 one LLN and softmax stay at the frequencies of words for longer than this training lasts (Table 1),
-and all temperatures would look alike; with one they leave it within 200 steps, so that 800 steps
+and all temperatures would look alike; with one they leave it within 200 steps, so that 600 steps
 tell them apart. *parts*: block size, exact keys, their choice,
 alternating layers, a convolution of the values. *keys*: how many exact keys a query needs at 512
 and at 2,048 tokens, trained from scratch without slots (docs/exact_keys.md).
@@ -111,7 +111,7 @@ def _over_length() -> Experiment:
 
 
 TEMPERATURE = _experiment(
-    "temperature", "Figures 9 and 10: α and β fixed against matched", TEMPERATURES, "float16", 800
+    "temperature", "Figures 9 and 10: α and β fixed against matched", TEMPERATURES, "float16", 600
 )
 ABLATION = _experiment("parts", "What every part is worth", PARTS, "bfloat16", 3_000)
 OVER_LENGTH = _over_length()
