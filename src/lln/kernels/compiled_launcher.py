@@ -32,7 +32,9 @@ from lln.kernels.sizes import overrides
 SOURCE = Path(__file__).with_name("launcher.cpp")
 # The name that the module's initialisation function carries.
 _NAME = "lln_launcher"
-_OPTIONS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_OPTIONS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+# Newer versions of torch need the first, older compilers know only the second.
+_STANDARDS = ("-std=c++20", "-std=c++17")
 _LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 # Of the driver, in the order in which ``configure`` takes them, behind the stream.
 _CONTEXT = ("cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent")
@@ -113,13 +115,19 @@ def _compile(target: Path, options: tuple[str, ...]) -> None:
     words = [compiler, *_OPTIONS, *options, f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     words += [f"-I{home / 'include'}", f"-I{headers}", str(SOURCE), "-o", str(target)]
     words += [f"-L{home / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line]
-        reason = (errors or done.stderr.splitlines() or ["no message"])[0]
-        raise BackendUnavailableError(
-            f"{compiler} cannot compile {SOURCE.name} against torch {torch.__version__}: {reason}"
+    reason = ""
+    for standard in _STANDARDS:
+        done = subprocess.run(
+            [*words, standard], capture_output=True, text=True, errors="replace", check=False
         )
+        if done.returncode == 0:
+            return
+        lines = done.stderr.splitlines()
+        errors = [line for line in lines if "error" in line]
+        reason = reason or (errors or lines or ["no message"])[0]
+    raise BackendUnavailableError(
+        f"{compiler} cannot compile {SOURCE.name} against torch {torch.__version__}: {reason}"
+    )
 
 
 def is_switched_off() -> bool:

@@ -408,7 +408,9 @@ size_t fill_shared(const Call& call, Slot* slots) {
 template <class Made, class Pointer, class... Arguments>
 Pointer make_node(Arguments&&... arguments) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-    return std::make_shared<Made>(std::forward<Arguments>(arguments)...);
+    // Torch's own function to delete a node: it does not recurse into long graphs.
+    return Pointer(
+        new Made(std::forward<Arguments>(arguments)...), [](Made* made) { deleteNode(made); });
   } else {
     return c10::make_intrusive<Made>(std::forward<Arguments>(arguments)...);
   }
