@@ -151,9 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(host.LENGTHS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512])
     parser.add_argument("--no-tests", action="store_true", help="only build and measure")
-    parser.add_argument("--test-seconds", type=float, default=100.0, help="at most, for the tests")
+    parser.add_argument("--test-seconds", type=float, default=80.0, help="at most, for the tests")
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.case is not None:
@@ -195,6 +195,8 @@ def main() -> None:
                     continue
                 runs[name].append(json.loads(out.read_text("utf-8")))
                 keep(runs=runs, times={one: best_of(all_) for one, all_ in runs.items() if all_})
+    if not content.get("times"):
+        sys.exit(f"nothing was measured; {given.out} says why")
     print(table(content["times"]))
     every = [run for some in runs.values() for run in some]
     equal = all(case.get("equal", True) for run in every for case in run["cases"].values())

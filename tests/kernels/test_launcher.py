@@ -155,7 +155,9 @@ WAYS = {
         pytest.param(how, options, id=f"{name}, {len(options)}", marks=marks)
         for name, how in WAYS.items()
         for options in (NUMBERS, {}, {**NUMBERS, "block_size": 16})
-        for quick in [ON_GPU or (name == "without gradient" and not options)]
+        for quick in [
+            (ON_GPU and "block_size" not in options) or (name == "without gradient" and not options)
+        ]
         for marks in [() if quick else pytest.mark.slow]
     ],
 )
