@@ -14,6 +14,9 @@ settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True
 settings.register_profile("nightly", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))
 
+# Whatever launcher was built on this machine; tests/kernels/test_launcher.py has its own.
+os.environ["LLN_LAUNCHER"] = "python"
+
 # Parallel workers already fill the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

@@ -241,6 +241,7 @@ def command(monkeypatch, capsys, tmp_path):
     [
         (("--help",), ("demo", "bench", "fit", "doctor")),
         (("demo", "--help"), ("--out", "--quick", "--seconds")),
+        (("build-launcher", "--help"), ("C++ compiler", "LLN_LAUNCHER=python")),
         (("bench", "--help"), ("--lengths", "--resume", "roberta")),
         (("fit", "--help"), ("--device", "--seeds", "--figures")),
         (("figure", "--help"), ("--out", "--results", "--device", "--quick")),
@@ -264,7 +265,7 @@ def test_command_line_as_a_module():
 def test_doctor_by_itself(tmp_path):
     done = run("-m", "lln", "doctor", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    for fragment in (lln.__version__, "torch", "cpu", "right"):
+    for fragment in (lln.__version__, "torch", "cpu", "right", "launcher"):
         assert fragment in done.stdout
     assert not list(tmp_path.iterdir())
 
@@ -328,7 +329,7 @@ def test_doctor_reports_what_an_implementation_raises(monkeypatch):
     monkeypatch.setattr(doctor, "lln_diag_attention", attend)
     lines = []
     assert not doctor.examine(lines.append)
-    assert lines[-1].endswith("FAILED: RuntimeError: no compiler, impl 'eager'")
+    assert lines[-2].endswith("FAILED: RuntimeError: no compiler, impl 'eager'")
 
 
 def test_doctor_exits_1_where_attention_is_wrong():

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import types
 import warnings
 
@@ -23,7 +24,9 @@ from lln.kernels import (
     launch_lists,
     launch_slots,
     limits,
+    plain_launches,
     recipes,
+    repeats,
     sizes,
 )
 
@@ -224,3 +227,46 @@ def test_compilers_take_the_answer_and_not_the_question(monkeypatch):
     with pytest.warns(UserWarning, match="asked"):
         compiled = torch.compile(scaled, fullgraph=True, backend="eager")(torch.ones(2))
     assert compiled.tolist() == [limits.SMALL.summary] * 2
+
+
+def parameters_in(ptx):
+    """The sizes of the parameters of a compiled kernel, as the driver will see them."""
+    (entry,) = re.findall(r"\.entry \w+\(([^)]*)\)", ptx)
+    return [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z]+(\d+)", entry)]
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 16, "mix": 0.3}], ids=["lln", "blocks"])
+def test_launches_have_the_parameters_of_the_kernels(plug_in, monkeypatch, options):
+    """`lln.kernels.plain_launches` passes what Triton has compiled, with scratch pointers."""
+    plug_in("A100")
+    kernels = []
+
+    def record(step, live):
+        given = step._filled(live)
+        step.compiled = step.kernel.warmup(*given, grid=step.grid, num_warps=step.warps)
+        step.compiled.function = len(kernels)
+        kernels.append(step.compiled)
+        step.runner = step.launch = lambda *arguments: None
+
+    monkeypatch.setattr(recipes.Step, "record", record)
+    inputs = torch.randn(3, 1, 2, 40, 16, dtype=BFLOAT16).unbind()
+    attend = lln.lln_diag_attention if options else lln.lln_attention
+    attend(*inputs, **GIVEN, **options)
+    (recipe,) = recipes._recipes.values()
+    launches = repeats._Launches(recipe, repeats._FORWARD)
+    asked = []
+
+    def sizes_of(function):
+        asked.append(parameters_in(kernels[function].asm["ptx"]))
+        return asked[-1]
+
+    plain = plain_launches.describe(recipe, launches.names, launches.places, sizes_of)
+    assert plain is not None
+    for found, (_, _, threads, shared, cells, fills), kernel in zip(
+        asked, plain[3], kernels, strict=True
+    ):
+        assert len(cells) == 8 * len(found)
+        assert (threads, shared) == (32 * kernel.metadata.num_warps, kernel.metadata.shared)
+        for cell, slot, form in fills:
+            is_number = form == "f" or slot == launches.places["seed"]
+            assert found[cell] == (4 if is_number else 8)

@@ -89,6 +89,25 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+@app.command(rich_help_panel=START)
+def build_launcher() -> None:
+    """Compile the launcher: calls on short sequences then cost the host less time.
+
+    On an NVIDIA GPU, Python takes longer to ask for a short call (batch 1, hundreds of tokens) than
+    the GPU takes to compute it. The compiled launcher asks in C++. It launches the same kernels, so
+    the results are the same bits; long sequences and large batches gain nothing.
+
+    Needs a C++ compiler and the headers of Python; takes about half a minute, once for every
+    version of torch and Python. The library goes to `~/.cache/lln`, or where `LLN_LAUNCHER_FOLDER`
+    says. Programs use it from their next start, `LLN_LAUNCHER=python` does without it, and
+    `lln doctor` says which one is used. To remove it, delete the file.
+    """
+    from lln.kernels import compiled_launcher
+
+    typer.echo(f"compiling {compiled_launcher.SOURCE.name} …")
+    typer.echo(f"{compiled_launcher.build()} is ready; `lln doctor` says whether it is used.")
+
+
 @app.command(rich_help_panel=MODELS)
 def inspect(
     model: Annotated[

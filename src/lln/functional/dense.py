@@ -14,7 +14,9 @@ from lln import checks
 from lln.checks.signatures import explain_misfits
 from lln.functional.request import Request
 from lln.functional.run import attend
+from lln.kernels import repeats
 from lln.precision import cast_for_autocast
+from lln.tracing import is_compiling
 
 
 @explain_misfits
@@ -73,6 +75,11 @@ def lln_attention(
         >>> lln_attention(query, key, value).shape
         torch.Size([2, 4, 10, 8])
     """
+    if not is_compiling() and repeats.again is not None:
+        call = (repeats.LLN, query, key, value, alpha, beta, matching, 1.0, 0, None, key_mask)
+        out = repeats.again(*call, dropout_p, is_causal, enable_gqa, impl)
+        if out is not None:
+            return out
     query, key, value = cast_for_autocast(query, key, value)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_key_mask(key_mask, key)
@@ -199,6 +206,11 @@ def lln_diag_attention(
         >>> lln_diag_attention(query, key, value, mix=gate).shape
         torch.Size([2, 4, 10, 8])
     """
+    if not is_compiling() and repeats.again is not None:
+        call = (repeats.LLN_DIAG, query, key, value, alpha, beta, matching, mix, block_size, scale)
+        out = repeats.again(*call, key_mask, dropout_p, is_causal, enable_gqa, impl)
+        if out is not None:
+            return out
     query, key, value = cast_for_autocast(query, key, value)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
     checks.check_self_attention(query, key, "lln_diag_attention")

@@ -47,13 +47,18 @@ def attend(request: Request, impl: str) -> Tensor:
     """
     if is_compiling() or is_observed():
         return _attend_once(request, impl)
+    out = repeats.run_compiled(request, impl)
+    if out is not None:
+        return out
     kind = repeats.kind_of(request, impl)
     repeat = repeats.repeat_of(kind)
     if repeat is not None:
+        if repeats.again is not None:
+            repeats.hand_over(repeat, request, impl)
         return repeat.run(request)
     out = _attend_once(request, impl)
     if kind is not None:
-        repeats.remember(kind, request, plan_call(request, impl))
+        repeats.remember(kind, request, impl, plan_call(request, impl))
     return out
 
 

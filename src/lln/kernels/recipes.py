@@ -55,6 +55,7 @@ class Step:
         ]
         self.whole_grid = (*grid, 1, 1)[:3]
         # What Triton compiled, and the two ways to launch it; set when the step first runs.
+        self.compiled: Any = None
         self.runner: Any = None
         self.launch: Any = None
         self.code: tuple[object, ...] = ()
@@ -63,6 +64,7 @@ class Step:
         """Launch through Triton, which compiles, and keep what it compiled."""
         compiled = self.kernel[self.grid](*self._filled(live), num_warps=self.warps)
         if not is_interpreted():
+            self.compiled = compiled
             self.runner, self.launch = compiled[self.whole_grid], compiled.run
             # None: no launch metadata, no enter hook and no exit hook.
             self.code = (compiled.function, compiled.packed_metadata, None, None, None)

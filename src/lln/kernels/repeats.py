@@ -6,6 +6,10 @@ leaves a `Repeat`: later ones allocate what they return, fill in addresses and l
 unusual (a compiler, a transform, an observer, packed sequences, dropout, temperatures or a mix that
 learn) has no kind, and takes the long way.
 
+Python itself is then most of what a short call costs. Where the user has built the compiled
+launcher (`lln.kernels.compiled_launcher`), a `Repeat` is handed over to it: `again` launches such
+calls, forward and backward, and gives back None where it cannot. Then everything is as without it.
+
 Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
 E value width. A ``request`` is a `lln.functional.request.Request`, a ``plan`` a
 `lln.functional.plan.Plan`; this layer lies below both.
@@ -13,13 +17,13 @@ E value width. A ``request`` is a `lln.functional.request.Request`, a ``plan`` a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lln.kernels import ops, run
+from lln.kernels import compiled_launcher, ops, plain_launches, run
 from lln.kernels.shapes import look_of, output_like, summary_heads, within_reach
 from lln.kernels.sizes import overrides
 from lln.tracing import is_watched
@@ -43,6 +47,11 @@ _MATCH = ("p_q", "p_k", "p_mask", "p_starts", "p_results")
 
 # False where a kind of call cannot be repeated this way.
 _known: dict[Hashable, Any] = {}
+
+# The compiled launcher's ``attend`` once it is loaded; takes what `arguments_of` gives.
+again: Callable[..., Tensor | None] | None = None
+# The kinds of calls as it knows them.
+LLN, LLN_DIAG = 0, 1
 
 
 def kind_of(request: Any, impl: str) -> Hashable:
@@ -70,13 +79,64 @@ def repeat_of(kind: Hashable) -> Repeat | None:
     return repeat if repeat and repeat.is_free() else None
 
 
-def remember(kind: Hashable, request: Any, plan: Any) -> None:
+def remember(kind: Hashable, request: Any, impl: str, plan: Any) -> None:
     """Prepare later calls of a kind, after one of them has run the long way."""
     if kind is None or kind in _known:
         return
     if len(_known) >= MOST_REPEATS:
         del _known[next(iter(_known))]
-    _known[kind] = _prepare(request, plan) or False
+    repeat = _known[kind] = _prepare(request, plan) or False
+    if repeat:
+        hand_over(repeat, request, impl)
+
+
+def arguments_of(request: Any, impl: str) -> tuple[Any, ...] | None:
+    """The arguments of `again`; None for calls that it does not know."""
+    if request.bounds is not None or request.kind not in ("lln", "lln_diag"):
+        return None
+    kind = LLN if request.kind == "lln" else LLN_DIAG
+    # Groups of query heads are allowed: the call has been checked.
+    return (kind, *request[1:13], True, impl)
+
+
+def run_compiled(request: Any, impl: str) -> Tensor | None:
+    """A checked call by the compiled launcher; None where that cannot be."""
+    arguments = None if again is None else arguments_of(request, impl)
+    return None if arguments is None or again is None else again(*arguments)
+
+
+def hand_over(repeat: Repeat, request: Any, impl: str) -> None:
+    """Let the compiled launcher take later calls like this one, if there is one."""
+    global again
+    launcher = compiled_launcher.load(differentiate_by_the_long_way)
+    if launcher is None:
+        return
+    again = launcher.attend
+    shared, arguments = repeat.compiled(launcher), arguments_of(request, impl)
+    if shared is not None and arguments is not None:
+        launcher.learn(*arguments, (repeat, *shared))
+
+
+def differentiate_by_the_long_way(
+    repeat: Repeat, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], kept: Any
+) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """A backward pass that the compiled launcher leaves to Python.
+
+    Returns:
+        Gradients of query, key and value, and the launches of later passes like this one in the
+        compiled launcher's form; None where there are none.
+    """
+    made = repeat.differentiate(gradient, tensors, numbers, kept)
+    if made is None:
+        log_mass, centroid = kept
+        asked = (False, False, False)
+        found = ops.gradients(gradient, (*tensors, *numbers), log_mass, centroid, asked)
+        made = found[0], found[1], found[2]
+        repeat.learn(gradient, tensors, numbers)
+    launches = repeat.backwards.get(_looks(gradient, tensors))
+    launcher = compiled_launcher.load(differentiate_by_the_long_way)
+    compiled = launches.compiled(launcher) if launches and launcher is not None else None
+    return made[0], made[1], made[2], compiled
 
 
 class Repeat:
@@ -104,6 +164,16 @@ class Repeat:
         self.kept = (slots, (*slots, self.width), value.dtype) if keeps else None
         # By how the gradient of the output and the saved tensors lie in memory.
         self.backwards: dict[Hashable, Any] = {}
+
+    def compiled(self, launcher: Any) -> tuple[Any, ...] | None:
+        """What the calls share, in the compiled launcher's form; None where it cannot launch."""
+        forward = self.forward.compiled(launcher)
+        matching = None if self.matching is None else self.matching.compiled(launcher)
+        if forward is None or (matching is None) != (self.matching is None):
+            return None
+        slots = 0 if self.kept is None else self.kept[0][1]
+        keeps = self.kept is not None
+        return matching, forward, self.causal, keeps, slots, self.block_size, self.scale
 
     def is_free(self) -> bool:
         """Whether launches go to the current device, and no profiler listens to them."""
@@ -196,6 +266,9 @@ class _Launches:
         self.bytes, self.offsets = recipe.bytes, list(recipe.offsets.values())
         # A later place wins: memory of the recipe stands before what the call brings.
         places = {name: place for place, name in enumerate((*names, *recipe.offsets))}
+        self.recipe, self.names, self.places = recipe, len(names), places
+        # Made when first asked for; False where it cannot be.
+        self.form: Any = None
         self.steps = [
             (
                 step.launch,
@@ -206,6 +279,17 @@ class _Launches:
             )
             for step in recipe.steps
         ]
+
+    def compiled(self, launcher: Any) -> Any:
+        """The launches in the compiled launcher's form; None where it cannot take them."""
+        if self.form is None:
+            sizes_of = compiled_launcher.sizes_of
+            try:
+                plain = plain_launches.describe(self.recipe, self.names, self.places, sizes_of)
+                self.form = False if plain is None else launcher.launches(*plain)
+            except Exception:  # A version of Triton that we do not know launches from Python.
+                self.form = False
+        return self.form or None
 
     def run(self, addresses: list[Any], device: torch.device) -> None:
         """Launch everything on the device's current stream."""

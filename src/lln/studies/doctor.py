@@ -11,6 +11,7 @@ from lln.eager.load import read_load
 from lln.functional.dense import lln_diag_attention
 from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request
+from lln.kernels import compiled_launcher
 from lln.kernels.limits import why_unavailable
 from lln.studies.processor import facts, version
 from lln.studies.report.failures import in_one_line
@@ -47,7 +48,12 @@ def examine(echo: Callable[[str], object]) -> bool:
     devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append("mps")
-    return all([_check(device, echo) for device in devices])
+    are_right = all([_check(device, echo) for device in devices])
+    # Behind the checks: the launcher is loaded when a kernel is first repeated.
+    reason = compiled_launcher.why_not()
+    used = "compiled; LLN_LAUNCHER=python uses Python" if reason is None else f"Python: {reason}"
+    echo(f"{'launcher':<12} {used}")
+    return are_right
 
 
 def _check(device: str, echo: Callable[[str], object]) -> bool:
