@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import host
+from benchmarks.markdown import fill, source
+from benchmarks.markdown import table as markdown_table
 from benchmarks.two_trees import host_ms
 
 COMMAND = "python -m benchmarks.launcher"
@@ -146,6 +148,36 @@ def table(times: dict[str, dict[str, list[float]]]) -> str:
     return "\n".join(lines)
 
 
+def launcher_table(content: dict[str, Any]) -> str:
+    """Microseconds of every call with both launchers, and as a multiple of SDPA's."""
+    times = content["times"]
+    (tokens,) = {case.split()[-1] for found in times.values() for case in found}
+    lines = []
+    for name, title in host.TITLES.items():
+        softmax = "softmax causal" if name.endswith("causal") else "softmax"
+        # SDPA knows no launcher: its best time in any process counts.
+        best = [
+            min(found[f"{softmax} {tokens}"][place] for found in times.values()) for place in (0, 1)
+        ]
+        cells = []
+        for launcher in LAUNCHERS:
+            both = times[launcher][f"{name} {tokens}"]
+            ratios = [one / other for one, other in zip(both, best, strict=True)]
+            cells.append(f"{both[0]:.0f} / {both[1]:.0f} ({ratios[0]:.1f}× / {ratios[1]:.1f}×)")
+        if name == softmax:
+            cells = [f"{best[0]:.0f} / {best[1]:.0f}"] * len(LAUNCHERS)
+        lines.append([title, *cells])
+    setup = content["setup"]
+    caption = (
+        "Host time of a call from Python, forward / forward and backward, and how many times that "
+        f"is SDPA's; batch 1, {content['heads']} heads of {content['width']}, {tokens} tokens, "
+        f"bfloat16. The best of {content['rounds']} processes. "
+        f"{content['note'] + ' ' if 'note' in content else ''}"
+        f"{setup['device']}, torch {setup['torch']}; {source(setup)}."
+    )
+    return markdown_table(["µs per call", "from Python", "compiled"], lines, caption)
+
+
 def main() -> None:
     """Build, test, measure; every step is written as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -154,8 +186,14 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512])
     parser.add_argument("--no-tests", action="store_true", help="only build and measure")
     parser.add_argument("--test-seconds", type=float, default=80.0, help="at most, for the tests")
+    parser.add_argument(
+        "--report", action="store_true", help=f"only write the table into {host.PAGE}"
+    )
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.report:
+        fill(host.PAGE, "launcher", launcher_table(json.loads(RESULTS.read_text("utf-8"))))
+        return
     if given.case is not None:
         one_process(given.case, tuple(given.lengths))
         return

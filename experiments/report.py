@@ -23,6 +23,7 @@ from experiments.recovery_table import quality, recovery
 from experiments.report_page import made_by as made_by_cells
 from experiments.step_table import training_steps
 from experiments.tables import table
+from experiments.temperature_figure import draw_temperatures
 from lln.printing import written
 
 RESULTS = Path("experiments/results")
@@ -93,6 +94,8 @@ def fill_findings() -> None:
         cells = read_all(RESULTS / "cells", name, "small")
         drawn = [one for one in cells if one["cell"]["task"] == task]
         draw_curves(drawn, FIGURES / f"{name}_{task}")
+    cells = read_all(RESULTS / "cells", "temperature", "small")
+    draw_temperatures(cells, FIGURES / "temperature")
     for name in ("table3", "lra"):
         cells = read_all(RESULTS / "first_cells", name, "small")
         fill(FINDINGS, f"first-{name}", cells_table(EXPERIMENTS[name], cells))

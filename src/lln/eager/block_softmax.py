@@ -13,7 +13,7 @@ E value width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +53,9 @@ class BlockSoftmax(torch.autograd.Function):
         query, key, value, weights = ctx.saved_tensors
         (gradient,) = gradients
         needs = ctx.needs_input_grad[:3]
-        further = torch.is_grad_enabled()
-        if further or is_batched(gradient):
-            sides = (query, key, value)
-            wanted = [side for side, need in zip(sides, needs, strict=True) if need]
-            with torch.enable_grad():
-                again = ctx.again(*sides)
-            made = iter(torch.autograd.grad(again, wanted, gradient, create_graph=further))
-            return (*(next(made) if need else None for need in needs), None, None, None)
+        if torch.is_grad_enabled() or is_batched(gradient):
+            found = by_autograd(ctx.again, (query, key, value), needs, gradient)
+            return (*found, None, None, None)
         p, g = _flat(weights), _flat(gradient)
         to_query = to_key = to_value = None
         if needs[2]:
@@ -73,6 +68,21 @@ class BlockSoftmax(torch.autograd.Function):
             if needs[1]:
                 to_key = _scaled(of_scores.mT, _flat(query), ctx.scale).view(key.shape)
         return to_query, to_key, to_value, None, None, None
+
+
+def by_autograd(
+    attend: Callable[..., Tensor],
+    sides: Sequence[Tensor],
+    needs: Sequence[bool],
+    gradient: Tensor,
+) -> list[Tensor | None]:
+    """Gradients of ``attend(*sides)``, for the sides that need one; differentiable if asked for."""
+    wanted = [side for side, need in zip(sides, needs, strict=True) if need]
+    further = torch.is_grad_enabled()
+    with torch.enable_grad():
+        again = attend(*sides)
+    made = iter(torch.autograd.grad(again, wanted, gradient, create_graph=further))
+    return [next(made) if need else None for need in needs]
 
 
 def _flat(side: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.eager import block_flash
 from lln.eager.block_softmax import BlockSoftmax
 from lln.eager.products import multiply
 from lln.eager.scan import whole_parts
@@ -63,6 +64,8 @@ def attend_blocks(
 
     sides = (query, key, value)
     if min(side.numel() for side in sides) and is_untraced_on_cpu(*sides):
+        if token_mask is None and block_flash.suits(query, value):
+            return block_flash.BlockFlash.apply(*sides, scale, is_causal, by_steps)
         return BlockSoftmax.apply(*sides, scale, hide_in_place, by_steps)
     return by_steps(*sides)
 
