@@ -1,7 +1,6 @@
 """Loss and entropy over fixed temperatures, and lines for what is not fixed."""
 
 import pytest
-
 from experiments.temperature_figure import draw_temperatures, fixed_temperature
 
 
