@@ -76,7 +76,7 @@ def main() -> None:
     fill(page, "key-selection", selection(found))
     found = json.loads((RESULTS / "keys_conversion.json").read_text("utf-8"))
     fill(page, "key-conversion", conversion(found))
-    for device in ("cuda", "query-cuda", "cpu"):
+    for device in ("cuda", "query-cuda", "cpu", "cpu-x86"):
         found = json.loads(Path(f"benchmarks/results/keys-{device}.json").read_text("utf-8"))
         fill(page, f"key-speed-{device}", speed(found))
     fill(page, "key-training", from_scratch(RESULTS / "keys_training"))
