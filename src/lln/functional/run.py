@@ -7,7 +7,6 @@ Dimension legend: as in `lln.functional.request`.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from lln.kernels import repeats
 from lln.kernels.run import fused_attention, fused_blocks
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
-from lln.tracing import is_compiling, is_sharded
+from lln.tracing import is_compiling, is_sharded, is_untraced_on_cpu
 
 
 def attend(request: Request, impl: str) -> Tensor:
@@ -114,7 +113,9 @@ def _run(request: Request, plan: Plan) -> Tensor:
         return _nothing(request)
     if request.kind == "lln_keys":
         return attend_packed_keys(request, plan)
-    if plan.impl == "reference":
+    # On a CPU nobody waits to learn the lengths, and tiles of equal size take many times longer.
+    own = (*request[1:6], request.mix, request.bounds)
+    if plan.impl == "reference" or (plan.impl == "eager" and is_untraced_on_cpu(*own)):
         return _one_by_one(request, request.bounds, plan)
     if plan.impl == "triton":
         return _by_kernels(_as_sample(request), plan)[0].transpose(0, 1)
@@ -213,14 +214,18 @@ def _nothing(request: Request) -> Tensor:
 
 
 def _one_by_one(request: Request, bounds: Tensor, plan: Plan) -> Tensor:
-    """Packed sequences by the reference: one dense call per sequence."""
+    """Packed sequences with one dense call for each."""
     whole, outs = _as_sample(request), []
-    for index, (start, end) in enumerate(pairwise(bounds.tolist())):
-        query, key, value = (side[:, :, start:end] for side in whole[1:4])
+    lengths = bounds.diff().tolist()
+    # Split, because every slice would add a gradient of the whole length.
+    sides = [side.split(lengths, 2) for side in whole[1:4]]
+    mixes: Any = [whole.mix] * len(lengths)
+    if isinstance(whole.mix, Tensor) and whole.mix.shape[2] > 1:
+        mixes = whole.mix.split(lengths, 2)
+    for index, (query, key, value, mix) in enumerate(zip(*sides, mixes, strict=True)):
+        if lengths[index] == 0:
+            continue
         alpha, beta = (_of_sequence(side, index) for side in (request.alpha, request.beta))
-        mix = whole.mix
-        if isinstance(mix, Tensor) and mix.shape[2] > 1:
-            mix = mix[:, :, start:end]
         dense = whole._replace(query=query, key=key, value=value, alpha=alpha, beta=beta, mix=mix)
         outs.append(_plain(dense, plan)[0].transpose(0, 1))
     return torch.cat(outs)
