@@ -53,7 +53,7 @@ def units(case, tokens):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name == "causal"))
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * name.startswith("causal"))
         for name, case in CASES.items()
     ],
 )
