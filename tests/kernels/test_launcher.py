@@ -1,15 +1,21 @@
 """The compiled launcher gives the bits that Python gives, and leaves to Python what is unusual."""
 
 import contextlib
-import gc
 import types
-import weakref
 
 import pytest
 import torch
 from tests.kernels.common import DEVICE, HALF, ON_GPU, let_auto_take_kernels
 from tests.kernels.launcher_driver import FakeDriver, built, hooked
-from tests.kernels.test_repeats import CALLS, NUMBERS, inputs_of, outcome, scales, with_options
+from tests.kernels.test_repeats import (
+    CALLS,
+    NUMBERS,
+    inputs_of,
+    kept_inputs,
+    outcome,
+    scales,
+    with_options,
+)
 from torch.utils.checkpoint import checkpoint
 
 import lln
@@ -61,6 +67,7 @@ def ways(module, monkeypatch):
     watch(monkeypatch, repeats.Repeat, "run", ways.by_python)
     watch(monkeypatch, repeats, "differentiate_by_the_long_way", ways.backwards)
     monkeypatch.setattr(compiled_launcher, "_found", module)
+    monkeypatch.setattr(compiled_launcher, "_refused", None)
     long_way = repeats.differentiate_by_the_long_way
     if driver is None:
         assert compiled_launcher._connect(module, long_way) is None
@@ -386,13 +393,7 @@ def test_compiled_calls_never_ask(ways):
 
 
 def test_no_tensor_is_kept(ways):
-    attend, inputs = with_options(), inputs_of(0)
-    for _ in range(3):
-        outcome(attend, inputs)
-    seen = [weakref.ref(side) for side in inputs]
-    del inputs
-    gc.collect()
-    assert all(reference() is None for reference in seen)
+    assert not kept_inputs(3)
 
 
 @fake_only
@@ -429,8 +430,11 @@ def test_kernels_that_need_more_stay_with_triton(ways, strange, monkeypatch):
 
     monkeypatch.setattr(ways.driver, "enter", more)
     attend, inputs = with_options(**NUMBERS), inputs_of(0, requires_grad=False)
-    for _ in range(2):
+    with pytest.warns(UserWarning, match="does not know the parameters"):
         attend(*inputs)
+    # Said once: another warning would be an error. `lln doctor` says it too.
+    attend(*inputs)
+    assert "does not know the parameters" in compiled_launcher.why_not()
     assert ways.count() == (1, 1, 0)
     assert not ways.driver.seen
 
@@ -456,9 +460,25 @@ def test_the_driver_is_asked_for_parameters(ways, change, is_taken, monkeypatch)
 
     monkeypatch.setattr(compiled_launcher, "sizes_of", sizes_of)
     attend, inputs = with_options(**NUMBERS), inputs_of(0, requires_grad=False)
-    for _ in range(2):
+    refusal = contextlib.nullcontext() if is_taken else pytest.warns(UserWarning, match="does not")
+    with refusal:
         attend(*inputs)
+    attend(*inputs)
     assert ways.count() == (1, 0 if is_taken else 1, 0)
+    assert (compiled_launcher.why_not() is None) == is_taken
+
+
+@fake_only
+def test_a_kernel_that_cannot_be_read_is_launched_from_python(ways, monkeypatch):
+    def describe(*given):
+        raise AttributeError("no signature")
+
+    monkeypatch.setattr(repeats.plain_launches, "describe", describe)
+    attend, inputs = with_options(**NUMBERS), inputs_of(0, requires_grad=False)
+    with pytest.warns(UserWarning, match="AttributeError: no signature"):
+        attend(*inputs)
+    attend(*inputs)
+    assert ways.count() == (1, 1, 0)
 
 
 def detached(sides):

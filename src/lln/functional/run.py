@@ -217,11 +217,12 @@ def _one_by_one(request: Request, bounds: Tensor, plan: Plan) -> Tensor:
     """Packed sequences with one dense call for each."""
     whole, outs = _as_sample(request), []
     lengths = bounds.diff().tolist()
-    # Split, because every slice would add a gradient of the whole length.
-    sides = [side.split(lengths, 2) for side in whole[1:4]]
+    # Split, because every slice would add a gradient of the whole length; copied, because views
+    # that are split off forbid the caller to change the whole afterwards.
+    sides = [_copied(side).split(lengths, 2) for side in whole[1:4]]
     mixes: Any = [whole.mix] * len(lengths)
     if isinstance(whole.mix, Tensor) and whole.mix.shape[2] > 1:
-        mixes = whole.mix.split(lengths, 2)
+        mixes = _copied(whole.mix).split(lengths, 2)
     for index, (query, key, value, mix) in enumerate(zip(*sides, mixes, strict=True)):
         if lengths[index] == 0:
             continue
@@ -229,6 +230,11 @@ def _one_by_one(request: Request, bounds: Tensor, plan: Plan) -> Tensor:
         dense = whole._replace(query=query, key=key, value=value, alpha=alpha, beta=beta, mix=mix)
         outs.append(_plain(dense, plan)[0].transpose(0, 1))
     return torch.cat(outs)
+
+
+def _copied(side: Tensor) -> Tensor:
+    """Head by head and row by row, as the products read it."""
+    return side.clone(memory_format=torch.contiguous_format)
 
 
 def _of_sequence(side: float | Tensor, index: int) -> float | Tensor:

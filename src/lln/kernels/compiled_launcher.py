@@ -137,6 +137,8 @@ def is_switched_off() -> bool:
 
 # None: not looked for yet. Otherwise the module, or why there is none.
 _found: Any = None
+# What the launcher could not take first; None = nothing so far.
+_refused: str | None = None
 
 
 def load(long_way: Callable[..., Any]) -> Any:
@@ -155,7 +157,25 @@ def why_not() -> str | None:
     """Why calls are launched from Python, in words; None if the compiled launcher is used."""
     if _found is None:
         return why_absent()
-    return _found if isinstance(_found, str) else None
+    if isinstance(_found, str):
+        return _found
+    return None if _refused is None else f"the compiled launcher {_refused}"
+
+
+def refuse(reason: str) -> None:
+    """Say once that launches stay with Python although the library is there.
+
+    Args:
+        reason: What it cannot launch.
+    """
+    global _refused
+    if _refused is None:
+        _refused = reason
+        warnings.warn(
+            f"lln launches from Python, which takes longer: the compiled launcher {reason}; "
+            "LLN_LAUNCHER=python does without it.",
+            stacklevel=2,
+        )
 
 
 def why_absent() -> str | None:

@@ -287,8 +287,12 @@ class _Launches:
             try:
                 plain = plain_launches.describe(self.recipe, self.names, self.places, sizes_of)
                 self.form = False if plain is None else launcher.launches(*plain)
-            except Exception:  # A version of Triton that we do not know launches from Python.
+                reason = "does not know the parameters of a kernel"
+            except Exception as error:  # A version of Triton that we do not know.
                 self.form = False
+                reason = f"cannot read a kernel ({type(error).__name__}: {error})"
+            if self.form is False:
+                compiled_launcher.refuse(reason)
         return self.form or None
 
     def run(self, addresses: list[Any], device: torch.device) -> None:

@@ -3,18 +3,28 @@
 import pytest
 import torch
 
-from lln.eager import block_softmax, diagonal, products
+from lln.eager import block_flash, block_softmax, diagonal, products
 from lln.eager.diagonal import attend_blocks
 
 MASKS = pytest.mark.parametrize("masked", [False, True])
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True])
 
 
-def blocks(dtype=torch.float64, transposed=False, seed=0):
+@pytest.fixture(params=["products", "fused"], autouse=True)
+def way(request, monkeypatch):
+    """How blocks without a mask are computed, whatever this machine would choose."""
+    fused = request.param == "fused"
+    # In float64 too, where roundings do not hide a wrong formula.
+    monkeypatch.setattr(block_flash, "suits", lambda query, value: fused)
+    return request.param
+
+
+def blocks(way, dtype=torch.float64, transposed=False, seed=0):
     """Query, key and value: two samples of two heads with three blocks of eight tokens."""
     torch.manual_seed(seed)
     sides = []
-    for width in (4, 4, 5):
+    # Fused attention takes values as wide as keys only.
+    for width in (4, 4, 4 if way == "fused" else 5):
         side = torch.randn(2, 3, 8, 2, width, dtype=dtype)
         side = side.movedim(3, 1) if transposed else side.movedim(3, 1).contiguous()
         sides.append(side.requires_grad_())
@@ -44,17 +54,21 @@ def steps(monkeypatch):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """How many calls went through the one step."""
+    """Which calls went through one step, and by which way."""
     calls = []
-    own = block_softmax.BlockSoftmax.apply
 
-    class Counted:
-        @staticmethod
-        def apply(*given):
-            calls.append(given)
-            return own(*given)
+    def counted(name, own):
+        class Counted:
+            @staticmethod
+            def apply(*given):
+                calls.append(name)
+                return own.apply(*given)
 
-    monkeypatch.setattr(diagonal, "BlockSoftmax", Counted)
+        return Counted
+
+    fused = counted("fused", block_flash.BlockFlash)
+    monkeypatch.setattr(block_flash, "BlockFlash", fused)
+    monkeypatch.setattr(diagonal, "BlockSoftmax", counted("products", block_softmax.BlockSoftmax))
     return calls
 
 
@@ -63,13 +77,14 @@ def taken(monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("takes_transposed", [False, True])
 def test_output_and_gradients(
-    masked, is_causal, transposed, takes_transposed, steps, taken, monkeypatch
+    way, masked, is_causal, transposed, takes_transposed, steps, taken, monkeypatch
 ):
     monkeypatch.setattr(products, "_TAKES_TRANSPOSED", takes_transposed)
     options = {"token_mask": mask_of(masked), "is_causal": is_causal, "scale": 0.3}
-    sides = blocks(transposed=transposed)
+    sides = blocks(way, transposed=transposed)
     found = attend_blocks(*sides, **options)
-    assert len(taken) == 1
+    # Fused attention takes no mask.
+    assert taken == ["products" if masked else way]
     expected = steps(*sides, **options)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
     # As autograd gives it for a sum: one number, expanded.
@@ -83,8 +98,8 @@ def test_output_and_gradients(
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_only_the_gradients_that_are_needed(wanted, steps):
-    sides = [side.detach() for side in blocks()]
+def test_only_the_gradients_that_are_needed(way, wanted, steps):
+    sides = [side.detach() for side in blocks(way)]
     leaves = [sides[place].requires_grad_() for place in wanted]
     ours = torch.autograd.grad(attend_blocks(*sides).square().sum(), leaves)
     theirs = torch.autograd.grad(steps(*sides).square().sum(), leaves)
@@ -94,15 +109,15 @@ def test_only_the_gradients_that_are_needed(wanted, steps):
 
 @MASKS
 @CAUSAL
-def test_second_derivatives(masked, is_causal):
+def test_second_derivatives(way, masked, is_causal):
     mask = mask_of(masked)
-    sides = [side[:1, :1, :2].detach().requires_grad_() for side in blocks()]
+    sides = [side[:1, :1, :2].detach().requires_grad_() for side in blocks(way)]
     options = {"token_mask": None if mask is None else mask[:1, :, :2], "is_causal": is_causal}
     torch.autograd.gradgradcheck(lambda *given: attend_blocks(*given, **options), sides)
 
 
-def test_gradients_in_batches():
-    sides = blocks()
+def test_gradients_in_batches(way):
+    sides = blocks(way)
     out = attend_blocks(*sides)
     several = torch.randn(3, *out.shape, dtype=out.dtype)
     at_once = torch.autograd.grad(out, sides, several, retain_graph=True, is_grads_batched=True)
@@ -112,10 +127,10 @@ def test_gradients_in_batches():
             torch.testing.assert_close(one[place], other, rtol=0, atol=1e-13)
 
 
-def test_whoever_traces_sees_the_steps(taken):
-    sides = [side.detach() for side in blocks()]
+def test_whoever_traces_sees_the_steps(way, taken):
+    sides = [side.detach() for side in blocks(way)]
     expected = attend_blocks(*sides)
-    assert len(taken) == 1
+    assert taken == [way]
     mapped = torch.vmap(attend_blocks)(*sides)
     torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-14)
     _, tangent = torch.func.jvp(attend_blocks, tuple(sides), tuple(sides))
@@ -125,12 +140,12 @@ def test_whoever_traces_sees_the_steps(taken):
         out = attend_blocks(dual, *sides[1:])
         assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
     attend_blocks(*(side.to("meta") for side in sides))
-    assert len(taken) == 1
+    assert taken == [way]
 
 
 @CAUSAL
-def test_float32(is_causal, steps):
-    sides = blocks(torch.float32)
+def test_float32(way, is_causal, steps):
+    sides = blocks(way, torch.float32)
     wide = [side.detach().double().requires_grad_() for side in sides]
     out, exact = attend_blocks(*sides, is_causal=is_causal), steps(*wide, is_causal=is_causal)
     found = (out, *torch.autograd.grad(out.square().sum(), sides))
@@ -139,3 +154,15 @@ def test_float32(is_causal, steps):
         largest = other.abs().max().item()
         # Over 200 seeds at most 9.3 roundings of the largest number.
         assert (one - other).abs().max().item() < 32 * torch.finfo(torch.float32).eps * largest
+
+
+def test_what_fused_attention_suits(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(block_flash, "_IS_FASTER", True)
+    side = torch.ones(2, 8, 4)
+    assert block_flash.suits(side, side)
+    # Other widths of values are not known to fused attention; float64 is the reference's.
+    assert not block_flash.suits(side, torch.ones(2, 8, 5))
+    assert not block_flash.suits(side.double(), side.double())
+    monkeypatch.setattr(block_flash, "_IS_FASTER", False)
+    assert not block_flash.suits(side, side)
