@@ -71,8 +71,9 @@ def run_cells(options: argparse.Namespace) -> int:
     if options.jobs > 1:
         return run_many(experiment, cells, options)
     count = run(
-        experiment, cells, data=options.data, out=options.out, work=options.work, command=command
-    )
+        experiment, cells, data=options.data, out=options.out, work=options.work, command=command,
+        compiled=options.compile,
+    )  # fmt: skip
     if processes()[0] == 0:
         print(f"{count} cells run, {len(cells) - count} were finished.")
     return 0
@@ -104,6 +105,7 @@ def run_many(experiment: Experiment, cells: list[Cell], options: argparse.Namesp
         words += ["--scale", cell.scale, "--task", cell.task, "--method", cell.method]
         words += ["--seed", str(cell.seed), "--out", str(options.out), "--work", str(options.work)]
         words += ["--data", str(options.data)] if options.data else []
+        words += ["--compile"] if options.compile else []
         log = cell.path(options.work / "logs").with_suffix(".log")
         stages[plans[cell.task].starts_from is not None].append(Job(cell.title, words, log))
         tasks[cell.task] = None
@@ -184,6 +186,7 @@ def _without_folders(options: argparse.Namespace) -> list[str]:
     words = [options.name, "--scale", options.scale]
     for flag, values in (("--task", options.task), ("--method", options.method)):
         words += [flag, *values] if values else []
+    words += ["--compile"] if getattr(options, "compile", False) else []
     return words + (["--seed", *map(str, options.seed)] if options.seed is not None else [])
 
 
@@ -214,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", nargs="+", type=int, help="default: 0 1 2")
     one.add_argument("--jobs", type=int, default=1, help="cells at a time, each in its process")
     one.add_argument("--minutes", type=float, help="with --jobs: begin none that would end later")
+    one.add_argument("--compile", action="store_true", help="faster steps after a minute's wait")
     one.set_defaults(function=run_cells)
     one = commands.add_parser("copy", help="put a real set into the data folder (by `datasets`)")
     one.add_argument("names", nargs="+", metavar="SET", help=", ".join(SOURCES))

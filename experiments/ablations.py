@@ -6,7 +6,8 @@ one LLN and softmax stay at the frequencies of words for longer than this traini
 and all temperatures would look alike; with one they leave it within 200 steps, so that 600 steps
 tell them apart. *parts*: block size, exact keys, their choice,
 alternating layers, a convolution of the values. *keys*: how many exact keys a query needs at 512
-and at 2,048 tokens, trained from scratch without slots (docs/exact_keys.md).
+and at 2,048 tokens, trained from scratch without slots (docs/exact_keys.md), beside blocks that
+every other layer shifts by half, keys in every layer, and a convolution.
 """
 
 from __future__ import annotations
@@ -51,11 +52,17 @@ PARTS = (
     "lln+conv",
     "diag/lln+conv",
 )
+QUERY_KEYS = "lln_keys@keys=64,select=query,offset=-1e4"
 KEYS = (
     "softmax",
     "diag",
+    "diag/diag@shift=32",
     "diag/softmax",
     *(f"diag/lln_keys@keys={keys},select=query,offset=-1e4" for keys in (16, 64, 256)),
+    QUERY_KEYS,
+    "diag+conv",
+    "diag/softmax+conv",
+    f"diag/{QUERY_KEYS}+conv",
 )
 SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4)
 LENGTHS = (512, 2048)

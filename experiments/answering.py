@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from experiments.compiling import as_written
 from experiments.tasks.task import as_batch
 
 
@@ -24,7 +25,8 @@ def answers(
     for entry in DataLoader(examples, batch_size=batch, collate_fn=as_batch):
         sent: dict[str, Tensor] = {name: side.to(device) for name, side in entry.items()}
         kind = getattr(torch, precision)
-        with torch.autocast(device.type, kind, enabled=precision != "float32"):
+        narrow = torch.autocast(device.type, kind, enabled=precision != "float32")
+        with narrow, as_written(model):
             output = model(**sent)
         found, expected = model.questions(output, sent["labels"])
         given.append(found.cpu().numpy())

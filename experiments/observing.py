@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from experiments.compiling import as_written
 from experiments.methods import MAIN, Method
 from experiments.tasks.task import as_batch
 from lln.instruments.capture import capture
@@ -56,7 +57,7 @@ def concentration(model: nn.Module, batch: dict[str, Any]) -> dict[str, float | 
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    with torch.no_grad(), capture(model, instruments=INSTRUMENTS) as seen:
+    with as_written(model), torch.no_grad(), capture(model, instruments=INSTRUMENTS) as seen:
         model(**{name: side.to(device) for name, side in batch.items()})
     model.train(was_training)
     found: dict[str, float | None] = {}

@@ -49,6 +49,7 @@ def run(
     out: Path,
     work: Path,
     command: str,
+    compiled: bool = False,
     echo: Callable[[str], object] = print,
 ) -> int:
     """Run what is not finished; returns how many cells were run.
@@ -60,6 +61,7 @@ def run(
         out: Where results are kept.
         work: Where checkpoints are kept while a cell runs.
         command: What to type to repeat this.
+        compiled: As in `experiments.training.train`.
         echo: Takes a line for the terminal after every cell.
     """
     waiting = [cell for cell in cells if not is_finished(cell, _config(experiment, cell), out)]
@@ -78,7 +80,7 @@ def run(
             def tell(step: int, before: int = done) -> None:
                 bar.update(line, completed=before + step)
 
-            result = run_cell(experiment, cell, loaded[1], work, tell)
+            result = run_cell(experiment, cell, loaded[1], work, tell, compiled)
             result["setup"] = describe("cuda" if torch.cuda.is_available() else "cpu", command)
             if processes()[0] == 0:
                 write(cell, _config(experiment, cell), result, out)
@@ -97,6 +99,7 @@ def run_cell(
     task: Task,
     work: Path,
     tell: Callable[[int], object] = lambda step: None,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Train and test one cell."""
     plan = _plan(experiment, cell)
@@ -117,7 +120,7 @@ def run_cell(
     if recipe.choices:
         every = recipe.steps // recipe.choices
         watchers.append(Chooser(task.valid, every, recipe.batch, recipe.precision, folder / "best"))
-    trained = train(model, task.train, recipe, folder, cell.seed, tell, watchers)
+    trained = train(model, task.train, recipe, folder, cell.seed, tell, watchers, compiled)
     given, right, loss = answers(model, task.test, recipe.batch, recipe.precision)
     if any(other.starts_from == cell.task for other in experiment.plans[cell.scale].values()):
         path = weights_path(cell, work)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from experiments.compiling import compile_encoder
 from experiments.tasks.task import as_batch
 from lln.errors import InvalidInputError
 from lln.integrations.transformers import transformers
@@ -73,6 +74,7 @@ def train(
     seed: int,
     tell: Callable[[int], object] = lambda step: None,
     watchers: Sequence[Watcher] = (),
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Train to the end, from the last checkpoint in the folder if there is one.
 
@@ -84,6 +86,8 @@ def train(
         seed: Of the order of the data.
         tell: Called after every step with its number.
         watchers: Callbacks that look at the model on the way; see `Watcher`.
+        compiled: Whether `torch.compile` makes the encoder's training steps faster. Questions and
+            instruments always see the model as it is written.
 
     Returns:
         The curve of the training loss, that of the loss scale under float16, what watchers saw,
@@ -98,6 +102,8 @@ def train(
         trainer.remove_callback(own)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    if compiled:
+        compile_encoder(model)
     start = last_checkpoint(folder)
     trainer.train(resume_from_checkpoint=None if start is None else str(start))
     # What the first process keeps on the last step, the others read next.
@@ -112,6 +118,7 @@ def train(
         **({"loss_scale": scales} if scales else {}),
         **{key: value for one in watchers for key, value in one.results(history, model).items()},
         "seconds": round(clock.seconds, 2),
+        "compiled": compiled,
         "peak_mib": torch.cuda.max_memory_allocated() >> 20 if on_gpu else None,
     }
 

@@ -160,6 +160,39 @@ def test_a_stopped_training_ends_as_if_it_had_not_been_stopped(tmp_path, make):
     assert once_more["seconds"] > 0
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_steps_end_where_others_end(tmp_path, monkeypatch, backend):
+    """Traced, and compiled at night; what looks at the model meanwhile is not compiled."""
+    task, graphs, plain = toy_task(classes=0), [], torch.nn.Module.compile
+    whole = Examples(task.train.ids, task.train.labels)
+
+    def traced(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    backend = traced if backend == "eager" else backend
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: plain(self, backend=backend, **options)
+    )
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = host_of(Method.parse("lln"), SIZES, task)
+        watcher = Observer(whole, 2)
+        folder = tmp_path / str(compiled)
+        result = train(model, whole, RECIPE, folder, 0, watchers=[watcher], compiled=compiled)
+        assert result["compiled"] is compiled
+        before = len(graphs)
+        found.append((weights(model), result["observed"], answers(model, whole, 3)[2]))
+        assert len(graphs) == before
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=1e-5)
+    entropies = [np.array(one[1]["entropy"]) for one in found]
+    np.testing.assert_allclose(*entropies, rtol=1e-3)
+    assert found[1][2] == pytest.approx(found[0][2], rel=1e-4)
+    if backend is traced:
+        assert graphs
+
+
 def toy_experiment():
     plan = Plan(SIZES, RECIPE, lambda data: toy_task())
     plans = {scale: {"toy": plan} for scale in ("smoke", "small", "full")}

@@ -1,5 +1,7 @@
 """Block-diagonal attention against softmax, block by block."""
 
+import itertools
+
 import pytest
 import torch
 from tests.peers.contract import build, tokens
@@ -21,6 +23,32 @@ def test_every_block_is_softmax_attention_by_itself(causal):
         part = [side[..., start : start + 16, :] for side in (query, key, value)]
         expected = F.scaled_dot_product_attention(*part, is_causal=causal)
         torch.testing.assert_close(found[..., start : start + 16, :], expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [40, 12])
+def test_shifted_blocks_begin_later(causal, length):
+    core = build("diag", is_causal=causal, shift=5).core
+    query, key, value = heads(length)
+    found = core(query, key, value)
+    edges = [edge for edge in (0, 5, 21, 37) if edge < length] + [length]
+    for start, end in itertools.pairwise(edges):
+        part = [side[..., start:end, :] for side in (query, key, value)]
+        expected = F.scaled_dot_product_attention(*part, is_causal=causal)
+        torch.testing.assert_close(found[..., start:end, :], expected)
+    torch.testing.assert_close(core.matrix(query, key) @ value, found)
+
+
+def test_shifted_blocks_take_no_padding():
+    core = build("diag", shift=5).core
+    query, key, value = heads()
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    for call in (lambda: core(query, key, value, mask), lambda: core.matrix(query, key, mask)):
+        with pytest.raises(InvalidInputError, match="shift=5 takes no key_mask"):
+            call()
+    for wrong in (16, -1, 1.5):
+        with pytest.raises(InvalidInputError, match="shift must be"):
+            build("diag", shift=wrong)
 
 
 def test_one_block_is_softmax():

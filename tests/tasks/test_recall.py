@@ -85,6 +85,28 @@ def test_joined_pairs_are_found_by_a_reader_too(kind, least_distance):
     assert (again.train.ids == task.train.ids).all()
 
 
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("questions", "least_distance"), [(5, None), (56, 228)])
+def test_all_questions_for_a_needle_are_far_from_it(joined, questions, least_distance):
+    options = {"joined": joined, "questions": questions, "least_distance": least_distance}
+    task = recall.needle(300, 0, 0, **NEEDLE | options)
+    places = []
+    for text, labels in zip(task.train.ids, task.train.labels, strict=True):
+        asked = np.flatnonzero(text == 2)
+        assert len(asked) == questions
+        assert (np.flatnonzero(labels != -100) == asked).all()
+        start = int(np.flatnonzero((text >= 8) & (text < 13) if joined else text == 1)[0])
+        end = start if joined else start + 1
+        answer = int(text[start]) - 5 if joined else int(text[end])
+        assert (labels[asked] == answer).all()
+        assert np.minimum(abs(asked - start), abs(asked - end)).min() >= (least_distance or 128)
+        # Nothing was written over.
+        assert ((text >= 3) & (text < 8)).sum() == 7 + (not joined)
+        places += asked.tolist()
+    assert min(places) < 5
+    assert max(places) > 506
+
+
 def answers_of(kind, part):
     """Every question that a reader finds, after a check against the labels."""
     found = []
@@ -221,6 +243,9 @@ def test_a_smaller_task_keeps_its_chance(kind):
         ("needle", {"least_distance": 256}, "least_distance is 1 to 255 for 512 tokens"),
         ("needle", {"least_distance": 0}, "least_distance is 1"),
         ("needle", {"decoys": 510}, "510 decoys do not fit"),
+        ("needle", {"questions": 0}, "1 to 256 questions fit 512 tokens at a distance of 128"),
+        ("needle", {"questions": 257}, "1 to 256 questions"),
+        ("needle", {"questions": 200, "decoys": 311}, "311 decoys do not fit"),
         ("needle", {"values": 1}, "two values"),
         ("associative", {"least_distance": 250}, "too many for 512 tokens at a distance of 250"),
         ("associative", {"pairs": 21}, "must not decrease"),
