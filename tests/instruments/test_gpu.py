@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.instruments.dense import KINDS
 
-from lln import instruments
+from lln import choose_keys, instruments
 from lln.instruments import of_matrix
 from lln.testing import make_qkv
 
@@ -29,10 +29,16 @@ def test_the_same_on_both_devices(kind, dtype, is_causal):
     keep = torch.ones(2, 200, dtype=torch.bool)
     keep[1, 130:] = False
     options = {"kind": kind, "is_causal": is_causal, "alpha": 1.9, "beta": 2.1}
+    there = {}
+    if kind == "lln_keys":
+        # Chosen once: of keys with nearly equal scores every device may take another.
+        chosen = choose_keys(query, key, 8, key_mask=keep, is_causal=is_causal, enable_gqa=True)
+        options |= {"keys": chosen, "offset": 0.5}
+        there["keys"] = chosen.cuda()
     for name in MEASURES:
         measure = getattr(instruments, name)
         on_cpu = measure(query, key, key_mask=keep, **options)
-        on_gpu = measure(query.cuda(), key.cuda(), key_mask=keep.cuda(), **options)
+        on_gpu = measure(query.cuda(), key.cuda(), key_mask=keep.cuda(), **options | there)
         for cpu, gpu in zip(tensors(on_cpu), tensors(on_gpu), strict=True):
             assert gpu.is_cuda
             torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-6, atol=1e-8, msg=name)
