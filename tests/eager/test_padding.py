@@ -106,6 +106,15 @@ def test_equal_lengths_are_not_moved():
     assert padding.unpad([places]).data_ptr() == packed.data_ptr()
 
 
+def test_what_was_not_moved_may_be_changed_afterwards():
+    packed = torch.randn(12, 2, 3, requires_grad=True)
+    (places,) = padded([4, 4, 4]).pad(packed)
+    with torch.no_grad():
+        packed.mul_(2)
+    # A view that was split off raises here.
+    assert places.grad_fn is not None
+
+
 def test_similar_lengths_are_one_group():
     assert group_sequences([5, 8, 6, 12], 4, 100) == [[0, 1, 2, 3]]
 

@@ -105,11 +105,20 @@ def test_equal_to_one_call_per_sequence(padding, name, select, form):
     assert_same(found, one_by_one(sides, lengths, numbers, **options), leaves)
 
 
-@pytest.mark.parametrize("keys", [0, 1, 5, 16, 40, 100])
+def test_no_more_samples_than_a_grid_has_room_for(padding, monkeypatch):
+    monkeypatch.setattr("lln.functional.padded_keys.MAX_GRID", 12)
+    lengths = [5, 6, 7, 0, 8, 5]
+    sides, options = sides_of(lengths), {"block_size": 8, "keys": 4}
+    found = call(sides, lengths, GIVEN, **options)
+    assert padding == [2, 2, 1]
+    assert_same(found, one_by_one(sides, lengths, GIVEN, **options), sides)
+
+
+@pytest.mark.parametrize("keys", [0, 1, 5, 16, 18, 100])
 @pytest.mark.parametrize("select", ["block", "query"])
 def test_as_many_keys_as_tokens_are_all(padding, select, keys):
     """A sequence that has no more tokens than keys sees all, also beside a longer one."""
-    lengths = [5, 16, 17, 40, 1]
+    lengths = [5, 16, 20, 1]
     sides, options = sides_of(lengths), {"block_size": 8, "keys": keys, "select": select}
     found = call(sides, lengths, GIVEN, **options)
     assert_same(found, one_by_one(sides, lengths, GIVEN, **options), sides)
@@ -210,14 +219,6 @@ def test_announced_as_a_packed_call(padding, name, choice, form):
             assert one.isfinite().all()
             one, other = one[filled], other[filled]
         torch.testing.assert_close(one, other)
-
-
-def test_two_sequences_of_one_group_may_be_changed_afterwards(padding):
-    """What a call was given is the caller's: also where nothing had to be moved."""
-    sides = [side * 1 for side in sides_of([8, 8])]
-    call(sides, [8, 8], GIVEN, block_size=8, keys=4)
-    for side in sides:
-        side.mul_(2)
 
 
 @pytest.mark.parametrize("bounds", [[0], [0, 0], [0, 0, 0]], ids=str)
