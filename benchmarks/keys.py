@@ -6,6 +6,9 @@
 On a GPU times are those of CUDA graphs, with a fixed number of tokens in a batch; softmax is the
 fastest of PyTorch's fused kernels. On a CPU they are wall times with batch 1. Memory is the peak of
 a forward and backward pass over the size of query, key, value, output and their gradients.
+
+``--packed`` takes packed sequences, alternately half as long and one and a half times as long, and
+wall times, because such calls read the lengths; softmax has the same sequences padded, unmasked.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +40,17 @@ def wall_ms(call: Callable[[], Any]) -> float:
     call()
     times = []
     for _ in range(7):
+        _wait()
         start = time.perf_counter()
         call()
+        _wait()
         times.append(time.perf_counter() - start)
     return 1e3 * min(times)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def both_ways(
@@ -87,25 +99,31 @@ def read_setting(setting: str) -> tuple[str, dict[str, Any]]:
     return f"keys {keys}, groups of {group}", {"keys": int(keys), "group_size": int(group)}
 
 
-def measure(device: str, lengths: list[int], settings: list[str]) -> list[dict]:
+def measure(device: str, lengths: list[int], settings: list[str], packed: bool) -> list[dict]:
     """One row per length: softmax, and every setting."""
-    time_of = graph_ms if device == "cuda" else wall_ms
+    time_of = graph_ms if device == "cuda" and not packed else wall_ms
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows = []
     for tokens in lengths:
         batch = TOKENS // tokens if device == "cuda" else 1
-        size = (batch, HEADS, tokens, WIDTH)
-        inputs = [
-            torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
-        ]
-        row: dict[str, Any] = {"tokens": tokens, "batch": batch}
+        parts = [tokens] * batch
+        if packed:
+            parts = [tokens // 2, 3 * tokens // 2] * max(1, batch // 2)
+
+        def sides(*size: int) -> list[torch.Tensor]:
+            kind: dict[str, Any] = {"device": device, "dtype": dtype, "requires_grad": True}
+            return [torch.randn(size, **kind) for _ in range(3)]
+
+        inputs = sides(len(parts), HEADS, max(parts), WIDTH)
+        row: dict[str, Any] = {"tokens": tokens, "batch": len(parts)}
         row["softmax"] = softmax_times(inputs, time_of)
+        call = lln.lln_keys_attention
+        if packed:
+            inputs = sides(sum(parts), HEADS, WIDTH)
+            bounds = torch.tensor([0, *accumulate(parts)], device=device)
+            call = partial(lln.lln_keys_attention_varlen, cu_seqlens=bounds)
         for name, choice in map(read_setting, settings):
-            options = {**GIVEN, **choice}
-
-            def attend(*sides: torch.Tensor, options: Any = options) -> torch.Tensor:
-                return lln.lln_keys_attention(*sides, **options)
-
+            attend = partial(call, **GIVEN, **choice)
             found = both_ways(attend, inputs, time_of)
             if device == "cuda":
                 found["memory"] = peak_ratio(attend, inputs)
@@ -128,14 +146,16 @@ def main() -> None:
         metavar="KEYS:GROUP",
         help="64:16 = 64 keys for every 16 queries, 64:query = 64 for each by its features",
     )
+    parser.add_argument("--packed", action="store_true", help="packed sequences of two lengths")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     usual = [512, 1024, 4096, 16384, 65536] if given.device == "cuda" else [512, 1024, 2048, 4096]
-    rows = measure(given.device, given.lengths or usual, given.settings)
+    rows = measure(given.device, given.lengths or usual, given.settings, given.packed)
     if given.out:
         # Without the output's folder, which is that of one machine.
         chosen = " ".join(given.settings)
         command = f"python -m benchmarks.keys --device {given.device} --settings {chosen}"
+        command += " --packed" if given.packed else ""
         setup = describe(given.device, command)
         content = {"setup": setup, "heads": HEADS, "width": WIDTH, "rows": rows}
         given.out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")

@@ -47,8 +47,12 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> N
         raise InvalidInputError(
             f"cu_seqlens must be on the device of query, got {cu_seqlens.device} and {device}."
         )
-    if not values_are_readable(cu_seqlens):
-        return
+    if values_are_readable(cu_seqlens):
+        read_bounds(cu_seqlens, tokens)
+
+
+def read_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """The values of sequence bounds, waited for and checked: on a GPU nobody has done so before."""
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise InvalidInputError(f"cu_seqlens must start at 0, got {bounds[0]}.")
@@ -59,6 +63,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> N
     for earlier, later in pairwise(bounds):
         if later < earlier:
             raise InvalidInputError(f"cu_seqlens must never decrease, got {later} after {earlier}.")
+    return bounds
 
 
 def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) -> int | None:

@@ -169,7 +169,9 @@ def lln_keys_attention_varlen(
         scale: As in `lln_keys_attention`.
         enable_gqa: As in `lln_keys_attention`.
         key_mask: Refused: packed sequences have no padding to mask.
-        impl: As in `lln_keys_attention`; there is no kernel for packed sequences.
+        impl: As in `lln_keys_attention`. The kernels take sequences padded to similar lengths,
+            for which they wait for the values of ``cu_seqlens``; not your own indices, and not
+            under a compiler or in a CUDA graph.
 
     Returns:
         ``[T, H, E]`` in the dtype of query, equal to one call per sequence.

@@ -48,7 +48,7 @@ def complete(request: Request, plan: Plan) -> Request:
     keys: Any = request.keys
     if isinstance(keys, Tensor):
         keys = _usable(request, keys)
-    elif plan.impl == "triton" and request.select == "query":
+    elif plan.impl == "triton" and request.select == "query" and request.bounds is None:
         keys = _lists(request)
     else:
         keys = choose_for(request, plan)
@@ -188,12 +188,18 @@ def _moments(request: Request, plan: Plan) -> Moments:
 
 
 def _temperatures(request: Request, moments: Moments) -> tuple[Tensor, Tensor]:
-    query, key = request.query, request.key
     if request.matching == "paper":
-        if request.bounds is not None:
-            query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-        moments = tensor_moments(query, key, request.key_mask)
-    return keys_temperatures(moments, query.shape[-1], request.matching)
+        return paper_temperatures(request)
+    return keys_temperatures(moments, request.query.shape[-1], request.matching)
+
+
+def paper_temperatures(request: Request) -> tuple[Tensor, Tensor]:
+    """α and β of ``matching="paper"``, ``[1, 1, 1, 1]``: one statistic over all tokens."""
+    query, key = request.query, request.key
+    if request.bounds is not None:
+        query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
+    moments = tensor_moments(query, key, request.key_mask)
+    return keys_temperatures(moments, query.shape[-1], "paper")
 
 
 def _dense_blocks(request: Request) -> KeyBlocks:

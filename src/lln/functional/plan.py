@@ -25,7 +25,7 @@ from lln.kernels.limits import (
     widest_block_value,
     widest_value,
 )
-from lln.tracing import is_compiling, is_transformed
+from lln.tracing import has_values, is_capturing, is_compiling, is_transformed
 
 # Most plans to keep, because planning again would slow every call.
 MOST_PLANS = 4096
@@ -43,6 +43,7 @@ class Plan(NamedTuple):
         value_width: Channels of the values that one launch of LLN attention takes.
         block_value_width: The same for a launch of the separate kernel for blocks.
         selection: What chooses exact keys: ``"triton"`` or ``"eager"``; None if there are none.
+        is_padded: Whether packed sequences are padded to dense samples for the kernels.
     """
 
     impl: str
@@ -51,6 +52,7 @@ class Plan(NamedTuple):
     value_width: int = 0
     block_value_width: int = 0
     selection: str | None = None
+    is_padded: bool = False
 
     def __str__(self) -> str:
         """One sentence."""
@@ -60,8 +62,10 @@ class Plan(NamedTuple):
             return "Plain PyTorch computes the call."
         blocks = f"blocks of {self.block_size} tokens"
         if self.selection is not None:
+            padded = ", in sequences padded to similar lengths" if self.is_padded else ""
             return (
-                f"The fused kernels choose keys and attend to them, to {blocks} and to the slots."
+                "The fused kernels choose keys and attend to them, to "
+                f"{blocks} and to the slots{padded}."
             )
         slices = f", up to {self.value_width or self.block_value_width} channels per launch"
         if self.diagonal is None:
@@ -146,18 +150,18 @@ def _plan_kernels(
 
 
 def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
-    """The plan of a call with exact keys; the kernels take neither causal nor packed calls."""
+    """The plan of a call with exact keys; the kernels take no causal calls."""
     plain = Plan("eager", None, request.block_size, selection="eager")
     if chosen != "triton":
         return plain._replace(impl=chosen)
     reason = None
     if request.is_causal:
         reason = "has no kernel for causal attention with exact keys"
-    elif request.bounds is not None:
-        reason = "has no kernel for packed sequences with exact keys"
     elif request.select == "half":
         reason = f"has no kernel for select={request.select!r}"
-    else:
+    elif request.bounds is not None:
+        reason = _why_not_padded(request.bounds, request.keys)
+    if reason is None:
         width = request.value.shape[-1]
         # Chosen by query, keys are read beside whole blocks; indices are read group by group.
         by_query = request.select == "query" and isinstance(request.keys, int)
@@ -169,12 +173,25 @@ def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
     if reason is None and request.select == "query" and isinstance(keys, int) and keys == 0:
         reason = "has no kernel for select='query' without keys"
     if reason is None:
-        return Plan("triton", None, request.block_size, selection="triton")
+        is_padded = request.bounds is not None
+        sizes = (None, request.block_size)
+        return Plan("triton", *sizes, selection="triton", is_padded=is_padded)
     if impl == "triton":
         raise BackendUnavailableError(
             f"impl='triton' {reason}; use impl='eager', or impl='auto' to let lln choose."
         )
     return plain
+
+
+def _why_not_padded(bounds: Tensor, keys: object) -> str | None:
+    """Why packed sequences cannot be padded for the kernels; None if they can."""
+    if isinstance(keys, Tensor):
+        return "takes no indices of keys in packed sequences"
+    if not has_values(bounds):
+        return "reads cu_seqlens where keys are exact, which a compiler or transform hides"
+    if is_capturing():
+        return "reads cu_seqlens where keys are exact, which a CUDA graph cannot wait for"
+    return None
 
 
 def choose_implementation(impl: str, query: Tensor) -> str:

@@ -25,6 +25,7 @@ from lln.functional.key_calls import (
     with_all_keys,
 )
 from lln.functional.match import match_inputs, match_packed
+from lln.functional.padded_keys import pad_call
 from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request
 from lln.kernels import repeats
@@ -69,6 +70,8 @@ def _attend_once(request: Request, impl: str) -> Tensor:
         request = with_all_keys(request)
     plan = plan_call(request, impl)
     with without_autocast(request.query):
+        if plan.is_padded and request.query.shape[0] > 0:
+            return _padded(request, plan)
         if request.kind == "lln_keys":
             request = complete(request, plan)
         elif request.kind != "diag" and request.alpha is None:
@@ -76,6 +79,14 @@ def _attend_once(request: Request, impl: str) -> Tensor:
         if is_observed():
             _announce(request)
         return _run(request, plan)
+
+
+def _padded(request: Request, plan: Plan) -> Tensor:
+    """Packed sequences with exact keys as dense samples."""
+    call = pad_call(request, plan)
+    if is_observed():
+        _announce(call.as_completed())
+    return call.unpad([attend_dense_keys(group, plan) for group in call.groups])
 
 
 def _matched(request: Request, plan: Plan) -> Request:

@@ -1,0 +1,128 @@
+"""Packed calls with exact keys by the kernels, which take dense samples with a key mask.
+
+Sequences of similar length are padded to one batch and run as a dense call does. Blocks are
+counted from the first valid token, so they are those of the packed sequence. What a dense call
+matches and chooses it matches and chooses for every sample, so each sequence gets its own.
+
+Dimension legend: as in `lln.functional.request`; b sequences in a group, L tokens of its longest,
+G groups of queries, K keys per group of queries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.checks.bounds import read_bounds
+from lln.eager.padding import Padding, pad_sequences
+from lln.functional.key_calls import chosen_indices, complete, paper_temperatures, with_all_keys
+from lln.functional.plan import Plan
+from lln.functional.request import Request
+from lln.kernels.limits import MAX_GRID
+
+
+class PaddedCall(NamedTuple):
+    """A packed call as dense ones.
+
+    Attributes:
+        packed: The call itself, with the temperatures that all sequences share.
+        padding: Where its tokens went.
+        groups: A completed dense request for every group of sequences.
+    """
+
+    packed: Request
+    padding: Padding
+    groups: list[Request]
+
+    def unpad(self, outs: list[Tensor]) -> Tensor:
+        """The outputs ``[b, H, L, E]`` of the groups → ``[T, H, E]``."""
+        return self.padding.unpad(outs)
+
+    def as_completed(self) -> Request:
+        """The packed request with α, β, the offset and the chosen keys of the groups.
+
+        An empty sequence has neither: its α and β are 1, as for moments without any spread.
+        """
+        packed = self.packed
+        joined = {
+            name: self._joined([getattr(group, name) for group in self.groups], fill)
+            if getattr(packed, name) is None
+            else getattr(packed, name)
+            for name, fill in (("alpha", 1.0), ("beta", 1.0), ("offset", 0.0))
+        }
+        return packed._replace(**joined, keys=self._indices())
+
+    def _joined(self, parts: list[Tensor], fill: float) -> Tensor:
+        """``[b, H, 1, 1]`` of every group → ``[n, H, 1, 1]``."""
+        joined, empty = self.padding.join(parts), self.padding.restored.empty
+        return joined if empty is None else joined.index_fill(0, empty, fill)
+
+    def _indices(self) -> Tensor:
+        """The chosen keys as packed calls number them, int64 ``[H, G, K]``.
+
+        A group without any query has none.
+        """
+        packed, bounds = self.packed, self.packed.bounds
+        assert bounds is not None
+        assert isinstance(packed.keys, int)
+        size, rows = packed.block_size, packed.block_size // packed.group_size
+        tokens, heads, _ = packed.query.shape
+        sequences = bounds.shape[0] - 1
+        blocks = [0, *((bounds.diff() + size - 1) // size).cumsum(0).tolist()]
+        keys = min(packed.keys, tokens) if packed.select == "block" else packed.keys
+        shape = (heads, (tokens // size + sequences) * rows, keys)
+        found = torch.full(shape, -1, dtype=torch.int64, device=packed.query.device)
+        for group, own in zip(self.padding.groups, self.groups, strict=True):
+            chosen = chosen_indices(own).long()
+            # Where every key is exact, a whole block shares its keys also by query.
+            chosen = chosen.repeat_interleave(own.group_size // packed.group_size, 2)
+            own_tokens = zip(group.sequences, group.lengths, strict=True)
+            for sample, (sequence, length) in enumerate(own_tokens):
+                first, count = blocks[sequence] * rows, -(-length // packed.group_size)
+                here = chosen[sample, :, :count]
+                here = torch.where(here < 0, -1, here + bounds[sequence])
+                found[:, first : first + count, : here.shape[2]] = here
+        return found
+
+
+def pad_call(request: Request, plan: Plan) -> PaddedCall:
+    """Lay out a packed call with at least one token as dense ones, and complete those.
+
+    Waits for the values of the bounds.
+    """
+    assert request.bounds is not None
+    assert isinstance(request.keys, int)
+    tokens, heads, _ = request.query.shape
+    padding = pad_sequences(
+        read_bounds(request.bounds, tokens),
+        request.block_size,
+        # The kernels have the heads of all samples along an axis of their grids.
+        max(1, MAX_GRID // (heads + request.key.shape[1])),
+        # Sequences with no more tokens than keys see all of them, which is another choice.
+        request.keys if request.select == "query" else 0,
+        request.query.device,
+    )
+    if request.alpha is None and request.matching == "paper":
+        # One statistic over the tokens of all sequences.
+        alpha, beta = paper_temperatures(request)
+        request = request._replace(alpha=alpha, beta=beta)
+    sides = zip(*(padding.pad(side) for side in request[1:4]), strict=True)
+    scalars = (request.alpha, request.beta, request.offset)
+    numbers = zip(*(padding.divide(side) for side in scalars), strict=True)
+    groups = []
+    for group, (query, key, value), own in zip(padding.groups, sides, numbers, strict=True):
+        dense = request._replace(
+            query=query,
+            key=key,
+            value=value,
+            alpha=own[0],
+            beta=own[1],
+            offset=own[2],
+            key_mask=group.mask,
+            bounds=None,
+            longest=None,
+        )
+        groups.append(complete(with_all_keys(dense), plan))
+    return PaddedCall(request, padding, groups)
