@@ -14,7 +14,7 @@ from tests.kernels.common import (
 from tests.kernels.exact_keys import GIVEN, compare, run
 
 import lln
-from lln import observers, reference
+from lln import instruments, observers, reference
 from lln.kernels import launch_keys, launch_list_choice, launch_lists, limits
 from lln.testing import assert_close, make_qkv
 
@@ -223,6 +223,17 @@ def test_observers_get_indices():
         observers.remove_observer(seen.append)
     expected = lln.choose_keys(query, key, 6, block_size=16, select="query", impl="eager")
     assert torch.equal(seen[0].indices, expected)
+
+
+def test_instruments_choose_by_the_kernels(monkeypatch):
+    query, key, _ = make_qkv(1, 2, 40, WIDTH, device=DEVICE)
+    options = {"block_size": 16, "keys": 6, "select": "query", **GIVEN}
+    with monkeypatch.context() as patch:
+        let_auto_take_kernels(patch)
+        found = instruments.entropy(query, key, kind="lln_keys", **options)
+    chosen = lln.choose_keys(query, key, 6, block_size=16, select="query", impl="eager")
+    expected = instruments.entropy(query, key, kind="lln_keys", **options | {"keys": chosen})
+    torch.testing.assert_close(found, expected)
 
 
 def test_bits_repeat():

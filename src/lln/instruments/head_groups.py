@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.run import repeat_heads
-from lln.functional.key_calls import complete
+from lln.functional.key_calls import chosen_indices, complete
 from lln.functional.match import match_inputs
 from lln.functional.plan import choose_implementation, plan_call
 from lln.functional.request import Request
@@ -172,11 +172,10 @@ class _Choice:
         )
         with without_autocast(inputs.query), torch.no_grad():
             request = complete(request, plan_call(request, "auto"))
-        assert isinstance(request.keys, Tensor)
         sizes = (inputs.batch, inputs.query.shape[1], device)
         self.temperatures = per_head(request.alpha, *sizes), per_head(request.beta, *sizes)
         self.offset = per_head(request.offset, *sizes)
-        self.indices = request.keys.to(device).long()
+        self.indices = chosen_indices(request).to(device).long()
 
     def of_samples(self, at: slice, places: Tensor, block: int) -> ChosenKeys:
         """Those of some samples, whose tokens at ``places`` count and begin with a block."""
