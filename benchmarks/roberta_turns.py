@@ -1,0 +1,134 @@
+"""RoBERTa-base at batch 1, attentions in turn: ``python -m benchmarks.roberta_turns``.
+
+With batch 1 the host decides, and its speed changes from second to second. So all attentions are
+built in one process and take turns of a few steps, and the best turn of each counts; a process for
+each launcher (`lln build-launcher` and the one in Python).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.host import PAGE
+from benchmarks.launcher import LAUNCHERS, ROOT, build, used
+from benchmarks.markdown import fill, source
+from benchmarks.markdown import table as markdown_table
+
+COMMAND = "python -m benchmarks.roberta_turns"
+RESULTS = Path("benchmarks/results/roberta-turns.json")
+SYSTEMS = ("softmax_sdpa", "lln", "lln_diag", "diag")
+LENGTHS = (512, 2048)
+STEPS = 4
+
+
+def measure(lengths: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
+    """Milliseconds of a step: the best and the middle of all turns."""
+    import torch
+
+    from lln.studies.bench.roberta import SYSTEMS as ATTENTIONS
+    from lln.studies.bench.roberta import RobertaSize, TrainingStep
+
+    def milliseconds(training: Any, steps: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            training.step()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start) / steps
+
+    rows = []
+    for tokens in lengths:
+        trainings = {
+            name: TrainingStep(RobertaSize(), ATTENTIONS[name][1], 1, tokens, "cuda")
+            for name in SYSTEMS
+        }
+        times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+        for turn in range(turns + 1):
+            for name, training in trainings.items():
+                taken = milliseconds(training, STEPS)
+                # The first turn compiles.
+                times[name] += [taken] if turn else []
+        for name, taken in times.items():
+            row = {"system": name, "tokens": tokens, "best": min(taken), "median": median(taken)}
+            rows.append(row)
+            print(f"  {name} {tokens}: best {row['best']:.1f} ms, median {row['median']:.1f} ms")
+            sys.stdout.flush()
+    return rows
+
+
+def turns_table(content: dict[str, Any]) -> str:
+    """The best turn of every attention with both launchers, and as a multiple of SDPA's."""
+    from lln.studies.bench.roberta import SYSTEMS as ATTENTIONS
+
+    best = {
+        (launcher, row["system"], row["tokens"]): row["best"]
+        for launcher, run in content["runs"].items()
+        for row in run["rows"]
+    }
+    lengths = sorted({tokens for _, _, tokens in best})
+    lines = []
+    for system in SYSTEMS:
+        cells = []
+        for tokens in lengths:
+            for launcher in LAUNCHERS:
+                own, peer = best[launcher, system, tokens], best[launcher, SYSTEMS[0], tokens]
+                ratio = "" if system == SYSTEMS[0] else f" ({own / peer:.2f}×)"
+                cells.append(f"{own:.1f}{ratio}")
+        lines.append([ATTENTIONS[system][0], *cells])
+    heads = [f"{tokens:,} tokens, {name}" for tokens in lengths for name in LAUNCHERS]
+    setup = content["setup"]
+    caption = (
+        "Milliseconds of a training step of RoBERTa-base, batch 1, launched one by one: the best "
+        f"of {content['turns']} turns of {STEPS} steps, attentions in turn, and how many times "
+        f"that is SDPA's beside it. *python* and *compiled* are the launchers. "
+        f"{setup['device']}, torch {setup['torch']}; {source(setup)}."
+    )
+    return markdown_table(["ms per step", *heads], lines, caption)
+
+
+def main() -> None:
+    """Measure with both launchers, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help=f"only write the table into {PAGE}")
+    parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.report:
+        fill(PAGE, "roberta-turns", turns_table(json.loads(RESULTS.read_text("utf-8"))))
+        return
+    if given.case is not None:
+        rows = measure(tuple(given.lengths), given.turns)
+        given.case.write_text(json.dumps({"rows": rows, "launcher": used()}), "utf-8")
+        return
+    from lln.files import compact_json, write_atomically
+    from lln.studies.bench.environment import describe
+
+    content: dict[str, Any] = {"setup": describe("cuda", COMMAND), "turns": given.turns, "runs": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        content["build"] = build(Path(folder))
+        for name in LAUNCHERS:
+            print(name, flush=True)
+            out = Path(folder) / "case.json"
+            words = ["-m", "benchmarks.roberta_turns", "--case", str(out)]
+            words += ["--turns", str(given.turns), "--lengths", *map(str, given.lengths)]
+            others = {key: value for key, value in os.environ.items() if key != "LLN_LAUNCHER"}
+            wanted = {"LLN_LAUNCHER": "python"} if name == "python" else {}
+            subprocess.run([sys.executable, *words], cwd=ROOT, env=others | wanted, check=True)
+            content["runs"][name] = json.loads(out.read_text("utf-8"))
+            write_atomically(given.out, compact_json(content))
+    print(turns_table(content))
+
+
+if __name__ == "__main__":
+    main()
