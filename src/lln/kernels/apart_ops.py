@@ -43,7 +43,7 @@ def fused_means(
         flip: Whether scores have a negative factor.
     """
     choice = _choice()
-    place = choice.Place(mask, _short(gaps), block_size, group_size)
+    place = choice.BlockPlace(mask, _short(gaps), block_size, group_size)
     return choice.mean_queries(within_reach(query.detach()), place, blocks, flip)
 
 
@@ -75,7 +75,7 @@ def fused_candidates(
         found = torch.empty((*mean.shape[:3], 0), dtype=torch.int32, device=mean.device)
         return found.float(), found
     choice = _choice()
-    place = choice.Place(mask, _short(gaps), block_size, group_size)
+    place = choice.BlockPlace(mask, _short(gaps), block_size, group_size)
     sides = (mean.contiguous(), within_reach(key.detach()))
     found, scores = choice.best_keys(*sides, place, keys, scored=True)
     return scores, found

@@ -24,7 +24,7 @@ TILE = 128
 FEW = 32
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """How keys and groups lie in blocks.
 
     Attributes:
@@ -70,7 +70,7 @@ def choose(
         flip: Whether scores have a negative factor.
     """
     gaps = None if mask is None else gaps_before(mask, block_size, query)
-    place = Place(mask, gaps, block_size, group_size)
+    place = BlockPlace(mask, gaps, block_size, group_size)
     blocks = blocks_in(query.shape[2], block_size, mask is not None)
     if keys == 0:
         groups = blocks * (block_size // group_size)
@@ -78,7 +78,7 @@ def choose(
     return best_keys(mean_queries(query, place, blocks, flip), key, place, keys)[0]
 
 
-def mean_queries(query: Tensor, place: Place, blocks: int, flip: bool) -> Tensor:
+def mean_queries(query: Tensor, place: BlockPlace, blocks: int, flip: bool) -> Tensor:
     """The mean query of every group, in the dtype of query: ``[B, H, G, D]``.
 
     Args:
@@ -104,7 +104,7 @@ def mean_queries(query: Tensor, place: Place, blocks: int, flip: bool) -> Tensor
 
 
 def best_keys(
-    mean: Tensor, key: Tensor, place: Place, keys: int, *, scored: bool = False
+    mean: Tensor, key: Tensor, place: BlockPlace, keys: int, *, scored: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The K keys with the largest products with every mean query, none of the group's block.
 

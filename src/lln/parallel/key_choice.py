@@ -10,9 +10,10 @@ group. Three steps, none of which moves the keys themselves:
 Ranks hold their keys in the order of positions, so equal scores are still taken in that order.
 
 Steps 1 and 2 run in the kernels that choose keys in one process, or in plain PyTorch. Both round
-the mean queries to the precision of the queries and add products in the accumulation dtype, in an
-order that does not depend on the other keys: a key's score is the same for every number of ranks.
-Only scores that differ by rounding alone may be taken otherwise than by one process.
+the mean queries to the precision of the queries and add products in the accumulation dtype; the
+kernels in an order that does not depend on the other keys, so that a key's score is the same for
+every number of ranks. Only keys whose scores differ by rounding alone may be chosen otherwise than
+in one process.
 
 Dimension legend: R ranks, B batch, H query heads, Hk key heads, X tokens of a rank and those
 borrowed, D head width, n blocks of a rank, g queries in a group, G groups of a rank, A groups of
@@ -56,9 +57,9 @@ def choose_together(
     layout: WholeBlocks,
     blocks: KeyBlocks,
     valid: Tensor,
+    counted: Tensor | None,
     *,
     group_size: int,
-    is_masked: bool,
     is_causal: bool,
     flip: bool,
     by_kernels: bool = False,
@@ -72,8 +73,8 @@ def choose_together(
         layout: How the blocks lie on the ranks.
         blocks: Those of this rank.
         valid: bool ``[B, X]``, which tokens of its blocks are valid.
+        counted: The same; None = all are.
         group_size: g.
-        is_masked: Whether some of this rank's tokens may be masked.
         is_causal: Whether only keys of earlier blocks may be chosen.
         flip: Whether the softmax scores have a negative factor.
         by_kernels: Whether mean queries and candidates come from the kernels; not if causal.
@@ -86,8 +87,6 @@ def choose_together(
     own = groups[ranks.own]
 
     mean = query.new_zeros(batch, heads, max(groups), width)
-    # Where blocks lie in one piece on every rank, no token belongs to another rank's block.
-    counted = valid if layout.is_crossed or is_masked else None
     if own and by_kernels:
         sizes = {"blocks": layout.count(ranks.own), "block_size": layout.size}
         begin = -layout.begin(ranks.own) if layout.is_crossed else None

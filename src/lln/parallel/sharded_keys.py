@@ -195,6 +195,8 @@ def _attend(request: Request, shards: Shards, by_kernels: bool) -> Tensor:
     query, key, value, mask = borrow_sides(request, layout)
     own, blocks = layout.owned(), layout.place()
     valid = own if mask is None else own & mask
+    # Where no block crosses ranks, no token belongs to another rank's block.
+    counted = valid if layout.is_crossed or mask is not None else None
     assert isinstance(request.keys, int)
     choice = choose_together(
         query,
@@ -203,8 +205,8 @@ def _attend(request: Request, shards: Shards, by_kernels: bool) -> Tensor:
         layout,
         blocks,
         valid,
+        counted,
         group_size=request.group_size,
-        is_masked=mask is not None,
         is_causal=request.is_causal,
         flip=request.scale is not None and request.scale < 0,
         by_kernels=by_kernels,
@@ -215,7 +217,6 @@ def _attend(request: Request, shards: Shards, by_kernels: bool) -> Tensor:
         query, key, value = widen(query, key, value, mask, 0.0)
         far = far._replace(rows=far.rows.to(query.dtype))
     sides = request._replace(query=query, key=key, value=value)
-    counted = valid if layout.is_crossed or mask is not None else None
     summaries = _summaries(sides, valid, counted, shards, by_kernels)
     if blocks.place.shape[1] == 0:
         out = _nothing(query, request, (*summaries, far.rows))
@@ -235,7 +236,7 @@ def _summaries(
     Args:
         request: With the tokens borrowed.
         valid: bool ``[B, X]``, which tokens belong to this rank's blocks and are not masked.
-        counted: The same; None = all.
+        counted: The same; None = all are.
         shards: The group.
         by_kernels: Whether the kernels summarise.
     """
