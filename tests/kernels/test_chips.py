@@ -18,6 +18,8 @@ from triton.runtime.errors import OutOfResources
 
 import lln
 from lln.kernels import (
+    apart_ops,
+    launch_apart,
     launch_choice,
     launch_keys,
     launch_list_choice,
@@ -83,8 +85,45 @@ def fit_keys(dtype, width, select, block_size=64, keys=64):
     torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+def fit_rank(dtype, width, masked):
+    """What a rank of several computes with exact keys: 300 tokens, and 70 rows behind them."""
+    query = torch.randn(2, 4, 300, width, dtype=dtype).requires_grad_()
+    key, value = (torch.randn(2, 2, 370, width, dtype=dtype).requires_grad_() for _ in range(2))
+    mask = torch.rand(2, 300) > 0.5 if masked else None
+    gaps = torch.tensor([0, 5]) if masked else None
+    sizes = {"block_size": 64, "group_size": 32}
+    mean = apart_ops.fused_means(query, mask, gaps, blocks=5, flip=False, **sizes)
+    apart_ops.fused_candidates(mean, key[:, :, :300], mask, gaps, 64, **sizes)
+    slots = [torch.randn(2, 2, width, *shape).requires_grad_() for shape in ((), (width,), ())]
+    indices = torch.randint(300, 370, (2, 4, 10, 64))
+    numbers = {"held": torch.tensor([900, 900]) if masked else 900, "key_mask": mask, **sizes}
+    out = apart_ops.fused_keys_apart(
+        query, key, value, 2.0, 0.0, slots, indices, scale=None, **numbers
+    )
+    torch.autograd.grad(out, (query, key, value, *slots), torch.ones_like(out))
+
+
+@pytest.fixture
+def needs_of(plug_in, monkeypatch):
+    """The shared memory of what is launched for exact keys, which is compiled only."""
+
+    def watch(chip):
+        plug_in(chip)
+        needs = []
+
+        def launch(kernel, grid, *arguments, **sizes):
+            needs.append(kernel.warmup(*arguments, grid=grid, **sizes).metadata.shared)
+
+        ways = (launch_choice, launch_keys, launch_slots, launch_apart)
+        for module in (*ways, launch_list_choice, launch_lists):
+            monkeypatch.setattr(module, "launch", launch)
+            monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
+        return needs
+
+    return watch
+
+
+each_size_of_keys = pytest.mark.parametrize(
     ("chip", "dtype", "width"),
     [
         ("RTX 3090", BFLOAT16, 64),
@@ -93,20 +132,25 @@ def fit_keys(dtype, width, select, block_size=64, keys=64):
         ("A100", FLOAT32, 64),
     ],
 )
+
+
+@pytest.mark.slow
+@each_size_of_keys
 @pytest.mark.parametrize("select", ["block", "query"])
-def test_exact_keys_fit(plug_in, monkeypatch, chip, dtype, width, select):
-    plug_in(chip)
-    needs = []
-
-    def launch(kernel, grid, *arguments, **sizes):
-        needs.append(kernel.warmup(*arguments, grid=grid, **sizes).metadata.shared)
-
-    modules = (launch_choice, launch_keys, launch_slots, launch_list_choice, launch_lists)
-    for module in modules:
-        monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
+def test_exact_keys_fit(needs_of, chip, dtype, width, select):
+    needs = needs_of(chip)
     fit_keys(dtype, width, select)
     assert len(needs) >= 8
+    assert max(needs) <= CHIPS[chip][1]
+
+
+@pytest.mark.slow
+@each_size_of_keys
+@pytest.mark.parametrize("masked", [False, True])
+def test_exact_keys_of_a_rank_fit(needs_of, chip, dtype, width, masked):
+    needs = needs_of(chip)
+    fit_rank(dtype, width, masked)
+    assert len(needs) >= 10
     assert max(needs) <= CHIPS[chip][1]
 
 

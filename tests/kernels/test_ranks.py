@@ -48,6 +48,48 @@ def test_whole_blocks(pool):
     check(pool, kind="lln_diag", lengths=[32, 23], options={**GIVEN, "block_size": 16})
 
 
+KEYS = {"kind": "lln_keys", "batch": 1, "key_heads": 1}
+LEARN = ("alpha", "beta", "offset")
+
+
+def test_exact_keys(pool):
+    options = {**GIVEN, "offset": -0.5, "block_size": 16, "keys": 5, "enable_gqa": True}
+    check(pool, **KEYS, lengths=[32, 20], options=options)
+
+
+def test_exact_keys_in_blocks_that_cross_ranks(pool):
+    options = {"block_size": 32, "group_size": 16, "keys": 20, "enable_gqa": True, "scale": -0.4}
+    hidden = [(0, 0, 3), (0, 30, 34)]
+    check(pool, **KEYS, lengths=[20, 0, 29], learn=LEARN, hidden=hidden, options=options)
+
+
+def test_exact_keys_without_a_chosen_key(pool):
+    """No row travels, but the ranks must still meet."""
+    options = {**GIVEN, "offset": -0.5, "block_size": 16, "keys": 0}
+    check(pool, **KEYS, heads=1, lengths=[16, 0, 5], options=options)
+
+
+def exact_keys_without_a_kernel(group, rank):
+    from lln import BackendUnavailableError, parallel
+
+    said = []
+    cases = ({"is_causal": True, "offset": 0.0}, {"block_size": 48}, {"keys": 300})
+    for options in cases:
+        sides = torch.randn(3, 1, 1, 20, 8)
+        try:
+            parallel.lln_keys_attention(*sides, group=group, **GIVEN, **options, impl="triton")
+        except BackendUnavailableError as error:
+            said.append(str(error))
+    return said
+
+
+def test_exact_keys_that_the_kernels_do_not_take_are_refused(pool):
+    for causal, block, keys in pool.run(exact_keys_without_a_kernel, 2):
+        assert "causal" in causal
+        assert "blocks of 48" in block
+        assert "at most 256" in keys
+
+
 def blocks_that_cross(group, rank):
     from lln import BackendUnavailableError, parallel
 

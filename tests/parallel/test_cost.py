@@ -129,10 +129,10 @@ def chosen_rows(group, rank, case):
     found, real = {}, key_rows._orders
 
     def orders(*arguments):
-        send, receive, *rest = real(*arguments)
-        found["lent"] = sum(send) - send[rank]
-        found["fetched"] = sum(receive) - receive[rank]
-        return send, receive, *rest
+        told = real(*arguments)
+        found["lent"] = sum(told.send) - told.send[rank]
+        found["fetched"] = sum(told.receive) - told.receive[rank]
+        return told
 
     key_rows._orders = orders
     try:

@@ -84,6 +84,53 @@ def test_kernels_of_one_rank_among_others(group, among_others, kind, name, dtype
         assert error <= budget, f"{name} is off by {error:.1e}"
 
 
+KEYS_CASES = {
+    **KERNEL_CASES,
+    "learned": {**KERNEL_CASES["learned"], "learn": ("alpha", "beta", "offset")},
+    "groups": {"options": {"block_size": 64, "group_size": 16, "keys": 100, "scale": -0.1}},
+    "whole": {"lengths": [1024], "options": {"keys": 64}},
+    "few": {"lengths": [70], "options": {"keys": 64}},
+    "none": {"options": {"keys": 0}},
+    "padded behind": {"hidden": [(0, 500, 520), (1, 850, 900)]},
+}
+
+
+def size_of(name, tensors, gradients):
+    """The largest number; for the sums over all tokens √Σ term², because their terms cancel."""
+    size = gradients[name].abs().max().float().clamp_min(1e-3)
+    of = {"alpha": "query", "beta": "key", "offset": "query"}.get(name)
+    if of is None:
+        return size
+    terms = (tensors[of].float() * gradients[of].float()).nan_to_num().sum(-1)
+    return torch.maximum(size, terms.square().sum().sqrt())
+
+
+@pytest.mark.parametrize("name", KEYS_CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_keys_of_one_rank_among_others(group, among_others, name, dtype):
+    """The kernels of the top level choose from the same rounded mean queries, so the same keys."""
+    case = {"lengths": [900], "width": 64, "value_width": 64, **KEYS_CASES[name]}
+    options = {"keys": 40, **case.get("options", {})}
+    tensors = {name: side.cuda() for name, side in inputs_of({**case, "cast": dtype}).items()}
+    expected = call(ALONE["lln_keys"], tensors, {**options, "impl": "triton"})
+    found = call(TOGETHER["lln_keys"], tensors, {**options, "group": group, "impl": "triton"})
+    budget = 2e-5 if dtype == torch.float32 else 3e-2
+    for name, side in expected.items():
+        assert found[name].dtype == side.dtype
+        error = (found[name] - side).abs().max().float() / size_of(name, tensors, expected)
+        assert error <= budget, f"{name} is off by {error:.1e}"
+
+
+def test_exact_keys_by_default_take_the_kernels(group, among_others):
+    case = {"lengths": [900], "width": 64, "value_width": 64, "cast": torch.bfloat16}
+    tensors = {name: side.cuda() for name, side in inputs_of(case).items()}
+    default, kernels = (
+        call(TOGETHER["lln_keys"], tensors, {"group": group, "impl": impl})
+        for impl in ("auto", "triton")
+    )
+    assert torch.equal(default["out"], kernels["out"])
+
+
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_one_rank_alone_calls_the_attention_itself(group, kind):
     case = {"lengths": [300], "width": 32, "value_width": 32, "cast": torch.bfloat16}

@@ -16,6 +16,32 @@ from lln.kernels.launch_choice import gaps_before
 from lln.kernels.lists import Lists
 
 
+class Outside(NamedTuple):
+    """A summary of more keys than a call's own, and where the chosen ones lie.
+
+    Blocks of such a call begin with its first token, and its key and value have S ≥ T rows: what
+    groups chose lies behind the T tokens, and only there.
+
+    Attributes:
+        log_mass: ``[B, SH, D]`` in float32, less β times the mean key; contiguous.
+        centroid: ``[B, SH, D, E]`` in the dtype of value; contiguous.
+        centre: ``[B, SH, D]`` in float32, the mean key; contiguous.
+        held: int32 ``[B]``, how many keys it holds, with a mask; None = ``number``.
+        number: How many keys it holds, without a mask.
+    """
+
+    log_mass: Tensor
+    centroid: Tensor
+    centre: Tensor
+    held: Tensor | None
+    number: int
+
+    @property
+    def summary(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the queries read."""
+        return self.log_mass, self.centroid, self.centre
+
+
 class KeysCall(NamedTuple):
     """One call.
 
@@ -39,6 +65,7 @@ class KeysCall(NamedTuple):
         block_size: W, a power of two.
         group_size: Queries in a group, a power of two.
         scale: Factor of the scores.
+        outside: A summary of other keys too; None = that of the call's own.
     """
 
     query: Tensor
@@ -59,6 +86,7 @@ class KeysCall(NamedTuple):
     block_size: int
     group_size: int
     scale: float
+    outside: Outside | None = None
 
     @property
     def as_lln(self) -> Call:
@@ -70,7 +98,8 @@ class KeysCall(NamedTuple):
     @property
     def blocks(self) -> int:
         """N."""
-        return blocks_in(self.query.shape[2], self.block_size, self.mask is not None)
+        is_shifted = self.mask is not None and self.outside is None
+        return blocks_in(self.query.shape[2], self.block_size, is_shifted)
 
     @property
     def groups(self) -> int:
@@ -87,7 +116,14 @@ class KeysCall(NamedTuple):
     @property
     def summary_heads(self) -> int:
         """SH."""
+        if self.outside is not None:
+            return self.outside.log_mass.shape[1]
         return self.as_lln.summary_heads
+
+    @property
+    def held(self) -> int:
+        """How many keys the summary holds, without a mask."""
+        return self.query.shape[2] if self.outside is None else self.outside.number
 
     @property
     def flat_beta(self) -> Tensor:
@@ -103,5 +139,9 @@ class KeysCall(NamedTuple):
         mask, query = self.mask, self.query
         if mask is None:
             return query, query, query
+        if self.outside is not None:
+            assert self.outside.held is not None
+            gaps = torch.zeros_like(self.outside.held)
+            return mask_bytes(mask, query), gaps, self.outside.held
         held = mask.sum(-1, dtype=torch.int32)
         return mask_bytes(mask, query), gaps_before(mask, self.block_size, query), held

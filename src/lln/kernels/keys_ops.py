@@ -131,10 +131,10 @@ def _gradients(gradient: Tensor, arguments: tuple[Any, ...], saved: Any) -> tupl
     call = KeysCall(*arguments)
     dq, dk, dv, *numbers = attend_backward(call, within_reach(gradient), *saved)
     sides = (call.alpha, call.beta, call.offset)
-    return dq, dk, dv, *(_folded(*pair) for pair in zip(numbers, sides, strict=True))
+    return dq, dk, dv, *(folded(*pair) for pair in zip(numbers, sides, strict=True))
 
 
-def _folded(gradient: Tensor | None, side: Tensor | None) -> Tensor | None:
+def folded(gradient: Tensor | None, side: Tensor | None) -> Tensor | None:
     """The gradient ``[B, heads, 1, 1]`` summed to the shape of α, β or the offset."""
     if gradient is None or side is None:
         return None

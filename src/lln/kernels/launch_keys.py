@@ -28,6 +28,7 @@ SLOT_PROGRAMS = 8
 # Programs of the lists' gradients per multiprocessor, at least.
 LIST_PROGRAMS = 4
 _OF_SLOTS = ("D", "E", "BD", "BE", "GROUP", "SR", "HAS_ALPHA", "HAS_BETA", "HAS_MASK", "PRECISION")
+_OF_BLOCKS = ("W", "D", "E", "BD", "BE", "BW", "R", "HAS_MASK", "EVEN", "PRECISION")
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
 PAIR_SHARE = 0.17
 
@@ -38,18 +39,23 @@ def attend(call: KeysCall) -> tuple[Tensor, ...]:
     That is: log-normalisers ``[B, H, T]``, the slots' levels ``[B, H, G]``, log-mass, centroid and
     mean key.
     """
+    summary = summarise(call)
+    return *read(call, summary), *summary
+
+
+def read(call: KeysCall, summary: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-normalisers and the slots' levels, from log-mass, centroid and mean key."""
     query, key, value = call.query, call.key, call.value
     batch, heads, tokens, _ = query.shape
     groups = call.groups
     out = output_like(query, value.shape[3])
     lse = torch.empty((batch, heads, tokens), device=query.device)
     levels = torch.empty((batch, heads, groups), device=query.device)
-    summary = summarise(call)
     if out.numel() == 0:
-        return out, lse, levels, *summary
+        return out, lse, levels
     if call.features is not None:
         launch_lists.read(call, out, lse, levels, summary)
-        return out, lse, levels, *summary
+        return out, lse, levels
     sizes, keys = sizes_of(call), call.indices.shape[3]
     with on_device(query.device):
         launch(
@@ -57,11 +63,11 @@ def attend(call: KeysCall) -> tuple[Tensor, ...]:
             query, key, value, out, lse, levels, *summary, call.indices, *call.side_tensors,
             flat_scale(call.alpha, batch, query), call.flat_beta,
             flat_scale(call.offset, batch, query), call.alpha_number, call.beta_number,
-            call.offset_number, call.scale, tokens, heads, groups, keys, *query.stride(),
-            *key.stride(), *value.stride(), *out.stride(), **sizes, STAGES=STAGES["chosen"],
-            num_warps=warps("read", sizes),
+            call.offset_number, call.scale, call.held, tokens, heads, groups, keys,
+            *query.stride(), *key.stride(), *value.stride(), *out.stride(), **sizes,
+            STAGES=STAGES["chosen"], num_warps=warps("read", sizes),
         )  # fmt: skip
-    return out, lse, levels, *summary
+    return out, lse, levels
 
 
 def attend_backward(
@@ -88,7 +94,7 @@ def attend_backward(
     sizes, sides, blocks = sizes_of(call), call.side_tensors, call.blocks
     delta = torch.empty_like(lse)
     summary = (log_mass, centroid, centre)
-    parts, scalars = _slot_gradients(call, gradient, out, dq, lse, levels, delta, summary)
+    parts, scalars = slot_gradients(call, gradient, out, dq, lse, levels, delta, summary)
     dc, dl, shift, dcentre = gather(call, parts, centroid)
     del parts
     dbeta = torch.empty((batch * slots, blocks), device=device)
@@ -99,14 +105,12 @@ def attend_backward(
     # Before the pairs take their memory, because sorting needs some of its own.
     with on_device(device):
         order, starts = _sort_pairs(call)
-    share, each = heads // key_heads, _heads_at_once(call)
+    share, each = heads // key_heads, heads_at_once(call)
     pairs = each * share * groups * keys
     pair_dk = torch.empty((pairs, width), dtype=query.dtype, device=device)
     pair_dv = torch.empty((pairs, value.shape[3]), dtype=query.dtype, device=device)
     pairs_of = (pair_dk, pair_dv)
-    own = ("SR", "HAS_ALPHA", "HAS_BETA", "HAS_OFFSET")
-    far = {name: size for name, size in sizes.items() if name not in own}
-    near = {name: size for name, size in far.items() if name not in ("BM", "BK", "GROUP", "MORE")}
+    near = {name: sizes[name] for name in _OF_BLOCKS}
     for first in range(0, batch * key_heads, each):
         count = min(each, batch * key_heads - first)
         with on_device(device):
@@ -114,13 +118,8 @@ def attend_backward(
                 some = (sides[:2], first * share, count * share, groups)
                 launch_lists.gradients(listed, gradient, dq, lse, delta, pairs_of, *some)
             else:
-                launch(
-                    keys_grad.keys_far_kernel, (count * share * groups,), query, key, value,
-                    gradient, dq, lse, delta, call.indices, *sides[:2], *pairs_of, call.scale,
-                    first * share, tokens, heads, groups, keys, *query.stride(), *key.stride(),
-                    *value.stride(), *gradient.stride(), *dq.stride(), **far,
-                    STAGES=STAGES["chosen"], num_warps=warps("far", sizes),
-                )  # fmt: skip
+                some = (sides[:2], first * share, count * share)
+                far_gradients(call, gradient, dq, lse, delta, pairs_of, *some)
             launch(
                 keys_grad.keys_key_kernel, (blocks * count,), query, key, value, gradient, dk, dv,
                 lse, delta, log_mass, dc, shift, dcentre, *sides[:2], call.flat_beta, dbeta,
@@ -143,7 +142,7 @@ def attend_backward(
     return dq, dk, dv, of_alpha, of_beta, of_offset
 
 
-def _slot_gradients(
+def slot_gradients(
     call: KeysCall,
     gradient: Tensor,
     out: Tensor,
@@ -186,30 +185,81 @@ def _slot_gradients(
     return (dc, dl, dm), scalars
 
 
+def far_gradients(
+    call: KeysCall,
+    gradient: Tensor,
+    dq: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    pairs: tuple[Tensor, Tensor],
+    sides: tuple[Tensor, Tensor],
+    first: int,
+    count: int,
+) -> None:
+    """Add block and chosen keys to dq of ``count`` query heads from ``first`` on.
+
+    Args:
+        call: The call.
+        gradient: Of the output.
+        dq: The slots' share.
+        lse: Log-normalisers.
+        delta: Row sums of gradient times output.
+        pairs: Where dk and dv of every (group, chosen key) of these heads go.
+        sides: The mask as bytes, and where the first blocks begin.
+        first: First of the heads.
+        count: How many.
+    """
+    query, key, value = call.query, call.key, call.value
+    (heads, tokens), (groups, keys) = query.shape[1:3], call.indices.shape[2:]
+    sizes = sizes_of(call)
+    launch(
+        keys_grad.keys_far_kernel, (count * groups,), query, key, value, gradient, dq, lse, delta,
+        call.indices, *sides, *pairs, call.scale, first, tokens, heads, groups, keys,
+        *query.stride(), *key.stride(), *value.stride(), *gradient.stride(), *dq.stride(),
+        **{name: sizes[name] for name in _OF_BLOCKS}, BM=sizes["BM"], BK=sizes["BK"],
+        GROUP=sizes["GROUP"], MORE=sizes["MORE"], STAGES=STAGES["chosen"],
+        num_warps=warps("far", sizes),
+    )  # fmt: skip
+
+
 def _sort_pairs(call: KeysCall) -> tuple[Tensor, Tensor]:
     """The pairs (group, chosen key) of all query heads, sorted by head and block of the key.
 
     Returns:
-        Which pair comes at every place, and where the pairs of every block of every head begin.
+        See `in_order`.
     """
     batch, heads, groups, keys = call.indices.shape
     device, pairs = call.query.device, groups * keys
     # Missing keys sort behind all others.
     last = batch * heads * call.blocks
-    dtype = torch.int16 if last < 2**15 - 1 else torch.int32
-    found = torch.empty(batch * heads * pairs, dtype=dtype, device=device)
+    found = torch.empty(batch * heads * pairs, dtype=short_dtype(last), device=device)
     if pairs:
         launch(
             keys_grad.pair_blocks_kernel, (cdiv(pairs, PAIRS_AT_ONCE), batch * heads),
             call.indices, call.side_tensors[1], found, heads, pairs, call.blocks, last,
             W=call.block_size, BP=PAIRS_AT_ONCE, HAS_MASK=call.mask is not None, num_warps=4,
         )  # fmt: skip
-    ordered, order = found.sort(stable=True)
-    starts = torch.arange(last + 1, device=device, dtype=dtype)
+    return in_order(found, last)
+
+
+def in_order(blocks: Tensor, last: int) -> tuple[Tensor, Tensor]:
+    """Which pair comes at every place, and where the pairs of every block of every head begin.
+
+    Args:
+        blocks: The block of every pair's key, counted over all heads.
+        last: How many blocks there are; also that of pairs without a key.
+    """
+    ordered, order = blocks.sort(stable=True)
+    starts = torch.arange(last + 1, device=blocks.device, dtype=blocks.dtype)
     return order, torch.searchsorted(ordered, starts, out_int32=True)
 
 
-def _heads_at_once(call: KeysCall) -> int:
+def short_dtype(last: int) -> torch.dtype:
+    """An integer dtype for numbers up to ``last``; short ones are sorted sooner."""
+    return torch.int16 if last < 2**15 - 1 else torch.int32
+
+
+def heads_at_once(call: KeysCall) -> int:
     """How many key heads the backward takes at once, to bound the memory of the pairs."""
     query, key = call.query, call.key
     width = query.shape[3] + call.value.shape[3]

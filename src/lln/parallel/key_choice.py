@@ -9,6 +9,12 @@ group. Three steps, none of which moves the keys themselves:
 
 Ranks hold their keys in the order of positions, so equal scores are still taken in that order.
 
+Steps 1 and 2 run in the kernels that choose keys in one process, or in plain PyTorch. Both round
+the mean queries to the precision of the queries and add products in the accumulation dtype; the
+kernels in an order that does not depend on the other keys, so that a key's score is the same for
+every number of ranks. Only keys whose scores differ by rounding alone may be chosen otherwise than
+in one process.
+
 Dimension legend: R ranks, B batch, H query heads, Hk key heads, X tokens of a rank and those
 borrowed, D head width, n blocks of a rank, g queries in a group, G groups of a rank, A groups of
 the whole sequence, K keys per group.
@@ -23,6 +29,7 @@ from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks, blocks_in
 from lln.eager.selection import MOST_SCORES, group_means, largest
+from lln.kernels.apart_ops import fused_candidates, fused_means
 from lln.parallel.collectives import exchange, gather
 from lln.parallel.whole_blocks import WholeBlocks
 from lln.precision import accumulation_dtype
@@ -50,10 +57,12 @@ def choose_together(
     layout: WholeBlocks,
     blocks: KeyBlocks,
     valid: Tensor,
+    counted: Tensor | None,
     *,
     group_size: int,
     is_causal: bool,
     flip: bool,
+    by_kernels: bool = False,
 ) -> Choice:
     """Choose for the groups of the blocks that begin on this rank.
 
@@ -64,11 +73,13 @@ def choose_together(
         layout: How the blocks lie on the ranks.
         blocks: Those of this rank.
         valid: bool ``[B, X]``, which tokens of its blocks are valid.
+        counted: The same; None = all are.
         group_size: g.
         is_causal: Whether only keys of earlier blocks may be chosen.
         flip: Whether the softmax scores have a negative factor.
+        by_kernels: Whether mean queries and candidates come from the kernels; not if causal.
     """
-    query, key = (-query if flip else query).detach(), key.detach()
+    query, key = query.detach(), key.detach()
     batch, heads, _, width = query.shape
     ranks, shards = layout.shards.ranks, layout.shards
     rows = layout.size // group_size
@@ -76,8 +87,15 @@ def choose_together(
     own = groups[ranks.own]
 
     mean = query.new_zeros(batch, heads, max(groups), width)
-    if own:
-        mean[:, :, :own] = group_means(query, blocks, group_size, blocks.valid(valid))
+    if own and by_kernels:
+        sizes = {"blocks": layout.count(ranks.own), "block_size": layout.size}
+        begin = -layout.begin(ranks.own) if layout.is_crossed else None
+        mean[:, :, :own] = fused_means(
+            query, counted, begin, **sizes, group_size=group_size, flip=flip
+        )
+    elif own:
+        signed = -query if flip else query
+        mean[:, :, :own] = group_means(signed, blocks, group_size, blocks.valid(valid))
     everyone = gather(mean, ranks, shards.purpose("exchanging the mean queries"))
     # The last place is for groups of blocks that a sample does not have on that rank.
     total = blocks_in(shards.bounds.tokens, layout.size, shards.padded) * rows
@@ -86,13 +104,18 @@ def choose_together(
     for place, means in zip(places, everyone.unbind(), strict=True):
         spread = place[:, None, :, None].expand(-1, heads, -1, width)
         table.scatter_(2, spread, means[:, :, : place.shape[1]])
-    table = table[:, :, :total]
-    if is_causal and group_size > 1:
-        # A group's own mean would let later queries decide what earlier ones see.
-        table = torch.cat([torch.zeros_like(table[:, :, :1]), table[:, :, :-1]], 2)
-
-    home = layout.number(ranks.own)[:, None] + blocks.home
-    scores, found = _candidates(table, key, keys, home, valid, rows, is_causal)
+    if by_kernels:
+        gaps = layout.number(ranks.own) * layout.size - layout.begin(ranks.own)
+        sizes = {"block_size": layout.size, "group_size": group_size}
+        scores, found = fused_candidates(table, key, counted, gaps, keys, **sizes)
+        scores[:, :, total], found[:, :, total] = -torch.inf, -1
+    else:
+        table = table[:, :, :total]
+        if is_causal and group_size > 1:
+            # A group's own mean would let later queries decide what earlier ones see.
+            table = torch.cat([torch.zeros_like(table[:, :, :1]), table[:, :, :-1]], 2)
+        home = layout.number(ranks.own)[:, None] + blocks.home
+        scores, found = _candidates(table, key, keys, home, valid, rows, is_causal)
     send = [place[:, None, :, None].expand(-1, heads, -1, keys) for place in places]
     packed = torch.stack([_bits(scores), found.to(_bits(scores).dtype)], -1)
     lines = [packed.gather(2, one.unsqueeze(-1).expand(*one.shape, 2)) for one in send]

@@ -4,10 +4,13 @@ A row that several groups of a rank have chosen travels once. How many rows trav
 choice: the ranks tell each other their numbers first, and wait for them.
 
 Dimension legend: B batch, H query heads, Hk key heads, X tokens of a rank and those borrowed,
-D head width, E value width, G groups, K keys per group, U different rows, R ranks.
+D head width, E value width, G groups, K keys per group, U different rows, R ranks, T tokens, S
+rows of a tensor that holds tokens and behind them chosen rows.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +20,59 @@ from lln.parallel.collectives import exchange
 from lln.parallel.key_choice import Choice
 
 
-def fetch_rows(
-    key: Tensor, value: Tensor, choice: Choice, longest: int, shards: Shards
-) -> tuple[Tensor, Tensor]:
-    """Keys ``[B, H, G, K, D]`` and values ``[B, H, G, K, E]``; zero where there is none.
+class FarRows(NamedTuple):
+    """The chosen keys and values of a rank's groups, every row once.
+
+    Attributes:
+        rows: ``[U, D + E]``.
+        source: int ``[B, H, G, K]``, the row of every chosen key, counted from 1; 0 = none.
+        head: int ``[U]``, the sample and key head of a row, as sample · Hk + head.
+        most: How many rows a key head has at most.
+    """
+
+    rows: Tensor
+    source: Tensor
+    head: Tensor
+    most: int
+
+    def spread(self, width: int) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, H, G, K, D]`` and values ``[B, H, G, K, E]``; zero where there is none.
+
+        Args:
+            width: D.
+        """
+        # The first row is the one of groups that have chosen less than K keys.
+        found = torch.cat([self.rows.new_zeros(1, self.rows.shape[-1]), self.rows])
+        picked = found.index_select(0, self.source.flatten())
+        picked = picked.view(*self.source.shape, found.shape[-1])
+        far_keys, far_values = picked.split([width, found.shape[-1] - width], -1)
+        return far_keys, far_values
+
+    def behind(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Key and value with the rows of their heads behind the tokens, and where groups find them.
+
+        Args:
+            key: ``[B, Hk, T, D]``.
+            value: ``[B, Hk, T, E]``.
+
+        Returns:
+            ``[B, Hk, S, D]``, ``[B, Hk, S, E]``, and int32 ``[B, H, G, K]``, which of the S rows a
+            group chose, or -1.
+        """
+        (batch, heads, tokens, width), both = key.shape, self.rows.shape[-1]
+        slot = _places_of(self.head, batch * heads)
+        table = self.rows.new_zeros(batch * heads * self.most, both)
+        # Every place gets one row at most, so the order of copies does not matter. Without any row,
+        # too: the backward pass of the exchange is one that no rank may leave out.
+        table = table.index_copy(0, self.head * self.most + slot, self.rows)
+        far = table.view(batch, heads, self.most, both).split([width, value.shape[-1]], -1)
+        key, value = (torch.cat(pair, 2) for pair in zip((key, value), far, strict=True))
+        places = torch.cat([slot.new_full((1,), -1), tokens + slot])
+        return key, value, places.to(torch.int32)[self.source]
+
+
+def fetch_rows(key: Tensor, value: Tensor, choice: Choice, longest: int, shards: Shards) -> FarRows:
+    """The rows that this rank's groups have chosen.
 
     Args:
         key: ``[B, Hk, X, D]``.
@@ -29,30 +81,53 @@ def fetch_rows(
         longest: The largest X of all ranks.
         shards: The group.
     """
-    send, receive, wanted, source = _orders(key, choice, longest, shards)
-    both = torch.cat([key, value], -1)
+    orders = _orders(key, choice, longest, shards)
+    both, wanted = torch.cat([key, value], -1), orders.wanted
     lead, places = both.shape[:3], torch.div(wanted, longest or 1, rounding_mode="floor")
     rows = both.flatten(0, 2).index_select(0, places * lead[2] + wanted % (longest or 1))
     purpose = shards.purpose("fetching the chosen keys")
-    found = exchange(rows, send, receive, shards.ranks, purpose)
-    # The first row is the one of groups that have chosen less than K keys.
-    found = torch.cat([found.new_zeros(1, found.shape[-1]), found])
-    picked = found.index_select(0, source.flatten()).view(*source.shape, found.shape[-1])
-    far_keys, far_values = picked.split([key.shape[-1], value.shape[-1]], -1)
-    return far_keys, far_values
+    found = exchange(rows, orders.send, orders.receive, shards.ranks, purpose)
+    return FarRows(found, orders.source, orders.head, orders.most)
+
+
+def _places_of(head: Tensor, heads: int) -> Tensor:
+    """Which of its head's rows every row is: int ``[U]``.
+
+    Args:
+        head: int ``[U]``, the head of every row.
+        heads: How many heads there are.
+    """
+    order = head.argsort(stable=True)
+    count = torch.bincount(head, minlength=heads)
+    before = (count.cumsum(0) - count)[head[order]]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(head.shape[0], device=head.device) - before
+    return place
+
+
+class _Orders(NamedTuple):
+    """Who wants which rows.
+
+    Attributes:
+        send: How many rows go to every rank.
+        receive: How many come from it.
+        wanted: int ``[rows]``, what other ranks want, as (sample · Hk + head) · longest + place.
+        source: As in `FarRows`, and so are the next two.
+        head: See above.
+        most: See above.
+    """
+
+    send: list[int]
+    receive: list[int]
+    wanted: Tensor
+    source: Tensor
+    head: Tensor
+    most: int
 
 
 @torch.no_grad()
-def _orders(
-    key: Tensor, choice: Choice, longest: int, shards: Shards
-) -> tuple[list[int], list[int], Tensor, Tensor]:
-    """How many rows go to and come from every rank, which ones go, and what came where.
-
-    Returns:
-        Two lists of R numbers; int ``[rows]``, the numbers of the rows that other ranks want, as
-        (sample · Hk + head) · longest + place; int ``[B, H, G, K]``, the row that every chosen key
-        has among those that come, counted from 1, or 0.
-    """
+def _orders(key: Tensor, choice: Choice, longest: int, shards: Shards) -> _Orders:
+    """Tell the other ranks which of their rows this one wants, and hear what they want."""
     batch, groups = key.shape[:2]
     ranks, heads = shards.ranks, choice.seen.shape[1]
     device = key.device
@@ -69,7 +144,11 @@ def _orders(
     each = [1] * ranks.size
     purpose = shards.purpose("counting the chosen keys")
     told = exchange(asked, each, each, ranks, purpose).tolist()
-    receive = asked.tolist()
+    wanted = different % max(span, 1)
+    lead = torch.div(wanted, max(longest, 1), rounding_mode="floor")
+    # At least one head, so that there is a maximum. Read together, because to read is to wait.
+    most = torch.bincount(lead, minlength=1).amax()
+    *receive, most = torch.cat([asked, most.view(1)]).tolist()
     purpose = shards.purpose("asking for the chosen keys")
-    wanted = exchange(different % max(span, 1), receive, told, ranks, purpose)
-    return told, receive, wanted, source
+    wanted = exchange(wanted, receive, told, ranks, purpose)
+    return _Orders(told, receive, wanted, source, lead, most)

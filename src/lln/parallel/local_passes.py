@@ -18,10 +18,16 @@ from lln import checks
 from lln.eager.run import join, widen
 from lln.eager.summary import read_heads, summarise_heads
 from lln.errors import BackendUnavailableError
-from lln.functional.plan import choose_implementation
+from lln.functional.plan import choose_implementation, plan_call
 from lln.functional.request import Request
 from lln.kernels.halves_ops import fused_read, fused_summary
-from lln.kernels.limits import blocks_fit, is_crowded, widest_block_value, widest_value
+from lln.kernels.limits import (
+    MAX_GRID,
+    blocks_fit,
+    is_crowded,
+    widest_block_value,
+    widest_value,
+)
 from lln.kernels.run import fused_blocks
 from lln.parallel.agreement import Shards
 from lln.precision import accumulation_dtype
@@ -97,11 +103,20 @@ def check_local(request: Request, impl: str, operation: str) -> None:
     elif impl == "triton" and request.is_causal:
         reason = "has no kernel for a causal sequence on several ranks"
     elif impl == "triton" and request.kind == "lln_keys":
-        reason = "has no kernel for exact keys of several ranks"
+        plan_call(request, impl)
+        if is_crowded(request.query.shape[0] * request.query.shape[1]):
+            reason = f"has no kernel for exact keys of more than {MAX_GRID:,} heads"
     elif impl == "triton":
         choose_implementation(impl, request.query)
     if reason is not None:
         raise BackendUnavailableError(f"impl={impl!r} {reason}; use impl='auto' in {operation}.")
+
+
+def takes_keys(request: Request, impl: str) -> bool:
+    """Whether this rank's part of a checked call with exact keys runs in the kernels."""
+    if request.is_causal or is_crowded(request.query.shape[0] * request.query.shape[1]):
+        return False
+    return plan_call(request, impl).impl == "triton"
 
 
 def choose_passes(request: Request, impl: str, shards: Shards) -> LocalPasses:

@@ -20,24 +20,25 @@ from lln.checks.signatures import explain_misfits
 from lln.eager.key_attention import Earlier, Slots, attend_rows, share_of, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks
 from lln.eager.run import repeat_heads, repeat_temperature, widen
-from lln.eager.summary import summarise_heads
 from lln.errors import InvalidInputError
 from lln.functional import exact_keys
 from lln.functional.request import Request
+from lln.kernels.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards, agree
 from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import borrow_sides
 from lln.parallel.key_choice import Choice, choose_together
-from lln.parallel.key_rows import fetch_rows
-from lln.parallel.local_passes import check_local
+from lln.parallel.key_kernels import read_by_kernels
+from lln.parallel.key_rows import FarRows, fetch_rows
+from lln.parallel.local_passes import LocalPasses, check_local, takes_keys
 from lln.parallel.own_heads import attend_own_heads
 from lln.parallel.ranks import find_ranks
 from lln.parallel.sharded import is_alone
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
 from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
-from lln.precision import cast_for_autocast, without_autocast
+from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.tracing import is_sharded
 
 # What calls have in common with those of one rank's heads.
@@ -93,7 +94,8 @@ def lln_keys_attention(
         is_causal: As in `lln.lln_keys_attention`.
         scale: Factor of the scores; None = 1/√D.
         enable_gqa: As in `lln.lln_keys_attention`.
-        impl: As in `lln.parallel.lln_attention`.
+        impl: As in `lln.parallel.lln_attention`; the kernels take what those of
+            `lln.lln_keys_attention` take.
 
     Returns:
         ``[B, H, T, E]``, the rows of this rank's tokens.
@@ -167,7 +169,8 @@ def lln_keys_attention(
         return attend_own_heads(check(), ranks, lln_keys_attention, _OPTIONS, **others)
     request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
-        return _attend(_matched(request, shards), shards).to(query.dtype)
+        by_kernels = takes_keys(request, impl)
+        return _attend(_matched(request, shards), shards, by_kernels).to(query.dtype)
 
 
 def _matched(request: Request, shards: Shards) -> Request:
@@ -186,12 +189,14 @@ def _matched(request: Request, shards: Shards) -> Request:
     return request._replace(alpha=alpha, beta=beta, offset=offset)
 
 
-def _attend(request: Request, shards: Shards) -> Tensor:
-    """The attention of this rank's tokens, in the accumulation dtype."""
+def _attend(request: Request, shards: Shards, by_kernels: bool) -> Tensor:
+    """The attention of this rank's tokens, in the dtype of query or the accumulation dtype."""
     layout = lay_blocks(request, shards)
     query, key, value, mask = borrow_sides(request, layout)
     own, blocks = layout.owned(), layout.place()
     valid = own if mask is None else own & mask
+    # Where no block crosses ranks, no token belongs to another rank's block.
+    counted = valid if layout.is_crossed or mask is not None else None
     assert isinstance(request.keys, int)
     choice = choose_together(
         query,
@@ -200,30 +205,52 @@ def _attend(request: Request, shards: Shards) -> Tensor:
         layout,
         blocks,
         valid,
+        counted,
         group_size=request.group_size,
         is_causal=request.is_causal,
         flip=request.scale is not None and request.scale < 0,
+        by_kernels=by_kernels,
     )
     longest = max(layout.extended(rank) for rank in range(shards.ranks.size))
     far = fetch_rows(key, value, choice, longest, shards)
-    query, key, value = widen(query, key, value, mask, 0.0)
-    far = tuple(side.to(query.dtype) for side in far)
-    summaries = _summaries(key, value, request, valid, shards)
+    if not by_kernels:
+        query, key, value = widen(query, key, value, mask, 0.0)
+        far = far._replace(rows=far.rows.to(query.dtype))
+    sides = request._replace(query=query, key=key, value=value)
+    summaries = _summaries(sides, valid, counted, shards, by_kernels)
     if blocks.place.shape[1] == 0:
-        out = _nothing(query, request, (*summaries, *far))
+        out = _nothing(query, request, (*summaries, far.rows))
+    elif by_kernels:
+        out = read_by_kernels(sides, layout, blocks, counted, far, summaries)
     else:
         out = _read(query, key, value, request, layout, blocks, valid, choice, far, summaries)
-    return layout.give_back(out)
+    # Ranks need not compute alike, but what they send each other must have one dtype.
+    return layout.give_back(out.to(accumulation_dtype(out.dtype)) if layout.is_crossed else out)
 
 
 def _summaries(
-    key: Tensor, value: Tensor, request: Request, valid: Tensor, shards: Shards
+    request: Request, valid: Tensor, counted: Tensor | None, shards: Shards, by_kernels: bool
 ) -> RankSummaries:
-    """What every rank's blocks hold; ``sums`` are the sum of the keys and their number."""
-    log_mass, centroid = summarise_heads(key, value, request.beta, valid)
-    total = torch.where(valid[:, None, :, None], key, 0.0).sum(2)
+    """What every rank's blocks hold; ``sums`` are the sum of the keys and their number.
+
+    Args:
+        request: With the tokens borrowed.
+        valid: bool ``[B, X]``, which tokens belong to this rank's blocks and are not masked.
+        counted: The same; None = all are.
+        shards: The group.
+        by_kernels: Whether the kernels summarise.
+    """
+    key, dtype = request.key, accumulation_dtype(request.key.dtype)
+    query, passes = request.query, LocalPasses()
+    if by_kernels:
+        heads = query.shape[0] * query.shape[1]
+        passes = LocalPasses(widest_value(query, heads, 0, False, False))
+    assert request.beta is not None
+    log_mass, centroid = passes.summarise(request._replace(key_mask=counted), request.beta)
+    held = key if counted is None else torch.where(counted[:, None, :, None], key, 0.0)
+    total = held.sum(2, dtype=dtype)
     total = total.repeat_interleave(log_mass.shape[1] // max(key.shape[1], 1), 1)
-    number = valid.sum(-1)[:, None, None].expand_as(total).to(key.dtype)
+    number = valid.sum(-1)[:, None, None].expand_as(total).to(dtype)
     sums = torch.stack([total, number], -1)
     return gather_summaries(log_mass, centroid, shards, sums)()
 
@@ -237,7 +264,7 @@ def _read(
     blocks: KeyBlocks,
     valid: Tensor,
     choice: Choice,
-    far: tuple[Tensor, ...],
+    far: FarRows,
     summaries: RankSummaries,
 ) -> Tensor:
     """The rows of the blocks that begin on this rank: ``[B, H, X, E]``."""
@@ -279,7 +306,7 @@ def _read(
         slots,
         offset,
         share,
-        far,
+        far.spread(query.shape[-1]),
         choice.seen,
         blocks,
         valid=None if blocks.is_plain and request.key_mask is None else there,

@@ -35,8 +35,8 @@ class Machine:
             what the fastest of docs/benchmarks.md has on one H200.
         linear_rate: Of the local passes of ``lln`` and ``lln_diag``: what a rank among several has
             on one H200 (benchmarks/results/parallel-layer.json, a million tokens of ``lln``).
-        keys_rate: Of those of ``lln_keys``, plain PyTorch that waits for memory: the same, at
-            65,536 tokens.
+        keys_rate: Of those of ``lln_keys``: the same, at 65,536 tokens, when they were still plain
+            PyTorch that waits for memory.
         node_ranks: Ranks in a node.
         node_bandwidth: Bytes per second that a rank sends inside its node.
         network_bandwidth: Bytes per second that a rank sends when the group spans several nodes.

@@ -250,6 +250,20 @@ def add_pairs(
 
 
 @triton.jit
+def add_near(
+    b_dk, b_dv, b_q, b_do, b_k, b_v, ok, b_lse, b_delta, scale,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries of a block give to its own keys and values."""
+    b_p = weights_of(score_rows(b_q, b_k, ok, scale, EVEN, PRECISION), b_lse, EVEN)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_ds = (b_p * (b_dp - b_delta[:, None]) * scale).to(b_q.dtype)
+    b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
+    b_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dv, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit
 def keys_key_kernel(
     p_q, p_k, p_v, p_g, p_dk, p_dv, p_lse, p_delta, p_log_mass, p_dc, p_shift, p_dcentre, p_mask,
     p_gaps, p_beta, p_dbeta_parts, p_pair_dk, p_pair_dv, p_order, p_chosen, p_starts, beta, scale,
@@ -300,11 +314,9 @@ def keys_key_kernel(
         b_key, b_row, b_value_row = load_pairs(
             p_pair_dk, p_pair_dv, p_order, p_chosen, base, start, end, D, E, BD, BE, BP
         )
-        b_p = weights_of(score_rows(b_q, b_k, ok, scale, EVEN, PRECISION), b_lse, EVEN)
-        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        b_ds = (b_p * (b_dp - b_delta[:, None]) * scale).to(b_q.dtype)
-        b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision=PRECISION)
-        b_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dv, input_precision=PRECISION)
+        b_dk, b_dv = add_near(
+            b_dk, b_dv, b_q, b_do, b_k, b_v, ok, b_lse, b_delta, scale, EVEN, PRECISION
+        )
         b_dk, b_dv = add_pairs(b_dk, b_dv, b_key, b_row, b_value_row, first, BW, PRECISION)
         for at in tl.range(start + BP, end, BP, num_stages=STAGES):
             b_key, b_row, b_value_row = load_pairs(

@@ -6,6 +6,9 @@ first tile of chosen keys together, then the other tiles, under one running soft
 It writes the output and, for the backward, the logarithm of each row's normaliser and what was
 added to the logits of the slots.
 
+Keys may have more rows than queries: chosen ones can lie behind the tokens of the call. ``held`` is
+how many keys the summary holds, unless a mask says it for every sample.
+
 Dimension legend: see `lln.kernels.triton.steps`; BM ≥ group, BW ≥ W tokens in a block, BK chosen
 keys in a tile (MORE: there are more than fit one), R query heads per key head, SR query heads per
 summary.
@@ -157,7 +160,7 @@ def load_summary(
 @triton.jit
 def keys_read_kernel(
     p_q, p_k, p_v, p_o, p_lse, p_level, p_log_mass, p_centroid, p_centre, p_chosen, p_mask, p_gaps,
-    p_held, p_alpha, p_beta, p_offset, alpha, beta, offset, scale, T, H, G, K,
+    p_held, p_alpha, p_beta, p_offset, alpha, beta, offset, scale, held, T, H, G, K,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
     W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
@@ -182,7 +185,6 @@ def keys_read_kernel(
     b_seen = b_index >= 0
     inside, row_ok = tokens_ok(p_mask, first, GROUP, T, BM, HAS_MASK)
     near_inside, near_ok = tokens_ok(p_mask, block, W, T, BW, HAS_MASK)
-    held = T
     if HAS_MASK:
         held = tl.load(p_held + batch)
     b_q = load_queries(q, first, inside, row_ok, BM, D, BD, EVEN, HAS_MASK)

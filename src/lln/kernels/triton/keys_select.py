@@ -14,6 +14,9 @@ No score is written to memory but those of a few candidates. Four launches, afte
 Scores are products of the mean queries, rounded to the precision of the queries, with the keys,
 summed in float32. The result does not depend on how programs are cut.
 
+Groups and keys need not be those of one call: a rank scores its keys with the mean queries of the
+whole sequence. Key t then lies in block ``(t + gap) // W`` of that sequence (SHIFTED).
+
 Dimension legend: ROWS groups of a program, C keys in a tile, CAP places for candidates, FEW keys
 scored at a time; otherwise
 see `lln.kernels.triton.steps`. G groups per head, W tokens in a block, RG groups in a block.
@@ -24,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.steps import NEVER, hide_rows, load_rows, rows_of
+from lln.kernels.triton.steps import NEVER, gap_before, hide_rows, load_rows, rows_of
 
 
 @triton.jit
@@ -32,14 +35,12 @@ def means_kernel(
     p_q, p_mask, p_gaps, p_mean, T, H, G, W,
     stride_qb, stride_qh, stride_qt, stride_qd,
     D: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, GROUP: tl.constexpr,
-    FLIP: tl.constexpr, HAS_MASK: tl.constexpr,
+    FLIP: tl.constexpr, HAS_MASK: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """The mean query of every group of one block, over the tokens that are not masked."""
     block, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = index // H, index % H
-    first = block * W
-    if HAS_MASK:
-        first -= tl.load(p_gaps + batch)
+    first = block * W - gap_before(p_gaps, batch, SHIFTED)
     tokens = first + tl.arange(0, BW)
     ok = (tokens >= 0) & (tokens < T) & (tl.arange(0, BW) < W)
     if HAS_MASK:
@@ -89,12 +90,10 @@ def score_tile(
 
 
 @triton.jit
-def place_of(p_gaps, index, first, H, ROWS: tl.constexpr, RG, HAS_MASK: tl.constexpr):
+def place_of(p_gaps, index, first, H, ROWS: tl.constexpr, RG, SHIFTED: tl.constexpr):
     """Sample, head, gap, and the block ``[ROWS]`` of every group of a program."""
     batch = index // H
-    gap = 0
-    if HAS_MASK:
-        gap = tl.load(p_gaps + batch)
+    gap = gap_before(p_gaps, batch, SHIFTED)
     return batch, index % H, gap, (first + tl.arange(0, ROWS)) // RG
 
 
@@ -103,12 +102,12 @@ def peaks_kernel(
     p_mean, p_k, p_mask, p_gaps, p_peaks, T, H, G, R, splits, stretch,
     stride_kb, stride_kh, stride_kt, stride_kd, W: tl.constexpr, RG: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_MASK: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Maxima of C interleaved sets of one split's keys: ``[B·H, G, splits, C]``."""
     split, index = tl.program_id(0) % splits, tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) // splits * ROWS
-    batch, head, gap, b_block = place_of(p_gaps, index, first, H, ROWS, RG, HAS_MASK)
+    batch, head, gap, b_block = place_of(p_gaps, index, first, H, ROWS, RG, SHIFTED)
     keys = rows_of(p_k, batch, head // R, 0, stride_kb, stride_kh, stride_kt, stride_kd)
     b_mean = load_means(p_mean, index, first, G, ROWS, D, BD)
     b_peak = tl.full([ROWS, C], NEVER, tl.float32)
@@ -187,12 +186,12 @@ def mark_kernel(
     p_mean, p_k, p_mask, p_gaps, p_threshold, p_marks, T, H, G, R, bytes_per_row, splits, stretch,
     stride_kb, stride_kh, stride_kt, stride_kd, W: tl.constexpr, RG: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_MASK: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One bit per key of one split: does its score reach the threshold? ``[B·H, G, T / 8]``."""
     split, index = tl.program_id(0) % splits, tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) // splits * ROWS
-    batch, head, gap, b_block = place_of(p_gaps, index, first, H, ROWS, RG, HAS_MASK)
+    batch, head, gap, b_block = place_of(p_gaps, index, first, H, ROWS, RG, SHIFTED)
     keys = rows_of(p_k, batch, head // R, 0, stride_kb, stride_kh, stride_kt, stride_kd)
     b_mean = load_means(p_mean, index, first, G, ROWS, D, BD)
     groups = first + tl.arange(0, ROWS)
@@ -251,22 +250,21 @@ def note(p_score, p_token, b_s, b_token, b_hit, count, CAP: tl.constexpr):
 
 @triton.jit
 def finish_kernel(
-    p_mean, p_k, p_mask, p_gaps, p_marks, p_scores, p_places, p_chosen,
+    p_mean, p_k, p_mask, p_gaps, p_marks, p_scores, p_places, p_chosen, p_best,
     T, H, G, R, K, words, stride_kb, stride_kh, stride_kt, stride_kd, W: tl.constexpr,
     RG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, FEW: tl.constexpr, CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, SHIFTED: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """The K best marked keys of one group, ascending by position; -1 where there are fewer.
 
+    SCORED: their scores are written as well, -inf where there are fewer.
     Words with marks are written down first, then the marked positions, then their scores: each
     step reads what the one before it wrote to the group's own memory.
     """
     group, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = index * G + group
     batch, head, block = index // H, index % H, group // RG
-    gap = 0
-    if HAS_MASK:
-        gap = tl.load(p_gaps + batch)
+    gap = gap_before(p_gaps, batch, SHIFTED)
     keys = rows_of(p_k, batch, head // R, 0, stride_kb, stride_kh, stride_kt, stride_kd)
     columns, few, places = tl.arange(0, BD), tl.arange(0, FEW), tl.arange(0, CAP)
     b_mean = tl.load(p_mean + row * D + columns, mask=columns < D, other=0).to(tl.float32)
@@ -343,3 +341,6 @@ def finish_kernel(
     found = tl.sum(b_taken.to(tl.int32), 0)
     rest = (places >= found) & (places < K)
     tl.store(p_chosen + row * K + places, tl.full([CAP], -1, tl.int32), mask=rest)
+    if SCORED:
+        tl.store(p_best + row * K + b_slot, b_s, mask=b_taken)
+        tl.store(p_best + row * K + places, tl.full([CAP], float("-inf"), tl.float32), mask=rest)

@@ -1,0 +1,77 @@
+"""Exact keys of a rank's own queries by the fused kernels, which read the summaries of all ranks.
+
+Dimension legend: B batch, H query heads, Hk key heads, SH summary heads, X tokens of a rank and
+those borrowed, D head width, E value width, n blocks, W tokens in a block.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lln.eager.key_blocks import KeyBlocks
+from lln.functional.request import Request
+from lln.kernels.apart_ops import fused_keys_apart
+from lln.parallel.key_rows import FarRows
+from lln.parallel.summary_merge import RankSummaries
+from lln.parallel.whole_blocks import WholeBlocks
+
+
+def read_by_kernels(
+    request: Request,
+    layout: WholeBlocks,
+    blocks: KeyBlocks,
+    counted: Tensor | None,
+    far: FarRows,
+    summaries: RankSummaries,
+) -> Tensor:
+    """The rows of the blocks that begin on this rank, in the dtype of query: ``[B, H, X, E]``.
+
+    Args:
+        request: With the tokens borrowed, and α, β and the offset in place.
+        layout: How the blocks lie on the ranks.
+        blocks: Those of this rank, at least one.
+        counted: bool ``[B, X]``, which tokens belong to them and are not masked; None = all.
+        far: What their groups chose.
+        summaries: Of all ranks.
+    """
+    query, key, value = request.query, request.key, request.value
+    if layout.is_crossed:
+        # The kernels count blocks from the first token, which may belong to another rank's.
+        query, key, value = (blocks.gather(side).flatten(2, 3) for side in (query, key, value))
+        counted = blocks.valid(counted).flatten(1)
+    slots, number = _slots(summaries, request.beta)
+    key, value, indices = far.behind(key, value)
+    assert request.alpha is not None
+    assert request.offset is not None
+    out = fused_keys_apart(
+        query,
+        key,
+        value,
+        request.alpha,
+        request.offset,
+        slots,
+        indices,
+        key_mask=counted,
+        held=layout.shards.bounds.tokens if counted is None else number,
+        block_size=layout.size,
+        group_size=request.group_size,
+        scale=request.scale,
+    )
+    if layout.is_crossed:
+        out = blocks.scatter(out.unflatten(2, blocks.place.shape[1:]))
+    return out
+
+
+def _slots(
+    summaries: RankSummaries, beta: float | Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """L - βμ ``[B, SH, D]``, C and μ of the whole sequence, and how many keys it has, ``[B]``."""
+    log_mass, centroid = summaries.merged()
+    total, number = summaries.sums.sum(0).unbind(-1)
+    count = number[:, :1, :1].sum((1, 2)).long()
+    centre = total / number.clamp_min(1)
+    if isinstance(beta, Tensor):
+        beta = beta.to(log_mass.dtype).reshape((1,) * (4 - beta.dim()) + tuple(beta.shape))
+        beta = beta.squeeze(-1)
+    assert beta is not None
+    return (log_mass - beta * centre, centroid, centre), count
