@@ -112,11 +112,13 @@ def main() -> None:
         given.case.write_text(json.dumps({"rows": rows, "launcher": used()}), "utf-8")
         return
     from lln.files import compact_json, write_atomically
+    from lln.kernels import compiled_launcher
     from lln.studies.bench.environment import describe
 
     content: dict[str, Any] = {"setup": describe("cuda", COMMAND), "turns": given.turns, "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
-        content["build"] = build(Path(folder))
+        if not compiled_launcher.library().exists():
+            content["build"] = build(Path(folder))
         for name in LAUNCHERS:
             print(name, flush=True)
             out = Path(folder) / "case.json"
