@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lln
 from benchmarks.timing import graph_ms
+from lln.files import write_atomically
 from lln.studies.bench.environment import describe
 
 HEADS, WIDTH, TOKENS = 12, 64, 65536
@@ -99,11 +100,12 @@ def read_setting(setting: str) -> tuple[str, dict[str, Any]]:
     return f"keys {keys}, groups of {group}", {"keys": int(keys), "group_size": int(group)}
 
 
-def measure(device: str, lengths: list[int], settings: list[str], packed: bool) -> list[dict]:
+def measure(
+    device: str, lengths: list[int], settings: list[str], packed: bool
+) -> Iterator[dict[str, Any]]:
     """One row per length: softmax, and every setting."""
     time_of = graph_ms if device == "cuda" and not packed else wall_ms
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    rows = []
     for tokens in lengths:
         batch = TOKENS // tokens if device == "cuda" else 1
         parts = [tokens] * batch
@@ -130,8 +132,7 @@ def measure(device: str, lengths: list[int], settings: list[str], packed: bool) 
             row[name] = found
             speed = row["softmax"]["forward + backward"] / found["forward + backward"]
             print(f"{tokens:6d} tokens, {name}: {speed:.2f} × softmax")
-        rows.append(row)
-    return rows
+        yield row
 
 
 def main() -> None:
@@ -150,15 +151,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     usual = [512, 1024, 4096, 16384, 65536] if given.device == "cuda" else [512, 1024, 2048, 4096]
-    rows = measure(given.device, given.lengths or usual, given.settings, given.packed)
-    if given.out:
-        # Without the output's folder, which is that of one machine.
-        chosen = " ".join(given.settings)
-        command = f"python -m benchmarks.keys --device {given.device} --settings {chosen}"
-        command += " --packed" if given.packed else ""
-        setup = describe(given.device, command)
-        content = {"setup": setup, "heads": HEADS, "width": WIDTH, "rows": rows}
-        given.out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    # Without the output's folder, which is that of one machine.
+    chosen = " ".join(given.settings)
+    command = f"python -m benchmarks.keys --device {given.device} --settings {chosen}"
+    command += " --packed" if given.packed else ""
+    content: dict[str, Any] = {"setup": describe(given.device, command)}
+    content |= {"heads": HEADS, "width": WIDTH, "rows": []}
+    for row in measure(given.device, given.lengths or usual, given.settings, given.packed):
+        content["rows"].append(row)
+        if given.out:
+            # After every row, so that a run that is stopped leaves what it has measured.
+            write_atomically(given.out, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,14 @@ def measure(kind: str, way: str, tokens: int) -> dict:
     return {"kind": kind, "way": way, "tokens": tokens, **found}
 
 
-def all_rows() -> list[dict]:
+def all_rows() -> Iterator[dict]:
     """Every attention, length and way."""
-    rows = []
     for tokens in LENGTHS:
         for kind in KINDS:
             for way in WAYS:
-                rows.append(measure(kind, way, tokens))
-                print(rows[-1], flush=True)
-    return rows
+                row = measure(kind, way, tokens)
+                print(row, flush=True)
+                yield row
 
 
 def layer_table(content: dict) -> str:
@@ -135,10 +134,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
             dist.init_process_group("nccl", init_method=meeting, rank=0, world_size=1)
-            rows = all_rows()
+            content = {"setup": describe("cuda", COMMAND), "heads": HEADS, "width": WIDTH}
+            content["rows"] = []
+            for row in all_rows():
+                content["rows"].append(row)
+                # After every row, so that a run that is stopped leaves what it has measured.
+                write_atomically(given.out, compact_json(content))
             dist.destroy_process_group()
-        content = {"setup": describe("cuda", COMMAND), "heads": HEADS, "width": WIDTH, "rows": rows}
-        write_atomically(given.out, compact_json(content))
     if given.out == RESULTS:
         fill(PAGE, "parallel-layer", layer_table(json.loads(RESULTS.read_text("utf-8"))))
 

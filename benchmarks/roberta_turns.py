@@ -115,7 +115,8 @@ def main() -> None:
     from lln.kernels import compiled_launcher
     from lln.studies.bench.environment import describe
 
-    content: dict[str, Any] = {"setup": describe("cuda", COMMAND), "turns": given.turns, "runs": {}}
+    setup = describe("cuda", f"{COMMAND} --turns {given.turns}")
+    content: dict[str, Any] = {"setup": setup, "turns": given.turns, "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
         if not compiled_launcher.library().exists():
             content["build"] = build(Path(folder))

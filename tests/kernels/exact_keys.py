@@ -45,7 +45,7 @@ def compare(
     The others get the keys that plain PyTorch chooses; by ``select="query"`` the kernels choose
     for themselves.
     """
-    # Masks and numbers differ from sample to sample; elsewhere the interpreter is spared the second.
+    # Masks and numbers differ by sample; elsewhere the interpreter is spared the second one.
     batch = 2 if ON_GPU or learned or options.get("key_mask") is not None else 1
     shape = {"batch": batch, "heads": 2, "tokens": tokens, "width": width}
     shape |= {"value_width": value_width, "key_heads": key_heads}
