@@ -203,8 +203,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
 def without_folders(words: list[str]) -> list[str]:
     """The words of a command without its folders, which are those of one machine."""
     places = {"--tokens-folder": "TOKENS", "--out": "RESULTS"}
-    before = ["", *words[:-1]]
-    return [places.get(flag, word) for flag, word in zip(before, words, strict=True)]
+    return [places.get(flag, word) for flag, word in zip(["", *words], words, strict=False)]
 
 
 def run(options: argparse.Namespace) -> None:

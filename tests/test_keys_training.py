@@ -225,3 +225,4 @@ def test_the_command_in_a_result_names_no_folder():
     words = ["run", "--tokens-folder", "/a/b", "--steps", "3", "--out", "/c"]
     said = keys_training.without_folders(words)
     assert said == ["run", "--tokens-folder", "TOKENS", "--steps", "3", "--out", "RESULTS"]
+    assert keys_training.without_folders([]) == []
