@@ -512,6 +512,25 @@ def test_command_converts_to_exact_keys(tiny, tmp_path, save_with_tokenizer):
     assert '"convolution": 5' in written
 
 
+def test_lines_are_joined_for_exact_keys(tiny, tmp_path, save_with_tokenizer):
+    from lln.integrations.folders import convert_folder
+
+    save_with_tokenizer(tiny("bert"), tmp_path / "in")
+    lines = "\n".join(f"w{i} w{i + 3} w{i + 7} w{i + 1}" for i in range(2, 50))
+    (tmp_path / "text.txt").write_text(lines)
+    said = []
+    options = {"layers": None, "samples": 2, "tokens": 24, "overwrite": False, "echo": said.append}
+    options |= {"calibrate": tmp_path / "text.txt", "block_size": 8}
+    for attention, tokens in (("lln_keys", 2 * 24), ("lln_diag", 2 * 4)):
+        keys = {"keys": 4} if attention == "lln_keys" else {}
+        convert_folder(
+            tmp_path / "in", tmp_path / attention, attention=attention, **keys, **options
+        )
+        table = " ".join(said[-2].split())
+        assert f"from {tokens} tokens" in table
+        assert "guess" not in table
+
+
 def test_command_refuses_in_one_sentence(tiny, tmp_path, monkeypatch):
     from lln.integrations.folders import convert_folder
 

@@ -49,6 +49,16 @@ def test_a_layer_by_name_is_the_function(tiny, text):
         assert torch.equal(attend.attend(call), expected)
 
 
+def test_a_calibration_on_short_texts_says_that_the_offset_is_a_guess(tiny, text):
+    for tokens, is_short in ((7, True), (8, False)):
+        report = convert(tiny("bert"), "lln_keys", calibrate=text(tokens), **SIZES)
+        assert any("their offset is a guess" in note for note in report.notes()) == is_short
+        assert [layer.longest for layer in report.layers] == [tokens] * 2
+    # Nothing was calibrated, so nothing is doubted.
+    report = convert(tiny("bert"), "lln_keys", batch=text(7), **SIZES)
+    assert not report.notes()
+
+
 def test_padding_changes_nothing_and_defaults_are_those_of_the_function(tiny, text):
     model = tiny("bert", "lln_keys")
     inputs = text(90, padding=17)

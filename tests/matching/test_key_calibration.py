@@ -1,5 +1,7 @@
 """Calibration of attention with exact keys: temperatures at half, and the mass of the rest."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -133,9 +135,22 @@ def test_padding_changes_nothing():
 
 def test_where_every_key_is_exact_the_closed_form_stands_in():
     query, key = gaussian(tokens=100)
-    alpha, beta, offset = calibrate_keys(query, key, keys=100)
+    with pytest.warns(CalibrationWarning, match="next to nothing is left for the slots"):
+        alpha, beta, offset = calibrate_keys(query, key, keys=100)
     closed = mass_offset(head_moments(query, key), alpha, beta, D)
     torch.testing.assert_close(offset, closed)
+
+
+def test_only_sequences_that_block_and_keys_cover_are_doubted():
+    query, key = gaussian(tokens=81)
+    mask = torch.arange(81).expand(query.shape[0], -1) < 80
+    options = {"keys": 64, "block_size": 16}
+    said = "has 80 tokens, and a row sees 16 in its block and 64 exact keys.* more than 80 tokens"
+    with pytest.warns(CalibrationWarning, match=said):
+        calibrate_keys(query, key, key_mask=mask, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrate_keys(query, key, **options)
 
 
 def test_what_does_not_fit_gets_a_sentence():

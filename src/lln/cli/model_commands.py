@@ -116,8 +116,8 @@ def convert(
         int,
         typer.Option(
             metavar="N",
-            help="Lines of that text to use; with --target samples, which are lines joined until "
-            "they fill --tokens.",
+            help="Lines of that text to use; with --target or lln_keys samples, which are lines "
+            "joined until they fill --tokens.",
             min=1,
         ),
     ] = 32,

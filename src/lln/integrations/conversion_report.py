@@ -12,6 +12,7 @@ from torch import Tensor
 from lln.errors import CalibrationWarning
 from lln.integrations.target_report import TargetReport
 from lln.matching.calibration import doubts
+from lln.matching.key_calibration import doubts_of_length
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class LayerReport:
         sharp: Heads with α and β far larger than usual (`lln.matching.calibration.unusual`).
         offset: Of ``"lln_keys"``: smallest and largest; None where every sample has its own.
         keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees exactly.
+        block_size: Of ``"lln_keys"``: tokens in a block.
+        longest: Of ``"lln_keys"``: tokens of the longest sequence that the offset was found on;
+            None = it was not.
     """
 
     name: str
@@ -43,6 +47,8 @@ class LayerReport:
     sharp: int = 0
     offset: tuple[float, float] | None = None
     keys: int | None = None
+    block_size: int | None = None
+    longest: int | None = None
 
 
 @dataclass(repr=False)
@@ -92,7 +98,20 @@ class Conversion:
             ]
             heads = sum(layer.heads for layer in self.layers if layer.tokens is not None)
             found += doubts(self.tokens, sum(layer.sharp for layer in sharp), heads, *most)
+            found += self._doubts_of_length()
         return found if self.target is None else found + self.target.notes()
+
+    def _doubts_of_length(self) -> list[str]:
+        """At most one, of the layer with the fewest keys."""
+        lengths = [
+            (layer.longest, layer.block_size, layer.keys)
+            for layer in self.layers
+            if layer.longest is not None
+            and layer.block_size is not None
+            and layer.keys is not None
+            and layer.attention != "softmax"
+        ]
+        return doubts_of_length(*min(lengths, key=lambda one: one[2])) if lengths else []
 
     def warn(self, stacklevel: int = 2) -> None:
         """Issue the notes as warnings."""

@@ -34,8 +34,11 @@ def fit_layer(
     moved = _moved(call, softmax_out)
     found = _describe_temperatures(heads, call, calibrated)
     _, count, _, width = call.query.shape
-    keys = call.keys if heads.attention == "lln_keys" else None
-    return LayerReport(name, heads.attention, count, width, moved=moved, keys=keys, **found)
+    if heads.attention == "lln_keys":
+        found |= {"keys": call.keys, "block_size": call.block_size}
+        if calibrated and isinstance(heads.settings.offset, str):
+            found["longest"] = _longest(call)
+    return LayerReport(name, heads.attention, count, width, moved=moved, **found)
 
 
 def fit_more_keys(
@@ -125,6 +128,13 @@ def _samples(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None
         sides, mask = padded(sides, call.cu_seqlens)
         return *sides, mask
     return *sides, call.key_mask
+
+
+def _longest(call: AttentionCall) -> int:
+    """Tokens of the longest sequence of a call."""
+    if call.cu_seqlens is not None:
+        return int(call.cu_seqlens.diff().max())
+    return int(count_tokens(call.key, call.key_mask).max())
 
 
 def _describe_temperatures(

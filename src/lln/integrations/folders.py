@@ -56,10 +56,10 @@ def convert_folder(
         attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``; None = as `convert` chooses.
         layers: Numbers or names, separated by commas; None = all.
         calibrate: A text file, or a folder of them, to find α and β on.
-        target_quality: ``target`` of `convert`: samples are then lines joined until they fill
-            ``tokens``, and the last quarter of them is held out.
+        target_quality: ``target`` of `convert`; the last quarter of the samples is held out.
         holdout: Text to hold out instead.
-        samples: Lines of the text to use, or samples with a target.
+        samples: Lines of the text to use; with a target or exact keys samples, which are lines
+            joined until they fill ``tokens``.
         tokens: Longest sample.
         overwrite: Whether ``target`` may exist.
         echo: Prints a line.
@@ -69,14 +69,21 @@ def convert_folder(
     lines = None if calibrate is None else read_lines(calibrate, "--calibrate")
     unseen = None if holdout is None else read_lines(holdout, "--holdout")
     model = load_model(source)
-    if lines is None or target_quality is None:
-        batch = None if lines is None else text_batch(source, lines[:samples], tokens)
-        held = None if unseen is None else text_batch(source, unseen[:samples], tokens)
-    else:
+    held = None
+    if lines is None:
+        batch = None
+    elif target_quality is not None:
         batch, held = _two_batches(source, lines, unseen, samples, tokens)
         if torch.cuda.is_available():
             nn.Module.to(model, "cuda")
             batch, held = _on(model, batch), None if held is None else _on(model, held)
+    elif attention == "lln_keys":
+        # In a single line block and keys often cover everything.
+        batch = Pieces(source, lines, tokens).batch(0, samples)
+    else:
+        batch = text_batch(source, lines[:samples], tokens)
+    if target_quality is None and unseen is not None:
+        held = text_batch(source, unseen[:samples], tokens)
     report = _convert(
         model,
         attention,

@@ -30,6 +30,7 @@ from lln.eager.selection import choose, seen_keys
 from lln.errors import CalibrationWarning
 from lln.matching.calibration import (
     PAIR_BUDGET,
+    count_tokens,
     find_temperatures,
     pool_moments,
     sampled_places,
@@ -81,7 +82,7 @@ def calibrate_keys(
         InvalidInputError: If no sequence has two tokens.
 
     Warns:
-        CalibrationWarning: As `lln.calibrate`.
+        CalibrationWarning: As `lln.calibrate`, or if a block and its keys cover every sequence.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -117,9 +118,29 @@ def calibrate_keys(
         rows=rows,
         scale=scale,
     )
-    for sentence in sentences_of_doubt(query, key, key_mask, alpha, beta, pooled):
+    sentences = sentences_of_doubt(query, key, key_mask, alpha, beta, pooled)
+    longest = max(count_tokens(key, key_mask).tolist(), default=0)
+    for sentence in (*sentences, *doubts_of_length(longest, block_size, keys)):
         warnings.warn(sentence, CalibrationWarning, stacklevel=2)
     return alpha, beta, offset
+
+
+def doubts_of_length(longest: int, block_size: int, keys: int) -> list[str]:
+    """A sentence that warns of sequences in which nearly every key is exact.
+
+    Args:
+        longest: Tokens of the longest sequence.
+        block_size: Tokens in a block.
+        keys: Exact keys outside of it.
+    """
+    if not 1 < longest <= block_size + keys:
+        return []
+    return [
+        f"the longest of these sequences has {longest} tokens, and a row sees {block_size} in its "
+        f"block and {keys} exact keys: next to nothing is left for the slots, so their offset is a "
+        f"guess; calibrate on sequences as long as those to come, of more than "
+        f"{block_size + keys} tokens."
+    ]
 
 
 def find_rest_temperatures(
