@@ -57,6 +57,7 @@ def test_a_calibration_on_short_texts_says_that_the_offset_is_a_guess(tiny, text
     # Nothing was calibrated, so nothing is doubted.
     report = convert(tiny("bert"), "lln_keys", batch=text(7), **SIZES)
     assert not report.notes()
+    assert all(layer.longest is None for layer in report.layers)
 
 
 def test_padding_changes_nothing_and_defaults_are_those_of_the_function(tiny, text):
