@@ -16,6 +16,7 @@ from lln.eager.block_softmax import BlockSoftmax
 from lln.eager.products import multiply
 from lln.eager.scan import whole_parts
 from lln.eager.summary import LOG_ZERO
+from lln.eager.whole_division import divided
 from lln.tracing import is_compiling, is_untraced_on_cpu, values_are_readable
 
 
@@ -170,4 +171,5 @@ def _cut_behind_gaps(
     sides[0] = torch.where(there[:, None, ..., None], sides[0], 0.0)
     token_mask = there if key_mask is None else there & key_mask[sample, place]
     out = attend_blocks(*sides, token_mask=token_mask[:, None], **options)
-    return out.movedim(1, 3)[sample[..., 0], goal // block_size, goal % block_size].transpose(1, 2)
+    place = (sample[..., 0], divided(goal, block_size), goal % block_size)
+    return out.movedim(1, 3)[place].transpose(1, 2)

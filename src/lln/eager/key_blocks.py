@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lln.eager.diagonal import first_tokens
 from lln.eager.tiling import cut_tiles
+from lln.eager.whole_division import divided
 from lln.tracing import is_compiling, values_are_readable
 
 
@@ -110,7 +111,7 @@ def dense_blocks(
     return KeyBlocks(
         place.clamp(0, max(tokens - 1, 0)),
         there,
-        goal // block_size,
+        divided(goal, block_size),
         goal % block_size,
         torch.zeros_like(block),
         torch.full_like(block, count - 1),
@@ -127,12 +128,12 @@ def packed_blocks(bounds: Tensor, tokens: int, block_size: int) -> tuple[KeyBloc
         block_size: W.
     """
     tiles = cut_tiles(bounds, tokens, block_size)
-    counts = (bounds.diff() + block_size - 1) // block_size
+    counts = divided(bounds.diff() + block_size - 1, block_size)
     starts = torch.cat([counts.cumsum(0) - counts, counts.sum()[None]])
     block = torch.arange(tiles.sequence.shape[0], device=bounds.device)
     used = tiles.sequence < bounds.shape[0] - 1
     first = torch.where(used, starts[tiles.sequence.clamp_max(bounds.shape[0] - 1)], block)
-    home, within = tiles.place // block_size, tiles.place % block_size
+    home, within = divided(tiles.place, block_size), tiles.place % block_size
     blocks = KeyBlocks(
         tiles.source[None], tiles.valid[None], home[None], within[None], first, tiles.last, False
     )

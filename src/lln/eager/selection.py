@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
 from lln.eager.products import row_by_row
+from lln.eager.whole_division import divided
 from lln.precision import accumulation_dtype
 from lln.tracing import is_compiling, values_are_readable
 
@@ -101,7 +102,7 @@ def seen_keys(
 
     home = of_keys(blocks.home)
     rows = blocks.place.shape[2] // group_size
-    block = torch.arange(indices.shape[2], device=indices.device) // rows
+    block = divided(torch.arange(indices.shape[2], device=indices.device), rows)
     first, last = blocks.first[block][:, None], blocks.last[block][:, None]
     block = block[:, None]
     seen = (indices >= 0) & (indices < tokens) & (home >= first) & (home <= last)
@@ -130,7 +131,8 @@ def _by_mean(
         key = torch.where(key_mask[:, None, :, None], key, 0.0)
     across = row_by_row(key.mT) if key.device.type == "cpu" else key.mT
     home = blocks.home[:, None]
-    block = torch.arange(groups, device=query.device) * group_size // blocks.place.shape[2]
+    group = torch.arange(groups, device=query.device)
+    block = divided(group * group_size, blocks.place.shape[2])
 
     def best(mean: Tensor, block: Tensor) -> Tensor:
         first, last = blocks.first[block], blocks.last[block]

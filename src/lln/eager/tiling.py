@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lln.eager.whole_division import divided
+
 
 class Tiling(NamedTuple):
     """Where the tokens of every tile come from, and where every token went.
@@ -53,7 +55,7 @@ def cut_tiles(cu_seqlens: Tensor, tokens: int, size: int) -> Tiling:
     """
     sequences = cu_seqlens.shape[0] - 1
     device = cu_seqlens.device
-    counts = (cu_seqlens.diff() + size - 1) // size
+    counts = divided(cu_seqlens.diff() + size - 1, size)
     ends = counts.cumsum(0)
     starts = torch.cat([ends - counts, ends[-1:]])
     tile = torch.arange(tokens // size + sequences, device=device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_count
+from lln.eager.whole_division import divided
 from lln.peers.masked import attend, softmax_matrix
 from lln.peers.peer import Card, Core, Host, Mask, real_tokens, visible
 from lln.peers.token_blocks import cut, with_neighbours
@@ -79,7 +80,7 @@ class BigBird(Core):
         seen = seen | ((own.unsqueeze(-1) - own).abs() <= 1)
         for one, is_one in zip(chosen.unbind(-1), valid.unbind(-1), strict=True):
             seen = seen | ((one.unsqueeze(-1) == own) & is_one.unsqueeze(-1))
-        of_token = torch.arange(tokens, device=query.device) // self.block
+        of_token = divided(torch.arange(tokens, device=query.device), self.block)
         seen = seen[..., of_token, :][..., of_token]
         return softmax_matrix(query, key, visible(query, key_mask, among=seen))
 
