@@ -75,7 +75,7 @@ def run_cells(options: argparse.Namespace) -> int:
         compiled=options.compile,
     )  # fmt: skip
     if processes()[0] == 0:
-        print(f"{count} cells run, {len(cells) - count} were finished.")
+        print(f"{count} cells run, {len(cells) - count} were finished before.")
     return 0
 
 

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from lln.errors import InvalidInputError
 from lln.integrations.loading import LOADING_ERRORS, why_not_loaded
+from lln.integrations.transformers import register
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ def load_local_model(model: str) -> LocalModel:
             "as org/model."
         )
     place = str(folder) if folder.is_dir() else model
+    # A model that was converted names our attention.
+    register()
     with _quiet():
         try:
             loaded = AutoModel.from_pretrained(place, local_files_only=True, dtype=torch.float32)
