@@ -7,6 +7,7 @@ import torch
 
 import lln
 from lln.eager.whole_division import divided
+from lln.kernels.compiled_launcher import find_compiler
 
 GIVEN = {"alpha": 1.0, "beta": 1.0}
 KEYS = {"block_size": 16, "keys": 4, "offset": -1.0, **GIVEN}
@@ -39,6 +40,7 @@ def test_whole_numbers():
     assert divided(number.int(), 7).dtype == torch.int32
 
 
+@pytest.mark.skipif(find_compiler() is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize(
     "name",
     [name if name == "diag" else pytest.param(name, marks=pytest.mark.slow) for name in CALLS],
