@@ -6,8 +6,9 @@ one LLN and softmax stay at the frequencies of words for longer than this traini
 and all temperatures would look alike; with one they leave it within 200 steps, so that 600 steps
 tell them apart. *parts*: block size, exact keys, their choice,
 alternating layers, a convolution of the values. *keys*: how many exact keys a query needs at 512
-and at 2,048 tokens, trained from scratch without slots (docs/exact_keys.md), beside blocks that
-every other layer shifts by half, keys in every layer, and a convolution.
+and at 2,048 tokens, and how to choose them, trained from scratch without slots
+(docs/exact_keys.md), beside keys at random, blocks that every other layer shifts by half, keys in
+every layer, and a convolution.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ KEYS = (
     "diag/diag@shift=32",
     "diag/softmax",
     *(f"diag/lln_keys@keys={keys},select=query,offset=-1e4" for keys in (16, 64, 256)),
+    *(f"diag/lln_keys@keys=64,select={select},offset=-1e4" for select in ("half", "block")),
+    "diag/lln_keys@keys=64,offset=-1e4+random",
     QUERY_KEYS,
     "diag+conv",
     "diag/softmax+conv",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.methods import Method
+from experiments.random_keys import choose_at_random
 from experiments.tasks.cats_dogs import PictureTask
 from experiments.tasks.task import NO_QUESTION, Task
 from lln import peers
@@ -66,6 +67,8 @@ def encoder(method: Method, sizes: Sizes, vocabulary: int | None) -> nn.Module:
             built.layers[place].attention = peers.build(
                 system, layer=place, layers=len(built.layers), **shared, **options
             )
+    if method.draws_keys:
+        choose_at_random(built)
     if vocabulary is not None:
         for table in (built.word, built.position):
             nn.init.normal_(table.weight, std=INIT_STD)

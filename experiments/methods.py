@@ -2,7 +2,8 @@
 
 A method is a system of `lln.peers`, or two whose layers alternate (``diag/softmax``: diag in even
 layers). ``+diag`` averages a system with softmax inside blocks, ``+conv`` adds a depthwise
-convolution of the values: both work for every core. Options of a system follow an @, separated by
+convolution of the values: both work for every core. ``+random`` lets exact keys be drawn instead of
+chosen, a control. Options of a system follow an @, separated by
 commas: ``lln_keys@keys=128,select=query``, ``diag/lln_keys@keys=32+conv``.
 """
 
@@ -22,6 +23,7 @@ COMPARED = (*MAIN, "elu", "performer", "cosformer", "nystromformer", "hedgehog")
 BRANCHES: dict[str, dict[str, Any]] = {
     "diag": {"diagonal": 64},
     "conv": {"convolution": 5},
+    "random": {},
 }
 
 
@@ -33,11 +35,13 @@ class Method:
         name: As it was asked for.
         systems: One system of `lln.peers`, or two that alternate, each with its options.
         branches: Options of all of them, as for `lln.peers.build`.
+        draws_keys: Whether exact keys are drawn at random instead of chosen.
     """
 
     name: str
     systems: tuple[tuple[str, dict[str, Any]], ...]
     branches: dict[str, Any]
+    draws_keys: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Method:
@@ -55,14 +59,17 @@ class Method:
             raise InvalidInputError(
                 f"{name!r}: +{unknown[0]} is not known; there are {', '.join(BRANCHES)}."
             )
+        draws_keys = "random" in branches
+        if draws_keys and all(system != "lln_keys" for system, _ in systems):
+            raise InvalidInputError(f"{name!r}: +random draws the keys of lln_keys; it has none.")
         options = {key: value for one in branches for key, value in BRANCHES[one].items()}
-        return cls(name, systems, options)
+        return cls(name, systems, options, draws_keys)
 
     @property
     def title(self) -> str:
         """For tables."""
         names = " / ".join(_title(system, options) for system, options in self.systems)
-        said = {"diag": "+ Diag", "conv": "+ convolution"}
+        said = {"diag": "+ Diag", "conv": "+ convolution", "random": "at random"}
         return " ".join([names, *(said[one] for one in self.name.split("+")[1:])])
 
 
