@@ -1,5 +1,7 @@
 """The kernels of exact keys: their choice against plain PyTorch, the rest against the reference."""
 
+import importlib
+
 import pytest
 import torch
 from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, check_compiled, holes
@@ -112,6 +114,29 @@ def test_equal_scores_are_taken_in_order():
     key[:, :, 150] = 2
     found = lln.choose_keys(query, key, 4, block_size=64, impl="triton")
     assert found[0, 0].tolist() == [[64, 65, 66, 150], [0, 1, 2, 150], [0, 1, 2, 3]]
+
+
+@pytest.mark.skipif(ON_GPU, reason="only the interpreter can be watched")
+def test_a_group_without_queries_does_not_look_at_all_keys(monkeypatch):
+    """Its scores are all equal, so that far more reach the threshold than there is room for."""
+    keys_select = importlib.import_module("lln.kernels.triton.keys_select")
+    looks, score_few = [], keys_select.score_few
+
+    def watched(*arguments):
+        looks.append(arguments)
+        return score_few(*arguments)
+
+    query, key, _ = make_qkv(1, 1, 600, 16)
+    key_mask = torch.ones(1, 600, dtype=torch.bool)
+    key_mask[:, 64:128] = False
+    monkeypatch.setattr(keys_select, "score_few", watched)
+    found = lln.choose_keys(query, key, 4, block_size=64, key_mask=key_mask, impl="triton")
+    # Ten groups, each of which scores its candidates in one or two looks.
+    assert len(looks) <= 20
+    monkeypatch.undo()
+    expected = lln.choose_keys(query, key, 4, block_size=64, key_mask=key_mask, impl="eager")
+    assert torch.equal(found, expected)
+    assert found[0, 0, 1].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter runs programs one after the other")

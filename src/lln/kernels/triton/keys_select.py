@@ -234,7 +234,8 @@ def score_few(
         ok = ok & (tl.load(p_mask + b_token, mask=ok, other=0) != 0)
     p_in = p_rows + b_token.to(tl.int64)[:, None] * stride_t + columns[None, :] * stride_d
     b_k = tl.load(p_in, mask=ok[:, None] & (columns < D)[None, :], other=0).to(tl.float32)
-    return tl.where(ok, tl.sum(b_k * b_mean[None, :], 1), NEVER)
+    # No zero keeps a sign: as an integer, -0 would not be equal to 0.
+    return tl.where(ok, tl.sum(b_k * b_mean[None, :], 1) + 0.0, NEVER)
 
 
 @triton.jit
@@ -295,9 +296,12 @@ def finish_kernel(
     tl.debug_barrier()
     if (marked > CAP) | (count > CAP):
         # Too many reach the threshold: find the exact one by bisection, and write down the scores
-        # above it, and of those equal to it the first K.
-        low = tl.full([], -2147483648, tl.int32)
-        for step in range(32):
+        # above it, and of those equal to it the first K. A group without queries has mean 0, and
+        # all scores are: the first K keys are found without looking at the others.
+        is_flat = tl.max(tl.abs(b_mean), 0) == 0
+        low = tl.where(is_flat, 0, -2147483648)
+        step = tl.where(is_flat, 32, 0)
+        while step < 32:
             bit_now = tl.full([], 1, tl.int32) << (31 - step)
             trial = tl.where(step == 0, 0, low | bit_now)
             number = 0
@@ -307,8 +311,9 @@ def finish_kernel(
                 )
                 number += tl.sum(((ordered(b_s) >= trial) & (b_s > NEVER)).to(tl.int32), 0)
             low = tl.where(number >= K, trial, low)
-        count, equal = 0, 0
-        for tile in range(0, T, FEW):
+            step += 1
+        count, equal, tile = 0, 0, 0
+        while (tile < T) & ((count < K) | (is_flat == 0)):
             b_s = score_few(
                 b_mean, keys, p_mask, gap, block, tile + few, few >= 0, T, W, D, BD, HAS_MASK
             )
@@ -318,6 +323,7 @@ def finish_kernel(
             b_hit = ((ordered(b_s) > low) & b_real) | (b_same & (b_order <= K))
             equal += tl.sum(b_same.to(tl.int32), 0)
             count = note(p_score, p_token, b_s, tile + few, b_hit, count, CAP)
+            tile += FEW
     else:
         for at in range(0, count, FEW):
             b_there = at + few < count
