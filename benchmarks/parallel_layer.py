@@ -1,9 +1,10 @@
-"""One layer of context-parallel attention on one GPU: ``python -m benchmarks.parallel_layer``.
+"""One layer of context-parallel attention on one device: ``python -m benchmarks.parallel_layer``.
 
 Three ways to the same numbers: the attention of the top level; `lln.parallel` with a group of one
 rank, which calls it; and `lln.parallel` as a rank of several goes, whose collectives here go to
-itself. Times are those of calls one after the other, host included; memory is the peak of a forward
-and a backward pass.
+itself. The host's speed changes from second to second, so the ways take turns: a round times each
+of them for a few calls, and its times are compared with those of the same round. Times are those of
+calls one after the other, host included; memory is the peak of a forward and a backward pass.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,20 +38,67 @@ LENGTHS = (65_536, 1_048_576)
 KINDS = ("lln", "lln_diag", "lln_keys")
 GIVEN = {"alpha": 1.1, "beta": 1.1}
 WAYS = {"top level": "top level", "alone": "one rank alone", "several": "as one rank of several"}
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+# Of a round: how often a way is called in its turn.
+CALLS = 4
+FEWEST_ROUNDS = 5
 
 
-def milliseconds(call: Callable[[], Any], rounds: int = 12) -> float:
-    """The median of the rounds, after three to warm up."""
-    times = []
-    for _ in range(rounds + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+@contextmanager
+def going(way: str) -> Iterator[None]:
+    """Inside, a group of one rank goes the way of several, if that is asked for."""
+    with ExitStack() as patches:
+        for module in (sharded, sharded_keys) if way == "several" else ():
+            patches.enter_context(patch.object(module, "is_alone", lambda *_: False))
+        yield
+
+
+def finish(device: str) -> None:
+    """Wait until the device has nothing left to do."""
+    if device == "cuda":
         torch.cuda.synchronize()
-        start.record()
+
+
+def milliseconds(call: Callable[[], Any], device: str, calls: int = CALLS) -> float:
+    """Of one call, in the mean of a few that each wait for their result."""
+    finish(device)
+    start = time.perf_counter()
+    for _ in range(calls):
         call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times[3:])[rounds // 2]
+        finish(device)
+    return 1e3 * (time.perf_counter() - start) / calls
+
+
+def in_turn(
+    calls: dict[str, Callable[[], Any]], device: str, rounds: int, seconds: float
+) -> list[dict[str, float]]:
+    """The times of every way, round by round; the way that begins changes from round to round.
+
+    Args:
+        calls: What to time of every way.
+        device: ``"cpu"`` or ``"cuda"``.
+        rounds: How many rounds there are at most; two at least.
+        seconds: After which no round begins, if there were a few.
+    """
+    names, found = list(calls), []
+    end = time.perf_counter() + seconds
+    # The first round warms up.
+    for turn in range(max(rounds, 2) + 1):
+        if turn > FEWEST_ROUNDS and time.perf_counter() > end:
+            break
+        begin = turn % len(names)
+        times = {}
+        for way in (*names[begin:], *names[:begin]):
+            with going(way):
+                times[way] = milliseconds(calls[way], device)
+        found += [times] if turn else []
+    return found
+
+
+def compared(rounds: list[dict[str, float]], way: str) -> list[float]:
+    """A way's times relative to the top level's of the same round: quartile, median, quartile."""
+    return quantiles([times[way] / times["top level"] for times in rounds], n=4)
 
 
 def attention(kind: str, way: str, tokens: int) -> Callable[..., Tensor]:
@@ -63,42 +115,67 @@ def attention(kind: str, way: str, tokens: int) -> Callable[..., Tensor]:
     return lambda *sides: getattr(lln.parallel, name)(*sides, **options)
 
 
-def measure(kind: str, way: str, tokens: int) -> dict:
-    """Times and peak memory of one row."""
-    for module in (sharded, sharded_keys):
-        module.is_alone = lambda *_: way != "several"
-    size = (1, HEADS, tokens, WIDTH)
-    sides = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    *inputs, upstream = (side.requires_grad_(place < 3) for place, side in enumerate(sides))
-    attend = attention(kind, way, tokens)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(*inputs)
-
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*inputs), inputs, upstream)
-
-    # Short calls wait for the host, whose times vary.
-    rounds = 12 if tokens > LENGTHS[0] else 60
-    found = {"forward_ms": milliseconds(forward, rounds), "both_ms": milliseconds(both, rounds)}
+def peak_gib(call: Callable[[], Any], device: str) -> float | None:
+    """The largest memory of a call; None where nobody counts it."""
+    if device != "cuda":
+        return None
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    both()
+    call()
     torch.cuda.synchronize()
-    found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    found["tensors_gib"] = 8 * inputs[0].nbytes / 2**30
-    return {"kind": kind, "way": way, "tokens": tokens, **found}
+    return torch.cuda.max_memory_allocated() / 2**30
 
 
-def all_rows() -> Iterator[dict]:
-    """Every attention, length and way."""
-    for tokens in LENGTHS:
-        for kind in KINDS:
-            for way in WAYS:
-                row = measure(kind, way, tokens)
-                print(row, flush=True)
-                yield row
+def measure(kind: str, tokens: int, given: argparse.Namespace) -> list[dict]:
+    """Times and peak memory of all ways of one attention and length."""
+    size, dtype = (1, given.heads, tokens, WIDTH), getattr(torch, DTYPES[given.device])
+    sides = [torch.randn(size, device=given.device, dtype=dtype) for _ in range(4)]
+    *inputs, upstream = (side.requires_grad_(place < 3) for place, side in enumerate(sides))
+
+    def forward(way: str) -> Callable[[], Tensor]:
+        return torch.no_grad()(lambda: attention(kind, way, tokens)(*inputs))
+
+    def both(way: str) -> Callable[[], tuple[Tensor, ...]]:
+        attend = attention(kind, way, tokens)
+        return lambda: torch.autograd.grad(attend(*inputs), inputs, upstream)
+
+    peaks: dict[str, float | None] = {}
+    for way in WAYS:
+        try:
+            with going(way):
+                peaks[way] = peak_gib(both(way), given.device)
+        except torch.OutOfMemoryError:
+            print(f"{kind}, {tokens:,} tokens, {WAYS[way]}: too large", flush=True)
+    timed = {
+        name: in_turn({way: call(way) for way in peaks}, given.device, given.rounds, given.seconds)
+        for name, call in (("forward", forward), ("both", both))
+    }
+    rows = []
+    for way, peak in peaks.items():
+        row: dict[str, Any] = {"kind": kind, "way": way, "tokens": tokens}
+        for name, rounds in timed.items():
+            row[f"{name}_ms"] = median(times[way] for times in rounds)
+            row[f"{name}_ratio"] = compared(rounds, way)
+            row[f"{name}_rounds"] = len(rounds)
+        row |= {"peak_gib": peak, "tensors_gib": 8 * inputs[0].nbytes / 2**30}
+        rows.append(row)
+        times = f"{row['both_ms']:.2f} ms, {ratio_of(row, None)} of the top level's"
+        print(f"{kind}, {tokens:,} tokens, {WAYS[way]}: {times}", flush=True)
+    return rows
+
+
+def ratio_of(row: dict, top_level: dict | None) -> str:
+    """Forward and backward relative to the top level, with the quartiles of the rounds.
+
+    Args:
+        row: Of a way; results from before the ways took turns have no ratio of their own.
+        top_level: That of the top level, for those.
+    """
+    if "both_ratio" not in row:
+        assert top_level is not None
+        return f"{row['both_ms'] / top_level['both_ms']:.2f}"
+    low, middle, high = row["both_ratio"]
+    return f"{middle:.2f}" if row["way"] == "top level" else f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
 
 def layer_table(content: dict) -> str:
@@ -107,19 +184,42 @@ def layer_table(content: dict) -> str:
     plain = {(row["kind"], row["tokens"]): row for row in rows if row["way"] == "top level"}
     lines = []
     for row in rows:
-        than = plain[row["kind"], row["tokens"]]["both_ms"]
-        numbers = (row["forward_ms"], row["both_ms"], row["both_ms"] / than)
-        memory = (row["peak_gib"], row["peak_gib"] / row["tensors_gib"])
-        cells = [f"{number:.2f}" for number in (*numbers, *memory)]
-        lines.append([f"`{row['kind']}`", f"{row['tokens']:,}", WAYS[row["way"]], *cells])
+        ratio = ratio_of(row, plain[row["kind"], row["tokens"]])
+        times = [f"{row[name]:.2f}" for name in ("forward_ms", "both_ms")]
+        memory = ["", ""]
+        if row["peak_gib"] is not None:
+            memory = [f"{row['peak_gib'] / unit:.2f}" for unit in (1, row["tensors_gib"])]
+        name = [f"`{row['kind']}`", f"{row['tokens']:,}", WAYS[row["way"]]]
+        lines.append([*name, *times, ratio, *memory])
+    turns = (
+        "the ratio is the median of rounds in which the ways took turns, with its quartiles; "
+        if any("both_ratio" in row for row in rows)
+        else ""
+    )
     caption = (
-        f"Milliseconds of one layer on one {content['setup']['device']}, {HEADS} heads of {WIDTH}, "
-        "bfloat16, batch 1, α and β given, with the host's time; the peak memory of forward and "
-        "backward in GiB, and in units of query, key, value, output and their gradients; "
-        f"{source(content['setup'])}."
+        f"Milliseconds of one layer on one {content['setup']['device']}, {content['heads']} heads "
+        f"of {content['width']}, {content.get('dtype', 'bfloat16')}, batch 1, α and β given, with "
+        f"the host's time; {turns}the peak memory of forward and backward in GiB, and in units of "
+        f"query, key, value, output and their gradients; {source(content['setup'])}."
     )
     heads = "attention,tokens,how,forward,+ backward,of the top level's,GiB,of the tensors"
     return table(heads.split(","), lines, caption)
+
+
+def run(given: argparse.Namespace) -> dict:
+    """Measure everything, and write it down after every attention and length."""
+    command = COMMAND if given.device == "cuda" else f"{COMMAND} --device {given.device}"
+    content = {"setup": describe(given.device, command), "heads": given.heads, "width": WIDTH}
+    content |= {"dtype": DTYPES[given.device], "rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = {"init_method": f"file://{folder}/meeting", "rank": 0, "world_size": 1}
+        dist.init_process_group(BACKENDS[given.device], **meeting)
+        for tokens in given.lengths:
+            for kind in given.kinds:
+                content["rows"] += measure(kind, tokens, given)
+                write_atomically(given.out, compact_json(content))
+        dist.destroy_process_group()
+    return content
 
 
 def main() -> None:
@@ -127,20 +227,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="only write the table")
+    parser.add_argument("--device", choices=BACKENDS, default="cuda")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--heads", type=int, default=HEADS)
+    parser.add_argument("--rounds", type=int, default=100, help="of all ways in turn, at most")
+    parser.add_argument("--seconds", type=float, default=20.0, help="after which no round begins")
     given = parser.parse_args()
     if not given.report:
-        if not torch.cuda.is_available():
-            raise SystemExit("needs a CUDA device; --report writes the table of the last results")
-        with tempfile.TemporaryDirectory() as folder:
-            meeting = f"file://{folder}/meeting"
-            dist.init_process_group("nccl", init_method=meeting, rank=0, world_size=1)
-            content = {"setup": describe("cuda", COMMAND), "heads": HEADS, "width": WIDTH}
-            content["rows"] = []
-            for row in all_rows():
-                content["rows"].append(row)
-                # After every row, so that a run that is stopped leaves what it has measured.
-                write_atomically(given.out, compact_json(content))
-            dist.destroy_process_group()
+        if given.device == "cuda" and not torch.cuda.is_available():
+            raise SystemExit("needs a CUDA device, or --device cpu; --report writes the last table")
+        if given.device == "cpu" and given.out == RESULTS:
+            raise SystemExit("--device cpu needs --out: the results of this file are of a GPU")
+        print(layer_table(run(given)))
     if given.out == RESULTS:
         fill(PAGE, "parallel-layer", layer_table(json.loads(RESULTS.read_text("utf-8"))))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.kernels.common import ON_GPU
+from tests.parallel.events import assert_order, recorded
 from tests.parallel.splits import assert_same, by_one, by_rank
 from tests.parallel.workers import Pool
 
@@ -50,6 +51,29 @@ def test_whole_blocks(pool):
 
 KEYS = {"kind": "lln_keys", "batch": 1, "key_heads": 1}
 LEARN = ("alpha", "beta", "offset")
+SMALL = {"batch": 1, "heads": 1, "key_heads": 1, "width": 8, "value_width": 8, "lengths": [16, 16]}
+TRAVELS = {
+    "lln_diag": [
+        ("merging the summaries", "blocks"),
+        ("merging the summaries (backward)", "blocks (backward)"),
+    ],
+    "lln_keys": [
+        ("exchanging the mean queries", "summary"),
+        ("merging the summaries", "candidates"),
+        ("fetching the chosen keys (backward)", "summary (backward)"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", TRAVELS)
+def test_collectives_travel_while_the_kernels_run(pool, kind):
+    """As in tests/parallel/test_overlap.py, which has more cases."""
+    options = {**GIVEN, "block_size": 16, "impl": "triton"}
+    options |= {"offset": -0.5, "keys": 3} if kind == "lln_keys" else {}
+    case = {**SMALL, "kind": kind, "dtype": torch.float32, "options": options}
+    for events in pool.run(recorded, 2, case):
+        for pair in TRAVELS[kind]:
+            assert_order(events, *pair)
 
 
 def test_exact_keys(pool):

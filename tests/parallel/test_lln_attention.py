@@ -122,8 +122,8 @@ def statistics(group, rank, case):
     sides = [shard[name] for name in ("query", "key", "value")]
     request = Request("lln", *sides, key_mask=shard.get("key_mask"))
     request, shards = agree(lambda: request, None, find_ranks(group, "test"), "test")
-    found = measure_shards(request, shards, whole_tensor=False)
-    whole = measure_shards(request, shards, whole_tensor=True)
+    found = measure_shards(request, shards, whole_tensor=False)()
+    whole = measure_shards(request, shards, whole_tensor=True)()
     return [*found, *whole]
 
 

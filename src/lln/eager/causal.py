@@ -21,6 +21,7 @@ Dimension legend: n chunks, c tokens in a chunk, D head width, E value width, ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,9 @@ LEAF = 8
 
 # Terms lost to underflow are at most (smallest normal number) / GUARD of their row's sum.
 GUARD = {torch.float32: 1e-25, torch.float64: 1e-280}
+
+# A summary that is not asked for before it is needed.
+Before = Callable[[], tuple[Tensor, Tensor]]
 
 
 class Chunks(NamedTuple):
@@ -65,7 +69,7 @@ def causal_attention(
     alpha: float | Tensor,
     beta: float | Tensor,
     key_mask: Tensor | None = None,
-    before: tuple[Tensor, Tensor] | None = None,
+    before: Before | None = None,
 ) -> Tensor:
     """Eq. (8) with every row's sum running over the keys up to itself: ``[B, H, T, E]``.
 
@@ -76,8 +80,8 @@ def causal_attention(
         alpha: Broadcasts to ``[B, H, 1, 1]``.
         beta: Broadcasts to ``[B, H, 1, 1]``.
         key_mask: bool ``[B, T]``.
-        before: The summary of earlier tokens, which every row sees: log-mass ``[B, H, D]`` and
-            centroid ``[B, H, D, E]``.
+        before: Gives the summary of earlier tokens, which every row sees: log-mass ``[B, H, D]``
+            and centroid ``[B, H, D, E]``. Called late, because it may wait for other processes.
     """
     inputs = Inputs(query, key, value, alpha, beta, key_mask)
     if before is None and is_untraced_on_cpu(*inputs):
@@ -87,7 +91,7 @@ def causal_attention(
     return _scanned(inputs, before)
 
 
-def _scanned(inputs: Inputs, before: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def _scanned(inputs: Inputs, before: Before | None = None) -> Tensor:
     """`causal_attention` by the scan; PyTorch knows its gradients, and theirs."""
     query, key, value, alpha, beta, key_mask = inputs
     tokens = query.shape[-2]
@@ -115,7 +119,7 @@ def attend_chunks(
     key: Tensor,
     value: Tensor,
     segment: Tensor | None = None,
-    before: tuple[Tensor, Tensor] | None = None,
+    before: Before | None = None,
 ) -> Tensor:
     """Causal attention over a row of chunks: ``[..., n, c, E]``.
 
@@ -124,12 +128,12 @@ def attend_chunks(
         key: β·k, ``[..., n, c, D]``; ``LOG_ZERO`` at masked tokens.
         value: ``[..., n, c, E]``; zero at masked tokens.
         segment: int ``[n]``, the sequence of every chunk; None = one sequence.
-        before: Log-mass ``[..., D]`` and centroid ``[..., D, E]`` of tokens before the first chunk,
-            for one sequence.
+        before: Gives log-mass ``[..., D]`` and centroid ``[..., D, E]`` of tokens before the first
+            chunk, for one sequence.
     """
     summaries = summarise(key, value)
     if before is not None:
-        log_mass, centroid = earlier_merge(*summaries, before)
+        log_mass, centroid = earlier_merge(*summaries, before())
     else:
         log_mass, centroid = shift(*running_merge(*summaries, segment))
     if segment is not None:

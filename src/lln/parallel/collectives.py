@@ -4,7 +4,7 @@
 other. Both are linear: the gradient of an exchange is the exchange back, that of a gather is an
 exchange and a sum. So one collective forward is one collective backward, and gradients can be
 differentiated again. They are operators of ``torch.library``: a compiler sees one node and does
-not look inside.
+not look inside. `lln.parallel.journeys` has the same collectives for ranks that compute meanwhile.
 
 Every rank of the group must make the same calls in the same order, in the backward pass too.
 
@@ -13,7 +13,7 @@ Dimension legend: R ranks, n rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,13 +23,12 @@ from torch import Tensor
 
 from lln.errors import PeerError
 from lln.parallel.ranks import Ranks, find_group
-from lln.tracing import is_watched
 
 # Called "into" before PyTorch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 # In the error of an attention's collective.
-_COMPARED = ", which calls without lengths= compare first"
+COMPARED = ", which calls without lengths= compare first"
 
 
 def gather(tensor: Tensor, ranks: Ranks, purpose: str) -> Tensor:
@@ -41,25 +40,6 @@ def gather(tensor: Tensor, ranks: Ranks, purpose: str) -> Tensor:
         purpose: The operation and the step it serves, for the message if it fails.
     """
     return _gather(tensor.contiguous(), ranks.size, ranks.name, purpose)
-
-
-def gather_later(tensor: Tensor, ranks: Ranks, purpose: str) -> Callable[[], Tensor]:
-    """Start a `gather`; what is returned waits for it and gives its result.
-
-    Between the two this rank can compute. A compiler gets the gather at once.
-    """
-    if is_watched(tensor) or not tensor.numel():
-        found = gather(tensor, ranks, purpose)
-        return lambda: found
-    works: list[Any] = []
-    out = _GatherLater.apply(tensor, ranks, purpose, works)
-
-    def finish() -> Tensor:
-        with named(ranks.name, purpose, _COMPARED):
-            works.pop().wait()
-        return out
-
-    return finish
 
 
 def exchange(
@@ -77,16 +57,51 @@ def exchange(
     Returns:
         ``[sum(receive), ...]``, ordered by the rank they came from.
     """
-    return _exchange(rows.contiguous(), list(send), list(receive), ranks.name, purpose)
+    return exchange_rows(rows.contiguous(), list(send), list(receive), ranks.name, purpose)
+
+
+def begin_gather(
+    tensor: Tensor, size: int, group: str, purpose: str, *, later: bool
+) -> tuple[Tensor, Any]:
+    """Issue a gather: where its result comes to be, and what to wait for, or None.
+
+    Args:
+        tensor: This rank's, contiguous.
+        size: R.
+        group: The name of the group.
+        purpose: As in `gather`.
+        later: Whether somebody waits for the result later; otherwise it is there.
+    """
+    out, work = tensor.new_empty((size, *tensor.shape)), None
+    if tensor.numel():
+        with named(group, purpose, COMPARED):
+            own = tensor.detach().flatten()
+            work = _all_gather(out.flatten(), own, group=find_group(group), async_op=later)
+    return out, work
+
+
+def begin_exchange(
+    rows: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: str,
+    purpose: str,
+    *,
+    later: bool,
+) -> tuple[Tensor, Any]:
+    """Issue an exchange: as `begin_gather`, with the numbers of rows of `exchange`."""
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    # Also where this rank has nothing to send or to get: the others wait for it.
+    counts = list(receive), list(send)
+    with named(group, purpose, COMPARED):
+        found = find_group(group)
+        work = dist.all_to_all_single(out, rows.detach(), *counts, group=found, async_op=later)
+    return out, work
 
 
 @torch.library.custom_op("lln::gather_ranks", mutates_args=())
 def _gather(tensor: Tensor, size: int, group: str, purpose: str) -> Tensor:
-    out = tensor.new_empty((size, *tensor.shape))
-    if tensor.numel():
-        with named(group, purpose, _COMPARED):
-            _all_gather(out.flatten(), tensor.detach().flatten(), group=find_group(group))
-    return out
+    return begin_gather(tensor, size, group, purpose, later=False)[0]
 
 
 @_gather.register_fake
@@ -100,44 +115,23 @@ def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     one_each = [1] * ctx.size
-    purpose = _backward_of(ctx.purpose)
-    parts = _exchange(gradient.contiguous(), one_each, one_each, ctx.group, purpose)
+    purpose = backward_of(ctx.purpose)
+    parts = exchange_rows(gradient.contiguous(), one_each, one_each, ctx.group, purpose)
     return parts.sum(0), None, None, None
 
 
 _gather.register_autograd(_gather_backward, setup_context=_save_gather)
 
 
-class _GatherLater(torch.autograd.Function):
-    """`_gather` that does not wait; it leaves in ``works`` what to wait for."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Ranks, purpose: str, works: list[Any]) -> Tensor:
-        ctx.size, ctx.group, ctx.purpose = ranks.size, ranks.name, purpose
-        out = tensor.new_empty((ranks.size, *tensor.shape))
-        own = tensor.detach().contiguous().flatten()
-        with named(ranks.name, purpose, _COMPARED):
-            works.append(_all_gather(out.flatten(), own, group=ranks.group(), async_op=True))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather_backward(ctx, *gradients)
-
-
 @torch.library.custom_op("lln::exchange_rows", mutates_args=())
-def _exchange(
+def exchange_rows(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: str, purpose: str
 ) -> Tensor:
-    out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    # Also where this rank has nothing to send or to get: the others wait for it.
-    counts = list(receive), list(send)
-    with named(group, purpose, _COMPARED):
-        dist.all_to_all_single(out, rows.detach(), *counts, group=find_group(group))
-    return out
+    """The operator of `exchange`, by the name of the group."""
+    return begin_exchange(rows, send, receive, group, purpose, later=False)[0]
 
 
-@_exchange.register_fake
+@exchange_rows.register_fake
 def _(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: str, purpose: str
 ) -> Tensor:
@@ -149,12 +143,12 @@ def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _exchange_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    purpose = _backward_of(ctx.purpose)
-    back = _exchange(gradient.contiguous(), ctx.receive, ctx.send, ctx.group, purpose)
+    purpose = backward_of(ctx.purpose)
+    back = exchange_rows(gradient.contiguous(), ctx.receive, ctx.send, ctx.group, purpose)
     return back, None, None, None, None
 
 
-_exchange.register_autograd(_exchange_backward, setup_context=_save_exchange)
+exchange_rows.register_autograd(_exchange_backward, setup_context=_save_exchange)
 
 
 @contextmanager
@@ -171,7 +165,8 @@ def named(group: str, purpose: str, hint: str = "") -> Iterator[None]:
         ) from error
 
 
-def _backward_of(purpose: str) -> str:
+def backward_of(purpose: str) -> str:
+    """What the collective of the gradients is for."""
     return purpose if purpose.endswith("(backward)") else f"{purpose} (backward)"
 
 

@@ -6,49 +6,83 @@ E value width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from lln.eager.diagonal import block_diagonal
 from lln.eager.run import repeat_heads, widen
 from lln.functional.request import Request
 from lln.parallel.agreement import Shards
+from lln.parallel.local_passes import LocalPasses
 from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
 
-
-def diagonal_part(request: Request, shards: Shards) -> Tensor:
-    """Softmax attention inside blocks: ``[B, H, T, E]`` in the accumulation dtype."""
-    blocks = lay_blocks(request, shards)
-    query, key, value, mask = borrow_sides(request, blocks)
-    query, key, value = widen(query, key, value, mask, 0.0)
-    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    if blocks.is_crossed and mask is None:
-        mask = query.new_ones(query.shape[0], query.shape[2]).bool()
-    # Not the first valid token of this shard. A block that begins before it is cut off here; its
-    # rows come from another rank.
-    first = blocks.begin(shards.ranks.own) % blocks.size
-    out = block_diagonal(
-        query,
-        key,
-        value,
-        blocks.size,
-        scale=request.scale,
-        key_mask=mask,
-        first=first,
-        is_causal=request.is_causal,
-    )
-    return blocks.give_back(out)
+Sides = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def borrow_sides(
-    request: Request, blocks: WholeBlocks
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Query, key and value ``[B, H, X, …]`` and the key mask ``[B, X]`` of whole blocks."""
+class DiagonalPart:
+    """Softmax attention inside blocks, step by step.
+
+    Between the steps something else can be computed: then tokens of blocks that cross ranks travel,
+    and the rows of their outputs.
+    """
+
+    def __init__(self, request: Request, passes: LocalPasses, shards: Shards) -> None:
+        """Start to borrow the tokens of blocks that begin on this rank."""
+        self._request, self._passes, self._shards = request, passes, shards
+        self._by_kernels = bool(passes.block_width and request.query.shape[2])
+        if not self._by_kernels:
+            self._blocks = lay_blocks(request, shards)
+            self._sides = borrow_sides(request, self._blocks)
+
+    def compute(self) -> Callable[[], Tensor]:
+        """Compute the blocks, and start to give the rows of borrowed tokens back.
+
+        What is returned waits for this rank's rows ``[B, H, T, E]``.
+        """
+        if self._by_kernels:
+            out = self._passes.blocks(self._request)
+            return lambda: out
+        return self._blocks.give_back(self._attend())
+
+    def _attend(self) -> Tensor:
+        """``[B, H, X, E]`` in plain PyTorch, in the accumulation dtype."""
+        request, blocks = self._request, self._blocks
+        query, key, value, mask = self._sides()
+        query, key, value = widen(query, key, value, mask, 0.0)
+        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+        if blocks.is_crossed and mask is None:
+            mask = query.new_ones(query.shape[0], query.shape[2]).bool()
+        # Not the first valid token of this shard. A block that begins before it is cut off here;
+        # its rows come from another rank.
+        first = blocks.begin(self._shards.ranks.own) % blocks.size
+        return block_diagonal(
+            query,
+            key,
+            value,
+            blocks.size,
+            scale=request.scale,
+            key_mask=mask,
+            first=first,
+            is_causal=request.is_causal,
+        )
+
+
+def borrow_sides(request: Request, blocks: WholeBlocks) -> Callable[[], Sides]:
+    """Query, key and value ``[B, H, X, …]`` and the key mask ``[B, X]`` of whole blocks.
+
+    It starts to borrow; what is returned waits.
+    """
     query, key, value, mask = request.query, request.key, request.value, request.key_mask
-    if not blocks.is_crossed or not blocks.shards.masked:
-        query, key, value = blocks.borrow((query, key, value))
-        return query, key, value, mask
-    if mask is None:
-        mask = query.new_ones(query.shape[0], query.shape[2]).bool()
-    valid = mask[:, None, :, None].to(query.dtype)
-    query, key, value, valid = blocks.borrow((query, key, value, valid))
-    return query, key, value, valid[:, 0, :, 0] > 0
+    sides = [query, key, value]
+    if blocks.is_crossed and blocks.shards.masked:
+        if mask is None:
+            mask = query.new_ones(query.shape[0], query.shape[2]).bool()
+        sides.append(mask[:, None, :, None].to(query.dtype))
+    borrowed = blocks.borrow(sides)
+
+    def finish() -> Sides:
+        query, key, value, *valid = borrowed()
+        return query, key, value, valid[0][:, 0, :, 0] > 0 if valid else mask
+
+    return finish

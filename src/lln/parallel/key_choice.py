@@ -22,6 +22,7 @@ the whole sequence, K keys per group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,8 @@ from torch import Tensor
 from lln.eager.key_blocks import KeyBlocks, blocks_in
 from lln.eager.selection import MOST_SCORES, group_means, largest
 from lln.kernels.apart_ops import fused_candidates, fused_means
-from lln.parallel.collectives import exchange, gather
+from lln.parallel.collectives import exchange
+from lln.parallel.journeys import gather_later
 from lln.parallel.whole_blocks import WholeBlocks
 from lln.precision import accumulation_dtype
 
@@ -50,42 +52,36 @@ class Choice(NamedTuple):
 
 
 @torch.no_grad()
-def choose_together(
+def gather_means(
     query: Tensor,
-    key: Tensor,
-    keys: int,
     layout: WholeBlocks,
     blocks: KeyBlocks,
     valid: Tensor,
     counted: Tensor | None,
     *,
     group_size: int,
-    is_causal: bool,
     flip: bool,
-    by_kernels: bool = False,
-) -> Choice:
-    """Choose for the groups of the blocks that begin on this rank.
+    by_kernels: bool,
+) -> Callable[[], Tensor]:
+    """Start to gather the mean queries of all groups; what is returned waits for them.
+
+    They are ``[R, B, H, G, D]``, with the largest G of all ranks.
 
     Args:
         query: ``[B, H, X, D]``.
-        key: ``[B, Hk, X, D]``.
-        keys: K, at most the length of the sequence.
         layout: How the blocks lie on the ranks.
         blocks: Those of this rank.
         valid: bool ``[B, X]``, which tokens of its blocks are valid.
         counted: The same; None = all are.
         group_size: g.
-        is_causal: Whether only keys of earlier blocks may be chosen.
         flip: Whether the softmax scores have a negative factor.
-        by_kernels: Whether mean queries and candidates come from the kernels; not if causal.
+        by_kernels: Whether the kernels compute them.
     """
-    query, key = query.detach(), key.detach()
+    query = query.detach()
     batch, heads, _, width = query.shape
-    ranks, shards = layout.shards.ranks, layout.shards
-    rows = layout.size // group_size
-    groups = [layout.count(rank) * rows for rank in range(ranks.size)]
+    ranks = layout.shards.ranks
+    groups = _group_counts(layout, group_size)
     own = groups[ranks.own]
-
     mean = query.new_zeros(batch, heads, max(groups), width)
     if own and by_kernels:
         sizes = {"blocks": layout.count(ranks.own), "block_size": layout.size}
@@ -96,14 +92,50 @@ def choose_together(
     elif own:
         signed = -query if flip else query
         mean[:, :, :own] = group_means(signed, blocks, group_size, blocks.valid(valid))
-    everyone = gather(mean, ranks, shards.purpose("exchanging the mean queries"))
+    return gather_later(mean, ranks, layout.shards.purpose("exchanging the mean queries"))
+
+
+@torch.no_grad()
+def choose_together(
+    means: Tensor,
+    key: Tensor,
+    keys: int,
+    layout: WholeBlocks,
+    blocks: KeyBlocks,
+    valid: Tensor,
+    counted: Tensor | None,
+    *,
+    group_size: int,
+    is_causal: bool,
+    by_kernels: bool,
+) -> Choice:
+    """Choose for the groups of the blocks that begin on this rank.
+
+    Args:
+        means: Of all ranks, from `gather_means`.
+        key: ``[B, Hk, X, D]``.
+        keys: K, at most the length of the sequence.
+        layout: How the blocks lie on the ranks.
+        blocks: Those of this rank.
+        valid: bool ``[B, X]``, which tokens of its blocks are valid.
+        counted: The same; None = all are.
+        group_size: g.
+        is_causal: Whether only keys of earlier blocks may be chosen.
+        by_kernels: Whether candidates come from the kernels; not if causal.
+    """
+    key = key.detach()
+    _, batch, heads, _, width = means.shape
+    ranks, shards = layout.shards.ranks, layout.shards
+    rows = layout.size // group_size
+    groups = _group_counts(layout, group_size)
+    own = groups[ranks.own]
     # The last place is for groups of blocks that a sample does not have on that rank.
     total = blocks_in(shards.bounds.tokens, layout.size, shards.padded) * rows
     places = [_groups_of(rank, layout, rows, total) for rank in range(ranks.size)]
-    table = query.new_zeros(batch, heads, total + 1, width)
-    for place, means in zip(places, everyone.unbind(), strict=True):
+    table = means.new_zeros(batch, heads, total + 1, width)
+    for place, mean in zip(places, means.unbind(), strict=True):
         spread = place[:, None, :, None].expand(-1, heads, -1, width)
-        table.scatter_(2, spread, means[:, :, : place.shape[1]])
+        table.scatter_(2, spread, mean[:, :, : place.shape[1]])
     if by_kernels:
         gaps = layout.number(ranks.own) * layout.size - layout.begin(ranks.own)
         sizes = {"block_size": layout.size, "group_size": group_size}
@@ -128,6 +160,12 @@ def choose_together(
     known = best.clamp_min(0)
     place = back[..., 1].gather(-1, known).long()
     return Choice(known // max(keys, 1), place, best >= 0)
+
+
+def _group_counts(layout: WholeBlocks, group_size: int) -> list[int]:
+    """G of every rank."""
+    ranks = range(layout.shards.ranks.size)
+    return [layout.count(rank) * (layout.size // group_size) for rank in ranks]
 
 
 def _groups_of(rank: int, layout: WholeBlocks, rows: int, total: int) -> Tensor:

@@ -6,6 +6,9 @@ those borrowed, D head width, E value width, n blocks, W tokens in a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
@@ -21,8 +24,8 @@ def read_by_kernels(
     layout: WholeBlocks,
     blocks: KeyBlocks,
     counted: Tensor | None,
-    far: FarRows,
-    summaries: RankSummaries,
+    far: Callable[[torch.dtype], FarRows],
+    summaries: Callable[[], RankSummaries],
 ) -> Tensor:
     """The rows of the blocks that begin on this rank, in the dtype of query: ``[B, H, X, E]``.
 
@@ -31,16 +34,16 @@ def read_by_kernels(
         layout: How the blocks lie on the ranks.
         blocks: Those of this rank, at least one.
         counted: bool ``[B, X]``, which tokens belong to them and are not masked; None = all.
-        far: What their groups chose.
-        summaries: Of all ranks.
+        far: Waits for what their groups chose.
+        summaries: Waits for those of all ranks.
     """
     query, key, value = request.query, request.key, request.value
     if layout.is_crossed:
         # The kernels count blocks from the first token, which may belong to another rank's.
         query, key, value = (blocks.gather(side).flatten(2, 3) for side in (query, key, value))
         counted = blocks.valid(counted).flatten(1)
-    slots, number = _slots(summaries, request.beta)
-    key, value, indices = far.behind(key, value)
+    slots, number = _slots(summaries(), request.beta)
+    key, value, indices = far(key.dtype).behind(key, value)
     assert request.alpha is not None
     assert request.offset is not None
     out = fused_keys_apart(

@@ -10,6 +10,7 @@ rows of a tensor that holds tokens and behind them chosen rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lln.parallel.agreement import Shards
 from lln.parallel.collectives import exchange
+from lln.parallel.journeys import Lending
 from lln.parallel.key_choice import Choice
 
 
@@ -71,23 +73,38 @@ class FarRows(NamedTuple):
         return key, value, places.to(torch.int32)[self.source]
 
 
-def fetch_rows(key: Tensor, value: Tensor, choice: Choice, longest: int, shards: Shards) -> FarRows:
-    """The rows that this rank's groups have chosen.
+def lend_rows(key: Tensor, value: Tensor, shards: Shards) -> Lending:
+    """What `fetch_rows` of any rank may take from this one.
+
+    Made before what is to be computed while gradients of the rows come back.
 
     Args:
         key: ``[B, Hk, X, D]``.
         value: ``[B, Hk, X, E]``.
+        shards: The group.
+    """
+    return Lending(key, value, shards.ranks, shards.purpose("fetching the chosen keys"))
+
+
+def fetch_rows(
+    lending: Lending, key: Tensor, choice: Choice, longest: int, shards: Shards
+) -> Callable[[torch.dtype], FarRows]:
+    """Start to fetch the rows that this rank's groups have chosen.
+
+    What is returned waits for them, and gives them in a dtype.
+
+    Args:
+        lending: What other ranks may take from this one.
+        key: ``[B, Hk, X, D]``, for its shape and device.
         choice: What this rank's groups have chosen.
         longest: The largest X of all ranks.
         shards: The group.
     """
     orders = _orders(key, choice, longest, shards)
-    both, wanted = torch.cat([key, value], -1), orders.wanted
-    lead, places = both.shape[:3], torch.div(wanted, longest or 1, rounding_mode="floor")
-    rows = both.flatten(0, 2).index_select(0, places * lead[2] + wanted % (longest or 1))
-    purpose = shards.purpose("fetching the chosen keys")
-    found = exchange(rows, orders.send, orders.receive, shards.ranks, purpose)
-    return FarRows(found, orders.source, orders.head, orders.most)
+    wanted, longest = orders.wanted, max(longest, 1)
+    places = torch.div(wanted, longest, rounding_mode="floor") * key.shape[2] + wanted % longest
+    rows = lending.send(places, orders.send, orders.receive)
+    return lambda dtype: FarRows(rows().to(dtype), orders.source, orders.head, orders.most)
 
 
 def _places_of(head: Tensor, heads: int) -> Tensor:

@@ -6,7 +6,7 @@ width, E value width, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from lln.functional.request import Request
 from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards, agree, given_bounds
 from lln.parallel.compiled import outside_graphs
-from lln.parallel.diagonal_part import diagonal_part
+from lln.parallel.diagonal_part import DiagonalPart
 from lln.parallel.local_passes import LocalPasses, check_local, choose_passes
 from lln.parallel.own_heads import attend_own_heads
 from lln.parallel.ranks import Ranks, find_ranks
@@ -143,11 +143,12 @@ def lln_attention(
     request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(request, impl, shards)
-        found = _temperatures(request, shards)
+        matched = _temperatures(request, shards)
         # The values are dropped once, for the summary and what is read beside it.
         request = request._replace(value=drop_keys(value, dropout_p))
+        found = matched()
         summaries = gather_summaries(*passes.summarise(request, found[1]), shards)
-        return _long_range(request, *found, passes, shards, summaries()).to(query.dtype)
+        return _long_range(request, *found, passes, shards, summaries).to(query.dtype)
 
 
 @explain_misfits
@@ -253,17 +254,16 @@ def lln_diag_attention(
     request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(request, impl, shards)
-        found = _temperatures(request, shards)
+        matched = _temperatures(request, shards)
         # The same keys are dropped from both parts, also where a block is on another rank.
         request = request._replace(value=drop_keys(value, dropout_p))
-        # The summaries travel while the blocks are computed.
+        # What one part sends travels while the other is computed; backward likewise.
+        diagonal = DiagonalPart(request, passes, shards)
+        found = matched()
         summaries = gather_summaries(*passes.summarise(request, found[1]), shards)
-        if passes.block_width and query.shape[2]:
-            short_range = passes.blocks(request)
-        else:
-            short_range = diagonal_part(request, shards)
-        long_range = _long_range(request, *found, passes, shards, summaries())
-        return passes.join(long_range, short_range, mix).to(query.dtype)
+        short_range = diagonal.compute()
+        long_range = _long_range(request, *found, passes, shards, summaries)
+        return passes.join(long_range, short_range(), mix).to(query.dtype)
 
 
 def is_alone(ranks: Ranks, lengths: Sequence[int] | None, key: Tensor) -> bool:
@@ -279,11 +279,12 @@ def is_alone(ranks: Ranks, lengths: Sequence[int] | None, key: Tensor) -> bool:
     return True
 
 
-def _temperatures(request: Request, shards: Shards) -> tuple[Any, Any]:
+def _temperatures(request: Request, shards: Shards) -> Callable[[], tuple[Any, Any]]:
+    """Start to match α and β, if they are not given; what is returned waits for the statistics."""
     if request.alpha is not None:
-        return request.alpha, request.beta
+        return lambda: (request.alpha, request.beta)
     moments = measure_shards(request, shards, whole_tensor=request.matching == "paper")
-    return temperatures(moments, request.query.shape[-1], request.matching)
+    return lambda: temperatures(moments(), request.query.shape[-1], request.matching)
 
 
 def _long_range(
@@ -292,18 +293,21 @@ def _long_range(
     beta: float | Tensor,
     passes: LocalPasses,
     shards: Shards,
-    summaries: RankSummaries,
+    summaries: Callable[[], RankSummaries],
 ) -> Tensor:
-    """LLN attention of this rank's queries."""
+    """LLN attention of this rank's queries; asks for the summaries as late as it can."""
     if not request.is_causal:
-        return passes.read(request, alpha, *summaries.merged())
+        return passes.read(request, alpha, *summaries().merged())
     sides = (request.query, request.key, request.value)
     query, key, value = widen(*sides, request.key_mask, 0.0)
     heads = query.shape[1]
-    before = summaries.before(shards.ranks.own).merged()
-    log_mass, centroid = (repeat_heads(side, heads) for side in before)
+
+    def before() -> tuple[Tensor, Tensor]:
+        log_mass, centroid = summaries().before(shards.ranks.own).merged()
+        return repeat_heads(log_mass, heads), repeat_heads(centroid, heads)
+
     if query.shape[2] == 0:
-        return read_heads(query, alpha, log_mass, centroid)
+        return read_heads(query, alpha, *before())
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta = (repeat_temperature(side, heads, query.dtype) for side in (alpha, beta))
-    return causal_attention(query, key, value, alpha, beta, request.key_mask, (log_mass, centroid))
+    return causal_attention(query, key, value, alpha, beta, request.key_mask, before)

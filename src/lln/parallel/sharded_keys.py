@@ -7,7 +7,7 @@ borrowed, D head width, E value width, n blocks, W tokens in a block, G groups, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards, agree
 from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import borrow_sides
-from lln.parallel.key_choice import Choice, choose_together
+from lln.parallel.key_choice import Choice, choose_together, gather_means
 from lln.parallel.key_kernels import read_by_kernels
-from lln.parallel.key_rows import FarRows, fetch_rows
+from lln.parallel.key_rows import FarRows, fetch_rows, lend_rows
 from lln.parallel.local_passes import LocalPasses, check_local, takes_keys
 from lln.parallel.own_heads import attend_own_heads
 from lln.parallel.ranks import find_ranks
@@ -170,68 +170,95 @@ def lln_keys_attention(
     request, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         by_kernels = takes_keys(request, impl)
-        return _attend(_matched(request, shards), shards, by_kernels).to(query.dtype)
+        return _attend(request, shards, by_kernels).to(query.dtype)
 
 
-def _matched(request: Request, shards: Shards) -> Request:
-    """The request with α, β and the offset in place."""
+def _matched(request: Request, shards: Shards) -> Callable[[], tuple[Any, Any, Any]]:
+    """Start to match α, β and the offset where they are not given; what is returned waits."""
     alpha, beta, offset = request.alpha, request.beta, request.offset
     width = request.query.shape[-1]
     if alpha is not None and offset is not None:
-        return request
-    moments = measure_shards(request, shards, whole_tensor=False)
-    if alpha is None:
-        of_tensor = request.matching == "paper"
-        own = measure_shards(request, shards, whole_tensor=True) if of_tensor else moments
-        alpha, beta = keys_temperatures(own, width, request.matching)
-    if offset is None:
-        offset = mass_offset(moments, alpha, beta, width, request.scale)
-    return request._replace(alpha=alpha, beta=beta, offset=offset)
+        return lambda: (alpha, beta, offset)
+    moments = whole = measure_shards(request, shards, whole_tensor=False)
+    if alpha is None and request.matching == "paper":
+        whole = measure_shards(request, shards, whole_tensor=True)
+
+    def finish() -> tuple[Any, Any, Any]:
+        found = moments()
+        factors: tuple[Any, Any] = alpha, beta
+        if alpha is None:
+            own = found if whole is moments else whole()
+            factors = keys_temperatures(own, width, request.matching)
+        if offset is not None:
+            return *factors, offset
+        return *factors, mass_offset(found, *factors, width, request.scale)
+
+    return finish
 
 
 def _attend(request: Request, shards: Shards, by_kernels: bool) -> Tensor:
-    """The attention of this rank's tokens, in the dtype of query or the accumulation dtype."""
+    """The attention of this rank's tokens, in the dtype of query or the accumulation dtype.
+
+    What travels does so while the rank computes the next thing that does not need it: statistics
+    while it borrows tokens and adds up queries, mean queries while it summarises, summaries while
+    it chooses keys and fetches them.
+    """
+    matched = _matched(request, shards)
     layout = lay_blocks(request, shards)
-    query, key, value, mask = borrow_sides(request, layout)
+    query, key, value, mask = borrow_sides(request, layout)()
     own, blocks = layout.owned(), layout.place()
     valid = own if mask is None else own & mask
     # Where no block crosses ranks, no token belongs to another rank's block.
     counted = valid if layout.is_crossed or mask is not None else None
     assert isinstance(request.keys, int)
-    choice = choose_together(
+    keys = min(request.keys, shards.bounds.tokens)
+    means = gather_means(
         query,
-        key,
-        min(request.keys, shards.bounds.tokens),
+        layout,
+        blocks,
+        valid,
+        counted,
+        group_size=request.group_size,
+        flip=request.scale is not None and request.scale < 0,
+        by_kernels=by_kernels,
+    )
+    lending, given = lend_rows(key, value, shards), key
+    alpha, beta, offset = matched()
+    if not by_kernels:
+        query, key, value = widen(query, key, value, mask, 0.0)
+    request = request._replace(query=query, key=key, value=value)
+    request = request._replace(alpha=alpha, beta=beta, offset=offset)
+    summaries = _summaries(request, valid, counted, shards, by_kernels)
+    choice = choose_together(
+        means(),
+        given,
+        keys,
         layout,
         blocks,
         valid,
         counted,
         group_size=request.group_size,
         is_causal=request.is_causal,
-        flip=request.scale is not None and request.scale < 0,
         by_kernels=by_kernels,
     )
     longest = max(layout.extended(rank) for rank in range(shards.ranks.size))
-    far = fetch_rows(key, value, choice, longest, shards)
-    if not by_kernels:
-        query, key, value = widen(query, key, value, mask, 0.0)
-        far = far._replace(rows=far.rows.to(query.dtype))
-    sides = request._replace(query=query, key=key, value=value)
-    summaries = _summaries(sides, valid, counted, shards, by_kernels)
+    far = fetch_rows(lending, given, choice, longest, shards)
     if blocks.place.shape[1] == 0:
-        out = _nothing(query, request, (*summaries, far.rows))
+        out = _nothing(query, request, (*summaries(), far(query.dtype).rows))
     elif by_kernels:
-        out = read_by_kernels(sides, layout, blocks, counted, far, summaries)
+        out = read_by_kernels(request, layout, blocks, counted, far, summaries)
     else:
         out = _read(query, key, value, request, layout, blocks, valid, choice, far, summaries)
     # Ranks need not compute alike, but what they send each other must have one dtype.
-    return layout.give_back(out.to(accumulation_dtype(out.dtype)) if layout.is_crossed else out)
+    return layout.give_back(out.to(accumulation_dtype(out.dtype)) if layout.is_crossed else out)()
 
 
 def _summaries(
     request: Request, valid: Tensor, counted: Tensor | None, shards: Shards, by_kernels: bool
-) -> RankSummaries:
+) -> Callable[[], RankSummaries]:
     """What every rank's blocks hold; ``sums`` are the sum of the keys and their number.
+
+    It starts to gather; what is returned waits.
 
     Args:
         request: With the tokens borrowed.
@@ -252,7 +279,7 @@ def _summaries(
     total = total.repeat_interleave(log_mass.shape[1] // max(key.shape[1], 1), 1)
     number = valid.sum(-1)[:, None, None].expand_as(total).to(dtype)
     sums = torch.stack([total, number], -1)
-    return gather_summaries(log_mass, centroid, shards, sums)()
+    return gather_summaries(log_mass, centroid, shards, sums)
 
 
 def _read(
@@ -264,8 +291,8 @@ def _read(
     blocks: KeyBlocks,
     valid: Tensor,
     choice: Choice,
-    far: FarRows,
-    summaries: RankSummaries,
+    far: Callable[[torch.dtype], FarRows],
+    summaries: Callable[[], RankSummaries],
 ) -> Tensor:
     """The rows of the blocks that begin on this rank: ``[B, H, X, E]``."""
     heads, is_causal = query.shape[1], request.is_causal
@@ -279,10 +306,11 @@ def _read(
     )
     there = blocks.valid(valid)
     held = there.sum(-1)
+    known = summaries()
     if is_causal:
-        summaries = summaries.before(layout.shards.ranks.own)
-    log_mass, centroid = (repeat_heads(side, heads) for side in summaries.merged())
-    total, number = summaries.sums.sum(0).unbind(-1)
+        known = known.before(layout.shards.ranks.own)
+    log_mass, centroid = (repeat_heads(side, heads) for side in known.merged())
+    total, number = known.sums.sum(0).unbind(-1)
     total = repeat_heads(total, heads)
     count = number[:, :1, :1] if number.shape[1] else number.new_zeros(number.shape[0], 1, 1)
     if is_causal:
@@ -306,7 +334,7 @@ def _read(
         slots,
         offset,
         share,
-        far.spread(query.shape[-1]),
+        far(query.dtype).spread(query.shape[-1]),
         choice.seen,
         blocks,
         valid=None if blocks.is_plain and request.key_mask is None else there,

@@ -7,7 +7,8 @@ Three terms, each with its assumptions in `Machine`:
 - waiting: a latency for every collective.
 
 They are added up, except for ring attention, whose transfers are assumed to hide behind its passes
-as far as they can. That favours ring attention: ours wait.
+as far as they can. That favours ring attention: some of ours travel while a rank computes, too, and
+are counted as if it waited.
 
 Dimension legend: R ranks, B batch, H query heads, N tokens of the whole sequence, T of a rank, D
 head width, E value width, W tokens in a block, K keys per group.

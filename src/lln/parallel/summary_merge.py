@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lln.eager.summary import LOG_ZERO
 from lln.parallel.agreement import Shards
-from lln.parallel.collectives import gather_later
+from lln.parallel.journeys import gather_later
 
 
 class RankSummaries(NamedTuple):

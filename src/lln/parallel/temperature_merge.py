@@ -7,6 +7,8 @@ Dimension legend: B batch, H query heads, T queries, S keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lln.errors import InvalidInputError
 from lln.functional.request import Request
 from lln.matching.moments import Moments
@@ -17,11 +19,15 @@ from lln.matching.partial_moments import (
     part_of_tensor,
 )
 from lln.parallel.agreement import Shards
-from lln.parallel.collectives import gather
+from lln.parallel.journeys import gather_later
 
 
-def measure_shards(request: Request, shards: Shards, *, whole_tensor: bool) -> Moments:
+def measure_shards(
+    request: Request, shards: Shards, *, whole_tensor: bool
+) -> Callable[[], Moments]:
     """Moments of the whole sequence: ``[B, H]``, or ``[1, 1]`` of the whole tensor.
+
+    It starts to gather those of the shards; what is returned waits for them.
 
     Args:
         request: This rank's call.
@@ -33,9 +39,11 @@ def measure_shards(request: Request, shards: Shards, *, whole_tensor: bool) -> M
     purpose = shards.purpose("merging the statistics")
     if whole_tensor:
         part = part_of_tensor(query, key, mask, masks_queries=masks_queries)
-        return merge_tensors(gather(part, shards.ranks, purpose), query)
+        parts = gather_later(part, shards.ranks, purpose)
+        return lambda: merge_tensors(parts(), query)
     part = part_of_heads(query, key, mask, masks_queries=masks_queries)
-    return merge_heads(gather(part, shards.ranks, purpose), query, key)
+    parts = gather_later(part, shards.ranks, purpose)
+    return lambda: merge_heads(parts(), query, key)
 
 
 def _is_self_attention(request: Request, shards: Shards) -> bool:

@@ -13,7 +13,7 @@ W tokens in a block, n blocks, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ from lln.eager.diagonal import first_tokens
 from lln.eager.key_blocks import KeyBlocks, blocks_in
 from lln.functional.request import Request
 from lln.parallel.agreement import Shards
-from lln.parallel.collectives import exchange, gather
+from lln.parallel.collectives import gather
+from lln.parallel.journeys import exchange_later
 
 
 @dataclass(frozen=True)
@@ -84,41 +85,53 @@ class WholeBlocks:
         start = self.shards.bounds.starts[rank] + self.begin(rank)
         return (start - self.begin(first)) // self.size
 
-    def borrow(self, sides: Sequence[Tensor]) -> list[Tensor]:
+    def borrow(self, sides: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """``[B, H, T, D]`` → ``[B, H, X, D]``, with the tokens borrowed; gradients go back.
+
+        It starts to borrow; what is returned waits.
 
         Args:
             sides: Tensors of one dtype.
         """
         if not self.is_crossed:
-            return list(sides)
+            return lambda: list(sides)
         widths = [side.shape[1] * side.shape[3] for side in sides]
         rows = torch.cat([side.permute(2, 0, 1, 3).flatten(2) for side in sides], -1)
         send, receive = self._traffic()
         parts = [rows[start:end] for start, end in send]
         purpose = self.shards.purpose("borrowing tokens of blocks that cross ranks")
         counts = _counts(send), _counts(receive)
-        found = exchange(torch.cat(parts), *counts, self.shards.ranks, purpose)
-        borrowed = found.split(widths, -1)
-        return [
-            torch.cat([side, rows.unflatten(-1, side.shape[1::2]).permute(1, 2, 0, 3)], 2)
-            for side, rows in zip(sides, borrowed, strict=True)
-        ]
+        found = exchange_later(torch.cat(parts), *counts, self.shards.ranks, purpose)
 
-    def give_back(self, out: Tensor) -> Tensor:
-        """``[B, H, X, E]`` → ``[B, H, T, E]``: every token has the row of its block's rank."""
+        def finish() -> list[Tensor]:
+            borrowed = found().split(widths, -1)
+            return [
+                torch.cat([side, rows.unflatten(-1, side.shape[1::2]).permute(1, 2, 0, 3)], 2)
+                for side, rows in zip(sides, borrowed, strict=True)
+            ]
+
+        return finish
+
+    def give_back(self, out: Tensor) -> Callable[[], Tensor]:
+        """``[B, H, X, E]`` → ``[B, H, T, E]``: every token has the row of its block's rank.
+
+        It starts to send the rows; what is returned waits.
+        """
         if not self.is_crossed:
-            return out
+            return lambda: out
         heads, width = out.shape[1], out.shape[3]
         rows = out.permute(2, 0, 1, 3).flatten(2)
         receive, send = self._traffic()
         purpose = self.shards.purpose("giving back rows of blocks that cross ranks")
         counts = _counts(send), _counts(receive)
-        found = exchange(rows[self.tokens :], *counts, self.shards.ranks, purpose)
-        every = torch.cat([rows[: self.tokens], found]).unflatten(-1, (heads, width))
-        every = every.permute(1, 2, 0, 3)
-        place = self._source(receive)[:, None, :, None].expand(-1, heads, -1, width)
-        return every.gather(2, place)
+        found = exchange_later(rows[self.tokens :], *counts, self.shards.ranks, purpose)
+
+        def finish() -> Tensor:
+            every = torch.cat([rows[: self.tokens], found()]).unflatten(-1, (heads, width))
+            place = self._source(receive)[:, None, :, None].expand(-1, heads, -1, width)
+            return every.permute(1, 2, 0, 3).gather(2, place)
+
+        return finish
 
     def _traffic(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """The stretches of tokens lent to every rank, and those borrowed from it."""
