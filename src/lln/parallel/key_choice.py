@@ -22,11 +22,13 @@ the whole sequence, K keys per group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lln.eager.key_blocks import KeyBlocks, blocks_in
 from lln.eager.selection import MOST_SCORES, group_means, largest
@@ -139,8 +141,8 @@ def choose_together(
     if by_kernels:
         gaps = layout.number(ranks.own) * layout.size - layout.begin(ranks.own)
         sizes = {"block_size": layout.size, "group_size": group_size}
-        scores, found = fused_candidates(table, key, counted, gaps, keys, **sizes)
-        scores[:, :, total], found[:, :, total] = -torch.inf, -1
+        scores, found = fused_candidates(table[:, :, :total], key, counted, gaps, keys, **sizes)
+        scores, found = pad(scores, (0, 0, 0, 1), value=-math.inf), pad(found, (0, 0, 0, 1), value=-1)
     else:
         table = table[:, :, :total]
         if is_causal and group_size > 1:
