@@ -306,6 +306,16 @@ def test_small_and_large_inputs_are_finite(criterion, size):
     assert ((beta > 0) & beta.isfinite()).all()
 
 
+@pytest.mark.parametrize("mean", [0.0, 0.9, 1.1, 300.0])
+def test_a_mean_of_the_keys_loses_no_digits(mean):
+    """Around a spread of 1 the way of adding up squares changes, head by head."""
+    q, k = queries_and_keys(dtype=torch.float32)
+    k[:, 0] += mean
+    found, wanted = match_moments(q, k), match_moments(q.double(), k.double())
+    for one, other in zip(found, wanted, strict=True):
+        assert ((one - other).abs() <= 2e-6 * other).all()
+
+
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_temperatures_are_detached(criterion):
     q, k = (tensor.requires_grad_() for tensor in queries_and_keys())

@@ -18,6 +18,7 @@ from lln.kernels.run import fused_moments
 from lln.matching.moments import (
     Moments,
     head_moments,
+    head_temperatures,
     packed_moments,
     temperatures,
     tensor_moments,
@@ -47,7 +48,7 @@ def match_inputs(
         return results[0], results[1]
 
     def match(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        return temperatures(head_moments(query, key, mask), query.shape[-1], matching)
+        return head_temperatures(query, key, mask, matching)
 
     cut = cut_heads(query, key, _AXES)
     if cut is None:

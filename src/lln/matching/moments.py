@@ -18,7 +18,7 @@ from lln import checks
 from lln.checks.names import check_choice
 from lln.matching.curves import matched_spread
 from lln.precision import accumulation_dtype, without_autocast
-from lln.tracing import values_are_readable
+from lln.tracing import is_untraced_on_cpu, values_are_readable
 
 # A spread below this, absolutely or relative to the size of the entries, is rounding noise.
 SPREAD_FLOOR = 1e-6
@@ -83,26 +83,63 @@ def match_moments(
     checks.check_key_mask(key_mask, key)
     checks.check_matching(criterion)
     check_choice("scope", scope, SCOPES)
-    measure = head_moments if scope == "head" else tensor_moments
     with without_autocast(query):
-        return temperatures(measure(query, key, key_mask), query.shape[-1], criterion)
+        if scope == "head":
+            return head_temperatures(query, key, key_mask, criterion)
+        return temperatures(tensor_moments(query, key, key_mask), query.shape[-1], criterion)
 
 
 def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:
     """Statistics of every sample and head: ``[B, H]`` each."""
+    width, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
+    query, key = query.detach(), key.detach()
+    if key_mask is None and is_untraced_on_cpu(query, key):
+        sums = _plain_sums(query, key)
+    else:
+        dtype = accumulation_dtype(query.dtype)
+        query, key = query.to(dtype), key.to(dtype)
+        query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
+        mean = token_mean(key, key_mask)
+        squares = sum_of_squares(query, query_mask), sum_of_squares(key, key_mask, mean)
+        sums = *squares, mean, count_tokens(query, query_mask), count_tokens(key, key_mask)
+    return Moments(*on_few_numbers(_moments_of_sums, sums, width, groups))
+
+
+def head_temperatures(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, criterion: str
+) -> tuple[Tensor, Tensor]:
+    """`temperatures` of `head_moments`, which stay NumPy arrays where nobody traces the call."""
+    width, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
+    if key_mask is not None or not is_untraced_on_cpu(query, key):
+        return temperatures(head_moments(query, key, key_mask), width, criterion)
+    with np.errstate(all="ignore"):
+        found = _moments_of_sums(np, *_plain_sums(query.detach(), key.detach()), width, groups)
+        found = _spreads(np, *found, width, criterion)
+    alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
+    return alpha, beta
+
+
+def _plain_sums(query: Tensor, key: Tensor) -> tuple[Any, ...]:
+    """What `_moments_of_sums` takes, as NumPy arrays.
+
+    Keys are read twice, not three times: Σ(k − μ)² = Σk² − S·μ². In a head whose mean is larger
+    than its spread this would lose digits, and its keys are centred first.
+    """
     dtype = accumulation_dtype(query.dtype)
-    query, key = query.detach().to(dtype), key.detach().to(dtype)
-    query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
-    mean = token_mean(key, key_mask)
-    sums = (
-        sum_of_squares(query, query_mask),
-        sum_of_squares(key, key_mask, mean),
-        mean,
-        count_tokens(query, query_mask),
-        count_tokens(key, key_mask),
+    if query.dtype != dtype:
+        query, key = query.to(dtype), key.to(dtype)
+    (batch, _, keys), queries = key.shape[:3], query.shape[2]
+    mean = key.sum(-2).numpy() / max(keys, 1)
+    of_query, of_key = (
+        np.square(torch.linalg.vector_norm(side, dim=-1).numpy()).sum(-1) for side in (query, key)
     )
-    groups = query.shape[1] // max(key.shape[1], 1)
-    return Moments(*on_few_numbers(_moments_of_sums, sums, query.shape[-1], groups))
+    middle = np.square(mean).sum(-1) * keys
+    around, is_safe = of_key - middle, 2 * middle <= of_key
+    if not is_safe.all():
+        centre = torch.from_numpy(mean)[:, :, None]
+        around = np.where(is_safe, around, sum_of_squares(key, None, centre).numpy())
+    counts = (np.full((batch, 1), number, mean.dtype) for number in (queries, keys))
+    return of_query, around, mean[:, :, None], *counts
 
 
 def _moments_of_sums(
@@ -116,33 +153,40 @@ def _moments_of_sums(
     groups: int,
 ) -> tuple[Any, ...]:
     """`Moments` from sums of squares ``[B, H]`` and ``[B, Hk]``, mean key and numbers of tokens."""
-    query_variance = query_squares / (queries.clip(1, None) * width)
-    key_variance = key_squares / (keys.clip(1, None) * width)
+    query_variance = query_squares / (_at_least(queries, 1) * width)
+    key_variance = key_squares / (_at_least(keys, 1) * width)
     key_size = key_variance + (mean * mean).mean((-1, -2))
     if groups > 1:
         repeat = xp.repeat if xp is np else xp.repeat_interleave
         key_variance, key_size = repeat(key_variance, groups, 1), repeat(key_size, groups, 1)
     floor = SPREAD_FLOOR**2
-    degenerate = query_variance < floor * query_variance.clip(1.0, None)
-    degenerate = degenerate | (key_variance < floor * key_size.clip(1.0, None))
+    degenerate = query_variance < floor * _at_least(query_variance, 1.0)
+    degenerate = degenerate | (key_variance < floor * _at_least(key_size, 1.0))
     return query_variance, key_variance, keys, degenerate
 
 
-def on_few_numbers(function: Callable[..., Any], tensors: Sequence[Tensor], *rest: Any) -> Any:
+def _at_least(side: Any, least: float) -> Any:
+    """The entries of an array or a tensor, ``least`` where they are smaller."""
+    return side.clamp_min(least) if isinstance(side, Tensor) else np.maximum(side, least)
+
+
+def on_few_numbers(function: Callable[..., Any], sides: Sequence[Any], *rest: Any) -> Any:
     """``function(module, *arrays, *rest)`` with NumPy on a CPU where values can be read.
 
     Dozens of operations on a few numbers: PyTorch takes five times as long to start each of them.
 
     Args:
         function: Takes ``numpy`` or ``torch``, then arrays or tensors; returns a tuple of them.
-        tensors: Of one device, without gradients.
+        sides: NumPy arrays, or tensors of one device, without gradients.
         rest: Passed on.
     """
-    first = tensors[0]
-    if first.device.type != "cpu" or not values_are_readable(first):
-        return function(torch, *tensors, *rest)
+    first = sides[0]
+    if isinstance(first, Tensor):
+        if first.device.type != "cpu" or not values_are_readable(first):
+            return function(torch, *sides, *rest)
+        sides = [side.numpy() for side in sides]
     with np.errstate(all="ignore"):
-        found = function(np, *(side.numpy() for side in tensors), *rest)
+        found = function(np, *sides, *rest)
     return tuple(torch.from_numpy(np.ascontiguousarray(side)) for side in found)
 
 

@@ -142,7 +142,10 @@ def choose_together(
         gaps = layout.number(ranks.own) * layout.size - layout.begin(ranks.own)
         sizes = {"block_size": layout.size, "group_size": group_size}
         scores, found = fused_candidates(table[:, :, :total], key, counted, gaps, keys, **sizes)
-        scores, found = pad(scores, (0, 0, 0, 1), value=-math.inf), pad(found, (0, 0, 0, 1), value=-1)
+        scores, found = (
+            pad(scores, (0, 0, 0, 1), value=-math.inf),
+            pad(found, (0, 0, 0, 1), value=-1),
+        )
     else:
         table = table[:, :, :total]
         if is_causal and group_size > 1:
