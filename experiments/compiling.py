@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+from lln.errors import InvalidInputError
+
 # Where `torch.nn.Module.compile` keeps what is called instead of `forward`.
 _COMPILED = "_compiled_call_impl"
 
@@ -13,6 +18,24 @@ _COMPILED = "_compiled_call_impl"
 def compile_encoder(model: Any) -> None:
     """Compile the encoder of a host; batches of a training all have one shape."""
     model.encoder.compile(dynamic=False)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do where PyTorch cannot compile an encoder.
+
+    Raises:
+        InvalidInputError: One sentence in place of the compiler's pages.
+    """
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        inner = error.inner_exception
+        reason = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
+        raise InvalidInputError(
+            f"torch {torch.__version__} cannot compile this model ({reason}); run it again without "
+            "--compile."
+        ) from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from experiments.compiling import compile_encoder
+from experiments.compiling import compile_encoder, explained
 from experiments.tasks.task import as_batch
 from lln.errors import InvalidInputError
 from lln.integrations.transformers import transformers
@@ -105,7 +105,8 @@ def train(
     if compiled:
         compile_encoder(model)
     start = last_checkpoint(folder)
-    trainer.train(resume_from_checkpoint=None if start is None else str(start))
+    with explained():
+        trainer.train(resume_from_checkpoint=None if start is None else str(start))
     # What the first process keeps on the last step, the others read next.
     trainer.accelerator.wait_for_everyone()
     history = trainer.state.log_history

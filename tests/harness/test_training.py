@@ -15,6 +15,7 @@ from experiments.experiment import Experiment, Plan
 from experiments.hosts import Sizes, host_of, started_host
 from experiments.methods import Method, all_methods
 from experiments.observing import Observer
+from experiments.random_keys import random_keys
 from experiments.runner import cells_of, run
 from experiments.tasks.masked_text import byte_code, masked_text
 from experiments.tasks.task import NO_QUESTION, Examples, Task, padded
@@ -191,6 +192,46 @@ def test_compiled_steps_end_where_others_end(tmp_path, monkeypatch, backend):
     assert found[1][2] == pytest.approx(found[0][2], rel=1e-4)
     if backend is traced:
         assert graphs
+
+
+def test_what_cannot_be_compiled_says_what_to_do(tmp_path, monkeypatch):
+    def broken(graph, inputs):
+        raise TypeError("list indices must be integers")
+
+    task, plain = toy_task(classes=0), torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: plain(self, backend=broken, **options)
+    )
+    whole = Examples(task.train.ids, task.train.labels)
+    model = host_of(Method.parse("softmax"), SIZES, task)
+    with pytest.raises(InvalidInputError, match=r"indices.*run it again without --compile") as told:
+        train(model, whole, RECIPE, tmp_path, 0, compiled=True)
+    assert "\n" not in str(told.value)
+
+
+DRAWN = "diag/lln_keys@keys=4,block_size=8,offset=-1e4"
+
+
+def test_keys_at_random_are_others_in_every_call():
+    chosen, drawn = (
+        host_of(Method.parse(name), SIZES, toy_task(classes=0))
+        for name in (DRAWN, DRAWN + "+random")
+    )
+    assert Method.parse(DRAWN + "+random").title.endswith("at random")
+    ids = torch.arange(24)[None] % 8
+    with torch.no_grad():
+        assert torch.equal(chosen.encoder(ids), chosen.encoder(ids))
+        assert not torch.equal(drawn.encoder(ids), drawn.encoder(ids))
+    with pytest.raises(InvalidInputError, match="draws the keys of lln_keys"):
+        Method.parse("diag+random")
+
+
+def test_keys_at_random_lie_outside_of_the_block():
+    found = random_keys(torch.zeros(2, 3, 150, 4), 20, 64)
+    assert found.shape == (2, 3, 3, 20)
+    assert (found // 64 != torch.arange(3)[:, None]).all()
+    assert all(len(set(line)) == 20 for line in found.flatten(0, 2).tolist())
+    assert random_keys(torch.zeros(1, 1, 70, 4), 20, 64).shape == (1, 1, 2, 6)
 
 
 def toy_experiment():

@@ -198,6 +198,7 @@ def _choose(
     warps = 4 if widest <= 64 else 8
     stages = 3 if room <= 64 else 2
     is_wide = widest > 64 and dtype != torch.float32
+    is_narrow = widest <= 32 and dtype != torch.float32
     rows = block_rows(block_size, tokens)
     block_tile = max(16, power_of_two(rows))
     if causal and block_size and block_tile >= 64:
@@ -207,6 +208,8 @@ def _choose(
     walk_tokens = block_tile if block_size else 16 if room > 128 else 32
     walk = Tile(walk_tokens, walk_warps, 1 if room > 128 else 2 if room > 64 else 3)
     cores = multiprocessors(device)
+    # Two wide summaries per program leave no room to prefetch.
+    short = (longest <= 1024 and summaries >= 2 * cores and not is_wide) or is_crowded(heads)
     chosen = {
         "width": width,
         "value_width": value_width,
@@ -216,13 +219,13 @@ def _choose(
         "joint_read": Tile(block_tile, block_warps, stages, 4),
         "query_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
-        "joint_grad": Tile(block_tile, block_warps, 2, 8),
+        # Narrow heads leave room to load further ahead.
+        "joint_grad": Tile(block_tile, block_warps, 3 if short and is_narrow else 2, 8),
         **dict.fromkeys(("walk", "walk_query", "walk_key"), walk),
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
-        # Two wide summaries per program leave no room to prefetch.
-        "short": (longest <= 1024 and summaries >= 2 * cores and not is_wide) or is_crowded(heads),
+        "short": short,
         "cores": cores,
     }
     if is_wide:

@@ -112,9 +112,10 @@ def head_temperatures(
     width, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
     if key_mask is not None or not is_untraced_on_cpu(query, key):
         return temperatures(head_moments(query, key, key_mask), width, criterion)
+    sums = _plain_sums(query.detach(), key.detach())
     with np.errstate(all="ignore"):
-        found = _moments_of_sums(np, *_plain_sums(query.detach(), key.detach()), width, groups)
-        found = _spreads(np, *found, width, criterion)
+        found: Any = _moments_of_sums(np, *sums, width=width, groups=groups)
+        found = _spreads(np, *found, head_width=width, criterion=criterion)
     alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
     return alpha, beta
 
