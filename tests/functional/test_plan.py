@@ -41,7 +41,7 @@ CALLS = {
         ),
         (
             Plan("triton", "eager", 256, 128),
-            "The fused kernels compute LLN attention and plain PyTorch blocks of 256 tokens, which "
+            "The fused kernels compute LLN attention and PyTorch blocks of 256 tokens, which "
             "fit no tile of this chip, up to 128 channels per launch.",
         ),
         (

@@ -375,7 +375,28 @@ def test_blocks_beside_the_kernels(monkeypatch):
     mask = holes(2, 70)
     extra = {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(2, 1, 70, 1)}
     compare(block_size=40, key_mask=mask, extra=extra, impl="auto")
-    compare(HALF[-1], block_size=40, is_causal=True, impl="auto")
+    compare(HALF[-1], block_size=40, key_mask=mask, impl="auto")
+
+
+LARGE_BLOCKS = [
+    {"is_causal": True},
+    {"heads": 4, "key_heads": 2, "tokens": 80, "value_width": 24},
+    {"tokens": 30, "layout": "transposed", "extra": {"alpha": 2.0, "beta": 2.0, "mix": 0.3}},
+    {"extra": {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(2, 1, 70, 1)}},
+]
+
+
+@pytest.mark.parametrize("call", LARGE_BLOCKS, ids=["causal", "grouped", "one block", "gate"])
+def test_large_blocks_by_fused_softmax(monkeypatch, call):
+    """Those too large for a tile, in half types and without a mask."""
+    limit_chips(monkeypatch, block_tokens=16)
+    let_auto_take_kernels(monkeypatch)
+    taken, attend = [], lln.functional.run.attend_large_blocks
+    monkeypatch.setattr(
+        lln.functional.run, "attend_large_blocks", lambda *a: taken.append(1) or attend(*a)
+    )
+    compare(HALF[-1], block_size=40, impl="auto", **call)
+    assert taken == [1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

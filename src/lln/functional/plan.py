@@ -75,7 +75,7 @@ class Plan(NamedTuple):
         how = {
             "joint": f"and {blocks} in one pass",
             "beside": f"and another kernel {blocks}",
-            "eager": f"and plain PyTorch {blocks}, which fit no tile of this chip",
+            "eager": f"and PyTorch {blocks}, which fit no tile of this chip",
         }
         return f"The fused kernels compute LLN attention {how[self.diagonal]}{slices}."
 

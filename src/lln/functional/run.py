@@ -24,6 +24,7 @@ from lln.functional.key_calls import (
     complete,
     with_all_keys,
 )
+from lln.functional.large_blocks import attend_large_blocks, suits
 from lln.functional.match import match_inputs, match_packed
 from lln.functional.padded_keys import pad_call
 from lln.functional.plan import Plan, plan_call
@@ -163,7 +164,7 @@ def _by_kernels(request: Request, plan: Plan) -> Tensor:
 
 
 def _own_blocks(request: Request, value: Tensor, plan: Plan) -> Tensor:
-    """The diagonal part apart from the LLN kernels, by a separate kernel or in PyTorch."""
+    """The diagonal part apart from the LLN kernels: by another kernel, or in PyTorch."""
     query, key = request.query, request.key
     options: dict[str, Any] = {"block_size": plan.block_size, "is_causal": request.is_causal}
     if plan.diagonal == "beside":
@@ -175,6 +176,9 @@ def _own_blocks(request: Request, value: Tensor, plan: Plan) -> Tensor:
         q, k, v = (tiles.gather(side).transpose(0, 1) for side in packed)
         out = fused_blocks(q, k, v, key_mask=tiles.valid, **options)
         return tiles.scatter(out.transpose(0, 1)).transpose(0, 1)[None]
+    if request.bounds is None and suits(query, request.key_mask):
+        sizes = (plan.block_size, _scale(request), request.is_causal)
+        return attend_large_blocks(query, key, value, *sizes)
     options["scale"] = request.scale
     if request.bounds is None:
         return eager.short_range(query, key, value, request.key_mask, impl="eager", **options)
