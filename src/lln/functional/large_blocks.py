@@ -45,8 +45,8 @@ def attend_large_blocks(
     whole = tokens - tokens % block_size
 
     def attend(start: int, end: int, size: int) -> Tensor:
-        parts = (side[:, :, start:end].unflatten(2, (-1, size)).flatten(1, 2) for side in sides)
-        out = scaled_dot_product_attention(*parts, scale=scale, is_causal=is_causal)
+        q, k, v = (side[:, :, start:end].unflatten(2, (-1, size)).flatten(1, 2) for side in sides)
+        out = scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal)
         return out.unflatten(1, (heads, -1)).flatten(2, 3)
 
     if whole == tokens:
