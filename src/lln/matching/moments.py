@@ -94,7 +94,8 @@ def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> 
     width, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
     query, key = query.detach(), key.detach()
     if key_mask is None and is_untraced_on_cpu(query, key):
-        sums = _plain_sums(query, key)
+        with np.errstate(all="ignore"):
+            sums = _plain_sums(query, key)
     else:
         dtype = accumulation_dtype(query.dtype)
         query, key = query.to(dtype), key.to(dtype)
@@ -112,8 +113,9 @@ def head_temperatures(
     width, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
     if key_mask is not None or not is_untraced_on_cpu(query, key):
         return temperatures(head_moments(query, key, key_mask), width, criterion)
-    sums = _plain_sums(query.detach(), key.detach())
+    # Infinity in the inputs shows in the result.
     with np.errstate(all="ignore"):
+        sums = _plain_sums(query.detach(), key.detach())
         found: Any = _moments_of_sums(np, *sums, width=width, groups=groups)
         found = _spreads(np, *found, head_width=width, criterion=criterion)
     alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
