@@ -15,6 +15,9 @@ from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
+# Tensors that are what they say.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 # Whether ``torch.compile`` or ``torch.export`` is tracing the call.
 is_compiling = torch.compiler.is_compiling
 
@@ -57,7 +60,7 @@ def is_watched(tensor: Tensor) -> bool:
     return (
         is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or type(tensor) not in (Tensor, torch.nn.Parameter)
+        or type(tensor) not in _PLAIN
         or is_transformed()
     )
 
@@ -71,9 +74,10 @@ def is_untraced_on_cpu(*sides: object) -> bool:
     """Whether all tensors among these are plain ones on a CPU, and nobody traces the call."""
     if is_compiling() or is_moded() or is_transformed() or forward_ad._current_level >= 0:
         return False
-    tensors = [side for side in sides if isinstance(side, Tensor)]
-    plain = all(type(side) in (Tensor, torch.nn.Parameter) for side in tensors)
-    return plain and all(side.device.type == "cpu" for side in tensors)
+    for side in sides:
+        if isinstance(side, Tensor) and not (type(side) in _PLAIN and side.is_cpu):
+            return False
+    return True
 
 
 def is_capturing() -> bool:
