@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lln import lln_keys_attention
 from lln.eager.whole_division import divided
+from lln.errors import InvalidInputError
 from lln.nn.key_heads import LLNKeysCore
 from lln.nn.offsets import numbers_of_call
 from lln.peers.lln import LLNKeys
@@ -50,7 +51,10 @@ class RandomKeys(nn.Module):
     ) -> Tensor:
         """``[B, H, T, D]`` three times → ``[B, H, T, D]``."""
         if key_mask is not None or is_causal:
-            raise NotImplementedError("random keys are a control for full, bidirectional texts")
+            raise InvalidInputError(
+                "+random draws keys for texts without padding that see both ways; take a method "
+                "without it, or a task such as mlm."
+            )
         core = self.core
         sides = (query, key, None, False, core.matching, core.impl)
         alpha, beta, offset = numbers_of_call(core.statistics, core.offset, *sides)

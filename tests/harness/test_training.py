@@ -224,6 +224,8 @@ def test_keys_at_random_are_others_in_every_call():
         assert not torch.equal(drawn.encoder(ids), drawn.encoder(ids))
     with pytest.raises(InvalidInputError, match="draws the keys of lln_keys"):
         Method.parse("diag+random")
+    with pytest.raises(InvalidInputError, match="without padding"):
+        drawn.encoder(ids, ids > 0)
 
 
 def test_keys_at_random_lie_outside_of_the_block():

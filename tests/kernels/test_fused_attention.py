@@ -20,6 +20,8 @@ from tests.kernels.common import (
 
 import lln
 from lln.eager.dropout import drop_keys
+from lln.functional import large_blocks
+from lln.functional.large_blocks import attend_large_blocks
 from lln.kernels import limits, sizes
 from lln.kernels.triton.backward_ranges import centred_queries
 from lln.studies.doctor import examine
@@ -397,6 +399,34 @@ def test_large_blocks_by_fused_softmax(monkeypatch, call):
     )
     compare(HALF[-1], block_size=40, impl="auto", **call)
     assert taken == [1]
+
+
+def test_more_large_blocks_than_a_launch_has_heads(monkeypatch):
+    """They are computed in several calls, and the last one may be short."""
+    sides = make_qkv(1, 2, 190, 16, device=DEVICE, dtype=HALF[-1])
+    whole = attend_large_blocks(*sides, 40, 0.25, False)
+    monkeypatch.setattr(limits, "MAX_GRID", 5)
+    fused, heads = large_blocks.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        large_blocks,
+        "scaled_dot_product_attention",
+        lambda query, *rest, **options: (
+            heads.append(query.shape[1]) or fused(query, *rest, **options)
+        ),
+    )
+    torch.testing.assert_close(attend_large_blocks(*sides, 40, 0.25, False), whole)
+    assert heads == [4, 4, 2]
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 70)])
+def test_no_tokens_or_samples_with_large_blocks(monkeypatch, shape):
+    limit_chips(monkeypatch, block_tokens=16)
+    let_auto_take_kernels(monkeypatch)
+    batch, tokens = shape
+    sides = make_qkv(batch, 2, tokens, 16, device=DEVICE, dtype=HALF[-1], requires_grad=True)
+    out = lln.lln_diag_attention(*sides, alpha=2.0, beta=2.0, block_size=40)
+    assert out.shape == sides[0].shape
+    assert all(side.shape == out.shape for side in torch.autograd.grad(out.sum(), sides))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

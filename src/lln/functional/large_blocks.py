@@ -14,17 +14,19 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lln.eager.run import repeat_heads
+from lln.kernels import limits
 from lln.tracing import is_watched
 
 _TYPES = (torch.bfloat16, torch.float16)
 
 
 def suits(query: Tensor, key_mask: Tensor | None) -> bool:
-    """Whether blocks of such a call, by the kernels otherwise, are to be attended to this way.
+    """Whether the blocks of a call whose LLN part runs in the kernels are computed this way.
 
     Half types only, whose error budget it keeps. A compiler would put a condition on the length.
     """
-    return key_mask is None and query.dtype in _TYPES and not is_watched(query)
+    plain = query.dtype in _TYPES and not is_watched(query)
+    return plain and key_mask is None and query.numel() > 0
 
 
 def attend_large_blocks(
@@ -43,13 +45,15 @@ def attend_large_blocks(
     heads, tokens = query.shape[1:3]
     sides = (query, repeat_heads(key, heads), repeat_heads(value, heads))
     whole = tokens - tokens % block_size
+    # A launch has only so many heads, and every block is one.
+    most = max(limits.MAX_GRID // heads, 1) * block_size
 
     def attend(start: int, end: int, size: int) -> Tensor:
         q, k, v = (side[:, :, start:end].unflatten(2, (-1, size)).flatten(1, 2) for side in sides)
         out = scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal)
         return out.unflatten(1, (heads, -1)).flatten(2, 3)
 
-    if whole == tokens:
-        return attend(0, tokens, block_size)
-    rest = attend(whole, tokens, tokens - whole)
-    return rest if whole == 0 else torch.cat([attend(0, whole, block_size), rest], dim=2)
+    parts = [attend(at, min(at + most, whole), block_size) for at in range(0, whole, most)]
+    if whole < tokens:
+        parts.append(attend(whole, tokens, tokens - whole))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
