@@ -57,7 +57,7 @@ class Tile(NamedTuple):
 # Heads wider than 64 in 16-bit types: the fastest of a sweep on an H200 (docs/kernels.md).
 WIDE_TILES = {
     128: {
-        "summarise": Tile(128, 8, 3, 2),
+        "summarise": Tile(64, 4, 3, 4),
         "read": Tile(128, 8, 3, 8),
         "query_grad": Tile(64, 8, 3, 2),
         "key_grad": Tile(64, 8, 3, 8),
@@ -114,6 +114,9 @@ class Sizes:
         has_blocks: Whether there is a diagonal part.
         split_blocks: Whether its gradients have a separate pass: together with those of wide
             summaries they do not fit the registers.
+        is_turned: Whether the passes of wide heads have kernels of their own
+            (`lln.kernels.triton.wide_summary`, `lln.kernels.triton.turned_grads`).
+        summary_slots: Slots per program of the first of them.
         short: Whether one program handles a whole (sample, head).
         cores: Multiprocessors to fill.
     """
@@ -133,6 +136,8 @@ class Sizes:
     block_rows: int
     has_blocks: bool
     split_blocks: bool
+    is_turned: bool
+    summary_slots: int
     short: bool
     cores: int
 
@@ -225,6 +230,8 @@ def _choose(
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
+        "is_turned": is_wide and width == widest == 128 and not (short or causal),
+        "summary_slots": 64,
         "short": short,
         "cores": cores,
     }
