@@ -40,12 +40,14 @@ class Tile(NamedTuple):
         stages: Depth of the pipeline of loads.
         programs: Least number of programs per multiprocessor; sequences are split to reach it.
             Causal walks use `walk_stretch` instead.
+        registers: Most registers per thread, so that more programs fit; None = as many as needed.
     """
 
     tokens: int
     warps: int
     stages: int
     programs: int = 4
+    registers: int | None = None
 
     def stretch(self, tokens: int, rows: int, heads: int, cores: int) -> int:
         """Tokens per program: whole tiles of ``rows`` tokens."""
