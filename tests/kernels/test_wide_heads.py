@@ -63,9 +63,7 @@ def test_outputs_and_gradients(launched, name):
     ids=["temperatures", "dropout", "packed"],
 )
 def test_the_same_as_by_the_usual_kernels(launched, monkeypatch, packed, blocks, drop):
-    inputs = make_qkv(
-        1, 2, 40, 72, key_heads=1, device=DEVICE, dtype=HALF[-1], requires_grad=True
-    )
+    inputs = make_qkv(1, 2, 40, 72, key_heads=1, device=DEVICE, dtype=HALF[-1], requires_grad=True)
     scales = [torch.tensor([1.5, 2.0], device=DEVICE).view(1, 2, 1, 1) for _ in range(2)]
     options = {"impl": "triton", "dropout_p": drop, "enable_gqa": True, **blocks}
     leaves = list(inputs)

@@ -40,7 +40,7 @@ def query_grad_turned(
     EVEN: tl.constexpr, QUIET: tl.constexpr, MIX: tl.constexpr, SPLIT: tl.constexpr,
     ALPHA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dC ``[BD, BE]`` and shift ``[BD]`` of the queries ``start … end − 1``, and dα; writes dq.
+    """From the queries ``start … end − 1``: dC ``[BD, BE]``, shift ``[BD]`` and dα; writes dq.
 
     With the diagonal part dq is written later, by the pass over both parts, unless ``SPLIT``.
     """
@@ -149,9 +149,7 @@ def query_turned_kernel(
     slots, columns = tl.arange(0, BD), tl.arange(0, BE)
     tl.store(p_shift_out + part * OUT_D + slots, b_shift, mask=slots < OUT_D)
     channels = p_dc_out + part * OUT_D * OUT_E, 0, OUT_D, 1
-    store_rows(
-        channels, 0, tl.trans(b_dc), columns < OUT_E, BE, OUT_D, BD, OUT_E == BE
-    )
+    store_rows(channels, 0, tl.trans(b_dc), columns < OUT_E, BE, OUT_D, BD, OUT_E == BE)
     if ALPHA_GRAD:
         tl.store(p_dalpha + part, b_dalpha)
 
