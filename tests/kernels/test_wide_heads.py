@@ -9,6 +9,7 @@ from lln.kernels import recipes, repeats, sizes
 from lln.testing import make_qkv
 
 OWN = {"summarise_slots_kernel", "query_turned_kernel", "key_turned_kernel"}
+JOINED = {"summarise_slots_kernel", "query_turned_kernel", "joint_turned_kernel"}
 
 
 @pytest.fixture
@@ -56,36 +57,42 @@ def test_outputs_and_gradients(launched, name):
     assert ("merge_kernel" in launched) == (CALLS[name].get("tokens", 70) > 64)
 
 
-# Dropout has no seeded reference, and in 16 bits the gradients of α and β are as good as the mean.
+@pytest.mark.parametrize("name", ["blocks", "masked blocks"])
+def test_gradients_of_keys_and_blocks_in_one_pass(launched, monkeypatch, name):
+    monkeypatch.setitem(sizes.overrides, "is_joined", True)
+    compare(HALF[-1], **CALLS[name])
+    assert launched >= JOINED
+    assert not launched & {"key_turned_kernel", "key_bwd_kernel"}
+
+
+# Dropout has no seeded reference, and in 16 bits dα and dβ are compared with the usual kernels'.
 @pytest.mark.parametrize(
-    ("packed", "blocks", "drop"),
-    [(False, {}, 0.0), (False, {}, 0.4), (True, {"block_size": 16}, 0.4)],
-    ids=["temperatures", "dropout", "packed"],
+    ("packed", "blocks", "drop", "kernels"),
+    [(False, {}, 0.0, OWN), (True, {}, 0.4, OWN), (True, {"block_size": 16}, 0.4, JOINED)],
+    ids=["dense", "packed", "joined"],
 )
-def test_the_same_as_by_the_usual_kernels(launched, monkeypatch, packed, blocks, drop):
+def test_the_same_as_by_the_usual_kernels(launched, monkeypatch, packed, blocks, drop, kernels):
     inputs = make_qkv(1, 2, 40, 72, key_heads=1, device=DEVICE, dtype=HALF[-1], requires_grad=True)
     scales = [torch.tensor([1.5, 2.0], device=DEVICE).view(1, 2, 1, 1) for _ in range(2)]
-    options = {"impl": "triton", "dropout_p": drop, "enable_gqa": True, **blocks}
-    leaves = list(inputs)
-    if drop:
-        options |= {"alpha": 1.5, "beta": 2.0}
-    else:
-        leaves += [side.requires_grad_() for side in scales]
-        options |= dict(zip(("alpha", "beta"), scales, strict=True))
+    leaves = [*inputs, *(side.requires_grad_() for side in scales)]
+    options = {"alpha": scales[0], "beta": scales[1], "enable_gqa": True, "impl": "triton"}
+    options |= {"dropout_p": drop, **blocks}
     found = []
     for turned in (False, True):
         monkeypatch.setitem(sizes.overrides, "is_turned", turned)
+        monkeypatch.setitem(sizes.overrides, "is_joined", turned and kernels == JOINED)
         launched.clear()
         torch.manual_seed(3)
         if packed:
+            attend = lln.lln_diag_attention_varlen if blocks else lln.lln_attention_varlen
             tokens_first = [side[0].transpose(0, 1) for side in inputs]
             bounds = torch.tensor([0, 13, 13, 40], device=DEVICE)
-            out = lln.lln_diag_attention_varlen(*tokens_first, bounds, max_seqlen=27, **options)
+            out = attend(*tokens_first, bounds, max_seqlen=27, **options)
         else:
             out = lln.lln_attention(*inputs, **options)
         upstream = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(out)
         found.append((out, *torch.autograd.grad(out, leaves, upstream)))
-        assert (launched >= OWN) == turned
+        assert (launched >= kernels) == turned
     for one, other in zip(*found, strict=True):
         size = one.abs().max().item()
         assert size > 0.01

@@ -24,6 +24,7 @@ from lln.kernels.shapes import output_like
 from lln.kernels.sizes import Sizes, cdiv
 from lln.kernels.triton import backward as bwd
 from lln.kernels.triton import forward as fwd
+from lln.kernels.triton import turned_joint
 from lln.kernels.triton.gaps import starts_of
 
 
@@ -152,7 +153,7 @@ def _cut(call: Call, chosen: Sizes, mode: int) -> _Cut:
     batch, heads, slots = call.samples, call.query.shape[1], call.summary_heads
     tokens, keys = call.longest or call.query.shape[2], call.longest or call.key.shape[2]
     split = _is_split(chosen, mode)
-    is_joint = call.block_size > 0 and not split
+    is_joint = call.block_size > 0 and (not split or chosen.is_joined)
     walker = chosen.joint_grad if is_joint else chosen.key_grad
     rows = chosen.block_rows if is_joint else walker.tokens
     keys = call.reach(keys) if is_joint else keys
@@ -187,12 +188,15 @@ def _write_backward(
     room["p_shift"] = (batch, slots, call.query.shape[3]), torch.float32
     room["p_dc"] = (batch, slots, value_width, call.query.shape[3]), call.value.dtype
     own = values | {"program_tokens": key_stretch}
+    grid = (key_splits, batch * slots)
     if call.block_size and not split:
-        steps.append(over_tiles(bwd.key_bwd_kernel, (key_splits, batch * slots), own, walker))
+        steps.append(over_tiles(bwd.key_bwd_kernel, grid, own, walker))
+    elif call.block_size and chosen.is_joined:
+        steps.append(over_tiles(turned_joint.joint_turned_kernel, grid, own, chosen.joint_grad))
     else:
         own |= {"MIX": 0, "SPLIT": False, "SHIFTED": False}
         steps.append(key_grad_step(batch * slots, chosen, own, key_splits))
-    if split:
+    if split and not chosen.is_joined:
         tile, longest = chosen.joint_grad, call.reach(call.longest or keys)
         stretch = tile.stretch(longest, chosen.block_rows, batch * slots, chosen.cores)
         grid = (cdiv(longest, stretch), batch * slots)

@@ -119,6 +119,8 @@ class Sizes:
         is_turned: Whether the passes of wide heads have kernels of their own
             (`lln.kernels.triton.wide_summary`, `lln.kernels.triton.turned_grads`).
         summary_slots: Slots per program of the first of them.
+        is_joined: Whether the gradients of keys and values and those of the diagonal share a pass
+            after the queries' (`lln.kernels.triton.turned_joint`).
         short: Whether one program handles a whole (sample, head).
         cores: Multiprocessors to fill.
     """
@@ -140,6 +142,7 @@ class Sizes:
     split_blocks: bool
     is_turned: bool
     summary_slots: int
+    is_joined: bool
     short: bool
     cores: int
 
@@ -234,6 +237,7 @@ def _choose(
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
         "is_turned": is_wide and width == widest == 128 and not (short or causal),
         "summary_slots": 64,
+        "is_joined": False,
         "short": short,
         "cores": cores,
     }

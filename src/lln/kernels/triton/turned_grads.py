@@ -77,6 +77,19 @@ def query_grad_turned(
 
 
 @triton.jit
+def weights_turned(b_wide, beta, b_log_mass, ok, EVEN: tl.constexpr):
+    """The weights B ``[BD, BT]`` of tokens in every slot, from their keys turned in float32."""
+    b_x = b_wide * beta
+    if not EVEN:
+        b_x = tl.where(ok[None, :], b_x, NEVER)
+    b_b = exponential(b_x - b_log_mass[:, None])
+    if not EVEN:
+        # Needed because a head without any valid key has log-mass NEVER as well.
+        b_b = tl.where(ok[None, :], b_b, 0.0)
+    return b_b
+
+
+@triton.jit
 def key_grad_turned(
     k, v, dk, dv, p_mask, start, end, beta, b_log_mass, b_dc, b_shift, seed, drop_first, dropout_p,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
@@ -94,13 +107,7 @@ def key_grad_turned(
             HAS_DROPOUT,
         )  # fmt: skip
         b_wide = widen_turned(b_k, BD)
-        b_x = b_wide * beta
-        if not EVEN:
-            b_x = tl.where(ok[None, :], b_x, NEVER)
-        b_b = exponential(b_x - b_log_mass[:, None])
-        if not EVEN:
-            # Needed because a head without any valid key has log-mass NEVER as well.
-            b_b = tl.where(ok[None, :], b_b, 0.0)
+        b_b = weights_turned(b_wide, beta, b_log_mass, ok, EVEN)
         b_dv = tl.dot(b_dc, b_b.to(b_v.dtype), input_precision=PRECISION)
         if HAS_DROPOUT:
             b_dv *= b_factor[None, :]
@@ -154,6 +161,21 @@ def query_turned_kernel(
         tl.store(p_dalpha + part, b_dalpha)
 
 
+@triton.jit
+def load_key_side(
+    p_log_mass, p_shift, p_dc, index,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Log-mass ``[BD]``, shift ``[BD]`` and dCᵀ ``[BE, BD]`` of a summary."""
+    slots = tl.arange(0, BD)
+    # Padding slots get a huge mass, so that every token has weight 0 in them.
+    b_log_mass = tl.load(p_log_mass + index * D + slots, mask=slots < D, other=1e30)
+    b_shift = tl.load(p_shift + index * D + slots, mask=slots < D, other=0.0)
+    channels = p_dc + index * D * E, 0, D, 1
+    b_dc = load_rows(channels, 0, tl.arange(0, BE) < E, BE, D, BD, E == BE)
+    return b_log_mass, b_shift, b_dc
+
+
 @triton.jit(do_not_specialize=["seed"])
 def key_turned_kernel(
     p_k, p_v, p_dk, p_dv, p_mask, p_beta, p_dbeta, p_log_mass, p_shift, p_dc, p_starts,
@@ -170,12 +192,8 @@ def key_turned_kernel(
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, S, SH, PACKED, False
     )
-    key_head, slots = head // KG, tl.arange(0, BD)
-    # Padding slots get a huge mass, so that every token has weight 0 in them.
-    b_log_mass = tl.load(p_log_mass + index * D + slots, mask=slots < D, other=1e30)
-    b_shift = tl.load(p_shift + index * D + slots, mask=slots < D, other=0.0)
-    channels = p_dc + index * D * E, 0, D, 1
-    b_dc = load_rows(channels, 0, tl.arange(0, BE) < E, BE, D, BD, E == BE)
+    key_head = head // KG
+    b_log_mass, b_shift, b_dc = load_key_side(p_log_mass, p_shift, p_dc, index, D, E, BD, BE)
     b_dbeta, b_residue, b_centre = key_grad_turned(
         rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd),
         rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd),
