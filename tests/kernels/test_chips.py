@@ -65,6 +65,7 @@ def plug_in(monkeypatch):
         monkeypatch.setattr(recipes, "_shrunk", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         monkeypatch.setattr(limits, "_known", {("cpu", None): shared})
+        monkeypatch.setattr("lln.functional.plan._plans", {})
         monkeypatch.setattr(sizes, "multiprocessors", lambda device: 82)
         monkeypatch.setattr(
             "lln.functional.plan.choose_implementation", lambda impl, query: "triton"
