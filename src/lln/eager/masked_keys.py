@@ -1,4 +1,4 @@
-"""Exact keys on a CPU by all scores and a mask, where every query has keys of its own.
+"""Exact keys by all scores and a mask, where every query has keys of its own.
 
 To lay out the chosen keys of every query by itself takes far longer than to multiply. PyTorch's
 fused softmax attention computes the scores of all keys, block by block, and a mask hides those that
@@ -20,20 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lln.eager.fused_softmax import aligned, softmax_attention, softmax_attention_gradients
 from lln.eager.key_blocks import KeyBlocks
-from lln.tracing import is_batched, is_untraced_on_cpu
+from lln.tracing import is_batched, is_untraced
 
-# Numbers of a mask that are laid out at once.
-MOST_NUMBERS = 1 << 20
+# Numbers of a mask that are laid out at once: in a CPU's caches, or enough to fill a GPU.
+MOST_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 # How many scores take the time of one row that is copied (measured at 64 channels).
 SCORES_PER_ROW = 80
 
 # Slots are scaled by the inverse, which must not overflow.
 LEAST_SCALE = 1e-6
-
-_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def fits_mask(
@@ -58,7 +56,7 @@ def fits_mask(
         return False
     tensors = [side for side in sides if isinstance(side, Tensor)]
     fits = all(side.numel() and side.dtype == torch.float32 for side in tensors)
-    return fits and is_untraced_on_cpu(*tensors)
+    return fits and slots.device.type in MOST_NUMBERS and is_untraced(*tensors)
 
 
 def attend_masked(
@@ -104,13 +102,13 @@ def attend_masked(
         log_mass = torch.where(some, log_mass, 0.0)
         level = torch.where(some.unsqueeze(-1), level, 0.0)
     rows = torch.cat([query, torch.ones_like(level), level], -1)
-    vectors = factor * (torch.eye(width) / scale) + centre.unsqueeze(-2)
+    vectors = factor * (torch.eye(width, device=query.device) / scale) + centre.unsqueeze(-2)
     known = (log_mass / scale).unsqueeze(-1)
     linear = torch.cat([vectors, known, torch.full_like(known, 1 / scale)], -1)
     keys = torch.cat([F.pad(key, (0, 2)), linear], 2)
     values = torch.cat([value, centroid], 2)
-    # The fused attention wants one width.
-    most = max(width + 2, value_width)
+    # The fused attention wants one width, and some want an even one.
+    most = aligned(max(width + 2, value_width))
     rows, keys, values = (F.pad(side, (0, most - side.shape[-1])) for side in (rows, keys, values))
     # Who is not seen points at a slot, which every query sees.
     chosen = torch.where(seen, indices, tokens)
@@ -135,9 +133,9 @@ def _masks(chosen: Tensor, near: Tensor, keys: Tensor) -> Iterator[tuple[slice, 
     """
     batch, heads, tokens, _ = chosen.shape
     size = keys.shape[2]
-    stretch = max(64, MOST_NUMBERS // (batch * heads * size))
+    stretch = max(64, MOST_NUMBERS[keys.device.type] // (batch * heads * size))
     # New memory takes longer to touch than to fill again.
-    space = keys.new_zeros(batch, heads, min(stretch, tokens), size)
+    space = keys.new_zeros(batch, heads, min(stretch, tokens), aligned(size))[..., :size]
     for first in range(0, tokens, stretch):
         part = slice(first, min(first + stretch, tokens))
         mask = space[:, :, : part.stop - first]
@@ -157,28 +155,28 @@ class _Masked(torch.autograd.Function):
         *tensors, scale = inputs
         rows, keys, values, chosen, near = tensors
         found = [
-            _attend(rows[:, :, part], keys, values, 0.0, False, attn_mask=mask, scale=scale)
+            softmax_attention(rows[:, :, part], keys, values, mask, scale)
             for part, mask in _masks(chosen, near, keys)
         ]
-        out, norm = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(*tensors, out, norm)
+        parts, norms = zip(*found, strict=True)
+        out = torch.cat(parts, 2)
+        ctx.save_for_backward(*tensors, out, *norms)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        rows, keys, values, chosen, near, out, norm = ctx.saved_tensors
+        rows, keys, values, chosen, near, out, *norms = ctx.saved_tensors
         if torch.is_grad_enabled() or is_batched(gradient):
             return *_plain_gradients(
                 (rows, keys, values), chosen, near, ctx.scale, gradient
             ), *_NONE
         dq: list[Tensor] = []
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-        for part, mask in _masks(chosen, near, keys):
-            own = (rows[:, :, part], keys, values, out[:, :, part], norm[:, :, part])
-            upstream = gradient[:, :, part]
-            found = _attend_backward(upstream, *own, 0.0, False, attn_mask=mask, scale=ctx.scale)
+        for norm, (part, mask) in zip(norms, _masks(chosen, near, keys), strict=True):
+            own = (rows[:, :, part], keys, values, mask, out[:, :, part], norm)
+            found = softmax_attention_gradients(gradient[:, :, part], *own, ctx.scale)
             dq.append(found[0])
             dk += found[1]
             dv += found[2]
