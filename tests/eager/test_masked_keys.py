@@ -90,11 +90,17 @@ def test_it_gives_what_copied_keys_give(taken, monkeypatch, call, masked):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_takes_it_too(taken, dtype):
-    inputs, numbers, options = inputs_of(CALLS[1], dtype)
+@pytest.mark.parametrize("call", [CALLS[1], CALLS[2], CALLS[7]])
+def test_half_precision_stays_within_its_budget(taken, call, dtype):
+    inputs, numbers, options = inputs_of(call, dtype)
     found = run(inputs, numbers, options)
     assert taken
-    assert all(side.isfinite().all() for side in found)
+    wide = [side.detach().double().requires_grad_() for side in inputs]
+    exact = run(wide, {name: side.double() for name, side in numbers.items()}, options)
+    for place, sides in enumerate(zip(found[:4], exact[:4], strict=True)):
+        assert_close(*sides, backward=place > 0, what=("output", "dq", "dk", "dv")[place])
+    for one, other in zip(found[4:], exact[4:], strict=True):
+        torch.testing.assert_close(one.double(), other, atol=0.05, rtol=0.02)
 
 
 def test_a_sample_of_padding_and_nan_in_padding(taken):

@@ -2,8 +2,8 @@
 
 The masks of `lln.eager.masked_keys` are made again for the backward pass, so both passes are called
 by themselves. A CPU has one fused attention; of those of a GPU only the memory-efficient one takes
-a mask. It multiplies float32 numbers as sums of three products of shorter ones, so that nothing of
-their precision is lost.
+a mask. It multiplies float32 numbers as sums of three products of shorter ones, so that next to
+nothing of their precision is lost.
 
 Dimension legend: B batch, H heads, R queries, S keys, D width.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # Numbers in the rows of every operand, and in those of a mask's memory, are multiples of this.
-ALIGNMENT = 8
+ALIGNMENT = {"cpu": 1, "cuda": 8}
 
 _forward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -22,9 +22,10 @@ _forward_on_gpu = torch.ops.aten._efficient_attention_forward
 _backward_on_gpu = torch.ops.aten._efficient_attention_backward
 
 
-def aligned(width: int) -> int:
-    """The least width from this one on that the kernels take."""
-    return -(-width // ALIGNMENT) * ALIGNMENT
+def aligned(width: int, device: torch.device) -> int:
+    """The least width from this one on that a device's kernels take."""
+    step = ALIGNMENT[device.type]
+    return -(-width // step) * step
 
 
 def softmax_attention(
@@ -33,11 +34,11 @@ def softmax_attention(
     """Softmax attention ``[B, H, R, D]``, and logarithms of its normalisers in the kernel's layout.
 
     Args:
-        query: ``[B, H, R, D]``, float32, D a multiple of `ALIGNMENT`.
+        query: ``[B, H, R, D]``, D a multiple of the device's `ALIGNMENT`; on a CPU float32.
         key: ``[B, H, S, D]``.
         value: ``[B, H, S, D]``.
-        mask: ``[B, H, R, S]``, added to the scores; rows are `ALIGNMENT` numbers apart or a
-            multiple of that.
+        mask: ``[B, H, R, S]``, added to the scores, in the dtype of query; its rows are a multiple
+            of `ALIGNMENT` numbers apart.
         scale: Factor of the scores.
     """
     if query.is_cpu:
