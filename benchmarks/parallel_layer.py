@@ -236,7 +236,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--heads", type=int, default=HEADS)
     parser.add_argument("--rounds", type=int, default=100, help="of all ways in turn, at most")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no round begins")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="after which no round begins"
+    )
     given = parser.parse_args()
     if not given.report:
         if given.device == "cuda" and not torch.cuda.is_available():
