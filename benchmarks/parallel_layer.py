@@ -43,6 +43,8 @@ DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 # Of a round: how often a way is called in its turn.
 CALLS = 4
 FEWEST_ROUNDS = 5
+# Of all rounds of one attention, length and pass, unless told otherwise.
+SECONDS = 20.0
 
 
 @contextmanager
@@ -209,6 +211,8 @@ def layer_table(content: dict) -> str:
 def run(given: argparse.Namespace) -> dict:
     """Measure everything, and write it down after every attention and length."""
     command = COMMAND if given.device == "cuda" else f"{COMMAND} --device {given.device}"
+    if given.seconds != SECONDS:
+        command += f" --seconds {given.seconds:g}"
     content = {"setup": describe(given.device, command), "heads": given.heads, "width": WIDTH}
     content |= {"dtype": DTYPES[given.device], "rows": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -232,7 +236,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--heads", type=int, default=HEADS)
     parser.add_argument("--rounds", type=int, default=100, help="of all ways in turn, at most")
-    parser.add_argument("--seconds", type=float, default=20.0, help="after which no round begins")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="after which no round begins"
+    )
     given = parser.parse_args()
     if not given.report:
         if given.device == "cuda" and not torch.cuda.is_available():

@@ -70,14 +70,25 @@ def is_moded() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
+def is_untraced(*sides: object) -> bool:
+    """Whether all tensors among these are plain ones, and nobody traces the call."""
+    if _is_traced():
+        return False
+    return all(type(side) in _PLAIN for side in sides if isinstance(side, Tensor))
+
+
 def is_untraced_on_cpu(*sides: object) -> bool:
     """Whether all tensors among these are plain ones on a CPU, and nobody traces the call."""
-    if is_compiling() or is_moded() or is_transformed() or forward_ad._current_level >= 0:
+    if _is_traced():
         return False
     for side in sides:
         if isinstance(side, Tensor) and not (type(side) in _PLAIN and side.is_cpu):
             return False
     return True
+
+
+def _is_traced() -> bool:
+    return is_compiling() or is_moded() or is_transformed() or forward_ad._current_level >= 0
 
 
 def is_capturing() -> bool:

@@ -21,6 +21,8 @@ CALLS = [
     {"tokens": 50, "block_size": 8, "keys": 6, "select": "query", "scale": 0.03},
 ]
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 MASKED = [(CALLS[place], True) for place in (0, 1, 3, 7)]
 
 
@@ -37,7 +39,7 @@ def taken(monkeypatch):
     monkeypatch.setattr(key_attention, "attend_masked", counted)
     monkeypatch.setattr(masked_keys, "SCORES_PER_ROW", 1000)
     # Several stretches of queries.
-    monkeypatch.setattr(masked_keys, "MOST_NUMBERS", 1)
+    monkeypatch.setitem(masked_keys.MOST_NUMBERS, DEVICE, 1)
     return calls
 
 
@@ -47,10 +49,10 @@ def inputs_of(call, dtype=torch.float32):
     for name in ("width", "value_width", "key_heads"):
         if name in options:
             shape[name] = options.pop(name)
-    inputs = make_qkv(**shape, dtype=dtype, requires_grad=True)
+    inputs = make_qkv(**shape, dtype=dtype, device=DEVICE, requires_grad=True)
     sizes = {"alpha": 2, "beta": shape.get("key_heads", 2), "offset": 2}
     numbers = {
-        name: torch.linspace(0.7, 1.1, heads).view(1, heads, 1, 1).requires_grad_()
+        name: torch.linspace(0.7, 1.1, heads, device=DEVICE).view(1, heads, 1, 1).requires_grad_()
         for name, heads in sizes.items()
     }
     return inputs, numbers, options | {"enable_gqa": True, "impl": "eager"}
@@ -59,12 +61,12 @@ def inputs_of(call, dtype=torch.float32):
 def run(inputs, numbers, options):
     out = lln.lln_keys_attention(*inputs, **numbers, **options)
     generator = torch.Generator().manual_seed(7)
-    upstream = torch.randn(out.shape, generator=generator).to(out.dtype)
+    upstream = torch.randn(out.shape, generator=generator).to(DEVICE, out.dtype)
     return out, *torch.autograd.grad(out, (*inputs, *numbers.values()), upstream)
 
 
 def holes(tokens):
-    mask = (torch.arange(tokens) % 5 != 3).repeat(2, 1)
+    mask = (torch.arange(tokens, device=DEVICE) % 5 != 3).repeat(2, 1)
     mask[1, :20] = False
     return mask
 
@@ -88,11 +90,17 @@ def test_it_gives_what_copied_keys_give(taken, monkeypatch, call, masked):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_takes_it_too(taken, dtype):
-    inputs, numbers, options = inputs_of(CALLS[1], dtype)
+@pytest.mark.parametrize("call", [CALLS[1], CALLS[2], CALLS[7]])
+def test_half_precision_stays_within_its_budget(taken, call, dtype):
+    inputs, numbers, options = inputs_of(call, dtype)
     found = run(inputs, numbers, options)
     assert taken
-    assert all(side.isfinite().all() for side in found)
+    wide = [side.detach().double().requires_grad_() for side in inputs]
+    exact = run(wide, {name: side.double() for name, side in numbers.items()}, options)
+    for place, sides in enumerate(zip(found[:4], exact[:4], strict=True)):
+        assert_close(*sides, backward=place > 0, what=("output", "dq", "dk", "dv")[place])
+    for one, other in zip(found[4:], exact[4:], strict=True):
+        torch.testing.assert_close(one.double(), other, atol=0.05, rtol=0.02)
 
 
 def test_a_sample_of_padding_and_nan_in_padding(taken):
@@ -128,7 +136,7 @@ def test_gradients_of_gradients_and_batched_ones(taken):
         torch.testing.assert_close(one.double(), other, atol=1e-2, rtol=1e-3)
     assert taken
     out = lln.lln_keys_attention(*inputs, **numbers, **options)
-    upstream = torch.randn(3, *out.shape)
+    upstream = torch.randn(3, *out.shape, device=DEVICE)
     several = torch.autograd.grad(out, inputs, upstream, retain_graph=True, is_grads_batched=True)
     for one, other in zip(several, torch.autograd.grad(out, inputs, upstream[1]), strict=True):
         torch.testing.assert_close(one[1], other, atol=1e-4, rtol=1e-4)
@@ -164,3 +172,10 @@ def test_it_agrees_with_the_reference(taken):
     found = lln.lln_keys_attention(*inputs, **numbers, **options)
     expected = lln.lln_keys_attention(*inputs, **numbers, **options | {"impl": "reference"})
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bits_repeat(taken):
+    inputs, numbers, options = inputs_of(CALLS[2] | {"tokens": 300})
+    once, again = (run(inputs, numbers, options) for _ in range(2))
+    assert taken
+    assert all(torch.equal(*sides) for sides in zip(once, again, strict=True))

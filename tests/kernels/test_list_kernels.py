@@ -15,7 +15,7 @@ from tests.kernels.exact_keys import GIVEN, compare, run
 
 import lln
 from lln import instruments, observers, reference
-from lln.kernels import launch_keys, launch_list_choice, launch_lists, limits
+from lln.kernels import launch_choice, launch_keys, launch_list_choice, launch_lists, limits
 from lln.testing import assert_close, make_qkv
 
 BOTH = ("triton", "eager")
@@ -281,3 +281,31 @@ def test_softmax_where_every_key_is_exact():
     )
     expected = reference.softmax_attention(query, key, value)
     assert_close(out, expected, plain, what="output")
+
+
+@pytest.mark.parametrize(
+    ("keys", "key_heads", "scale", "masked"), [(6, 2, {}, True), (5, 1, {"scale": -0.3}, False)]
+)
+def test_the_kernels_choose_both_halves(monkeypatch, keys, key_heads, scale, masked):
+    """No kernel reads half and half, but "auto" lets the kernels choose."""
+    let_auto_take_kernels(monkeypatch)
+    launches = []
+
+    def count(module, name):
+        launch = getattr(module, name)
+
+        def counted(*arguments):
+            launches.append(name)
+            return launch(*arguments)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(launch_choice, "choose")
+    count(launch_list_choice, "choose_lists")
+    options = {"block_size": 16, "select": "half", "enable_gqa": True, **scale}
+    query, key, _ = coarse(40, WIDTH, torch.float32, key_heads=key_heads)
+    options["key_mask"] = holes(2, 40) if masked else None
+    found = lln.choose_keys(query, key, keys, **options)
+    assert launches == ["choose", "choose_lists"]
+    assert torch.equal(found, lln.choose_keys(query, key, keys, impl="eager", **options))
+    assert len(launches) == 2

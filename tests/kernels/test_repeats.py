@@ -281,6 +281,26 @@ def test_no_tensor_is_kept(long_ways):
     assert not kept_inputs(2)
 
 
+def test_preparing_later_calls_takes_no_memory(monkeypatch):
+    made = []
+    learn, empty_like = repeats.Repeat.learn, torch.empty_like
+
+    def recorded(side, **options):
+        found = empty_like(side, **options)
+        made.append(found.device.type)
+        return found
+
+    def watched(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_like", recorded)
+            learn(*arguments)
+
+    monkeypatch.setattr(repeats.Repeat, "learn", watched)
+    for seed in range(2):
+        outcome(with_options(**NUMBERS), inputs_of(seed))
+    assert made == ["meta"] * 3
+
+
 @pytest.mark.slow
 def test_old_kinds_are_forgotten(monkeypatch):
     monkeypatch.setattr(repeats, "MOST_REPEATS", 2)

@@ -1,12 +1,15 @@
-"""Exact keys on a CPU by all scores and a mask, where every query has keys of its own.
+"""Exact keys by all scores and a mask, where every query has keys of its own.
 
 To lay out the chosen keys of every query by itself takes far longer than to multiply. PyTorch's
 fused softmax attention computes the scores of all keys, block by block, and a mask hides those that
 a query did not choose. The sum is the same.
 
 Slots become D more keys (`lln.eager.key_attention` has the formula). Queries get two channels more,
-one and their level: a slot with the vector [μ + αe_f/scale, (L_f - βμ_f)/scale, 1/scale] then has
+one and their level/scale: a slot with the vector [μ + αe_f/scale, (L_f - βμ_f)/scale, 1] then has
 its logit as a score, so that all gradients come from the same pass.
+
+bfloat16 queries and keys are multiplied as such on a GPU, three times as fast. What the two more
+channels hold is large and must not be rounded, so it is split into a sum of two bfloat16 numbers.
 
 Dimension legend: see `lln.eager.key_attention`; R queries at once, S = T + D keys with the slots.
 """
@@ -20,20 +23,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lln.eager.fused_softmax import aligned, softmax_attention, softmax_attention_gradients
 from lln.eager.key_blocks import KeyBlocks
-from lln.tracing import is_batched, is_untraced_on_cpu
+from lln.tracing import is_batched, is_untraced
 
-# Numbers of a mask that are laid out at once.
-MOST_NUMBERS = 1 << 20
+# Numbers of a mask that are laid out at once: in a CPU's caches, or enough to fill a GPU.
+MOST_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 # How many scores take the time of one row that is copied (measured at 64 channels).
 SCORES_PER_ROW = 80
 
 # Slots are scaled by the inverse, which must not overflow.
 LEAST_SCALE = 1e-6
-
-_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def fits_mask(
@@ -58,7 +59,7 @@ def fits_mask(
         return False
     tensors = [side for side in sides if isinstance(side, Tensor)]
     fits = all(side.numel() and side.dtype == torch.float32 for side in tensors)
-    return fits and is_untraced_on_cpu(*tensors)
+    return fits and slots.device.type in MOST_NUMBERS and is_untraced(*tensors)
 
 
 def attend_masked(
@@ -74,6 +75,7 @@ def attend_masked(
     *,
     key_mask: Tensor | None,
     scale: float,
+    given: torch.dtype,
 ) -> Tensor:
     """The attention of `lln.eager.key_attention.attend_keys`: ``[B, H, T, E]``.
 
@@ -89,6 +91,7 @@ def attend_masked(
         blocks: Where the tokens lie.
         key_mask: bool ``[B, T]``, True = attend.
         scale: Factor of the scores, above zero.
+        given: The dtype in which the caller gave query, key and value.
     """
     tokens, width, value_width = query.shape[2], query.shape[3], value.shape[3]
     log_mass, centroid, centre = (side.squeeze(2) for side in slots)
@@ -103,15 +106,19 @@ def attend_masked(
         some = key_mask.any(-1)[:, None, None]
         log_mass = torch.where(some, log_mass, 0.0)
         level = torch.where(some.unsqueeze(-1), level, 0.0)
-    rows = torch.cat([query, torch.ones_like(level), level], -1)
-    vectors = factor * (torch.eye(width) / scale) + centre.unsqueeze(-2)
-    known = (log_mass / scale).unsqueeze(-1)
-    linear = torch.cat([vectors, known, torch.full_like(known, 1 / scale)], -1)
-    keys = torch.cat([F.pad(key, (0, 2)), linear], 2)
+    kind = torch.bfloat16 if query.is_cuda and given == torch.bfloat16 else query.dtype
+    vectors = factor * (torch.eye(width, device=query.device) / scale) + centre.unsqueeze(-2)
+    known = _summands((log_mass / scale).unsqueeze(-1), kind)
+    levels = _summands(level / scale, kind)
+    rows = torch.cat([query, *map(torch.ones_like, levels), *levels], -1)
+    linear = torch.cat([vectors, *known, *map(torch.ones_like, known)], -1)
+    keys = torch.cat([F.pad(key, (0, linear.shape[-1] - width)), linear], 2)
     values = torch.cat([value, centroid], 2)
     # The fused attention wants one width.
-    most = max(width + 2, value_width)
-    rows, keys, values = (F.pad(side, (0, most - side.shape[-1])) for side in (rows, keys, values))
+    most = aligned(max(keys.shape[-1], value_width), query.device)
+    rows, keys, values = (
+        F.pad(side, (0, most - side.shape[-1])).to(kind) for side in (rows, keys, values)
+    )
     # Who is not seen points at a slot, which every query sees.
     chosen = torch.where(seen, indices, tokens)
     if not blocks.is_plain:
@@ -122,7 +129,15 @@ def attend_masked(
     near = torch.where(blocks.valid(key_mask), blocks.place, tokens)
     near = near.gather(1, blocks.home.unsqueeze(-1).expand(-1, -1, near.shape[2]))
     out = _Masked.apply(rows, keys, values, chosen, near[:, None], scale)
-    return out[..., :value_width]
+    return out[..., :value_width].to(query.dtype)
+
+
+def _summands(numbers: Tensor, kind: torch.dtype) -> list[Tensor]:
+    """Tensors whose sum is this one, and that lose little when they are rounded to a dtype."""
+    if kind == numbers.dtype:
+        return [numbers]
+    rounded = numbers.to(kind).to(numbers.dtype)
+    return [rounded, numbers - rounded]
 
 
 def _masks(chosen: Tensor, near: Tensor, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -135,9 +150,10 @@ def _masks(chosen: Tensor, near: Tensor, keys: Tensor) -> Iterator[tuple[slice, 
     """
     batch, heads, tokens, _ = chosen.shape
     size = keys.shape[2]
-    stretch = max(64, MOST_NUMBERS // (batch * heads * size))
+    stretch = max(64, MOST_NUMBERS[keys.device.type] // (batch * heads * size))
     # New memory takes longer to touch than to fill again.
-    space = keys.new_zeros(batch, heads, min(stretch, tokens), size)
+    room = aligned(size, keys.device)
+    space = keys.new_zeros(batch, heads, min(stretch, tokens), room)[..., :size]
     for first in range(0, tokens, stretch):
         part = slice(first, min(first + stretch, tokens))
         mask = space[:, :, : part.stop - first]
@@ -157,32 +173,32 @@ class _Masked(torch.autograd.Function):
         *tensors, scale = inputs
         rows, keys, values, chosen, near = tensors
         found = [
-            _attend(rows[:, :, part], keys, values, 0.0, False, attn_mask=mask, scale=scale)
+            softmax_attention(rows[:, :, part], keys, values, mask, scale)
             for part, mask in _masks(chosen, near, keys)
         ]
-        out, norm = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(*tensors, out, norm)
+        parts, norms = zip(*found, strict=True)
+        out = torch.cat(parts, 2)
+        ctx.save_for_backward(*tensors, out, *norms)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        rows, keys, values, chosen, near, out, norm = ctx.saved_tensors
+        rows, keys, values, chosen, near, out, *norms = ctx.saved_tensors
         if torch.is_grad_enabled() or is_batched(gradient):
             return *_plain_gradients(
                 (rows, keys, values), chosen, near, ctx.scale, gradient
             ), *_NONE
         dq: list[Tensor] = []
-        dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-        for part, mask in _masks(chosen, near, keys):
-            own = (rows[:, :, part], keys, values, out[:, :, part], norm[:, :, part])
-            upstream = gradient[:, :, part]
-            found = _attend_backward(upstream, *own, 0.0, False, attn_mask=mask, scale=ctx.scale)
+        dk, dv = (torch.zeros_like(side, dtype=torch.float32) for side in (keys, values))
+        for norm, (part, mask) in zip(norms, _masks(chosen, near, keys), strict=True):
+            own = (rows[:, :, part], keys, values, mask, out[:, :, part], norm)
+            found = softmax_attention_gradients(gradient[:, :, part], *own, ctx.scale)
             dq.append(found[0])
             dk += found[1]
             dv += found[2]
-        return torch.cat(dq, 2), dk, dv, *_NONE
+        return torch.cat(dq, 2), dk.to(keys.dtype), dv.to(values.dtype), *_NONE
 
 
 # The gradients of what says where keys are, and of the scale.
@@ -196,10 +212,10 @@ def _plain_gradients(
     rows, keys, values = sides
     with torch.enable_grad():
         weights = [
-            (rows[:, :, part] @ keys.mT * scale + mask.clone()).softmax(-1)
+            (rows[:, :, part].float() @ keys.mT.float() * scale + mask.clone()).softmax(-1)
             for part, mask in _masks(chosen, near, keys)
         ]
-        out = torch.cat(weights, 2) @ values
+        out = (torch.cat(weights, 2) @ values.float()).to(rows.dtype)
         wanted = [side for side in sides if side.requires_grad]
         found = iter(torch.autograd.grad(out, wanted, gradient, create_graph=True))
     return tuple(next(found) if side.requires_grad else None for side in sides)

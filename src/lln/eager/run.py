@@ -90,6 +90,7 @@ def exact_keys(
     Indices hold only keys that a group may see, or -1.
     """
     sides = (query, key, value, alpha, beta, offset, indices, key_mask)
+    options["given"] = query.dtype
     return _run(_exact_keys, sides, key_mask, _KEYS_AXES, options)
 
 
@@ -227,8 +228,12 @@ def _exact_keys(
     scale: float | None,
     is_causal: bool,
     impl: str,
+    given: torch.dtype,
 ) -> Tensor:
-    """Attention over own block, chosen keys and slots, in the accumulation dtype."""
+    """Attention over own block, chosen keys and slots, in the accumulation dtype.
+
+    ``given`` is the dtype in which the caller gave query, key and value.
+    """
     batch, heads, tokens, _ = query.shape
     grouped_key, grouped_value = key, value
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
@@ -264,7 +269,7 @@ def _exact_keys(
     else:
         slots = slots_of_heads(grouped_key, grouped_value, beta, key_mask, heads)
     options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
-    options |= {"group_size": group_size, "are_seen": True}
+    options |= {"group_size": group_size, "are_seen": True, "given": given}
     return attend_keys(query, key, value, alpha, slots, offset, indices, blocks, **options)
 
 

@@ -82,7 +82,7 @@ def drop_repeats(indices: Tensor) -> Tensor:
     kept[..., 1:] &= ordered[..., 1:] != ordered[..., :-1]
     # Those that stay move up; what they leave goes to one place more, which is cut off.
     size = indices.shape[-1]
-    place = torch.where(kept, kept.cumsum(-1) - 1, size)
+    place = torch.where(kept, kept.cumsum(-1, dtype=torch.int32) - 1, size).long()
     found = indices.new_full((*indices.shape[:-1], size + 1), -1)
     return found.scatter(-1, place, ordered.to(indices.dtype))[..., :size]
 

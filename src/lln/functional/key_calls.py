@@ -49,7 +49,7 @@ def complete(request: Request, plan: Plan) -> Request:
     if isinstance(keys, Tensor):
         keys = _usable(request, keys)
     elif plan.impl == "triton" and request.select == "query" and request.bounds is None:
-        keys = _lists(request)
+        keys = _lists(request, keys)
     else:
         keys = choose_for(request, plan)
     first = (request.kind, *request[1:4], alpha, beta, *request[6:15])
@@ -82,11 +82,29 @@ def _spelt_out(request: Request, lists: Lists) -> Tensor:
     return found[..., : found.shape[-1] - odd]
 
 
-def _lists(request: Request) -> Lists:
+def _lists(request: Request, keys: int) -> Lists:
     """The keys of every feature, by the kernels."""
-    assert isinstance(request.keys, int)
     flip = request.scale is not None and request.scale < 0
-    return fused_lists(request.query, request.key, request.key_mask, request.keys, flip=flip)
+    return fused_lists(request.query, request.key, request.key_mask, keys, flip=flip)
+
+
+def _by_mean(request: Request, keys: int, group_size: int) -> Tensor:
+    """The keys of every group's mean query, by the kernels: int ``[B, H, G, K]``."""
+    sizes = {"block_size": request.block_size, "group_size": group_size}
+    flip = request.scale is not None and request.scale < 0
+    return fused_choice(request.query, request.key, request.key_mask, keys, **sizes, flip=flip)
+
+
+def _by_kernels(request: Request, keys: int) -> Tensor:
+    """A dense choice by the kernels: ``[B, H, G, K]``."""
+    if request.select == "query":
+        return _spelt_out(request, _lists(request, keys))
+    if request.select == "block":
+        return _by_mean(request, keys, request.group_size)
+    size = request.block_size
+    shared = _by_mean(request, keys - keys // 2, size).long().repeat_interleave(size, 2)
+    own = _spelt_out(request, _lists(request, keys // 2))
+    return drop_repeats(torch.cat([shared, own], -1))
 
 
 def choose_for(request: Request, plan: Plan) -> Tensor:
@@ -97,13 +115,9 @@ def choose_for(request: Request, plan: Plan) -> Tensor:
     options["flip"] = request.scale is not None and request.scale < 0
     query, key, keys = request.query, request.key, request.keys
     if request.bounds is None:
-        few = request.select == "query" and keys >= query.shape[2]
-        if plan.impl == "triton" and request.select == "query" and not few:
-            return _spelt_out(request, _lists(request))
-        if plan.impl == "triton" and not few:
-            sizes = {"block_size": request.block_size, "group_size": request.group_size}
-            flip = options["flip"]
-            return fused_choice(query, key, request.key_mask, keys, **sizes, flip=flip)
+        few = request.select != "block" and keys >= query.shape[2]
+        if plan.selection == "triton" and not few:
+            return _by_kernels(request, keys)
         blocks = _dense_blocks(request)
         return choose(query, key, keys, blocks, key_mask=request.key_mask, **options)
     query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]

@@ -58,6 +58,8 @@ class Plan(NamedTuple):
         """One sentence."""
         if self.impl == "reference":
             return "The N×N reference computes the call in float64."
+        if self.impl == "eager" and self.selection == "triton":
+            return "The fused kernels choose keys, and plain PyTorch attends to them."
         if self.impl == "eager":
             return "Plain PyTorch computes the call."
         blocks = f"blocks of {self.block_size} tokens"
@@ -180,7 +182,17 @@ def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
         raise BackendUnavailableError(
             f"impl='triton' {reason}; use impl='eager', or impl='auto' to let lln choose."
         )
-    return plain
+    return plain._replace(selection="triton") if _chooses_halves(request) else plain
+
+
+def _chooses_halves(request: Request) -> bool:
+    """Whether the kernels choose both halves of ``select="half"``, though none reads them."""
+    query, keys, block = request.query, request.keys, request.block_size
+    if request.select != "half" or request.is_causal or request.bounds is not None:
+        return False
+    if not isinstance(keys, int) or not 2 <= keys <= MAX_CHOSEN:
+        return False
+    return why_no_keys(query, request.value.shape[-1], block, block) is None
 
 
 def _why_not_padded(bounds: Tensor, keys: object) -> str | None:
