@@ -149,11 +149,16 @@ def _is_split(chosen: Sizes, mode: int) -> bool:
     return chosen.split_blocks and not mode
 
 
+def _is_joined(chosen: Sizes, mode: int) -> bool:
+    """Whether the diagonal's gradients share a pass with those of the keys, after the queries'."""
+    return chosen.is_turned and chosen.is_joined and _is_split(chosen, mode)
+
+
 def _cut(call: Call, chosen: Sizes, mode: int) -> _Cut:
     batch, heads, slots = call.samples, call.query.shape[1], call.summary_heads
     tokens, keys = call.longest or call.query.shape[2], call.longest or call.key.shape[2]
     split = _is_split(chosen, mode)
-    is_joint = call.block_size > 0 and (not split or chosen.is_joined)
+    is_joint = call.block_size > 0 and (not split or _is_joined(chosen, mode))
     walker = chosen.joint_grad if is_joint else chosen.key_grad
     rows = chosen.block_rows if is_joint else walker.tokens
     keys = call.reach(keys) if is_joint else keys
@@ -172,7 +177,7 @@ def _write_backward(
     keys, value_width = call.value.shape[2:]
     alpha_grad, beta_grad, mode = asked
     splits, key_splits, stretch, key_stretch = _cut(call, call.sizes(slots), mode)
-    split = _is_split(chosen, mode)
+    split, joined = _is_split(chosen, mode), _is_joined(chosen, mode)
     walker = chosen.joint_grad if call.block_size and not split else chosen.key_grad
     values = values_of(call, chosen, live, slots) | _of_tiles(call, chosen)
     values |= {"ALPHA_GRAD": alpha_grad, "BETA_GRAD": beta_grad, "MIX_GRAD": mode, "SPLIT": split}
@@ -191,12 +196,12 @@ def _write_backward(
     grid = (key_splits, batch * slots)
     if call.block_size and not split:
         steps.append(over_tiles(bwd.key_bwd_kernel, grid, own, walker))
-    elif call.block_size and chosen.is_joined:
+    elif joined:
         steps.append(over_tiles(turned_joint.joint_turned_kernel, grid, own, chosen.joint_grad))
     else:
         own |= {"MIX": 0, "SPLIT": False, "SHIFTED": False}
         steps.append(key_grad_step(batch * slots, chosen, own, key_splits))
-    if split and not chosen.is_joined:
+    if split and not joined:
         tile, longest = chosen.joint_grad, call.reach(call.longest or keys)
         stretch = tile.stretch(longest, chosen.block_rows, batch * slots, chosen.cores)
         grid = (cdiv(longest, stretch), batch * slots)

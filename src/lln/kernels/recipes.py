@@ -41,17 +41,10 @@ class Step:
     """One launch: a kernel, its grid, and all its arguments, some of them `Place`s."""
 
     def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        values: Mapping[str, object],
-        warps: int,
-        registers: int | None = None,
+        self, kernel: Any, grid: tuple[int, ...], values: Mapping[str, object], warps: int
     ) -> None:
         """``values`` are by the kernel's parameter names; a parameter without one is a `Place`."""
         self.kernel, self.grid, self.warps = kernel, grid, warps
-        # Most registers of a thread, as options of Triton.
-        self.most = {} if registers is None else {"maxnreg": registers}
         self.arguments = [
             values[name] if name in values else Place(name) for name in kernel.arg_names
         ]
@@ -69,8 +62,7 @@ class Step:
 
     def record(self, live: dict[str, Any]) -> None:
         """Launch through Triton, which compiles, and keep what it compiled."""
-        launch = self.kernel[self.grid]
-        compiled = launch(*self._filled(live), num_warps=self.warps, **self.most)
+        compiled = self.kernel[self.grid](*self._filled(live), num_warps=self.warps)
         if not is_interpreted():
             self.compiled = compiled
             self.runner, self.launch = compiled[self.whole_grid], compiled.run
@@ -102,7 +94,7 @@ def over_tiles(
 ) -> Step:
     """A launch of a kernel that goes over its tokens in tiles of these sizes."""
     sizes = {"BT": tile.tokens, "STAGES": tile.stages}
-    return Step(kernel, grid, {**values, **sizes, **own}, tile.warps, tile.registers)
+    return Step(kernel, grid, {**values, **sizes, **own}, tile.warps)
 
 
 # Name → (shape, dtype) of every intermediate tensor.

@@ -40,14 +40,12 @@ class Tile(NamedTuple):
         stages: Depth of the pipeline of loads.
         programs: Least number of programs per multiprocessor; sequences are split to reach it.
             Causal walks use `walk_stretch` instead.
-        registers: Most registers per thread, so that more programs fit; None = as many as needed.
     """
 
     tokens: int
     warps: int
     stages: int
     programs: int = 4
-    registers: int | None = None
 
     def stretch(self, tokens: int, rows: int, heads: int, cores: int) -> int:
         """Tokens per program: whole tiles of ``rows`` tokens."""
@@ -59,7 +57,7 @@ class Tile(NamedTuple):
 # Heads wider than 64 in 16-bit types: the fastest of a sweep on an H200 (docs/kernels.md).
 WIDE_TILES = {
     128: {
-        "summarise": Tile(64, 4, 3, 4),
+        "summarise": Tile(128, 8, 3, 2),
         "read": Tile(128, 8, 3, 8),
         "query_grad": Tile(64, 8, 3, 2),
         "key_grad": Tile(64, 8, 3, 8),
@@ -70,6 +68,14 @@ WIDE_TILES = {
         "query_grad": Tile(16, 8, 3, 2),
         "key_grad": Tile(64, 8, 3, 8),
     },
+}
+
+# Those of heads whose passes have kernels of their own, by another sweep.
+TURNED_TILES = {
+    "summarise": Tile(64, 4, 4, 2),
+    "read": Tile(64, 4, 2, 8),
+    "query_grad": Tile(64, 8, 4, 2),
+    "key_grad": Tile(64, 8, 3, 8),
 }
 
 
@@ -120,7 +126,7 @@ class Sizes:
             (`lln.kernels.triton.wide_summary`, `lln.kernels.triton.turned_grads`).
         summary_slots: Slots per program of the first of them.
         is_joined: Whether the gradients of keys and values and those of the diagonal share a pass
-            after the queries' (`lln.kernels.triton.turned_joint`).
+            after the queries' (`lln.kernels.triton.turned_joint`), if their kernels are turned.
         short: Whether one program handles a whole (sample, head).
         cores: Multiprocessors to fill.
     """
@@ -237,12 +243,13 @@ def _choose(
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
         "is_turned": is_wide and width == widest == 128 and not (short or causal),
         "summary_slots": 64,
-        "is_joined": False,
+        # Larger blocks leave no registers for both.
+        "is_joined": block_tile <= 64,
         "short": short,
         "cores": cores,
     }
     if is_wide:
-        chosen |= WIDE_TILES[widest]
+        chosen |= TURNED_TILES if chosen["is_turned"] else WIDE_TILES[widest]
         reading, updating = (3, 2) if widest == 128 else (2, 1)
         chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
