@@ -81,8 +81,9 @@ def test_masked_keys_and_a_part_without_any():
     check(torch.float32, mask=mask)
 
 
-def test_odd_widths():
-    check(HALF[0], width=12, value_width=40)
+@pytest.mark.parametrize(("width", "value_width"), [(12, 40), (72, 16)])
+def test_odd_widths(width, value_width):
+    check(HALF[0], width=width, value_width=value_width)
 
 
 def test_wide_values_in_slices():

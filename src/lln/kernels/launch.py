@@ -18,12 +18,13 @@ from torch import Tensor
 
 from lln.kernels.call import Call, Gradients, live_of, mix_mode, values_of
 from lln.kernels.gradients import beta_gradient, finish_gradients, gradient_room, mix_shape
-from lln.kernels.recipes import Recipe, Room, Step, follow, over_tiles
+from lln.kernels.launch_passes import key_grad_step, query_grad_steps, summary_steps
+from lln.kernels.recipes import Recipe, follow, over_tiles
 from lln.kernels.shapes import output_like
 from lln.kernels.sizes import Sizes, cdiv
 from lln.kernels.triton import backward as bwd
 from lln.kernels.triton import forward as fwd
-from lln.kernels.triton import summaries
+from lln.kernels.triton import turned_joint
 from lln.kernels.triton.gaps import starts_of
 
 
@@ -72,7 +73,7 @@ def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -
     blocks = call.block_size > 0
     reader = chosen.joint_read if blocks else chosen.read
     rows = chosen.block_rows if blocks else chosen.read.tokens
-    values |= _of_tiles(call, chosen) | {"tile_tokens": rows}
+    values |= _of_tiles(call, chosen) | {"tile_tokens": rows, "PLAIN": chosen.is_turned}
     before, gaps = starts_of(call)
     if chosen.short:
         own = {"BK": chosen.summarise.tokens, "BQ": reader.tokens, "SAVE": save}
@@ -83,38 +84,16 @@ def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -
     stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, chosen.cores)
     splits = cdiv(longest_keys, stretch)
     own = values | {"SHIFTED": False, "program_tokens": stretch}
-    steps, room = summarise_steps(batch * slots, chosen, own, splits)
+    steps, room = summary_steps(batch * slots, chosen, own, splits)
     if not save:
         kept = (batch, slots, width)
         room["p_log_mass"] = kept, torch.float32
         room["p_centroid"] = (*kept, call.value.shape[3]), call.value.dtype
-    steps.append(merge_step(batch * slots, chosen, values, splits))
     longest = call.reach(longest)
     stretch = reader.stretch(longest, rows, batch * heads, chosen.cores)
     grid = (cdiv(longest, stretch), batch * heads)
     steps.append(over_tiles(fwd.read_kernel, grid, values, reader, program_tokens=stretch))
     return Recipe(before + steps, gaps | room)
-
-
-def summarise_steps(
-    programs: int, chosen: Sizes, values: dict[str, Any], splits: int
-) -> tuple[list[Step], Room]:
-    """Partial summaries ``p_peak``, ``p_mass`` and ``p_sum`` of every stretch of keys."""
-    part = (programs, splits, chosen.width)
-    room: Room = {
-        "p_peak": (part, torch.float32),
-        "p_mass": (part, torch.float32),
-        "p_sum": ((*part, chosen.value_width), torch.float32),
-    }
-    kernel, grid = summaries.summarise_kernel, (splits, programs)
-    return [over_tiles(kernel, grid, values, chosen.summarise)], room
-
-
-def merge_step(programs: int, chosen: Sizes, values: dict[str, Any], splits: int) -> Step:
-    """Partial summaries into ``p_log_mass`` and ``p_centroid``."""
-    rows = min(8, chosen.width)
-    grid = (chosen.width // rows, programs)
-    return Step(summaries.merge_kernel, grid, values | {"splits": splits, "ROWS": rows}, 4)
 
 
 def attend_backward(
@@ -170,11 +149,16 @@ def _is_split(chosen: Sizes, mode: int) -> bool:
     return chosen.split_blocks and not mode
 
 
+def _is_joined(chosen: Sizes, mode: int) -> bool:
+    """Whether the diagonal's gradients share a pass with those of the keys, after the queries'."""
+    return chosen.is_turned and chosen.is_joined and _is_split(chosen, mode)
+
+
 def _cut(call: Call, chosen: Sizes, mode: int) -> _Cut:
     batch, heads, slots = call.samples, call.query.shape[1], call.summary_heads
     tokens, keys = call.longest or call.query.shape[2], call.longest or call.key.shape[2]
     split = _is_split(chosen, mode)
-    is_joint = call.block_size > 0 and not split
+    is_joint = call.block_size > 0 and (not split or _is_joined(chosen, mode))
     walker = chosen.joint_grad if is_joint else chosen.key_grad
     rows = chosen.block_rows if is_joint else walker.tokens
     keys = call.reach(keys) if is_joint else keys
@@ -193,7 +177,7 @@ def _write_backward(
     keys, value_width = call.value.shape[2:]
     alpha_grad, beta_grad, mode = asked
     splits, key_splits, stretch, key_stretch = _cut(call, call.sizes(slots), mode)
-    split = _is_split(chosen, mode)
+    split, joined = _is_split(chosen, mode), _is_joined(chosen, mode)
     walker = chosen.joint_grad if call.block_size and not split else chosen.key_grad
     values = values_of(call, chosen, live, slots) | _of_tiles(call, chosen)
     values |= {"ALPHA_GRAD": alpha_grad, "BETA_GRAD": beta_grad, "MIX_GRAD": mode, "SPLIT": split}
@@ -204,23 +188,20 @@ def _write_backward(
         own["BJ"] = chosen.joint_grad.tokens
         step = over_tiles(bwd.short_bwd_kernel, (batch * slots,), values, walker, **own)
         return Recipe([*before, step], gaps)
-    part = (batch * heads, splits, chosen.width)
-    room: Room = {
-        "p_shift_parts": (part, torch.float32),
-        "p_dc_parts": ((*part, chosen.value_width), torch.float32),
-        "p_shift": ((batch, slots, call.query.shape[3]), torch.float32),
-        "p_dc": ((batch, slots, value_width, call.query.shape[3]), call.value.dtype),
-    }
-    grid = (splits, batch * heads)
-    kernel, tile = bwd.query_bwd_kernel, chosen.query_grad
-    steps = [over_tiles(kernel, grid, values, tile, program_tokens=stretch)]
-    rows = min(8, chosen.value_width)
-    own = values | {"parts": heads // slots * splits, "ROWS": rows}
-    steps.append(Step(bwd.gather_kernel, (chosen.value_width // rows, batch * slots), own, 4))
-    alone = {"MIX": 0, "SPLIT": False, "SHIFTED": False} if split else {}
-    own = values | alone | {"program_tokens": key_stretch}
-    steps.append(over_tiles(bwd.key_bwd_kernel, (key_splits, batch * slots), own, walker))
-    if split:
+    own = values | {"program_tokens": stretch}
+    steps, room = query_grad_steps(batch * heads, chosen, own, splits)
+    room["p_shift"] = (batch, slots, call.query.shape[3]), torch.float32
+    room["p_dc"] = (batch, slots, value_width, call.query.shape[3]), call.value.dtype
+    own = values | {"program_tokens": key_stretch}
+    grid = (key_splits, batch * slots)
+    if call.block_size and not split:
+        steps.append(over_tiles(bwd.key_bwd_kernel, grid, own, walker))
+    elif joined:
+        steps.append(over_tiles(turned_joint.joint_turned_kernel, grid, own, chosen.joint_grad))
+    else:
+        own |= {"MIX": 0, "SPLIT": False, "SHIFTED": False}
+        steps.append(key_grad_step(batch * slots, chosen, own, key_splits))
+    if split and not joined:
         tile, longest = chosen.joint_grad, call.reach(call.longest or keys)
         stretch = tile.stretch(longest, chosen.block_rows, batch * slots, chosen.cores)
         grid = (cdiv(longest, stretch), batch * slots)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lln.kernels.call import Call, Gradients, live_of, mix_mode, values_of
 from lln.kernels.gradients import finish_gradients, gradient_room, mix_shape
-from lln.kernels.launch import summarise_steps
+from lln.kernels.launch_passes import summarise_steps
 from lln.kernels.recipes import Place, Recipe, Room, Step, follow, over_tiles
 from lln.kernels.shapes import output_like
 from lln.kernels.sizes import Sizes, Tile, cdiv, walk_stretch

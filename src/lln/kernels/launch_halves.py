@@ -17,11 +17,10 @@ from torch import Tensor
 
 from lln.kernels.call import Call, live_of, values_of
 from lln.kernels.gradients import beta_gradient, finish_gradients
-from lln.kernels.launch import merge_step, summarise_steps
-from lln.kernels.recipes import Recipe, Room, Step, follow, over_tiles
+from lln.kernels.launch_passes import key_grad_step, query_grad_steps, summary_steps
+from lln.kernels.recipes import Recipe, follow, over_tiles
 from lln.kernels.shapes import output_like
 from lln.kernels.sizes import Sizes, cdiv
-from lln.kernels.triton import backward as bwd
 from lln.kernels.triton import forward as fwd
 
 
@@ -82,8 +81,7 @@ def _write_summarise(call: Call, live: dict[str, Any], chosen: Sizes) -> Recipe:
     stretch = tile.stretch(keys, tile.tokens, programs, chosen.cores)
     splits = cdiv(keys, stretch)
     values |= {"program_tokens": stretch, "EVEN": _is_even(call, keys, tile.tokens)}
-    steps, room = summarise_steps(programs, chosen, values, splits)
-    return Recipe([*steps, merge_step(programs, chosen, values, splits)], room)
+    return Recipe(*summary_steps(programs, chosen, values, splits))
 
 
 def summarise_backward(
@@ -145,8 +143,7 @@ def _write_key_grad(call: Call, live: dict[str, Any], beta_grad: bool, chosen: S
     values |= {"ALPHA_GRAD": False, "BETA_GRAD": beta_grad, "MIX_GRAD": 0, "SPLIT": False}
     values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
     values["EVEN"] = _is_even(call, keys, tile.tokens)
-    grid = (programs, call.samples * slots)
-    return Recipe([over_tiles(bwd.key_bwd_kernel, grid, values, tile)], {})
+    return Recipe([key_grad_step(call.samples * slots, chosen, values, programs)], {})
 
 
 # Queries that read a summary
@@ -204,7 +201,7 @@ def _write_read(call: Call, live: dict[str, Any], slots: int, chosen: Sizes) -> 
     values = values_of(call, chosen, live, slots, max(chosen.width, chosen.value_width))
     stretch = tile.stretch(tokens, tile.tokens, programs, chosen.cores)
     values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
-    values["EVEN"] = _is_even(call, tokens, tile.tokens)
+    values |= {"EVEN": _is_even(call, tokens, tile.tokens), "PLAIN": chosen.is_turned}
     grid = (cdiv(tokens, stretch), programs)
     return Recipe([over_tiles(fwd.read_kernel, grid, values, tile)], {})
 
@@ -276,16 +273,7 @@ def _write_query_grad(
     values = values_of(call, chosen, live, slots)
     values |= {"ALPHA_GRAD": alpha_grad, "SPLIT": False, "program_tokens": stretch}
     values["EVEN"] = _is_even(call, tokens, tile.tokens)
-    part = (batch * heads, splits, chosen.width)
-    room: Room = {
-        "p_shift_parts": (part, torch.float32),
-        "p_dc_parts": ((*part, chosen.value_width), torch.float32),
-    }
-    steps = [over_tiles(bwd.query_bwd_kernel, (splits, batch * heads), values, tile)]
-    rows = min(8, chosen.value_width)
-    own = values | {"parts": heads // slots * splits, "ROWS": rows}
-    steps.append(Step(bwd.gather_kernel, (chosen.value_width // rows, batch * slots), own, 4))
-    return Recipe(steps, room)
+    return Recipe(*query_grad_steps(batch * heads, chosen, values, splits))
 
 
 def _is_even(call: Call, tokens: int, tile: int) -> bool:

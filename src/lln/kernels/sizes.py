@@ -70,6 +70,14 @@ WIDE_TILES = {
     },
 }
 
+# Those of heads whose passes have kernels of their own, by another sweep.
+TURNED_TILES = {
+    "summarise": Tile(64, 4, 4, 2),
+    "read": Tile(64, 4, 2, 8),
+    "query_grad": Tile(64, 8, 4, 2),
+    "key_grad": Tile(64, 8, 3, 8),
+}
+
 
 @lru_cache(4096)
 def walk_stretch(tile: Tile, tokens: int, rows: int, heads: int, cores: int) -> int:
@@ -114,6 +122,11 @@ class Sizes:
         has_blocks: Whether there is a diagonal part.
         split_blocks: Whether its gradients have a separate pass: together with those of wide
             summaries they do not fit the registers.
+        is_turned: Whether the passes of wide heads have kernels of their own
+            (`lln.kernels.triton.wide_summary`, `lln.kernels.triton.turned_grads`).
+        summary_slots: Slots per program of the first of them.
+        is_joined: Whether the gradients of keys and values and those of the diagonal share a pass
+            after the queries' (`lln.kernels.triton.turned_joint`), if their kernels are turned.
         short: Whether one program handles a whole (sample, head).
         cores: Multiprocessors to fill.
     """
@@ -133,6 +146,9 @@ class Sizes:
     block_rows: int
     has_blocks: bool
     split_blocks: bool
+    is_turned: bool
+    summary_slots: int
+    is_joined: bool
     short: bool
     cores: int
 
@@ -225,11 +241,15 @@ def _choose(
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
+        "is_turned": is_wide and width == widest == 128 and not (short or causal),
+        "summary_slots": 64,
+        # Larger blocks leave no registers for both.
+        "is_joined": block_tile <= 64,
         "short": short,
         "cores": cores,
     }
     if is_wide:
-        chosen |= WIDE_TILES[widest]
+        chosen |= TURNED_TILES if chosen["is_turned"] else WIDE_TILES[widest]
         reading, updating = (3, 2) if widest == 128 else (2, 1)
         chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)

@@ -42,16 +42,20 @@ def read_range(
     seed, drop_first, dropout_p, tile_tokens,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PLAIN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Queries ``start … end − 1`` of one head read a summary; writes their outputs."""
+    """Queries ``start … end − 1`` of one head read a summary; writes their outputs.
+
+    PLAIN: queries are widened as they are, without a product with the identity.
+    """
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
         inside = rows_inside(first, last, BT, HAS_MASK)
         ok = token_ok(p_mask, first, last, BT, HAS_MASK and (QUIET or MIX > 0))
         b_q = load_queries(q, first, inside, ok, BT, D, BD, EVEN, QUIET)
-        b_e, b_norm = slot_softmax(b_q, alpha, b_log_mass, D, BD)
+        b_wide = b_q.to(tl.float32) if PLAIN else b_q
+        b_e, b_norm = slot_softmax(b_wide, alpha, b_log_mass, D, BD)
         b_o = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION)
         if MIX > 0:
             b_k = load_unmasked(k, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
@@ -116,8 +120,8 @@ def short_fwd_kernel(
             heads_on(q, own), k, v, heads_on(o, own), heads_on(mixes, own), p_mask, -gap, queries,
             load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA), b_log_mass, b_c,
             mix, scale, block_size, seed, drop_first, dropout_p, tile_tokens,
-            D, E, BD, BE, BQ, QUIET, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION,
-            STAGES,
+            D, E, BD, BE, BQ, QUIET, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT, False,
+            PRECISION, STAGES,
         )  # fmt: skip
 
 
@@ -131,7 +135,7 @@ def read_kernel(
     R: tl.constexpr, KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BT: tl.constexpr, HAS_ALPHA: tl.constexpr, QUIET: tl.constexpr,
     ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr, PLAIN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One stretch (a program's share) of queries of one (sample, head) reads its summary."""
@@ -153,5 +157,6 @@ def read_kernel(
         p_mask + batch * S, start, end, load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log_mass,
         b_c, mix, scale, block_size,
         seed, (batch * key_heads + key_head) * S, dropout_p, tile_tokens,
-        D, E, BD, BE, BT, QUIET, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
+        D, E, BD, BE, BT, QUIET, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT, PLAIN, PRECISION,
+        STAGES,
     )  # fmt: skip

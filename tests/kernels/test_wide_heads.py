@@ -1,0 +1,113 @@
+"""Heads of 65 to 128 channels in 16-bit types, which have kernels of their own."""
+
+import pytest
+import torch
+from tests.kernels.common import DEVICE, HALF, compare, holes
+
+import lln
+from lln.kernels import recipes, repeats, sizes
+from lln.testing import make_qkv
+
+OWN = {"summarise_slots_kernel", "query_turned_kernel", "key_turned_kernel"}
+JOINED = {"summarise_slots_kernel", "query_turned_kernel", "joint_turned_kernel"}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that a test launches."""
+    names, record = set(), recipes.Step.record
+
+    def note(step, live):
+        names.add(step.kernel.fn.__name__)
+        record(step, live)
+
+    monkeypatch.setattr(recipes, "_recipes", {})
+    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(recipes.Step, "record", note)
+    return names
+
+
+CALLS = {
+    "one stretch": {"width": 128, "value_width": 128, "tokens": 64},
+    "odd widths": {"width": 72, "value_width": 40},
+    "mask": {"width": 96, "value_width": 96, "key_mask": holes(2, 70)},
+    "shared summary": {"width": 72, "heads": 2, "key_heads": 1, "tokens": 40},
+    "blocks": {"width": 128, "tokens": 64, "block_size": 16},
+    "masked blocks": {
+        "width": 72,
+        "block_size": 16,
+        "key_mask": holes(2, 70),
+        "extra": {"alpha": 2.0, "beta": 2.0, "mix": 0.3},
+    },
+    "mix per channel": {
+        "width": 72,
+        "block_size": 16,
+        "tokens": 40,
+        "extra": {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(1, 1, 1, 72)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_and_gradients(launched, name):
+    compare(HALF[-1], **CALLS[name])
+    own = {"mix per channel": {"query_turned_kernel", "key_bwd_kernel"}}
+    assert launched >= own.get(name, JOINED if "blocks" in name else OWN)
+    assert launched.isdisjoint({"key_turned_kernel", "key_bwd_kernel"}) == ("blocks" in name)
+    # Nothing is left to merge or to gather where one program has all tokens.
+    assert ("merge_kernel" in launched) == (CALLS[name].get("tokens", 70) > 64)
+
+
+@pytest.mark.parametrize("name", ["blocks", "masked blocks"])
+def test_gradients_of_large_blocks_in_a_pass_of_their_own(launched, monkeypatch, name):
+    monkeypatch.setitem(sizes.overrides, "is_joined", False)
+    compare(HALF[-1], **CALLS[name])
+    assert launched >= {*OWN, "key_bwd_kernel"}
+
+
+# Dropout has no seeded reference, and in 16 bits dα and dβ are compared with the usual kernels'.
+@pytest.mark.parametrize(
+    ("packed", "blocks", "drop", "kernels"),
+    [(False, {}, 0.0, OWN), (True, {}, 0.4, OWN), (True, {"block_size": 16}, 0.4, JOINED)],
+    ids=["dense", "packed", "joined"],
+)
+def test_the_same_as_by_the_usual_kernels(launched, monkeypatch, packed, blocks, drop, kernels):
+    inputs = make_qkv(1, 2, 40, 72, key_heads=1, device=DEVICE, dtype=HALF[-1], requires_grad=True)
+    scales = [torch.tensor([1.5, 2.0], device=DEVICE).view(1, 2, 1, 1) for _ in range(2)]
+    leaves = [*inputs, *(side.requires_grad_() for side in scales)]
+    options = {"alpha": scales[0], "beta": scales[1], "enable_gqa": True, "impl": "triton"}
+    options |= {"dropout_p": drop, **blocks}
+    found = []
+    for turned in (False, True):
+        monkeypatch.setitem(sizes.overrides, "is_turned", turned)
+        monkeypatch.setitem(sizes.overrides, "is_joined", turned and kernels == JOINED)
+        launched.clear()
+        torch.manual_seed(3)
+        if packed:
+            attend = lln.lln_diag_attention_varlen if blocks else lln.lln_attention_varlen
+            tokens_first = [side[0].transpose(0, 1) for side in inputs]
+            bounds = torch.tensor([0, 13, 13, 40], device=DEVICE)
+            out = attend(*tokens_first, bounds, max_seqlen=27, **options)
+        else:
+            out = lln.lln_attention(*inputs, **options)
+        upstream = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(out)
+        found.append((out, *torch.autograd.grad(out, leaves, upstream)))
+        assert (launched >= kernels) == turned
+    for one, other in zip(*found, strict=True):
+        size = one.abs().max().item()
+        assert size > 0.01
+        torch.testing.assert_close(one, other, rtol=0, atol=4 * torch.finfo(HALF[-1]).eps * size)
+
+
+def test_where_they_are_used():
+    def is_turned(dtype, width, value_width, causal=False):
+        sides = [torch.empty(1, 1, 64, w, dtype=dtype) for w in (width, width, value_width)]
+        return sizes.choose_sizes(*sides, 1, 1, 0, causal=causal).is_turned
+
+    assert is_turned(torch.bfloat16, 65, 16)
+    assert is_turned(torch.float16, 128, 128)
+    assert not is_turned(torch.float32, 128, 128)
+    assert not is_turned(torch.bfloat16, 64, 64)
+    assert not is_turned(torch.bfloat16, 64, 128)
+    assert not is_turned(torch.bfloat16, 129, 64)
+    assert not is_turned(torch.bfloat16, 128, 128, causal=True)
