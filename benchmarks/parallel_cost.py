@@ -80,7 +80,7 @@ def times_table(rows: list[dict]) -> str:
         f"**Simulated, not measured**: milliseconds of one layer in a training step, {SHOWN_HEADS} "
         f"heads of {WIDTH} in bfloat16, batch 1. Assumed of a rank: softmax passes at "
         f"{machine.softmax_rate / 1e12:.0f} Tflop/s, ours at {machine.linear_rate / 1e12:.0f}, "
-        f"exact keys at {machine.keys_rate / 1e12:.1f}, "
+        f"exact keys at {machine.keys_rate / 1e12:.0f}, "
         f"{machine.node_bandwidth / 1e9:.0f} GB/s inside a node of {machine.node_ranks}, "
         f"{machine.network_bandwidth / 1e9:.0f} GB/s between nodes, "
         f"{1e6 * machine.collective_latency:.0f} µs per collective and doubling of the ranks, "

@@ -93,11 +93,45 @@ def test_it_gives_what_copied_keys_give(taken, monkeypatch, call, masked):
 @pytest.mark.parametrize("call", [CALLS[1], CALLS[2], CALLS[7]])
 def test_half_precision_stays_within_its_budget(taken, call, dtype):
     inputs, numbers, options = inputs_of(call, dtype)
-    found = run(inputs, numbers, options)
-    assert taken
+    plain = run(inputs, numbers, options)
+    # On a GPU this way rounds weights as the kernels do, and has their budget.
+    found = run(inputs, numbers, options | {"impl": "auto"})
+    assert len(taken) == (2 if call["select"] == "half" or DEVICE == "cpu" else 1)
     wide = [side.detach().double().requires_grad_() for side in inputs]
     exact = run(wide, {name: side.double() for name, side in numbers.items()}, options)
-    for place, sides in enumerate(zip(found[:4], exact[:4], strict=True)):
+    for place, sides in enumerate(zip(found[:4], exact[:4], plain[:4], strict=True)):
+        backward, name = place > 0, ("output", "dq", "dk", "dv")[place]
+        assert_close(*sides, backward=backward, what=name)
+        assert_close(sides[2], sides[1], backward=backward, what=name)
+    for one, other in zip(found[4:], exact[4:], strict=True):
+        torch.testing.assert_close(one.double(), other, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("call", [CALLS[1], CALLS[2], CALLS[7], CALLS[8]])
+def test_rounded_weights_have_the_budget_of_kernels(taken, monkeypatch, call, masked):
+    """Of "auto" on a GPU, and only there it pays; but a CPU can compute it too."""
+    inputs, numbers, options = inputs_of(call, torch.bfloat16)
+    options["key_mask"] = holes(call["tokens"]) if masked else None
+    plain = run(inputs, numbers, options)
+    kinds, softmax, attend = [], masked_keys.softmax_attention, key_attention.attend_masked
+
+    def noted(*sides):
+        kinds.append(sides[0].dtype)
+        return softmax(*sides)
+
+    def rounding(*sides, **how):
+        return attend(*sides, **how | {"rounded": torch.bfloat16})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(masked_keys, "ROUNDING", [DEVICE])
+        patch.setattr(masked_keys, "softmax_attention", noted)
+        patch.setattr(key_attention, "attend_masked", rounding)
+        found = run(inputs, numbers, options)
+    assert set(kinds) == {torch.bfloat16}
+    wide = [side.detach().double().requires_grad_() for side in inputs]
+    exact = run(wide, {name: side.double() for name, side in numbers.items()}, options)
+    for place, sides in enumerate(zip(found[:4], exact[:4], plain[:4], strict=True)):
         assert_close(*sides, backward=place > 0, what=("output", "dq", "dk", "dv")[place])
     for one, other in zip(found[4:], exact[4:], strict=True):
         torch.testing.assert_close(one.double(), other, atol=0.05, rtol=0.02)

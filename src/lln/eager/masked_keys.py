@@ -8,8 +8,9 @@ Slots become D more keys (`lln.eager.key_attention` has the formula). Queries ge
 one and their level/scale: a slot with the vector [μ + αe_f/scale, (L_f - βμ_f)/scale, 1] then has
 its logit as a score, so that all gradients come from the same pass.
 
-bfloat16 queries and keys are multiplied as such on a GPU, three times as fast. What the two more
-channels hold is large and must not be rounded, so it is split into a sum of two bfloat16 numbers.
+Where the caller lets weights be rounded, bfloat16 queries and keys are multiplied as such on a GPU,
+three times as fast. What the two more channels hold is large and must not be rounded: it is split
+into a sum of two bfloat16 numbers.
 
 Dimension legend: see `lln.eager.key_attention`; R queries at once, S = T + D keys with the slots.
 """
@@ -32,6 +33,9 @@ MOST_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 # How many scores take the time of one row that is copied (measured at 64 channels).
 SCORES_PER_ROW = 80
+
+# Where bfloat16 numbers are multiplied sooner than float32 ones.
+ROUNDING = ["cuda"]
 
 # Slots are scaled by the inverse, which must not overflow.
 LEAST_SCALE = 1e-6
@@ -75,7 +79,7 @@ def attend_masked(
     *,
     key_mask: Tensor | None,
     scale: float,
-    given: torch.dtype,
+    rounded: torch.dtype | None,
 ) -> Tensor:
     """The attention of `lln.eager.key_attention.attend_keys`: ``[B, H, T, E]``.
 
@@ -91,7 +95,7 @@ def attend_masked(
         blocks: Where the tokens lie.
         key_mask: bool ``[B, T]``, True = attend.
         scale: Factor of the scores, above zero.
-        given: The dtype in which the caller gave query, key and value.
+        rounded: A dtype that weights may be rounded to, that of the caller's tensors; None = none.
     """
     tokens, width, value_width = query.shape[2], query.shape[3], value.shape[3]
     log_mass, centroid, centre = (side.squeeze(2) for side in slots)
@@ -106,7 +110,8 @@ def attend_masked(
         some = key_mask.any(-1)[:, None, None]
         log_mass = torch.where(some, log_mass, 0.0)
         level = torch.where(some.unsqueeze(-1), level, 0.0)
-    kind = torch.bfloat16 if query.is_cuda and given == torch.bfloat16 else query.dtype
+    rounds = rounded == torch.bfloat16 and query.device.type in ROUNDING
+    kind = torch.bfloat16 if rounds else query.dtype
     vectors = factor * (torch.eye(width, device=query.device) / scale) + centre.unsqueeze(-2)
     known = _summands((log_mass / scale).unsqueeze(-1), kind)
     levels = _summands(level / scale, kind)

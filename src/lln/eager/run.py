@@ -90,7 +90,6 @@ def exact_keys(
     Indices hold only keys that a group may see, or -1.
     """
     sides = (query, key, value, alpha, beta, offset, indices, key_mask)
-    options["given"] = query.dtype
     return _run(_exact_keys, sides, key_mask, _KEYS_AXES, options)
 
 
@@ -228,11 +227,11 @@ def _exact_keys(
     scale: float | None,
     is_causal: bool,
     impl: str,
-    given: torch.dtype,
+    rounded: torch.dtype | None = None,
 ) -> Tensor:
     """Attention over own block, chosen keys and slots, in the accumulation dtype.
 
-    ``given`` is the dtype in which the caller gave query, key and value.
+    ``rounded`` is a dtype that weights may be rounded to, as in the kernels.
     """
     batch, heads, tokens, _ = query.shape
     grouped_key, grouped_value = key, value
@@ -269,7 +268,7 @@ def _exact_keys(
     else:
         slots = slots_of_heads(grouped_key, grouped_value, beta, key_mask, heads)
     options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
-    options |= {"group_size": group_size, "are_seen": True, "given": given}
+    options |= {"group_size": group_size, "are_seen": True, "rounded": rounded}
     return attend_keys(query, key, value, alpha, slots, offset, indices, blocks, **options)
 
 

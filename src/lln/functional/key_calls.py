@@ -155,6 +155,7 @@ def attend_dense_keys(request: Request, plan: Plan) -> Tensor:
         is_causal=request.is_causal,
         scale=request.scale,
         impl=plan.impl,
+        rounded=request.query.dtype if plan.selection == "triton" else None,
     )
 
 

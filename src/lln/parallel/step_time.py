@@ -36,8 +36,7 @@ class Machine:
             what the fastest of docs/benchmarks.md has on one H200.
         linear_rate: Of the local passes of ``lln`` and ``lln_diag``: what a rank among several has
             on one H200 (benchmarks/results/parallel-layer.json, a million tokens of ``lln``).
-        keys_rate: Of those of ``lln_keys``: the same, at 65,536 tokens, when they were still plain
-            PyTorch that waits for memory.
+        keys_rate: Of those of ``lln_keys``: the same, of its million tokens.
         node_ranks: Ranks in a node.
         node_bandwidth: Bytes per second that a rank sends inside its node.
         network_bandwidth: Bytes per second that a rank sends when the group spans several nodes.
@@ -48,8 +47,8 @@ class Machine:
     """
 
     softmax_rate: float = 400e12
-    linear_rate: float = 109e12
-    keys_rate: float = 3.0e12
+    linear_rate: float = 96e12
+    keys_rate: float = 83e12
     node_ranks: int = 8
     node_bandwidth: float = 400e9
     network_bandwidth: float = 50e9
