@@ -9,7 +9,8 @@ OLDEST := .oldest
 EMPTY := build/empty
 # Processes that share the tests.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
+# Each has one thread: those of several would wait for each other.
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 # Absolute, because some tests start Python in another folder.
 PYTEST_OLDEST := LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src" $(PYTEST)
 # Whatever looks into transformers itself; `lln inspect` goes through capture.

@@ -30,8 +30,20 @@ def by_scan(monkeypatch, attend):
         return attend()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200, 64 * 33 + 3])
+LONG = 64 * 33 + 3
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+# One type is enough for every change where a sequence is long.
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [
+        pytest.param(tokens, dtype, marks=[pytest.mark.slow] * night)
+        for tokens in (1, 63, 64, 65, 200, LONG)
+        for dtype in DTYPES
+        for night in [tokens == LONG and dtype != torch.float32]
+    ],
+)
 def test_every_length(dtype, tokens, walks, monkeypatch):
     heads = 1 if tokens > 200 else 3
     inputs = make_qkv(1, heads, tokens, 8, value_width=5, dtype=dtype)

@@ -150,7 +150,7 @@ def test_gradients_of_the_offset(shared, shape):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("causal", "lln_diag")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("causal", "diag", "lln_diag")))
         for name in sorted(CALLS.keys() - {"matched", "keys", "causal_keys"})
     ],
 )

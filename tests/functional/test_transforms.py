@@ -246,7 +246,7 @@ def test_exports_packed_with_a_dynamic_length(name):
     ("select", "causal"),
     [
         ("block", False),
-        ("query", False),
+        pytest.param("query", False, marks=pytest.mark.slow),
         pytest.param("half", False, marks=pytest.mark.slow),
         pytest.param("block", True, marks=pytest.mark.slow),
     ],

@@ -386,6 +386,7 @@ def test_the_weights_that_answer_most_of_valid_right_are_taken(tmp_path, monkeyp
     assert any(not torch.equal(taken[name], weights[6][name]) for name in taken)
 
 
+@pytest.mark.slow
 def test_a_training_that_was_stopped_chooses_the_same_weights(tmp_path):
     task = toy_task(examples=64)
     with pytest.raises(KeyboardInterrupt):

@@ -512,6 +512,7 @@ def test_command_converts_to_exact_keys(tiny, tmp_path, save_with_tokenizer):
     assert '"convolution": 5' in written
 
 
+@pytest.mark.slow
 def test_a_converted_folder_can_be_inspected(tiny, text, tmp_path, save_with_tokenizer):
     """In a process that has not registered our attention before."""
     model = tiny("bert")

@@ -179,6 +179,7 @@ def with_cores(tiny):
     return original, softmax_teacher(reference)
 
 
+@pytest.mark.slow
 def test_a_model_with_further_submodules_resumes_bit_for_bit(tiny, tmp_path):
     options = {"layer_steps": 3, "end_steps": 6, "save_steps": 2, "probe": batch(), **QUICK}
     whole, teacher = with_cores(tiny)
