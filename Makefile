@@ -7,8 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 DOCTEST_SKIP := --ignore=src/lln/kernels --ignore=src/lln/integrations
 OLDEST := .oldest
 EMPTY := build/empty
-# Processes that share the tests.
-WORKERS ?= 2
+# Processes that share the tests: one more than the two cores of the smallest machine, because some
+# tests wait for others of their processes.
+WORKERS ?= 3
 # Each has one thread: those of several would wait for each other.
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 # Absolute, because some tests start Python in another folder.

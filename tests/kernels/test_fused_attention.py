@@ -27,6 +27,8 @@ from lln.kernels.triton.backward_ranges import centred_queries
 from lln.studies.doctor import examine
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
 
+NIGHT = pytest.mark.slow
+
 
 @pytest.fixture(params=["short", "long"])
 def way(request):
@@ -146,7 +148,7 @@ def test_nan_under_the_mask_has_no_effect(way, block_size):
         assert other.isfinite().all(), index
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, pytest.param(torch.inf, marks=NIGHT)])
 @pytest.mark.parametrize("blocks", [{}, {"block_size": 16}], ids=["lln", "diag"])
 def test_non_finite_query_shows_in_its_own_row_or_head(way, blocks, bad):
     """In its row where α and β are given, in its head where they are measured on it."""
@@ -308,7 +310,7 @@ def split(way, monkeypatch):
     monkeypatch.setitem(sizes.overrides, "split_blocks", True)
 
 
-@pytest.mark.parametrize("block_size", [7, 16, 40])
+@pytest.mark.parametrize("block_size", [7, *(pytest.param(n, marks=NIGHT) for n in (16, 40))])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_blocks_by_themselves(split, dtype, block_size):
     compare(dtype, block_size=block_size)

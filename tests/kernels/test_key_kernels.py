@@ -91,7 +91,9 @@ def test_pairs_in_several_slices(monkeypatch):
 SELECTIONS = [
     {"tokens": 130, "keys": 8, "block_size": 64},
     {"tokens": 60, "keys": 200, "block_size": 16},
-    {"tokens": 150, "keys": 40, "block_size": 64, "group_size": 32},
+    pytest.param(
+        {"tokens": 150, "keys": 40, "block_size": 64, "group_size": 32}, marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -130,7 +130,7 @@ def test_blocks_beside_the_kernels(monkeypatch):
     compare(block_size=40, extra={"alpha": 2.0, "beta": 2.0, "mix": mix}, impl="auto")
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_blocks_in_a_kernel_beside_the_kernels(monkeypatch, is_causal):
     """A chip with room for blocks and for a summary, but not for both at once."""
     limit_chips(monkeypatch, joint_tokens=0)
