@@ -62,7 +62,7 @@ def fill_cpu() -> None:
     fill(README, "cpu-speed", summary)
     fill(BENCHMARKS, "cpu-speed", table)
     other = read("cpu-x86")
-    command = missing("lln bench --device cpu --out benchmarks/results/cpu-x86.json", "cpu-x86")
+    command = missing("lln bench --device cpu", "cpu-x86")
     fill(BENCHMARKS, "cpu-speed-x86", cpu_table(other) if other else command)
 
 
