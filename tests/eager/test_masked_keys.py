@@ -137,6 +137,24 @@ def test_rounded_weights_have_the_budget_of_kernels(taken, monkeypatch, call, ma
         torch.testing.assert_close(one.double(), other, atol=0.05, rtol=0.02)
 
 
+def test_large_logits_of_slots_are_not_rounded(taken, monkeypatch):
+    """Mass and offset cancel: rounded to bfloat16 both would be wrong by tenths."""
+    inputs, numbers, options = inputs_of(CALLS[2], torch.bfloat16)
+    numbers |= {"beta": 60.0, "offset": -160.0}
+    attend = key_attention.attend_masked
+
+    def rounding(*sides, **how):
+        return attend(*sides, **how | {"rounded": torch.bfloat16})
+
+    plain = lln.lln_keys_attention(*inputs, **numbers, **options)
+    monkeypatch.setattr(masked_keys, "ROUNDING", [DEVICE])
+    monkeypatch.setattr(key_attention, "attend_masked", rounding)
+    found = lln.lln_keys_attention(*inputs, **numbers, **options)
+    wide = [side.detach().double() for side in inputs]
+    numbers["alpha"] = numbers["alpha"].double()
+    assert_close(found, lln.lln_keys_attention(*wide, **numbers, **options), plain, what="output")
+
+
 def test_a_sample_of_padding_and_nan_in_padding(taken):
     inputs, numbers, options = inputs_of(CALLS[1])
     mask = holes(70)
