@@ -99,10 +99,24 @@ def test_the_same_as_by_the_usual_kernels(launched, monkeypatch, packed, blocks,
         torch.testing.assert_close(one, other, rtol=0, atol=4 * torch.finfo(HALF[-1]).eps * size)
 
 
+def sizes_of(dtype, width, value_width, block_size=0, **options):
+    sides = [torch.empty(1, 1, 64, w, dtype=dtype) for w in (width, width, value_width)]
+    return sizes.choose_sizes(*sides, 1, 1, block_size, **options)
+
+
+def test_tiles_and_passes():
+    """Other kernels keep their tiles, and large blocks a pass of their own."""
+    wide, own = torch.bfloat16, sizes.TURNED_TILES["summarise"]
+    assert sizes_of(wide, 128, 128).summarise == own
+    for others in (sizes_of(wide, 128, 128, causal=True), sizes_of(wide, 64, 128)):
+        assert others.summarise == sizes.WIDE_TILES[128]["summarise"] != own
+    assert sizes_of(wide, 128, 128, block_size=64).is_joined
+    assert not sizes_of(wide, 128, 128, block_size=128).is_joined
+
+
 def test_where_they_are_used():
     def is_turned(dtype, width, value_width, causal=False):
-        sides = [torch.empty(1, 1, 64, w, dtype=dtype) for w in (width, width, value_width)]
-        return sizes.choose_sizes(*sides, 1, 1, 0, causal=causal).is_turned
+        return sizes_of(dtype, width, value_width, causal=causal).is_turned
 
     assert is_turned(torch.bfloat16, 65, 16)
     assert is_turned(torch.float16, 128, 128)

@@ -34,11 +34,11 @@ def softmax_attention(
     """Softmax attention ``[B, H, R, D]``, and logarithms of its normalisers in the kernel's layout.
 
     Args:
-        query: ``[B, H, R, D]``, D a multiple of the device's `ALIGNMENT`; on a CPU float32.
+        query: ``[B, H, R, D]``, D a multiple of the device's `ALIGNMENT`.
         key: ``[B, H, S, D]``.
         value: ``[B, H, S, D]``.
-        mask: ``[B, H, R, S]``, added to the scores, in the dtype of query; its rows are a multiple
-            of `ALIGNMENT` numbers apart.
+        mask: ``[B, H, R, S]``, added to the scores, in the dtype of query; in memory
+            its rows begin a multiple of `ALIGNMENT` numbers apart.
         scale: Factor of the scores.
     """
     if query.is_cpu:

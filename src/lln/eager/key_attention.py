@@ -86,7 +86,7 @@ def attend_keys(
         is_causal: Whether row i sees keys 0 … i only.
         scale: Factor of the scores; None = 1/√D.
         are_seen: Whether indices hold only keys that a group may see, so that none is left out.
-        rounded: A dtype that weights may be rounded to, as in the kernels; None = in none.
+        rounded: A dtype that weights may be rounded to, as in the kernels; None = not at all.
     """
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     seen = indices >= 0

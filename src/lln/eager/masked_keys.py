@@ -95,7 +95,7 @@ def attend_masked(
         blocks: Where the tokens lie.
         key_mask: bool ``[B, T]``, True = attend.
         scale: Factor of the scores, above zero.
-        rounded: A dtype that weights may be rounded to, that of the caller's tensors; None = none.
+        rounded: A dtype that weights may be rounded to, as in the kernels; None = not at all.
     """
     tokens, width, value_width = query.shape[2], query.shape[3], value.shape[3]
     log_mass, centroid, centre = (side.squeeze(2) for side in slots)
