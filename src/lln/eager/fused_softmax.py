@@ -77,8 +77,12 @@ def softmax_attention_gradients(
         sides = (gradient, query, key, value, out, norm, 0.0, False)
         dq, dk, dv = _backward_on_cpu(*sides, attn_mask=mask, scale=scale)
         return dq, dk, dv
-    sides = (gradient.contiguous(), query, key, value, out)
-    upstream, *turned, made = (side.transpose(1, 2) for side in sides)
+    upstream, *turned = (
+        side.transpose(1, 2) for side in (gradient.contiguous(), query, key, value)
+    )
+    # Of bfloat16 numbers the kernel adds up gradient · output by itself, and takes it for granted
+    # that the output lies in memory as the forward pass wrote it.
+    made = out.transpose(1, 2).contiguous()
     # Nothing is dropped, so the state of the random numbers has no meaning.
     state = torch.zeros((), dtype=torch.int64)
     found = _backward_on_gpu(
