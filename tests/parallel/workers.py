@@ -14,6 +14,7 @@ from queue import Empty
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.kernels.quick_interpreter import quicken
 from tests.parallel import splits  # noqa: F401 (all processes load it at once)
 
 SIZE = 4
@@ -89,6 +90,7 @@ class Pool:
 
 def _serve(rank, place, tasks, results):
     torch.set_num_threads(1)
+    quicken()
     patience = timedelta(seconds=SECONDS)
     dist.init_process_group(
         "gloo",
