@@ -2,10 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# pip compiles one file after another; the stamps below have them compiled side by side.
+# Most of the files that pip would compile are never imported; Python compiles the others.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
-# Files that are written for another Python do not compile, and are not imported either.
-COMPILE := $(BIN)/python -m compileall -qq -j 0
 # Kernels and integrations import optional packages, so their examples run in their own tests.
 DOCTEST_SKIP := --ignore=src/lln/kernels --ignore=src/lln/integrations
 OLDEST := .oldest
@@ -15,7 +13,7 @@ EMPTY := build/empty
 WORKERS ?= 2
 # Each has one thread: those of several would wait for each other.
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
-# Otherwise each of them compiles all tests anew where the environment forbids to keep them.
+# Each of them would compile everything anew where the environment forbids to keep what was compiled.
 export PYTHONDONTWRITEBYTECODE :=
 # Absolute, because some tests start Python in another folder.
 PYTEST_OLDEST := LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src" $(PYTEST)
@@ -97,19 +95,19 @@ clean:  ## remove .venv, .oldest, caches and build output
 	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# The pip that comes with an older Python takes twice as long to install the rest.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("lln needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) pip
 
 # The stamps depend on what they install from, so a second run does nothing.
 $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[instruments]'
-	@$(COMPILE) $(VENV)/lib || true
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev,docs,hf,instruments,onnx,oracles,triton]' tensorboard
-	@$(COMPILE) $(VENV)/lib || true
 	@touch $(VENV)/.stamp-run $@
 
 # Alone: the sentence-transformers it asks for is not used.
@@ -124,5 +122,5 @@ $(VENV)/.stamp-release: constraints.txt | $(BIN)/python
 # Emptied first: pip leaves in a target folder whatever is there already.
 $(OLDEST)/.stamp: requirements-oldest.txt | $(BIN)/python
 	rm -rf $(OLDEST)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) -r $<
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --target $(OLDEST) -r $<
 	@touch $@

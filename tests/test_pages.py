@@ -19,6 +19,7 @@ def one_thread(tmp_path, monkeypatch):
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_guide_to_building_runs():
     run("docs/models.md", {})
     assert len(blocks("docs/models.md")) == 11

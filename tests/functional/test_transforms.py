@@ -284,7 +284,11 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("kind", [lln.LLNAttention, lln.LLNDiagAttention])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("tokens", [3, pytest.param(5 * D, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("length", [torch.export.Dim("length"), torch.export.Dim.AUTO], ids=str)
+@pytest.mark.parametrize(
+    "length",
+    [torch.export.Dim("length"), pytest.param(torch.export.Dim.AUTO, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_exported_layers_take_every_length(kind, masked, tokens, length):
     """On both sides of the block size, which is D, whatever the length they were exported with."""
     torch.manual_seed(0)

@@ -27,6 +27,7 @@ def misbehave(cell, greeting):
     return {"name": cell.name, "status": "timed", "greeting": greeting, "process": os.getpid()}
 
 
+@pytest.mark.slow
 def test_a_lost_process_costs_its_cell_and_nothing_else():
     with Worker(misbehave, ("hello",)) as worker:
         first = worker(cell("fine"))

@@ -211,6 +211,7 @@ def test_command_writes_and_reports(fitted, tmp_path, monkeypatch):
     assert "fresh seeds" in printed
 
 
+@pytest.mark.slow
 def test_figures_are_written(tmp_path):
     pytest.importorskip("matplotlib")
     from lln.studies.figures.matched_moments import draw_figures
