@@ -8,18 +8,18 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 DOCTEST_SKIP := --ignore=src/lln/kernels --ignore=src/lln/integrations
 OLDEST := .oldest
 EMPTY := build/empty
-# Processes that share the tests: the cores of the smallest machine. A third one took more of them to
-# start and to find its tests than it filled when others waited.
+# Processes that share the tests, one per core of the smallest machine. A third one takes more
+# processor time, to start and to collect the tests, than it saves while another one waits.
 WORKERS ?= 2
 # Each has one thread: those of several would wait for each other.
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
-# Each of them would compile everything anew where the environment forbids to keep what was compiled.
+# Keep compiled files, also where the environment says not to: otherwise every process compiles anew.
 export PYTHONDONTWRITEBYTECODE :=
 # Absolute, because some tests start Python in another folder.
 PYTEST_OLDEST := LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src" $(PYTEST)
 # Whatever looks into transformers itself; `lln inspect` goes through capture.
 OLDEST_TESTS := tests/integrations tests/instruments/test_capture_transformers.py
-# Guides and whole conversions, of which the tests of their parts run; these run at night.
+# Guides and whole conversions run at night; the tests of their parts run with every change.
 OLDEST_LATER := $(patsubst %,--ignore=tests/integrations/test_%.py,docs examples target timm_target)
 
 .DEFAULT_GOAL := help
@@ -99,7 +99,7 @@ clean:  ## remove .venv, .oldest, caches and build output
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("lln needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) pip
+	$(PIP) 'pip>=25'
 
 # The stamps depend on what they install from, so a second run does nothing.
 $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python

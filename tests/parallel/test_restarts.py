@@ -155,7 +155,6 @@ def undisturbed(tmp_path_factory):
     return curve(told)
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_started_again(tmp_path):
     """The short form of the next test, for every change: one run, compared with itself."""
     with launched(tmp_path, Path(__file__).with_name("small_training.py")) as process:
