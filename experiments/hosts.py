@@ -183,7 +183,7 @@ def started_host(method: Method, sizes: Sizes, task: Task | PictureTask, seed: i
     torch.manual_seed(seed)
     host = host_of(method, sizes, task)
     own = host.state_dict()
-    shared = {name for name, side in common.items() if own.get(name, side[:0]).shape == side.shape}
+    shared = {name for name in common.keys() & own.keys() if common[name].shape == own[name].shape}
     # A system with its own projections may have reasons for its own start.
     for name, module in host.named_modules():
         if isinstance(module, peers.Peer) and not isinstance(module, Branched):
