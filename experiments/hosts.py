@@ -78,7 +78,10 @@ def encoder(method: Method, sizes: Sizes, vocabulary: int | None) -> nn.Module:
 class Classifier(nn.Module):
     """One class for a text, from the mean of its tokens; for two texts, from both means.
 
-    Two texts are the halves of the ids. They are encoded apart, by the same encoder.
+    Two texts are the halves of the ids. They are encoded apart, by the same encoder. Means over
+    thousands of tokens hardly differ between texts, and a head that has to compare two of them does
+    not begin to learn; so channels are brought to one scale first, by the statistics of the batch
+    (under ``torchrun`` those of a process's share).
     """
 
     def __init__(self, method: Method, sizes: Sizes, task: Task) -> None:
@@ -86,6 +89,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.pairs = task.pairs
         self.encoder = encoder(method, sizes, task.vocabulary)
+        self.spread = nn.BatchNorm1d(sizes.width) if task.pairs else nn.Identity()
         inside = 4 * sizes.width if task.pairs else sizes.width
         self.head = nn.Sequential(
             nn.Linear(inside, sizes.feed_forward),
@@ -113,7 +117,7 @@ class Classifier(nn.Module):
         return output["logits"].argmax(-1), labels
 
     def _vectors(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        return peers.masked_mean(self.encoder(ids, mask), mask)
+        return self.spread(peers.masked_mean(self.encoder(ids, mask), mask))
 
 
 class TokenModel(nn.Module):
