@@ -30,6 +30,7 @@ TEMPERATURES = tuple(
         "lln@matching=paper",
         "lln@matching=variance",
         "lln@matching=entropy",
+        "lln+calibrated",
         "lln@statistics=running",
         "lln@statistics=learned",
     )
@@ -41,6 +42,7 @@ PARTS = (
     "lln_diag@block_size=32",
     "lln_diag@block_size=64",
     "lln_diag@block_size=128",
+    "lln_diag@join=ratio",
     "lln_diag@join=gate",
     "lln_diag@join=heads",
     "diag/lln",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.calibrated import calibrate_while_training
 from experiments.methods import Method
 from experiments.random_keys import choose_at_random
 from experiments.tasks.cats_dogs import PictureTask
@@ -69,6 +70,8 @@ def encoder(method: Method, sizes: Sizes, vocabulary: int | None) -> nn.Module:
             )
     if method.draws_keys:
         choose_at_random(built)
+    if method.calibrates:
+        calibrate_while_training(built)
     if vocabulary is not None:
         for table in (built.word, built.position):
             nn.init.normal_(table.weight, std=INIT_STD)

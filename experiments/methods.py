@@ -3,8 +3,9 @@
 A method is a system of `lln.peers`, or two whose layers alternate (``diag/softmax``: diag in even
 layers). ``+diag`` averages a system with softmax inside blocks, ``+conv`` adds a depthwise
 convolution of the values: both work for every core. ``+random`` lets exact keys be drawn instead of
-chosen, a control. Options of a system follow an @, separated by
-commas: ``lln_keys@keys=128,select=query``, ``diag/lln_keys@keys=32+conv``.
+chosen, a control; ``+calibrated`` lets LLN measure α and β on the way instead of matching them.
+Options of a system follow an @, separated by commas: ``lln_keys@keys=128,select=query``,
+``diag/lln_keys@keys=32+conv``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ BRANCHES: dict[str, dict[str, Any]] = {
     "diag": {"diagonal": 64},
     "conv": {"convolution": 5},
     "random": {},
+    "calibrated": {},
 }
 
 
@@ -36,12 +38,14 @@ class Method:
         systems: One system of `lln.peers`, or two that alternate, each with its options.
         branches: Options of all of them, as for `lln.peers.build`.
         draws_keys: Whether exact keys are drawn at random instead of chosen.
+        calibrates: Whether α and β are measured during the training instead of matched.
     """
 
     name: str
     systems: tuple[tuple[str, dict[str, Any]], ...]
     branches: dict[str, Any]
     draws_keys: bool = False
+    calibrates: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Method:
@@ -62,14 +66,20 @@ class Method:
         draws_keys = "random" in branches
         if draws_keys and all(system != "lln_keys" for system, _ in systems):
             raise InvalidInputError(f"{name!r}: +random draws the keys of lln_keys; it has none.")
+        calibrates = "calibrated" in branches
+        if calibrates and all(system not in ("lln", "lln_diag") for system, _ in systems):
+            raise InvalidInputError(
+                f"{name!r}: +calibrated measures α and β of lln and lln_diag; it has neither."
+            )
         options = {key: value for one in branches for key, value in BRANCHES[one].items()}
-        return cls(name, systems, options, draws_keys)
+        return cls(name, systems, options, draws_keys, calibrates)
 
     @property
     def title(self) -> str:
         """For tables."""
         names = " / ".join(_title(system, options) for system, options in self.systems)
         said = {"diag": "+ Diag", "conv": "+ convolution", "random": "at random"}
+        said["calibrated"] = "calibrated"
         return " ".join([names, *(said[one] for one in self.name.split("+")[1:])])
 
 

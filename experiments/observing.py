@@ -25,8 +25,10 @@ TEXTS = 4
 
 
 def can_be_observed(method: Method) -> bool:
-    """Whether the instruments know the weights of its attention."""
-    return all(system in MAIN for system, _ in method.systems)
+    """Whether the instruments know the weights of its attention: one matrix per head."""
+    return all(
+        system in MAIN and options.get("join") != "ratio" for system, options in method.systems
+    )
 
 
 class Observer(transformers.TrainerCallback):

@@ -8,20 +8,21 @@ import pytest
 import torch
 from experiments import choosing
 from experiments.answering import accuracy, answers
+from experiments.calibrated import ROWS, CalibratedTemperatures
 from experiments.cell_table import cell_table, clear_best
 from experiments.cells import Cell, is_finished, read_all, write
 from experiments.choosing import Chooser
 from experiments.experiment import Experiment, Plan
 from experiments.hosts import Sizes, host_of, started_host
 from experiments.methods import Method, all_methods
-from experiments.observing import Observer
+from experiments.observing import Observer, can_be_observed
 from experiments.random_keys import random_keys
 from experiments.runner import cells_of, run
 from experiments.tasks.masked_text import byte_code, masked_text
 from experiments.tasks.task import NO_QUESTION, Examples, Task, padded
 from experiments.training import Recipe, train
 
-from lln import peers
+from lln import calibrate, peers
 from lln.errors import InvalidInputError
 
 SIZES = Sizes(layers=2, width=16, heads=2, feed_forward=32, length=24)
@@ -212,6 +213,29 @@ def test_what_cannot_be_compiled_says_what_to_do(tmp_path, monkeypatch):
 DRAWN = "diag/lln_keys@keys=4,block_size=8,offset=-1e4"
 
 
+def test_what_has_no_matrix_is_not_observed():
+    assert can_be_observed(Method.parse("diag/lln_diag@join=gate"))
+    assert not can_be_observed(Method.parse("diag/lln_diag@join=ratio"))
+    assert not can_be_observed(Method.parse("elu"))
+
+
+def test_what_differs_between_two_means_is_brought_to_one_scale():
+    torch.manual_seed(0)
+    model = host_of(Method.parse("softmax"), SIZES, toy_task(pairs=True)).train()
+    seen = []
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    # Texts that differ in one token out of twelve, so that their means hardly differ.
+    ids = torch.full((32, 24), 3)
+    ids[:, 5] = torch.randint(1, 9, (32,))
+    model(ids, torch.zeros(32, dtype=torch.long))
+    first, second, difference, product = seen[0].chunk(4, dim=1)
+    both = torch.cat([first, second])
+    torch.testing.assert_close(both.mean(0), torch.zeros(16), rtol=0, atol=1e-4)
+    torch.testing.assert_close(both.std(0, correction=0), torch.ones(16), rtol=0.02, atol=0)
+    torch.testing.assert_close(difference, first - second)
+    torch.testing.assert_close(product, first * second)
+
+
 def test_keys_at_random_are_others_in_every_call():
     chosen, drawn = (
         host_of(Method.parse(name), SIZES, toy_task(classes=0))
@@ -234,6 +258,41 @@ def test_keys_at_random_lie_outside_of_the_block():
     assert (found // 64 != torch.arange(3)[:, None]).all()
     assert all(len(set(line)) == 20 for line in found.flatten(0, 2).tolist())
     assert random_keys(torch.zeros(1, 1, 70, 4), 20, 64).shape == (1, 1, 2, 6)
+
+
+def test_alpha_and_beta_are_measured_now_and_then_in_training_only():
+    def temperatures():
+        return [(one.alpha.clone(), one.beta.clone()) for one in sources]
+
+    torch.manual_seed(0)
+    model = host_of(Method.parse("lln/lln_diag+calibrated"), SIZES, toy_task(classes=0))
+    sources = [one for one in model.modules() if isinstance(one, CalibratedTemperatures)]
+    assert len(sources) == SIZES.layers
+    ids = torch.randint(1, 8, (8, 24))
+    with torch.no_grad():
+        model.eval().encoder(ids)
+        assert all((one.alpha == 1).all() for one in sources)
+        model.train().encoder(ids)
+        first = temperatures()
+        model.encoder.word.weight.mul_(3)
+        for _ in range(sources[0].every - 1):
+            model.encoder(ids)
+        torch.testing.assert_close(temperatures(), first, rtol=0, atol=0)
+        model.encoder(ids)
+    assert not any((one.alpha == 1).any() for one in sources)
+    assert not torch.equal(sources[0].alpha, first[0][0])
+    with pytest.raises(InvalidInputError, match="neither"):
+        Method.parse("softmax+calibrated")
+    with pytest.raises(InvalidInputError, match="future"):
+        sources[0](*torch.randn(2, 1, 2, 8, 4), is_causal=True)
+
+
+def test_measured_alpha_and_beta_have_the_entropy_of_softmax():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 2, 64, 16)
+    found = CalibratedTemperatures(2).train()(2 * query, key)
+    wanted = calibrate(2 * query, key, scope="batch", rows=ROWS)
+    torch.testing.assert_close(found, wanted)
 
 
 def toy_experiment():

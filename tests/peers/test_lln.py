@@ -36,6 +36,18 @@ def test_lln_diag_is_lln_diag_attention():
     assert build("lln_diag", block_size=64).core.attention.block_size == 64
 
 
+def test_a_share_per_channel_has_no_matrix():
+    query, key, value = heads()
+    layer = build("lln_diag", block_size=16, join="ratio")
+    average = lln.lln_diag_attention(query, key, value, block_size=16)
+    torch.testing.assert_close(layer.core(query, key, value), average)
+    with torch.no_grad():
+        layer.core.attention.lln_scale.fill_(1)
+    torch.testing.assert_close(layer.core(query, key, value), lln.lln_attention(query, key, value))
+    with pytest.raises(InvalidInputError, match="matrix per channel"):
+        layer.matrix(tokens())
+
+
 def test_lln_with_the_common_diagonal_branch_is_lln_diag():
     x = tokens()
     plain, joined = build("lln", diagonal=16), build("lln_diag", block_size=16)

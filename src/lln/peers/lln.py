@@ -19,8 +19,7 @@ from lln.peers.block_diagonal import block_matrix
 from lln.peers.peer import Card, Core, Host, Mask, visible
 from lln.precision import accumulation_dtype
 
-# Those whose result is a matrix times the values: other joins have a share per channel.
-_JOINS = ("average", "gate", "heads")
+_JOINS = ("average", "ratio", "gate", "heads")
 
 
 class LLN(Core):
@@ -107,7 +106,8 @@ class LLNDiag(LLN):
 
     Args:
         block_size: Tokens in a diagonal block.
-        join: ``"average"``, as in the paper; ``"gate"``, a learned share per token and head; or
+        join: ``"average"``, as in the paper; ``"ratio"``, a learned share per head and channel,
+            for which there is no `matrix`; ``"gate"``, a learned share per token and head; or
             ``"heads"``, half of the heads LLN and half block-diagonal (see `lln.LLNDiagCore`).
         impl: As in `lln.lln_diag_attention`.
     """
@@ -132,6 +132,10 @@ class LLNDiag(LLN):
         self.block_size, self.join = block_size, join
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
+        if self.join == "ratio":
+            raise InvalidInputError(
+                "join='ratio' has a matrix per channel; take join='average', 'gate' or 'heads'."
+            )
         long_range = super().matrix(query, key, key_mask)
         short_range = block_matrix(query, key, self.block_size, key_mask, self.host.is_causal)
         share = self._share(query).to(long_range.dtype)
