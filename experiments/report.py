@@ -15,6 +15,7 @@ from benchmarks.report import fill
 from experiments.catalogue import EXPERIMENTS
 from experiments.cell_table import cell_table
 from experiments.cells import read_all
+from experiments.cost import cost_table
 from experiments.curve_figure import draw_curves
 from experiments.experiment import Experiment
 from experiments.keys_table import conversion, selection, speed
@@ -90,6 +91,8 @@ def fill_findings() -> None:
         cells = read_all(RESULTS / "cells", name, "small")
         text = cells_table(experiment, cells) if cells else "*Not run yet.*"
         fill(FINDINGS, name, text)
+    costs = cost_table(EXPERIMENTS["lra"], "small", RESULTS / "cells")
+    fill(FINDINGS, "lra-costs", costs or "*Not run yet.*")
     for name, task in (("table1", "mlm"), ("distance", "recall-512")):
         cells = read_all(RESULTS / "cells", name, "small")
         drawn = [one for one in cells if one["cell"]["task"] == task]
