@@ -41,7 +41,7 @@ class BlockSoftmax(torch.autograd.Function):
         """``[..., b, E]``."""
         query, key, value, scale, hide, again = given
         q, k, v = _flat(query), _flat(key), _flat(value)
-        scores = _scaled(q, k.mT, scale)
+        scores = scaled_product(q, k.mT, scale)
         weights = hide(scores.view(*query.shape[:-1], key.shape[-2])).softmax(-1)
         ctx.save_for_backward(query, key, value, weights)
         ctx.scale, ctx.again = scale, again
@@ -64,9 +64,9 @@ class BlockSoftmax(torch.autograd.Function):
             of_weights = torch.bmm(g, row_by_row(_flat(value).mT))
             of_scores = _softmax_backward(of_weights, p, -1, p.dtype)
             if needs[0]:
-                to_query = _scaled(of_scores, _flat(key), ctx.scale).view(query.shape)
+                to_query = scaled_product(of_scores, _flat(key), ctx.scale).view(query.shape)
             if needs[1]:
-                to_key = _scaled(of_scores.mT, _flat(query), ctx.scale).view(key.shape)
+                to_key = scaled_product(of_scores.mT, _flat(query), ctx.scale).view(key.shape)
         return to_query, to_key, to_value, None, None, None
 
 
@@ -90,6 +90,7 @@ def _flat(side: Tensor) -> Tensor:
     return side.contiguous().flatten(0, -3)
 
 
-def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Left times right times a number, for batches of matrices."""
     # With beta = 0 the first tensor is not read.
     return torch.baddbmm(left.new_empty(()), left, row_by_row(right), beta=0, alpha=scale)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lln import reference
+from lln.eager import few_passes
 from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
@@ -157,7 +158,14 @@ def _long_range(
     """LLN attention in the accumulation dtype."""
     heads = query.shape[1]
     if impl == "eager" and not is_causal:
-        return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
+        sides = (query, key, value)
+
+        def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
+
+        if key_mask is None and few_passes.suits(*sides, alpha, beta):
+            return few_passes.attend(*sides, alpha, beta, None, by_steps)
+        return by_steps(*sides)
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta = (repeat_temperature(scale, heads, query.dtype) for scale in (alpha, beta))
     if impl == "eager":
@@ -207,9 +215,21 @@ def _both_ranges(
 ) -> Tensor:
     """LLN and block-diagonal attention combined, in the accumulation dtype."""
     shared: dict[str, Any] = {"is_causal": is_causal, "impl": impl}
-    long_range = _long_range(query, key, value, alpha, beta, key_mask, **shared)
-    blocks: dict[str, Any] = {"block_size": block_size, "scale": scale, **shared}
-    return join(long_range, _short_range(query, key, value, key_mask, **blocks), mix)
+    sides = (query, key, value)
+
+    def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        long_range = _long_range(query, key, value, alpha, beta, key_mask, **shared)
+        blocks: dict[str, Any] = {"block_size": block_size, "scale": scale, **shared}
+        return join(long_range, _short_range(query, key, value, key_mask, **blocks), mix)
+
+    is_plain = impl == "eager" and not is_causal and key_mask is None
+    is_plain = is_plain and few_passes.WITH_BLOCKS and not isinstance(mix, Tensor)
+    # The length comes last: a trace must not depend on it.
+    if is_plain and few_passes.suits(*sides, alpha, beta) and query.shape[2] % block_size == 0:
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        blocks = few_passes.Blocks(block_size, factor, float(mix))
+        return few_passes.attend(*sides, alpha, beta, blocks, by_steps)
+    return by_steps(*sides)
 
 
 def _exact_keys(

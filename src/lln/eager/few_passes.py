@@ -1,0 +1,200 @@
+"""LLN attention on a CPU, alone or with blocks of softmax, in few passes over memory.
+
+With one head, e the weights of keys and m their sums per slot (`lln.eager.summary` has the rest),
+
+    e = exp(βk − max)      m = Σ_j e_j      C = eᵀv / m      L = max + log m
+    w = softmax(αq + L)    out = w C
+
+and with g the gradient of the output
+
+    dw = g Cᵀ      dC = wᵀ g      dz = w ∘ (dw − rowsum(w ∘ dw))      dq = α dz
+    dv = e (dC / m)               dk = β e ∘ (v (dC / m)ᵀ + (Σ_i dz_i − rowsum(C ∘ dC)) / m)
+
+Step by step autograd takes a pass and a new tensor for each operation, and adds up the gradients of
+LLN and of the blocks in passes of their own. Here the products of the blocks add to what is there.
+
+Dimension legend: n heads of all samples, T queries, S keys, D head width, E value width, b block
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.eager.block_softmax import by_autograd, scaled_product
+from lln.eager.products import row_by_row
+from lln.tracing import is_batched, is_untraced_on_cpu
+
+_softmax_backward = torch.ops.aten._softmax_backward_data.default
+
+# Without MKL blocks are quicker by themselves (`lln.eager.block_flash`).
+WITH_BLOCKS = torch.backends.mkl.is_available()
+
+
+class Blocks(NamedTuple):
+    """The short range of a call.
+
+    Attributes:
+        size: b, divides T.
+        scale: Factor of the scores.
+        mix: Share of LLN in the output.
+    """
+
+    size: int
+    scale: float
+    mix: float
+
+
+def suits(
+    query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, beta: float | Tensor
+) -> bool:
+    """Whether `attend` knows a call that is not causal and has no mask."""
+    sides = (query, key, value, alpha, beta)
+    if not (is_untraced_on_cpu(*sides) and query.shape[1] == key.shape[1]):
+        return False
+    if not all(side.numel() for side in (query, key, value)):
+        return False
+    numbers = [side for side in (alpha, beta) if isinstance(side, Tensor)]
+    return all(side.numel() == 1 or side.dim() == 4 for side in numbers) and not any(
+        side.requires_grad or side.numel() > query.shape[0] * query.shape[1] for side in numbers
+    )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    blocks: Blocks | None,
+    by_steps: Callable[..., Tensor],
+) -> Tensor:
+    """LLN attention, alone or mixed with blocks: ``[B, H, T, E]``.
+
+    Args:
+        query: ``[B, H, T, D]`` in the accumulation dtype.
+        key: ``[B, H, S, D]``.
+        value: ``[B, H, S, E]``.
+        alpha: A number, one entry, or ``[1 or B, 1 or H, 1, 1]``; without a gradient.
+        beta: Likewise.
+        blocks: The short range, whose tokens are the queries; None = LLN alone.
+        by_steps: Computes the same from query, key and value, with PyTorch's own gradients: second
+            derivatives and batches of gradients go through it.
+    """
+    numbers = [_per_head(side, query) for side in (alpha, beta)]
+    if torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value)):
+        return _FewPasses.apply(query, key, value, *numbers, blocks, by_steps)
+    return _forward(query, key, value, *numbers, blocks)[0]
+
+
+class _FewPasses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *call, by_steps = given
+        query, key, value, alpha, beta, blocks = call
+        out, kept = _forward(*call)
+        ctx.save_for_backward(query, key, value, *kept)
+        ctx.numbers, ctx.blocks, ctx.by_steps = (alpha, beta), blocks, by_steps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        query, key, value, *kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        sides = (query, key, value)
+        if torch.is_grad_enabled() or is_batched(gradient):
+            found = by_autograd(ctx.by_steps, sides, needs, gradient)
+        else:
+            made = _backward(gradient, *sides, *kept, *ctx.numbers, ctx.blocks)
+            found = [
+                one.view(side.shape) if need else None
+                for one, side, need in zip(made, sides, needs, strict=True)
+            ]
+        return (*found, None, None, None, None)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    blocks: Blocks | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output, and e, m, C, w and the weights of the blocks."""
+    q, k, v = _flat(query), _flat(key), _flat(value)
+    key_weight = k * beta
+    peak = key_weight.amax(-2, keepdim=True)
+    key_weight.sub_(peak).exp_()
+    mass = key_weight.sum(-2, keepdim=True)
+    centroid = torch.bmm(key_weight.mT, v).div_(mass.mT)
+    weight = (q * alpha).add_(mass.log().add_(peak)).softmax(-1)
+    out = torch.bmm(weight, centroid)
+    kept = [key_weight, mass, centroid, weight]
+    if blocks is not None:
+        q, k, v = (_cut(side, blocks.size) for side in (q, k, v))
+        near = scaled_product(q, k.mT, blocks.scale).softmax(-1)
+        _cut(out, blocks.size).baddbmm_(near, v, beta=blocks.mix, alpha=1 - blocks.mix)
+        kept.append(near)
+    return out.view(*query.shape[:-1], value.shape[-1]), tuple(kept)
+
+
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_weight: Tensor,
+    mass: Tensor,
+    centroid: Tensor,
+    weight: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, ``[n, T or S, D or E]``."""
+    *near, alpha, beta, blocks = rest
+    q, k, v, g = _flat(query), _flat(key), _flat(value), _flat(gradient)
+    mix = 1.0 if blocks is None else blocks.mix
+    of_weight = scaled_product(g, centroid.mT, mix)
+    of_centroid = scaled_product(weight.mT, g, mix)
+    to_query = _softmax_backward(of_weight, weight, -1, weight.dtype)
+    of_log_mass = to_query.sum(-2, keepdim=True)
+    to_query.mul_(alpha)
+    per_mass = of_centroid / mass.mT
+    to_value = torch.bmm(key_weight, per_mass)
+    middle = (centroid * of_centroid).sum(-1).unsqueeze(-2)
+    row = of_log_mass.sub_(middle).div_(mass).mul_(beta)
+    to_key = torch.bmm(v, row_by_row(per_mass.mul_(beta).mT)).add_(row).mul_(key_weight)
+    if blocks is not None:
+        q, k, v, g = (_cut(side, blocks.size) for side in (q, k, v, g))
+        (near,) = near
+        of_near = scaled_product(g, v.mT, 1 - mix)
+        of_scores = _softmax_backward(of_near, near, -1, near.dtype)
+        _cut(to_query, blocks.size).baddbmm_(of_scores, k, alpha=blocks.scale)
+        _cut(to_key, blocks.size).baddbmm_(of_scores.mT, q, alpha=blocks.scale)
+        _cut(to_value, blocks.size).baddbmm_(near.mT, g, alpha=1 - mix)
+    return to_query, to_key, to_value
+
+
+def _flat(side: Tensor) -> Tensor:
+    """``[B, H, T, D]`` → ``[n, T, D]``, one row after the other."""
+    return side.contiguous().flatten(0, 1)
+
+
+def _cut(side: Tensor, size: int) -> Tensor:
+    """``[n, T, D]`` → ``[n · T / b, b, D]``."""
+    return side.view(-1, size, side.shape[-1])
+
+
+def _per_head(number: float | Tensor, query: Tensor) -> float | Tensor:
+    """A number, or ``[n, 1, 1]`` in the dtype of query."""
+    if not isinstance(number, Tensor):
+        return number
+    number = number.to(query.dtype)
+    if number.numel() == 1:
+        return number.reshape(1, 1, 1)
+    return number.expand(*query.shape[:2], 1, 1).reshape(-1, 1, 1)
