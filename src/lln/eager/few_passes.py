@@ -85,10 +85,10 @@ def attend(
         by_steps: Computes the same from query, key and value, with PyTorch's own gradients: second
             derivatives and batches of gradients go through it.
     """
-    numbers = [_per_head(side, query) for side in (alpha, beta)]
+    alpha, beta = _per_head(alpha, query), _per_head(beta, query)
     if torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value)):
-        return _FewPasses.apply(query, key, value, *numbers, blocks, by_steps)
-    return _forward(query, key, value, *numbers, blocks)[0]
+        return _FewPasses.apply(query, key, value, alpha, beta, blocks, by_steps)
+    return _forward(query, key, value, alpha, beta, blocks)[0]
 
 
 class _FewPasses(torch.autograd.Function):
@@ -96,7 +96,7 @@ class _FewPasses(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         *call, by_steps = given
         query, key, value, alpha, beta, blocks = call
-        out, kept = _forward(*call)
+        out, kept = _forward(*call, keeps=True)
         ctx.save_for_backward(query, key, value, *kept)
         ctx.numbers, ctx.blocks, ctx.by_steps = (alpha, beta), blocks, by_steps
         return out
@@ -125,23 +125,30 @@ def _forward(
     alpha: float | Tensor,
     beta: float | Tensor,
     blocks: Blocks | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output, and e, m, C, w and the weights of the blocks."""
+    keeps: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
+    """The output, and, if they are kept, e, m, C, w and the weights of the blocks."""
     q, k, v = _flat(query), _flat(key), _flat(value)
     key_weight = k * beta
     peak = key_weight.amax(-2, keepdim=True)
     key_weight.sub_(peak).exp_()
     mass = key_weight.sum(-2, keepdim=True)
     centroid = torch.bmm(key_weight.mT, v).div_(mass.mT)
+    # Memory that nobody needs any more is used again for what follows.
+    kept = [key_weight, mass, centroid] if keeps else []
+    del key_weight
     weight = (q * alpha).add_(mass.log().add_(peak)).softmax(-1)
     out = torch.bmm(weight, centroid)
-    kept = [key_weight, mass, centroid, weight]
+    if keeps:
+        kept.append(weight)
+    del weight
     if blocks is not None:
         q, k, v = (_cut(side, blocks.size) for side in (q, k, v))
         near = scaled_product(q, k.mT, blocks.scale).softmax(-1)
         _cut(out, blocks.size).baddbmm_(near, v, beta=blocks.mix, alpha=1 - blocks.mix)
-        kept.append(near)
-    return out.view(*query.shape[:-1], value.shape[-1]), tuple(kept)
+        if keeps:
+            kept.append(near)
+    return out.view(*query.shape[:-1], value.shape[-1]), kept
 
 
 def _backward(
