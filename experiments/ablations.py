@@ -4,8 +4,9 @@
 in float16 with its loss scale (Figure 10b). Every layer has a convolution of its values: without
 one LLN and softmax stay at the frequencies of words for longer than this training lasts (Table 1),
 and all temperatures would look alike; with one they leave it within 200 steps, so that 600 steps
-tell them apart. *parts*: block size, exact keys, their choice,
-alternating layers, a convolution of the values. *keys*: how many exact keys a query needs at 512
+tell them apart. *parts*: block size, how LLN and blocks are joined, exact keys, their choice,
+alternating layers, a convolution of the values; 1,500 steps, twice as many as blocks need to leave
+the frequencies of words. *keys*: how many exact keys a query needs at 512
 and at 2,048 tokens, and how to choose them, trained from scratch without slots
 (docs/exact_keys.md), beside keys at random, blocks that every other layer shifts by half, keys in
 every layer, and a convolution.
@@ -125,5 +126,5 @@ def _over_length() -> Experiment:
 TEMPERATURE = _experiment(
     "temperature", "Figures 9 and 10: α and β fixed against matched", TEMPERATURES, "float16", 600
 )
-ABLATION = _experiment("parts", "What every part is worth", PARTS, "bfloat16", 3_000)
+ABLATION = _experiment("parts", "What every part is worth", PARTS, "bfloat16", 1_500)
 OVER_LENGTH = _over_length()
