@@ -12,16 +12,19 @@ factor. A later key of the same chunk may be so large that earlier rows lose the
 normaliser shows it; then the walk gives up. The backward pass walks back: dS and dm gather what
 later chunks read.
 
-Dimension legend: B batch, H heads, T tokens, D head width, E value width, c tokens in a chunk.
+Dimension legend: B batch, H heads, n = B · H, T tokens, D head width, E value width, c tokens in a
+chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lln.eager.products import row_by_row
 from lln.eager.summary import LOG_ZERO, key_exponents
 from lln.tracing import is_batched
 
@@ -61,28 +64,64 @@ class Inputs(NamedTuple):
     beta: float | Tensor
     key_mask: Tensor | None
 
+    def flat(self) -> Heads:
+        """The same, head by head."""
+        heads = self.query.shape[:2]
+        mask = self.key_mask
+        if mask is not None:
+            mask = mask[:, None].expand(*heads, -1).flatten(0, 1)
+        query, key, value = (side.flatten(0, 1).contiguous() for side in self[:3])
+        alpha, beta = _per_head(self.alpha, heads), _per_head(self.beta, heads)
+        return Heads(query, key, value, alpha, beta, mask)
+
+
+class Heads(NamedTuple):
+    """The inputs of all heads, one after the other in memory: products take no detours.
+
+    Attributes:
+        query: ``[n, T, D]``.
+        key: ``[n, T, D]``.
+        value: ``[n, T, E]``.
+        alpha: A number, or ``[n, 1, 1]``.
+        beta: Likewise.
+        key_mask: bool ``[n, T]``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: float | Tensor
+    beta: float | Tensor
+    key_mask: Tensor | None
+
     def parts(self) -> list[slice]:
         """The tokens of every chunk."""
-        starts = range(0, self.query.shape[2], CHUNK)
+        starts = range(0, self.query.shape[1], CHUNK)
         return [slice(start, start + CHUNK) for start in starts]
 
     def exponents(self, part: slice) -> tuple[Tensor, Tensor]:
         """βk and the values of a chunk; masked tokens have ``LOG_ZERO`` and zero."""
-        mask = None if self.key_mask is None else self.key_mask[:, None, part]
-        return key_exponents(self.key[:, :, part], self.value[:, :, part], self.beta, mask)
+        mask = None if self.key_mask is None else self.key_mask[:, part]
+        return key_exponents(self.key[:, part], self.value[:, part], self.beta, mask)
 
     def rows(self, part: slice, peak: Tensor) -> Tensor:
-        """The rows r of a chunk, ``[B, H, c, D]``."""
-        rows = self.query[:, :, part] * self.alpha
+        """The rows r of a chunk, ``[n, c, D]``."""
+        rows = self.query[:, part] * self.alpha
         rows += peak
         rows -= rows.amax(-1, keepdim=True)
         return rows.exp_()
 
     def blind(self) -> Tensor | None:
-        """Rows that see no key at all, ``[B, 1, T, 1]``; None where there are none."""
+        """Rows that see no key at all, ``[n, T, 1]``; None where there are none."""
         if self.key_mask is None:
             return None
-        return (self.key_mask.cumsum(-1) == 0)[:, None, :, None]
+        return (self.key_mask.cumsum(-1) == 0).unsqueeze(-1)
+
+
+def _per_head(number: float | Tensor, heads: tuple[int, ...]) -> float | Tensor:
+    if not isinstance(number, Tensor) or number.dim() == 0:
+        return number
+    return number.expand(*heads, 1, 1).reshape(-1, 1, 1)
 
 
 @torch.no_grad()
@@ -96,96 +135,106 @@ def walk(inputs: Inputs, guard: float) -> Walked | None:
     Returns:
         The output, without gradient, or None if a row has lost digits.
     """
-    query, value = inputs.query, inputs.value
-    out = query.new_empty(*query.shape[:3], value.shape[3])
-    normaliser = query.new_empty(*query.shape[:3], 1)
+    heads = inputs.flat()
+    query, value = heads.query, heads.value
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    normaliser = query.new_empty(*query.shape[:2], 1)
     state, lower = _State(query, value), _lower(query)
-    for part in inputs.parts():
-        exponent, values = inputs.exponents(part)
+    for part in heads.parts():
+        exponent, values = heads.exponents(part)
         state.move(torch.maximum(state.peak, exponent.amax(-2, keepdim=True)))
-        weights = exponent.sub(state.peak).exp_()
-        rows = inputs.rows(part, state.peak)
-        score = rows @ weights.mT.contiguous()
-        score *= lower[: rows.shape[2], : rows.shape[2]]
+        weights = exponent.sub_(state.peak).exp_()
+        rows = heads.rows(part, state.peak)
+        score = torch.bmm(rows, row_by_row(weights.mT))
+        score *= lower[: rows.shape[1], : rows.shape[1]]
         sums, masses = state.read()
-        sums, masses = rows @ sums, rows @ masses
-        sums += score @ values
-        masses += score.sum(-1, keepdim=True)
-        out[:, :, part], normaliser[:, :, part] = sums, masses
+        out[:, part] = torch.bmm(rows, sums).baddbmm_(score, values)
+        normaliser[:, part] = torch.bmm(rows, masses).add_(score.sum(-1, keepdim=True))
         state.add(weights, values)
-    blind = inputs.blind()
+    blind = heads.blind()
     if blind is not None:
         # Their sums are exactly 0, and so must be their output.
         normaliser.masked_fill_(blind, 1.0)
     if bool((normaliser < guard).any()):
         return None
-    return Walked(out.div_(normaliser), normaliser)
+    shape = inputs.query.shape[:3]
+    out.div_(normaliser)
+    return Walked(out.view(*shape, value.shape[2]), normaliser.view(*shape, 1))
 
 
 @torch.no_grad()
-def walk_back(inputs: Inputs, walked: Walked, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, and of α and β for every head, ``[B, H, 1, 1]``."""
-    query, key, value, alpha, beta, key_mask = inputs
-    parts, lower = inputs.parts(), _lower(query)
-    peaks, sums, masses = _states(inputs)
-    of_sums = gradient / walked.normaliser
-    of_mass = -(of_sums * walked.out).sum(-1, keepdim=True)
-    blind = inputs.blind()
+def walk_back(inputs: Inputs, walked: Walked, gradient: Tensor, needs: Sequence[bool]) -> list[Any]:
+    """Gradients of query, key, value, and of α and β for every head, ``[B, H, 1, 1]``.
+
+    Args:
+        inputs: Of the call.
+        walked: What the walk has found.
+        gradient: Of the output.
+        needs: Which of the five are needed; None is returned for α and β that are not.
+    """
+    heads = inputs.flat()
+    query, key, value, alpha, beta, key_mask = heads
+    parts, lower = heads.parts(), _lower(query)
+    peaks, sums, masses = _states(heads)
+    of_sums = (gradient / walked.normaliser).flatten(0, 1).contiguous()
+    of_mass = -(of_sums * walked.out.flatten(0, 1)).sum(-1, keepdim=True)
+    blind = heads.blind()
     if blind is not None:
         of_sums, of_mass = (side.masked_fill(blind, 0.0) for side in (of_sums, of_mass))
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     later_sums, later_mass = torch.zeros_like(sums[0]), torch.zeros_like(masses[0])
     for place in range(len(parts) - 1, -1, -1):
         part, peak = parts[place], peaks[place]
-        exponent, values = inputs.exponents(part)
-        weights = exponent.sub(peak).exp_()
-        rows = inputs.rows(part, peak)
-        size = rows.shape[2]
-        up, up_mass = of_sums[:, :, part], of_mass[:, :, part]
-        score = (rows @ weights.mT.contiguous()).mul_(lower[:size, :size])
-        of_score = up @ values.mT.contiguous()
-        of_score += up_mass
-        of_score *= lower[:size, :size]
-        of_rows = of_score @ weights
-        of_rows += up @ sums[place].mT.contiguous()
-        of_rows += up_mass * masses[place].mT
-        of_weights = of_score.mT @ rows
-        of_weights += values @ later_sums.mT.contiguous()
-        of_weights += later_mass.mT
-        dv[:, :, part] = score.mT @ up + weights @ later_sums
-        dq[:, :, part] = of_rows.mul_(rows)
-        dk[:, :, part] = of_weights.mul_(weights)
-        later_sums += rows.mT @ up
-        later_mass += rows.mT @ up_mass
+        exponent, values = heads.exponents(part)
+        weights = exponent.sub_(peak).exp_()
+        rows = heads.rows(part, peak)
+        seen = lower[: rows.shape[1], : rows.shape[1]]
+        up, up_mass = of_sums[:, part], of_mass[:, part]
+        score = torch.bmm(rows, row_by_row(weights.mT)).mul_(seen)
+        of_score = torch.bmm(up, row_by_row(values.mT)).add_(up_mass).mul_(seen)
+        of_rows = torch.bmm(of_score, weights)
+        of_rows.baddbmm_(up, row_by_row(sums[place].mT)).addcmul_(up_mass, masses[place].mT)
+        of_weights = torch.bmm(of_score.mT, rows)
+        of_weights.baddbmm_(values, row_by_row(later_sums.mT)).add_(later_mass.mT)
+        dv[:, part] = torch.bmm(score.mT, up).baddbmm_(weights, later_sums)
+        dq[:, part] = of_rows.mul_(rows)
+        dk[:, part] = of_weights.mul_(weights)
+        later_sums.baddbmm_(rows.mT, up)
+        later_mass.baddbmm_(rows.mT, up_mass)
         if place:
             factor = (peaks[place - 1] - peak).exp_().mT
             later_sums *= factor
             later_mass *= factor
     if key_mask is not None:
-        masked = ~key_mask[:, None, :, None]
+        masked = ~key_mask.unsqueeze(-1)
         key = key.masked_fill(masked, 0.0)
         dk, dv = dk.masked_fill_(masked, 0.0), dv.masked_fill_(masked, 0.0)
-    dalpha, dbeta = _product(query, dq), _product(key, dk)
-    return dq.mul_(alpha), dk.mul_(beta), dv, dalpha, dbeta
+    shape = inputs.query.shape[:2]
+    found = [
+        _product(one, other).view(*shape, 1, 1) if need else None
+        for one, other, need in zip((query, key), (dq, dk), needs[3:], strict=True)
+    ]
+    sides = (dq.mul_(alpha), dk.mul_(beta), dv)
+    return [*(side.view(*shape, *side.shape[1:]) for side in sides), *found]
 
 
-def _states(inputs: Inputs) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _states(heads: Heads) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Peak of every chunk, and the state of all keys before it."""
-    state = _State(inputs.query, inputs.value)
+    state = _State(heads.query, heads.value)
     peaks, sums, masses = [], [], []
-    for part in inputs.parts():
-        exponent, values = inputs.exponents(part)
+    for part in heads.parts():
+        exponent, values = heads.exponents(part)
         state.move(torch.maximum(state.peak, exponent.amax(-2, keepdim=True)))
         peaks.append(state.peak)
         for found, side in zip((sums, masses), state.read(), strict=True):
             found.append(side.clone())
-        state.add(exponent.sub(state.peak).exp_(), values)
+        state.add(exponent.sub_(state.peak).exp_(), values)
     return peaks, sums, masses
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Σ over tokens and channels, ``[B, H, 1, 1]``: few results, many terms each."""
-    found = (left * right).sum((-1, -2), keepdim=True, dtype=torch.float64)
+    """Σ over tokens and channels, ``[n]``: few results, many terms each."""
+    found = (left * right).sum((-1, -2), dtype=torch.float64)
     return found.to(left.dtype)
 
 
@@ -197,11 +246,11 @@ class _State:
     """Sums over all earlier keys, relative to the largest exponent of every slot so far."""
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
-        batch, heads, _, width = query.shape
-        self.peak = query.new_full((batch, heads, 1, width), LOG_ZERO)
+        heads, _, width = query.shape
+        self.peak = query.new_full((heads, 1, width), LOG_ZERO)
         # Of this span and, once one has ended, of all earlier ones.
-        self.sums = [query.new_zeros(batch, heads, width, value.shape[3])]
-        self.masses = [query.new_zeros(batch, heads, width, 1)]
+        self.sums = [query.new_zeros(heads, width, value.shape[2])]
+        self.masses = [query.new_zeros(heads, width, 1)]
         self.chunks = 0
 
     def move(self, peak: Tensor) -> None:
@@ -213,14 +262,14 @@ class _State:
         self.peak = peak
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """S ``[B, H, D, E]`` and m ``[B, H, D, 1]``."""
+        """S ``[n, D, E]`` and m ``[n, D, 1]``."""
         if len(self.sums) == 1:
             return self.sums[0], self.masses[0]
         return self.sums[0] + self.sums[1], self.masses[0] + self.masses[1]
 
     def add(self, weights: Tensor, values: Tensor) -> None:
         """The keys of a chunk."""
-        self.sums[0] += weights.mT @ values
+        self.sums[0].baddbmm_(weights.mT, values)
         self.masses[0] += weights.sum(-2, keepdim=True).mT
         self.chunks += 1
         if self.chunks % SPAN == 0:
@@ -261,7 +310,8 @@ class WalkedAttention(torch.autograd.Function):
             made = torch.autograd.grad(again, wanted, gradients, create_graph=further)
         else:
             walked = Walked(out, normaliser)
-            every = walk_back(Inputs(*sides), walked, gradients[0])
+            needs = ctx.needs_input_grad[:5]
+            every = walk_back(Inputs(*sides), walked, gradients[0], needs)
             made = [every[place] for place in needed]
         for place, side in zip(needed, made, strict=True):
             shape = sides[place].shape
