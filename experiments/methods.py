@@ -27,6 +27,8 @@ BRANCHES: dict[str, dict[str, Any]] = {
     "random": {},
     "calibrated": {},
 }
+# Branches in the titles of tables, where they are not called by their names.
+SAID = {"diag": "+ Diag", "conv": "+ convolution", "random": "at random"}
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,7 @@ class Method:
     def title(self) -> str:
         """For tables."""
         names = " / ".join(_title(system, options) for system, options in self.systems)
-        said = {"diag": "+ Diag", "conv": "+ convolution", "random": "at random"}
-        said["calibrated"] = "calibrated"
-        return " ".join([names, *(said[one] for one in self.name.split("+")[1:])])
+        return " ".join([names, *(SAID.get(one, one) for one in self.name.split("+")[1:])])
 
 
 def _read_system(text: str) -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ import torch
 from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
-from lln.eager import causal, causal_walk
+from lln.eager import causal, causal_walk, products
 from lln.testing import assert_close, make_qkv
 
 GIVEN = {"alpha": 1.7, "beta": 1.3, "is_causal": True}
@@ -210,3 +210,13 @@ def test_the_same_bits_with_and_without_gradients():
     with torch.no_grad():
         expected = lln.lln_attention(*inputs, **GIVEN)
     assert torch.equal(lln.lln_attention(*inputs, **GIVEN), expected)
+
+
+def test_the_same_with_products_that_do_not_add(monkeypatch):
+    inputs = [side.requires_grad_() for side in make_qkv(2, 3, 150, 8, dtype=torch.float64)]
+    found = []
+    for takes_transposed in (False, True):
+        monkeypatch.setattr(products, "_TAKES_TRANSPOSED", takes_transposed)
+        out = lln.lln_attention(*inputs, **GIVEN)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.eager.products import row_by_row
+from lln.eager.products import flat, row_by_row, scaled_product
 from lln.tracing import is_batched
 
 _softmax_backward = torch.ops.aten._softmax_backward_data.default
@@ -40,12 +40,12 @@ class BlockSoftmax(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         """``[..., b, E]``."""
         query, key, value, scale, hide, again = given
-        q, k, v = _flat(query), _flat(key), _flat(value)
+        q, k, v = flat(query), flat(key), flat(value)
         scores = scaled_product(q, k.mT, scale)
         weights = hide(scores.view(*query.shape[:-1], key.shape[-2])).softmax(-1)
         ctx.save_for_backward(query, key, value, weights)
         ctx.scale, ctx.again = scale, again
-        return torch.bmm(_flat(weights), v).view(*query.shape[:-1], value.shape[-1])
+        return torch.bmm(flat(weights), v).view(*query.shape[:-1], value.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -56,17 +56,17 @@ class BlockSoftmax(torch.autograd.Function):
         if torch.is_grad_enabled() or is_batched(gradient):
             found = by_autograd(ctx.again, (query, key, value), needs, gradient)
             return (*found, None, None, None)
-        p, g = _flat(weights), _flat(gradient)
+        p, g = flat(weights), flat(gradient)
         to_query = to_key = to_value = None
         if needs[2]:
             to_value = torch.bmm(p.mT, g).view(value.shape)
         if needs[0] or needs[1]:
-            of_weights = torch.bmm(g, row_by_row(_flat(value).mT))
+            of_weights = torch.bmm(g, row_by_row(flat(value).mT))
             of_scores = _softmax_backward(of_weights, p, -1, p.dtype)
             if needs[0]:
-                to_query = scaled_product(of_scores, _flat(key), ctx.scale).view(query.shape)
+                to_query = scaled_product(of_scores, flat(key), ctx.scale).view(query.shape)
             if needs[1]:
-                to_key = scaled_product(of_scores.mT, _flat(query), ctx.scale).view(key.shape)
+                to_key = scaled_product(of_scores.mT, flat(query), ctx.scale).view(key.shape)
         return to_query, to_key, to_value, None, None, None
 
 
@@ -83,14 +83,3 @@ def by_autograd(
         again = attend(*sides)
     made = iter(torch.autograd.grad(again, wanted, gradient, create_graph=further))
     return [next(made) if need else None for need in needs]
-
-
-def _flat(side: Tensor) -> Tensor:
-    """``[..., b, D]`` → ``[n, b, D]``, one row after the other."""
-    return side.contiguous().flatten(0, -3)
-
-
-def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Left times right times a number, for batches of matrices."""
-    # With beta = 0 the first tensor is not read.
-    return torch.baddbmm(left.new_empty(()), left, row_by_row(right), beta=0, alpha=scale)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.eager.products import row_by_row
+from lln.eager.products import add_product, flat, per_head, row_by_row
 from lln.eager.summary import LOG_ZERO, key_exponents
 from lln.tracing import is_batched
 
@@ -70,29 +70,16 @@ class Inputs(NamedTuple):
         mask = self.key_mask
         if mask is not None:
             mask = mask[:, None].expand(*heads, -1).flatten(0, 1)
-        query, key, value = (side.flatten(0, 1).contiguous() for side in self[:3])
-        alpha, beta = _per_head(self.alpha, heads), _per_head(self.beta, heads)
+        query, key, value = flat(self.query), flat(self.key), flat(self.value)
+        alpha, beta = per_head(self.alpha, self.query), per_head(self.beta, self.query)
         return Heads(query, key, value, alpha, beta, mask)
 
 
-class Heads(NamedTuple):
-    """The inputs of all heads, one after the other in memory: products take no detours.
+class Heads(Inputs):
+    """The inputs head by head, ``[n, T, D or E]``, so that products take no detours.
 
-    Attributes:
-        query: ``[n, T, D]``.
-        key: ``[n, T, D]``.
-        value: ``[n, T, E]``.
-        alpha: A number, or ``[n, 1, 1]``.
-        beta: Likewise.
-        key_mask: bool ``[n, T]``.
+    α and β are numbers, or ``[n, 1, 1]``; the mask is ``[n, T]``.
     """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    alpha: float | Tensor
-    beta: float | Tensor
-    key_mask: Tensor | None
 
     def parts(self) -> list[slice]:
         """The tokens of every chunk."""
@@ -102,7 +89,8 @@ class Heads(NamedTuple):
     def exponents(self, part: slice) -> tuple[Tensor, Tensor]:
         """βk and the values of a chunk; masked tokens have ``LOG_ZERO`` and zero."""
         mask = None if self.key_mask is None else self.key_mask[:, part]
-        return key_exponents(self.key[:, part], self.value[:, part], self.beta, mask)
+        values = row_by_row(self.value[:, part])
+        return key_exponents(self.key[:, part], values, self.beta, mask)
 
     def rows(self, part: slice, peak: Tensor) -> Tensor:
         """The rows r of a chunk, ``[n, c, D]``."""
@@ -116,12 +104,6 @@ class Heads(NamedTuple):
         if self.key_mask is None:
             return None
         return (self.key_mask.cumsum(-1) == 0).unsqueeze(-1)
-
-
-def _per_head(number: float | Tensor, heads: tuple[int, ...]) -> float | Tensor:
-    if not isinstance(number, Tensor) or number.dim() == 0:
-        return number
-    return number.expand(*heads, 1, 1).reshape(-1, 1, 1)
 
 
 @torch.no_grad()
@@ -148,7 +130,7 @@ def walk(inputs: Inputs, guard: float) -> Walked | None:
         score = torch.bmm(rows, row_by_row(weights.mT))
         score *= lower[: rows.shape[1], : rows.shape[1]]
         sums, masses = state.read()
-        out[:, part] = torch.bmm(rows, sums).baddbmm_(score, values)
+        out[:, part] = add_product(torch.bmm(rows, sums), score, values)
         normaliser[:, part] = torch.bmm(rows, masses).add_(score.sum(-1, keepdim=True))
         state.add(weights, values)
     blind = heads.blind()
@@ -176,7 +158,7 @@ def walk_back(inputs: Inputs, walked: Walked, gradient: Tensor, needs: Sequence[
     query, key, value, alpha, beta, key_mask = heads
     parts, lower = heads.parts(), _lower(query)
     peaks, sums, masses = _states(heads)
-    of_sums = (gradient / walked.normaliser).flatten(0, 1).contiguous()
+    of_sums = flat(gradient / walked.normaliser)
     of_mass = -(of_sums * walked.out.flatten(0, 1)).sum(-1, keepdim=True)
     blind = heads.blind()
     if blind is not None:
@@ -189,18 +171,18 @@ def walk_back(inputs: Inputs, walked: Walked, gradient: Tensor, needs: Sequence[
         weights = exponent.sub_(peak).exp_()
         rows = heads.rows(part, peak)
         seen = lower[: rows.shape[1], : rows.shape[1]]
-        up, up_mass = of_sums[:, part], of_mass[:, part]
+        up, up_mass = row_by_row(of_sums[:, part]), of_mass[:, part]
         score = torch.bmm(rows, row_by_row(weights.mT)).mul_(seen)
         of_score = torch.bmm(up, row_by_row(values.mT)).add_(up_mass).mul_(seen)
         of_rows = torch.bmm(of_score, weights)
-        of_rows.baddbmm_(up, row_by_row(sums[place].mT)).addcmul_(up_mass, masses[place].mT)
+        add_product(of_rows, up, sums[place].mT).addcmul_(up_mass, masses[place].mT)
         of_weights = torch.bmm(of_score.mT, rows)
-        of_weights.baddbmm_(values, row_by_row(later_sums.mT)).add_(later_mass.mT)
-        dv[:, part] = torch.bmm(score.mT, up).baddbmm_(weights, later_sums)
+        add_product(of_weights, values, later_sums.mT).add_(later_mass.mT)
+        dv[:, part] = add_product(torch.bmm(score.mT, up), weights, later_sums)
         dq[:, part] = of_rows.mul_(rows)
         dk[:, part] = of_weights.mul_(weights)
-        later_sums.baddbmm_(rows.mT, up)
-        later_mass.baddbmm_(rows.mT, up_mass)
+        add_product(later_sums, rows.mT, up)
+        add_product(later_mass, rows.mT, up_mass)
         if place:
             factor = (peaks[place - 1] - peak).exp_().mT
             later_sums *= factor
@@ -269,7 +251,7 @@ class _State:
 
     def add(self, weights: Tensor, values: Tensor) -> None:
         """The keys of a chunk."""
-        self.sums[0].baddbmm_(weights.mT, values)
+        add_product(self.sums[0], weights.mT, values)
         self.masses[0] += weights.sum(-2, keepdim=True).mT
         self.chunks += 1
         if self.chunks % SPAN == 0:

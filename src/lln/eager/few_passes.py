@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.eager.block_softmax import by_autograd, scaled_product
-from lln.eager.products import row_by_row
+from lln.eager.block_softmax import by_autograd
+from lln.eager.products import flat, per_head, row_by_row, scaled_product
 from lln.tracing import is_batched, is_untraced_on_cpu
 
 _softmax_backward = torch.ops.aten._softmax_backward_data.default
@@ -85,7 +85,7 @@ def attend(
         by_steps: Computes the same from query, key and value, with PyTorch's own gradients: second
             derivatives and batches of gradients go through it.
     """
-    alpha, beta = _per_head(alpha, query), _per_head(beta, query)
+    alpha, beta = per_head(alpha, query), per_head(beta, query)
     if torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value)):
         return _FewPasses.apply(query, key, value, alpha, beta, blocks, by_steps)
     return _forward(query, key, value, alpha, beta, blocks)[0]
@@ -128,7 +128,7 @@ def _forward(
     keeps: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and, if they are kept, e, m, C, w and the weights of the blocks."""
-    q, k, v = _flat(query), _flat(key), _flat(value)
+    q, k, v = flat(query), flat(key), flat(value)
     key_weight = k * beta
     peak = key_weight.amax(-2, keepdim=True)
     key_weight.sub_(peak).exp_()
@@ -164,7 +164,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, ``[n, T or S, D or E]``."""
     *near, alpha, beta, blocks = rest
-    q, k, v, g = _flat(query), _flat(key), _flat(value), _flat(gradient)
+    q, k, v, g = flat(query), flat(key), flat(value), flat(gradient)
     mix = 1.0 if blocks is None else blocks.mix
     of_weight = scaled_product(g, centroid.mT, mix)
     of_centroid = scaled_product(weight.mT, g, mix)
@@ -187,21 +187,6 @@ def _backward(
     return to_query, to_key, to_value
 
 
-def _flat(side: Tensor) -> Tensor:
-    """``[B, H, T, D]`` → ``[n, T, D]``, one row after the other."""
-    return side.contiguous().flatten(0, 1)
-
-
 def _cut(side: Tensor, size: int) -> Tensor:
     """``[n, T, D]`` → ``[n · T / b, b, D]``."""
     return side.view(-1, size, side.shape[-1])
-
-
-def _per_head(number: float | Tensor, query: Tensor) -> float | Tensor:
-    """A number, or ``[n, 1, 1]`` in the dtype of query."""
-    if not isinstance(number, Tensor):
-        return number
-    number = number.to(query.dtype)
-    if number.numel() == 1:
-        return number.reshape(1, 1, 1)
-    return number.expand(*query.shape[:2], 1, 1).reshape(-1, 1, 1)

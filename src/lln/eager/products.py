@@ -24,6 +24,40 @@ def row_by_row(right: Tensor) -> Tensor:
     return right if _TAKES_TRANSPOSED else right.contiguous()
 
 
+def flat(side: Tensor) -> Tensor:
+    """``[..., T, D]`` → ``[n, T, D]``, one row after the other in memory."""
+    return side.contiguous().flatten(0, -3)
+
+
+def per_head(number: float | Tensor, query: Tensor) -> float | Tensor:
+    """A number as it is; one or ``[1 or B, 1 or H, 1, 1]`` entries for `flat` heads: ``[n, 1, 1]``.
+
+    Args:
+        number: α or β.
+        query: ``[B, H, T, D]``, whose dtype the result has.
+    """
+    if not isinstance(number, Tensor):
+        return number
+    number = number.to(query.dtype)
+    if number.numel() == 1:
+        return number.reshape(1, 1, 1)
+    return number.expand(*query.shape[:2], 1, 1).reshape(-1, 1, 1)
+
+
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Left times right times a number, ``[n, ·, ·]`` each."""
+    # With beta = 0 the first tensor is not read.
+    return torch.baddbmm(left.new_empty(()), left, row_by_row(right), beta=0, alpha=scale)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``total += left @ right`` without a gradient, ``[n, ·, ·]`` each; returns the total."""
+    if _TAKES_TRANSPOSED:
+        return total.baddbmm_(left, right)
+    total += torch.bmm(left, row_by_row(right))
+    return total
+
+
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` for batches of equal shape; differentiable any number of times."""
     if _TAKES_TRANSPOSED or left.device.type != "cpu" or is_compiling() or is_transformed():
