@@ -170,6 +170,43 @@ def test_operator_is_well_formed(name):
     check(name, islice(cases, 1), **quick)
 
 
+def heads_first(*shape):
+    """Numbers of a head that lie next to each other in memory, as a product over heads leaves them.
+
+    Takes samples, heads, tokens and channels; a gradient of it lies as the kernels write it.
+    """
+    samples, heads, *rest = shape
+    return torch.rand(heads, samples, *rest, device=DEVICE).transpose(0, 1)
+
+
+def laid_out_otherwise():
+    """Backward passes of two samples whose α, β, offset or mix are `heads_first`."""
+    sides = make_qkv(2, 2, TOKENS, WIDTH, value_width=VALUE_WIDTH, device=DEVICE)
+    alpha, beta, offset = (heads_first(2, 2, 1, 1) for _ in range(3))
+    for is_causal, tokens, channels in ((False, TOKENS, 1), (True, 1, VALUE_WIDTH)):
+        tensors = *sides, alpha, beta, None, heads_first(2, 2, tokens, channels), None
+        numbers = *NUMBERS[:2], 0.5, BLOCK, 0.5, 0.0, 0, is_causal, 0
+        out, *summary = ops.attend_saving(*tensors, *numbers)
+        yield "attend_backward", gradient_like(out), *tensors, *summary, *numbers, *[True] * 3
+    query, key, value = sides
+    choice = keys_ops.fused_choice(
+        query, key, None, 3, block_size=BLOCK, group_size=BLOCK, flip=False
+    )
+    given = *sides, alpha, beta, offset, choice, *(None,) * 5, *NUMBERS, BLOCK, BLOCK, 0.5
+    found = keys_ops.attend_keys(*given)
+    yield "attend_keys_backward", gradient_like(found[0]), *given, *found
+    given = key, value, beta, None, 1.0
+    summary = halves_ops._summarise(*given)
+    yield "summarise_backward", *map(gradient_like, summary), *summary, *given, True
+    given = query, alpha, *summary, None, 1.0
+    yield "read_summary_backward", gradient_like(halves_ops._read(*given)), *given, True
+
+
+def test_gradients_of_numbers_lie_as_the_fakes_say():
+    for name, *arguments in laid_out_otherwise():
+        check(name, [arguments], test_utils=("test_faketensor",))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_operator_is_well_formed_in_every_form(name):

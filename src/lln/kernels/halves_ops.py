@@ -114,7 +114,7 @@ def _summarise_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @_summarise_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     key, value, beta, *_, beta_grad = arguments[4:]
-    dbeta = torch.empty_like(beta) if beta_grad else key.new_empty(0)
+    dbeta = beta.new_empty(beta.shape) if beta_grad else key.new_empty(0)
     return key.new_empty(key.shape), value.new_empty(value.shape), dbeta
 
 
@@ -176,7 +176,7 @@ def _(
     centroid: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dalpha = query.new_empty(0) if alpha is None or not rest[-1] else torch.empty_like(alpha)
+    dalpha = query.new_empty(0) if alpha is None or not rest[-1] else alpha.new_empty(alpha.shape)
     dlog_mass = log_mass.new_empty(log_mass.shape)
     return torch.empty_like(query), dalpha, dlog_mass, centroid.new_empty(centroid.shape)
 

@@ -251,9 +251,13 @@ def attend_keys_backward(gradient: Tensor, *arguments: Any) -> tuple[Tensor, ...
 
 @attend_keys_backward.register_fake
 def _(gradient: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    sides = arguments[:6]
-    return tuple(
-        gradient.new_empty(0) if side is None else torch.empty_like(side) for side in sides
+    query, key, value, *numbers = arguments[:6]
+    return (
+        *(torch.empty_like(side) for side in (query, key, value)),
+        *(
+            gradient.new_empty(0) if side is None else side.new_empty(side.shape)
+            for side in numbers
+        ),
     )
 
 

@@ -136,7 +136,7 @@ def _(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     query, key, value, alpha, beta, _, mix, _, log_mass, _ = rest[: TENSORS + 2]
     asked = zip((alpha, beta, mix), rest[-3:], strict=True)
     extra = [
-        torch.empty_like(side) if wanted and side is not None else _none(query)
+        side.new_empty(side.shape) if wanted and side is not None else _none(query)
         for side, wanted in asked
     ]
     is_causal = rest[-5]
