@@ -33,8 +33,8 @@ MOST_EXAMPLES = 200_000
 # Of 32 values and 31 decoys softmax found the needle with no seed of five; with one question per
 # text, with one.
 NEEDLE = {"questions": 8, "values": 8, "decoys": 7}
-# Texts per step where pairs are repeated. With 32,768 tokens per step, so 16 texts of 2,048 tokens or
-# 2 of 16,384, softmax stays at 7 %; with 64 of 2,048 it learns as it does at 512.
+# Texts per step where pairs are repeated. With 16 of 2,048 tokens, or 2 of 16,384, softmax stays at
+# 7 %; with 64 of 2,048 it learns as it does at 512.
 REPEATED_TEXTS = 64
 
 

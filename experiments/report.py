@@ -93,7 +93,11 @@ def fill_findings() -> None:
         fill(FINDINGS, name, text)
     costs = cost_table(EXPERIMENTS["lra"], "small", RESULTS / "cells")
     fill(FINDINGS, "lra-costs", costs or "*Not run yet.*")
-    for name, task in (("table1", "mlm"), ("distance", "recall-512")):
+    for name, task in (
+        ("table1", "mlm"),
+        ("distance", "recall-512"),
+        ("distance", "repeated-2048"),
+    ):
         cells = read_all(RESULTS / "cells", name, "small")
         drawn = [one for one in cells if one["cell"]["task"] == task]
         draw_curves(drawn, FIGURES / f"{name}_{task}")

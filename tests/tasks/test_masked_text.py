@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from experiments.catalogue import EXPERIMENTS
 from experiments.tasks.masked_text import (
     NO_QUESTION,
     byte_code,
@@ -89,6 +90,23 @@ def test_parts_of_wikitext_are_its_own(tmp_path):
     assert {name: texts[0].split()[1] for name, texts in parts.items()} == {
         name: name for name in ("train", "valid", "test")
     }
+
+
+@own_copies
+def test_both_texts_of_table_1_are_read_and_have_tokens_of_their_own(tmp_path):
+    articles = "\n\n".join(f"Title {number}\nText of number {number}." for number in range(200))
+    for part in ("train", "valid", "test"):
+        write(tmp_path / "wikitext-2" / f"{part}.txt", 9 * WIKITEXT)
+        write(tmp_path / "wikipedia-en" / f"{part}.txt", articles)
+    plans = EXPERIMENTS["table1"].plans["small"]
+    first, second = (
+        plans[name].load.func(400, tmp_path, 16, **plans[name].load.keywords)
+        for name in ("mlm", "wikitext")
+    )
+    assert (first.name, second.name) == ("masked-wikipedia-en", "masked-wikitext-2")
+    # Two words of WikiText do not make a vocabulary of 400.
+    assert first.vocabulary != second.vocabulary
+    assert plans["mlm"].recipe == plans["wikitext"].recipe
 
 
 def test_windows_hold_the_text_in_order():
