@@ -138,7 +138,7 @@ def status(options: argparse.Namespace) -> int:
         for task in experiment.plans[options.scale]:
             done = [cell for cell in found if dict(cell)["task"] == task]
             wanted = len(experiment.methods) * len(experiment.seeds)
-            print(f"{experiment.name:10} {options.scale:6} {task:12} {len(done)} of {wanted} cells")
+            print(f"{experiment.name:11} {options.scale:6} {task:13} {len(done)} of {wanted} cells")
     return 0
 
 

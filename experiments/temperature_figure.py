@@ -1,4 +1,4 @@
-"""Figures 9 and 10a from finished cells: α = β held fixed, and what matching finds instead."""
+"""Figures 9, 10a and 10b from finished cells: α = β held fixed, and what matching finds instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from experiments.methods import Method
 from lln.studies.drawing import save
 
-SIZE = (10.0, 3.6)
+SIZE = (13.0, 3.6)
 # Method, without its branches → its line across the figure.
 LINES = {
     "softmax": ("softmax", "C0", "-"),
@@ -32,7 +32,7 @@ def fixed_temperature(method: str) -> float | None:
 
 
 def draw_temperatures(cells: list[dict[str, Any]], path: Path) -> list[Path]:
-    """Loss and entropy at the end of the training over α = β, with lines for the other methods.
+    """Loss and entropy at the end over α = β, with lines for other methods; float16's loss scale.
 
     Args:
         cells: Finished cells of the experiment *temperature*.
@@ -43,9 +43,10 @@ def draw_temperatures(cells: list[dict[str, Any]], path: Path) -> list[Path]:
     """
 
     def draw(figure: Any) -> None:
-        loss, entropy = figure.subplots(1, 2)
+        loss, entropy, scale = figure.subplots(1, 3)
         _panel(loss, cells, lambda cell: cell["loss"], "loss on held-out text, nats")
         _panel(entropy, cells, _entropy, "entropy at the end, bits per row")
+        _scales(scale, cells)
         handles, labels = loss.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5)
 
@@ -79,3 +80,19 @@ def _panel(
             axes.axhline(mean, color=colour, linestyle=style, label=title)
     axes.set_xlabel("α = β")
     axes.set_ylabel(label)
+
+
+def _scales(axes: Any, cells: list[dict[str, Any]]) -> None:
+    """One line per training: a scale that is halved says that a gradient overflowed."""
+    for cell in cells:
+        method = cell["cell"]["method"]
+        known = LINES.get(method.split("+")[0], ("", "0.6", "-"))[1]
+        colour = known if fixed_temperature(method) is None else "C3"
+        steps, scales = zip(*cell["loss_scale"], strict=True)
+        axes.plot(steps, scales, color=colour, linewidth=1)
+    axes.set_yscale("log", base=2)
+    # So wide that a line which hardly moves does not look as if it did.
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 2**10), max(high, 2**20))
+    axes.set_xlabel("training steps")
+    axes.set_ylabel(f"loss scale of float16, {len(cells)} trainings")

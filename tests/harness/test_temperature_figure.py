@@ -1,4 +1,4 @@
-"""Loss and entropy over fixed temperatures, and lines for what is not fixed."""
+"""Loss and entropy over fixed temperatures, lines for what is not fixed, and loss scales."""
 
 import pytest
 from experiments.temperature_figure import draw_temperatures, fixed_temperature
@@ -20,7 +20,9 @@ def test_which_methods_are_fixed(method, expected):
 def test_the_figure_shows_the_grid_and_the_lines(tmp_path):
     def cell(method, seed, loss):
         observed = {"entropy": [[1, 9.0], [2, 8.0 + loss / 10]]}
-        return {"cell": {"method": method, "seed": seed}, "loss": loss, "observed": observed}
+        scales = [[1, 65536.0], [2, 32768.0]]
+        found = {"loss": loss, "loss_scale": scales, "observed": observed}
+        return {"cell": {"method": method, "seed": seed}, **found}
 
     cells = [
         cell(f"lln@statistics=fixed,alpha={alpha},beta={alpha}+conv", seed, 4 + alpha / 10)
@@ -31,7 +33,8 @@ def test_the_figure_shows_the_grid_and_the_lines(tmp_path):
     svg, png = draw_temperatures(cells, tmp_path / "figure")
     text = svg.read_text("utf-8")
     assert png.read_bytes()[1:4] == b"PNG"
-    for words in ("α = β", "bits per row", "softmax", "LLN, variance matched"):
+    scales = "loss scale of float16, 6 trainings"
+    for words in ("α = β", "bits per row", "softmax", "LLN, variance matched", scales):
         assert words in text
     # Nothing is claimed of what was not run.
     assert "entropy matched" not in text

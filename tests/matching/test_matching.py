@@ -316,6 +316,26 @@ def test_a_mean_of_the_keys_loses_no_digits(mean):
         assert ((one - other).abs() <= 2e-6 * other).all()
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 24, dtype=torch.bool)], ids=["plain", "mask"])
+@pytest.mark.parametrize(("spread", "flat"), [(1.5e-3, False), (0.5e-3, True)])
+def test_a_spread_counts_from_a_millionth_of_the_size_on(mask, spread, flat):
+    q, k = queries_and_keys(width=64)
+    assert (head_moments(q, 1000 + spread * k, mask).degenerate == flat).all()
+
+
+@pytest.mark.parametrize("layout", ["heads before tokens", "tokens before heads"])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (37, 64), (48, 80), (4096, 64), (3, 1100)])
+def test_squares_are_summed_without_rounding_away_digits(tokens, width, layout):
+    q, k = queries_and_keys(heads=2, tokens=tokens, width=width, dtype=torch.float32)
+    if layout == "tokens before heads":
+        q, k = (side.transpose(1, 2).contiguous().transpose(1, 2) for side in (q, k))
+    moments = head_moments(q, k)
+    expected = q.double().square().mean((-1, -2))
+    torch.testing.assert_close(moments.query_variance.double(), expected, rtol=5e-7, atol=0)
+    expected = k.double().var(-2, correction=0).mean(-1)
+    torch.testing.assert_close(moments.key_variance.double(), expected, rtol=2e-6, atol=1e-12)
+
+
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_temperatures_are_detached(criterion):
     q, k = (tensor.requires_grad_() for tensor in queries_and_keys())

@@ -7,6 +7,7 @@ Dimension legend: B batch, H heads, T queries, S keys, D head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ from lln.checks.names import check_choice
 from lln.matching.curves import matched_spread
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_untraced_on_cpu, values_are_readable
+
+# Entries whose squares are added in one row, in a vector's few accumulators: with more of them
+# rounding grows, with fewer PyTorch's norm takes twice as long.
+ROW = 1024
 
 # A spread below this, absolutely or relative to the size of the entries, is rounding noise.
 SPREAD_FLOOR = 1e-6
@@ -95,14 +100,20 @@ def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> 
     query, key = query.detach(), key.detach()
     if key_mask is None and is_untraced_on_cpu(query, key):
         with np.errstate(all="ignore"):
-            sums = _plain_sums(query, key)
-    else:
-        dtype = accumulation_dtype(query.dtype)
-        query, key = query.to(dtype), key.to(dtype)
-        query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
-        mean = token_mean(key, key_mask)
-        squares = sum_of_squares(query, query_mask), sum_of_squares(key, key_mask, mean)
-        sums = *squares, mean, count_tokens(query, query_mask), count_tokens(key, key_mask)
+            *sums, queries, keys = _plain_sums(query, key)
+        counts = (np.full((query.shape[0], 1), number, sums[0].dtype) for number in (queries, keys))
+        return Moments(*on_few_numbers(_moments_of_sums, (*sums, *counts), width, groups))
+    dtype = accumulation_dtype(query.dtype)
+    query, key = query.to(dtype), key.to(dtype)
+    query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
+    mean = token_mean(key, key_mask)
+    sums = (
+        sum_of_squares(query, query_mask),
+        sum_of_squares(key, key_mask, mean),
+        (mean * mean).mean((-1, -2)),
+        count_tokens(query, query_mask),
+        count_tokens(key, key_mask),
+    )
     return Moments(*on_few_numbers(_moments_of_sums, sums, width, groups))
 
 
@@ -123,7 +134,7 @@ def head_temperatures(
 
 
 def _plain_sums(query: Tensor, key: Tensor) -> tuple[Any, ...]:
-    """What `_moments_of_sums` takes, as NumPy arrays.
+    """What `_moments_of_sums` takes: NumPy arrays, and two plain numbers of tokens.
 
     Keys are read twice, not three times: Σ(k − μ)² = Σk² − S·μ². In a head whose mean is larger
     than its spread this would lose digits, and its keys are centred first.
@@ -131,34 +142,45 @@ def _plain_sums(query: Tensor, key: Tensor) -> tuple[Any, ...]:
     dtype = accumulation_dtype(query.dtype)
     if query.dtype != dtype:
         query, key = query.to(dtype), key.to(dtype)
-    (batch, _, keys), queries = key.shape[:3], query.shape[2]
+    queries, (keys, width) = query.shape[2], key.shape[2:]
     mean = key.sum(-2).numpy() / max(keys, 1)
-    of_query, of_key = (
-        np.square(torch.linalg.vector_norm(side, dim=-1).numpy()).sum(-1) for side in (query, key)
-    )
-    middle = np.square(mean).sum(-1) * keys
+    of_query, of_key = _squares_of_rows(query), _squares_of_rows(key)
+    of_mean = np.square(mean).sum(-1)
+    middle = of_mean * keys
     around, is_safe = of_key - middle, 2 * middle <= of_key
     if not is_safe.all():
         centre = torch.from_numpy(mean)[:, :, None]
         around = np.where(is_safe, around, sum_of_squares(key, None, centre).numpy())
-    counts = (np.full((batch, 1), number, mean.dtype) for number in (queries, keys))
-    return of_query, around, mean[:, :, None], *counts
+    return of_query, around, of_mean / width, queries, keys
+
+
+def _squares_of_rows(tensor: Tensor) -> Any:
+    """Sum of the squares of all tokens, ``[B, H]``, as a NumPy array."""
+    tokens, width = tensor.shape[2:]
+    if tensor.stride()[2:] == (width, 1):
+        together = math.gcd(tokens, max(ROW // width, 1))
+        tensor = tensor.view(*tensor.shape[:2], tokens // together, together * width)
+    # NumPy adds the rows in pairs.
+    return np.square(torch.linalg.vector_norm(tensor, dim=-1).numpy()).sum(-1)
 
 
 def _moments_of_sums(
     xp: Any,
     query_squares: Any,
     key_squares: Any,
-    mean: Any,
+    mean_size: Any,
     queries: Any,
     keys: Any,
     width: int,
     groups: int,
 ) -> tuple[Any, ...]:
-    """`Moments` from sums of squares ``[B, H]`` and ``[B, Hk]``, mean key and numbers of tokens."""
+    """`Moments` from sums of squares and the mean square of the mean key, ``[B, H or Hk]``.
+
+    Numbers of tokens are ``[B, 1]``, or one number each.
+    """
     query_variance = query_squares / (_at_least(queries, 1) * width)
     key_variance = key_squares / (_at_least(keys, 1) * width)
-    key_size = key_variance + (mean * mean).mean((-1, -2))
+    key_size = key_variance + mean_size
     if groups > 1:
         repeat = xp.repeat if xp is np else xp.repeat_interleave
         key_variance, key_size = repeat(key_variance, groups, 1), repeat(key_size, groups, 1)
@@ -169,8 +191,10 @@ def _moments_of_sums(
 
 
 def _at_least(side: Any, least: float) -> Any:
-    """The entries of an array or a tensor, ``least`` where they are smaller."""
-    return side.clamp_min(least) if isinstance(side, Tensor) else np.maximum(side, least)
+    """The entries of an array or a tensor, or a number; ``least`` where they are smaller."""
+    if isinstance(side, Tensor):
+        return side.clamp_min(least)
+    return np.maximum(side, least) if isinstance(side, np.ndarray) else max(side, least)
 
 
 def on_few_numbers(function: Callable[..., Any], sides: Sequence[Any], *rest: Any) -> Any:
@@ -259,12 +283,16 @@ def _spreads(
     head_width: int,
     criterion: str,
 ) -> tuple[Any, Any]:
-    """α and β of `Moments`, in their shape."""
-    query_variance = xp.where(degenerate, 1.0, query_variance)
-    key_variance = xp.where(degenerate, 1.0, key_variance)
+    """α and β of `Moments`, in their shape; the number of keys may be one number."""
+    # Whether there is any can be asked of an array only.
+    if xp is torch or degenerate.any():
+        query_variance = xp.where(degenerate, 1.0, query_variance)
+        key_variance = xp.where(degenerate, 1.0, key_variance)
+        spread = matched_spread(query_variance * key_variance, head_width, keys, criterion)
+        alpha, beta = spread / xp.sqrt(query_variance), spread / xp.sqrt(key_variance)
+        return xp.where(degenerate, 1.0, alpha), xp.where(degenerate, 1.0, beta)
     spread = matched_spread(query_variance * key_variance, head_width, keys, criterion)
-    alpha, beta = spread / xp.sqrt(query_variance), spread / xp.sqrt(key_variance)
-    return xp.where(degenerate, 1.0, alpha), xp.where(degenerate, 1.0, beta)
+    return spread / xp.sqrt(query_variance), spread / xp.sqrt(key_variance)
 
 
 def count_tokens(tensor: Tensor, mask: Tensor | None) -> Tensor:
