@@ -18,6 +18,7 @@ import argparse
 import os
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 from experiments import table2
@@ -52,13 +53,26 @@ def main(words: list[str] | None = None) -> int:
 def list_all(options: argparse.Namespace) -> int:
     """Print every experiment with its tasks."""
     for experiment in EXPERIMENTS.values():
-        print(f"{experiment.name:10} {experiment.title}")
+        print(f"{experiment.name:11} {experiment.title}")
         for task in experiment.plans["small"]:
             data = " (needs --data)" if task in experiment.needs_data else ""
             print(f"{'':12} {task}{data}")
-        print(f"{'':12} methods: {' '.join(experiment.methods)}")
-    print(f"{table2.NAME:10} {table2.TITLE} (by lln bench roberta)")
+        print(_wrapped(f"methods: {' '.join(experiment.methods)}"))
+    print(f"{table2.NAME:11} {table2.TITLE} (by lln bench roberta)")
     return 0
+
+
+def _wrapped(text: str) -> str:
+    """A long line in short ones, below the tasks; a method stays in one piece, to be copied."""
+    margin = 13 * " "
+    return textwrap.fill(
+        text,
+        100,
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def run_cells(options: argparse.Namespace) -> int:

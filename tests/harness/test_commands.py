@@ -84,11 +84,13 @@ def test_the_list_names_everything(capsys):
         assert experiment.title in text
         for method in experiment.methods:
             Method.parse(method)
+            assert method in text.split()
         assert set(experiment.plans) == set(SCALES)
         rows = {method.removesuffix("+conv") for method in experiment.methods}
         assert {"softmax", "diag"} <= rows
         assert len(experiment.seeds) >= 3
         assert experiment.needs_data <= set(experiment.plans["small"])
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_mistakes_get_one_sentence(tmp_path, capsys, monkeypatch):
