@@ -117,17 +117,23 @@ def cost_table(experiment: Experiment, scale: str, out: Path) -> str:
     methods = {method for found in costs.values() for method in found}
     rows = [
         [Method.parse(method).title]
-        + [_written(found[method]) if method in found else "" for found in costs.values()]
+        + [_entry(found[method]) if method in found else "" for found in costs.values()]
         for method in sorted(methods, key=lambda name: (order.get(name, len(order)), name))
     ]
     setups = [one["setup"] for found in costs.values() for one in found.values()]
     devices = ", ".join(sorted({setup["device"] for setup in setups}))
     commits = ", ".join(sorted({setup["commit"][:10] for setup in setups}))
     return (
-        f"{table(['attention', *costs], rows)}\n\nMilliseconds of a training step, and MiB of peak "
+        f"{table(['attention', *costs], rows)}\n\nMilliseconds of a training step / MiB of peak "
         f"memory, alone on the device. {devices}; commit {commits}; made by python -m experiments "
         f"time {experiment.name} --scale {scale}."
     )
+
+
+def _entry(found: dict[str, Any]) -> str:
+    """The same for a table, whose caption has the units."""
+    memory = "" if found["peak_mib"] is None else f" / {found['peak_mib']:,}"
+    return f"{found['milliseconds']:.1f}{memory}"
 
 
 def _written(found: dict[str, Any]) -> str:

@@ -113,7 +113,9 @@ def curves_chart(task: str, cells: list[dict[str, Any]], kind: Curves = CURVES[0
 
     def draw(figure: AnyFigure) -> None:
         axes = plot_area.plot_area(figure, "training steps", kind.axis, len(shown))
-        plot_area.linear_axis(axes.xaxis, 0, max(curves[method][-1][0] for method in shown))
+        # A little more, or the number below the last tick is cut off.
+        last = max(curves[method][-1][0] for method in shown)
+        plot_area.linear_axis(axes.xaxis, 0, 1.04 * last)
         margin = 0.05 * (max(every) - min(every)) + 1e-3
         plot_area.linear_axis(axes.yaxis, min(every) - margin, max(every) + margin)
         for method in shown:
@@ -127,10 +129,10 @@ def curves_chart(task: str, cells: list[dict[str, Any]], kind: Curves = CURVES[0
 
 
 def charts_of(by_task: dict[str, list[dict[str, Any]]]) -> list[dict[str, str]]:
-    """Every chart that the cells of the tasks have points for."""
+    """Every chart that the cells of the tasks have points for, in the order of the tasks."""
     return [
         {"task": task, "title": kind.title, "svg": inline_svg(chart)}
-        for task, cells in sorted(by_task.items())
+        for task, cells in by_task.items()
         for kind in CURVES
         if (chart := curves_chart(task, cells, kind)) is not None
     ]
@@ -163,7 +165,7 @@ def write_report(experiments: list[Experiment], scale: str, cells_folder: Path, 
         if not cells:
             continue
         percent = experiment.measure != "loss"
-        by_task: dict[str, list[dict[str, Any]]] = {}
+        by_task: dict[str, list[dict[str, Any]]] = {task: [] for task in experiment.plans[scale]}
         for cell in cells:
             by_task.setdefault(cell["cell"]["task"], []).append(cell)
         sections.append(
