@@ -57,6 +57,9 @@ def list_all(options: argparse.Namespace) -> int:
         for task in experiment.plans["small"]:
             data = " (needs --data)" if task in experiment.needs_data else ""
             print(f"{'':12} {task}{data}")
+        more = [task for task in experiment.plans["full"] if task not in experiment.plans["small"]]
+        if more:
+            print(_wrapped(f"with --scale full also {' '.join(more)}"))
         print(_wrapped(f"methods: {' '.join(experiment.methods)}"))
     print(f"{table2.NAME:11} {table2.TITLE} (by lln bench roberta)")
     return 0

@@ -71,7 +71,7 @@ def measure(
             kept.setdefault(name, {})[method] = found | {"setup": setup}
             write_atomically(path, compact_json({"costs": kept}))
             bar.advance(line)
-            echo(f"{name} {method}: {_written(found)}")
+            echo(f"{name} {method}: {_written(found, ' ms', ' MiB')}")
     return len(waiting)
 
 
@@ -117,7 +117,7 @@ def cost_table(experiment: Experiment, scale: str, out: Path) -> str:
     methods = {method for found in costs.values() for method in found}
     rows = [
         [Method.parse(method).title]
-        + [_entry(found[method]) if method in found else "" for found in costs.values()]
+        + [_written(found[method]) if method in found else "" for found in costs.values()]
         for method in sorted(methods, key=lambda name: (order.get(name, len(order)), name))
     ]
     setups = [one["setup"] for found in costs.values() for one in found.values()]
@@ -130,12 +130,7 @@ def cost_table(experiment: Experiment, scale: str, out: Path) -> str:
     )
 
 
-def _entry(found: dict[str, Any]) -> str:
-    """The same for a table, whose caption has the units."""
-    memory = "" if found["peak_mib"] is None else f" / {found['peak_mib']:,}"
-    return f"{found['milliseconds']:.1f}{memory}"
-
-
-def _written(found: dict[str, Any]) -> str:
-    memory = "" if found["peak_mib"] is None else f" / {found['peak_mib']:,} MiB"
-    return f"{found['milliseconds']:.1f} ms{memory}"
+def _written(found: dict[str, Any], of_time: str = "", of_memory: str = "") -> str:
+    """Time and memory with these units; without, for a table whose caption has them."""
+    memory = "" if found["peak_mib"] is None else f" / {found['peak_mib']:,}{of_memory}"
+    return f"{found['milliseconds']:.1f}{of_time}{memory}"

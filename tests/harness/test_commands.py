@@ -86,6 +86,8 @@ def test_the_list_names_everything(capsys):
             Method.parse(method)
             assert method in text.split()
         assert set(experiment.plans) == set(SCALES)
+        for task in (*experiment.plans["small"], *experiment.plans["full"]):
+            assert task in text.split()
         rows = {method.removesuffix("+conv") for method in experiment.methods}
         assert {"softmax", "diag"} <= rows
         assert len(experiment.seeds) >= 3

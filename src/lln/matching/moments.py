@@ -284,15 +284,16 @@ def _spreads(
     criterion: str,
 ) -> tuple[Any, Any]:
     """α and β of `Moments`, in their shape; the number of keys may be one number."""
-    # Whether there is any can be asked of an array only.
-    if xp is torch or degenerate.any():
+    # Whether there is any can be asked of an array only; a traced tensor has no answer.
+    is_any = xp is torch or degenerate.any()
+    if is_any:
         query_variance = xp.where(degenerate, 1.0, query_variance)
         key_variance = xp.where(degenerate, 1.0, key_variance)
-        spread = matched_spread(query_variance * key_variance, head_width, keys, criterion)
-        alpha, beta = spread / xp.sqrt(query_variance), spread / xp.sqrt(key_variance)
-        return xp.where(degenerate, 1.0, alpha), xp.where(degenerate, 1.0, beta)
     spread = matched_spread(query_variance * key_variance, head_width, keys, criterion)
-    return spread / xp.sqrt(query_variance), spread / xp.sqrt(key_variance)
+    alpha, beta = spread / xp.sqrt(query_variance), spread / xp.sqrt(key_variance)
+    if is_any:
+        alpha, beta = xp.where(degenerate, 1.0, alpha), xp.where(degenerate, 1.0, beta)
+    return alpha, beta
 
 
 def count_tokens(tensor: Tensor, mask: Tensor | None) -> Tensor:
