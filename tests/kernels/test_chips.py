@@ -51,7 +51,7 @@ def plug_in(monkeypatch):
             get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
 
         def record(step, live):
-            compiled = step.kernel.warmup(*step._filled(live), grid=step.grid, num_warps=step.warps)
+            compiled = step.kernel.warmup(*step._filled(live), grid=step.grid, **step.how)
             if compiled.metadata.shared > shared:
                 raise OutOfResources(compiled.metadata.shared, shared, "shared memory")
             needs.append((step.kernel.fn.__name__, compiled.metadata.shared))
@@ -291,7 +291,7 @@ def test_launches_have_the_parameters_of_the_kernels(plug_in, monkeypatch, optio
 
     def record(step, live):
         given = step._filled(live)
-        step.compiled = step.kernel.warmup(*given, grid=step.grid, num_warps=step.warps)
+        step.compiled = step.kernel.warmup(*given, grid=step.grid, **step.how)
         step.compiled.function = len(kernels)
         kernels.append(step.compiled)
         step.runner = step.launch = lambda *arguments: None

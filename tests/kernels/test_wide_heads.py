@@ -8,8 +8,9 @@ import lln
 from lln.kernels import recipes, repeats, sizes
 from lln.testing import make_qkv
 
-OWN = {"summarise_slots_kernel", "query_turned_kernel", "key_turned_kernel"}
-JOINED = {"summarise_slots_kernel", "query_turned_kernel", "joint_turned_kernel"}
+QUERIES = {"query_rows_kernel", "slot_grad_kernel"}
+OWN = {"summarise_slots_kernel", *QUERIES, "key_turned_kernel"}
+JOINED = {"summarise_slots_kernel", *QUERIES, "joint_turned_kernel"}
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_outputs_and_gradients(launched, name):
     compare(HALF[-1], **CALLS[name])
-    own = {"mix per channel": {"query_turned_kernel", "key_bwd_kernel"}}
+    own = {"mix per channel": {*QUERIES, "key_bwd_kernel"}}
     assert launched >= own.get(name, JOINED if "blocks" in name else OWN)
     assert launched.isdisjoint({"key_turned_kernel", "key_bwd_kernel"}) == ("blocks" in name)
     # Nothing is left to merge or to gather where one program has all tokens.

@@ -212,7 +212,7 @@ def _write_backward(
 def _of_tiles(call: Call, chosen: Sizes) -> dict[str, Any]:
     """Whether a tile is exactly one block, and whether all tiles of all passes are full."""
     block_tile = chosen.joint_read.tokens
-    tiles = [chosen.summarise, chosen.read, chosen.query_grad, chosen.key_grad]
+    tiles = [chosen.summarise, chosen.read, chosen.query_grad, chosen.slot_grad, chosen.key_grad]
     even = call.mask is None and call.bounds is None
     if call.block_size:
         tiles += [chosen.joint_read, chosen.joint_grad]

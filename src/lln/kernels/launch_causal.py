@@ -18,8 +18,10 @@ from torch import Tensor
 
 from lln.kernels.call import Call, Gradients, live_of, mix_mode, values_of
 from lln.kernels.gradients import finish_gradients, gradient_room, mix_shape
+from lln.kernels.launch_chunks import Chunks
 from lln.kernels.launch_passes import summarise_steps
-from lln.kernels.recipes import Place, Recipe, Room, Step, follow, over_tiles
+from lln.kernels.launch_states import STATE, exponent_type, scan_step, state_of
+from lln.kernels.recipes import Recipe, Room, Step, follow, over_tiles
 from lln.kernels.shapes import output_like
 from lln.kernels.sizes import Sizes, Tile, cdiv, walk_stretch
 from lln.kernels.triton import causal_walks as walks
@@ -28,9 +30,6 @@ from lln.kernels.triton.gaps import starts_of
 # What a weight is rounded to for a product. The exponent range of float16 is too small for
 # e^{x − max}, so float16 calls use TF32, which has as many digits.
 _LOW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: tl.float32}
-# The type in which differences of exponents are computed.
-_EXPONENT = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-_EXPONENT[torch.float32] = torch.float64
 
 
 def attend(call: Call, save: bool) -> tuple[Tensor, None, None]:
@@ -133,33 +132,16 @@ def _values(
     }
 
 
-# A state's three tensors; a suffix says which stretches it covers.
-_STATE = ("p_peak", "p_mass", "p_sum")
-
-
-def _state(suffix: str, parameters: str = "") -> dict[str, Any]:
-    """Which state a kernel gets as ``p_peak``, ``p_mass`` and ``p_sum``."""
-    return {name + parameters: Place(name + suffix) for name in _STATE}
-
-
 def _start(call: Call, chosen: Sizes, values: dict[str, Any]) -> tuple[list[Step], Room]:
     """Launches and memory for the state before every stretch, and for marking lost stretches."""
     programs, segments = call.samples * call.query.shape[1], values["segments"]
     steps, room = starts_of(call)
     room |= {"p_lost": ((programs, segments), torch.int32)}
     if segments == 1:
-        return steps, room | {f"{name}_before": ((1,), torch.float32) for name in _STATE}
+        return steps, room | {f"{name}_before": ((1,), torch.float32) for name in STATE}
     more, parts = summarise_steps(programs, chosen, values, segments)
-    scan = _scan("", "_before", programs, chosen, values)
-    return [*steps, *more, scan], room | parts | {f"{n}_before": parts[n] for n in _STATE}
-
-
-def _scan(own: str, others: str, programs: int, chosen: Sizes, values: dict[str, Any]) -> Step:
-    """Turn every stretch's own state into that of all stretches before (``_after``: after) it."""
-    rows = min(8, chosen.width)
-    values = values | _state(own) | _state(others, "_out")
-    values |= {"ROWS": rows, "REVERSE": others == "_after"}
-    return Step(walks.scan_kernel, (chosen.width // rows, programs), values, 4)
+    scan = scan_step("", "_before", programs, chosen, values)
+    return [*steps, *more, scan], room | parts | {f"{n}_before": parts[n] for n in STATE}
 
 
 def _walk(kernel: Any, call: Call, chosen: Sizes, tile: Tile, values: dict[str, Any]) -> list[Step]:
@@ -173,34 +155,53 @@ def _walk(kernel: Any, call: Call, chosen: Sizes, tile: Tile, values: dict[str, 
 
 
 def _write_attend(call: Call, live: dict[str, Any], chosen: Sizes) -> Recipe:
+    chunks = Chunks.of(call, chosen)
+    if chunks is not None:
+        values = _values(call, chosen, live, chunks.segments, chunks.stretch)
+        _, repair = _walk(walks.causal_fwd_kernel, call, chosen, chosen.walk, _before(values))
+        return chunks.forward(values, repair)
     values = _values(call, chosen, live, *_segments(call, chosen))
     steps, room = _start(call, chosen, values)
-    own = values | _state("_before")
+    own = _before(values)
     return Recipe(steps + _walk(walks.causal_fwd_kernel, call, chosen, chosen.walk, own), room)
+
+
+def _before(values: dict[str, Any]) -> dict[str, Any]:
+    return values | state_of("_before")
 
 
 def _write_backward(
     call: Call, live: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
 ) -> Recipe:
     query, heads = call.query, call.query.shape[1]
+    chunks = None if any(asked) else Chunks.of(call, chosen)
+    if chunks is not None:
+        values = _values(call, chosen, live, chunks.segments, chunks.stretch)
+        values |= dict.fromkeys(("ALPHA_GRAD", "BETA_GRAD", "MIX_GRAD"), 0)
+        _, of_query = _walk(
+            walks.causal_query_kernel, call, chosen, chosen.walk_query, _before(values)
+        )
+        own = values | state_of("_after")
+        _, of_key = _walk(walks.causal_key_kernel, call, chosen, chosen.walk_key, own)
+        return chunks.backward(values, of_query, of_key)
     # dα and dβ are allocated for the stretches of the first sizes, even if sizes shrank since.
     segments, stretch = _segments(call, call.sizes(heads))
     values = _values(call, chosen, live, segments, stretch)
     values |= dict(zip(("ALPHA_GRAD", "BETA_GRAD", "MIX_GRAD"), asked, strict=True))
     steps, room = _start(call, chosen, values)
     rows = query.shape[:3]
-    room |= {"p_z": (rows, _EXPONENT[query.dtype]), "p_delta": (rows, torch.float32)}
-    own = values | _state("_before")
+    room |= {"p_z": (rows, exponent_type(query.dtype)), "p_delta": (rows, torch.float32)}
+    own = _before(values)
     steps += _walk(walks.causal_query_kernel, call, chosen, chosen.walk_query, own)
     later = "_before"
     if segments > 1:
         later = "_after"
-        room |= {name + suffix: room[name] for name in _STATE for suffix in ("_own", later)}
+        room |= {name + suffix: room[name] for name in STATE for suffix in ("_own", later)}
         programs = call.samples * heads
-        own = values | _state("_own")
+        own = values | state_of("_own")
         gather, grid = walks.causal_gather_kernel, (segments, programs)
         steps.append(over_tiles(gather, grid, own, chosen.summarise))
-        steps.append(_scan("_own", later, programs, chosen, values))
-    own = values | _state(later)
+        steps.append(scan_step("_own", later, programs, chosen, values))
+    own = values | state_of(later)
     steps += _walk(walks.causal_key_kernel, call, chosen, chosen.walk_key, own)
     return Recipe(steps, room)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from lln.kernels.recipes import Place, Room, Step, over_tiles
-from lln.kernels.sizes import Sizes
+from lln.kernels.sizes import Sizes, cdiv
 from lln.kernels.triton import backward as bwd
-from lln.kernels.triton import summaries, turned_grads, wide_summary
+from lln.kernels.triton import summaries, turned_grads, wide_queries, wide_summary
 
 
 def summary_steps(
@@ -83,26 +83,51 @@ def query_grad_steps(
         values: The kernels' arguments.
         splits: Stretches of queries per head.
     """
-    parts, grid, tile = values["R"] * splits, (splits, heads), chosen.query_grad
-    if chosen.is_turned and parts == 1:
-        own = {"OUT_D": values["D"], "OUT_E": values["E"]}
-        own |= {"p_shift_out": Place("p_shift"), "p_dc_out": Place("p_dc")}
-        return [over_tiles(turned_grads.query_turned_kernel, grid, values, tile, **own)], {}
+    if chosen.is_turned:
+        return _wide_query_steps(heads, chosen, values, splits)
+    grid = (splits, heads)
+    step = over_tiles(bwd.query_bwd_kernel, grid, values, chosen.query_grad)
+    gather, room = _gather(heads, chosen, values, splits)
+    return [step, gather], room
+
+
+def _wide_query_steps(
+    heads: int, chosen: Sizes, values: dict[str, Any], splits: int
+) -> tuple[list[Step], Room]:
+    """The same for wide heads, in two passes; the second has its own stretches."""
+    rows, tile = chosen.query_grad, chosen.slot_grad
+    steps = [over_tiles(wide_queries.query_rows_kernel, (splits, heads), values, rows)]
+    tokens = splits * values["program_tokens"]
+    stretch = tile.stretch(tokens, tile.tokens, heads, chosen.cores)
+    splits = cdiv(tokens, stretch)
+    whole = values["R"] * splits == 1
+    ends = ("", values["D"], values["E"]) if whole else ("_parts", chosen.width, chosen.value_width)
+    suffix, out_width, out_channels = ends
+    own = {"program_tokens": stretch, "SLOTS": chosen.summary_slots}
+    own |= {"OUT_D": out_width, "OUT_E": out_channels}
+    own |= {f"p_{name}_out": Place(f"p_{name}{suffix}") for name in ("shift", "dc")}
+    grid = (splits * (chosen.width // chosen.summary_slots), heads)
+    steps.append(over_tiles(wide_queries.slot_grad_kernel, grid, values, tile, **own))
+    # Packed sequences lie in one sample.
+    count = (values["H"] if values["PACKED"] else heads) * values["T"]
+    room: Room = dict.fromkeys(("p_z", "p_mean"), ((count,), torch.float32))
+    if whole:
+        return steps, room
+    gather, parts = _gather(heads, chosen, values, splits)
+    return [*steps, gather], room | parts
+
+
+def _gather(heads: int, chosen: Sizes, values: dict[str, Any], splits: int) -> tuple[Step, Room]:
+    """Every stretch's part of shift and dC into their sums, and the memory of the parts."""
     part = (heads, splits, chosen.width)
     room: Room = {
         "p_shift_parts": (part, torch.float32),
         "p_dc_parts": ((*part, chosen.value_width), torch.float32),
     }
-    if chosen.is_turned:
-        own = {"OUT_D": chosen.width, "OUT_E": chosen.value_width}
-        own |= {"p_shift_out": Place("p_shift_parts"), "p_dc_out": Place("p_dc_parts")}
-        step = over_tiles(turned_grads.query_turned_kernel, grid, values, tile, **own)
-    else:
-        step = over_tiles(bwd.query_bwd_kernel, grid, values, tile)
     rows = min(8, chosen.value_width)
     grid = (chosen.value_width // rows, heads // values["R"])
-    gather = Step(bwd.gather_kernel, grid, values | {"parts": parts, "ROWS": rows}, 4)
-    return [step, gather], room
+    own = {"parts": values["R"] * splits, "ROWS": rows}
+    return Step(bwd.gather_kernel, grid, values | own, 4), room
 
 
 def key_grad_step(programs: int, chosen: Sizes, values: dict[str, Any], splits: int) -> Step:

@@ -41,10 +41,19 @@ class Step:
     """One launch: a kernel, its grid, and all its arguments, some of them `Place`s."""
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], values: Mapping[str, object], warps: int
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        values: Mapping[str, object],
+        warps: int,
+        registers: int = 0,
     ) -> None:
         """``values`` are by the kernel's parameter names; a parameter without one is a `Place`."""
         self.kernel, self.grid, self.warps = kernel, grid, warps
+        # How to compile it; the interpreter does not know the second.
+        self.how: dict[str, int] = {"num_warps": warps}
+        if registers and not is_interpreted():
+            self.how["maxnreg"] = registers
         self.arguments = [
             values[name] if name in values else Place(name) for name in kernel.arg_names
         ]
@@ -62,7 +71,7 @@ class Step:
 
     def record(self, live: dict[str, Any]) -> None:
         """Launch through Triton, which compiles, and keep what it compiled."""
-        compiled = self.kernel[self.grid](*self._filled(live), num_warps=self.warps)
+        compiled = self.kernel[self.grid](*self._filled(live), **self.how)
         if not is_interpreted():
             self.compiled = compiled
             self.runner, self.launch = compiled[self.whole_grid], compiled.run
@@ -94,7 +103,7 @@ def over_tiles(
 ) -> Step:
     """A launch of a kernel that goes over its tokens in tiles of these sizes."""
     sizes = {"BT": tile.tokens, "STAGES": tile.stages}
-    return Step(kernel, grid, {**values, **sizes, **own}, tile.warps)
+    return Step(kernel, grid, {**values, **sizes, **own}, tile.warps, tile.registers)
 
 
 # Name → (shape, dtype) of every intermediate tensor.

@@ -40,12 +40,14 @@ class Tile(NamedTuple):
         stages: Depth of the pipeline of loads.
         programs: Least number of programs per multiprocessor; sequences are split to reach it.
             Causal walks use `walk_stretch` instead.
+        registers: Most registers of a thread, so that more programs fit; 0 = no limit.
     """
 
     tokens: int
     warps: int
     stages: int
     programs: int = 4
+    registers: int = 0
 
     def stretch(self, tokens: int, rows: int, heads: int, cores: int) -> int:
         """Tokens per program: whole tiles of ``rows`` tokens."""
@@ -74,8 +76,18 @@ WIDE_TILES = {
 TURNED_TILES = {
     "summarise": Tile(64, 4, 4, 2),
     "read": Tile(64, 4, 2, 8),
-    "query_grad": Tile(64, 8, 4, 2),
+    "query_grad": Tile(64, 4, 1, 8),
+    "slot_grad": Tile(32, 4, 4, 2),
     "key_grad": Tile(64, 8, 3, 8),
+}
+
+# Causal attention by chunks, of one size for all passes: the fastest of a sweep on an H200.
+CHUNK_TILES = {
+    "chunk_state": Tile(64, 4, 3, 2),
+    "chunk_gather": Tile(64, 4, 3, 2, 168),
+    "chunk": Tile(64, 4, 1, 1, 128),
+    "chunk_query": Tile(64, 4, 1, 1, 168),
+    "chunk_key": Tile(64, 4, 1, 1, 168),
 }
 
 
@@ -113,17 +125,25 @@ class Sizes:
         read: Queries against it.
         joint_read: The same with the diagonal part; its tile holds ``block_rows`` tokens.
         query_grad: Backward over the queries.
+        slot_grad: Its second pass, where wide heads have one (`lln.kernels.triton.wide_queries`).
         key_grad: Backward over the keys.
         joint_grad: Backward over both, with the diagonal part.
         walk: Causal attention, tile by tile.
         walk_query: Its backward, forward over the tiles.
         walk_key: Its backward, backward over the tiles.
+        chunk_state: Its states before every chunk, where it goes by chunks.
+        chunk_gather: The gathered states behind every chunk.
+        chunk: The outputs of a chunk.
+        chunk_query: Its backward over the queries.
+        chunk_key: Its backward over the keys.
+        has_chunks: Whether causal attention goes by chunks where it can
+            (`lln.kernels.launch_chunks`).
         block_rows: Tokens per tile with the diagonal part: whole blocks.
         has_blocks: Whether there is a diagonal part.
         split_blocks: Whether its gradients have a separate pass: together with those of wide
             summaries they do not fit the registers.
         is_turned: Whether the passes of wide heads have kernels of their own
-            (`lln.kernels.triton.wide_summary`, `lln.kernels.triton.turned_grads`).
+            (`wide_summary`, `wide_queries` and `turned_grads` of `lln.kernels.triton`).
         summary_slots: Slots per program of the first of them.
         is_joined: Whether the gradients of keys and values and those of the diagonal share a pass
             after the queries' (`lln.kernels.triton.turned_joint`), if their kernels are turned.
@@ -138,11 +158,18 @@ class Sizes:
     read: Tile
     joint_read: Tile
     query_grad: Tile
+    slot_grad: Tile
     key_grad: Tile
     joint_grad: Tile
     walk: Tile
     walk_query: Tile
     walk_key: Tile
+    chunk_state: Tile
+    chunk_gather: Tile
+    chunk: Tile
+    chunk_query: Tile
+    chunk_key: Tile
+    has_chunks: bool
     block_rows: int
     has_blocks: bool
     split_blocks: bool
@@ -234,10 +261,14 @@ def _choose(
         "read": Tile(tokens, warps, stages, 8),
         "joint_read": Tile(block_tile, block_warps, stages, 4),
         "query_grad": Tile(tokens, warps, stages, 2),
+        "slot_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
         # Narrow heads leave room to load further ahead.
         "joint_grad": Tile(block_tile, block_warps, 3 if short and is_narrow else 2, 8),
         **dict.fromkeys(("walk", "walk_query", "walk_key"), walk),
+        **CHUNK_TILES,
+        # Other types would round their states, or move twice the memory.
+        "has_chunks": causal and width == value_width == 64 and dtype == torch.bfloat16,
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),

@@ -271,15 +271,12 @@ def slot_softmax(b_q, alpha, b_log_mass, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def block_softmax(
+def block_scores(
     b_q, b_k, scale, ok, block_size,
     BT: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the block-diagonal matrix: unnormalised ``[BT, BT]`` and normalisers ``[BT]``.
-
-    A tile begins with a block.
-    """
+    """Scores of the block-diagonal matrix ``[BT, BT]``; ``NEVER`` where a row sees no key."""
     rows = tl.arange(0, BT)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
     if not ONE_BLOCK:
@@ -289,6 +286,20 @@ def block_softmax(
         b_s = tl.where(ok[None, :], b_s, NEVER)
     if CAUSAL:
         b_s = tl.where(rows[:, None] >= rows[None, :], b_s, NEVER)
+    return b_s
+
+
+@triton.jit
+def block_softmax(
+    b_q, b_k, scale, ok, block_size,
+    BT: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows of the block-diagonal matrix: unnormalised ``[BT, BT]`` and normalisers ``[BT]``.
+
+    A tile begins with a block.
+    """
+    b_s = block_scores(b_q, b_k, scale, ok, block_size, BT, EVEN, ONE_BLOCK, CAUSAL, PRECISION)
     b_p = exponential(b_s - tl.max(b_s, 1)[:, None])
     if not EVEN:
         # In a row that sees no key every entry is 2^0; such a row must get weight zero.

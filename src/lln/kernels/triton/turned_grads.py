@@ -1,9 +1,8 @@
-"""Gradients of wide heads: tiles turned, with slots as rows.
+"""Gradients of the keys of wide heads: tiles turned, with slots as rows.
 
 The equations are those of `lln.kernels.triton.backward_ranges`. There a tile is ``[BT, BD]``, and
 64 tokens do not give each of eight warps rows of its own. Here it is ``[BD, BT]``: a warp has 16 of
-128 slots, what a slot shares (log-mass, shift) takes two registers instead of 32, and the weights
-of the slots are the left operand of dC = Aᵀ dO as they are. Sums over the slots cross warps.
+128 slots, and what a slot shares (log-mass, shift) takes two registers instead of 32.
 
 Dimension legend: see `lln.kernels.triton.steps`; SH summary heads, R query heads per summary.
 """
@@ -13,15 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.backward import load_summary
 from lln.kernels.triton.backward_ranges import store_beta_grad
-from lln.kernels.triton.mixing import load_gradient
 from lln.kernels.triton.steps import (
     NEVER,
     exponential,
     find_program,
     find_stretch,
-    load_queries,
     load_rows,
     load_scale,
     load_unmasked,
@@ -31,49 +27,6 @@ from lln.kernels.triton.steps import (
     token_ok,
     widen_turned,
 )
-
-
-@triton.jit
-def query_grad_turned(
-    q, gradients, dq, mixes, p_mask, start, end, alpha, b_log_mass, b_c, mix,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
-    EVEN: tl.constexpr, QUIET: tl.constexpr, MIX: tl.constexpr, SPLIT: tl.constexpr,
-    ALPHA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """From the queries ``start … end − 1``: dC ``[BD, BE]``, shift ``[BD]`` and dα; writes dq.
-
-    With the diagonal part dq is written later, by the pass over both parts, unless ``SPLIT``.
-    """
-    b_dc, b_shift = tl.zeros([BD, BE], tl.float32), tl.zeros([BD], tl.float32)
-    b_dalpha = 0.0
-    for first in tl.range(start, end, BT, num_stages=STAGES):
-        inside = first + tl.arange(0, BT) < end
-        ok = token_ok(p_mask, first, end, BT, QUIET)
-        b_q = load_queries(q, first, inside, ok, BT, D, BD, EVEN, QUIET)
-        _, b_do, _, b_row, _ = load_gradient(
-            gradients, mixes, mix, first, inside, E, BE, BT, MIX, EVEN
-        )
-        b_wide = widen_turned(b_q, BD)
-        b_x = b_wide * alpha + b_log_mass[:, None]
-        if D < BD:
-            b_x = tl.where((tl.arange(0, BD) < D)[:, None], b_x, NEVER)
-        b_e = exponential(b_x - tl.max(b_x, 0)[None, :])
-        b_da = tl.dot(b_c, tl.trans(b_do), input_precision=PRECISION)
-        # Both sums in one: sums that cross warps wait for all of them.
-        b_norm, b_mean = tl.split(tl.sum(tl.join(b_e, b_e * b_da), 0))
-        b_inverse = 1.0 / b_norm
-        b_mean = b_mean * b_inverse
-        b_a = b_e * (b_row * b_inverse)[None, :]
-        b_dc = tl.dot(b_a.to(b_do.dtype), b_do, b_dc, input_precision=PRECISION)
-        b_shift -= tl.sum(b_a * b_mean[None, :], 1)
-        b_g = b_a * (b_da - b_mean[None, :])
-        if ALPHA_GRAD:
-            # As in `backward_ranges.centred_queries`.
-            b_centre = tl.sum(b_e * b_wide, 0) * b_inverse
-            b_dalpha += tl.sum(b_g * (b_wide - b_centre[None, :]))
-        if MIX == 0 or SPLIT:
-            store_rows(dq, first, tl.trans(b_g * alpha), inside, BT, D, BD, EVEN)
-    return b_dc, b_shift, b_dalpha
 
 
 @triton.jit
@@ -121,44 +74,6 @@ def key_grad_turned(
             b_centre += tl.sum(b_b * b_wide)
         store_rows(dk, first, tl.trans(b_g * beta), inside, BT, D, BD, EVEN)
     return b_dbeta, b_residue, b_centre
-
-
-@triton.jit
-def query_turned_kernel(
-    p_q, p_g, p_dq, p_m, p_mask, p_alpha, p_dalpha, p_log_mass, p_centroid,
-    p_shift_out, p_dc_out, p_starts, alpha, mix, program_tokens, T, H,
-    stride_qb, stride_qh, stride_qt, stride_qd, stride_gb, stride_gh, stride_gt, stride_gd,
-    stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_mb, stride_mh, stride_mt, stride_md,
-    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    OUT_D: tl.constexpr, OUT_E: tl.constexpr,
-    BT: tl.constexpr, HAS_ALPHA: tl.constexpr, ALPHA_GRAD: tl.constexpr, EVEN: tl.constexpr,
-    QUIET: tl.constexpr, MIX: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One stretch of queries of one (sample, head): dq, and dCᵀ ``[OUT_E, OUT_D]`` and shift.
-
-    Where that is all that reads a summary, they are final; else parts, which are padded.
-    """
-    split, index, part = find_program()
-    batch, head, begin, start, end = find_stretch(
-        p_starts, split, index, program_tokens, T, H, PACKED, False
-    )
-    b_log_mass, b_c = load_summary(p_log_mass, p_centroid, index // R, D, E, BD, BE)
-    b_dc, b_shift, b_dalpha = query_grad_turned(
-        rows_of(p_q, batch, head, begin, stride_qb, stride_qh, stride_qt, stride_qd),
-        rows_of(p_g, batch, head, begin, stride_gb, stride_gh, stride_gt, stride_gd),
-        rows_of(p_dq, batch, head, begin, stride_dqb, stride_dqh, stride_dqt, stride_dqd),
-        rows_of(p_m, batch, head, begin, stride_mb, stride_mh, stride_mt, stride_md),
-        p_mask + batch * T, start, end, load_scale(p_alpha, alpha, index, HAS_ALPHA),
-        b_log_mass, b_c, mix,
-        D, E, BD, BE, BT, EVEN, QUIET, MIX, SPLIT, ALPHA_GRAD, PRECISION, STAGES,
-    )  # fmt: skip
-    slots, columns = tl.arange(0, BD), tl.arange(0, BE)
-    tl.store(p_shift_out + part * OUT_D + slots, b_shift, mask=slots < OUT_D)
-    channels = p_dc_out + part * OUT_D * OUT_E, 0, OUT_D, 1
-    store_rows(channels, 0, tl.trans(b_dc), columns < OUT_E, BE, OUT_D, BD, OUT_E == BE)
-    if ALPHA_GRAD:
-        tl.store(p_dalpha + part, b_dalpha)
 
 
 @triton.jit

@@ -24,7 +24,8 @@ def load_state(
 ):
     """The state that a stretch starts from: peak ``[BD]``, mass ``[BD]``, sum ``[BD, BE]``."""
     if HAS_STATE:
-        return load_partial(p_peak, p_mass, p_sum, part, tl.arange(0, BD), BD, BE)
+        b_peak, b_mass, b_sum = load_partial(p_peak, p_mass, p_sum, part, tl.arange(0, BD), BD, BE)
+        return b_peak, b_mass, b_sum.to(tl.float32)
     return empty_partial(BD, BE)
 
 

@@ -1,0 +1,125 @@
+"""Causal attention by chunks, from tensors to kernels.
+
+A chunk is one tile of tokens, and one program computes it. The state before every chunk is in
+memory: a program per stretch (several chunks) has written it, and a scan has summed up what comes
+from other stretches. Calls with a mask, dropout or packed sequences, and gradients of α, β and mix,
+are walked instead (`lln.kernels.launch_causal`), as are stretches whose rows lost digits.
+
+Dimension legend: see `lln.kernels.launch_causal`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from lln.kernels.call import Call
+from lln.kernels.launch_states import STATE, exponent_type, scan_step, state_of
+from lln.kernels.recipes import Place, Recipe, Room, Step, over_tiles
+from lln.kernels.sizes import Sizes, cdiv
+from lln.kernels.triton import causal_chunks as kernels
+
+# Fewer chunks in a stretch save less time than the scan over the stretches takes.
+LEAST_CHUNKS = 16
+
+
+class Chunks(NamedTuple):
+    """How a causal call is cut.
+
+    Attributes:
+        call: What to compute.
+        chosen: Its sizes.
+        programs: Heads of all samples.
+        chunks: Chunks per sequence.
+        segments: Stretches per sequence.
+        stretch: Tokens per stretch; whole chunks.
+    """
+
+    call: Call
+    chosen: Sizes
+    programs: int
+    chunks: int
+    segments: int
+    stretch: int
+
+    @classmethod
+    def of(cls, call: Call, chosen: Sizes) -> Chunks | None:
+        """The cut of a call; None if it has to be walked."""
+        rows = chosen.chunk.tokens
+        plain = call.mask is None and call.bounds is None and call.dropout_p == 0
+        # Walks repair whole stretches, and a chunk begins with a block.
+        walks = (chosen.walk, chosen.walk_query, chosen.walk_key)
+        parts = [tile.tokens for tile in walks]
+        if call.block_size:
+            parts += [call.block_size, chosen.block_rows]
+        if not (chosen.has_chunks and plain) or any(rows % part for part in parts):
+            return None
+        tokens, programs = call.query.shape[2], call.samples * call.query.shape[1]
+        stretch = chosen.chunk_state.stretch(tokens, rows, programs, chosen.cores)
+        stretch = max(stretch, LEAST_CHUNKS * rows)
+        return cls(call, chosen, programs, cdiv(tokens, rows), cdiv(tokens, stretch), stretch)
+
+    def forward(self, values: dict[str, Any], repair: Step) -> Recipe:
+        """The launches of the forward pass; ``repair`` walks the stretches that are lost."""
+        values = self._own(values)
+        steps, room = self._states(values)
+        steps.append(self._over_chunks(kernels.chunk_fwd_kernel, values, "chunk"))
+        return Recipe([*steps, repair], room)
+
+    def backward(self, values: dict[str, Any], query_repair: Step, key_repair: Step) -> Recipe:
+        """The launches of the backward pass."""
+        values = self._own(values)
+        steps, room = self._states(values)
+        rows, chosen = self.call.query.shape[:3], self.chosen
+        room["p_z"] = rows, exponent_type(self.call.query.dtype)
+        room |= dict.fromkeys(("p_delta", "p_near", "p_level"), (rows, torch.float32))
+        room |= {f"p_gather_{name}": room[f"p_chunk_{name}"] for name in ("peak", "mass")}
+        room |= {f"{name}_own": room[name] for name in STATE}
+        room |= {f"{name}_after": room[f"{name}_before"] for name in STATE}
+        steps += [self._over_chunks(kernels.chunk_query_kernel, values, "chunk_query")]
+        # Sums behind the chunks take the place of those before them, which nobody needs any more.
+        behind = {f"p_chunk_{name}": Place(f"p_gather_{name}") for name in ("peak", "mass")}
+        own = values | behind | state_of("_own")
+        grid = (self.segments, self.programs)
+        gather = over_tiles(kernels.chunk_gather_kernel, grid, own, chosen.chunk_gather)
+        steps += [query_repair, gather]
+        if self.segments > 1:
+            steps.append(scan_step("_own", "_after", self.programs, chosen, values))
+        own = values | behind | state_of("_after") | {"p_before": Place("p_peak_before")}
+        steps += [self._over_chunks(kernels.chunk_key_kernel, own, "chunk_key"), key_repair]
+        return Recipe(steps, room)
+
+    def _own(self, values: dict[str, Any]) -> dict[str, Any]:
+        """What differs from the values of the walks."""
+        rows = self.chosen.chunk.tokens
+        return values | {
+            "EVEN": self.call.query.shape[2] % rows == 0,
+            "ONE_BLOCK": self.call.block_size == rows,
+            **state_of("_before"),
+        }
+
+    def _states(self, values: dict[str, Any]) -> tuple[list[Step], Room]:
+        """Launches and memory for the state before every chunk, and for marking lost stretches."""
+        chosen, low = self.chosen, self.call.query.dtype
+        slots = (self.programs, self.chunks, chosen.width)
+        sums = low if low == torch.bfloat16 else torch.float32
+        room: Room = {f"p_chunk_{name}": (slots, torch.float32) for name in ("peak", "mass", "top")}
+        room["p_chunk_sum"] = (*slots, chosen.value_width), sums
+        room["p_lost"] = (self.programs, self.segments), torch.int32
+        part = (self.programs, self.segments, chosen.width) if self.segments > 1 else (1,)
+        whole = (*part, chosen.value_width) if self.segments > 1 else part
+        shapes = zip(STATE, (part, part, whole), strict=True)
+        states: Room = {name: (shape, torch.float32) for name, shape in shapes}
+        room |= states | {f"{name}_before": states[name] for name in STATE}
+        room["p_sum_before"] = whole, sums
+        grid = (self.segments, self.programs)
+        own = values | state_of("")
+        steps = [over_tiles(kernels.chunk_states_kernel, grid, own, chosen.chunk_state)]
+        if self.segments > 1:
+            steps.append(scan_step("", "_before", self.programs, chosen, values))
+        return steps, room
+
+    def _over_chunks(self, kernel: Any, values: dict[str, Any], name: str) -> Step:
+        grid = (self.chunks, self.programs)
+        return over_tiles(kernel, grid, values, getattr(self.chosen, name))
