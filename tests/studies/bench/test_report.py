@@ -27,7 +27,7 @@ ENVIRONMENT = {
 # Milliseconds of one unit at this copy speed: 65,536 · 12 · 64 bfloat16 numbers.
 COPY = 4.0
 UNIT = 65536 * 12 * 64 * 2 / (COPY * 1e9)
-UNITS = {"lln": (4, 11), "lln_diag": (6, 15), "lln_matched": (6, 13)}
+UNITS = {"lln": (4, 11), "lln_diag": (6, 15), "lln_diag_64": (6, 15), "lln_matched": (6, 13)}
 
 
 def row(operation, tokens, milliseconds, backward=False, python=None, **rest):
@@ -103,6 +103,25 @@ def test_rivals_are_judged_at_the_lengths_that_are_asked():
         "1.00 of its time",
         "met",
     ]
+
+
+def test_the_backward_of_causal_blocks_is_compared_with_causal_lln():
+    name = "… its backward pass ≤ 1.4 × causal LLN's"
+    cases = [row("lln_causal", 512, 1.0), row("lln_causal", 512, 3.0, backward=True)]
+    cases += [row("lln_diag_causal", 512, 2.0), row("lln_diag_causal", 1024, 9.0)]
+    assert verdicts(*cases)[name] == ["", "", "", ""]
+    cases.append(row("lln_diag_causal", 512, 5.0, backward=True))
+    assert verdicts(*cases)[name][:2] == ["1.50 of its time", "missed"]
+
+
+def test_wide_and_narrow_heads_have_targets_of_their_own():
+    cases = [row("lln", 512, 4.4 * UNIT), row("lln", 512, 9.0 * UNIT, width=128)]
+    cases += [row("lln_diag_64", 512, 7.0 * UNIT, width=128), row("lln_diag", 512, 1.0, width=32)]
+    found = verdicts(*cases)
+    assert found["LLN forward ≤ 1.35 floors"][1] == "met"
+    assert found["D = 128: LLN forward ≤ 1.5 floors"][1] == "missed"
+    assert found["D = 128: LLN + Diag, blocks of 64, forward ≤ 1.6 floors"][1] == "met"
+    assert found["D = 32: LLN forward ≤ 1.35 floors"] == ["", "", "", ""]
 
 
 def test_memory_is_judged_with_the_backward():

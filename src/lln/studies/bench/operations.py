@@ -309,6 +309,7 @@ OPERATIONS: dict[str, Operation] = {
         _lln("LLN, moments matched", (6, 13), lln.lln_attention), compiled="lln_compiled"
     ),
     "lln_diag": replace(_LLN_DIAG, compiled="lln_diag_compiled"),
+    "lln_diag_64": _lln("LLN + Diag, blocks of 64", (6, 15), partial(_given_diag, block_size=64)),
     "diag": _DIAG,
     "diag_sdpa": replace(
         _DIAG, label="Diag alone (SDPA by blocks)", run=_diag_sdpa, kind="softmax", units=None
@@ -319,6 +320,9 @@ OPERATIONS: dict[str, Operation] = {
     "sdpa_flash_causal": _softmax("softmax (flash)", "FLASH_ATTENTION", causal=True),
     "sdpa_cudnn_causal": _softmax("softmax (cuDNN)", "CUDNN_ATTENTION", causal=True),
     "lln_causal": replace(_lln("LLN, causal", (4, 11), _given_causal), group="causal"),
+    "lln_diag_causal": replace(
+        _lln("LLN + Diag, causal", (4, 11), partial(_given_diag, is_causal=True)), group="causal"
+    ),
     "fla_causal": replace(
         _FLA,
         label="fla chunk_linear_attn",

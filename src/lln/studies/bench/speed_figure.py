@@ -31,11 +31,15 @@ _LOOKS: dict[str, tuple[str, str]] = {
     "sdpa_flash_causal": ("#777777", "s"),
     "sdpa_cudnn_causal": ("#000000", "o"),
     "lln_causal": ("#0072B2", "^"),
+    "lln_diag_causal": ("#D55E00", "D"),
     "fla_causal": ("#009E73", "v"),
     "fla_causal_raw": ("#9AD1BE", "v"),
 }
 # The operations for which the crossover with the fastest softmax is marked.
-_MARKED = {"bidirectional": ("lln_matched", "lln_diag"), "causal": ("lln_causal",)}
+_MARKED = {
+    "bidirectional": ("lln_matched", "lln_diag"),
+    "causal": ("lln_causal", "lln_diag_causal"),
+}
 
 
 def draw_speed(results: dict[str, Any], path: Path, group: str = "bidirectional") -> list[Path]:

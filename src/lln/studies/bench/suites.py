@@ -23,10 +23,13 @@ _GPU_CAUSAL = (
     "sdpa_flash_causal",
     "sdpa_cudnn_causal",
     "lln_causal",
+    "lln_diag_causal",
     "fla_causal",
     "fla_causal_raw",
 )
 _GPU_FEW = ("sdpa_flash", "sdpa_cudnn", "lln", "lln_diag")
+# The default block is as wide as a head.
+_GPU_WIDE = (*_GPU_FEW, "lln_diag_64")
 _CPU = ("sdpa", "lln", "lln_matched", "lln_diag", "sdpa_causal", "lln_causal")
 
 
@@ -107,14 +110,14 @@ def _gpu_cases() -> Iterator[Case]:
     """bf16, H = 12, B·N = 65,536; then other widths, B = 1, packed and decoding at a few shapes."""
     groups: list[tuple[tuple[str, ...], tuple[int, ...], int, int | None]] = [
         (_GPU_DENSE, GPU_LENGTHS, 64, None),
-        (_GPU_CAUSAL, (512, 2048, 4096, 16384, 65536), 64, None),
+        (_GPU_CAUSAL, (512, 1024, 2048, 4096, 16384, 65536), 64, None),
         (("lln_compiled", "lln_diag_compiled"), (512, 4096), 64, None),
         (("diag_sdpa", "diag"), (512, 4096, 65536), 64, None),
         (("flash_packed", "lln_packed"), (4096,), 64, None),
         (("sdpa_decode", "lln_decode"), (4096,), 64, 64),
         (_GPU_FEW, (512, 4096, 16384), 32, None),
-        (_GPU_FEW, (512, 4096, 16384), 128, None),
-        (_GPU_FEW, (512, 4096, 16384), 256, None),
+        (_GPU_WIDE, (512, 4096, 16384), 128, None),
+        (_GPU_WIDE, (512, 4096, 16384), 256, None),
         (_GPU_FEW, (512, 2048, 8192), 64, 1),
     ]
     for operations, lengths, width, batch in groups:
