@@ -22,6 +22,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
 
 
+def always_holds(condition: bool) -> bool:
+    """Whether a condition on sizes holds for all sizes that a trace is made for."""
+    # Imported here, because it takes half a second.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def is_transformed() -> bool:
     """Whether a ``torch.func`` transform (vmap, grad, jvp) is active: values are then hidden."""
     return peek_interpreter_stack() is not None

@@ -126,6 +126,24 @@ def test_compiles_once_for_two_lengths(name, fresh_dynamo):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize(("tokens", "dynamic"), [(96, False), (90, False), (96, True)])
+def test_blocks_of_a_known_length_are_cut_without_gathering(tokens, dynamic, fresh_dynamo):
+    """Where a trace holds for one length only, blocks are views of the tensors."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    def attend(*sides):
+        return lln.lln_diag_attention(*sides, **FIXED, block_size=16, impl="eager")
+
+    args = make_qkv(1, 1, tokens, D)
+    out = torch.compile(attend, fullgraph=True, backend=keep, dynamic=dynamic)(*args)
+    close([out], [attend(*args)])
+    assert ("arange" in graphs[0]) == (dynamic or tokens % 16 > 0)
+
+
 @pytest.mark.slow
 def test_compiles_exact_keys_once_for_two_lengths(fresh_dynamo):
     def attend(q, k, v):

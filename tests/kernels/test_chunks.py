@@ -9,7 +9,7 @@ from lln.kernels import launch_causal, launch_chunks, recipes, repeats, sizes
 from lln.kernels.sizes import Tile
 from lln.testing import assert_close, make_qkv, poison_empty
 
-# Chunks are for bfloat16 and 64 channels; the interpreter does not have the one, and takes long
+# ChunkedCall are for bfloat16 and 64 channels; the interpreter does not have the one, and takes long
 # for the other.
 DTYPE, WIDTH, ROWS = (torch.bfloat16, 64, 64) if ON_GPU else (torch.float32, 16, 16)
 HERE = {"dtype": DTYPE, "width": WIDTH, "is_causal": True}
@@ -23,7 +23,7 @@ def chunks(request, monkeypatch):
     monkeypatch.setattr(repeats, "_known", {})
     sizes.overrides["cores"] = 1
     if request.param == "stretches":
-        sizes.overrides["cores"] = 64
+        sizes.overrides["cores"] = 512
         monkeypatch.setattr(launch_chunks, "LEAST_CHUNKS", 1)
     if not ON_GPU:
         walks = ("walk", "walk_query", "walk_key", "summarise")
@@ -31,13 +31,13 @@ def chunks(request, monkeypatch):
             sizes.overrides[name] = Tile(16, 4, 1, 1)
         sizes.overrides |= {"has_chunks": True, "block_rows": 16}
     cuts = []
-    of = launch_chunks.Chunks.of
+    of = launch_chunks.ChunkedCall.of
 
     def watch(call, chosen):
         cuts.append(of(call, chosen))
         return cuts[-1]
 
-    monkeypatch.setattr(launch_causal.Chunks, "of", watch)
+    monkeypatch.setattr(launch_causal.ChunkedCall, "of", watch)
     yield cuts
     sizes.overrides.clear()
 
@@ -173,13 +173,13 @@ def test_calls_that_are_walked(chunks):
 
 
 def test_stretches_are_long_enough_to_pay_for_their_scan(monkeypatch):
-    """One sequence of 1,024 tokens stays whole, whatever the chip; a long one is cut."""
-    for tokens, most in ((1024, 1), (4096, 4), (65536, 64)):
-        side = torch.empty(1, 1, tokens, 64, dtype=torch.bfloat16, device="meta")
-        monkeypatch.setattr(sizes, "multiprocessors", lambda device: 132)
+    """One sequence of 1,024 tokens stays whole, like 192 of any length; a long one is cut."""
+    monkeypatch.setattr(sizes, "multiprocessors", lambda device: 132)
+    for heads, tokens, most in ((1, 1024, 1), (1, 4096, 4), (12, 65536, 22), (192, 4096, 1)):
+        side = torch.empty(1, heads, tokens, 64, dtype=torch.bfloat16, device="meta")
         call = launch_chunks.Call(
             *(side,) * 3, *(None,) * 5, 1.0, 1.0, 1.0, 0, 1.0, 0.0, 0, True, 0
         )
-        cut = launch_chunks.Chunks.of(call, call.sizes(1))
+        cut = launch_chunks.ChunkedCall.of(call, call.sizes(heads))
         assert cut.segments == most
         assert cut.stretch % cut.chosen.chunk.tokens == 0

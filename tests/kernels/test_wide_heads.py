@@ -25,6 +25,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(recipes, "_recipes", {})
     monkeypatch.setattr(repeats, "_known", {})
     monkeypatch.setattr(recipes.Step, "record", note)
+    # Enough multiprocessors that more than one tile of tokens is split.
+    monkeypatch.setitem(sizes.overrides, "cores", 64)
     return names
 
 

@@ -17,7 +17,7 @@ from lln.eager.products import multiply
 from lln.eager.scan import whole_parts
 from lln.eager.summary import LOG_ZERO
 from lln.eager.whole_division import divided
-from lln.tracing import is_compiling, is_untraced_on_cpu, values_are_readable
+from lln.tracing import always_holds, is_compiling, is_untraced_on_cpu, values_are_readable
 
 
 def attend_blocks(
@@ -103,7 +103,9 @@ def block_diagonal(
         gap = -(first_tokens(key_mask) if first is None else first) % block_size
         if values_are_readable(gap) and not bool(gap.any()):
             gap = None
-    if gap is None and not is_compiling():
+    # A trace for every length knows nothing of the length; one for a single length does.
+    is_whole = not is_compiling() or always_holds(query.shape[-2] % block_size == 0)
+    if gap is None and is_whole:
         return _cut_from_zero(query, key, value, block_size, key_mask, options)
     return _cut_behind_gaps(query, key, value, block_size, key_mask, gap, options)
 

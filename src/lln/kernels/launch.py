@@ -81,7 +81,8 @@ def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -
         return Recipe([*before, step], gaps)
     longest, longest_keys = call.longest or tokens, call.longest or call.key.shape[2]
     tile = chosen.summarise
-    stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, chosen.cores)
+    shares = chosen.width // chosen.summary_slots if chosen.is_turned else 1
+    stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, chosen.cores, shares)
     splits = cdiv(longest_keys, stretch)
     own = values | {"SHIFTED": False, "program_tokens": stretch}
     steps, room = summary_steps(batch * slots, chosen, own, splits)

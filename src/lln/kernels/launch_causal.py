@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lln.kernels.call import Call, Gradients, live_of, mix_mode, values_of
 from lln.kernels.gradients import finish_gradients, gradient_room, mix_shape
-from lln.kernels.launch_chunks import Chunks
+from lln.kernels.launch_chunks import ChunkedCall
 from lln.kernels.launch_passes import summarise_steps
 from lln.kernels.launch_states import STATE, exponent_type, scan_step, state_of
 from lln.kernels.recipes import Recipe, Room, Step, follow, over_tiles
@@ -155,7 +155,7 @@ def _walk(kernel: Any, call: Call, chosen: Sizes, tile: Tile, values: dict[str, 
 
 
 def _write_attend(call: Call, live: dict[str, Any], chosen: Sizes) -> Recipe:
-    chunks = Chunks.of(call, chosen)
+    chunks = ChunkedCall.of(call, chosen)
     if chunks is not None:
         values = _values(call, chosen, live, chunks.segments, chunks.stretch)
         _, repair = _walk(walks.causal_fwd_kernel, call, chosen, chosen.walk, _before(values))
@@ -174,7 +174,7 @@ def _write_backward(
     call: Call, live: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
 ) -> Recipe:
     query, heads = call.query, call.query.shape[1]
-    chunks = None if any(asked) else Chunks.of(call, chosen)
+    chunks = None if any(asked) else ChunkedCall.of(call, chosen)
     if chunks is not None:
         values = _values(call, chosen, live, chunks.segments, chunks.stretch)
         values |= dict.fromkeys(("ALPHA_GRAD", "BETA_GRAD", "MIX_GRAD"), 0)

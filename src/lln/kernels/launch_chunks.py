@@ -22,9 +22,12 @@ from lln.kernels.triton import causal_chunks as kernels
 
 # Fewer chunks in a stretch save less time than the scan over the stretches takes.
 LEAST_CHUNKS = 16
+# With as many heads per multiprocessor, passes over chunks without far states save more time than
+# shorter stretches.
+LEAST_HEADS = 1.4
 
 
-class Chunks(NamedTuple):
+class ChunkedCall(NamedTuple):
     """How a causal call is cut.
 
     Attributes:
@@ -44,7 +47,7 @@ class Chunks(NamedTuple):
     stretch: int
 
     @classmethod
-    def of(cls, call: Call, chosen: Sizes) -> Chunks | None:
+    def of(cls, call: Call, chosen: Sizes) -> ChunkedCall | None:
         """The cut of a call; None if it has to be walked."""
         rows = chosen.chunk.tokens
         plain = call.mask is None and call.bounds is None and call.dropout_p == 0
@@ -57,6 +60,8 @@ class Chunks(NamedTuple):
             return None
         tokens, programs = call.query.shape[2], call.samples * call.query.shape[1]
         stretch = chosen.chunk_state.stretch(tokens, rows, programs, chosen.cores)
+        if programs >= LEAST_HEADS * chosen.cores:
+            stretch = cdiv(tokens, rows) * rows
         stretch = max(stretch, LEAST_CHUNKS * rows)
         return cls(call, chosen, programs, cdiv(tokens, rows), cdiv(tokens, stretch), stretch)
 

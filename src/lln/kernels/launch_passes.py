@@ -98,7 +98,8 @@ def _wide_query_steps(
     rows, tile = chosen.query_grad, chosen.slot_grad
     steps = [over_tiles(wide_queries.query_rows_kernel, (splits, heads), values, rows)]
     tokens = splits * values["program_tokens"]
-    stretch = tile.stretch(tokens, tile.tokens, heads, chosen.cores)
+    shares = chosen.width // chosen.summary_slots
+    stretch = tile.stretch(tokens, tile.tokens, heads, chosen.cores, shares)
     splits = cdiv(tokens, stretch)
     whole = values["R"] * splits == 1
     ends = ("", values["D"], values["E"]) if whole else ("_parts", chosen.width, chosen.value_width)
@@ -106,7 +107,7 @@ def _wide_query_steps(
     own = {"program_tokens": stretch, "SLOTS": chosen.summary_slots}
     own |= {"OUT_D": out_width, "OUT_E": out_channels}
     own |= {f"p_{name}_out": Place(f"p_{name}{suffix}") for name in ("shift", "dc")}
-    grid = (splits * (chosen.width // chosen.summary_slots), heads)
+    grid = (splits * shares, heads)
     steps.append(over_tiles(wide_queries.slot_grad_kernel, grid, values, tile, **own))
     # Packed sequences lie in one sample.
     count = (values["H"] if values["PACKED"] else heads) * values["T"]

@@ -41,6 +41,8 @@ class Tile(NamedTuple):
         programs: Least number of programs per multiprocessor; sequences are split to reach it.
             Causal walks use `walk_stretch` instead.
         registers: Most registers of a thread, so that more programs fit; 0 = no limit.
+        resident: Programs that a multiprocessor runs at once, if sequences are to be split such
+            that programs come in whole waves of as many; 0 = split them evenly.
     """
 
     tokens: int
@@ -48,12 +50,30 @@ class Tile(NamedTuple):
     stages: int
     programs: int = 4
     registers: int = 0
+    resident: int = 0
 
-    def stretch(self, tokens: int, rows: int, heads: int, cores: int) -> int:
-        """Tokens per program: whole tiles of ``rows`` tokens."""
+    def stretch(self, tokens: int, rows: int, heads: int, cores: int, shares: int = 1) -> int:
+        """Tokens per program: whole tiles of ``rows`` tokens.
+
+        Args:
+            tokens: Tokens of a sequence.
+            rows: Tokens of a tile.
+            heads: Number of heads of all samples.
+            cores: Multiprocessors.
+            shares: Programs that share a stretch.
+        """
         tiles = cdiv(tokens, rows)
-        programs = min(max(1, cdiv(self.programs * cores, max(heads, 1))), tiles)
-        return cdiv(tiles, programs) * rows
+        most = min(max(1, cdiv(self.programs * cores, max(heads, 1))), tiles)
+        if not self.resident:
+            return cdiv(tiles, most) * rows
+
+        def duration(stretches: int) -> int:
+            """Time, in tiles of one program; the last wave of programs takes as long as any."""
+            length = cdiv(tiles, stretches)
+            programs = heads * shares * cdiv(tiles, length)
+            return cdiv(programs, self.resident * cores) * length
+
+        return cdiv(tiles, min(range(1, most + 1), key=duration)) * rows
 
 
 # Heads wider than 64 in 16-bit types: the fastest of a sweep on an H200 (docs/kernels.md).
@@ -74,10 +94,10 @@ WIDE_TILES = {
 
 # Those of heads whose passes have kernels of their own, by another sweep.
 TURNED_TILES = {
-    "summarise": Tile(64, 4, 4, 2),
+    "summarise": Tile(64, 4, 4, 2, resident=2),
     "read": Tile(64, 4, 2, 8),
     "query_grad": Tile(64, 4, 1, 8),
-    "slot_grad": Tile(32, 4, 4, 2),
+    "slot_grad": Tile(32, 4, 4, 2, resident=3),
     "key_grad": Tile(64, 8, 3, 8),
 }
 
@@ -263,8 +283,7 @@ def _choose(
         "query_grad": Tile(tokens, warps, stages, 2),
         "slot_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
-        # Narrow heads leave room to load further ahead.
-        "joint_grad": Tile(block_tile, block_warps, 3 if short and is_narrow else 2, 8),
+        "joint_grad": Tile(block_tile, block_warps, 2, 8),
         **dict.fromkeys(("walk", "walk_query", "walk_key"), walk),
         **CHUNK_TILES,
         # Other types would round their states, or move twice the memory.
@@ -279,11 +298,19 @@ def _choose(
         "short": short,
         "cores": cores,
     }
+    if is_narrow:
+        # Short tiles: more programs, and loads further ahead.
+        chosen["summarise"] = Tile(tokens, warps, stages, 4, resident=4)
+        chosen["query_grad"] = Tile(tokens, warps, stages, 4, resident=3)
+        chosen["joint_read"] = Tile(block_tile, block_warps, stages, 12)
+        chosen["joint_grad"] = Tile(block_tile, block_warps, 3, 12)
     if is_wide:
         chosen |= TURNED_TILES if chosen["is_turned"] else WIDE_TILES[widest]
         reading, updating = (3, 2) if widest == 128 else (2, 1)
         chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
+        if chosen["is_turned"] and block_tile == 64:
+            chosen["joint_read"] = Tile(block_tile, 4, reading, 4)
     chosen |= {name: size for name, size in overridden if name in chosen}
     return Sizes(**chosen)
 
