@@ -2,7 +2,8 @@
 
 With batch 1 the host decides, and its speed changes from second to second. So all attentions are
 built in one process and take turns of a few steps, and the best turn of each counts; a process for
-each launcher (`lln build-launcher` and the one in Python).
+each launcher (`lln build-launcher` and the one in Python), and one for models under
+``torch.compile(mode="reduce-overhead")``, which replays CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,10 +29,19 @@ RESULTS = Path("benchmarks/results/roberta-turns.json")
 SYSTEMS = ("softmax_sdpa", "lln", "lln_diag", "diag")
 LENGTHS = (512, 2048)
 STEPS = 4
+COMPILED = "reduce-overhead"
+# What is measured: both launchers, and compiled models.
+RUNS = (*LAUNCHERS, COMPILED)
 
 
-def measure(lengths: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
-    """Milliseconds of a step: the best and the middle of all turns."""
+def measure(lengths: tuple[int, ...], turns: int, mode: str | None) -> list[dict[str, Any]]:
+    """Milliseconds of a step: the best and the middle of all turns.
+
+    Args:
+        lengths: N of every table.
+        turns: Turns of every attention.
+        mode: How models are compiled; None = not.
+    """
     import torch
 
     from lln.studies.bench.roberta import SYSTEMS as ATTENTIONS
@@ -48,7 +58,7 @@ def measure(lengths: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
     rows = []
     for tokens in lengths:
         trainings = {
-            name: TrainingStep(RobertaSize(), ATTENTIONS[name][1], 1, tokens, "cuda")
+            name: TrainingStep(RobertaSize(), ATTENTIONS[name][1], 1, tokens, "cuda", mode)
             for name in SYSTEMS
         }
         times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
@@ -66,7 +76,7 @@ def measure(lengths: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
 
 
 def turns_table(content: dict[str, Any]) -> str:
-    """The best turn of every attention with both launchers, and as a multiple of SDPA's."""
+    """The best turn of every attention in every run, and as a multiple of SDPA's."""
     from lln.studies.bench.roberta import SYSTEMS as ATTENTIONS
 
     best = {
@@ -75,21 +85,25 @@ def turns_table(content: dict[str, Any]) -> str:
         for row in run["rows"]
     }
     lengths = sorted({tokens for _, _, tokens in best})
+    runs = [name for name in RUNS if name in content["runs"]]
     lines = []
     for system in SYSTEMS:
         cells = []
         for tokens in lengths:
-            for launcher in LAUNCHERS:
+            for launcher in runs:
                 own, peer = best[launcher, system, tokens], best[launcher, SYSTEMS[0], tokens]
                 ratio = "" if system == SYSTEMS[0] else f" ({own / peer:.2f}×)"
                 cells.append(f"{own:.1f}{ratio}")
         lines.append([ATTENTIONS[system][0], *cells])
-    heads = [f"{tokens:,} tokens, {name}" for tokens in lengths for name in LAUNCHERS]
+    heads = [f"{tokens:,} tokens, {name}" for tokens in lengths for name in runs]
+    compiled = ""
+    if COMPILED in runs:
+        compiled = f' *{COMPILED}*: the model under `torch.compile(mode="{COMPILED}")`.'
     setup = content["setup"]
     caption = (
         "Milliseconds of a training step of RoBERTa-base, batch 1, launched one by one: the best "
         f"of {content['turns']} turns of {STEPS} steps, attentions in turn, and how many times "
-        f"that is SDPA's beside it. *python* and *compiled* are the launchers. "
+        f"that is SDPA's beside it. *python* and *compiled* are the launchers.{compiled} "
         f"{setup['device']}, torch {setup['torch']}; {source(setup)}."
     )
     return markdown_table(["ms per step", *heads], lines, caption)
@@ -102,13 +116,15 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help=f"only write the table into {PAGE}")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.report:
         fill(PAGE, "roberta-turns", turns_table(json.loads(RESULTS.read_text("utf-8"))))
         return
     if given.case is not None:
-        rows = measure(tuple(given.lengths), given.turns)
+        rows = measure(tuple(given.lengths), given.turns, given.mode)
         given.case.write_text(json.dumps({"rows": rows, "launcher": used()}), "utf-8")
         return
     from lln.files import compact_json, write_atomically
@@ -120,12 +136,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if not compiled_launcher.library().exists():
             content["build"] = build(Path(folder))
-        for name in LAUNCHERS:
+        for name in given.runs:
             print(name, flush=True)
             out = Path(folder) / "case.json"
             words = ["-m", "benchmarks.roberta_turns", "--case", str(out)]
             words += ["--turns", str(given.turns), "--lengths", *map(str, given.lengths)]
             others = {key: value for key, value in os.environ.items() if key != "LLN_LAUNCHER"}
+            words += ["--mode", COMPILED] if name == COMPILED else []
             wanted = {"LLN_LAUNCHER": "python"} if name == "python" else {}
             subprocess.run([sys.executable, *words], cwd=ROOT, env=others | wanted, check=True)
             content["runs"][name] = json.loads(out.read_text("utf-8"))

@@ -9,7 +9,7 @@ from lln.kernels import launch_causal, launch_chunks, recipes, repeats, sizes
 from lln.kernels.sizes import Tile
 from lln.testing import assert_close, make_qkv, poison_empty
 
-# ChunkedCall are for bfloat16 and 64 channels; the interpreter does not have the one, and takes long
+# Chunks are for bfloat16 and 64 channels; the interpreter does not have the one, and takes long
 # for the other.
 DTYPE, WIDTH, ROWS = (torch.bfloat16, 64, 64) if ON_GPU else (torch.float32, 16, 16)
 HERE = {"dtype": DTYPE, "width": WIDTH, "is_causal": True}

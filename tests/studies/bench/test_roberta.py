@@ -10,12 +10,14 @@ from typer.testing import CliRunner
 from lln import reference
 from lln.cli import app
 from lln.errors import InvalidInputError
+from lln.kernels.compiled_launcher import find_compiler
 from lln.studies.bench import roberta_bench
 from lln.studies.bench.roberta import SYSTEMS, Roberta, RobertaSize, TrainingStep, naive_softmax
 from lln.studies.bench.roberta_bench import Cell, filling_tokens, measure_cell, plan
 from lln.studies.bench.roberta_figure import draw_roberta
 from lln.studies.bench.roberta_table import table_of
 
+ON_GPU = torch.cuda.is_available()
 TINY = {"heads": 2, "width": 32, "inner": 64, "words": 50}
 SMALL = ("--device", "cpu", "--lengths", "64", "128", "--layers", "1", "--seconds", "0.001")
 
@@ -68,7 +70,7 @@ def test_training_learns_its_batch(name):
     assert len(moved) == len(list(training.model.parameters()))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_captured_step_takes_the_steps_that_a_called_one_takes(name):
     size = RobertaSize(layers=2, dropout=0.0, **TINY)
@@ -79,6 +81,33 @@ def test_a_captured_step_takes_the_steps_that_a_called_one_takes(name):
     again = [replay().item() for _ in range(7)]
     torch.testing.assert_close(torch.tensor(again), torch.tensor(losses[3:]), rtol=1e-2, atol=1e-2)
     assert again[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")),
+    ],
+)
+@pytest.mark.parametrize("name", ["softmax_sdpa", "lln", "lln_diag"])
+def test_a_compiled_model_takes_the_steps_that_a_plain_one_takes(name, device):
+    """Under ``mode="reduce-overhead"``, which replays CUDA graphs on a GPU."""
+    if find_compiler() is None:
+        pytest.skip("Inductor needs a C++ compiler")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    size = RobertaSize(layers=2, dropout=0.0, **TINY)
+    plain, compiled = (
+        TrainingStep(size, SYSTEMS[name][1], 2, 64, device, mode)
+        for mode in (None, "reduce-overhead")
+    )
+    losses, again = ([one.step().item() for _ in range(8)] for one in (plain, compiled))
+    near = 1e-2 if device == "cuda" else 1e-4
+    torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=near, atol=near)
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+    if device == "cuda":
+        assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.slow

@@ -30,3 +30,12 @@ def test_cells_are_compared_with_softmax_of_the_same_process():
     assert lines[2] == "| softmax (SDPA) | 10.0 | 20.0 |"
     assert lines[3] == "| LLN | 20.0 (2.00×) | 20.0 (1.00×) |"
     assert lines[4] == "| LLN + Diag | 5.0 (0.50×) | 30.0 (1.50×) |"
+
+
+def test_compiled_models_have_a_column_where_they_were_measured():
+    rows = [{"system": name, "tokens": 512, "best": 4.0, "median": 9.0} for name in SYSTEMS]
+    runs = {name: {"rows": rows} for name in ("python", "compiled", "reduce-overhead")}
+    setup = {"device": "GPU", "torch": "2", "command": "make", "commit": "abc"}
+    table = turns_table({"runs": runs, "turns": 3, "setup": setup})
+    assert table.splitlines()[0].endswith("| 512 tokens, compiled | 512 tokens, reduce-overhead |")
+    assert 'torch.compile(mode="reduce-overhead")' in table

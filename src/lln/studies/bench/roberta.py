@@ -135,6 +135,7 @@ class TrainingStep:
         batch: int,
         tokens: int,
         device: str,
+        compile_mode: str | None = None,
     ) -> None:
         """Build everything on the device.
 
@@ -144,6 +145,7 @@ class TrainingStep:
             batch: B.
             tokens: N.
             device: ``"cpu"`` or ``"cuda"``.
+            compile_mode: ``mode`` of ``torch.compile`` for the model; None = it is not compiled.
         """
         torch.manual_seed(0)
         with torch.device(device):
@@ -156,13 +158,19 @@ class TrainingStep:
             self.model.parameters(), lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01,
             fused=device == "cuda", capturable=device == "cuda",
         )  # fmt: skip
-        self.device = device
+        self.device, self.is_compiled = device, compile_mode is not None
+        self.run: Callable[..., Tensor] = self.model
+        if compile_mode is not None:
+            self.run = torch.compile(self.model, mode=compile_mode)
 
     def step(self) -> Tensor:
         """Forward (on a GPU in bfloat16 by autocast), backward, AdamW; returns the loss."""
         # No bfloat16 on CPUs: many have no such products and take minutes to emulate them.
+        if self.is_compiled:
+            # The graphs of the last step may be replayed: nothing of it is needed any more.
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            logits = self.model(self.words, self.masked)
+            logits = self.run(self.words, self.masked)
         loss = F.cross_entropy(logits.float(), self.targets)
         loss.backward()
         self.optimiser.step()
