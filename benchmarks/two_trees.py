@@ -16,12 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 LENGTHS = (512, 2048, 16384)
 TOKENS, HEADS, WIDTH = 65536, 12, 64
 GIVEN = {"alpha": 2.0, "beta": 2.0}
+# Of these the host's time counts, too.
+HOST = ("softmax 512", "lln 512", "lln matched 512", "lln_diag 512", "lln_diag matched 512")
 
 
 def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any]]]:
@@ -61,8 +64,32 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any]]]:
             {"tokens": 2048, "dtype": torch.float32},
             lambda *s: lln.lln_attention(*s, **GIVEN),
         ),
+        "lln_diag matched 512": ({"tokens": 512}, lambda *s: lln.lln_diag_attention(*s)),
     }
+    for width, n in ((32, 4096), (128, 512)):
+        own = {"tokens": n, "width": width}
+        found |= {
+            f"softmax D = {width} {n}": (own, softmax),
+            f"lln D = {width} {n}": (own, partial(lln.lln_attention, **GIVEN)),
+            f"lln_diag D = {width} {n}": (own, partial(lln.lln_diag_attention, **GIVEN)),
+            f"lln_diag_64 D = {width} {n}": (
+                own,
+                partial(lln.lln_diag_attention, block_size=64, **GIVEN),
+            ),
+        }
+    for n in LENGTHS:
+        found[f"softmax {n}"] = {"tokens": n}, softmax
+        found[f"softmax causal {n}"] = {"tokens": n}, partial(softmax, is_causal=True)
     return found
+
+
+def softmax(*sides: Any, is_causal: bool = False) -> Any:
+    """Softmax attention by cuDNN, the fastest on the GPU that these times are from."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return scaled_dot_product_attention(*sides, is_causal=is_causal)
 
 
 def host_ms(call: Callable[[], Any]) -> float:
@@ -90,7 +117,7 @@ def measure() -> dict[str, float]:
     found = {}
     for name, (shape, attend) in cases().items():
         for kind, time_of in (("graph", graph_ms), ("host", host_ms)):
-            if kind == "host" and name not in ("lln 512", "lln matched 512", "lln_diag 512"):
+            if kind == "host" and name not in HOST:
                 continue
             tokens = shape["tokens"]
             size = (1 if kind == "host" else TOKENS // tokens, HEADS, tokens)
