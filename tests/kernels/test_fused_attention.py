@@ -403,6 +403,22 @@ def test_large_blocks_by_fused_softmax(monkeypatch, call):
     assert taken == [1]
 
 
+def test_half_parts_are_joined_without_copies_in_float32(monkeypatch):
+    """The result has the bits of float32, rounded once."""
+    limit_chips(monkeypatch, block_tokens=16)
+    let_auto_take_kernels(monkeypatch)
+    joined, join = [], lln.eager.run.join
+    monkeypatch.setattr(
+        lln.eager.run, "join", lambda *sides: joined.append([*sides]) or join(*sides)
+    )
+    inputs = make_qkv(1, 1, 50, 16, dtype=HALF[-1], device=DEVICE, requires_grad=True)
+    out = lln.lln_diag_attention(*inputs, alpha=2.0, beta=2.0, mix=0.3, block_size=40)
+    ((long_range, short_range, mix),) = joined
+    assert {long_range.dtype, short_range.dtype, out.dtype} == {HALF[-1]}
+    wide = torch.lerp(short_range.float(), long_range.float(), mix)
+    assert torch.equal(out, wide.to(HALF[-1]))
+
+
 def test_more_large_blocks_than_a_launch_has_heads(monkeypatch):
     """They are computed in several calls, and the last one may be short."""
     sides = make_qkv(1, 2, 190, 16, device=DEVICE, dtype=HALF[-1])

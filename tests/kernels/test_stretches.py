@@ -46,3 +46,28 @@ def test_no_cut_is_worse_than_one_stretch(tokens, heads):
         return waves * length + (0.35 * heads * tiles / (2 * CORES) if length < tiles else 0)
 
     assert duration(stretches(tokens, heads)) <= duration(1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "expected"),
+    [
+        # 2, 4 and 6 stretches of two programs each are 1, 2 and 3 waves; 5 are 2 as well.
+        (16384, 48, 5),
+        # 768 programs: 3 waves of 32 tiles; one stretch is 2 waves of 64.
+        (4096, 192, 2),
+        (512, 1536, 1),
+        (64, 1, 1),
+    ],
+)
+def test_stretches_of_whole_waves(tokens, heads, expected):
+    tile = Tile(tokens=64, warps=4, stages=4, programs=2, resident=2)
+    length = tile.stretch(tokens, 64, heads, CORES, shares=2)
+    assert length % 64 == 0
+    assert -(-tokens // length) == expected
+
+
+def test_without_waves_as_many_stretches_as_fill_the_multiprocessors():
+    tile = Tile(tokens=64, warps=4, stages=4, programs=2)
+    assert tile.stretch(16384, 64, 48, CORES) == -(-256 // 6) * 64
+    # More programs fit than there are: every stretch more is a gain.
+    assert tile._replace(programs=4, resident=4).stretch(16384, 64, 48, CORES) == 24 * 64

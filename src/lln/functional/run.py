@@ -159,6 +159,9 @@ def _by_kernels(request: Request, plan: Plan) -> Tensor:
     value = drop_keys(value, request.dropout_p)
     long_range = fused_attention(query, key, value, **lln)
     short_range = _own_blocks(request, value, plan)
+    if not isinstance(request.mix, Tensor):
+        # PyTorch's interpolation computes half types in float32 and rounds once.
+        return eager.join(long_range, short_range, request.mix)
     dtype = accumulation_dtype(query.dtype)
     return eager.join(long_range.to(dtype), short_range.to(dtype), request.mix).to(query.dtype)
 

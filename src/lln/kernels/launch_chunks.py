@@ -79,12 +79,12 @@ class ChunkedCall(NamedTuple):
         rows, chosen = self.call.query.shape[:3], self.chosen
         room["p_z"] = rows, exponent_type(self.call.query.dtype)
         room |= dict.fromkeys(("p_delta", "p_near", "p_level"), (rows, torch.float32))
-        room |= {f"p_gather_{name}": room[f"p_chunk_{name}"] for name in ("peak", "mass")}
+        room |= dict.fromkeys(("p_chunk_peak", "p_gather_mass"), room["p_chunk_top"])
         room |= {f"{name}_own": room[name] for name in STATE}
         room |= {f"{name}_after": room[f"{name}_before"] for name in STATE}
         steps += [self._over_chunks(kernels.chunk_query_kernel, values, "chunk_query")]
         # Sums behind the chunks take the place of those before them, which nobody needs any more.
-        behind = {f"p_chunk_{name}": Place(f"p_gather_{name}") for name in ("peak", "mass")}
+        behind = {"p_chunk_mass": Place("p_gather_mass")}
         own = values | behind | state_of("_own")
         grid = (self.segments, self.programs)
         gather = over_tiles(kernels.chunk_gather_kernel, grid, own, chosen.chunk_gather)
@@ -109,7 +109,7 @@ class ChunkedCall(NamedTuple):
         chosen, low = self.chosen, self.call.query.dtype
         slots = (self.programs, self.chunks, chosen.width)
         sums = low if low == torch.bfloat16 else torch.float32
-        room: Room = {f"p_chunk_{name}": (slots, torch.float32) for name in ("peak", "mass", "top")}
+        room: Room = {f"p_chunk_{name}": (slots, torch.float32) for name in ("top", "mass")}
         room["p_chunk_sum"] = (*slots, chosen.value_width), sums
         room["p_lost"] = (self.programs, self.segments), torch.int32
         part = (self.programs, self.segments, chosen.width) if self.segments > 1 else (1,)

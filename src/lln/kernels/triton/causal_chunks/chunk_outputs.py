@@ -28,7 +28,7 @@ from lln.kernels.triton.summaries import load_partial
 @triton.jit
 def chunk_fwd_kernel(
     p_q, p_k, p_v, p_o, p_m, p_alpha, p_beta, p_peak, p_mass, p_sum,
-    p_chunk_peak, p_chunk_mass, p_chunk_sum, p_chunk_top, p_lost,
+    p_chunk_mass, p_chunk_sum, p_chunk_top, p_lost,
     alpha, beta, mix, scale, block_size, program_tokens, segments, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
@@ -55,7 +55,7 @@ def chunk_fwd_kernel(
     b_v = load_rows(v, first, inside, BT, E, BE, EVEN)
     b_top = load_top(p_chunk_top, place, p_peak, part, BD, HAS_STATE)
     b_peak, b_mass, b_sum = load_chunk_state(
-        p_chunk_peak, p_chunk_mass, p_chunk_sum, place, chunk, tl.num_programs(0), program_tokens,
+        p_chunk_top, p_chunk_mass, p_chunk_sum, place, chunk, tl.num_programs(0), program_tokens,
         BD, BE, BT, False,
     )  # fmt: skip
     b_shrink = exponential(b_peak - b_top)

@@ -31,7 +31,7 @@ from lln.kernels.triton.steps import (
 @triton.jit
 def chunk_query_kernel(
     p_q, p_k, p_v, p_g, p_dq, p_m, p_alpha, p_beta, p_peak, p_mass, p_sum,
-    p_chunk_peak, p_chunk_mass, p_chunk_sum, p_chunk_top, p_lost, p_z, p_delta, p_near, p_level,
+    p_chunk_mass, p_chunk_sum, p_chunk_top, p_lost, p_z, p_delta, p_near, p_level,
     alpha, beta, mix, scale, block_size, program_tokens, segments, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
@@ -64,7 +64,7 @@ def chunk_query_kernel(
     )
     b_top = load_top(p_chunk_top, place, p_peak, part, BD, HAS_STATE)
     b_peak, b_mass, b_sum = load_whole_state(
-        p_chunk_peak, p_chunk_mass, p_chunk_sum, place, chunk, tl.num_programs(0), program_tokens,
+        p_chunk_top, p_chunk_mass, p_chunk_sum, place, chunk, tl.num_programs(0), program_tokens,
         p_peak, p_mass, p_sum, part, BD, BE, BT, False, HAS_STATE,
     )  # fmt: skip
     b_shrink = exponential(b_peak - b_top)

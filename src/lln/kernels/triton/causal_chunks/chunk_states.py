@@ -40,12 +40,14 @@ def load_chunk_state(
 ):  # fmt: skip
     """A chunk's state within its stretch: peak, mass and sum.
 
-    The first chunk of a stretch (BEHIND: the last one) has none, and none is read.
+    The first chunk of a stretch (BEHIND: the last one) has none, and none is read. The peaks before
+    a chunk are those at the end of the chunk before.
     """
     slots, channels = tl.arange(0, BD), tl.arange(0, BE)
     has_some = has_state(chunk, chunks, program_tokens // BT, BEHIND)
-    b_peak = tl.load(p_chunk_peak + place * BD + slots)
-    b_mass = tl.load(p_chunk_mass + place * BD + slots)
+    own = place if BEHIND else place - 1
+    b_peak = tl.load(p_chunk_peak + own * BD + slots, mask=has_some, other=NEVER)
+    b_mass = tl.load(p_chunk_mass + place * BD + slots, mask=has_some, other=0.0)
     p_in = p_chunk_sum + place * BD * BE + slots[:, None] * BE + channels[None, :]
     return b_peak, b_mass, tl.load(p_in, mask=has_some, other=0.0)
 
@@ -82,13 +84,11 @@ def has_state(chunk, chunks, count, BEHIND: tl.constexpr):
 
 @triton.jit
 def store_chunk_state(
-    p_chunk_peak, p_chunk_mass, p_chunk_sum, place, has_some, b_peak, b_mass, b_sum,
-    BD: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """The opposite of `load_chunk_state`."""
+    p_chunk_mass, p_chunk_sum, place, has_some, b_mass, b_sum, BD: tl.constexpr, BE: tl.constexpr
+):
+    """Mass and sum of a chunk's state, where there is one."""
     slots, channels = tl.arange(0, BD), tl.arange(0, BE)
-    tl.store(p_chunk_peak + place * BD + slots, b_peak)
-    tl.store(p_chunk_mass + place * BD + slots, b_mass)
+    tl.store(p_chunk_mass + place * BD + slots, b_mass, mask=has_some)
     p_out = p_chunk_sum + place * BD * BE + slots[:, None] * BE + channels[None, :]
     tl.store(p_out, b_sum, mask=has_some)
 
@@ -105,8 +105,8 @@ def load_top(p_chunk_top, place, p_peak, part, BD: tl.constexpr, HAS_STATE: tl.c
 
 @triton.jit
 def chunk_states_kernel(
-    p_k, p_v, p_beta, p_peak, p_mass, p_sum, p_chunk_peak, p_chunk_mass, p_chunk_sum, p_chunk_top,
-    p_lost, beta, program_tokens, T, H,
+    p_k, p_v, p_beta, p_peak, p_mass, p_sum, p_chunk_mass, p_chunk_sum, p_chunk_top, p_lost,
+    beta, program_tokens, T, H,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr, EVEN: tl.constexpr,
@@ -132,10 +132,7 @@ def chunk_states_kernel(
         b_k = load_rows(k, first, inside, BT, D, BD, EVEN)
         b_v = load_rows(v, first, inside, BT, E, BE, EVEN)
         place = index * chunks + first // BT
-        store_chunk_state(
-            p_chunk_peak, p_chunk_mass, p_chunk_sum, place, first > start,
-            b_peak, b_mass, b_sum, BD, BE,
-        )  # fmt: skip
+        store_chunk_state(p_chunk_mass, p_chunk_sum, place, first > start, b_mass, b_sum, BD, BE)
         b_y = widen_turned(b_k, BD) * beta_here
         if not EVEN:
             b_y = tl.where(inside[None, :], b_y, NEVER)
@@ -176,10 +173,8 @@ def chunk_gather_kernel(
         )
         b_z, b_delta = load_levels(p_z + index * T, p_delta + index * T, first, inside, BT)
         place = index * chunks + first // BT
-        store_chunk_state(
-            p_chunk_peak, p_chunk_mass, p_chunk_sum, place, step > 0,
-            b_peak, b_level, b_sum, BD, BE,
-        )  # fmt: skip
+        store_chunk_state(p_chunk_mass, p_chunk_sum, place, step > 0, b_level, b_sum, BD, BE)
+        tl.store(p_chunk_peak + place * BD + slots, b_peak, mask=step > 0)
         b_x = widen_turned(b_q, BD) * alpha_here
         if D < BD:
             b_x = tl.where((slots < D)[:, None], b_x, NEVER)
