@@ -91,7 +91,7 @@ class ChunkedCall(NamedTuple):
         steps += [query_repair, gather]
         if self.segments > 1:
             steps.append(scan_step("_own", "_after", self.programs, chosen, values))
-        own = values | behind | state_of("_after") | {"p_before": Place("p_peak_before")}
+        own = values | behind | state_of("_after")
         steps += [self._over_chunks(kernels.chunk_key_kernel, own, "chunk_key"), key_repair]
         return Recipe(steps, room)
 

@@ -1,7 +1,8 @@
 """The backward pass over the keys by chunks: dk and dv, with keys as rows of every product.
 
 The equations are those of the walk (`lln.kernels.triton.causal_walks.keys`). The exponents of a
-chunk are relative to the peaks of the forward pass, so that none exceeds −log n_i.
+chunk are relative to the peaks of its stretch up to its end, which are no larger than those that
+the outputs were relative to, so that none exceeds −log n_i.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lln.kernels.triton.steps import (
 
 @triton.jit
 def chunk_key_kernel(
-    p_q, p_k, p_v, p_g, p_dk, p_dv, p_m, p_alpha, p_beta, p_before, p_peak, p_mass, p_sum,
+    p_q, p_k, p_v, p_g, p_dk, p_dv, p_m, p_alpha, p_beta, p_peak, p_mass, p_sum,
     p_chunk_peak, p_chunk_mass, p_chunk_sum, p_chunk_top, p_z, p_delta, p_near, p_level,
     alpha, beta, mix, scale, block_size, program_tokens, segments, T, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
@@ -37,7 +38,7 @@ def chunk_key_kernel(
     ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, EXP: tl.constexpr,
     LOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one (sample, query head): dk and dv; ``p_before`` has the forward's peaks."""
+    """One chunk of one (sample, query head): dk and dv."""
     chunk, index, batch, head, first, place, part = find_chunk(
         program_tokens, segments, H, BT, True
     )
@@ -59,7 +60,7 @@ def chunk_key_kernel(
         gradients, mixes, mix, first, inside, E, BE, BT, MIX, EVEN
     )
     b_z, b_delta = load_levels(p_z + index * T, p_delta + index * T, first, inside, BT)
-    b_top = load_top(p_chunk_top, place, p_before, part, BD, HAS_STATE)
+    b_top = load_top(p_chunk_top, place, p_peak, part, BD, False)
     b_h = query_exponents(b_q, alpha_here, D, BD, True).to(EXP) - b_z[:, None]
     b_f = exponential((b_h + b_top[None, :].to(EXP)).to(tl.float32)).to(LOW)
     b_e = key_weights(b_k, beta_here, inside, b_top, BD, EVEN, False)
