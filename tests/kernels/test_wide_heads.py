@@ -61,6 +61,26 @@ def test_outputs_and_gradients(launched, name):
     assert ("merge_kernel" in launched) == (CALLS[name].get("tokens", 70) > 64)
 
 
+def test_rows_beyond_the_end_weigh_nothing_however_large_a_mass():
+    """Their exponents are the log-masses, and e to that is infinite here."""
+    compare(HALF[-1], width=72, tokens=40, offset=50.0)
+
+
+def test_garbage_in_padded_tokens_reaches_no_gradient():
+    mask = torch.arange(40, device=DEVICE)[None] < 30
+    found = []
+    for garbage in (0.0, float("nan")):
+        inputs = make_qkv(1, 1, 40, 72, dtype=HALF[-1], device=DEVICE)
+        for side in inputs:
+            side[:, :, 30:] = garbage
+            side.requires_grad_()
+        out = lln.lln_attention(*inputs, alpha=2.0, beta=2.0, key_mask=mask, impl="triton")
+        grads = torch.autograd.grad(out[:, :, :30].square().sum(), inputs)
+        found.append([side[:, :, :30] for side in (out, *grads)])
+    for clean, dirty in zip(*found, strict=True):
+        assert torch.equal(clean, dirty)
+
+
 @pytest.mark.parametrize("name", ["blocks", "masked blocks"])
 def test_gradients_of_large_blocks_in_a_pass_of_their_own(launched, monkeypatch, name):
     monkeypatch.setitem(sizes.overrides, "is_joined", False)
