@@ -158,18 +158,29 @@ def test_bit_equal_over_repetitions(chunks):
 
 
 def test_calls_that_are_walked(chunks):
-    """A mask, blocks that do not divide a chunk, and gradients of α, β and mix."""
+    """A mask, and blocks that do not divide a chunk."""
     for name in ("walk", "walk_query", "walk_key", "summarise", "block_rows"):
         sizes.overrides.pop(name, None)
     compare(tokens=2 * ROWS, block_size=7, **HERE)
     compare(tokens=2 * ROWS, key_mask=holes(2, 2 * ROWS), **HERE)
     assert chunks == [None] * len(chunks)
-    chunks.clear()
-    extra = {"alpha": torch.full((1, 1, 1, 1), 2.0), "beta": 2.0}
-    if not ON_GPU:
-        sizes.overrides |= dict.fromkeys(("walk", "walk_query", "walk_key"), Tile(16, 4, 1, 1))
-    compare(tokens=2 * ROWS, extra=extra, **HERE)
-    assert len(chunks) == 1
+
+
+def test_gradients_of_temperatures_are_those_of_the_walk(chunks):
+    """Bit by bit: only the forward pass goes by chunks."""
+    inputs = make_qkv(1, 2, 2 * ROWS, WIDTH, dtype=DTYPE, device=DEVICE)
+    alpha = torch.tensor([1.5, 2.0], device=DEVICE).view(1, 2, 1, 1).requires_grad_()
+    options = {"alpha": alpha, "beta": 2.0, "is_causal": True, "impl": "triton"}
+    found = []
+    for has_chunks in (True, False):
+        sizes.overrides["has_chunks"] = has_chunks
+        out = lln.lln_attention(*inputs, **options)
+        found += torch.autograd.grad(out, alpha, upstream_of(out))
+    assert torch.equal(*found)
+    # The backward passes did not even ask.
+    by_chunks, by_walks = chunks
+    assert by_chunks is not None
+    assert by_walks is None
 
 
 def test_stretches_are_long_enough_to_pay_for_their_scan(monkeypatch):
