@@ -158,7 +158,7 @@ class TrainingStep:
             self.model.parameters(), lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01,
             fused=device == "cuda", capturable=device == "cuda",
         )  # fmt: skip
-        self.device, self.is_compiled = device, compile_mode is not None
+        self.device = device
         self.run: Callable[..., Tensor] = self.model
         if compile_mode is not None:
             self.run = torch.compile(self.model, mode=compile_mode)
@@ -166,7 +166,7 @@ class TrainingStep:
     def step(self) -> Tensor:
         """Forward (on a GPU in bfloat16 by autocast), backward, AdamW; returns the loss."""
         # No bfloat16 on CPUs: many have no such products and take minutes to emulate them.
-        if self.is_compiled:
+        if self.run is not self.model:
             # The graphs of the last step may be replayed: nothing of it is needed any more.
             torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):

@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.causal_chunks.chunk_rows import find_chunk, key_weights, query_exponents
+from lln.kernels.triton.causal_chunks.chunk_rows import find_chunk, key_weights
 from lln.kernels.triton.causal_chunks.chunk_states import load_top, load_whole_state
 from lln.kernels.triton.causal_walks.gathering import load_levels
+from lln.kernels.triton.causal_walks.tiles import query_exponents
 from lln.kernels.triton.mixing import load_gradient
 from lln.kernels.triton.steps import (
     exponential,
@@ -61,9 +62,9 @@ def chunk_key_kernel(
     )
     b_z, b_delta = load_levels(p_z + index * T, p_delta + index * T, first, inside, BT)
     b_top = load_top(p_chunk_top, place, p_peak, part, BD, False)
-    b_h = query_exponents(b_q, alpha_here, D, BD, True).to(EXP) - b_z[:, None]
+    b_h = query_exponents(b_q.to(tl.float32), alpha_here, D, BD).to(EXP) - b_z[:, None]
     b_f = exponential((b_h + b_top[None, :].to(EXP)).to(tl.float32)).to(LOW)
-    b_e = key_weights(b_k, beta_here, inside, b_top, BD, EVEN, False)
+    b_e = key_weights(b_k, beta_here, inside, b_top, BD, EVEN)
     # Row j, column i: what row i has of key j.
     seen = rows[:, None] <= rows[None, :]
     b_s = tl.dot(b_e.to(LOW), tl.trans(b_f), input_precision=PRECISION) * b_row[None, :]

@@ -66,9 +66,9 @@ def chunk_fwd_kernel(
         )
         b_far_shrink = exponential(b_far - b_top)
         b_mass += b_far_mass * b_far_shrink
-    b_e = key_weights(b_k, beta_here, inside, b_top, BD, EVEN, True)
+    b_e = key_weights(b_k.to(tl.float32), beta_here, inside, b_top, BD, EVEN)
     b_s, b_w, _, b_norm = weigh_chunk(
-        b_q, b_e, b_top, b_mass, alpha_here, D, BD, BT, True, EXP, LOW, PRECISION
+        b_q.to(tl.float32), b_e, b_top, b_mass, alpha_here, D, BD, BT, EXP, LOW, PRECISION
     )
     mark_lost(p_lost, part, b_norm, inside, BT)
     b_o = tl.dot((b_w * b_shrink[None, :]).to(LOW), b_sum.to(LOW), input_precision=PRECISION)

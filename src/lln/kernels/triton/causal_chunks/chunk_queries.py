@@ -69,9 +69,9 @@ def chunk_query_kernel(
     )  # fmt: skip
     b_shrink = exponential(b_peak - b_top)
     b_mass *= b_shrink
-    b_e = key_weights(b_k, beta_here, inside, b_top, BD, EVEN, True)
+    b_e = key_weights(b_k.to(tl.float32), beta_here, inside, b_top, BD, EVEN)
     b_s, b_w, b_max, b_norm = weigh_chunk(
-        b_q, b_e, b_top, b_mass, alpha_here, D, BD, BT, False, EXP, LOW, PRECISION
+        b_q, b_e, b_top, b_mass, alpha_here, D, BD, BT, EXP, LOW, PRECISION
     )
     mark_lost(p_lost, part, b_norm, inside, BT)
     b_dp = tl.dot(b_long, tl.trans(b_v), input_precision=PRECISION)

@@ -3,8 +3,8 @@
 The equations are those of `lln.kernels.triton.causal_walks.tiles`, with m the peaks behind the
 chunk and the state relative to its own peaks p: e^{x + p − r} = e^{x + m − r} e^{p − m}.
 
-AS_LOADED: exponents stay in the layout of loads. That is faster where weights go to shared memory
-anyway, as right operands do.
+Tiles that come in float32 stay in the layout of loads (`widen`). That is faster where their weights
+go to shared memory anyway, as right operands do.
 """
 
 from __future__ import annotations
@@ -12,42 +12,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.causal_walks.tiles import GUARD
-from lln.kernels.triton.steps import NEVER, exponential, widen
+from lln.kernels.triton.causal_walks.tiles import GUARD, query_exponents
+from lln.kernels.triton.steps import exponential, widen
 
 
 @triton.jit
-def key_weights(
-    b_k, beta, inside, b_top, BD: tl.constexpr, EVEN: tl.constexpr, AS_LOADED: tl.constexpr
-):
+def key_weights(b_k, beta, inside, b_top, BD: tl.constexpr, EVEN: tl.constexpr):
     """e^{y − m} ``[BT, BD]``; zero beyond the end."""
-    b_e = exponential(_exponents(b_k, beta, BD, AS_LOADED) - b_top[None, :])
+    b_e = exponential(widen(b_k, BD) * beta - b_top[None, :])
     if not EVEN:
         b_e = tl.where(inside[:, None], b_e, 0.0)
     return b_e
 
 
 @triton.jit
-def query_exponents(b_q, alpha, D: tl.constexpr, BD: tl.constexpr, AS_LOADED: tl.constexpr):
-    """α·q ``[BT, BD]``; ``NEVER`` in slots that are padding."""
-    b_x = _exponents(b_q, alpha, BD, AS_LOADED)
-    if D < BD:
-        b_x = tl.where((tl.arange(0, BD) < D)[None, :], b_x, NEVER)
-    return b_x
-
-
-@triton.jit
-def _exponents(b_tile, factor, BD: tl.constexpr, AS_LOADED: tl.constexpr):
-    """A tile times α or β in float32, in the layout of loads or in that of products."""
-    if AS_LOADED:
-        return b_tile.to(tl.float32) * factor
-    return widen(b_tile, BD) * factor
-
-
-@triton.jit
 def weigh_chunk(
     b_q, b_e, b_top, b_mass, alpha,
-    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, AS_LOADED: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
     EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The weights in every row of a chunk; mass is that of all states, relative to m.
@@ -55,7 +36,7 @@ def weigh_chunk(
     Returns:
         S ``[BT, BT]``; weights e^{x + m − r} ``[BT, BD]``; r and the normalisers ``[BT]``.
     """
-    b_x = query_exponents(b_q, alpha, D, BD, AS_LOADED)
+    b_x = query_exponents(b_q, alpha, D, BD)
     b_wide = b_x.to(EXP) + b_top[None, :].to(EXP)
     b_max = tl.max(b_wide, 1)
     b_w = exponential((b_wide - b_max[:, None]).to(tl.float32))
