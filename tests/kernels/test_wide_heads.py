@@ -1,4 +1,4 @@
-"""Heads of 65 to 128 channels in 16-bit types, which have kernels of their own."""
+"""Heads of 65 to 256 channels in 16-bit types, which have kernels of their own."""
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ CALLS = {
     "odd widths": {"width": 72, "value_width": 40},
     "mask": {"width": 96, "value_width": 96, "key_mask": holes(2, 70)},
     "shared summary": {"width": 72, "heads": 2, "key_heads": 1, "tokens": 40},
+    "widest": {"width": 136, "value_width": 136, "heads": 1},
     "blocks": {"width": 128, "tokens": 64, "block_size": 16},
     "masked blocks": {
         "width": 72,
@@ -129,12 +130,13 @@ def sizes_of(dtype, width, value_width, block_size=0, **options):
 
 def test_tiles_and_passes():
     """Other kernels keep their tiles, and large blocks a pass of their own."""
-    wide, own = torch.bfloat16, sizes.TURNED_TILES["summarise"]
+    wide, own = torch.bfloat16, sizes.TURNED_TILES[128]["summarise"]
     assert sizes_of(wide, 128, 128).summarise == own
     for others in (sizes_of(wide, 128, 128, causal=True), sizes_of(wide, 64, 128)):
         assert others.summarise == sizes.WIDE_TILES[128]["summarise"] != own
     assert sizes_of(wide, 128, 128, block_size=64).is_joined
     assert not sizes_of(wide, 128, 128, block_size=128).is_joined
+    assert not sizes_of(wide, 256, 128, block_size=64).is_joined
 
 
 def test_where_they_are_used():
@@ -146,5 +148,6 @@ def test_where_they_are_used():
     assert not is_turned(torch.float32, 128, 128)
     assert not is_turned(torch.bfloat16, 64, 64)
     assert not is_turned(torch.bfloat16, 64, 128)
-    assert not is_turned(torch.bfloat16, 129, 64)
+    assert is_turned(torch.bfloat16, 129, 64)
+    assert not is_turned(torch.bfloat16, 128, 256)
     assert not is_turned(torch.bfloat16, 128, 128, causal=True)

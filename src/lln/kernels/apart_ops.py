@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lln.kernels.keys_ops import folded
-from lln.kernels.run import once_differentiable, tensor_or_number
+from lln.kernels.once import once_differentiable
+from lln.kernels.run import tensor_or_number
 from lln.kernels.shapes import within_reach
 
 

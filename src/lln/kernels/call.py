@@ -93,7 +93,7 @@ class Call(NamedTuple):
         cut = (self.samples, summaries, self.block_size, self.longest)
         return choose_sizes(*tensors, *cut, causal=self.causal)
 
-    def looks(self, *others: Tensor) -> Hashable:
+    def looks(self, *others: Tensor | None) -> Hashable:
         """Shapes, strides, types and alignment of all tensors, which the launches depend on."""
         given = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, self.mix)
         return tuple([look_of(tensor) for tensor in (*given, self.bounds, *others)])

@@ -64,6 +64,7 @@ def gradient_room(
     of_alpha: tuple[int, ...] | None,
     of_beta: tuple[int, ...] | None,
     of_mix: tuple[int, ...] | None,
+    dv: Tensor | None = None,
 ) -> Gradients:
     """Allocate the gradients, and add them to ``live``, the kernels' arguments.
 
@@ -75,9 +76,11 @@ def gradient_room(
         of_alpha: Shape of every program's part of dα; None = not needed.
         of_beta: The same for dβ.
         of_mix: The same for dmix.
+        dv: Where the gradient of the values belongs; used if every summary has its own values.
     """
     dq, dk = torch.empty_like(call.query), _per_summary(call.key, summaries)
-    dv = _per_summary(call.value, summaries)
+    if dv is None or dv.shape[1] != summaries:
+        dv = _per_summary(call.value, summaries)
     live["p_g"], live["p_dq"], live["p_dk"], live["p_dv"] = gradient, dq, dk, dv
     rest: list[Tensor | None] = []
     for name, shape in (("p_dalpha", of_alpha), ("p_dbeta", of_beta), ("p_dmix", of_mix)):

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.kernels.once import once_differentiable
 from lln.kernels.ops import operator
-from lln.kernels.run import once_differentiable, tensor_or_number
+from lln.kernels.run import tensor_or_number
 from lln.kernels.shapes import output_like, within_reach
 from lln.tracing import is_watched
 

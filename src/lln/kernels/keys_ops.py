@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lln.eager.key_blocks import blocks_in
 from lln.kernels.lists import Lists, list_shapes
+from lln.kernels.once import once_differentiable
 from lln.kernels.ops import operator
-from lln.kernels.run import once_differentiable, tensor_or_number
+from lln.kernels.run import tensor_or_number
 from lln.kernels.shapes import output_like, summary_heads, within_reach
 from lln.tracing import is_watched
 

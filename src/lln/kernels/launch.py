@@ -18,7 +18,13 @@ from torch import Tensor
 
 from lln.kernels.call import Call, Gradients, live_of, mix_mode, values_of
 from lln.kernels.gradients import beta_gradient, finish_gradients, gradient_room, mix_shape
-from lln.kernels.launch_passes import key_grad_step, query_grad_steps, summary_steps
+from lln.kernels.launch_passes import (
+    WHOLE_GRADIENT,
+    WHOLE_SUMMARY,
+    key_grad_step,
+    query_grad_steps,
+    summary_steps,
+)
 from lln.kernels.recipes import Recipe, follow, over_tiles
 from lln.kernels.shapes import output_like
 from lln.kernels.sizes import Sizes, cdiv
@@ -28,10 +34,13 @@ from lln.kernels.triton import turned_joint
 from lln.kernels.triton.gaps import starts_of
 
 
-def attend(call: Call, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def attend(
+    call: Call, save: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output ``[B, H, T, E]``; if ``save``, log-mass ``[B, SH, D]``, centroid ``[B, SH, D, E]``."""
     query, value, slots = call.query, call.value, call.summary_heads
-    out = output_like(query, value.shape[3])
+    kind = forward_kind(call, save, out)
+    out = output_like(query, value.shape[3]) if out is None else out
     log_mass = centroid = None
     if save:
         saved = (call.samples, slots, query.shape[3])
@@ -46,7 +55,7 @@ def attend(call: Call, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None
     live["p_o"] = out
     live["p_log_mass"], live["p_centroid"] = (log_mass, centroid) if save else (query, query)
     follow(
-        forward_kind(call, save),
+        kind,
         call.family("attend"),
         live,
         query.device,
@@ -56,14 +65,16 @@ def attend(call: Call, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None
     return out, log_mass, centroid
 
 
-def forward_kind(call: Call, save: bool) -> Hashable:
-    """What decides the launches of a forward pass."""
-    return "attend", save, call.looks(), call.options()
+def forward_kind(call: Call, save: bool, out: Tensor | None = None) -> Hashable:
+    """What decides the launches of a forward pass; ``out`` is where to write, None = anew."""
+    return "attend", save, call.looks(out), call.options()
 
 
-def backward_kind(call: Call, gradient: Tensor, asked: tuple[bool, bool, int]) -> Hashable:
+def backward_kind(
+    call: Call, gradient: Tensor, asked: tuple[bool, bool, int], dv: Tensor | None = None
+) -> Hashable:
     """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
-    return "backward", *asked, call.looks(gradient), call.options()
+    return "backward", *asked, call.looks(gradient, dv), call.options()
 
 
 def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -> Recipe:
@@ -85,7 +96,8 @@ def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -
     stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, chosen.cores, shares)
     splits = cdiv(longest_keys, stretch)
     own = values | {"SHIFTED": False, "program_tokens": stretch}
-    steps, room = summary_steps(batch * slots, chosen, own, splits)
+    steps, room = summary_steps(batch * slots, chosen, own, splits, chosen.folds)
+    values |= {"parts": splits, "FOLDS": True} if chosen.folds else WHOLE_SUMMARY
     if not save:
         kept = (batch, slots, width)
         room["p_log_mass"] = kept, torch.float32
@@ -102,11 +114,11 @@ def attend_backward(
     gradient: Tensor,
     log_mass: Tensor | None,
     centroid: Tensor | None,
-    alpha_grad: bool,
-    beta_grad: bool,
-    mix_grad: bool,
+    wanted: tuple[bool, bool, bool],
+    dv_out: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of query, key, value, and of alpha, beta and mix where needed."""
+    """Gradients of query, key, value, and of alpha, beta and mix where wanted."""
+    alpha_grad, beta_grad, mix_grad = wanted
     query, key, value = call.query, call.key, call.value
     batch, heads, slots = call.samples, query.shape[1], call.summary_heads
     if query.numel() == 0 or value.numel() == 0:
@@ -120,10 +132,10 @@ def attend_backward(
         of_mix = mix_shape(mode, query, value.shape[3], (batch, heads, cut.key_programs))
     live = live_of(call, gradient, slots)
     live["p_log_mass"], live["p_centroid"] = log_mass, centroid
-    made = gradient_room(call, gradient, live, slots, of_alpha, of_beta, of_mix)
+    made = gradient_room(call, gradient, live, slots, of_alpha, of_beta, of_mix, dv_out)
     asked = (alpha_grad, beta_grad, mode)
     follow(
-        backward_kind(call, gradient, asked),
+        backward_kind(call, gradient, asked, dv_out),
         call.family("backward"),
         live,
         query.device,
@@ -190,7 +202,9 @@ def _write_backward(
         step = over_tiles(bwd.short_bwd_kernel, (batch * slots,), values, walker, **own)
         return Recipe([*before, step], gaps)
     own = values | {"program_tokens": stretch}
-    steps, room = query_grad_steps(batch * heads, chosen, own, splits)
+    steps, room = query_grad_steps(batch * heads, chosen, own, splits, chosen.folds)
+    folded = {"parts": heads // slots * splits, "FOLDS": True}
+    values |= folded if chosen.folds else WHOLE_GRADIENT
     room["p_shift"] = (batch, slots, call.query.shape[3]), torch.float32
     room["p_dc"] = (batch, slots, value_width, call.query.shape[3]), call.value.dtype
     own = values | {"program_tokens": key_stretch}

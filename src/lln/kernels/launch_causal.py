@@ -32,16 +32,17 @@ from lln.kernels.triton.gaps import starts_of
 _LOW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: tl.float32}
 
 
-def attend(call: Call, save: bool) -> tuple[Tensor, None, None]:
+def attend(call: Call, save: bool, out: Tensor | None = None) -> tuple[Tensor, None, None]:
     """Output ``[B, H, T, E]``; nothing but the inputs is saved."""
     query, heads = call.query, call.query.shape[1]
-    out = output_like(query, call.value.shape[3])
+    kind = forward_kind(call, save, out)
+    out = output_like(query, call.value.shape[3]) if out is None else out
     if out.numel() == 0:
         return out, None, None
     live = live_of(call, out, heads)
     live["p_o"] = out
     follow(
-        forward_kind(call, save),
+        kind,
         call.family("causal"),
         live,
         query.device,
@@ -56,11 +57,11 @@ def attend_backward(
     gradient: Tensor,
     log_mass: Tensor | None,
     centroid: Tensor | None,
-    alpha_grad: bool,
-    beta_grad: bool,
-    mix_grad: bool,
+    wanted: tuple[bool, bool, bool],
+    dv_out: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of query, key, value, and of alpha, beta and mix where needed."""
+    """Gradients of query, key, value, and of alpha, beta and mix where wanted."""
+    alpha_grad, beta_grad, mix_grad = wanted
     query, value, heads = call.query, call.value, call.query.shape[1]
     if query.numel() == 0 or value.numel() == 0:
         return call.no_gradients()
@@ -72,10 +73,10 @@ def attend_backward(
         of_alpha, of_beta = parts if alpha_grad else None, parts if beta_grad else None
         of_mix = mix_shape(mode, query, value.shape[3], parts)
     live = live_of(call, gradient, heads)
-    made = gradient_room(call, gradient, live, heads, of_alpha, of_beta, of_mix)
+    made = gradient_room(call, gradient, live, heads, of_alpha, of_beta, of_mix, dv_out)
     asked = (alpha_grad, beta_grad, mode)
     follow(
-        backward_kind(call, gradient, asked),
+        backward_kind(call, gradient, asked, dv_out),
         call.family("causal backward"),
         live,
         query.device,
@@ -85,14 +86,16 @@ def attend_backward(
     return finish_gradients(call, made, heads // call.key.shape[1])
 
 
-def forward_kind(call: Call, save: bool) -> Hashable:
+def forward_kind(call: Call, save: bool, out: Tensor | None = None) -> Hashable:
     """What decides the launches of a forward pass, which saves nothing in any case."""
-    return "causal", call.looks(), call.options()
+    return "causal", call.looks(out), call.options()
 
 
-def backward_kind(call: Call, gradient: Tensor, asked: tuple[bool, bool, int]) -> Hashable:
+def backward_kind(
+    call: Call, gradient: Tensor, asked: tuple[bool, bool, int], dv: Tensor | None = None
+) -> Hashable:
     """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
-    return "causal backward", *asked, call.looks(gradient), call.options()
+    return "causal backward", *asked, call.looks(gradient, dv), call.options()
 
 
 def _segments(call: Call, chosen: Sizes) -> tuple[int, int]:

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from lln.kernels.call import Call, live_of, values_of
 from lln.kernels.gradients import beta_gradient, finish_gradients
-from lln.kernels.launch_passes import key_grad_step, query_grad_steps, summary_steps
+from lln.kernels.launch_passes import (
+    WHOLE_GRADIENT,
+    WHOLE_SUMMARY,
+    key_grad_step,
+    query_grad_steps,
+    summary_steps,
+)
 from lln.kernels.recipes import Recipe, follow, over_tiles
 from lln.kernels.shapes import output_like
 from lln.kernels.sizes import Sizes, cdiv
@@ -139,7 +145,7 @@ def _key_stretch(call: Call, chosen: Sizes) -> tuple[int, int]:
 def _write_key_grad(call: Call, live: dict[str, Any], beta_grad: bool, chosen: Sizes) -> Recipe:
     slots, keys, tile = call.summary_heads, call.key.shape[2], chosen.key_grad
     stretch, programs = _key_stretch(call, call.sizes(slots))
-    values = values_of(call, chosen, live, slots)
+    values = values_of(call, chosen, live, slots) | WHOLE_GRADIENT
     values |= {"ALPHA_GRAD": False, "BETA_GRAD": beta_grad, "MIX_GRAD": 0, "SPLIT": False}
     values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
     values["EVEN"] = _is_even(call, keys, tile.tokens)
@@ -203,7 +209,7 @@ def _write_read(call: Call, live: dict[str, Any], slots: int, chosen: Sizes) -> 
     values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
     values |= {"EVEN": _is_even(call, tokens, tile.tokens), "PLAIN": chosen.is_turned}
     grid = (cdiv(tokens, stretch), programs)
-    return Recipe([over_tiles(fwd.read_kernel, grid, values, tile)], {})
+    return Recipe([over_tiles(fwd.read_kernel, grid, values | WHOLE_SUMMARY, tile)], {})
 
 
 def read_backward(

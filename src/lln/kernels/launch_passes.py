@@ -17,9 +17,19 @@ from lln.kernels.sizes import Sizes, cdiv
 from lln.kernels.triton import backward as bwd
 from lln.kernels.triton import summaries, turned_grads, wide_queries, wide_summary
 
+# What a kernel gets that takes a finished summary, or finished gradients of one.
+WHOLE_SUMMARY = {
+    **dict.fromkeys(("p_peak", "p_mass", "p_sum"), Place("p_log_mass")),
+    **{"parts": 1, "FOLDS": False},
+}
+WHOLE_GRADIENT = {
+    **dict.fromkeys(("p_shift_parts", "p_dc_parts"), Place("p_shift")),
+    **{"parts": 1, "FOLDS": False},
+}
+
 
 def summary_steps(
-    programs: int, chosen: Sizes, values: dict[str, Any], splits: int
+    programs: int, chosen: Sizes, values: dict[str, Any], splits: int, folds: bool = False
 ) -> tuple[list[Step], Room]:
     """Keys and values into ``p_log_mass`` and ``p_centroid``.
 
@@ -28,10 +38,11 @@ def summary_steps(
         chosen: The sizes.
         values: The kernels' arguments.
         splits: Stretches of keys per summary.
+        folds: Whether the next pass takes partial summaries, one per stretch.
     """
     if not chosen.is_turned:
         steps, room = summarise_steps(programs, chosen, values, splits)
-        return [*steps, merge_step(programs, chosen, values, splits)], room
+        return steps if folds else [*steps, merge_step(programs, chosen, values, splits)], room
     whole, slots = splits == 1, chosen.summary_slots
     own: dict[str, Any] = {"WHOLE": whole, "SLOTS": slots}
     if whole:
@@ -69,11 +80,11 @@ def merge_step(programs: int, chosen: Sizes, values: dict[str, Any], splits: int
     """Partial summaries into ``p_log_mass`` and ``p_centroid``."""
     rows = min(8, chosen.width)
     grid = (chosen.width // rows, programs)
-    return Step(summaries.merge_kernel, grid, values | {"splits": splits, "ROWS": rows}, 4)
+    return Step(summaries.merge_kernel, grid, values | {"parts": splits, "ROWS": rows}, 4)
 
 
 def query_grad_steps(
-    heads: int, chosen: Sizes, values: dict[str, Any], splits: int
+    heads: int, chosen: Sizes, values: dict[str, Any], splits: int, folds: bool = False
 ) -> tuple[list[Step], Room]:
     """Queries and dO into dq, ``p_shift`` and ``p_dc``.
 
@@ -82,13 +93,14 @@ def query_grad_steps(
         chosen: The sizes.
         values: The kernels' arguments.
         splits: Stretches of queries per head.
+        folds: Whether the next pass takes every stretch's part of shift and dC.
     """
     if chosen.is_turned:
         return _wide_query_steps(heads, chosen, values, splits)
     grid = (splits, heads)
     step = over_tiles(bwd.query_bwd_kernel, grid, values, chosen.query_grad)
     gather, room = _gather(heads, chosen, values, splits)
-    return [step, gather], room
+    return [step] if folds else [step, gather], room
 
 
 def _wide_query_steps(

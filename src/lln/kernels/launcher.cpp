@@ -49,7 +49,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// As in `lln.kernels.run.once_differentiable`.
+// As in `lln.kernels.once.once_differentiable`.
 constexpr const char* NO_SECOND =
     "lln's fused kernels have no second derivative; use impl='eager'.";
 // As `lln.kernels.repeats.MOST_REPEATS`; beyond it all are dropped, and learned again when needed.

@@ -57,11 +57,19 @@ def _launches() -> tuple[Any, Any, Any]:
     return launch_causal, launch, Call
 
 
-def forward(arguments: tuple[Any, ...], save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output, and with ``save`` the summary, for the arguments of `attend`."""
+def forward(
+    arguments: tuple[Any, ...], save: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output, and with ``save`` the summary, for the arguments of `attend`.
+
+    Args:
+        arguments: Those of a call.
+        save: Whether a backward pass follows.
+        out: Where to write the output; None = a new tensor.
+    """
     causal, other, kind = _launches()
     call = kind(*arguments)
-    return (causal if call.causal else other).attend(call, save)
+    return (causal if call.causal else other).attend(call, save, out)
 
 
 def gradients(
@@ -70,12 +78,17 @@ def gradients(
     log_mass: Tensor | None,
     centroid: Tensor | None,
     asked: tuple[bool, bool, bool],
+    dv: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of query, key, value, and of alpha, beta, mix where they are needed."""
+    """Gradients of query, key, value, and of alpha, beta, mix where they are needed.
+
+    ``dv`` is where to write the values' gradient, unless query heads that share values have to be
+    summed first; None = a new tensor.
+    """
     causal, other, kind = _launches()
     call = kind(*arguments)
     launch = causal if call.causal else other
-    return launch.attend_backward(call, within_reach(gradient), log_mass, centroid, *asked)
+    return launch.attend_backward(call, within_reach(gradient), log_mass, centroid, asked, dv)
 
 
 @operator("attend", f"{_CALL_TENSORS}, {_CALL_NUMBERS}")

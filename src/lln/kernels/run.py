@@ -10,15 +10,15 @@ E value width, n packed sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lln.eager.dropout import drop_keys
-from lln.kernels import ops
+from lln.kernels import ops, slices
+from lln.kernels.once import once_differentiable
 from lln.kernels.shapes import within_reach
 from lln.tracing import is_capturing, is_watched
 
@@ -71,15 +71,11 @@ def fused_attention(
     numbers = (*numbers, is_causal, longest)
     if value.shape[-1] <= value_width:
         return _attend(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
-    # An output channel depends only on the same channel of the values: wide values are read in
-    # slices, and autograd adds up the slices' gradients of the other inputs.
-    outs = []
-    for start in range(0, value.shape[-1], value_width):
-        part = slice(start, start + value_width)
-        mix_part = mix_t if mix_t is None or mix_t.shape[-1] == 1 else mix_t[..., part]
-        tensors = (query, key, value[..., part], alpha_t, beta_t, key_mask, mix_part, bounds)
-        outs.append(_attend(*tensors, *numbers))
-    return torch.cat(outs, -1)
+    tensors = (query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds)
+    if is_watched(query):
+        parts = slices.cut(tensors, value_width)
+        return torch.cat([_attend(*part, *numbers) for _, part in parts], -1)
+    return slices.attend(tensors, numbers, value_width)
 
 
 def fused_blocks(
@@ -161,26 +157,6 @@ def tensor_or_number(side: float | Tensor, heads: int | None) -> tuple[Tensor | 
     return side.expand(-1, heads, 1, 1) if heads is not None and side.shape[1] == 1 else side, 1.0
 
 
-def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    """Refuse to differentiate the gradients again: the kernels have no second derivative.
-
-    PyTorch's own decorator refuses only if dO needs a gradient. Otherwise the gradients would be
-    treated as constants, and a penalty on them would silently train nothing.
-    """
-
-    @wraps(backward)
-    def first(ctx: Any, *gradients: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *gradients)
-        with torch.no_grad():
-            found = backward(ctx, *gradients)
-        message = b"lln's fused kernels have no second derivative; use impl='eager'."
-        refuse = torch._C._functions.DelayedError(message, len(found))  # pyright: ignore
-        return refuse(*[None if side is None else side.detach().requires_grad_() for side in found])
-
-    return first
-
-
 class _Attend(torch.autograd.Function):
     """`lln.kernels.ops.attend_saving` with less overhead.
 
@@ -238,9 +214,7 @@ class _AttendBlocks(torch.autograd.Function):
 def _attend(*arguments: Any) -> Tensor:
     """One call with or without gradient, through the operator where the call is traced."""
     tensors = arguments[: ops.TENSORS]
-    tracked = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
+    tracked = slices.is_tracked(tensors)
     if is_watched(arguments[0]):
         return ops.attend_saving(*arguments)[0] if tracked else ops.attend(*arguments)
     if not tracked:

@@ -94,11 +94,20 @@ WIDE_TILES = {
 
 # Those of heads whose passes have kernels of their own, by another sweep.
 TURNED_TILES = {
-    "summarise": Tile(64, 4, 4, 2, resident=2),
-    "read": Tile(64, 4, 2, 8),
-    "query_grad": Tile(64, 4, 1, 8),
-    "slot_grad": Tile(32, 4, 4, 2, resident=3),
-    "key_grad": Tile(64, 8, 3, 8),
+    128: {
+        "summarise": Tile(64, 4, 4, 2, resident=2),
+        "read": Tile(64, 4, 2, 8),
+        "query_grad": Tile(64, 4, 1, 8),
+        "slot_grad": Tile(32, 4, 4, 2, resident=3),
+        "key_grad": Tile(64, 8, 3, 8),
+    },
+    256: {
+        "summarise": Tile(64, 4, 4, 2, resident=2),
+        "read": Tile(64, 8, 3, 8, resident=1),
+        "query_grad": Tile(64, 8, 1, 8, resident=1),
+        "slot_grad": Tile(32, 4, 4, 2, resident=3),
+        "key_grad": Tile(32, 8, 2, 8, resident=2),
+    },
 }
 
 # Causal attention by chunks, of one size for all passes: the fastest of a sweep on an H200.
@@ -167,6 +176,8 @@ class Sizes:
         summary_slots: Slots per program of the first of them.
         is_joined: Whether the gradients of keys and values and those of the diagonal share a pass
             after the queries' (`lln.kernels.triton.turned_joint`), if their kernels are turned.
+        folds: Whether a pass over tokens first sums up the parts that the pass before it has
+            left, which saves the launch between them and costs more the larger a part is.
         short: Whether one program handles a whole (sample, head).
         cores: Multiprocessors to fill.
     """
@@ -196,6 +207,7 @@ class Sizes:
     is_turned: bool
     summary_slots: int
     is_joined: bool
+    folds: bool
     short: bool
     cores: int
 
@@ -291,28 +303,49 @@ def _choose(
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
-        "is_turned": is_wide and width == widest == 128 and not (short or causal),
+        "is_turned": is_wide and width == widest and not (short or causal),
         "summary_slots": 64,
-        # Larger blocks leave no registers for both.
-        "is_joined": block_tile <= 64,
+        # Wider heads and larger blocks leave no registers for both.
+        "is_joined": widest <= 128 and block_tile <= 64,
+        "folds": is_narrow and not causal,
         "short": short,
         "cores": cores,
     }
     if is_narrow:
-        # Short tiles: more programs, and loads further ahead.
-        chosen["summarise"] = Tile(tokens, warps, stages, 4, resident=4)
-        chosen["query_grad"] = Tile(tokens, warps, stages, 4, resident=3)
-        chosen["joint_read"] = Tile(block_tile, block_warps, stages, 12)
-        chosen["joint_grad"] = Tile(block_tile, block_warps, 3, 12)
+        chosen |= _narrow_tiles(longest, block_tile, block_warps, short, block_size > 0)
     if is_wide:
-        chosen |= TURNED_TILES if chosen["is_turned"] else WIDE_TILES[widest]
+        chosen |= (TURNED_TILES if chosen["is_turned"] else WIDE_TILES)[widest]
         reading, updating = (3, 2) if widest == 128 else (2, 1)
         chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
-        if chosen["is_turned"] and block_tile == 64:
-            chosen["joint_read"] = Tile(block_tile, 4, reading, 4)
+        if chosen["is_turned"] and chosen["is_joined"] and block_tile == 64:
+            chosen["joint_read"] = Tile(block_tile, 4, reading, 8, resident=1)
+            chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8, resident=1)
     chosen |= {name: size for name, size in overridden if name in chosen}
     return Sizes(**chosen)
+
+
+def _narrow_tiles(
+    longest: int, block_tile: int, block_warps: int, short: bool, has_blocks: bool
+) -> dict[str, Tile]:
+    """Tiles of heads of up to 32 channels in 16-bit types, by a sweep on an H200.
+
+    A summary of 32 slots is two warps high: with four, each row would have two warps, which meet at
+    every tile.
+    """
+    # A tile that is not full costs more than a smaller one.
+    long_tile = 128 if longest % 128 == 0 else 64
+    joint = Tile(block_tile, block_warps, 3, 12)
+    if short and not has_blocks:
+        return {"summarise": Tile(32, 2, 4), "read": Tile(32, 2, 4)}
+    if short:
+        return {"query_grad": Tile(long_tile, 4, 3), "joint_read": joint, "joint_grad": joint}
+    return {
+        "summarise": Tile(long_tile, 2, 3, 3, resident=3),
+        "query_grad": Tile(64, 4, 3, 4, resident=3),
+        "joint_read": joint,
+        "joint_grad": Tile(64, 4, 2, 12, registers=128) if block_tile == 64 else joint,
+    }
 
 
 def smaller(chosen: Sizes) -> Sizes | None:

@@ -156,13 +156,11 @@ def query_bwd_kernel(
 
 
 @triton.jit
-def gather_kernel(
-    p_shift_parts, p_dc_parts, p_shift, p_dc, parts,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+def gather_parts(
+    p_shift_parts, p_dc_parts, index, parts, rows, BD: tl.constexpr, BE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum ROWS channels of the partial dCᵀ, and the partial shifts, in a fixed order."""
-    index = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Shift ``[BD]`` and some channels of dCᵀ ``[ROWS, BD]``, their parts in a fixed order."""
     slots = tl.arange(0, BD)
     b_shift = tl.zeros([BD], tl.float32)
     b_dc = tl.zeros([ROWS, BD], tl.float32)
@@ -170,6 +168,19 @@ def gather_kernel(
         place = index * parts + part
         b_shift += tl.load(p_shift_parts + place * BD + slots)
         b_dc += tl.load(p_dc_parts + place * BD * BE + rows[:, None] * BD + slots[None, :])
+    return b_shift, b_dc
+
+
+@triton.jit
+def gather_kernel(
+    p_shift_parts, p_dc_parts, p_shift, p_dc, parts,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sum ROWS channels of the partial dCᵀ, and the partial shifts."""
+    index = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slots = tl.arange(0, BD)
+    b_shift, b_dc = gather_parts(p_shift_parts, p_dc_parts, index, parts, rows, BD, BE, ROWS)
     if tl.program_id(0) == 0:
         tl.store(p_shift + index * D + slots, b_shift, mask=slots < D)
     ok = (rows < E)[:, None] & (slots < D)[None, :]
@@ -180,8 +191,9 @@ def gather_kernel(
 @triton.jit(do_not_specialize=["seed"])
 def key_bwd_kernel(
     p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_m, p_dmix, p_mask, p_alpha, p_beta, p_dbeta,
-    p_log_mass, p_centroid, p_shift, p_dc, p_starts,
-    alpha, beta, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, T, S, SH,
+    p_log_mass, p_centroid, p_shift, p_dc, p_shift_parts, p_dc_parts, p_starts,
+    alpha, beta, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, parts,
+    T, S, SH,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
     stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_dkb, stride_dkh, stride_dkt, stride_dkd,
@@ -190,10 +202,13 @@ def key_bwd_kernel(
     BE: tl.constexpr, BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
     BETA_GRAD: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr,
     MIX: tl.constexpr, MIX_GRAD: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr, FOLDS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of keys of one (sample, summary head): dk, dv, and with the diagonal dq."""
+    """One stretch of keys of one (sample, summary head): dk, dv, and with the diagonal dq.
+
+    FOLDS: shift and dC come in parts, which every program sums up.
+    """
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, S, SH, PACKED, SHIFTED
@@ -201,9 +216,15 @@ def key_bwd_kernel(
     key_head, first_query = head // KG, head * R
     slots = tl.arange(0, BD)
     b_log_mass, b_c = load_summary(p_log_mass, p_centroid, index, D, E, BD, BE)
-    channels = p_dc + index * D * E, 0, D, 1
-    b_dc = load_rows(channels, 0, tl.arange(0, BE) < E, BE, D, BD, E == BE)
-    b_shift = tl.load(p_shift + index * D + slots, mask=slots < D, other=0.0)
+    channels = tl.arange(0, BE)
+    if FOLDS:
+        b_shift, b_wide = gather_parts(
+            p_shift_parts, p_dc_parts, index, parts, channels, BD, BE, BE
+        )
+        b_dc = b_wide.to(p_dc.dtype.element_ty)
+    else:
+        b_dc = load_rows((p_dc + index * D * E, 0, D, 1), 0, channels < E, BE, D, BD, E == BE)
+        b_shift = tl.load(p_shift + index * D + slots, mask=slots < D, other=0.0)
     beta_here = load_scale(p_beta, beta, index, HAS_BETA)
     q = rows_of(p_q, batch, first_query, begin, stride_qb, stride_qh, stride_qt, stride_qd)
     gradients = rows_of(p_g, batch, first_query, begin, stride_gb, stride_gh, stride_gt, stride_gd)

@@ -33,7 +33,7 @@ from lln.kernels.triton.steps import (
     store_rows,
     token_ok,
 )
-from lln.kernels.triton.summaries import summarise_range
+from lln.kernels.triton.summaries import merge_parts, store_summary, summarise_range
 
 
 @triton.jit
@@ -109,10 +109,7 @@ def short_fwd_kernel(
     b_log_mass = b_peak + tl.log(b_mass)
     b_c = (b_sum * (1.0 / b_mass)[:, None]).to(p_centroid.dtype.element_ty)
     if SAVE:
-        slots = tl.arange(0, BD)
-        tl.store(p_log_mass + index * D + slots, b_log_mass, mask=slots < D)
-        centroids = p_centroid + index * D * E, 0, E, 1
-        store_rows(centroids, 0, b_c, slots < D, BD, E, BE, D == BD)
+        store_summary(p_log_mass, p_centroid, index, tl.arange(0, BD), b_log_mass, b_c, D, E, BE)
     gap = gap_before(p_starts, batch, SHIFTED)
     for r in range(R):
         own = tl.cast(r, tl.int64)
@@ -127,8 +124,9 @@ def short_fwd_kernel(
 
 @triton.jit(do_not_specialize=["seed"])
 def read_kernel(
-    p_q, p_k, p_v, p_o, p_m, p_mask, p_alpha, p_log_mass, p_centroid, p_starts,
-    alpha, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, T, S, H,
+    p_q, p_k, p_v, p_o, p_m, p_mask, p_alpha, p_log_mass, p_centroid, p_peak, p_mass, p_sum,
+    p_starts, alpha, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, parts,
+    T, S, H,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
     stride_mb, stride_mh, stride_mt, stride_md,
@@ -136,14 +134,23 @@ def read_kernel(
     BE: tl.constexpr, BT: tl.constexpr, HAS_ALPHA: tl.constexpr, QUIET: tl.constexpr,
     ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr, PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FOLDS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One stretch (a program's share) of queries of one (sample, head) reads its summary."""
+    """One stretch (a program's share) of queries of one (sample, head) reads its summary.
+
+    FOLDS: the summary comes in parts, which every program merges; one of them writes it down.
+    """
     split, index, _ = find_program()
     summary, slots = index // R, tl.arange(0, BD)
-    b_log_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=0.0)
-    centroids = p_centroid + summary * D * E, 0, E, 1
-    b_c = load_rows(centroids, 0, slots < D, BD, E, BE, D == BD)
+    if FOLDS:
+        b_log_mass, b_wide = merge_parts(p_peak, p_mass, p_sum, summary, parts, slots, BD, BE, BD)
+        b_c = b_wide.to(p_centroid.dtype.element_ty)
+        if (split == 0) & (index % R == 0):
+            store_summary(p_log_mass, p_centroid, summary, slots, b_log_mass, b_c, D, E, BE)
+    else:
+        b_log_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=0.0)
+        centroids = p_centroid + summary * D * E, 0, E, 1
+        b_c = load_rows(centroids, 0, slots < D, BD, E, BE, D == BD)
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, T, H, PACKED, SHIFTED
     )

@@ -127,20 +127,39 @@ def summarise_kernel(
 
 
 @triton.jit
-def merge_kernel(
-    p_peak, p_mass, p_sum, p_log_mass, p_centroid, splits,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+def merge_parts(
+    p_peak, p_mass, p_sum, index, parts, slots,
+    BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge ROWS slots of the partial summaries, always in the same order."""
-    index = tl.program_id(1).to(tl.int64)
-    slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BE)
+    """Log-mass ``[ROWS]`` and centroids ``[ROWS, BE]`` of slots, their parts in a fixed order."""
     b_peak, b_mass, b_sum = empty_partial(ROWS, BE)
-    for split in range(splits):
-        part = index * splits + split
-        b_other, b_more, b_add = load_partial(p_peak, p_mass, p_sum, part, slots, BD, BE)
+    for part in range(parts):
+        place = index * parts + part
+        b_other, b_more, b_add = load_partial(p_peak, p_mass, p_sum, place, slots, BD, BE)
         b_peak, b_mass, b_sum = merge_partials(b_peak, b_mass, b_sum, b_other, b_more, b_add)
-    tl.store(p_log_mass + index * D + slots, b_peak + tl.log(b_mass), mask=slots < D)
+    return b_peak + tl.log(b_mass), b_sum / b_mass[:, None]
+
+
+@triton.jit
+def store_summary(
+    p_log_mass, p_centroid, index, slots, b_log_mass, b_c,
+    D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Write some slots of a summary."""
+    columns = tl.arange(0, BE)
+    tl.store(p_log_mass + index * D + slots, b_log_mass, mask=slots < D)
     p_out = p_centroid + index * D * E + slots[:, None] * E + columns[None, :]
     ok = (slots < D)[:, None] & (columns < E)[None, :]
-    tl.store(p_out, (b_sum / b_mass[:, None]).to(p_centroid.dtype.element_ty), mask=ok)
+    tl.store(p_out, b_c.to(p_centroid.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def merge_kernel(
+    p_peak, p_mass, p_sum, p_log_mass, p_centroid, parts,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge ROWS slots of the partial summaries."""
+    index = tl.program_id(1).to(tl.int64)
+    slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b_log_mass, b_c = merge_parts(p_peak, p_mass, p_sum, index, parts, slots, BD, BE, ROWS)
+    store_summary(p_log_mass, p_centroid, index, slots, b_log_mass, b_c, D, E, BE)

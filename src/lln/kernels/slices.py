@@ -1,0 +1,113 @@
+"""Wide values in slices: an output channel depends only on the same channel of the values.
+
+Every slice is a call of its own, which writes its channels of the output, and of the gradient of
+the values, where they belong. Gradients of the other inputs are sums over the slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.kernels import ops
+from lln.kernels.once import once_differentiable
+from lln.kernels.shapes import output_like
+
+VALUE, MIX = 2, 6
+
+
+def cut(tensors: Sequence[Any], width: int) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+    """The channels of every slice, and its tensors; ``width`` channels of the values per slice."""
+    mix = tensors[MIX]
+    for start in range(0, tensors[VALUE].shape[-1], width):
+        part = slice(start, start + width)
+        own = list(tensors)
+        own[VALUE] = tensors[VALUE][..., part]
+        if _has_channels(mix):
+            own[MIX] = mix[..., part]
+        yield part, tuple(own)
+
+
+def attend(tensors: Sequence[Any], numbers: tuple[Any, ...], width: int) -> Tensor:
+    """A call in slices, with or without gradient."""
+    if is_tracked(tensors):
+        return _AttendSlices.apply(*tensors, numbers, width)
+    return _forward(tensors, numbers, width, save=False)[0]
+
+
+def is_tracked(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a backward pass may follow."""
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
+def _has_channels(mix: Tensor | None) -> bool:
+    return mix is not None and mix.shape[-1] > 1
+
+
+def _forward(
+    tensors: Sequence[Any], numbers: tuple[Any, ...], width: int, save: bool
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Output, and the summaries of all slices one after another."""
+    out = output_like(tensors[0], tensors[VALUE].shape[-1])
+    summaries: list[Tensor | None] = []
+    for part, own in cut(tensors, width):
+        summaries += ops.forward((*own, *numbers), save, out[..., part])[1:]
+    return out, summaries
+
+
+class _AttendSlices(torch.autograd.Function):
+    """All slices with one node of autograd, so that no slice is copied or padded with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, numbers, width = inputs
+        out, summaries = _forward(tensors, numbers, width, save=True)
+        ctx.save_for_backward(*tensors, *summaries)
+        ctx.numbers, ctx.width = numbers, width
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        (gradient,) = grad_outputs
+        if gradient is None:
+            return (None,) * (ops.TENSORS + 2)
+        tensors, summaries = ctx.saved_tensors[: ops.TENSORS], ctx.saved_tensors[ops.TENSORS :]
+        dv = torch.empty_like(tensors[VALUE])
+        asked, total, of_mix = ops.asked_gradients(ctx), None, []
+        for index, (part, own) in enumerate(cut(tensors, ctx.width)):
+            log_mass, centroid = summaries[2 * index : 2 * index + 2]
+            dq, dk, made, dalpha, dbeta, dmix = ops.gradients(
+                gradient[..., part],
+                (*own, *ctx.numbers),
+                log_mass,
+                centroid,
+                asked,
+                dv[..., part],
+            )
+            if made.data_ptr() != dv[..., part].data_ptr():
+                dv[..., part] = made
+            sums = [dq, dk, dalpha, dbeta]
+            if _has_channels(tensors[MIX]):
+                of_mix.append(dmix)
+            else:
+                sums.append(dmix)
+            total = sums if total is None else _add(total, sums)
+        assert total is not None
+        dq, dk, dalpha, dbeta, *dmix = total
+        dmix = torch.cat(of_mix, -1) if asked[2] and of_mix else dmix[0] if dmix else None
+        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None, None
+
+
+def _add(total: list[Tensor | None], more: list[Tensor | None]) -> list[Tensor | None]:
+    """Sums in place; None stays None."""
+    return [
+        None if side is None or other is None else side.add_(other)
+        for side, other in zip(total, more, strict=True)
+    ]
