@@ -66,7 +66,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any]]]:
         ),
         "lln_diag matched 512": ({"tokens": 512}, lambda *s: lln.lln_diag_attention(*s)),
     }
-    for width, n in ((32, 4096), (128, 512)):
+    for width, n in ((32, 4096), (128, 512), (256, 512)):
         own = {"tokens": n, "width": width}
         found |= {
             f"softmax D = {width} {n}": (own, softmax),
