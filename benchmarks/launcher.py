@@ -91,7 +91,7 @@ def one_process(out: Path, lengths: tuple[int, ...]) -> None:
 
 def build(folder: Path) -> dict[str, Any]:
     """Compile the launcher; how long that took, or why it failed."""
-    os.environ["LLN_LAUNCHER_FOLDER"] = str(folder)
+    os.environ["LLN_BUILD_FOLDER"] = str(folder)
     from lln.kernels import compiled_launcher
 
     start = time.perf_counter()

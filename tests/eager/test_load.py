@@ -117,8 +117,8 @@ def test_doctor_tells_of_a_failing_triton_in_one_line(monkeypatch, where):
     monkeypatch.setattr(doctor, "read_load", lambda: Load(0.0, 2))
     lines = []
     assert not doctor.examine(lines.append)
-    assert lines[-3].startswith("cpu          right")
-    assert lines[-2] == "cpu          FAILED: CompilationError: no room for a tile, impl 'triton'"
+    assert lines[-4].startswith("cpu          right")
+    assert lines[-3] == "cpu          FAILED: CompilationError: no room for a tile, impl 'triton'"
 
 
 def test_a_watch_looks_at_most_every_so_often():

@@ -7,7 +7,7 @@ import torch
 
 import lln
 from lln.eager.whole_division import divided
-from lln.kernels.compiled_launcher import find_compiler
+from lln.native import find_compiler
 
 GIVEN = {"alpha": 1.0, "beta": 1.0}
 KEYS = {"block_size": 16, "keys": 4, "offset": -1.0, **GIVEN}

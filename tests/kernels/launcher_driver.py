@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lln.kernels import compiled_launcher
 from lln.kernels.recipes import Place
+from lln.native import find_compiler
 
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -34,12 +35,12 @@ THE_STREAM = 0xABC0
 
 def built(folder):
     """The library in a folder that all workers share; the first one builds it."""
-    if compiled_launcher.find_compiler() is None:
+    if find_compiler() is None:
         pytest.skip("the launcher is compiled by a C++ compiler, and there is none here")
     if ON_GPU and compiled_launcher.library().exists():
         # As `benchmarks.launcher` has built it.
         return compiled_launcher.library()
-    os.environ["LLN_LAUNCHER_FOLDER"] = str(folder)
+    os.environ["LLN_BUILD_FOLDER"] = str(folder)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = compiled_launcher.library()

@@ -524,7 +524,7 @@ def test_a_fresh_thread_launches(ways):
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("LLN_LAUNCHER_FOLDER", str(tmp_path))
+    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path))
     with pytest.raises(
         lln.BackendUnavailableError, match=r"no C\+\+ compiler found; install g\+\+"
     ):
@@ -533,7 +533,7 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch, tmp_path):
 
 
 def test_a_broken_library_warns_once_and_python_runs(monkeypatch, tmp_path):
-    monkeypatch.setenv("LLN_LAUNCHER_FOLDER", str(tmp_path))
+    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path))
     monkeypatch.delenv("LLN_LAUNCHER", raising=False)
     monkeypatch.setattr(compiled_launcher, "_found", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -555,7 +555,7 @@ def test_it_can_be_switched_off(monkeypatch):
 
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.delenv("LLN_LAUNCHER_FOLDER", raising=False)
+    monkeypatch.delenv("LLN_BUILD_FOLDER", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compiled_launcher.library().parent == tmp_path / "lln"
     monkeypatch.delenv("XDG_CACHE_HOME")

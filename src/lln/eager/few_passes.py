@@ -12,6 +12,7 @@ and with g the gradient of the output
 
 Step by step autograd takes a pass and a new tensor for each operation, and adds up the gradients of
 LLN and of the blocks in passes of their own. Here the products of the blocks add to what is there.
+Where the user has compiled them, `lln.eager.compiled_passes` does all of this in C++.
 
 Dimension legend: n heads of all samples, T queries, S keys, D head width, E value width, b block
 size.
@@ -20,12 +21,14 @@ size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lln.eager import compiled_passes
 from lln.eager.block_softmax import by_autograd
+from lln.eager.compiled_passes import Blocks
 from lln.eager.products import flat, per_head, row_by_row, scaled_product
 from lln.tracing import is_batched, is_untraced_on_cpu
 
@@ -33,20 +36,6 @@ _softmax_backward = torch.ops.aten._softmax_backward_data.default
 
 # Without MKL blocks are quicker by themselves (`lln.eager.block_flash`).
 WITH_BLOCKS = torch.backends.mkl.is_available()
-
-
-class Blocks(NamedTuple):
-    """The short range of a call.
-
-    Attributes:
-        size: b, divides T.
-        scale: Factor of the scores.
-        mix: Share of LLN in the output.
-    """
-
-    size: int
-    scale: float
-    mix: float
 
 
 def suits(
@@ -62,6 +51,11 @@ def suits(
     return all(side.numel() == 1 or side.dim() == 4 for side in numbers) and not any(
         side.requires_grad or side.numel() > query.shape[0] * query.shape[1] for side in numbers
     )
+
+
+def takes_blocks(query: Tensor, key: Tensor, value: Tensor, block_size: int) -> bool:
+    """Whether blocks are quicker here than by themselves; the call is one that `suits`."""
+    return WITH_BLOCKS or compiled_passes.suits(query, key, value, block_size)
 
 
 def attend(
@@ -86,17 +80,27 @@ def attend(
             derivatives and batches of gradients go through it.
     """
     alpha, beta = per_head(alpha, query), per_head(beta, query)
+    is_compiled = compiled_passes.suits(query, key, value, 0 if blocks is None else blocks.size)
     if torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value)):
-        return _FewPasses.apply(query, key, value, alpha, beta, blocks, by_steps)
-    return _forward(query, key, value, alpha, beta, blocks)[0]
+        return _FewPasses.apply(query, key, value, alpha, beta, blocks, by_steps, is_compiled)
+    forward, _ = _passes(is_compiled)
+    return forward(query, key, value, alpha, beta, blocks)[0]
+
+
+def _passes(is_compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward; each pair understands what its own forward pass has kept."""
+    if is_compiled:
+        return compiled_passes.forward, compiled_passes.backward
+    return _forward, _backward
 
 
 class _FewPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        *call, by_steps = given
+        *call, by_steps, is_compiled = given
         query, key, value, alpha, beta, blocks = call
-        out, kept = _forward(*call, keeps=True)
+        forward, ctx.backward = _passes(is_compiled)
+        out, kept = forward(*call, keeps=True)
         ctx.save_for_backward(query, key, value, *kept)
         ctx.numbers, ctx.blocks, ctx.by_steps = (alpha, beta), blocks, by_steps
         return out
@@ -110,12 +114,12 @@ class _FewPasses(torch.autograd.Function):
         if torch.is_grad_enabled() or is_batched(gradient):
             found = by_autograd(ctx.by_steps, sides, needs, gradient)
         else:
-            made = _backward(gradient, *sides, *kept, *ctx.numbers, ctx.blocks)
+            made = ctx.backward(gradient, *sides, *kept, *ctx.numbers, ctx.blocks)
             found = [
                 one.view(side.shape) if need else None
                 for one, side, need in zip(made, sides, needs, strict=True)
             ]
-        return (*found, None, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
 def _forward(

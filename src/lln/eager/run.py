@@ -19,6 +19,7 @@ from torch import Tensor
 from lln import reference
 from lln.eager import few_passes
 from lln.eager.causal import causal_attention
+from lln.eager.compiled_passes import Blocks
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.key_attention import attend_keys, slots_of_blocks, slots_of_heads
@@ -223,11 +224,13 @@ def _both_ranges(
         return join(long_range, _short_range(query, key, value, key_mask, **blocks), mix)
 
     is_plain = impl == "eager" and not is_causal and key_mask is None
-    is_plain = is_plain and few_passes.WITH_BLOCKS and not isinstance(mix, Tensor)
+    is_plain = is_plain and not isinstance(mix, Tensor)
+    is_plain = is_plain and few_passes.suits(*sides, alpha, beta)
+    is_plain = is_plain and few_passes.takes_blocks(*sides, block_size)
     # The length comes last: a trace must not depend on it.
-    if is_plain and few_passes.suits(*sides, alpha, beta) and query.shape[2] % block_size == 0:
+    if is_plain and query.shape[2] % block_size == 0:
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        blocks = few_passes.Blocks(block_size, factor, float(mix))
+        blocks = Blocks(block_size, factor, float(mix))
         return few_passes.attend(*sides, alpha, beta, blocks, by_steps)
     return by_steps(*sides)
 

@@ -12,10 +12,7 @@ import hashlib
 import importlib.util
 import os
 import platform
-import shutil
-import subprocess
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader
@@ -28,6 +25,7 @@ from lln import observers
 from lln.errors import BackendUnavailableError
 from lln.kernels import plain_launches
 from lln.kernels.sizes import overrides
+from lln.native import cache_folder, compile_with, need_compiler, put_in_place
 
 SOURCE = Path(__file__).with_name("launcher.cpp")
 # The name that the module's initialisation function carries.
@@ -38,15 +36,6 @@ _STANDARDS = ("-std=c++20", "-std=c++17")
 _LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 # Of the driver, in the order in which ``configure`` takes them, behind the stream.
 _CONTEXT = ("cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent")
-
-
-def cache_folder() -> Path:
-    """``LLN_LAUNCHER_FOLDER``, or the folder ``lln`` of the user's cache."""
-    given = os.environ.get("LLN_LAUNCHER_FOLDER")
-    if given:
-        return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "lln"
 
 
 def library() -> Path:
@@ -73,37 +62,11 @@ def build(options: tuple[str, ...] = ()) -> Path:
         raise BackendUnavailableError(
             f"the compiled launcher is for GPUs of NVIDIA under Linux, not for {platform.system()}."
         )
-    target = library()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-            made = Path(folder) / target.name
-            _compile(made, options)
-            # Whoever loads it meanwhile has the old one or the new one, never half of it.
-            os.replace(made, target)
-    except OSError as error:
-        raise BackendUnavailableError(
-            f"cannot write to {target.parent} ({error.strerror}); set LLN_LAUNCHER_FOLDER to a "
-            "folder for the compiled launcher."
-        ) from error
-    return target
-
-
-def find_compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, or the first of the usual ones that is installed."""
-    given = os.environ.get("CXX")
-    return shutil.which(given) if given else next(filter(None, map(shutil.which, _COMPILERS)), None)
-
-
-_COMPILERS = ("c++", "g++", "clang++")
+    return put_in_place(library(), lambda made: _compile(made, options))
 
 
 def _compile(target: Path, options: tuple[str, ...]) -> None:
-    compiler = find_compiler()
-    if compiler is None:
-        raise BackendUnavailableError(
-            "no C++ compiler found; install g++ (Debian and Ubuntu: apt install g++), or set CXX."
-        )
+    compiler = need_compiler()
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
         raise BackendUnavailableError(
@@ -117,14 +80,10 @@ def _compile(target: Path, options: tuple[str, ...]) -> None:
     words += [f"-L{home / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
     reason = ""
     for standard in _STANDARDS:
-        done = subprocess.run(
-            [*words, standard], capture_output=True, text=True, errors="replace", check=False
-        )
-        if done.returncode == 0:
+        complaint = compile_with([*words, standard])
+        if complaint is None:
             return
-        lines = done.stderr.splitlines()
-        errors = [line for line in lines if "error" in line]
-        reason = reason or (errors or lines or ["no message"])[0]
+        reason = reason or complaint
     raise BackendUnavailableError(
         f"{compiler} cannot compile {SOURCE.name} against torch {torch.__version__}: {reason}"
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from ctypes import c_double
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.names import check_choice
-from lln.matching.curves import matched_spread
+from lln.eager import compiled_passes
+from lln.matching.curves import matched_spread, spread_curve
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_untraced_on_cpu, values_are_readable
 
@@ -124,13 +127,30 @@ def head_temperatures(
     width, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
     if key_mask is not None or not is_untraced_on_cpu(query, key):
         return temperatures(head_moments(query, key, key_mask), width, criterion)
+    dtype = accumulation_dtype(query.dtype)
+    query, key = query.detach().to(dtype), key.detach().to(dtype)
+    is_usual = criterion != "paper" and groups == 1 and query.numel() > 0 and key.numel() > 0
+    if is_usual and compiled_passes.suits(query, key, key):
+        return compiled_passes.match(query, key, _compiled_curve(width, key.shape[2], criterion))
     # Infinity in the inputs shows in the result.
     with np.errstate(all="ignore"):
-        sums = _plain_sums(query.detach(), key.detach())
+        sums = _plain_sums(query, key)
         found: Any = _moments_of_sums(np, *sums, width=width, groups=groups)
         found = _spreads(np, *found, head_width=width, criterion=criterion)
     alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
     return alpha, beta
+
+
+@cache
+def _compiled_curve(head_width: int, keys: int, criterion: str) -> compiled_passes.CompiledCurve:
+    """The curve in the form that compiled passes take."""
+    curve = spread_curve(head_width, criterion)
+    least, most = curve.n_range
+    x = math.log(min(max(keys, least), most) / 1024)
+    slopes = (*curve.slopes, 0.0)
+    coefficients = [one + x * slope for one, slope in zip(curve.coefficients, slopes, strict=True)]
+    numbers = (c_double * len(coefficients))(*coefficients)
+    return compiled_passes.CompiledCurve(numbers, *curve.p_range, SPREAD_FLOOR**2)
 
 
 def _plain_sums(query: Tensor, key: Tensor) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from lln.eager import compiled_passes
 from lln.eager.load import read_load
 from lln.functional.dense import lln_diag_attention
 from lln.functional.plan import Plan, plan_call
@@ -49,6 +50,9 @@ def examine(echo: Callable[[str], object]) -> bool:
     if torch.backends.mps.is_available():
         devices.append("mps")
     are_right = all([_check(device, echo) for device in devices])
+    reason = compiled_passes.why_not()
+    used = "compiled; LLN_CPU=torch uses PyTorch" if reason is None else f"PyTorch's: {reason}"
+    echo(f"{'cpu passes':<12} {used}")
     # Behind the checks: the launcher is loaded when a kernel is first repeated.
     reason = compiled_launcher.why_not()
     used = "compiled; LLN_LAUNCHER=python uses Python" if reason is None else f"Python: {reason}"
@@ -59,7 +63,8 @@ def examine(echo: Callable[[str], object]) -> bool:
 def _check(device: str, echo: Callable[[str], object]) -> bool:
     """Compare what runs on a device, in float32, with the float64 reference."""
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(3, 1, 2, 200, 16, generator=generator)
+    # Whole blocks of 16 tokens, the default here: compiled passes take no others.
+    inputs = torch.randn(3, 1, 2, 208, 16, generator=generator)
     expected = lln_diag_attention(*inputs.double(), impl="reference")
     echo(f"{device:<12} a usual call (LLN + Diag, 12 heads of width 64): {_usual_plan(device)}")
     are_right = True

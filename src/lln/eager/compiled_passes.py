@@ -1,0 +1,299 @@
+"""The compiled passes: where they are kept, how they are built, and when they are used.
+
+``cpu_passes.cpp`` computes what `lln.eager.few_passes` and `lln.matching.moments` compute with
+PyTorch, head by head from cache. It is compiled only when the user asks for it (``lln build-cpu``),
+into a folder of the user's cache; from then on calls in float32 on a CPU use it. Without it, or
+with ``LLN_CPU=torch``, everything runs with PyTorch.
+
+Dimension legend: B batch, H heads, n heads of all samples, T queries, S keys, D head width,
+E value width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import warnings
+from ctypes import byref, c_double, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.errors import BackendUnavailableError
+from lln.native import cache_folder, compile_with, need_compiler, put_in_place
+
+SOURCE = Path(__file__).with_name("cpu_passes.cpp")
+# For this processor and no other: `library` tells them apart.
+_COMPILE = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp")
+_COMPILE += ("-fno-math-errno", "-fno-trapping-math", "-w", "-c")
+# What Linux knows about the processor and about the libraries of this program.
+_PROCESSOR, _LOADED = Path("/", "proc", "cpuinfo"), Path("/", "proc", "self", "maps")
+# Channels and tokens of a block come in groups of as many.
+GROUP = 16
+
+
+class Blocks(NamedTuple):
+    """The short range of a call.
+
+    Attributes:
+        size: b, divides T.
+        scale: Factor of the scores.
+        mix: Share of LLN in the output.
+    """
+
+    size: int
+    scale: float
+    mix: float
+
+
+class CompiledCurve(ctypes.Structure):
+    """The curve of moment matching at one head width and number of keys; as in the source."""
+
+    _fields_ = (
+        ("coefficients", c_double * 5),
+        ("least", c_double),
+        ("most", c_double),
+        ("floor", c_double),
+    )
+
+
+class _Side(ctypes.Structure):
+    _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("batch", "head", "token")))
+
+
+class _Call(ctypes.Structure):
+    _sizes = ("batch", "heads", "queries", "keys", "width", "value_width", "threads")
+    _fields_ = (
+        *((name, c_int64) for name in _sizes),
+        *((name, c_void_p) for name in ("alphas", "betas")),
+        *((name, c_float) for name in ("alpha", "beta")),
+        ("block", c_int64),
+        *((name, c_float) for name in ("scale", "mix")),
+    )
+
+
+def library() -> Path:
+    """Where the library for this processor and this source is, or would be."""
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(" ".join((platform.machine(), _processor(), *_COMPILE)).encode())
+    return cache_folder() / f"cpu-{digest.hexdigest()[:16]}.so"
+
+
+@cache
+def _processor() -> str:
+    """What tells processors apart that do not know the same instructions."""
+    try:
+        lines = _PROCESSOR.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    kept = ("flags", "Features", "model", "model name", "CPU part", "CPU variant")
+    return "; ".join(sorted({line for line in lines if line.split("\t")[0].strip() in kept}))
+
+
+def build() -> Path:
+    """Compile the passes for this processor.
+
+    Returns:
+        The library.
+
+    Raises:
+        BackendUnavailableError: With the reason, and what to do about it.
+    """
+    if platform.system() != "Linux":
+        raise BackendUnavailableError(
+            f"the compiled passes are for Linux, not for {platform.system()}; everything runs "
+            "without them."
+        )
+    return put_in_place(library(), _compile)
+
+
+def _compile(target: Path) -> None:
+    compiler, middle = need_compiler(), str(target.with_suffix(".o"))
+    # Linked without OpenMP: PyTorch has its own, and two of them would not share their threads.
+    steps = [[*_COMPILE, str(SOURCE), "-o", middle], ["-shared", middle, "-o", str(target)]]
+    for words in steps:
+        complaint = compile_with([compiler, *words])
+        if complaint is not None:
+            raise BackendUnavailableError(
+                f"{compiler} cannot compile {SOURCE.name}: {complaint}; g++ 10 or later can."
+            )
+
+
+def is_switched_off() -> bool:
+    """Whether the user wants PyTorch's own operations."""
+    return os.environ.get("LLN_CPU") == "torch"
+
+
+# None: not looked for yet. Otherwise the library, or why there is none.
+_found: Any = None
+
+
+def load() -> Any:
+    """The library; None where it is not to be used."""
+    global _found
+    if _found is None:
+        _found = why_absent() or _load()
+    return None if isinstance(_found, str) else _found
+
+
+def why_not() -> str | None:
+    """Why PyTorch computes, in words; None if the compiled passes do."""
+    load()
+    return _found if isinstance(_found, str) else None
+
+
+def why_absent() -> str | None:
+    """The same, before the library is opened."""
+    if is_switched_off():
+        return "LLN_CPU=torch switches the compiled passes off"
+    if not library().exists():
+        return "`lln build-cpu` compiles faster passes for this processor"
+    return None
+
+
+def _load() -> Any:
+    path = library()
+    try:
+        return open_library(path)
+    except (OSError, AttributeError) as error:
+        reason = f"{path} cannot be used ({error})"
+    warnings.warn(
+        f"lln computes with PyTorch's operations, which take longer: {reason}; `lln build-cpu` "
+        "compiles it again, LLN_CPU=torch does without it.",
+        stacklevel=2,
+    )
+    return reason
+
+
+def open_library(path: Path) -> Any:
+    """The functions of a library, on PyTorch's threads."""
+    ctypes.CDLL(_openmp(), mode=ctypes.RTLD_GLOBAL)
+    found = ctypes.CDLL(str(path))
+    for function, count in ((found.lln_forward, 6), (found.lln_backward, 9), (found.lln_match, 6)):
+        function.argtypes, function.restype = [c_void_p] * count, None
+    return found
+
+
+def _openmp() -> str:
+    """The OpenMP library that PyTorch uses."""
+    for line in _LOADED.read_text("utf-8", "replace").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if re.fullmatch(r"lib(gomp|iomp5|omp)\b.*", Path(path).name):
+            return path
+    raise OSError("PyTorch has loaded no OpenMP library")
+
+
+def suits(query: Tensor, key: Tensor, value: Tensor, block_size: int = 0) -> bool:
+    """Whether the library knows a call with as many query heads as key heads, without a mask."""
+    if load() is None or any(side.dtype != torch.float32 for side in (query, key, value)):
+        return False
+    sizes = (query.shape[-1], value.shape[-1], block_size)
+    if any(size % GROUP for size in sizes):
+        return False
+    # A head is computed by one thread.
+    return 2 * query.shape[0] * query.shape[1] >= torch.get_num_threads()
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    blocks: Blocks | None,
+    keeps: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
+    """The output ``[B, H, T, E]``, and the summary that `backward` needs.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, H, S, D]``.
+        value: ``[B, H, S, E]``.
+        alpha: A number, or ``[n or 1, 1, 1]``.
+        beta: Likewise.
+        blocks: The short range; None = LLN alone.
+        keeps: Whether the summary is asked for.
+    """
+    sides = [_rows(side) for side in (query, key, value)]
+    heads = query.shape[0] * query.shape[1]
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    summary = query.new_empty((heads, value.shape[-1] + 2, query.shape[-1]))
+    call = _call(query, key, value, alpha, beta, blocks)
+    places = [byref(_side(side)) for side in sides]
+    load().lln_forward(byref(call), *places, out.data_ptr(), summary.data_ptr())
+    return out, [summary] if keeps else []
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    summary: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    blocks: Blocks | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; arguments as above."""
+    sides = [_rows(side) for side in (query, key, value, gradient)]
+    made = [side.new_empty(side.shape) for side in (query, key, value)]
+    call = _call(query, key, value, alpha, beta, blocks)
+    places = [byref(_side(side)) for side in sides]
+    outs = [side.data_ptr() for side in made]
+    load().lln_backward(byref(call), *places, summary.data_ptr(), *outs)
+    return made[0], made[1], made[2]
+
+
+def match(query: Tensor, key: Tensor, curve: CompiledCurve) -> tuple[Tensor, Tensor]:
+    """α and β by moment matching, ``[B, H, 1, 1]`` each."""
+    sides = [_rows(side) for side in (query, key)]
+    alpha, beta = (query.new_empty((*query.shape[:2], 1, 1)) for _ in range(2))
+    call = _call(query, key, key, 1.0, 1.0, None)
+    places = [byref(_side(side)) for side in sides]
+    outs = alpha.data_ptr(), beta.data_ptr()
+    load().lln_match(byref(call), *places, byref(curve), *outs)
+    return alpha, beta
+
+
+def _rows(side: Tensor) -> Tensor:
+    """The tensor, copied only if its last axis is not contiguous."""
+    return side if side.stride(-1) == 1 else side.contiguous()
+
+
+def _side(side: Tensor) -> _Side:
+    return _Side(side.data_ptr(), *side.stride()[:3])
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    blocks: Blocks | None,
+) -> _Call:
+    """What the library is asked for; it keeps tensors of temperatures alive."""
+    size, scale, mix = blocks or (0, 1.0, 1.0)
+    sizes = (*query.shape[:3], key.shape[2], query.shape[3], value.shape[3])
+    temperatures = [_temperature(side) for side in (alpha, beta)]
+    pointers = [pointer for pointer, _, _ in temperatures]
+    numbers = [number for _, number, _ in temperatures]
+    call = _Call(*sizes, torch.get_num_threads(), *pointers, *numbers, size, scale, mix)
+    call.kept = [tensor for _, _, tensor in temperatures]
+    return call
+
+
+def _temperature(given: float | Tensor) -> tuple[int | None, float, Tensor | None]:
+    """Where the temperatures of the heads are; else the one number of all; and what to keep."""
+    if not isinstance(given, Tensor):
+        return None, float(given), None
+    if given.numel() == 1:
+        return None, given.item(), None
+    given = given.contiguous()
+    return given.data_ptr(), 1.0, given

@@ -1,0 +1,385 @@
+"""The compiled passes: within the budgets of PyTorch's, and only for the calls that they know."""
+
+import pytest
+import torch
+
+import lln
+from lln.eager import compiled_passes, few_passes, workers
+from lln.native import find_compiler
+from lln.testing.tolerances import budget, largest_error
+
+SOME = torch.linspace(0.5, 1.5, 6).view(2, 3, 1, 1)
+NUMBERS = {
+    "numbers": (0.7, 1.3),
+    "one entry": (torch.tensor(0.7), torch.full((1, 1, 1, 1), 1.3)),
+    "heads": (SOME[:1], SOME[1:]),
+    "samples and heads": (SOME, SOME[:, :1]),
+}
+GIVEN = {"alpha": 0.7, "beta": 1.3}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    if find_compiler() is None:
+        pytest.skip("the passes are compiled by a C++ compiler, and there is none here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLN_BUILD_FOLDER", str(tmp_path_factory.mktemp("cpu")))
+        return compiled_passes.open_library(compiled_passes.build())
+
+
+@pytest.fixture
+def taken(library, monkeypatch):
+    """The compiled passes in use; what they are asked for."""
+    monkeypatch.setattr(compiled_passes, "_found", library)
+    # Not in pieces, however busy this machine is.
+    monkeypatch.setattr(workers, "_is_crowded", lambda threads: False)
+    calls = []
+
+    def count(name):
+        own = getattr(compiled_passes, name)
+
+        def counted(*given, **options):
+            calls.append(name)
+            return own(*given, **options)
+
+        monkeypatch.setattr(compiled_passes, name, counted)
+
+    for name in ("forward", "backward", "match"):
+        count(name)
+    return calls
+
+
+def sides_of(tokens=96, keys=None, width=32, values=48, transposed=False):
+    """Query, key and value of two samples with three heads."""
+    sizes = ((tokens, width), (keys or tokens, width), (keys or tokens, values))
+    sides = []
+    for length, channels in sizes:
+        side = torch.randn(2, length, 3, channels).transpose(1, 2)
+        sides.append((side if transposed else side.contiguous()).requires_grad_())
+    return sides
+
+
+def attention(sides, block_size=0, **options):
+    """LLN, or LLN + Diag with blocks of a size."""
+    options = GIVEN | options
+    if block_size:
+        return lln.lln_diag_attention(*sides, block_size=block_size, **options)
+    return lln.lln_attention(*sides, **options)
+
+
+def outcome(sides, **options):
+    """Output and gradients."""
+    out = attention(sides, **options)
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(out.shape, generator=generator).to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, sides, gradient)
+
+
+def check(sides, eager=(None,) * 4, **options):
+    """Compare output and gradients with the float64 reference, and with what PyTorch errs."""
+    found = outcome(sides, **options)
+    wide = [side.detach().double().requires_grad_() for side in sides]
+    expected = outcome(wide, impl="reference", **options)
+    size = max(side.abs().max().item() for side in expected[1:])
+    for place, (one, other, plain) in enumerate(zip(found, expected, eager, strict=True)):
+        rest = {"backward": True, "magnitude": size} if place else {}
+        assert one.isfinite().all()
+        assert largest_error(one, other) <= budget(one, other, plain, **rest)
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_output_and_gradients(block_size, numbers, transposed, taken):
+    alpha, beta = NUMBERS[numbers]
+    sides = sides_of(transposed=transposed)
+    check(sides, block_size=block_size, alpha=alpha, beta=beta)
+    assert taken == ["forward", "backward"]
+    with torch.no_grad():
+        out = attention(sides, block_size, alpha=alpha, beta=beta)
+    assert torch.equal(out, attention(sides, block_size, alpha=alpha, beta=beta))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 63, 65, 128, 300])
+def test_lengths(tokens, taken):
+    check(sides_of(tokens))
+    assert taken
+
+
+@pytest.mark.parametrize(("width", "values"), [(16, 16), (16, 64), (64, 16), (80, 80), (128, 128)])
+def test_widths(width, values, taken):
+    check(sides_of(width=width, values=values))
+    check(sides_of(width=width, values=values), block_size=48)
+    assert taken == ["forward", "backward"] * 2
+
+
+@pytest.mark.parametrize("block_size", [32, 48, 64, 80, 160])
+def test_blocks(block_size, taken):
+    check(sides_of(tokens=2 * block_size), block_size=block_size)
+    assert taken
+
+
+@pytest.mark.parametrize(("mix", "scale"), [(0.0, 0.3), (1.0, None), (0.25, 0.1)])
+def test_mix_and_scale(mix, scale, taken):
+    check(sides_of(), block_size=32, mix=mix, scale=scale)
+    assert taken
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(7, 150), (150, 7), (1, 65)])
+def test_other_lengths_of_keys(tokens, keys, taken):
+    check(sides_of(tokens, keys))
+    assert taken
+
+
+@pytest.mark.parametrize("size", [30.0, 1e3])
+def test_concentrated_weights(size, taken, monkeypatch):
+    """Each slot is one key's and each query one slot's; peaks differ by far more than e^87."""
+    query, key, value = (side.detach() for side in sides_of())
+    sides = [(size * query).requires_grad_(), (size * key).requires_grad_(), value.requires_grad_()]
+    with monkeypatch.context() as without:
+        without.setattr(compiled_passes, "suits", lambda *given: False)
+        plain = outcome(sides)
+    assert not taken
+    check(sides, eager=plain)
+    assert taken
+
+
+@pytest.mark.parametrize("size", [1e4, 1e15])
+def test_large_numbers_stay_finite(size, taken):
+    query, key, value = (side.detach() for side in sides_of())
+    sides = [(size * query).requires_grad_(), (size * key).requires_grad_(), value.requires_grad_()]
+    assert all(side.isfinite().all() for side in outcome(sides, block_size=16))
+    assert taken
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_not_a_number_shows_in_its_head_only(bad, place, taken):
+    sides = [side.detach() for side in sides_of()]
+    sides[place][1, 2, 5, 3] = bad
+    out = attention(sides, 16)
+    is_bad = ~out.isfinite().flatten(2).all(-1)
+    expected = torch.zeros(2, 3, dtype=torch.bool)
+    expected[1, 2] = True
+    plain = few_passes._forward(*sides, 0.7, 1.3, compiled_passes.Blocks(16, 32**-0.5, 0.5))[0]
+    if plain.isfinite().all():
+        expected[1, 2] = False
+    assert torch.equal(is_bad, expected)
+    assert taken == ["forward"]
+
+
+def test_a_head_depends_on_no_other_and_on_no_number_of_threads(taken):
+    sides = sides_of(tokens=192)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            found.append(outcome(sides, block_size=64))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    alone = attention([side[1:, 2:] for side in sides], 64)
+    assert torch.equal(alone, found[0][0][1:, 2:])
+    assert len(taken) == 7
+
+
+def test_an_expanded_gradient_and_a_gradient_with_columns_first(taken):
+    sides = sides_of()
+    out = attention(sides, 16)
+    ones = torch.ones(()).expand_as(out)
+    columns = torch.randn(*out.shape[:2], *out.shape[:1:-1]).mT
+    for gradient in (ones, columns):
+        found = torch.autograd.grad(out, sides, gradient, retain_graph=True)
+        expected = torch.autograd.grad(out, sides, gradient.clone().contiguous(), retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+    assert taken.count("backward") == 4
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_only_the_gradients_that_are_needed(wanted, taken):
+    whole = outcome(sides := sides_of(), block_size=16)
+    plain = [side.detach() for side in sides]
+    leaves = [plain[place].requires_grad_() for place in wanted]
+    out = attention(plain, 16)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(out, leaves, gradient)
+    assert all(torch.equal(one, whole[1 + place]) for one, place in zip(found, wanted, strict=True))
+    assert taken == ["forward", "backward"] * 2
+
+
+def test_second_derivatives_and_batches_of_gradients(taken):
+    sides = sides_of(tokens=32)
+    out = attention(sides, 16)
+    several = torch.randn(3, *out.shape)
+    at_once = torch.autograd.grad(out, sides, several, retain_graph=True, is_grads_batched=True)
+    for place, gradient in enumerate(several):
+        alone = torch.autograd.grad(out, sides, gradient, retain_graph=True)
+        for one, other in zip(at_once, alone, strict=True):
+            torch.testing.assert_close(one[place], other, rtol=0, atol=1e-5)
+    (first,) = torch.autograd.grad(out.sum(), sides[0], create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), sides[0])
+    wide = [side.detach().double().requires_grad_() for side in sides]
+    (first,) = torch.autograd.grad(attention(wide, 16).sum(), wide[0], create_graph=True)
+    (expected,) = torch.autograd.grad(first.square().sum(), wide[0])
+    torch.testing.assert_close(second.double(), expected, rtol=0, atol=1e-5)
+    assert taken.count("backward") == 3
+
+
+def test_little_is_kept_for_the_backward_pass(taken):
+    sides = sides_of(tokens=4096)
+    known, kept = {side.data_ptr() for side in sides}, []
+
+    def keep(tensor):
+        kept.append(0 if tensor.data_ptr() in known else tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention(sides, 64)
+    assert taken == ["forward"]
+    assert sum(kept) == 6 * 32 * (48 + 2)
+
+
+@pytest.mark.parametrize("criterion", ["variance", "entropy"])
+@pytest.mark.parametrize("mean", [0.0, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matching(criterion, mean, dtype, taken):
+    query, key, _ = sides_of(tokens=700, keys=333, transposed=True)
+    query, key = query.to(dtype), (key + mean).to(dtype)
+    found = lln.match_moments(query, key, criterion=criterion)
+    expected = lln.match_moments(query.double(), key.double(), criterion=criterion)
+    assert taken == ["match"]
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == (2, 3, 1, 1)
+        # Of keys around 300 float32 holds the mean to 1e-5 of their spread.
+        torch.testing.assert_close(one.double(), other, rtol=1e-4 if mean else 2e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_matching_outside_the_fitted_range(size, taken):
+    query, key, _ = sides_of()
+    found = lln.match_moments(size * query, size * key)
+    expected = lln.match_moments(size * query.double(), size * key.double())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
+    assert taken == ["match"]
+
+
+def test_matching_of_constant_heads_and_of_nan(taken):
+    query, key, _ = (side.detach() for side in sides_of())
+    query[0, 0], key[0, 1], key[1, 1] = 0.0, 3.0, float("nan")
+    found = lln.match_moments(query, key)
+    expected = lln.match_moments(query.double(), key.double())
+    assert taken == ["match"]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0, equal_nan=True)
+        assert one[0, :2].flatten().tolist() == [1.0, 1.0]
+        assert one[1, 1].isnan()
+
+
+def test_a_matched_call(taken):
+    sides = [side.detach() for side in sides_of()]
+    found = lln.lln_attention(*sides)
+    assert taken == ["match", "forward"]
+    expected = lln.lln_attention(*(side.double() for side in sides), impl="reference")
+    assert largest_error(found, expected) <= budget(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({}, {"key_mask": torch.arange(96).expand(2, -1) < 80}),
+        ({}, {"is_causal": True}),
+        ({}, {"alpha": torch.full((1, 3, 1, 1), 0.7, requires_grad=True)}),
+        ({"width": 20}, {}),
+        ({"values": 20}, {}),
+        ({}, {"impl": "reference"}),
+    ],
+)
+def test_other_calls_are_computed_by_torch(sizes, options, taken):
+    attention(sides_of(**sizes), **options)
+    assert not taken
+
+
+def test_other_types_blocks_and_groups_are_computed_by_torch(taken):
+    sides = sides_of()
+    attention([side.double() for side in sides])
+    lln.lln_attention(sides[0], sides[1][:, :1], sides[2][:, :1], enable_gqa=True, **GIVEN)
+    lln.match_moments(sides[0], sides[1][:, :1])
+    lln.match_moments(*sides[:2], criterion="paper")
+    assert not taken
+    # Only LLN, without its blocks.
+    attention(sides, 24)
+    attention(sides, 64)
+    assert taken == ["forward"] * 2
+
+
+def test_few_heads_leave_threads_without_work(taken, monkeypatch):
+    sides = [side[:1, :1] for side in sides_of()]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    attention(sides)
+    assert not taken
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    attention(sides)
+    assert taken == ["forward"]
+
+
+def test_a_missing_compiler_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path))
+    with pytest.raises(lln.BackendUnavailableError, match=r"no C\+\+ compiler found"):
+        compiled_passes.build()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_fails_says_why(monkeypatch, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'passes.cpp: error: too modern' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path / "made"))
+    with pytest.raises(lln.BackendUnavailableError, match="too modern; g"):
+        compiled_passes.build()
+    assert not list((tmp_path / "made").iterdir())
+
+
+def test_a_broken_library_warns_once_and_torch_computes(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path))
+    monkeypatch.delenv("LLN_CPU", raising=False)
+    monkeypatch.setattr(compiled_passes, "_found", None)
+    assert "lln build-cpu" in compiled_passes.why_not()
+    monkeypatch.setattr(compiled_passes, "_found", None)
+    compiled_passes.library().write_text("not a library")
+    with pytest.warns(UserWarning, match="lln computes with PyTorch's operations"):
+        assert attention(sides_of()).isfinite().all()
+    assert attention(sides_of()).isfinite().all()
+    assert "cannot be used" in compiled_passes.why_not()
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv("LLN_CPU", "torch")
+    monkeypatch.setattr(compiled_passes, "_found", None)
+    assert compiled_passes.load() is None
+    assert "LLN_CPU=torch" in compiled_passes.why_not()
+
+
+def test_another_processor_has_another_library(monkeypatch, tmp_path):
+    own = compiled_passes.library()
+    facts = tmp_path / "cpuinfo"
+    facts.write_text("processor\t: 0\nflags\t\t: fpu avx9\n")
+    monkeypatch.setattr(compiled_passes, "_PROCESSOR", facts)
+    compiled_passes._processor.cache_clear()
+    try:
+        assert compiled_passes._processor() == "flags\t\t: fpu avx9"
+        assert compiled_passes.library().name != own.name
+    finally:
+        compiled_passes._processor.cache_clear()
+
+
+def test_without_torchs_threads_the_library_is_not_opened(monkeypatch, tmp_path):
+    nothing = tmp_path / "maps"
+    nothing.write_text("")
+    monkeypatch.setattr(compiled_passes, "_LOADED", nothing)
+    with pytest.raises(OSError, match="no OpenMP library"):
+        compiled_passes.open_library(tmp_path / "none.so")
