@@ -242,6 +242,7 @@ def command(monkeypatch, capsys, tmp_path):
         (("--help",), ("demo", "bench", "fit", "doctor")),
         (("demo", "--help"), ("--out", "--quick", "--seconds")),
         (("build-launcher", "--help"), ("C++ compiler", "LLN_LAUNCHER=python")),
+        (("build-cpu", "--help"), ("C++ compiler", "LLN_CPU=torch")),
         (("bench", "--help"), ("--lengths", "--resume", "roberta")),
         (("fit", "--help"), ("--device", "--seeds", "--figures")),
         (("figure", "--help"), ("--out", "--results", "--device", "--quick")),
@@ -329,7 +330,7 @@ def test_doctor_reports_what_an_implementation_raises(monkeypatch):
     monkeypatch.setattr(doctor, "lln_diag_attention", attend)
     lines = []
     assert not doctor.examine(lines.append)
-    assert lines[-2].endswith("FAILED: RuntimeError: no compiler, impl 'eager'")
+    assert lines[-3].endswith("FAILED: RuntimeError: no compiler, impl 'eager'")
 
 
 def test_doctor_exits_1_where_attention_is_wrong():

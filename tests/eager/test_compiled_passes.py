@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import lln
-from lln.eager import compiled_passes, few_passes, workers
-from lln.native import find_compiler
+from lln.eager import compiled_passes, few_passes
 from lln.testing.tolerances import budget, largest_error
 
 SOME = torch.linspace(0.5, 1.5, 6).view(2, 3, 1, 1)
@@ -16,37 +15,6 @@ NUMBERS = {
     "samples and heads": (SOME, SOME[:, :1]),
 }
 GIVEN = {"alpha": 0.7, "beta": 1.3}
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    if find_compiler() is None:
-        pytest.skip("the passes are compiled by a C++ compiler, and there is none here")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LLN_BUILD_FOLDER", str(tmp_path_factory.mktemp("cpu")))
-        return compiled_passes.open_library(compiled_passes.build())
-
-
-@pytest.fixture
-def taken(library, monkeypatch):
-    """The compiled passes in use; what they are asked for."""
-    monkeypatch.setattr(compiled_passes, "_found", library)
-    # Not in pieces, however busy this machine is.
-    monkeypatch.setattr(workers, "_is_crowded", lambda threads: False)
-    calls = []
-
-    def count(name):
-        own = getattr(compiled_passes, name)
-
-        def counted(*given, **options):
-            calls.append(name)
-            return own(*given, **options)
-
-        monkeypatch.setattr(compiled_passes, name, counted)
-
-    for name in ("forward", "backward", "match"):
-        count(name)
-    return calls
 
 
 def sides_of(tokens=96, keys=None, width=32, values=48, transposed=False):
@@ -290,7 +258,6 @@ def test_a_matched_call(taken):
     ("sizes", "options"),
     [
         ({}, {"key_mask": torch.arange(96).expand(2, -1) < 80}),
-        ({}, {"is_causal": True}),
         ({}, {"alpha": torch.full((1, 3, 1, 1), 0.7, requires_grad=True)}),
         ({"width": 20}, {}),
         ({"values": 20}, {}),

@@ -110,12 +110,13 @@ def build_launcher() -> None:
 
 @app.command(rich_help_panel=START)
 def build_cpu() -> None:
-    """Compile LLN's passes for this CPU: calls in float32 then take about two thirds of the time.
+    """Compile LLN's passes for this CPU: calls in float32 then take less time.
 
     PyTorch takes one pass over memory for each operation. The compiled passes take a tile of a head
-    through all of them while it is in the cache, forward and backward, with blocks of softmax and
-    with moment matching. They know calls without a mask that are not causal, in heads of 16, 32,
-    48, … channels; PyTorch computes the others. Results differ by rounding only.
+    through all of them while it is in the cache: LLN, causal or not, LLN + Diag and moment
+    matching, forward and backward. They know calls without a mask, with as many heads of queries as
+    of keys, in heads of 16, 32, 48, … channels; PyTorch computes the others. Results differ by
+    rounding only.
 
     Needs a C++ compiler under Linux; takes about two seconds, once for every kind of processor. The
     library goes to `~/.cache/lln`, or where `LLN_BUILD_FOLDER` says. Programs use it from their

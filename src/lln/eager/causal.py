@@ -14,7 +14,8 @@ right but several times slower, so it runs only for chunks with a normaliser bel
 for all chunks where control flow may not depend on values (``torch.compile``, ``torch.export``,
 ``torch.func``, CUDA graphs).
 
-On a CPU `lln.eager.causal_walk` computes the fast form chunk by chunk, and its gradients.
+On a CPU `lln.eager.causal_walk` computes the fast form chunk by chunk, and its gradients;
+`lln.eager.compiled_walk` does so in C++, where the user has compiled it.
 
 Dimension legend: n chunks, c tokens in a chunk, D head width, E value width, ``...`` leading.
 """
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.eager.causal_walk import Inputs, WalkedAttention, walk
+from lln.eager.compiled_walk import walk_compiled
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift, whole_parts
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise
@@ -85,6 +87,9 @@ def causal_attention(
     """
     inputs = Inputs(query, key, value, alpha, beta, key_mask)
     if before is None and is_untraced_on_cpu(*inputs):
+        compiled = walk_compiled(inputs, GUARD[query.dtype], _scanned)
+        if compiled is not None:
+            return compiled
         walked = walk(inputs, GUARD[query.dtype])
         if walked is not None:
             return WalkedAttention.apply(*inputs, walked, _scanned)

@@ -34,6 +34,9 @@ _COMPILE = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fvisibility=hidden"
 _COMPILE += ("-fno-math-errno", "-fno-trapping-math", "-w", "-c")
 # What Linux knows about the processor and about the libraries of this program.
 _PROCESSOR, _LOADED = Path("/", "proc", "cpuinfo"), Path("/", "proc", "self", "maps")
+# Numbers of pointers that they take.
+_FUNCTIONS = {"lln_forward": 6, "lln_backward": 9, "lln_match": 6}
+_FUNCTIONS |= {"lln_causal_forward": 7, "lln_causal_backward": 11}
 # Channels and tokens of a block come in groups of as many.
 GROUP = 16
 
@@ -175,8 +178,10 @@ def open_library(path: Path) -> Any:
     """The functions of a library, on PyTorch's threads."""
     ctypes.CDLL(_openmp(), mode=ctypes.RTLD_GLOBAL)
     found = ctypes.CDLL(str(path))
-    for function, count in ((found.lln_forward, 6), (found.lln_backward, 9), (found.lln_match, 6)):
+    for name, count in _FUNCTIONS.items():
+        function = getattr(found, name)
         function.argtypes, function.restype = [c_void_p] * count, None
+    found.lln_causal_forward.restype = c_float
     return found
 
 
@@ -247,6 +252,56 @@ def backward(
     places = [byref(_side(side)) for side in sides]
     outs = [side.data_ptr() for side in made]
     load().lln_backward(byref(call), *places, summary.data_ptr(), *outs)
+    return made[0], made[1], made[2]
+
+
+def forward_causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    guard: float,
+) -> list[Tensor] | None:
+    """The output of causal LLN and what `backward_causal` needs; None if a row has lost digits.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, H, T, D]``.
+        value: ``[B, H, T, E]``.
+        alpha: A number, or ``[n or 1, 1, 1]``.
+        beta: Likewise.
+        guard: The smallest normaliser of a row that has its digits.
+    """
+    sides = [_rows(side) for side in (query, key, value)]
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    norm, shift = (query.new_empty(query.shape[:-1]) for _ in range(2))
+    call = _call(query, key, value, alpha, beta, None)
+    places = [byref(_side(side)) for side in sides]
+    outs = [side.data_ptr() for side in (out, norm, shift)]
+    least = load().lln_causal_forward(byref(call), *places, *outs)
+    # NaN, too, goes the other way, which knows what each row may see of it.
+    return [out, norm, shift] if least >= guard else None
+
+
+def backward_causal(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    norm: Tensor,
+    shift: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; arguments as above."""
+    sides = [_rows(side) for side in (query, key, value, gradient)]
+    made = [side.new_empty(side.shape) for side in (query, key, value)]
+    call = _call(query, key, value, alpha, beta, None)
+    places = [byref(_side(side)) for side in sides]
+    outs = [side.data_ptr() for side in (out, norm, shift, *made)]
+    load().lln_causal_backward(byref(call), *places, *outs)
     return made[0], made[1], made[2]
 
 

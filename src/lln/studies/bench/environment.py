@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 import lln
+from lln.eager import compiled_passes
 from lln.eager.load import read_load
 from lln.errors import InvalidInputError
 from lln.studies.processor import PACKAGE, commit, output_of, processor, version
 
 # Measurements with different values of these must not be in one table.
-IDENTITY = ("device", "threads", "torch", "triton", "commit")
+IDENTITY = ("device", "threads", "torch", "triton", "cpu_passes", "commit")
 
 
 def describe(
@@ -42,6 +43,7 @@ def describe(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton") if on_gpu else None,
+        "cpu_passes": None if on_gpu else "torch" if compiled_passes.why_not() else "compiled",
         "lln": lln.__version__,
         "commit": os.environ.get("LLN_COMMIT") or commit(),
         "changed": bool(output_of("git", "status", "--porcelain", "--", str(PACKAGE))),

@@ -1,0 +1,39 @@
+"""The compiled passes, built once, and a record of what they are asked for."""
+
+import pytest
+
+from lln.eager import compiled_passes, workers
+from lln.native import find_compiler
+
+NAMES = ("forward", "backward", "match", "forward_causal", "backward_causal")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    if find_compiler() is None:
+        pytest.skip("the passes are compiled by a C++ compiler, and there is none here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLN_BUILD_FOLDER", str(tmp_path_factory.mktemp("cpu")))
+        return compiled_passes.open_library(compiled_passes.build())
+
+
+@pytest.fixture
+def taken(library, monkeypatch):
+    """The compiled passes in use; what they are asked for."""
+    monkeypatch.setattr(compiled_passes, "_found", library)
+    # Not in pieces, however busy this machine is.
+    monkeypatch.setattr(workers, "_is_crowded", lambda threads: False)
+    calls = []
+
+    def count(name):
+        own = getattr(compiled_passes, name)
+
+        def counted(*given, **options):
+            calls.append(name)
+            return own(*given, **options)
+
+        monkeypatch.setattr(compiled_passes, name, counted)
+
+    for name in NAMES:
+        count(name)
+    return calls

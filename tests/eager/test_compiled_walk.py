@@ -1,0 +1,172 @@
+"""Causal LLN by compiled passes: within the budgets; PyTorch's walk takes what is unusual."""
+
+import pytest
+import torch
+from tests.eager.test_compiled_passes import NUMBERS, check, outcome, sides_of
+
+import lln
+from lln.eager import compiled_passes
+
+BOTH = ["forward_causal", "backward_causal"]
+CAUSAL = {"is_causal": True, "alpha": 0.7, "beta": 1.3}
+
+
+def by_torch(monkeypatch, call):
+    """What a call gives without the compiled passes."""
+    with monkeypatch.context() as without:
+        without.setattr(compiled_passes, "suits", lambda *given: False)
+        return call()
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_output_and_gradients(numbers, transposed, taken):
+    alpha, beta = NUMBERS[numbers]
+    sides = sides_of(150, transposed=transposed)
+    check(sides, is_causal=True, alpha=alpha, beta=beta)
+    assert taken == BOTH
+    with torch.no_grad():
+        out = lln.lln_attention(*sides, is_causal=True, alpha=alpha, beta=beta)
+    assert torch.equal(out, lln.lln_attention(*sides, is_causal=True, alpha=alpha, beta=beta))
+
+
+@pytest.mark.parametrize("tokens", [2, 63, 64, 65, 128, 300])
+def test_lengths(tokens, taken):
+    check(sides_of(tokens), is_causal=True)
+    assert taken == BOTH
+
+
+@pytest.mark.parametrize(("width", "values"), [(16, 16), (16, 64), (64, 16), (80, 80), (128, 128)])
+def test_widths(width, values, taken):
+    check(sides_of(width=width, values=values), is_causal=True)
+    assert taken == BOTH
+
+
+def test_with_blocks(taken):
+    check(sides_of(150), is_causal=True, block_size=16)
+    assert taken == BOTH
+
+
+@pytest.mark.parametrize("step", [-150.0, 20.0, 150.0])
+def test_peaks_that_move_between_tiles(step, taken, monkeypatch):
+    """Steps of e^150: the state of earlier tiles vanishes, or that of later ones does."""
+    query, key, value = (side.detach() for side in sides_of(200))
+    key += step * torch.arange(200).div(64, rounding_mode="floor").unsqueeze(-1)
+    sides = [side.requires_grad_() for side in (query, key, value)]
+    plain = by_torch(monkeypatch, lambda: outcome(sides, is_causal=True))
+    assert not taken
+    check(sides, eager=plain, is_causal=True)
+    assert taken == BOTH
+
+
+@pytest.mark.parametrize("size", [100.0, 1e3, 1e15])
+def test_rows_that_lose_their_digits_are_computed_by_torch(size, taken, monkeypatch):
+    sides = sides_of(100)
+    with torch.no_grad():
+        sides[1][:, :, 40] += size
+    found = outcome(sides, is_causal=True)
+    assert taken == ["forward_causal"]
+    expected = by_torch(monkeypatch, lambda: outcome(sides, is_causal=True))
+    assert all(map(torch.equal, found, expected))
+    assert all(side.isfinite().all() for side in found)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_not_a_number_goes_the_way_of_torch(bad, place, taken, monkeypatch):
+    sides = [side.detach() for side in sides_of(150)]
+    whole = lln.lln_attention(*sides, **CAUSAL)
+    sides[place][1, 2, 70, 3] = bad
+    found = lln.lln_attention(*sides, **CAUSAL)
+    expected = by_torch(monkeypatch, lambda: lln.lln_attention(*sides, **CAUSAL))
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    # Earlier chunks see nothing of it.
+    torch.testing.assert_close(found[:, :, :64], whole[:, :, :64], rtol=0, atol=2e-6)
+    assert taken == ["forward_causal"] * 2
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_nan_is_found_in_any_row(place, taken):
+    sides = [side.detach() for side in sides_of(150)]
+    assert compiled_passes.forward_causal(*sides, 0.7, 1.3, 1e-25) is not None
+    sides[place][0, 0, 3, 5] = float("nan")
+    assert compiled_passes.forward_causal(*sides, 0.7, 1.3, 1e-25) is None
+    assert len(taken) == 2
+
+
+def test_a_head_depends_on_no_other_and_on_no_number_of_threads(taken):
+    sides = sides_of(192)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            found.append(outcome(sides, is_causal=True))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    alone = lln.lln_attention(*(side[1:, 2:] for side in sides), **CAUSAL)
+    assert torch.equal(alone, found[0][0][1:, 2:])
+    assert taken == [*BOTH * 3, "forward_causal"]
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_only_the_gradients_that_are_needed(wanted, taken):
+    whole = outcome(sides := sides_of(), is_causal=True)
+    plain = [side.detach() for side in sides]
+    leaves = [plain[place].requires_grad_() for place in wanted]
+    out = lln.lln_attention(*plain, **CAUSAL)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(out, leaves, gradient)
+    assert all(torch.equal(one, whole[1 + place]) for one, place in zip(found, wanted, strict=True))
+    assert taken == BOTH * 2
+
+
+def test_second_derivatives_and_batches_of_gradients(taken):
+    sides = sides_of(80)
+    out = lln.lln_attention(*sides, **CAUSAL)
+    several = torch.randn(3, *out.shape)
+    at_once = torch.autograd.grad(out, sides, several, retain_graph=True, is_grads_batched=True)
+    for place, gradient in enumerate(several):
+        alone = torch.autograd.grad(out, sides, gradient, retain_graph=True)
+        for one, other in zip(at_once, alone, strict=True):
+            torch.testing.assert_close(one[place], other, rtol=0, atol=1e-5)
+    (first,) = torch.autograd.grad(out.sum(), sides[0], create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), sides[0])
+    wide = [side.detach().double().requires_grad_() for side in sides]
+    (first,) = torch.autograd.grad(
+        lln.lln_attention(*wide, **CAUSAL).sum(), wide[0], create_graph=True
+    )
+    (expected,) = torch.autograd.grad(first.square().sum(), wide[0])
+    torch.testing.assert_close(second.double(), expected, rtol=0, atol=1e-5)
+    assert taken == ["forward_causal", *["backward_causal"] * 3]
+
+
+def test_little_is_kept_for_the_backward_pass(taken):
+    sides = sides_of(4096)
+    known, kept = {side.data_ptr() for side in sides}, []
+
+    def keep(tensor):
+        kept.append(0 if tensor.data_ptr() in known else tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        lln.lln_attention(*sides, **CAUSAL)
+    assert taken == ["forward_causal"]
+    # The output, and two numbers for every row.
+    assert sum(kept) == 6 * 4096 * (48 + 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key_mask": torch.arange(96).expand(2, -1) < 80},
+        {"alpha": torch.full((1, 3, 1, 1), 0.7, requires_grad=True)},
+    ],
+)
+def test_other_calls_are_computed_by_torch(options, taken):
+    lln.lln_attention(*sides_of(), **CAUSAL | options)
+    lln.lln_attention(*sides_of(width=20), **CAUSAL)
+    lln.lln_attention(*(side.double() for side in sides_of()), **CAUSAL)
+    assert not taken
