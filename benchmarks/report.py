@@ -13,7 +13,9 @@ from pathlib import Path
 from benchmarks import peers
 from benchmarks.markdown import fill, table
 from benchmarks.tables import (
+    causal_cpu_table,
     cpu_table,
+    fla_table,
     gpu_other_table,
     gpu_table,
     roberta_summary,
@@ -42,6 +44,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     fill_cpu()
     fill_gpu()
+    fill_fla()
     fill_roberta()
     fill_peers()
     attempts = json.loads((RESULTS / "attempts.json").read_text())
@@ -64,6 +67,11 @@ def fill_cpu() -> None:
     other = read("cpu-x86")
     command = missing("lln bench --device cpu", "cpu-x86")
     fill(BENCHMARKS, "cpu-speed-x86", cpu_table(other) if other else command)
+    compiled = read("cpu-compiled")
+    command = missing("lln build-cpu; lln bench --device cpu", "cpu-compiled")
+    fill(BENCHMARKS, "cpu-compiled", cpu_table(compiled) if compiled else command)
+    both = cpu and compiled
+    fill(BENCHMARKS, "cpu-causal", causal_cpu_table(cpu, compiled) if both else command)
 
 
 def fill_gpu() -> None:
@@ -79,6 +87,13 @@ def fill_gpu() -> None:
     fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
     fill(BENCHMARKS, "gpu-targets", targets_table(gpu) if gpu else command)
     fill(BENCHMARKS, "gpu-other", gpu_other_table(gpu) if gpu else command)
+
+
+def fill_fla() -> None:
+    """Causal attention against flash-linear-attention, from the run that had it installed."""
+    run = read("cuda-d64")
+    command = missing("lln bench --device cuda", "cuda-d64")
+    fill(BENCHMARKS, "gpu-fla", fla_table(run) if run else command)
 
 
 def fill_roberta() -> None:
@@ -127,7 +142,7 @@ def read(name: str) -> dict | None:
     if not path.exists():
         return None
     results = json.loads(path.read_text("utf-8"))
-    if name in ("cpu", "cpu-x86", "cuda"):
+    if name in ("cpu", "cpu-x86", "cpu-compiled", "cuda", "cuda-d64"):
         # Older files name operations that are timed no more, and carry no ratios.
         results["cases"] = [row for row in results["cases"] if row["operation"] in OPERATIONS]
         add_ratios(results["cases"])

@@ -44,6 +44,64 @@ def cpu_table(results: dict) -> str:
     return table(["N", "SDPA", *ours, "SDPA fwd+bwd", *ours], lines, caption)
 
 
+def causal_cpu_table(plain: dict, compiled: dict) -> str:
+    """Causal LLN by PyTorch and by compiled passes, beside causal SDPA of the same run."""
+    times = {
+        (name, row["operation"], row["backward"], row["tokens"]): row.get("milliseconds")
+        for name, results in (("plain", plain), ("compiled", compiled))
+        for row in results["cases"]
+        if row["operation"] in ("sdpa_causal", "lln_causal")
+    }
+    lines = []
+    for tokens in sorted({tokens for *_, tokens in times}):
+        cells = [str(tokens)]
+        for backward in (False, True):
+            cells.append(_short(times.get(("compiled", "sdpa_causal", backward, tokens))))
+            for name in ("plain", "compiled"):
+                base = times.get((name, "sdpa_causal", backward, tokens))
+                found = times.get((name, "lln_causal", backward, tokens))
+                faster = f" ({base / found:.1f}×)" if base and found else ""
+                cells.append(f"{_short(found)}{faster}")
+        lines.append(cells)
+    ours = ["LLN", "LLN compiled"]
+    environment, other = compiled["environment"], plain["environment"]
+    caption = (
+        f"Milliseconds (times faster than causal SDPA in the same run) on {environment['device']}, "
+        f"{environment['threads']} threads, float32, B = 1, H = 12, D = 64, torch "
+        f"{environment['torch']}; {source(environment)}; without compiled passes commit "
+        f"`{other['commit'][:10]}`."
+    )
+    return table(["N", "SDPA", *ours, "SDPA fwd+bwd", *ours], lines, caption)
+
+
+def fla_table(results: dict) -> str:
+    """Causal LLN and flash-linear-attention, replayed as CUDA graphs."""
+    names = ("lln_causal", "fla_causal_raw", "fla_causal")
+    times = {
+        (row["operation"], row["backward"], row["tokens"]): row.get(GRAPH)
+        for row in results["cases"]
+        if row["operation"] in names
+    }
+    lines = []
+    for tokens in sorted({tokens for *_, tokens in times}):
+        cells = [str(tokens)]
+        for backward in (False, True):
+            own, *others = (times.get((name, backward, tokens)) for name in names)
+            cells.append("" if own is None else f"{own:.3f}")
+            for other in others:
+                share = f" ({own / other:.2f})" if own and other else ""
+                cells.append("" if other is None else f"{other:.3f}{share}")
+        lines.append(cells)
+    heads = ["LLN", "fla, sums alone", "fla, normalised"]
+    environment = results["environment"]
+    caption = (
+        "Milliseconds of causal attention as CUDA graphs (in brackets the share that LLN takes), "
+        f"bfloat16, 65,536 tokens, H = 12, D = 64. {environment['device']}, torch "
+        f"{environment['torch']}, triton {environment['triton']}; {source(environment)}."
+    )
+    return table(["N", *heads, *(f"{name}, fwd+bwd" for name in heads)], lines, caption)
+
+
 def speed_summary(results: dict, rows: list[Row], lengths: tuple[int, ...], setting: str) -> str:
     """The few lines that README shows of a device, all called from Python.
 

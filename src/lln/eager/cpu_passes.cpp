@@ -82,6 +82,19 @@ inline void exponential(lanes (&x)[GROUP]) {
   }
 }
 
+// Adds up rows of 16 columns.
+inline void add_rows(const float* from, int64_t row, int64_t rows, lanes (&sum)[GROUP]) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int g = 0; g < GROUP; ++g) sum[g] += load(from + i * row + g * LANES);
+}
+
+// The largest entries of 16 columns.
+inline void find_peaks(const float* from, int64_t row, int64_t rows, lanes (&top)[GROUP]) {
+  for (int g = 0; g < GROUP; ++g) top[g] = load(from + g * LANES);
+  for (int64_t i = 1; i < rows; ++i)
+    for (int g = 0; g < GROUP; ++g) top[g] = larger(load(from + i * row + g * LANES), top[g]);
+}
+
 // A matrix of one head or of a part of it: entry (i, j) is at data[i * row + j * step].
 struct Matrix {
   const float* data;
@@ -194,6 +207,18 @@ void weigh_queries(int64_t tokens, int64_t width, const float* query, int64_t ro
   softmax(tokens, width, weight);
 }
 
+// Adds the sums of a tile's columns. Adding token by token would round more.
+void add_tile_sums(int64_t tokens, int64_t width, const float* weight, float* total) {
+  for (int64_t d = 0; d < width; d += 16) {
+    lanes sum[GROUP] = {};
+    add_rows(weight + d, width, tokens, sum);
+    for (int g = 0; g < GROUP; ++g) {
+      float* to = total + d + g * LANES;
+      store(to, load(to) + sum[g]);
+    }
+  }
+}
+
 inline int64_t fewer(int64_t one, int64_t other) { return one < other ? one : other; }
 
 }  // namespace
@@ -258,22 +283,17 @@ Head head_of(const Call& call, int64_t index, const Side& query, const Side& key
 void summarise(const Head& head, float* weight) {
   const Call& call = head.call;
   const int64_t width = call.width, values = call.value_width;
-  for (int64_t d = 0; d < width; d += LANES) {
-    lanes top = load(head.k + d);
-    for (int64_t t = 1; t < call.keys; ++t) top = larger(load(head.k + t * head.k_row + d), top);
-    store(head.peak + d, top * head.beta);
+  for (int64_t d = 0; d < width; d += 16) {
+    lanes top[GROUP];
+    find_peaks(head.k + d, head.k_row, call.keys, top);
+    for (int g = 0; g < GROUP; ++g) store(head.peak + d + g * LANES, top[g] * head.beta);
   }
   std::memset(head.centroid, 0, sizeof(float) * width * values);
   std::memset(head.mass, 0, sizeof(float) * width);
   for (int64_t t = 0; t < call.keys; t += TILE) {
     const int64_t tokens = fewer(TILE, call.keys - t);
     weigh_keys(tokens, width, head.k + t * head.k_row, head.k_row, head.beta, head.peak, weight);
-    for (int64_t d = 0; d < width; d += LANES) {
-      // The sum of a tile first: adding token by token would round more.
-      lanes sum = {};
-      for (int64_t i = 0; i < tokens; ++i) sum += load(weight + i * width + d);
-      store(head.mass + d, load(head.mass + d) + sum);
-    }
+    add_tile_sums(tokens, width, weight, head.mass);
     product(width, values, tokens, {weight, 1, width}, head.v + t * head.v_row, head.v_row,
             head.centroid, values, 1.0f, true);
   }
@@ -462,22 +482,22 @@ struct Walk {
   // Peaks with those of a tile, and the state for them.
   void raise_peaks(int64_t t, int64_t tokens) {
     const int64_t width = head.call.width, values = head.call.value_width;
-    for (int64_t d = 0; d < width; d += LANES) {
-      lanes top = load(head.k + t * head.k_row + d);
-      for (int64_t i = 1; i < tokens; ++i)
-        top = larger(load(head.k + (t + i) * head.k_row + d), top);
-      top = top * head.beta;
-      if (t > 0) {
-        top = larger(top, load(peak + d));
-        for (int lane = 0; lane < LANES; ++lane) {
-          const float share = std::exp(peak[d + lane] - top[lane]);
+    for (int64_t d = 0; d < width; d += 16) {
+      lanes found[GROUP];
+      find_peaks(head.k + t * head.k_row + d, head.k_row, tokens, found);
+      for (int g = 0; g < GROUP; ++g) {
+        float* to = peak + d + g * LANES;
+        lanes top = found[g] * head.beta;
+        if (t > 0) top = larger(top, load(to));
+        for (int lane = 0; t > 0 && lane < LANES; ++lane) {
+          const float share = std::exp(to[lane] - top[lane]);
           if (share == 1.0f) continue;
-          mass[d + lane] *= share;
-          float* row = state + (d + lane) * values;
+          mass[d + g * LANES + lane] *= share;
+          float* row = state + (d + g * LANES + lane) * values;
           for (int64_t e = 0; e < values; e += LANES) store(row + e, load(row + e) * share);
         }
+        store(to, top);
       }
-      store(peak + d, top);
     }
   }
 
@@ -528,11 +548,7 @@ struct Walk {
 
   void add_tile(int64_t t, int64_t tokens) {
     const int64_t width = head.call.width, values = head.call.value_width;
-    for (int64_t d = 0; d < width; d += LANES) {
-      lanes sum = {};
-      for (int64_t i = 0; i < tokens; ++i) sum += load(key_weight + i * width + d);
-      store(mass + d, load(mass + d) + sum);
-    }
+    add_tile_sums(tokens, width, key_weight, mass);
     product(width, values, tokens, {key_weight, 1, width}, head.v + t * head.v_row, head.v_row,
             state, values, 1.0f, true);
   }
@@ -692,15 +708,49 @@ void walk_backward(const Head& head, const Gradients& to, const float* out, cons
 double sum_of_squares(const float* from, int64_t row, int64_t tokens, int64_t width) {
   double total = 0;
   for (int64_t t = 0; t < tokens; t += TILE) {
-    lanes sum = {};
+    lanes sum[GROUP] = {};
     for (int64_t i = t; i < fewer(t + TILE, tokens); ++i)
-      for (int64_t d = 0; d < width; d += LANES) {
-        const lanes own = load(from + i * row + d);
-        sum += own * own;
-      }
-    total += sum_of(sum);
+      for (int64_t d = 0; d < width; d += 16)
+        for (int g = 0; g < GROUP; ++g) {
+          const lanes own = load(from + i * row + d + g * LANES);
+          sum[g] += own * own;
+        }
+    for (int g = 0; g < GROUP; ++g) total += sum_of(sum[g]);
   }
   return total;
+}
+
+// Mean and sum of squares around it of every channel. A tile's are found around its own mean and
+// merged with those before (Chan, Golub and LeVeque 1979): Σk² − S·mean² would lose digits.
+void gather_moments(const float* from, int64_t row, int64_t tokens, int64_t width, float* mean,
+                    float* squares) {
+  for (int64_t t = 0; t < tokens; t += TILE) {
+    const int64_t own = fewer(TILE, tokens - t);
+    const float own_count = static_cast<float>(own), count = static_cast<float>(t + own);
+    for (int64_t d = 0; d < width; d += 16) {
+      const float* columns = from + t * row + d;
+      lanes own_mean[GROUP] = {}, around[GROUP] = {};
+      add_rows(columns, row, own, own_mean);
+      for (int g = 0; g < GROUP; ++g) own_mean[g] = own_mean[g] / own_count;
+      for (int64_t i = 0; i < own; ++i)
+        for (int g = 0; g < GROUP; ++g) {
+          const lanes away = load(columns + i * row + g * LANES) - own_mean[g];
+          around[g] += away * away;
+        }
+      for (int g = 0; g < GROUP; ++g) {
+        float *to_mean = mean + d + g * LANES, *to_squares = squares + d + g * LANES;
+        if (t == 0) {
+          store(to_mean, own_mean[g]);
+          store(to_squares, around[g]);
+          continue;
+        }
+        const lanes moved = own_mean[g] - load(to_mean);
+        store(to_mean, load(to_mean) + moved * (own_count / count));
+        around[g] += moved * moved * (static_cast<float>(t) * (own_count / count));
+        store(to_squares, load(to_squares) + around[g]);
+      }
+    }
+  }
 }
 
 inline double at_least(double number, double least) { return number < least ? least : number; }
@@ -831,24 +881,12 @@ __attribute__((visibility("default"))) void lln_match(const Call* call, const Si
     const double query_variance =
         sum_of_squares(q, query->token, call->queries, call->width) / (width * call->queries);
     double key_variance = 0, of_mean = 0;
+    Room room(2 * call->width);
+    gather_moments(k, key->token, call->keys, call->width, room.data, room.data + call->width);
     for (int64_t d = 0; d < call->width; d += LANES) {
-      lanes total = {};
-      for (int64_t t = 0; t < call->keys; t += TILE) {
-        lanes sum = {};
-        for (int64_t i = t; i < fewer(t + TILE, call->keys); ++i) sum += load(k + i * key->token + d);
-        total += sum;
-      }
-      const lanes mean = total / static_cast<float>(call->keys);
+      const lanes mean = load(room.data + d);
       of_mean += sum_of(mean * mean);
-      // Around the mean, not minus its square at the end, which loses digits where the mean is large.
-      for (int64_t t = 0; t < call->keys; t += TILE) {
-        lanes sum = {};
-        for (int64_t i = t; i < fewer(t + TILE, call->keys); ++i) {
-          const lanes own = load(k + i * key->token + d) - mean;
-          sum += own * own;
-        }
-        key_variance += sum_of(sum);
-      }
+      key_variance += sum_of(load(room.data + call->width + d));
     }
     key_variance /= width * call->keys;
     const double key_size = key_variance + of_mean / width;

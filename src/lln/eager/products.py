@@ -38,10 +38,14 @@ def per_head(number: float | Tensor, query: Tensor) -> float | Tensor:
     """
     if not isinstance(number, Tensor):
         return number
-    number = number.to(query.dtype)
+    # What changes nothing is not asked for: on short sequences each question is felt.
+    if number.dtype != query.dtype:
+        number = number.to(query.dtype)
     if number.numel() == 1:
         return number.reshape(1, 1, 1)
-    return number.expand(*query.shape[:2], 1, 1).reshape(-1, 1, 1)
+    if number.shape[:2] != query.shape[:2]:
+        number = number.expand(*query.shape[:2], 1, 1)
+    return number.reshape(-1, 1, 1)
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:

@@ -106,7 +106,8 @@ def _run(
     query, key, value, *rest = sides
     cut = cut_heads(query, key, axes) if options["impl"] == "eager" else None
     wide = widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
-    return share_out(partial(attend, **options), (*wide, *rest), cut).to(query.dtype)
+    out = share_out(partial(attend, **options), (*wide, *rest), cut)
+    return out if out.dtype == query.dtype else out.to(query.dtype)
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
@@ -136,7 +137,8 @@ def widen(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All three in the accumulation dtype; dropped keys' values and bad padded queries are 0."""
     dtype = accumulation_dtype(query.dtype)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.dtype != dtype:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if key_mask is not None and query.shape[2] == key.shape[2]:
         # A NaN in a padded query, or a number that overflows when multiplied by α, may show in its
         # own row; but in the backward pass 0 · NaN would reach the gradient of every key.

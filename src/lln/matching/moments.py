@@ -128,13 +128,14 @@ def head_temperatures(
     if key_mask is not None or not is_untraced_on_cpu(query, key):
         return temperatures(head_moments(query, key, key_mask), width, criterion)
     dtype = accumulation_dtype(query.dtype)
-    query, key = query.detach().to(dtype), key.detach().to(dtype)
+    if query.dtype != dtype:
+        query, key = query.to(dtype), key.to(dtype)
     is_usual = criterion != "paper" and groups == 1 and query.numel() > 0 and key.numel() > 0
     if is_usual and compiled_passes.suits(query, key, key):
         return compiled_passes.match(query, key, _compiled_curve(width, key.shape[2], criterion))
     # Infinity in the inputs shows in the result.
     with np.errstate(all="ignore"):
-        sums = _plain_sums(query, key)
+        sums = _plain_sums(query.detach(), key.detach())
         found: Any = _moments_of_sums(np, *sums, width=width, groups=groups)
         found = _spreads(np, *found, head_width=width, criterion=criterion)
     alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)

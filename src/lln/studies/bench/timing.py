@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.benchmark import Timer
 
+from lln.eager import compiled_passes
 from lln.studies.bench.cases import Case
 from lln.studies.bench.operations import Operation
 from lln.studies.bench.spread import Timed, timed
@@ -39,7 +40,7 @@ def measure(
     Returns:
         ``milliseconds`` of a call from Python (median) and ``milliseconds_quartiles``, on a GPU
         also ``graph_milliseconds`` with quartiles, of its replay as a CUDA graph (None if it cannot
-        be captured); ``peak_bytes`` that are alive at once (not of compiled functions on a CPU) and
+        be captured); ``peak_bytes`` that are alive at once (not of compiled code on a CPU) and
         ``memory_ratio``, these divided by the tensors that no implementation can avoid.
     """
     leaves = [
@@ -56,8 +57,9 @@ def measure(
     call()
     on_gpu = inputs[0].is_cuda
     found: dict[str, Any] = {}
-    # Not for compiled functions: under the mode that counts tensors they would run uncompiled.
-    if on_gpu or not operation.is_compiled:
+    # Not for compiled functions or passes: under the mode that counts tensors they would not run.
+    by_library = operation.kind == "lln" and compiled_passes.load() is not None
+    if on_gpu or not (operation.is_compiled or by_library):
         upstream = inputs[0].nbytes if case.backward else 0
         peak = held + upstream + peak_bytes(call, on_gpu)
         found |= {"peak_bytes": peak, "memory_ratio": peak / needed}
