@@ -39,9 +39,13 @@ def cpu_table(results: dict) -> str:
     caption = (
         f"Milliseconds (times faster than SDPA) on {environment['device']}, "
         f"{environment['threads']} threads, float32, B = 1, H = 12, D = 64, torch "
-        f"{environment['torch']}; {source(environment)}."
+        f"{environment['torch']}{_passes(environment)}; {source(environment)}."
     )
     return table(["N", "SDPA", *ours, "SDPA fwd+bwd", *ours], lines, caption)
+
+
+def _passes(environment: dict) -> str:
+    return ", compiled passes" if environment.get("cpu_passes") == "compiled" else ""
 
 
 def causal_cpu_table(plain: dict, compiled: dict) -> str:
@@ -64,12 +68,13 @@ def causal_cpu_table(plain: dict, compiled: dict) -> str:
                 cells.append(f"{_short(found)}{faster}")
         lines.append(cells)
     ours = ["LLN", "LLN compiled"]
-    environment, other = compiled["environment"], plain["environment"]
+    environment, before = compiled["environment"], plain["environment"]["commit"][:10]
+    same = environment["commit"].startswith(before)
     caption = (
         f"Milliseconds (times faster than causal SDPA in the same run) on {environment['device']}, "
         f"{environment['threads']} threads, float32, B = 1, H = 12, D = 64, torch "
-        f"{environment['torch']}; {source(environment)}; without compiled passes commit "
-        f"`{other['commit'][:10]}`."
+        f"{environment['torch']}; {source(environment)}, with and without compiled passes"
+        f"{'' if same else f' (commit `{before}`)'}."
     )
     return table(["N", "SDPA", *ours, "SDPA fwd+bwd", *ours], lines, caption)
 

@@ -21,8 +21,9 @@ def library(tmp_path_factory):
 def taken(library, monkeypatch):
     """The compiled passes in use; what they are asked for."""
     monkeypatch.setattr(compiled_passes, "_found", library)
-    # Not in pieces, however busy this machine is.
-    monkeypatch.setattr(workers, "_is_crowded", lambda threads: False)
+    # As on a busy machine: these passes are not cut into pieces even there.
+    monkeypatch.setattr(workers, "_is_crowded", lambda threads: True)
+    monkeypatch.setattr(workers, "_FEWEST", 0)
     calls = []
 
     def count(name):

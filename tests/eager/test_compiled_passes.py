@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.flop_counter
 
 import lln
 from lln.eager import compiled_passes, few_passes
@@ -280,6 +281,18 @@ def test_other_types_blocks_and_groups_are_computed_by_torch(taken):
     attention(sides, 24)
     attention(sides, 64)
     assert taken == ["forward"] * 2
+
+
+def test_whoever_traces_sees_torchs_operations(taken):
+    sides = [side.detach() for side in sides_of()]
+    found = torch.func.vmap(lambda *given: lln.lln_attention(*given))(
+        *(side.unsqueeze(1) for side in sides)
+    )
+    assert found.isfinite().all()
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        attention(sides, 16)
+    assert counter.get_total_flops() > 0
+    assert not taken
 
 
 def test_few_heads_leave_threads_without_work(taken, monkeypatch):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lln import reference
-from lln.eager import few_passes
+from lln.eager import compiled_passes, few_passes
 from lln.eager.causal import causal_attention
 from lln.eager.compiled_passes import Blocks
 from lln.eager.diagonal import block_diagonal
@@ -51,7 +51,7 @@ def long_range(
 ) -> Tensor:
     """LLN attention in the dtype of query."""
     sides = (query, key, value, alpha, beta, key_mask)
-    return _run(_long_range, sides, key_mask, _LLN_AXES, options)
+    return _run(_long_range, sides, key_mask, _LLN_AXES, options, may_be_compiled=True)
 
 
 def short_range(
@@ -73,7 +73,7 @@ def both_ranges(
 ) -> Tensor:
     """LLN and block-diagonal attention combined, in the dtype of query."""
     sides = (query, key, value, alpha, beta, key_mask, mix)
-    return _run(_both_ranges, sides, key_mask, _LLN_DIAG_AXES, options)
+    return _run(_both_ranges, sides, key_mask, _LLN_DIAG_AXES, options, may_be_compiled=True)
 
 
 def exact_keys(
@@ -101,11 +101,16 @@ def _run(
     key_mask: Tensor | None,
     axes: dict[str, tuple[int | None, ...]],
     options: dict[str, Any],
+    may_be_compiled: bool = False,
 ) -> Tensor:
     """One call; ``sides`` are its tensor arguments, starting with query, key and value."""
     query, key, value, *rest = sides
-    cut = cut_heads(query, key, axes) if options["impl"] == "eager" else None
     wide = widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
+    # Compiled passes wait once per call by themselves.
+    waits_once = may_be_compiled and key_mask is None
+    waits_once = waits_once and is_untraced_on_cpu(*wide) and compiled_passes.suits(*wide)
+    is_cut = options["impl"] == "eager" and not waits_once
+    cut = cut_heads(query, key, axes) if is_cut else None
     out = share_out(partial(attend, **options), (*wide, *rest), cut)
     return out if out.dtype == query.dtype else out.to(query.dtype)
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lln.eager import compiled_passes
 from lln.eager.workers import cut_heads, over_threads
 from lln.kernels.run import fused_moments
 from lln.matching.moments import (
@@ -23,6 +24,7 @@ from lln.matching.moments import (
     temperatures,
     tensor_moments,
 )
+from lln.tracing import is_untraced_on_cpu
 
 # The axes along which query, key and the key mask can be cut into heads or samples.
 _AXES = {"heads": (-3, -3, None), "samples": (-4, -4, -2)}
@@ -50,7 +52,9 @@ def match_inputs(
     def match(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return head_temperatures(query, key, mask, matching)
 
-    cut = cut_heads(query, key, _AXES)
+    waits_once = key_mask is None and is_untraced_on_cpu(query, key)
+    waits_once = waits_once and compiled_passes.suits(query, key, key)
+    cut = None if waits_once else cut_heads(query, key, _AXES)
     if cut is None:
         return match(query, key, key_mask)
 
