@@ -166,6 +166,15 @@ def test_an_expanded_gradient_and_a_gradient_with_columns_first(taken):
     assert taken.count("backward") == 4
 
 
+def test_a_lazy_sign_is_seen(taken):
+    sides = [side.detach() for side in sides_of()]
+    negative = torch._neg_view(sides[1])
+    assert negative.is_neg()
+    found = attention((sides[0], negative, sides[2]))
+    assert torch.equal(found, attention((sides[0], -sides[1], sides[2])))
+    assert taken == ["forward"] * 2
+
+
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
 def test_only_the_gradients_that_are_needed(wanted, taken):
     whole = outcome(sides := sides_of(), block_size=16)

@@ -317,8 +317,8 @@ def match(query: Tensor, key: Tensor, curve: CompiledCurve) -> tuple[Tensor, Ten
 
 
 def _rows(side: Tensor) -> Tensor:
-    """The tensor, copied only if its last axis is not contiguous."""
-    return side if side.stride(-1) == 1 else side.contiguous()
+    """The tensor, copied only if its memory does not hold its rows as they are."""
+    return side if side.stride(-1) == 1 and not side.is_neg() else side.resolve_neg().contiguous()
 
 
 def _side(side: Tensor) -> _Side:
