@@ -1,9 +1,9 @@
 """The compiled passes: where they are kept, how they are built, and when they are used.
 
-``cpu_passes.cpp`` computes what `lln.eager.few_passes` and `lln.matching.moments` compute with
-PyTorch, head by head from cache. It is compiled only when the user asks for it (``lln build-cpu``),
-into a folder of the user's cache; from then on calls in float32 on a CPU use it. Without it, or
-with ``LLN_CPU=torch``, everything runs with PyTorch.
+The C++ in ``cpu_passes`` computes what `lln.eager.few_passes`, `lln.eager.causal_walk` and
+`lln.matching.moments` compute with PyTorch, head by head from cache. It is compiled only when the
+user asks for it (``lln build-cpu``), into a folder of the user's cache; from then on calls in
+float32 on a CPU use it. Without it, or with ``LLN_CPU=torch``, everything runs with PyTorch.
 
 Dimension legend: B batch, H heads, n heads of all samples, T queries, S keys, D head width,
 E value width.
@@ -28,7 +28,8 @@ from torch import Tensor
 from lln.errors import BackendUnavailableError
 from lln.native import cache_folder, compile_with, need_compiler, put_in_place
 
-SOURCE = Path(__file__).with_name("cpu_passes.cpp")
+FOLDER = Path(__file__).with_name("cpu_passes")
+SOURCE = FOLDER / "passes.cpp"
 # For this processor and no other: `library` tells them apart.
 _COMPILE = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp")
 _COMPILE += ("-fno-math-errno", "-fno-trapping-math", "-w", "-c")
@@ -83,7 +84,9 @@ class _Call(ctypes.Structure):
 
 def library() -> Path:
     """Where the library for this processor and this source is, or would be."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256()
+    for path in sorted(FOLDER.iterdir()):
+        digest.update(path.read_bytes())
     digest.update(" ".join((platform.machine(), _processor(), *_COMPILE)).encode())
     return cache_folder() / f"cpu-{digest.hexdigest()[:16]}.so"
 

@@ -1,0 +1,89 @@
+// What the library is asked for, and what a head of it needs.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+extern "C" {
+
+// A tensor [B, H, tokens, channels]; its last stride is 1.
+struct Side {
+  float* data;
+  int64_t batch, head, token;
+};
+
+// What to compute. Temperatures are one number each, or one for every head.
+struct Call {
+  int64_t batch, heads, queries, keys, width, value_width, threads;
+  const float *alphas, *betas;
+  float alpha, beta;
+  // Tokens of a block, 0 = LLN alone; factor of the scores; share of LLN.
+  int64_t block;
+  float scale, mix;
+};
+
+// log s as a polynomial in log p, where p is within the two limits; smaller spreads than the floor
+// are rounding noise.
+struct Curve {
+  double coefficients[5];
+  double least, most, floor;
+};
+
+}  // extern "C"
+
+namespace {
+
+// One head: its temperatures, tensors and summary.
+struct Head {
+  const Call& call;
+  float alpha, beta;
+  const float *q, *k, *v;
+  int64_t q_row, k_row, v_row;
+  // C, then peaks, then masses.
+  float *centroid, *peak, *mass;
+};
+
+Head head_of(const Call& call, int64_t index, const Side& query, const Side& key,
+             const Side& value, float* summary) {
+  const int64_t b = index / call.heads, h = index % call.heads;
+  // Causal calls have none.
+  float* own = summary ? summary + index * call.width * (call.value_width + 2) : nullptr;
+  return {call,
+          call.alphas ? call.alphas[index] : call.alpha,
+          call.betas ? call.betas[index] : call.beta,
+          query.data + b * query.batch + h * query.head,
+          key.data + b * key.batch + h * key.head,
+          value.data + b * value.batch + h * value.head,
+          query.token,
+          key.token,
+          value.token,
+          own,
+          own ? own + call.width * call.value_width : nullptr,
+          own ? own + call.width * (call.value_width + 1) : nullptr};
+}
+
+// The gradient of a head's output, and where those of its inputs go.
+struct Gradients {
+  const float* g;
+  int64_t g_row;
+  float *to_query, *to_key, *to_value;
+};
+
+// Memory of one thread.
+struct Room {
+  float* data;
+  int64_t used = 0;
+  explicit Room(int64_t floats)
+      : data(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64))) {}
+  ~Room() { std::free(data); }
+  float* take(int64_t floats) {
+    float* found = data + used;
+    used += (floats + 15) / 16 * 16;
+    return found;
+  }
+};
+
+inline int64_t fewer(int64_t one, int64_t other) { return one < other ? one : other; }
+inline int64_t larger_of(int64_t one, int64_t other) { return one > other ? one : other; }
+
+}  // namespace

@@ -1,0 +1,142 @@
+// LLN attention on a CPU in float32, one head after the other from cache.
+//
+// PyTorch takes a pass over memory for each operation. Here a tile of 64 tokens goes through all of
+// them while it is in the cache; the backward pass computes weights again instead of keeping them.
+// Every head is computed by one thread, so the result does not depend on the number of threads.
+// Widths and block sizes are multiples of 16.
+
+#include "bidirectional.h"
+#include "causal.h"
+#include "matching.h"
+
+extern "C" {
+
+// Output ``[B, H, T, E]`` and summaries ``[B · H, D, E + 2]``, both contiguous.
+__attribute__((visibility("default"))) void lln_forward(const Call* call, const Side* query,
+                                                        const Side* key, const Side* value,
+                                                        float* out, float* summary) {
+  const int64_t all_heads = call->batch * call->heads;
+#pragma omp parallel num_threads(static_cast<int>(call->threads))
+  {
+    Room room(call->width + TILE * larger_of(call->width, call->block) +
+              call->width * call->block + 64);
+    float* level = room.take(call->width);
+    float* weight = room.take(TILE * larger_of(call->width, call->block));
+    float* turned = room.take(call->width * call->block);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t index = 0; index < all_heads; ++index) {
+      const Head head = head_of(*call, index, *query, *key, *value, summary);
+      summarise(head, weight);
+      read(head, out + index * call->queries * call->value_width, level, weight, turned);
+    }
+  }
+}
+
+// Gradients of query, key and value, contiguous, from that of the output and the summaries.
+__attribute__((visibility("default"))) void lln_backward(const Call* call, const Side* query,
+                                                         const Side* key, const Side* value,
+                                                         const Side* gradient, float* summary,
+                                                         float* to_query, float* to_key,
+                                                         float* to_value) {
+  const int64_t all_heads = call->batch * call->heads;
+  const int64_t width = call->width, values = call->value_width, block = call->block;
+  const int64_t lln = width * (2 + TILE + 2 * values), near = block * (width + values + 2 * TILE);
+#pragma omp parallel num_threads(static_cast<int>(call->threads))
+  {
+    Room room(larger_of(lln, near) + 128);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t index = 0; index < all_heads; ++index) {
+      const Head head = head_of(*call, index, *query, *key, *value, summary);
+      const int64_t b = index / call->heads, h = index % call->heads;
+      const Gradients to{gradient->data + b * gradient->batch + h * gradient->head,
+                         gradient->token,
+                         to_query + index * call->queries * width,
+                         to_key + index * call->keys * width,
+                         to_value + index * call->keys * values};
+      differentiate(head, to, room);
+      if (block) differentiate_blocks(head, to, room);
+    }
+  }
+}
+
+// Causal LLN: output, then the normaliser and the shift of every row, ``[B · H, T]`` each. Returns
+// the smallest normaliser: with a small one, or NaN, the output is not to be used.
+__attribute__((visibility("default"))) float lln_causal_forward(const Call* call, const Side* query,
+                                                                const Side* key, const Side* value,
+                                                                float* out, float* norm,
+                                                                float* shift) {
+  const int64_t all_heads = call->batch * call->heads, tokens = call->queries;
+  float least = 1.0f;
+#pragma omp parallel num_threads(static_cast<int>(call->threads))
+  {
+    Room room(Walk::floats(*call));
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t index = 0; index < all_heads; ++index) {
+      const Head head = head_of(*call, index, *query, *key, *value, nullptr);
+      const float found = walk_forward(head, out + index * tokens * call->value_width,
+                                       norm + index * tokens, shift + index * tokens, room);
+#pragma omp critical
+      least = smaller_of(found, least);
+    }
+  }
+  return least;
+}
+
+// Its gradients, contiguous.
+__attribute__((visibility("default"))) void lln_causal_backward(
+    const Call* call, const Side* query, const Side* key, const Side* value, const Side* gradient,
+    const float* out, const float* norm, float* shift, float* to_query, float* to_key,
+    float* to_value) {
+  const int64_t all_heads = call->batch * call->heads, tokens = call->queries;
+  const int64_t width = call->width, values = call->value_width;
+  const int64_t tiles = (tokens + TILE - 1) / TILE;
+#pragma omp parallel num_threads(static_cast<int>(call->threads))
+  {
+    Room room(Walk::floats(*call) + values * (2 * TILE + width) + TILE * (TILE + 1) + 128);
+    Room peaks(tiles * width);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t index = 0; index < all_heads; ++index) {
+      const Head head = head_of(*call, index, *query, *key, *value, nullptr);
+      const int64_t b = index / call->heads, h = index % call->heads;
+      const Gradients to{gradient->data + b * gradient->batch + h * gradient->head,
+                         gradient->token, to_query + index * tokens * width,
+                         to_key + index * tokens * width, to_value + index * tokens * values};
+      walk_backward(head, to, out + index * tokens * values, norm + index * tokens,
+                    shift + index * tokens, peaks.data, room);
+    }
+  }
+}
+
+// α and β of every head by moment matching, as `lln.matching.moments` defines it.
+__attribute__((visibility("default"))) void lln_match(const Call* call, const Side* query,
+                                                      const Side* key, const Curve* curve,
+                                                      float* alphas, float* betas) {
+  const int64_t all_heads = call->batch * call->heads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(call->threads))
+  for (int64_t index = 0; index < all_heads; ++index) {
+    const int64_t b = index / call->heads, h = index % call->heads;
+    const float* q = query->data + b * query->batch + h * query->head;
+    const float* k = key->data + b * key->batch + h * key->head;
+    const double width = static_cast<double>(call->width);
+    const double query_variance =
+        sum_of_squares(q, query->token, call->queries, call->width) / (width * call->queries);
+    double key_variance = 0, of_mean = 0;
+    Room room(2 * call->width);
+    gather_moments(k, key->token, call->keys, call->width, room.data, room.data + call->width);
+    for (int64_t d = 0; d < call->width; d += LANES) {
+      const lanes mean = load(room.data + d);
+      of_mean += sum_of(mean * mean);
+      key_variance += sum_of(load(room.data + call->width + d));
+    }
+    key_variance /= width * call->keys;
+    const double key_size = key_variance + of_mean / width;
+    // NaN counts as healthy, so that it shows in the result.
+    const bool is_flat = query_variance < curve->floor * at_least(query_variance, 1) ||
+                         key_variance < curve->floor * at_least(key_size, 1);
+    const double spread = matched_spread(*curve, query_variance * key_variance);
+    alphas[index] = is_flat ? 1.0f : static_cast<float>(spread / std::sqrt(query_variance));
+    betas[index] = is_flat ? 1.0f : static_cast<float>(spread / std::sqrt(key_variance));
+  }
+}
+
+}  // extern "C"

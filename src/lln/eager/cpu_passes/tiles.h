@@ -1,0 +1,133 @@
+// What happens to a tile of tokens: products, softmax, weights of keys and queries.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// A matrix of one head or of a part of it: entry (i, j) is at data[i * row + j * step].
+struct Matrix {
+  const float* data;
+  int64_t row, step;
+};
+
+template <int R, int P>
+inline void few_rows(int64_t depth, Matrix left, const float* right, int64_t right_row, float* out,
+                     int64_t out_row, float scale, bool adds) {
+  lanes sum[R][P] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    lanes of_right[P];
+    for (int p = 0; p < P; ++p) of_right[p] = load(right + k * right_row + p * LANES);
+    for (int r = 0; r < R; ++r) {
+      const float of_left = left.data[r * left.row + k * left.step];
+      for (int p = 0; p < P; ++p) sum[r][p] += of_left * of_right[p];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) {
+      float* to = out + r * out_row + p * LANES;
+      store(to, adds ? load(to) + sum[r][p] * scale : sum[r][p] * scale);
+    }
+}
+
+template <int P>
+void column_of_product(int64_t rows, int64_t depth, Matrix left, const float* right,
+                       int64_t right_row, float* out, int64_t out_row, float scale, bool adds) {
+  int64_t i = 0;
+  for (; i + ROWS <= rows; i += ROWS) {
+    const Matrix own{left.data + i * left.row, left.row, left.step};
+    few_rows<ROWS, P>(depth, own, right, right_row, out + i * out_row, out_row, scale, adds);
+  }
+  for (; i < rows; ++i) {
+    const Matrix own{left.data + i * left.row, left.row, left.step};
+    few_rows<1, P>(depth, own, right, right_row, out + i * out_row, out_row, scale, adds);
+  }
+}
+
+// out = scale · left · right, or added to what is there. Rows of right and out are contiguous.
+void product(int64_t rows, int64_t columns, int64_t depth, Matrix left, const float* right,
+             int64_t right_row, float* out, int64_t out_row, float scale, bool adds) {
+  int64_t j = 0;
+  for (; j + PACKS * LANES <= columns; j += PACKS * LANES)
+    column_of_product<PACKS>(rows, depth, left, right + j, right_row, out + j, out_row, scale,
+                             adds);
+  for (; j < columns; j += LANES)
+    column_of_product<1>(rows, depth, left, right + j, right_row, out + j, out_row, scale, adds);
+}
+
+void transpose(int64_t rows, int64_t columns, const float* from, int64_t from_row, float* to) {
+  for (int64_t j0 = 0; j0 < columns; j0 += 16)
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = j0; j < j0 + 16; ++j) to[j * rows + i] = from[i * from_row + j];
+}
+
+void softmax(int64_t rows, int64_t columns, float* weight) {
+  for (int64_t i = 0; i < rows; ++i, weight += columns) {
+    lanes top = load(weight);
+    for (int64_t j = LANES; j < columns; j += LANES) top = larger(load(weight + j), top);
+    const lanes peak = all(largest_of(top));
+    lanes sum = {};
+    for (int64_t j = 0; j < columns; j += 16) {
+      lanes power[GROUP];
+      for (int g = 0; g < GROUP; ++g) power[g] = load(weight + j + g * LANES) - peak;
+      exponential(power);
+      for (int g = 0; g < GROUP; ++g) {
+        store(weight + j + g * LANES, power[g]);
+        sum += power[g];
+      }
+    }
+    const lanes share = all(1.0f / sum_of(sum));
+    for (int64_t j = 0; j < columns; j += LANES) store(weight + j, load(weight + j) * share);
+  }
+}
+
+// Replaces the gradient of softmax's results by that of what it took: w ∘ (dw − rowsum(w ∘ dw)).
+void softmax_gradient(int64_t rows, int64_t columns, const float* weight, float* gradient) {
+  for (int64_t i = 0; i < rows; ++i, weight += columns, gradient += columns) {
+    lanes sum = {};
+    for (int64_t j = 0; j < columns; j += LANES) sum += load(weight + j) * load(gradient + j);
+    const lanes middle = all(sum_of(sum));
+    for (int64_t j = 0; j < columns; j += LANES)
+      store(gradient + j, load(weight + j) * (load(gradient + j) - middle));
+  }
+}
+
+// e = exp(βk − peak), ``[tokens, D]``.
+void weigh_keys(int64_t tokens, int64_t width, const float* key, int64_t row, float beta,
+                const float* peak, float* weight) {
+  for (int64_t t = 0; t < tokens; ++t, key += row, weight += width)
+    for (int64_t d = 0; d < width; d += 16) {
+      lanes power[GROUP];
+      for (int g = 0; g < GROUP; ++g) {
+        const int64_t at = d + g * LANES;
+        const lanes x = load(key + at) * beta - load(peak + at);
+        // The product is not rounded as that of the peak was: with keys of 10⁹ it may be larger.
+        power[g] = x > 1.0f ? all(1.0f) : x;
+      }
+      exponential(power);
+      for (int g = 0; g < GROUP; ++g) store(weight + d + g * LANES, power[g]);
+    }
+}
+
+// w = softmax(αq + L), ``[tokens, D]``.
+void weigh_queries(int64_t tokens, int64_t width, const float* query, int64_t row, float alpha,
+                   const float* level, float* weight) {
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t d = 0; d < width; d += LANES)
+      store(weight + t * width + d, load(query + t * row + d) * alpha + load(level + d));
+  softmax(tokens, width, weight);
+}
+
+// Adds the sums of a tile's columns. Adding token by token would round more.
+void add_tile_sums(int64_t tokens, int64_t width, const float* weight, float* total) {
+  for (int64_t d = 0; d < width; d += 16) {
+    lanes sum[GROUP] = {};
+    add_rows(weight + d, width, tokens, sum);
+    for (int g = 0; g < GROUP; ++g) {
+      float* to = total + d + g * LANES;
+      store(to, load(to) + sum[g]);
+    }
+  }
+}
+
+}  // namespace
