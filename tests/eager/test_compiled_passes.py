@@ -3,9 +3,12 @@
 import pytest
 import torch
 import torch.utils.flop_counter
+from typer.testing import CliRunner
 
 import lln
+from lln.cli.app import app
 from lln.eager import compiled_passes, few_passes
+from lln.native import find_compiler
 from lln.testing.tolerances import budget, largest_error
 
 SOME = torch.linspace(0.5, 1.5, 6).view(2, 3, 1, 1)
@@ -320,6 +323,21 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch, tmp_path):
     with pytest.raises(lln.BackendUnavailableError, match=r"no C\+\+ compiler found"):
         compiled_passes.build()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_builds_what_doctor_then_uses(monkeypatch, tmp_path):
+    if find_compiler() is None:
+        pytest.skip("the passes are compiled by a C++ compiler, and there is none here")
+    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path))
+    monkeypatch.delenv("LLN_CPU", raising=False)
+    done = CliRunner().invoke(app, ["build-cpu"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "is ready" in done.output
+    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+    monkeypatch.setattr(compiled_passes, "_found", None)
+    done = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "cpu passes   compiled" in done.output
 
 
 def test_a_compiler_that_fails_says_why(monkeypatch, tmp_path):
