@@ -139,6 +139,48 @@ def test_what_is_not_a_number_shows_in_its_head_only(bad, place, taken):
     assert taken == ["forward"]
 
 
+MASKS = {
+    "right": torch.arange(150) < torch.tensor([[100], [33]]),
+    "left": torch.arange(150) >= torch.tensor([[100], [33]]),
+    "one key": torch.arange(150) == torch.tensor([[0], [149]]),
+    "some": torch.rand(2, 150, generator=torch.Generator().manual_seed(3)) > 0.5,
+    "columns first": (torch.rand(150, 2, generator=torch.Generator().manual_seed(4)) > 0.5).mT,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_masks(mask, block_size, taken):
+    check(sides_of(150), block_size=block_size, key_mask=MASKS[mask])
+    assert taken == ["forward", "backward"]
+
+
+def test_a_mask_for_other_lengths_of_keys(taken):
+    check(sides_of(40, 150), key_mask=MASKS["some"])
+    assert taken == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_what_is_masked_is_not_seen(bad, taken):
+    mask = MASKS["some"]
+    clean = [side.detach() for side in sides_of(150)]
+    sides = [side.clone() for side in clean]
+    for side in sides[1:]:
+        side[~mask[:, None].expand(side.shape[:3])] = bad
+    found = outcome([side.requires_grad_() for side in sides], key_mask=mask)
+    expected = outcome([side.requires_grad_() for side in clean], key_mask=mask)
+    assert taken == ["forward", "backward"] * 2
+    assert all(map(torch.equal, found, expected))
+    assert all((side * ~mask[:, None, :, None] == 0).all() for side in found[2:])
+
+
+def test_a_sample_without_keys_is_computed_by_torch(taken):
+    mask = MASKS["some"].clone()
+    mask[1] = False
+    assert attention(sides_of(150), key_mask=mask).isfinite().all()
+    assert not taken
+
+
 def test_a_head_depends_on_no_other_and_on_no_number_of_threads(taken):
     sides = sides_of(tokens=192)
     threads = torch.get_num_threads()
@@ -269,7 +311,6 @@ def test_a_matched_call(taken):
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({}, {"key_mask": torch.arange(96).expand(2, -1) < 80}),
         ({}, {"alpha": torch.full((1, 3, 1, 1), 0.7, requires_grad=True)}),
         ({"width": 20}, {}),
         ({"values": 20}, {}),

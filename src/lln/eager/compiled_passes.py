@@ -79,6 +79,7 @@ class _Call(ctypes.Structure):
         *((name, c_float) for name in ("alpha", "beta")),
         ("block", c_int64),
         *((name, c_float) for name in ("scale", "mix")),
+        ("mask", c_void_p),
     )
 
 
@@ -215,6 +216,7 @@ def forward(
     alpha: float | Tensor,
     beta: float | Tensor,
     blocks: Blocks | None,
+    key_mask: Tensor | None = None,
     keeps: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """The output ``[B, H, T, E]``, and the summary that `backward` needs.
@@ -226,13 +228,14 @@ def forward(
         alpha: A number, or ``[n or 1, 1, 1]``.
         beta: Likewise.
         blocks: The short range; None = LLN alone.
+        key_mask: bool ``[B, S]``, True = attend, with a key in every sample; not with blocks.
         keeps: Whether the summary is asked for.
     """
     sides = [_rows(side) for side in (query, key, value)]
     heads = query.shape[0] * query.shape[1]
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     summary = query.new_empty((heads, value.shape[-1] + 2, query.shape[-1]))
-    call = _call(query, key, value, alpha, beta, blocks)
+    call = _call(query, key, value, alpha, beta, blocks, key_mask)
     places = [byref(_side(side)) for side in sides]
     load().lln_forward(byref(call), *places, out.data_ptr(), summary.data_ptr())
     return out, [summary] if keeps else []
@@ -247,11 +250,12 @@ def backward(
     alpha: float | Tensor,
     beta: float | Tensor,
     blocks: Blocks | None,
+    key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; arguments as above."""
     sides = [_rows(side) for side in (query, key, value, gradient)]
     made = [side.new_empty(side.shape) for side in (query, key, value)]
-    call = _call(query, key, value, alpha, beta, blocks)
+    call = _call(query, key, value, alpha, beta, blocks, key_mask)
     places = [byref(_side(side)) for side in sides]
     outs = [side.data_ptr() for side in made]
     load().lln_backward(byref(call), *places, summary.data_ptr(), *outs)
@@ -335,15 +339,18 @@ def _call(
     alpha: float | Tensor,
     beta: float | Tensor,
     blocks: Blocks | None,
+    key_mask: Tensor | None = None,
 ) -> _Call:
-    """What the library is asked for; it keeps tensors of temperatures alive."""
+    """What the library is asked for; it keeps temperatures and mask alive."""
     size, scale, mix = blocks or (0, 1.0, 1.0)
     sizes = (*query.shape[:3], key.shape[2], query.shape[3], value.shape[3])
     temperatures = [_temperature(side) for side in (alpha, beta)]
     pointers = [pointer for pointer, _, _ in temperatures]
     numbers = [number for _, number, _ in temperatures]
-    call = _Call(*sizes, torch.get_num_threads(), *pointers, *numbers, size, scale, mix)
-    call.kept = [tensor for _, _, tensor in temperatures]
+    mask = None if key_mask is None else key_mask.contiguous()
+    seen = None if mask is None else mask.data_ptr()
+    call = _Call(*sizes, torch.get_num_threads(), *pointers, *numbers, size, scale, mix, seen)
+    call.kept = [mask, *(tensor for _, _, tensor in temperatures)]
     return call
 
 

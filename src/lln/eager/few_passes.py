@@ -58,6 +58,12 @@ def takes_blocks(query: Tensor, key: Tensor, value: Tensor, block_size: int) -> 
     return WITH_BLOCKS or compiled_passes.suits(query, key, value, block_size)
 
 
+def takes_mask(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> bool:
+    """Whether a mask is known here: to compiled passes, if every sample has a key to see."""
+    is_known = is_untraced_on_cpu(key_mask) and compiled_passes.suits(query, key, value)
+    return is_known and bool(key_mask.any(-1).all())
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -66,6 +72,7 @@ def attend(
     beta: float | Tensor,
     blocks: Blocks | None,
     by_steps: Callable[..., Tensor],
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """LLN attention, alone or mixed with blocks: ``[B, H, T, E]``.
 
@@ -78,13 +85,17 @@ def attend(
         blocks: The short range, whose tokens are the queries; None = LLN alone.
         by_steps: Computes the same from query, key and value, with PyTorch's own gradients: second
             derivatives and batches of gradients go through it.
+        key_mask: One that `takes_mask`.
     """
     alpha, beta = per_head(alpha, query), per_head(beta, query)
     is_compiled = compiled_passes.suits(query, key, value, 0 if blocks is None else blocks.size)
+    call = (query, key, value, alpha, beta, blocks)
+    # Only compiled passes know masks.
+    rest = () if key_mask is None else (key_mask,)
     if torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value)):
-        return _FewPasses.apply(query, key, value, alpha, beta, blocks, by_steps, is_compiled)
+        return _FewPasses.apply(*call, *rest, by_steps, is_compiled)
     forward, _ = _passes(is_compiled)
-    return forward(query, key, value, alpha, beta, blocks)[0]
+    return forward(*call, *rest)[0]
 
 
 def _passes(is_compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -98,11 +109,11 @@ class _FewPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         *call, by_steps, is_compiled = given
-        query, key, value, alpha, beta, blocks = call
+        query, key, value, *rest = call
         forward, ctx.backward = _passes(is_compiled)
         out, kept = forward(*call, keeps=True)
         ctx.save_for_backward(query, key, value, *kept)
-        ctx.numbers, ctx.blocks, ctx.by_steps = (alpha, beta), blocks, by_steps
+        ctx.rest, ctx.by_steps = rest, by_steps
         return out
 
     @staticmethod
@@ -114,12 +125,12 @@ class _FewPasses(torch.autograd.Function):
         if torch.is_grad_enabled() or is_batched(gradient):
             found = by_autograd(ctx.by_steps, sides, needs, gradient)
         else:
-            made = ctx.backward(gradient, *sides, *kept, *ctx.numbers, ctx.blocks)
+            made = ctx.backward(gradient, *sides, *kept, *ctx.rest)
             found = [
                 one.view(side.shape) if need else None
                 for one, side, need in zip(made, sides, needs, strict=True)
             ]
-        return (*found, None, None, None, None, None)
+        return (*found, *(None for _ in ctx.needs_input_grad[3:]))
 
 
 def _forward(

@@ -106,13 +106,20 @@ def _run(
     """One call; ``sides`` are its tensor arguments, starting with query, key and value."""
     query, key, value, *rest = sides
     wide = widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
-    # Compiled passes wait once per call by themselves.
-    waits_once = may_be_compiled and key_mask is None
-    waits_once = waits_once and is_untraced_on_cpu(*wide) and compiled_passes.suits(*wide)
-    is_cut = options["impl"] == "eager" and not waits_once
-    cut = cut_heads(query, key, axes) if is_cut else None
+    cut = cut_heads(query, key, axes) if options["impl"] == "eager" else None
+    if cut is not None and may_be_compiled and _waits_once(wide, key_mask):
+        cut = None
     out = share_out(partial(attend, **options), (*wide, *rest), cut)
     return out if out.dtype == query.dtype else out.to(query.dtype)
+
+
+def _waits_once(sides: tuple[Tensor, Tensor, Tensor], key_mask: Tensor | None) -> bool:
+    """Whether compiled passes compute a call, which wait for other threads only once."""
+    if not is_untraced_on_cpu(*sides):
+        return False
+    if key_mask is None:
+        return compiled_passes.suits(*sides)
+    return few_passes.takes_mask(*sides, key_mask)
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
@@ -171,8 +178,11 @@ def _long_range(
         def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
 
-        if key_mask is None and few_passes.suits(*sides, alpha, beta):
-            return few_passes.attend(*sides, alpha, beta, None, by_steps)
+        if few_passes.suits(*sides, alpha, beta):
+            if key_mask is None:
+                return few_passes.attend(*sides, alpha, beta, None, by_steps)
+            if few_passes.takes_mask(*sides, key_mask):
+                return few_passes.attend(*sides, alpha, beta, None, by_steps, key_mask)
         return by_steps(*sides)
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta = (repeat_temperature(scale, heads, query.dtype) for scale in (alpha, beta))

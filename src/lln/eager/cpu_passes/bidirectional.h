@@ -9,6 +9,47 @@
 
 namespace {
 
+// The keys of a head that are seen, one behind the other, and their number: everything else works on
+// them as on all keys, so that what masked tokens hold is never read.
+struct SeenKeys {
+  Call call;
+  float *k, *v;
+
+  SeenKeys(const Head& head, int64_t index, Room& room) : call(head.call) {
+    const uint8_t* mask = call.mask + index / call.heads * call.keys;
+    const int64_t all_keys = call.keys;
+    room.used = 0;
+    k = room.take(all_keys * call.width);
+    v = room.take(all_keys * call.value_width);
+    call.keys = 0;
+    for (int64_t t = 0; t < all_keys; ++t) {
+      if (!mask[t]) continue;
+      std::memcpy(k + call.keys * call.width, head.k + t * head.k_row, 4 * call.width);
+      std::memcpy(v + call.keys * call.value_width, head.v + t * head.v_row,
+                  4 * call.value_width);
+      ++call.keys;
+    }
+  }
+
+  Head of(const Head& head) const {
+    return {call, head.alpha,  head.beta, head.q,        k,         v,
+            head.q_row, call.width, call.value_width, head.centroid, head.peak, head.mass};
+  }
+
+  // Rows of the keys that are seen to their places; 0 for the others.
+  static void spread(const Call& call, int64_t index, int64_t width, const float* rows, float* to) {
+    const uint8_t* mask = call.mask + index / call.heads * call.keys;
+    for (int64_t t = 0; t < call.keys; ++t, to += width) {
+      if (mask[t]) {
+        std::memcpy(to, rows, 4 * width);
+        rows += width;
+      } else {
+        std::memset(to, 0, 4 * width);
+      }
+    }
+  }
+};
+
 // C = eᵀv / m and the peaks and masses of the slots.
 void summarise(const Head& head, float* weight) {
   const Call& call = head.call;

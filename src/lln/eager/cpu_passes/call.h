@@ -20,6 +20,8 @@ struct Call {
   // Tokens of a block, 0 = LLN alone; factor of the scores; share of LLN.
   int64_t block;
   float scale, mix;
+  // Which keys are seen, ``[B, S]``; null = all. Not with blocks and not causal.
+  const uint8_t* mask;
 };
 
 // log s as a polynomial in log p, where p is within the two limits; smaller spreads than the floor

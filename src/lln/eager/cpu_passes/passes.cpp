@@ -23,10 +23,16 @@ __attribute__((visibility("default"))) void lln_forward(const Call* call, const 
     float* level = room.take(call->width);
     float* weight = room.take(TILE * larger_of(call->width, call->block));
     float* turned = room.take(call->width * call->block);
+    Room seen_room(call->mask ? call->keys * (call->width + call->value_width) : 0);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t index = 0; index < all_heads; ++index) {
       const Head head = head_of(*call, index, *query, *key, *value, summary);
-      summarise(head, weight);
+      if (call->mask) {
+        const SeenKeys seen(head, index, seen_room);
+        summarise(seen.of(head), weight);
+      } else {
+        summarise(head, weight);
+      }
       read(head, out + index * call->queries * call->value_width, level, weight, turned);
     }
   }
@@ -44,6 +50,7 @@ __attribute__((visibility("default"))) void lln_backward(const Call* call, const
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
     Room room(larger_of(lln, near) + 128);
+    Room seen_room(call->mask ? 2 * call->keys * (width + values) : 0);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t index = 0; index < all_heads; ++index) {
       const Head head = head_of(*call, index, *query, *key, *value, summary);
@@ -53,6 +60,15 @@ __attribute__((visibility("default"))) void lln_backward(const Call* call, const
                          to_query + index * call->queries * width,
                          to_key + index * call->keys * width,
                          to_value + index * call->keys * values};
+      if (call->mask) {
+        const SeenKeys seen(head, index, seen_room);
+        float* of_key = seen_room.take(call->keys * width);
+        float* of_value = seen_room.take(call->keys * values);
+        differentiate(seen.of(head), {to.g, to.g_row, to.to_query, of_key, of_value}, room);
+        SeenKeys::spread(*call, index, width, of_key, to.to_key);
+        SeenKeys::spread(*call, index, values, of_value, to.to_value);
+        continue;
+      }
       differentiate(head, to, room);
       if (block) differentiate_blocks(head, to, room);
     }
