@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.utils.flop_counter
+from tests.eager.test_few_passes import NUMBERS
 from typer.testing import CliRunner
 
 import lln
@@ -10,13 +11,6 @@ from lln.cli.app import app
 from lln.eager import compiled_passes, few_passes
 from lln.testing.tolerances import budget, largest_error
 
-SOME = torch.linspace(0.5, 1.5, 6).view(2, 3, 1, 1)
-NUMBERS = {
-    "numbers": (0.7, 1.3),
-    "one entry": (torch.tensor(0.7), torch.full((1, 1, 1, 1), 1.3)),
-    "heads": (SOME[:1], SOME[1:]),
-    "samples and heads": (SOME, SOME[:, :1]),
-}
 GIVEN = {"alpha": 0.7, "beta": 1.3}
 
 
@@ -174,6 +168,15 @@ def test_what_is_masked_is_not_seen(bad, taken):
     assert all((side * ~mask[:, None, :, None] == 0).all() for side in found[2:])
 
 
+def test_a_mask_that_changes_before_the_backward_pass_is_an_error(taken):
+    sides, mask = sides_of(150), MASKS["some"].clone()
+    out = attention(sides, key_mask=mask)
+    mask[0, 0] = ~mask[0, 0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), sides)
+    assert taken == ["forward"]
+
+
 def test_a_sample_without_keys_is_computed_by_torch(taken):
     mask = MASKS["some"].clone()
     mask[1] = False
@@ -231,9 +234,9 @@ def test_only_the_gradients_that_are_needed(wanted, taken):
     assert taken == ["forward", "backward"] * 2
 
 
-def test_second_derivatives_and_batches_of_gradients(taken):
-    sides = sides_of(tokens=32)
-    out = attention(sides, 16)
+def check_further_gradients(attend, sides):
+    """Compare batches of gradients with single ones, and second derivatives with float64's."""
+    out = attend(sides)
     several = torch.randn(3, *out.shape)
     at_once = torch.autograd.grad(out, sides, several, retain_graph=True, is_grads_batched=True)
     for place, gradient in enumerate(several):
@@ -243,9 +246,13 @@ def test_second_derivatives_and_batches_of_gradients(taken):
     (first,) = torch.autograd.grad(out.sum(), sides[0], create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), sides[0])
     wide = [side.detach().double().requires_grad_() for side in sides]
-    (first,) = torch.autograd.grad(attention(wide, 16).sum(), wide[0], create_graph=True)
+    (first,) = torch.autograd.grad(attend(wide).sum(), wide[0], create_graph=True)
     (expected,) = torch.autograd.grad(first.square().sum(), wide[0])
     torch.testing.assert_close(second.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_second_derivatives_and_batches_of_gradients(taken):
+    check_further_gradients(lambda sides: attention(sides, 16), sides_of(tokens=32))
     assert taken.count("backward") == 3
 
 
@@ -329,10 +336,19 @@ def test_other_types_blocks_and_groups_are_computed_by_torch(taken):
     lln.match_moments(sides[0], sides[1][:, :1])
     lln.match_moments(*sides[:2], criterion="paper")
     assert not taken
-    # Only LLN, without its blocks.
+
+
+@pytest.mark.parametrize("with_blocks", [False, True])
+def test_blocks_that_it_does_not_know(with_blocks, taken, monkeypatch):
+    """Then LLN alone is compiled, unless PyTorch's products are fast enough to take both."""
+    monkeypatch.setattr(few_passes, "WITH_BLOCKS", with_blocks)
+    sides = sides_of()
     attention(sides, 24)
+    assert taken == ([] if with_blocks else ["forward"])
+    taken.clear()
+    # A short last block.
     attention(sides, 64)
-    assert taken == ["forward"] * 2
+    assert taken == ["forward"]
 
 
 def test_whoever_traces_sees_torchs_operations(taken):

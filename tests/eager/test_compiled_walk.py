@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tests.eager.test_compiled_passes import NUMBERS, check, outcome, sides_of
+from tests.eager.test_compiled_passes import check, check_further_gradients, outcome, sides_of
+from tests.eager.test_few_passes import NUMBERS
 
 import lln
 from lln.eager import compiled_passes
@@ -124,22 +125,7 @@ def test_only_the_gradients_that_are_needed(wanted, taken):
 
 
 def test_second_derivatives_and_batches_of_gradients(taken):
-    sides = sides_of(80)
-    out = lln.lln_attention(*sides, **CAUSAL)
-    several = torch.randn(3, *out.shape)
-    at_once = torch.autograd.grad(out, sides, several, retain_graph=True, is_grads_batched=True)
-    for place, gradient in enumerate(several):
-        alone = torch.autograd.grad(out, sides, gradient, retain_graph=True)
-        for one, other in zip(at_once, alone, strict=True):
-            torch.testing.assert_close(one[place], other, rtol=0, atol=1e-5)
-    (first,) = torch.autograd.grad(out.sum(), sides[0], create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), sides[0])
-    wide = [side.detach().double().requires_grad_() for side in sides]
-    (first,) = torch.autograd.grad(
-        lln.lln_attention(*wide, **CAUSAL).sum(), wide[0], create_graph=True
-    )
-    (expected,) = torch.autograd.grad(first.square().sum(), wide[0])
-    torch.testing.assert_close(second.double(), expected, rtol=0, atol=1e-5)
+    check_further_gradients(lambda sides: lln.lln_attention(*sides, **CAUSAL), sides_of(80))
     assert taken == ["forward_causal", *["backward_causal"] * 3]
 
 

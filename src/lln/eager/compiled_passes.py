@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import warnings
+from collections.abc import Sequence
 from ctypes import byref, c_double, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -199,7 +200,7 @@ def _openmp() -> str:
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor, block_size: int = 0) -> bool:
-    """Whether the library knows a call with as many query heads as key heads, without a mask."""
+    """Whether the library knows a call with as many query heads as key heads."""
     if load() is None or any(side.dtype != torch.float32 for side in (query, key, value)):
         return False
     sizes = (query.shape[-1], value.shape[-1], block_size)
@@ -231,13 +232,11 @@ def forward(
         key_mask: bool ``[B, S]``, True = attend, with a key in every sample; not with blocks.
         keeps: Whether the summary is asked for.
     """
-    sides = [_rows(side) for side in (query, key, value)]
     heads = query.shape[0] * query.shape[1]
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     summary = query.new_empty((heads, value.shape[-1] + 2, query.shape[-1]))
     call = _call(query, key, value, alpha, beta, blocks, key_mask)
-    places = [byref(_side(side)) for side in sides]
-    load().lln_forward(byref(call), *places, out.data_ptr(), summary.data_ptr())
+    _ask("lln_forward", call, (query, key, value), out, summary)
     return out, [summary] if keeps else []
 
 
@@ -253,12 +252,9 @@ def backward(
     key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; arguments as above."""
-    sides = [_rows(side) for side in (query, key, value, gradient)]
     made = [side.new_empty(side.shape) for side in (query, key, value)]
     call = _call(query, key, value, alpha, beta, blocks, key_mask)
-    places = [byref(_side(side)) for side in sides]
-    outs = [side.data_ptr() for side in made]
-    load().lln_backward(byref(call), *places, summary.data_ptr(), *outs)
+    _ask("lln_backward", call, (query, key, value, gradient), summary, *made)
     return made[0], made[1], made[2]
 
 
@@ -280,15 +276,12 @@ def forward_causal(
         beta: Likewise.
         guard: The smallest normaliser of a row that has its digits.
     """
-    sides = [_rows(side) for side in (query, key, value)]
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     norm, shift = (query.new_empty(query.shape[:-1]) for _ in range(2))
     call = _call(query, key, value, alpha, beta, None)
-    places = [byref(_side(side)) for side in sides]
-    outs = [side.data_ptr() for side in (out, norm, shift)]
-    least = load().lln_causal_forward(byref(call), *places, *outs)
+    least = _ask("lln_causal_forward", call, (query, key, value), out, norm, shift)
     # NaN, too, goes the other way, which knows what each row may see of it.
-    return [out, norm, shift] if least >= guard else None
+    return [out, norm, shift] if least is not None and least >= guard else None
 
 
 def backward_causal(
@@ -303,24 +296,35 @@ def backward_causal(
     beta: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; arguments as above."""
-    sides = [_rows(side) for side in (query, key, value, gradient)]
     made = [side.new_empty(side.shape) for side in (query, key, value)]
     call = _call(query, key, value, alpha, beta, None)
-    places = [byref(_side(side)) for side in sides]
-    outs = [side.data_ptr() for side in (out, norm, shift, *made)]
-    load().lln_causal_backward(byref(call), *places, *outs)
+    _ask("lln_causal_backward", call, (query, key, value, gradient), out, norm, shift, *made)
     return made[0], made[1], made[2]
 
 
 def match(query: Tensor, key: Tensor, curve: CompiledCurve) -> tuple[Tensor, Tensor]:
     """α and β by moment matching, ``[B, H, 1, 1]`` each."""
-    sides = [_rows(side) for side in (query, key)]
     alpha, beta = (query.new_empty((*query.shape[:2], 1, 1)) for _ in range(2))
     call = _call(query, key, key, 1.0, 1.0, None)
-    places = [byref(_side(side)) for side in sides]
-    outs = alpha.data_ptr(), beta.data_ptr()
-    load().lln_match(byref(call), *places, byref(curve), *outs)
+    _ask("lln_match", call, (query, key), curve, alpha, beta)
     return alpha, beta
+
+
+def _ask(
+    name: str, call: _Call, sides: Sequence[Tensor], *others: Tensor | CompiledCurve
+) -> float | None:
+    """Call a function of the library.
+
+    Args:
+        name: Which one.
+        call: What to compute.
+        sides: ``[B, H, tokens, channels]``, which it reads wherever they lie in memory.
+        others: Tensors without gaps, and the curve of matching.
+    """
+    rows = [_rows(side) for side in sides]
+    places = [byref(_side(side)) for side in rows]
+    ends = [side.data_ptr() if isinstance(side, Tensor) else byref(side) for side in others]
+    return getattr(load(), name)(byref(call), *places, *ends)
 
 
 def _rows(side: Tensor) -> Tensor:

@@ -109,23 +109,25 @@ class _FewPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         *call, by_steps, is_compiled = given
-        query, key, value, *rest = call
+        query, key, value, alpha, beta, blocks, *mask = call
         forward, ctx.backward = _passes(is_compiled)
         out, kept = forward(*call, keeps=True)
-        ctx.save_for_backward(query, key, value, *kept)
-        ctx.rest, ctx.by_steps = rest, by_steps
+        # The mask, too: whoever changes it before the backward pass is told so.
+        ctx.save_for_backward(query, key, value, *kept, *mask)
+        ctx.numbers, ctx.kept, ctx.by_steps = (alpha, beta, blocks), len(kept), by_steps
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        query, key, value, *kept = ctx.saved_tensors
+        query, key, value, *rest = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         sides = (query, key, value)
         if torch.is_grad_enabled() or is_batched(gradient):
             found = by_autograd(ctx.by_steps, sides, needs, gradient)
         else:
-            made = ctx.backward(gradient, *sides, *kept, *ctx.rest)
+            kept, mask = rest[: ctx.kept], rest[ctx.kept :]
+            made = ctx.backward(gradient, *sides, *kept, *ctx.numbers, *mask)
             found = [
                 one.view(side.shape) if need else None
                 for one, side, need in zip(made, sides, needs, strict=True)
