@@ -1,7 +1,7 @@
 """The compiled launcher for tests: built once, with a GPU's driver or one made of Python.
 
-In the interpreter, `FakeDriver` stands where ``cuLaunchKernel`` is: it reads a launch's parameters
-as the driver would, and runs the kernel with tensors at those addresses.
+In the interpreter, `FakeDriver` stands where ``cuLaunchKernelEx`` is: it reads a launch's
+parameters as the driver would, and runs the kernel with tensors at those addresses.
 """
 
 import contextlib
@@ -20,14 +20,40 @@ from lln.kernels import compiled_launcher
 from lln.kernels.recipes import Place
 from lln.native import find_compiler
 
+
+class Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
-    ctypes.c_void_p,
-    *[ctypes.c_uint] * 7,
+    ctypes.POINTER(Config),
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.c_void_p,
 )
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+FOLLOWING = 6
 STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 READ = {"i1": ctypes.c_bool, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 THE_STREAM = 0xABC0
@@ -100,19 +126,22 @@ class FakeDriver:
         out[0] = THE_STREAM
         return 0
 
-    def launch(self, function, *rest):
+    def launch(self, *given):
         try:
-            self._launch(function, *rest)
+            self._launch(*given)
         except BaseException as error:  # ctypes would only print it.
             self.faults.append(error)
             return 1
         return self.status
 
-    def _launch(self, function, x, y, z, threads, one, two, shared, stream, parameters, extra):
+    def _launch(self, config, function, parameters, extra):
+        config = config.contents
         step, kinds, dtypes, metadata = self.steps[function]
-        assert (x, y, z) == step.whole_grid
-        assert (threads, one, two) == (32 * step.warps, 1, 1)
-        assert (shared, stream, extra) == (metadata.shared, THE_STREAM, None)
+        assert tuple(config.grid) == step.whole_grid
+        assert tuple(config.block) == (32 * step.warps, 1, 1)
+        assert (config.shared, config.stream, extra) == (metadata.shared, THE_STREAM, None)
+        found = [config.attributes[place] for place in range(config.attribute_count)]
+        assert [(one.id, one.value) for one in found] == [(FOLLOWING, 1)] * step.follows
         arguments, place = [], 0
         for kind, dtype, fixed in zip(kinds, dtypes, step.arguments, strict=True):
             if kind == "constexpr":

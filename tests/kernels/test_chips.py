@@ -34,6 +34,7 @@ from lln.kernels import (
 
 # Name → compute capability, and the shared memory that a program can have.
 CHIPS = {"A100": (80, 166_912), "RTX 3090": (86, 101_376)}
+HOPPER = {"H100": (90, 232_448)}
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 GIVEN = {"alpha": 2.0, "beta": 2.0}
 
@@ -43,7 +44,7 @@ def plug_in(monkeypatch):
     """Put a chip in the place of the CPU: launches compile, and need no more than it has."""
 
     def plug(name):
-        capability, shared = CHIPS[name]
+        capability, shared = (CHIPS | HOPPER)[name]
 
         class Driver:
             get_current_device = staticmethod(lambda: 0)
@@ -277,6 +278,31 @@ def test_compilers_take_the_answer_and_not_the_question(monkeypatch):
     assert compiled.tolist() == [limits.SMALL.summary] * 2
 
 
+@pytest.mark.parametrize("chip", ["H100", "A100"])
+def test_later_launches_wait_before_they_touch_memory(plug_in, monkeypatch, chip):
+    plug_in(chip)
+    seen = []
+
+    def record(step, live):
+        compiled = step.kernel.warmup(*step._filled(live), grid=step.grid, **step.how)
+        seen.append((step, compiled.metadata.launch_pdl, compiled.asm["ptx"]))
+        step.runner = step.launch = lambda *arguments: None
+
+    monkeypatch.setattr(recipes.Step, "record", record)
+    lln.lln_attention(*torch.randn(3, 1, 2, 300, 64, dtype=BFLOAT16).unbind())
+    assert len(seen) == 5
+    names = [step.kernel.fn.__name__ for step, _, _ in seen]
+    for name, (step, is_early, ptx) in zip(names, seen, strict=True):
+        # Each of the two recipes, moments and attention, begins after all that was launched.
+        waits = chip == "H100" and name not in ("measure_kernel", "summarise_kernel")
+        assert step.follows == bool(is_early) == waits
+        assert ptx.count("griddepcontrol") == waits
+        if waits:
+            touched = re.search(r"^.*\b(ld|st|cp|red|atom|prefetch)\S*\.global", ptx, re.M)
+            assert touched is not None
+            assert ptx.index("griddepcontrol.wait") < touched.start()
+
+
 def parameters_in(ptx):
     """The sizes of the parameters of a compiled kernel, as the driver will see them."""
     (entry,) = re.findall(r"\.entry \w+\(([^)]*)\)", ptx)
@@ -310,7 +336,7 @@ def test_launches_have_the_parameters_of_the_kernels(plug_in, monkeypatch, optio
 
     plain = plain_launches.describe(recipe, launches.names, launches.places, sizes_of)
     assert plain is not None
-    for found, (_, _, threads, shared, cells, fills), kernel in zip(
+    for found, (_, _, threads, shared, _, cells, fills), kernel in zip(
         asked, plain[3], kernels, strict=True
     ):
         assert len(cells) == 8 * len(found)

@@ -401,8 +401,22 @@ def test_a_launch_that_fails_is_an_error(ways):
     inputs, attend = inputs_of(0, requires_grad=False), with_options(**NUMBERS)
     attend(*inputs)
     ways.driver.status = 719
-    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with error 719"):
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with error 719"):
         attend(*inputs)
+
+
+@fake_only
+def test_followers_are_launched_as_such(ways, monkeypatch):
+    """The driver checks it: `FakeDriver` compares what it is told with the steps."""
+    monkeypatch.setattr(recipes, "can_follow", lambda: True)
+    monkeypatch.setattr(Step, "follow", lambda step: setattr(step, "follows", True))
+    attend, inputs = with_options(**NUMBERS), inputs_of(0, requires_grad=False)
+    attend(*inputs)
+    attend(*inputs)
+    told = [step.follows for step, *_ in ways.driver.steps.values()]
+    assert told[0] is False
+    assert all(told[1:])
+    assert len(ways.driver.seen) == len(told) > 1
 
 
 @fake_only
@@ -414,7 +428,6 @@ def test_a_launch_that_fails_is_an_error(ways):
         {"num_ctas": 2},
         {"cluster_dims": (2, 1, 1)},
         {"launch_cooperative_grid": True},
-        {"launch_pdl": True},
         {"tensordesc_meta": [{}]},
         {"target": types.SimpleNamespace(backend="hip", warp_size=64)},
     ],

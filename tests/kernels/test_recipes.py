@@ -35,6 +35,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(recipes, "is_interpreted", lambda: False)
+    monkeypatch.setattr(recipes, "can_follow", lambda: False)
     monkeypatch.setattr(recipes, "current_stream", lambda device: 77)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     return Kernel()

@@ -190,7 +190,7 @@ def _connect(module: Any, long_way: Callable[..., Any]) -> str | None:
     stream = getattr(of_torch, "aoti_torch_get_current_cuda_stream", None)
     if stream is None:
         return "this version of torch does not tell the current stream"
-    functions = (driver.cuLaunchKernel, stream, *(getattr(driver, name) for name in _CONTEXT))
+    functions = (driver.cuLaunchKernelEx, stream, *(getattr(driver, name) for name in _CONTEXT))
     addresses = tuple(map(address, functions))
     connect(module, "cuda", addresses, recipes.knobs.runtime, long_way)
     sizes_of = plain_launches.ask_driver(driver)
@@ -209,7 +209,7 @@ def connect(
     Args:
         module: See `open_library`.
         device: The kind of device whose tensors it takes.
-        addresses: ``cuLaunchKernel``, the function that tells the current stream, and `_CONTEXT`;
+        addresses: ``cuLaunchKernelEx``, the function that tells the current stream, and `_CONTEXT`;
             0 for those of the context = there is none.
         runtime: Has Triton's launch hooks, as ``triton.knobs.runtime``.
         long_way: See `load`.

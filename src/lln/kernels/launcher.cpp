@@ -58,10 +58,25 @@ constexpr size_t MOST_CELLS = 128;
 constexpr size_t MOST_SLOTS = 64;
 
 // The functions of the driver, with its types as plain ones: a status of 0 is success.
-using Launch = int (*)(
-    void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-    unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters,
-    void** extra);
+struct LaunchAttribute {
+  int id;
+  alignas(8) int value;
+  char rest[60];
+};
+static_assert(sizeof(LaunchAttribute) == 72, "as the driver has it");
+struct LaunchConfig {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(LaunchConfig) == 56, "as the driver has it");
+using Launch =
+    int (*)(const LaunchConfig* config, void* function, void** parameters, void** extra);
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: `lln.kernels.triton.order`.
+constexpr LaunchAttribute FOLLOWING = {6, 1, {}};
 using StreamOf = int (*)(int32_t device, void** stream);
 using CurrentContext = int (*)(void** context);
 using DeviceOf = int (*)(int* device, int ordinal);
@@ -176,6 +191,8 @@ struct Step {
   std::array<unsigned, 3> grid;
   unsigned threads;
   unsigned shared;
+  // Whether the kernel waits for the launch before by itself.
+  unsigned follows;
   std::vector<uint64_t> cells;
   std::vector<Fill> fills;
 };
@@ -367,11 +384,15 @@ void run(const Launches& launches, Slot* slots, const at::Device& device) {
     for (size_t cell = 0; cell < step.cells.size(); ++cell) {
       parameters[cell] = &cells[cell];
     }
+    const LaunchConfig config = {
+        {step.grid[0], step.grid[1], step.grid[2]},
+        {step.threads, 1, 1},
+        step.shared,
+        stream,
+        &FOLLOWING,
+        step.follows};
     succeed(
-        settings().launch(
-            step.function, step.grid[0], step.grid[1], step.grid[2], step.threads, 1, 1,
-            step.shared, stream, parameters.data(), nullptr),
-        "cuLaunchKernel");
+        settings().launch(&config, step.function, parameters.data(), nullptr), "cuLaunchKernelEx");
   }
 }
 
@@ -917,8 +938,8 @@ void drop_launches(PyObject* capsule) {
   delete static_cast<LaunchesPointer*>(PyCapsule_GetPointer(capsule, LAUNCHES));
 }
 
-// (bytes, names, offsets, steps) → a capsule; a step is (function, grid, threads, shared, cells,
-// fills), the cells in one bytes object, a fill (cell, slot, form).
+// (bytes, names, offsets, steps) → a capsule; a step is (function, grid, threads, shared, follows,
+// cells, fills), the cells in one bytes object, a fill (cell, slot, form).
 PyObject* launches(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     long long bytes = 0;
@@ -943,9 +964,9 @@ PyObject* launches(PyObject*, PyObject* arguments) {
       Py_ssize_t size = 0;
       PyObject* fills = nullptr;
       if (!PyArg_ParseTuple(
-              PyTuple_GET_ITEM(steps, index), "K(III)IIy#O!", &function, &step.grid[0],
-              &step.grid[1], &step.grid[2], &step.threads, &step.shared, &cells, &size,
-              &PyTuple_Type, &fills)) {
+              PyTuple_GET_ITEM(steps, index), "K(III)IIIy#O!", &function, &step.grid[0],
+              &step.grid[1], &step.grid[2], &step.threads, &step.shared, &step.follows, &cells,
+              &size, &PyTuple_Type, &fills)) {
         return nullptr;
       }
       const auto cell_count = static_cast<size_t>(size) / sizeof(uint64_t);

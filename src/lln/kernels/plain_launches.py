@@ -26,15 +26,16 @@ _REAL, _WHOLE = {"fp32": "f", "fp64": "d"}, {"i32": "p", "i64": "p"}
 _NUMBERS = {"alpha": _REAL, "beta": _REAL, "mix": _REAL, "seed": _WHOLE}
 # What a kernel of ours never has, and the launcher does not know.
 _ABSENT = (
-    *("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"),
+    *("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid"),
     "tensordesc_meta",
 )
 # Pointers to scratch memory behind the parameters; older versions of Triton have the first only.
 _SCRATCH = 2
 _POINTER = 8
 
-# (function, grid, threads, shared bytes, cells, fills): see ``launcher.cpp``.
-PlainStep = tuple[int, tuple[int, ...], int, int, bytes, tuple[tuple[int, int, str], ...]]
+# (function, grid, threads, shared bytes, whether it follows without a pause, cells, fills): see
+# ``launcher.cpp``.
+PlainStep = tuple[int, tuple[int, ...], int, int, int, bytes, tuple[tuple[int, int, str], ...]]
 # (bytes of the recipe's own memory, number of names, its offsets, steps).
 PlainLaunches = tuple[int, int, tuple[int, ...], tuple[PlainStep, ...]]
 # The sizes of a function's parameters in bytes; None if the driver does not say.
@@ -95,7 +96,7 @@ def _plain(step: Step, places: Mapping[str, int], sizes_of: SizesOf) -> PlainSte
     cells += [bytes(_POINTER)] * _SCRATCH
     threads = 32 * compiled.metadata.num_warps
     launch = (compiled.function, step.whole_grid, threads, compiled.metadata.shared)
-    return *launch, b"".join(cells), tuple(fills)
+    return *launch, int(step.follows), b"".join(cells), tuple(fills)
 
 
 def _is_usual(metadata: Any) -> bool:

@@ -21,6 +21,7 @@ from triton.runtime.errors import OutOfResources
 from lln.errors import BackendUnavailableError
 from lln.kernels.limits import is_interpreted
 from lln.kernels.sizes import Sizes, Tile, cdiv, overrides, smaller
+from lln.kernels.triton.order import HAS_FOLLOWERS
 
 try:
     from triton import knobs
@@ -50,10 +51,13 @@ class Step:
     ) -> None:
         """``values`` are by the kernel's parameter names; a parameter without one is a `Place`."""
         self.kernel, self.grid, self.warps = kernel, grid, warps
+        # Whether it is made ready while the step before still runs.
+        self.follows = False
         # How to compile it; the interpreter does not know the second.
-        self.how: dict[str, int] = {"num_warps": warps}
+        self.how: dict[str, Any] = {"num_warps": warps}
         if registers and not is_interpreted():
             self.how["maxnreg"] = registers
+        values = {"FOLLOWS": False, **values}
         self.arguments = [
             values[name] if name in values else Place(name) for name in kernel.arg_names
         ]
@@ -68,6 +72,12 @@ class Step:
         self.runner: Any = None
         self.launch: Any = None
         self.code: tuple[object, ...] = ()
+
+    def follow(self) -> None:
+        """Be made ready while the step before still runs, if the kernel then waits for it."""
+        if "FOLLOWS" in self.kernel.arg_names:
+            self.arguments[self.kernel.arg_names.index("FOLLOWS")] = self.follows = True
+            self.how["launch_pdl"] = True
 
     def record(self, live: dict[str, Any]) -> None:
         """Launch through Triton, which compiles, and keep what it compiled."""
@@ -141,6 +151,9 @@ class Recipe:
             self.numbers = [name for name in self.names if not isinstance(live[name], Tensor)]
             live = live | self._tensors(space)
             with on_device(device):
+                if can_follow():
+                    for step in self.steps[1:]:
+                        step.follow()
                 for step in self.steps:
                     step.record(live)
             return
@@ -234,6 +247,15 @@ def launches_are_watched() -> bool:
         return True
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def can_follow() -> bool:
+    """Whether a launch can be made ready while another runs, on the current device."""
+    if not HAS_FOLLOWERS or is_interpreted():
+        return False
+    active: Any = driver.active
+    target = active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
 
 
 def current_stream(device: torch.device) -> int:

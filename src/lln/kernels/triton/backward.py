@@ -22,6 +22,7 @@ from lln.kernels.triton.backward_ranges import (
     store_beta_grad,
 )
 from lln.kernels.triton.mixing import mix_rows
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     find_program,
     find_stretch,
@@ -130,9 +131,10 @@ def query_bwd_kernel(
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, ALPHA_GRAD: tl.constexpr, EVEN: tl.constexpr,
     QUIET: tl.constexpr, MIX: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of queries of one (sample, head): dq, and partial dCᵀ and shift in float32."""
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, T, H, PACKED, False
@@ -175,8 +177,10 @@ def gather_parts(
 def gather_kernel(
     p_shift_parts, p_dc_parts, p_shift, p_dc, parts,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Sum ROWS channels of the partial dCᵀ, and the partial shifts."""
+    wait_for_launch(FOLLOWS)
     index = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slots = tl.arange(0, BD)
@@ -203,12 +207,13 @@ def key_bwd_kernel(
     BETA_GRAD: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr,
     MIX: tl.constexpr, MIX_GRAD: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr, FOLDS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of keys of one (sample, summary head): dk, dv, and with the diagonal dq.
 
     FOLDS: shift and dC come in parts, which every program sums up.
     """
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, S, SH, PACKED, SHIFTED

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from lln.kernels.triton.mixing import mix_outputs
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     block_softmax,
     find_program,
@@ -134,12 +135,13 @@ def read_kernel(
     BE: tl.constexpr, BT: tl.constexpr, HAS_ALPHA: tl.constexpr, QUIET: tl.constexpr,
     ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr, PLAIN: tl.constexpr,
-    FOLDS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FOLDS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch (a program's share) of queries of one (sample, head) reads its summary.
 
     FOLDS: the summary comes in parts, which every program merges; one of them writes it down.
     """
+    wait_for_launch(FOLLOWS)
     split, index, _ = find_program()
     summary, slots = index // R, tl.arange(0, BD)
     if FOLDS:

@@ -21,6 +21,7 @@ from lln.kernels.call import mask_bytes, strides_of
 from lln.kernels.recipes import Recipe, Room, Step, follow, over_tiles
 from lln.kernels.shapes import look_of
 from lln.kernels.sizes import Sizes, cdiv, choose_sizes
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import find_stretch, load_rows, rows_of, token_ok, widen_turned
 from lln.matching.curves import Curve
 from lln.matching.moments import SPREAD_FLOOR
@@ -35,9 +36,10 @@ def measure_kernel(
     program_tokens,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, HAS_MASK: tl.constexpr,
-    QUERY_MASK: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    QUERY_MASK: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """A stretch of queries (first B·H rows of the grid) or of keys (the rest)."""
+    wait_for_launch(FOLLOWS)
     split, splits = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
     if row < B * H:
@@ -85,8 +87,10 @@ def temperature_kernel(
     p_squares, p_counts, p_means, p_spreads, p_results, heads_in_all, splits, T,
     c0, c1, c2, c3, c4, x0, x1, x2, x3, least_p, most_p, least_n, most_n, floor,
     R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ALL_QUERIES: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One head: merge its stretches, then Eq. (10)."""
+    wait_for_launch(FOLLOWS)
     index = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, BD)
     squares, count = 0.0, 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     NEVER,
     add_tile,
@@ -104,12 +105,13 @@ def summarise_kernel(
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_BETA: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One split of one (sample, summary head) → a partial summary in float32.
 
     SHIFTED: splits begin where the blocks of a causal walk begin.
     """
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, S, SH, PACKED, SHIFTED
@@ -157,8 +159,10 @@ def store_summary(
 def merge_kernel(
     p_peak, p_mass, p_sum, p_log_mass, p_centroid, parts,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Merge ROWS slots of the partial summaries."""
+    wait_for_launch(FOLLOWS)
     index = tl.program_id(1).to(tl.int64)
     slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b_log_mass, b_c = merge_parts(p_peak, p_mass, p_sum, index, parts, slots, BD, BE, ROWS)

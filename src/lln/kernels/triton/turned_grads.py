@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lln.kernels.triton.backward_ranges import store_beta_grad
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     NEVER,
     exponential,
@@ -100,9 +101,10 @@ def key_turned_kernel(
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_BETA: tl.constexpr, BETA_GRAD: tl.constexpr, EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of keys of one (sample, summary head): dk and dv of the LLN part."""
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, S, SH, PACKED, False

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from lln.kernels.triton.backward_ranges import store_beta_grad
 from lln.kernels.triton.mixing import load_gradient
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     block_softmax,
     find_program,
@@ -108,9 +109,10 @@ def joint_turned_kernel(
     BE: tl.constexpr, BT: tl.constexpr, HAS_BETA: tl.constexpr, BETA_GRAD: tl.constexpr,
     EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of tokens of one (sample, summary head): dk, dv, and the blocks' part of dq."""
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, S, SH, PACKED, SHIFTED

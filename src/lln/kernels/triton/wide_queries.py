@@ -17,9 +17,11 @@ import triton.language as tl
 from lln.kernels.triton.backward import load_summary
 from lln.kernels.triton.backward_ranges import centred_queries
 from lln.kernels.triton.mixing import load_gradient, mix_rows
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     NEVER,
     exponential,
+    fetch_rows,
     find_program,
     find_stretch,
     load_queries,
@@ -43,12 +45,13 @@ def query_rows_kernel(
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, ALPHA_GRAD: tl.constexpr, EVEN: tl.constexpr,
     QUIET: tl.constexpr, MIX: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of queries of one (sample, head): dq, Z and m, and its part of dα.
 
     With the diagonal part dq is written later, by the pass over both parts, unless ``SPLIT``.
     """
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, T, H, PACKED, False
@@ -65,6 +68,8 @@ def query_rows_kernel(
     for first in tl.range(start, end, BT, num_stages=STAGES):
         inside = first + rows < end
         ok = token_ok(p_mask, first, end, BT, QUIET)
+        fetch_rows(q, first + BT, end, BT, D, BD)
+        fetch_rows(gradients, first + BT, end, BT, E, BE)
         b_q = load_queries(q, first, inside, ok, BT, D, BD, EVEN, QUIET)
         _, b_do, _, b_row, _ = load_gradient(
             gradients, mixes, mix, first, inside, E, BE, BT, MIX, EVEN
@@ -97,13 +102,14 @@ def slot_grad_kernel(
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     SLOTS: tl.constexpr, OUT_D: tl.constexpr, OUT_E: tl.constexpr, BT: tl.constexpr,
     HAS_ALPHA: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr, MIX: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """SLOTS slots of one stretch of one (sample, head): their columns of dCᵀ, and their shift.
 
     dCᵀ is ``[OUT_E, OUT_D]``. Where that is all that reads a summary, it is final; else a part,
     which is padded. Heads come in reverse: what the first pass has touched last is in the cache.
     """
+    wait_for_launch(FOLLOWS)
     SHARES: tl.constexpr = BD // SLOTS
     split, first_slot = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES * SLOTS
     index = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)

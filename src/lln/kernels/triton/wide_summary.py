@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     NEVER,
     add_tile,
@@ -76,12 +77,13 @@ def summarise_slots_kernel(
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     SLOTS: tl.constexpr, BT: tl.constexpr, HAS_BETA: tl.constexpr, EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """SLOTS slots of one split of one (sample, summary head).
 
     WHOLE: the split has all keys, so log-mass and centroid are written, else a partial summary.
     """
+    wait_for_launch(FOLLOWS)
     SHARES: tl.constexpr = BD // SLOTS
     place, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
     split, first_slot = place // SHARES, place % SHARES * SLOTS

@@ -15,6 +15,7 @@ from lln.kernels.triton.causal_chunks.chunk_states import load_top, load_whole_s
 from lln.kernels.triton.causal_walks.gathering import load_levels
 from lln.kernels.triton.causal_walks.tiles import query_exponents
 from lln.kernels.triton.mixing import load_gradient
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     exponential,
     load_rows,
@@ -37,9 +38,10 @@ def chunk_key_kernel(
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr,
     ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, EXP: tl.constexpr,
-    LOW: tl.constexpr, PRECISION: tl.constexpr,
+    LOW: tl.constexpr, PRECISION: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one (sample, query head): dk and dv."""
+    wait_for_launch(FOLLOWS)
     chunk, index, batch, head, first, place, part = find_chunk(
         program_tokens, segments, H, BT, True
     )

@@ -17,6 +17,7 @@ from lln.kernels.triton.causal_chunks.chunk_rows import (
 )
 from lln.kernels.triton.causal_chunks.chunk_states import load_top, load_whole_state
 from lln.kernels.triton.mixing import load_gradient
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     block_scores,
     exponential,
@@ -39,9 +40,10 @@ def chunk_query_kernel(
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr,
     ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, EXP: tl.constexpr,
-    LOW: tl.constexpr, PRECISION: tl.constexpr,
+    LOW: tl.constexpr, PRECISION: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one (sample, query head): dq, Z, δ, and whether any row is lost."""
+    wait_for_launch(FOLLOWS)
     chunk, index, batch, head, first, place, part = find_chunk(
         program_tokens, segments, H, BT, False
     )

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from lln.kernels.triton.causal_walks.gathering import load_levels
 from lln.kernels.triton.mixing import load_gradient
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     NEVER,
     add_tile,
@@ -40,14 +41,14 @@ def load_chunk_state(
 ):  # fmt: skip
     """A chunk's state within its stretch: peak, mass and sum.
 
-    The first chunk of a stretch (BEHIND: the last one) has none, and none is read. The peaks before
-    a chunk are those at the end of the chunk before.
+    The first chunk of a stretch (BEHIND: the last one) has mass zero, and no sum is read. The peaks
+    before a chunk are those at the end of the chunk before; those of the first one do not matter.
     """
     slots, channels = tl.arange(0, BD), tl.arange(0, BE)
     has_some = has_state(chunk, chunks, program_tokens // BT, BEHIND)
-    own = place if BEHIND else place - 1
-    b_peak = tl.load(p_chunk_peak + own * BD + slots, mask=has_some, other=NEVER)
-    b_mass = tl.load(p_chunk_mass + place * BD + slots, mask=has_some, other=0.0)
+    own = place if BEHIND else tl.where(has_some, place - 1, place)
+    b_peak = tl.load(p_chunk_peak + own * BD + slots)
+    b_mass = tl.load(p_chunk_mass + place * BD + slots)
     p_in = p_chunk_sum + place * BD * BE + slots[:, None] * BE + channels[None, :]
     return b_peak, b_mass, tl.load(p_in, mask=has_some, other=0.0)
 
@@ -86,9 +87,9 @@ def has_state(chunk, chunks, count, BEHIND: tl.constexpr):
 def store_chunk_state(
     p_chunk_mass, p_chunk_sum, place, has_some, b_mass, b_sum, BD: tl.constexpr, BE: tl.constexpr
 ):
-    """Mass and sum of a chunk's state, where there is one."""
+    """Mass of a chunk's state, and its sum where there is one."""
     slots, channels = tl.arange(0, BD), tl.arange(0, BE)
-    tl.store(p_chunk_mass + place * BD + slots, b_mass, mask=has_some)
+    tl.store(p_chunk_mass + place * BD + slots, b_mass)
     p_out = p_chunk_sum + place * BD * BE + slots[:, None] * BE + channels[None, :]
     tl.store(p_out, b_sum, mask=has_some)
 
@@ -110,13 +111,14 @@ def chunk_states_kernel(
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head): the state of its keys before each of its chunks.
 
     Also the peak behind each chunk, with ``HAS_STATE`` the stretch's whole state, and the mark that
     says that no row is lost yet.
     """
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_k, split, index, program_tokens, T, H, False, False
@@ -151,8 +153,10 @@ def chunk_gather_kernel(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     HAS_ALPHA: tl.constexpr, HAS_STATE: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
     EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head): the gathered state behind each of its chunks."""
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_q, split, index, program_tokens, T, H, False, False
@@ -174,7 +178,7 @@ def chunk_gather_kernel(
         b_z, b_delta = load_levels(p_z + index * T, p_delta + index * T, first, inside, BT)
         place = index * chunks + first // BT
         store_chunk_state(p_chunk_mass, p_chunk_sum, place, step > 0, b_level, b_sum, BD, BE)
-        tl.store(p_chunk_peak + place * BD + slots, b_peak, mask=step > 0)
+        tl.store(p_chunk_peak + place * BD + slots, b_peak)
         b_x = widen_turned(b_q, BD) * alpha_here
         if D < BD:
             b_x = tl.where((slots < D)[:, None], b_x, NEVER)

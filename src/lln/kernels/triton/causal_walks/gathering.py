@@ -13,6 +13,7 @@ import triton.language as tl
 from lln.kernels.triton.causal_walks.queries import ALWAYS
 from lln.kernels.triton.causal_walks.tiles import query_exponents
 from lln.kernels.triton.mixing import load_gradient, mix_rows
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     exponential,
     find_program,
@@ -60,9 +61,10 @@ def causal_gather_kernel(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     HAS_ALPHA: tl.constexpr, QUIET: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
     PACKED: tl.constexpr, SHIFTED: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """The gathered state of one stretch alone."""
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, T, H, PACKED, SHIFTED

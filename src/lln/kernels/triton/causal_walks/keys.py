@@ -19,6 +19,7 @@ from lln.kernels.triton.causal_walks.gathering import gather_tile, load_levels
 from lln.kernels.triton.causal_walks.states import load_state
 from lln.kernels.triton.causal_walks.tiles import load_tile, query_exponents
 from lln.kernels.triton.mixing import load_gradient, mix_rows
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     block_softmax,
     exponential,
@@ -49,9 +50,10 @@ def causal_key_kernel(
     BETA_GRAD: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr,
     EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
     SHIFTED: tl.constexpr, EXACT: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head), backward over its tiles: dk, dv, part of dβ."""
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
         if tl.load(p_lost + part) == 0:

@@ -13,6 +13,7 @@ import triton.language as tl
 from lln.kernels.triton.causal_walks.states import load_state
 from lln.kernels.triton.causal_walks.tiles import any_lost, load_tile, take_tile, weigh_rows
 from lln.kernels.triton.mixing import mix_outputs
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     block_softmax,
     find_program,
@@ -37,9 +38,10 @@ def causal_fwd_kernel(
     QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
     SHIFTED: tl.constexpr, EXACT: tl.constexpr, EXP: tl.constexpr, LOW: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head): its outputs, and whether any row was lost."""
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
         if tl.load(p_lost + part) == 0:

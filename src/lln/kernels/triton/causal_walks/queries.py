@@ -15,6 +15,7 @@ from lln.kernels.triton.causal_walks.exact import exact_products
 from lln.kernels.triton.causal_walks.states import load_state
 from lln.kernels.triton.causal_walks.tiles import any_lost, load_tile, take_tile, weigh_rows
 from lln.kernels.triton.mixing import load_gradient, mix_rows
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     block_softmax,
     find_program,
@@ -45,8 +46,10 @@ def causal_query_kernel(
     ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr, EXACT: tl.constexpr,
     EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one (sample, query head), from its first tile: dq, Z, δ, parts of dα, dmix."""
+    wait_for_launch(FOLLOWS)
     split, index, part = find_program()
     if EXACT:  # noqa: SIM102 (EXACT is known when compiling)
         if tl.load(p_lost + part) == 0:

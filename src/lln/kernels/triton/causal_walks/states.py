@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.summaries import (
     empty_partial,
     load_partial,
@@ -33,11 +34,13 @@ def load_state(
 def scan_kernel(
     p_peak, p_mass, p_sum, p_peak_out, p_mass_out, p_sum_out, segments,
     BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, REVERSE: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Turn every stretch's own sums into those of all stretches before (or after) it.
 
     Not in place: several warps load the same peak, and one could store before another loads.
     """
+    wait_for_launch(FOLLOWS)
     index = tl.program_id(1).to(tl.int64)
     slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b_peak, b_mass, b_sum = empty_partial(ROWS, BE)
