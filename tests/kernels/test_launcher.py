@@ -13,6 +13,7 @@ from tests.kernels.test_repeats import (
     inputs_of,
     kept_inputs,
     outcome,
+    outcome_of_parts,
     scales,
     with_options,
 )
@@ -175,6 +176,20 @@ def test_other_shapes(how, options, ways, monkeypatch):
     usual = "key_heads" not in how or "alpha" in options
     assert ways.count()[:2] == ((1, 0) if usual else (3, 0))
     assert are_equal(found[2], by_python(monkeypatch, attend, inputs_of(2, **how)))
+
+
+def test_parts_of_one_projection(ways, monkeypatch):
+    """Their gradients do not lie in memory as they do: nothing is between the rows."""
+    attend = with_options()
+    found = [outcome_of_parts(attend, seed) for seed in (0, 1, 2)]
+    assert ways.count() == (1, 0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(repeats, "again", None)
+        patch.setattr(repeats, "_known", {})
+        patch.setattr(compiled_launcher, "_found", "not now")
+        expected = outcome_of_parts(attend, 2)
+    assert are_equal(found[2], expected)
+    assert [side.stride() for side in found[2]] == [side.stride() for side in expected]
 
 
 def test_numbers_are_those_of_the_call(ways, monkeypatch):

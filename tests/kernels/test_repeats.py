@@ -77,6 +77,22 @@ def inputs_of(seed, tokens=40, dtype=torch.float32, key_heads=None, requires_gra
     return [side.requires_grad_(requires_grad) for side in sides]
 
 
+def parts_of_a_projection(seed, **how):
+    """Query, key and value as most models make them, in one tensor ``[B, N, 3, H, D]``."""
+    sides = [side.transpose(1, 2) for side in inputs_of(seed, requires_grad=False, **how)]
+    whole = torch.stack(sides, 2).requires_grad_()
+    return whole, [side.transpose(1, 2) for side in whole.unbind(2)]
+
+
+def outcome_of_parts(attend, seed):
+    """Output, and the gradient of the projection."""
+    whole, inputs = parts_of_a_projection(seed)
+    out = attend(*inputs)
+    rows = out.transpose(1, 2).flatten(-2)
+    sent = torch.linspace(-1, 1, rows.numel(), device=DEVICE, dtype=rows.dtype)
+    return [out, *torch.autograd.grad(rows, whole, sent.view(rows.shape))]
+
+
 def outcome(attend, inputs, upstream=None):
     out = attend(*inputs)
     if not out.requires_grad:
@@ -172,6 +188,25 @@ def test_numbers_are_those_of_the_call(long_ways):
     options = {"alpha": 1.0, "beta": 1.0, "mix": 0.9, "block_size": 16}
     expected = lln.lln_diag_attention(*wide, **options, impl="eager")
     torch.testing.assert_close(outs[-1], expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_one_projection(long_ways, monkeypatch):
+    """Their gradients do not lie in memory as they do: nothing is between the rows."""
+    differentiated, learn = [], repeats.Repeat.learn
+    monkeypatch.setattr(
+        repeats.Repeat, "learn", lambda *given: differentiated.append(learn(*given))
+    )
+    attend = with_options(**NUMBERS)
+    found = [outcome_of_parts(attend, seed) for seed in (0, 1, 2, 3)]
+    assert len(long_ways) == 1
+    # The first pass of the kind, and none after it.
+    assert len(differentiated) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(repeats, "_known", {})
+        expected = outcome_of_parts(attend, 3)
+    for side, other in zip(found[3], expected, strict=True):
+        assert torch.equal(side, other)
+        assert side.stride() == other.stride()
 
 
 @pytest.mark.slow
@@ -282,23 +317,20 @@ def test_no_tensor_is_kept(long_ways):
 
 
 def test_preparing_later_calls_takes_no_memory(monkeypatch):
-    made = []
-    learn, empty_like = repeats.Repeat.learn, torch.empty_like
-
-    def recorded(side, **options):
-        found = empty_like(side, **options)
-        made.append(found.device.type)
-        return found
+    """At the end of a backward pass memory is as full as it gets."""
+    made, learned, learn = [], [], repeats.Repeat.learn
 
     def watched(*arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty_like", recorded)
-            learn(*arguments)
+            for name in ("empty", "empty_like"):
+                patch.setattr(torch, name, lambda *given, **options: made.append(given))
+            learned.append(learn(*arguments))
 
     monkeypatch.setattr(repeats.Repeat, "learn", watched)
     for seed in range(2):
         outcome(with_options(**NUMBERS), inputs_of(seed))
-    assert made == ["meta"] * 3
+    assert len(learned) == 1
+    assert not made
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -324,8 +325,13 @@ Tensor room(
       type, at::kStrided, device, false);
 }
 
+// Lies in memory as `torch.empty_like` has it: without the gaps of a part of a larger tensor.
 Tensor alike(const Tensor& side) {
-  return room(side.sizes(), side.strides(), side.scalar_type(), side.device());
+  if (side.is_non_overlapping_and_dense()) {
+    return room(side.sizes(), side.strides(), side.scalar_type(), side.device());
+  }
+  const auto strides = at::infer_dense_strides(side.sizes(), side.strides());
+  return room(side.sizes(), strides, side.scalar_type(), side.device());
 }
 
 uint64_t address_of(const Tensor& side) {
