@@ -168,10 +168,13 @@ def launcher_table(content: dict[str, Any]) -> str:
             cells = [f"{best[0]:.0f} / {best[1]:.0f}"] * len(LAUNCHERS)
         lines.append([title, *cells])
     setup = content["setup"]
+    # A run that was stopped has fewer rounds than were asked for.
+    rounds = min(len(found) for found in content["runs"].values())
+    best_of = "One process" if rounds == 1 else f"The best of {rounds} processes"
     caption = (
         "Host time of a call from Python, forward / forward and backward, and how many times that "
         f"is SDPA's; batch 1, {content['heads']} heads of {content['width']}, {tokens} tokens, "
-        f"bfloat16. The best of {content['rounds']} processes. "
+        f"bfloat16. {best_of} with each launcher. "
         f"{content['note'] + ' ' if 'note' in content else ''}"
         f"{setup['device']}, torch {setup['torch']}; {source(setup)}."
     )

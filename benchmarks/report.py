@@ -21,6 +21,7 @@ from benchmarks.tables import (
     roberta_summary,
     roberta_table,
     speed_summary,
+    trees_table,
 )
 from benchmarks.targets import main_rows, targets_table
 from lln.studies.bench.compare import add_ratios
@@ -45,6 +46,7 @@ def main() -> None:
     fill_cpu()
     fill_gpu()
     fill_fla()
+    fill_trees()
     fill_roberta()
     fill_peers()
     attempts = json.loads((RESULTS / "attempts.json").read_text())
@@ -85,15 +87,26 @@ def fill_gpu() -> None:
         summary = speed_summary(gpu, main_rows(gpu), GPU_LENGTHS, setting)
     fill(README, "gpu-speed", summary)
     fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
-    fill(BENCHMARKS, "gpu-targets", targets_table(gpu) if gpu else command)
+    fla = read("cuda-fla")
+    fill(BENCHMARKS, "gpu-targets", targets_table(gpu, fla) if gpu else command)
     fill(BENCHMARKS, "gpu-other", gpu_other_table(gpu) if gpu else command)
 
 
 def fill_fla() -> None:
-    """Causal attention against flash-linear-attention, from the run that had it installed."""
-    run = read("cuda-d64")
-    command = missing("lln bench --device cuda", "cuda-d64")
+    """Causal attention against flash-linear-attention, in a run of their own."""
+    run = read("cuda-fla")
+    command = missing(
+        "lln bench --device cuda --passes forward --operations lln_causal fla_causal_raw",
+        "cuda-fla",
+    )
     fill(BENCHMARKS, "gpu-fla", fla_table(run) if run else command)
+
+
+def fill_trees() -> None:
+    """The kernels before and after, in turn on one machine."""
+    trees = read("two_trees")
+    command = missing("python -m benchmarks.two_trees OLD/src NEW/src", "two_trees")
+    fill(BENCHMARKS, "two-trees", trees_table(trees) if trees else command)
 
 
 def fill_roberta() -> None:
@@ -142,7 +155,7 @@ def read(name: str) -> dict | None:
     if not path.exists():
         return None
     results = json.loads(path.read_text("utf-8"))
-    if name in ("cpu", "cpu-x86", "cpu-compiled", "cuda", "cuda-d64"):
+    if name in ("cpu", "cpu-x86", "cpu-compiled", "cuda", "cuda-fla"):
         # Older files name operations that are timed no more, and carry no ratios.
         results["cases"] = [row for row in results["cases"] if row["operation"] in OPERATIONS]
         add_ratios(results["cases"])

@@ -79,6 +79,50 @@ def causal_cpu_table(plain: dict, compiled: dict) -> str:
     return table(["N", "SDPA", *ours, "SDPA fwd+bwd", *ours], lines, caption)
 
 
+def trees_table(results: dict) -> str:
+    """Every call of `benchmarks.two_trees` with the older and the newer package."""
+    before, after = results["milliseconds"]["old"], results["milliseconds"]["new"]
+    lines = []
+    for kind, factor, unit in (("graph", 1, "ms"), ("host", 1000, "µs")):
+        names = dict.fromkeys(
+            name.removeprefix(f"{kind} ").removesuffix(" forward")
+            for name in after
+            if name.startswith(f"{kind} ") and name.endswith(" forward")
+        )
+        for name in names:
+            cells = [_call(name), "GPU" if kind == "graph" else "host"]
+            for what in ("forward", "forward + backward"):
+                old, new = (tree[f"{kind} {name} {what}"] * factor for tree in (before, after))
+                number = "{:.3f}" if unit == "ms" else "{:.0f}"
+                cells += [f"{number.format(old)} {unit}", f"{number.format(new)} {unit}"]
+                cells.append(f"{new / old:.2f}")
+            lines.append(cells)
+    old, new = results["commits"]
+    caption = (
+        "65,536 tokens (host: one sequence of 512), H = 12; bfloat16, D = 64, α and β given and "
+        "blocks of as many tokens as a head has channels, where a row does not say otherwise. "
+        "*GPU*: replayed as a CUDA graph; *host*: what the host spends on a call from Python. "
+        f"Softmax is cuDNN's. {results['device']}, torch {results['torch']}; made by "
+        f"`{results['command']}`, commits `{old}` and `{new}`."
+    )
+    heads = ["call", "time of", "before", "after", "ratio"]
+    return table([*heads, *(f"{head}, fwd+bwd" for head in heads[2:])], lines, caption)
+
+
+def _call(name: str) -> str:
+    """ "lln_diag_64 D = 32 4096" → "LLN + Diag, blocks of 64, D = 32, N = 4,096"."""
+    kind, *words = name.split()
+    title = {
+        "lln": "LLN",
+        "lln_diag": "LLN + Diag",
+        "lln_diag_64": "LLN + Diag, blocks of 64",
+        "diag": "Diag alone",
+        "softmax": "softmax",
+    }[kind]
+    width = " ".join(words[:-1])
+    return ", ".join(part for part in (title, width, f"N = {int(words[-1]):,}") if part)
+
+
 def fla_table(results: dict) -> str:
     """Causal LLN and flash-linear-attention, replayed as CUDA graphs."""
     names = ("lln_causal", "fla_causal_raw", "fla_causal")
@@ -87,24 +131,30 @@ def fla_table(results: dict) -> str:
         for row in results["cases"]
         if row["operation"] in names
     }
+    titles = dict(zip(names, ("LLN", "fla, sums alone", "fla, normalised"), strict=True))
+    # A run need not have every column.
+    columns = [
+        (name, backward)
+        for backward in (False, True)
+        for name in names
+        if any(key[:2] == (name, backward) for key in times)
+    ]
     lines = []
     for tokens in sorted({tokens for *_, tokens in times}):
         cells = [str(tokens)]
-        for backward in (False, True):
-            own, *others = (times.get((name, backward, tokens)) for name in names)
-            cells.append("" if own is None else f"{own:.3f}")
-            for other in others:
-                share = f" ({own / other:.2f})" if own and other else ""
-                cells.append("" if other is None else f"{other:.3f}{share}")
+        for name, backward in columns:
+            own, found = (times.get((key, backward, tokens)) for key in (names[0], name))
+            share = f" ({own / found:.2f})" if own and found and name != names[0] else ""
+            cells.append("" if found is None else f"{found:.3f}{share}")
         lines.append(cells)
-    heads = ["LLN", "fla, sums alone", "fla, normalised"]
+    heads = [titles[name] + (", fwd+bwd" if backward else "") for name, backward in columns]
     environment = results["environment"]
     caption = (
         "Milliseconds of causal attention as CUDA graphs (in brackets the share that LLN takes), "
         f"bfloat16, 65,536 tokens, H = 12, D = 64. {environment['device']}, torch "
         f"{environment['torch']}, triton {environment['triton']}; {source(environment)}."
     )
-    return table(["N", *heads, *(f"{name}, fwd+bwd" for name in heads)], lines, caption)
+    return table(["N", *heads], lines, caption)
 
 
 def speed_summary(results: dict, rows: list[Row], lengths: tuple[int, ...], setting: str) -> str:

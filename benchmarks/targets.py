@@ -29,6 +29,7 @@ class Target:
         width: The head width it speaks of.
         timed: Whether there are two answers, as a CUDA graph and called from Python; else the
             second only.
+        by_fla: Whether it speaks of flash-linear-attention, which has a run of its own.
     """
 
     asked: str
@@ -38,6 +39,7 @@ class Target:
     form: str = "{:.2f}"
     width: int = 64
     timed: bool = True
+    by_fla: bool = False
 
     def verdict(self, found: float | None) -> str:
         """``"met"``, ``"missed"`` or, without a measurement, nothing."""
@@ -56,14 +58,20 @@ def main_rows(results: dict, width: int = 64) -> list[Row]:
     ]
 
 
-def targets_table(results: dict) -> str:
-    """Markdown: asked, measured as a CUDA graph and from Python, met or missed."""
+def targets_table(results: dict, fla: dict | None = None) -> str:
+    """Markdown: asked, measured as a CUDA graph and from Python, met or missed.
+
+    Args:
+        results: Content of a results file.
+        fla: The same of a run with flash-linear-attention; None = the same run.
+    """
     heads = ["what is asked, at every N measured", "as CUDA graph", "", "called from Python", ""]
     lines = []
     for target in TARGETS:
         cells = [target.asked] if target.timed else [target.asked, "", ""]
         for field in (GRAPH, PYTHON) if target.timed else (PYTHON,):
-            found = target.measure(main_rows(results, target.width), field)
+            run = fla if fla and target.by_fla else results
+            found = target.measure(main_rows(run, target.width), field)
             cells += ["" if found is None else target.form.format(found), target.verdict(found)]
         lines.append(cells)
     return table(heads, lines, "The worst of all lengths; an empty cell was not measured.")
@@ -166,12 +174,14 @@ TARGETS = (
         _versus("fla_causal"),
         1.0,
         form="{:.2f} of its time",
+        by_fla=True,
     ),
     Target(
         "… nor than 1.1 × its sums alone, without normaliser",
         _versus("fla_causal_raw"),
         1.1,
         form="{:.2f} of its time",
+        by_fla=True,
     ),
     Target(
         "causal LLN faster than the best causal softmax from N = 2,048",

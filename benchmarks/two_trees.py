@@ -56,7 +56,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any]]]:
             lambda *s: lln.lln_diag_attention(*s, key_mask=mask, **causal),
         ),
         "lln D = 128 2048": (wide, lambda *s: lln.lln_attention(*s, **GIVEN)),
-        "lln_diag D = 128 2048": (
+        "lln_diag_64 D = 128 2048": (
             wide,
             lambda *s: lln.lln_diag_attention(*s, block_size=64, **GIVEN),
         ),

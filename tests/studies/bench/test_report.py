@@ -7,11 +7,13 @@ import pytest
 from benchmarks import report
 from benchmarks.tables import (
     cpu_table,
+    fla_table,
     gpu_other_table,
     gpu_table,
     roberta_summary,
     roberta_table,
     speed_summary,
+    trees_table,
 )
 from benchmarks.targets import TARGETS, targets_table
 
@@ -112,6 +114,50 @@ def test_the_backward_of_causal_blocks_is_compared_with_causal_lln():
     assert verdicts(*cases)[name] == ["", "", "", ""]
     cases.append(row("lln_diag_causal", 512, 5.0, backward=True))
     assert verdicts(*cases)[name][:2] == ["1.50 of its time", "missed"]
+
+
+def test_fla_is_compared_within_its_own_run():
+    own = results(row("lln_causal", 512, 1.0), row("fla_causal_raw", 512, 2.0))
+    fla = results(row("lln_causal", 512, 3.0), row("fla_causal_raw", 512, 4.0))
+    name = "… nor than 1.1 × its sums alone, without normaliser"
+    for given, expected in (((own, fla), "0.75"), ((own,), "0.50")):
+        (line,) = [line for line in targets_table(*given).splitlines() if name in line]
+        assert f"| {expected} of its time | met |" in line
+    lines = fla_table(fla).splitlines()
+    # No column for what was not run.
+    assert lines[0] == "| N | LLN | fla, sums alone |"
+    assert lines[2] == "| 512 | 3.000 | 4.000 (0.75) |"
+    both = results(*fla["cases"], row("lln_causal", 512, 5.0, backward=True))
+    assert fla_table(both).splitlines()[0] == "| N | LLN | fla, sums alone | LLN, fwd+bwd |"
+
+
+def test_two_trees_are_compared_call_by_call():
+    def times(factor):
+        names = (
+            "graph lln_diag_64 D = 32 4096",
+            "host lln matched 512",
+            "graph softmax causal 512",
+        )
+        both = [(name, what) for name in names for what in ("forward", "forward + backward")]
+        return {f"{name} {what}": factor * (1 + k / 4) for k, (name, what) in enumerate(both)}
+
+    found = trees_table(
+        {
+            "device": "a GPU",
+            "torch": "2.11",
+            "command": "python -m benchmarks.two_trees OLD/src NEW/src",
+            "commits": ["0123456", "789abcd"],
+            "milliseconds": {"old": times(2.0), "new": times(1.0)},
+        }
+    ).splitlines()
+    assert found[2:5] == [
+        "| LLN + Diag, blocks of 64, D = 32, N = 4,096 | GPU | 2.000 ms | 1.000 ms | 0.50 "
+        "| 2.500 ms | 1.250 ms | 0.50 |",
+        "| softmax, causal, N = 512 | GPU | 4.000 ms | 2.000 ms | 0.50 "
+        "| 4.500 ms | 2.250 ms | 0.50 |",
+        "| LLN, matched, N = 512 | host | 3000 µs | 1500 µs | 0.50 | 3500 µs | 1750 µs | 0.50 |",
+    ]
+    assert "commits `0123456` and `789abcd`" in found[-1]
 
 
 def test_wide_and_narrow_heads_have_targets_of_their_own():
