@@ -26,7 +26,7 @@ def sides_of(tokens=96, keys=None, width=32, values=48, transposed=False):
 
 def attention(sides, block_size=0, **options):
     """LLN, or LLN + Diag with blocks of a size."""
-    options = GIVEN | options
+    options = {name: one for name, one in (GIVEN | options).items() if one is not None}
     if block_size:
         return lln.lln_diag_attention(*sides, block_size=block_size, **options)
     return lln.lln_attention(*sides, **options)
@@ -82,6 +82,13 @@ def test_widths(width, values, taken):
 def test_blocks(block_size, taken):
     check(sides_of(tokens=2 * block_size), block_size=block_size)
     assert taken
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 40, 64, 65, 143])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_last_block_that_is_shorter(tokens, block_size, taken):
+    check(sides_of(tokens), block_size=block_size, mix=0.3)
+    assert taken == ["forward", "backward"]
 
 
 @pytest.mark.parametrize(("mix", "scale"), [(0.0, 0.3), (1.0, None), (0.25, 0.1)])
@@ -143,9 +150,11 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("block_size", [0, 16])
-def test_masks(mask, block_size, taken):
-    check(sides_of(150), block_size=block_size, key_mask=MASKS[mask])
+@pytest.mark.parametrize("block_size", [0, 16, 64, 160])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_masks(mask, block_size, transposed, taken):
+    sides = sides_of(150, transposed=transposed)
+    check(sides, block_size=block_size, key_mask=MASKS[mask], mix=0.3 if block_size else None)
     assert taken == ["forward", "backward"]
 
 
@@ -155,14 +164,16 @@ def test_a_mask_for_other_lengths_of_keys(taken):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_what_is_masked_is_not_seen(bad, taken):
+@pytest.mark.parametrize("block_size", [0, 32])
+def test_what_is_masked_is_not_seen(bad, block_size, taken):
     mask = MASKS["some"]
     clean = [side.detach() for side in sides_of(150)]
     sides = [side.clone() for side in clean]
     for side in sides[1:]:
         side[~mask[:, None].expand(side.shape[:3])] = bad
-    found = outcome([side.requires_grad_() for side in sides], key_mask=mask)
-    expected = outcome([side.requires_grad_() for side in clean], key_mask=mask)
+    options = {"block_size": block_size, "key_mask": mask}
+    found = outcome([side.requires_grad_() for side in sides], **options)
+    expected = outcome([side.requires_grad_() for side in clean], **options)
     assert taken == ["forward", "backward"] * 2
     assert all(map(torch.equal, found, expected))
     assert all((side * ~mask[:, None, :, None] == 0).all() for side in found[2:])
@@ -180,7 +191,10 @@ def test_a_mask_that_changes_before_the_backward_pass_is_an_error(taken):
 def test_a_sample_without_keys_is_computed_by_torch(taken):
     mask = MASKS["some"].clone()
     mask[1] = False
-    assert attention(sides_of(150), key_mask=mask).isfinite().all()
+    sides = sides_of(150)
+    assert attention(sides, key_mask=mask).isfinite().all()
+    assert attention(sides, 16, key_mask=mask).isfinite().all()
+    assert lln.match_moments(*sides[:2], key_mask=mask)[0].isfinite().all()
     assert not taken
 
 
@@ -283,6 +297,22 @@ def test_matching(criterion, mean, dtype, taken):
         assert one.shape == (2, 3, 1, 1)
         # Of keys around 300 float32 holds the mean to 1e-5 of their spread.
         torch.testing.assert_close(one.double(), other, rtol=1e-4 if mean else 2e-6, atol=0)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("tokens", [150, 40])
+def test_matching_with_a_mask(mask, tokens, taken):
+    """Of as many queries as keys the masked ones do not count, of others all do."""
+    query, key, _ = (side.detach() for side in sides_of(tokens, 150))
+    for side in (query, key):
+        if side.shape[2] == 150:
+            side[~MASKS[mask][:, None].expand(side.shape[:3])] = float("nan")
+    found = lln.match_moments(query, key, key_mask=MASKS[mask])
+    expected = lln.match_moments(query.double(), key.double(), key_mask=MASKS[mask])
+    assert taken == ["match"]
+    for one, other in zip(found, expected, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e3])

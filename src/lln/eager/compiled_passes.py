@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
     """The short range of a call.
 
     Attributes:
-        size: b, divides T.
+        size: b; compiled passes also know a last block that is shorter.
         scale: Factor of the scores.
         mix: Share of LLN in the output.
     """
@@ -229,7 +229,7 @@ def forward(
         alpha: A number, or ``[n or 1, 1, 1]``.
         beta: Likewise.
         blocks: The short range; None = LLN alone.
-        key_mask: bool ``[B, S]``, True = attend, with a key in every sample; not with blocks.
+        key_mask: bool ``[B, S]``, True = attend, with a key in every sample.
         keeps: Whether the summary is asked for.
     """
     heads = query.shape[0] * query.shape[1]
@@ -302,16 +302,27 @@ def backward_causal(
     return made[0], made[1], made[2]
 
 
-def match(query: Tensor, key: Tensor, curve: CompiledCurve) -> tuple[Tensor, Tensor]:
-    """α and β by moment matching, ``[B, H, 1, 1]`` each."""
+def match(
+    query: Tensor, key: Tensor, curves: Sequence[CompiledCurve], key_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """α and β by moment matching, ``[B, H, 1, 1]`` each.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, H, S, D]``.
+        curves: One, with a mask one for every sample.
+        key_mask: bool ``[B, S]``, True = attend, with a key in every sample; if T = S it counts for
+            the queries too.
+    """
     alpha, beta = (query.new_empty((*query.shape[:2], 1, 1)) for _ in range(2))
-    call = _call(query, key, key, 1.0, 1.0, None)
-    _ask("lln_match", call, (query, key), curve, alpha, beta)
+    call = _call(query, key, key, 1.0, 1.0, None, key_mask)
+    own = (CompiledCurve * len(curves))(*curves)
+    _ask("lln_match", call, (query, key), own, alpha, beta)
     return alpha, beta
 
 
 def _ask(
-    name: str, call: _Call, sides: Sequence[Tensor], *others: Tensor | CompiledCurve
+    name: str, call: _Call, sides: Sequence[Tensor], *others: Tensor | ctypes.Array[CompiledCurve]
 ) -> float | None:
     """Call a function of the library.
 
@@ -319,7 +330,7 @@ def _ask(
         name: Which one.
         call: What to compute.
         sides: ``[B, H, tokens, channels]``, which it reads wherever they lie in memory.
-        others: Tensors without gaps, and the curve of matching.
+        others: Tensors without gaps, and the curves of matching.
     """
     rows = [_rows(side) for side in sides]
     places = [byref(_side(side)) for side in rows]

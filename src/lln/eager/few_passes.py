@@ -53,14 +53,27 @@ def suits(
     )
 
 
-def takes_blocks(query: Tensor, key: Tensor, value: Tensor, block_size: int) -> bool:
-    """Whether blocks are quicker here than by themselves; the call is one that `suits`."""
-    return WITH_BLOCKS or compiled_passes.suits(query, key, value, block_size)
+def takes_blocks(
+    query: Tensor, key: Tensor, value: Tensor, block_size: int, key_mask: Tensor | None
+) -> bool:
+    """Whether blocks are quicker here than by themselves; the call is one that `suits`.
+
+    Only compiled passes know masks, and a last block that is shorter than the others.
+    """
+    if key_mask is not None:
+        return takes_mask(query, key, value, key_mask, block_size)
+    if compiled_passes.suits(query, key, value, block_size):
+        return True
+    return WITH_BLOCKS and query.shape[2] % block_size == 0
 
 
-def takes_mask(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> bool:
+def takes_mask(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor, block_size: int = 0
+) -> bool:
     """Whether a mask is known here: to compiled passes, if every sample has a key to see."""
-    is_known = is_untraced_on_cpu(key_mask) and compiled_passes.suits(query, key, value)
+    if not is_untraced_on_cpu(key_mask):
+        return False
+    is_known = compiled_passes.suits(query, key, value, block_size)
     return is_known and bool(key_mask.any(-1).all())
 
 

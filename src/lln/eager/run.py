@@ -240,15 +240,13 @@ def _both_ranges(
         blocks: dict[str, Any] = {"block_size": block_size, "scale": scale, **shared}
         return join(long_range, _short_range(query, key, value, key_mask, **blocks), mix)
 
-    is_plain = impl == "eager" and not is_causal and key_mask is None
-    is_plain = is_plain and not isinstance(mix, Tensor)
+    is_plain = impl == "eager" and not is_causal and not isinstance(mix, Tensor)
     is_plain = is_plain and few_passes.suits(*sides, alpha, beta)
-    is_plain = is_plain and few_passes.takes_blocks(*sides, block_size)
     # The length comes last: a trace must not depend on it.
-    if is_plain and query.shape[2] % block_size == 0:
+    if is_plain and few_passes.takes_blocks(*sides, block_size, key_mask):
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         blocks = Blocks(block_size, factor, float(mix))
-        return few_passes.attend(*sides, alpha, beta, blocks, by_steps)
+        return few_passes.attend(*sides, alpha, beta, blocks, by_steps, key_mask)
     return by_steps(*sides)
 
 

@@ -125,14 +125,18 @@ def head_temperatures(
 ) -> tuple[Tensor, Tensor]:
     """`temperatures` of `head_moments`, which stay NumPy arrays where nobody traces the call."""
     width, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
-    if key_mask is not None or not is_untraced_on_cpu(query, key):
-        return temperatures(head_moments(query, key, key_mask), width, criterion)
-    dtype = accumulation_dtype(query.dtype)
-    if query.dtype != dtype:
-        query, key = query.to(dtype), key.to(dtype)
+    is_free = is_untraced_on_cpu(query, key)
     is_usual = criterion != "paper" and groups == 1 and query.numel() > 0 and key.numel() > 0
-    if is_usual and compiled_passes.suits(query, key, key):
-        return compiled_passes.match(query, key, _compiled_curve(width, key.shape[2], criterion))
+    dtype = accumulation_dtype(query.dtype)
+    if is_free and query.dtype != dtype:
+        query, key = query.to(dtype), key.to(dtype)
+    if is_free and is_usual and compiled_passes.suits(query, key, key):
+        keys = _keys_of_samples(key, key_mask)
+        if all(keys):
+            curves = [_compiled_curve(width, number, criterion) for number in keys]
+            return compiled_passes.match(query, key, curves, key_mask)
+    if key_mask is not None or not is_free:
+        return temperatures(head_moments(query, key, key_mask), width, criterion)
     # Infinity in the inputs shows in the result.
     with np.errstate(all="ignore"):
         sums = _plain_sums(query.detach(), key.detach())
@@ -140,6 +144,13 @@ def head_temperatures(
         found = _spreads(np, *found, head_width=width, criterion=criterion)
     alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
     return alpha, beta
+
+
+def _keys_of_samples(key: Tensor, key_mask: Tensor | None) -> list[int]:
+    """The number of keys, with a mask of every sample's; 0 where a mask is being traced."""
+    if key_mask is None:
+        return [key.shape[2]]
+    return key_mask.sum(-1).tolist() if is_untraced_on_cpu(key_mask) else [0]
 
 
 @cache

@@ -24,7 +24,11 @@ def test_cells_are_compared_with_the_best_softmax_of_any_process():
     }
     times["python"]["softmax 512"] = [20.0, 100.0]
     setup = {"device": "GPU", "torch": "2", "command": "make", "commit": "abc"}
-    content = {"times": times, "setup": setup, "rounds": 1, "heads": 2, "width": 8}
+    runs = {launcher: [{}] for launcher in times}
+    content = {"times": times, "setup": setup, "runs": runs, "heads": 2, "width": 8}
     lines = launcher_table(content).splitlines()
     assert lines[2] == "| softmax (SDPA) | 20 / 100 | 20 / 100 |"
     assert lines[3] == "| LLN | 100 / 300 (5.0× / 3.0×) | 50 / 150 (2.5× / 1.5×) |"
+    assert "One process with each launcher." in lines[-1]
+    runs["python"], runs["compiled"] = [{}] * 3, [{}] * 2
+    assert "The best of 2 processes with each launcher." in launcher_table(content)

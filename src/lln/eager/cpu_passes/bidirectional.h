@@ -15,15 +15,14 @@ struct SeenKeys {
   Call call;
   float *k, *v;
 
-  SeenKeys(const Head& head, int64_t index, Room& room) : call(head.call) {
-    const uint8_t* mask = call.mask + index / call.heads * call.keys;
+  SeenKeys(const Head& head, Room& room) : call(head.call) {
     const int64_t all_keys = call.keys;
     room.used = 0;
     k = room.take(all_keys * call.width);
     v = room.take(all_keys * call.value_width);
     call.keys = 0;
     for (int64_t t = 0; t < all_keys; ++t) {
-      if (!mask[t]) continue;
+      if (!head.mask[t]) continue;
       std::memcpy(k + call.keys * call.width, head.k + t * head.k_row, 4 * call.width);
       std::memcpy(v + call.keys * call.value_width, head.v + t * head.v_row,
                   4 * call.value_width);
@@ -32,15 +31,15 @@ struct SeenKeys {
   }
 
   Head of(const Head& head) const {
-    return {call, head.alpha,  head.beta, head.q,        k,         v,
-            head.q_row, call.width, call.value_width, head.centroid, head.peak, head.mass};
+    return {call,       head.alpha, head.beta,        head.q,        k,         v,
+            head.q_row, call.width, call.value_width, head.centroid, head.peak, head.mass,
+            nullptr};
   }
 
   // Rows of the keys that are seen to their places; 0 for the others.
-  static void spread(const Call& call, int64_t index, int64_t width, const float* rows, float* to) {
-    const uint8_t* mask = call.mask + index / call.heads * call.keys;
-    for (int64_t t = 0; t < call.keys; ++t, to += width) {
-      if (mask[t]) {
+  static void spread(const Head& head, int64_t width, const float* rows, float* to) {
+    for (int64_t t = 0; t < head.call.keys; ++t, to += width) {
+      if (head.mask[t]) {
         std::memcpy(to, rows, 4 * width);
         rows += width;
       } else {
@@ -80,15 +79,69 @@ void find_levels(const Head& head, float* level) {
   for (int64_t d = 0; d < head.call.width; ++d) level[d] = head.peak[d] + std::log(head.mass[d]);
 }
 
-// Softmax inside a block of the rows t … t + tokens, ``[tokens, b]``; ``turned`` is the block's kᵀ.
-void weigh_block(const Head& head, int64_t t, int64_t tokens, const float* turned, float* weight) {
-  const int64_t block = head.call.block;
-  product(tokens, block, head.call.width, {head.q + t * head.q_row, head.q_row, 1}, turned, block,
-          weight, block, head.call.scale, false);
-  softmax(tokens, block, weight);
+// The keys and values of one block. A whole block without a mask is used where it lies; of others
+// the keys that are seen are gathered, and columns of scores are added to make whole groups.
+struct Block {
+  // Its queries are start … end; the number of its keys, and of the columns of its scores.
+  int64_t start, end, count, columns;
+  const float *k, *v;
+  int64_t k_row, v_row;
+  bool is_gathered;
+  // The places of the keys, where they are gathered.
+  int64_t* places;
+
+  static int64_t floats(const Call& call) {
+    return (call.block + 16) * (call.width + call.value_width + 2);
+  }
+
+  Block(const Head& head, int64_t begin, float* room) {
+    const Call& call = head.call;
+    start = larger_of(begin, 0), end = fewer(begin + call.block, call.queries);
+    is_gathered = head.mask || end - start != call.block;
+    if (!is_gathered) {
+      count = columns = call.block;
+      k = head.k + start * head.k_row, v = head.v + start * head.v_row;
+      k_row = head.k_row, v_row = head.v_row;
+      return;
+    }
+    places = reinterpret_cast<int64_t*>(room);
+    float* own_k = room + 2 * (call.block + 16);
+    float* own_v = own_k + (call.block + 16) * call.width;
+    k = own_k, v = own_v, k_row = call.width, v_row = call.value_width, count = 0;
+    for (int64_t t = start; t < end; ++t) {
+      if (head.mask && !head.mask[t]) continue;
+      std::memcpy(own_k + count * k_row, head.k + t * head.k_row, 4 * k_row);
+      std::memcpy(own_v + count * v_row, head.v + t * head.v_row, 4 * v_row);
+      places[count++] = t;
+    }
+    columns = (count + 15) / 16 * 16;
+    std::memset(own_k + count * k_row, 0, 4 * (columns - count) * k_row);
+    std::memset(own_v + count * v_row, 0, 4 * (columns - count) * v_row);
+  }
+};
+
+// Where the first block of a head begins, at or before token 0: blocks are counted from the first
+// key that is seen.
+int64_t first_block(const Head& head) {
+  int64_t first = 0;
+  while (head.mask && first < head.call.keys && !head.mask[first]) ++first;
+  const int64_t over = first % head.call.block;
+  return over ? over - head.call.block : 0;
 }
 
-void read(const Head& head, float* out, float* level, float* weight, float* turned) {
+// Softmax inside a block of the rows t … t + tokens, ``[tokens, columns]``; ``turned`` is its kᵀ.
+void weigh_block(const Head& head, const Block& block, int64_t t, int64_t tokens,
+                 const float* turned, float* weight) {
+  product(tokens, block.columns, head.call.width, {head.q + t * head.q_row, head.q_row, 1}, turned,
+          block.columns, weight, block.columns, head.call.scale, false);
+  if (block.count < block.columns)
+    for (int64_t i = 0; i < tokens; ++i)
+      for (int64_t j = block.count; j < block.columns; ++j) weight[i * block.columns + j] = NEVER;
+  softmax(tokens, block.columns, weight);
+}
+
+void read(const Head& head, float* out, float* level, float* weight, float* turned,
+          float* block_room) {
   const Call& call = head.call;
   const int64_t values = call.value_width;
   find_levels(head, level);
@@ -101,13 +154,15 @@ void read(const Head& head, float* out, float* level, float* weight, float* turn
             out + t * values, values, mix, false);
   }
   if (!call.block) return;
-  for (int64_t start = 0; start < call.queries; start += call.block) {
-    transpose(call.block, call.width, head.k + start * head.k_row, head.k_row, turned);
-    for (int64_t t = start; t < start + call.block; t += TILE) {
-      const int64_t tokens = fewer(TILE, start + call.block - t);
-      weigh_block(head, t, tokens, turned, weight);
-      product(tokens, values, call.block, {weight, call.block, 1}, head.v + start * head.v_row,
-              head.v_row, out + t * values, values, 1 - mix, true);
+  for (int64_t begin = first_block(head); begin < call.queries; begin += call.block) {
+    const Block block(head, begin, block_room);
+    if (!block.count) continue;
+    transpose(block.columns, call.width, block.k, block.k_row, turned);
+    for (int64_t t = block.start; t < block.end; t += TILE) {
+      const int64_t tokens = fewer(TILE, block.end - t);
+      weigh_block(head, block, t, tokens, turned, weight);
+      product(tokens, values, block.count, {weight, block.columns, 1}, block.v, block.v_row,
+              out + t * values, values, 1 - mix, true);
     }
   }
 }
@@ -172,33 +227,57 @@ void differentiate(const Head& head, const Gradients& to, Room& room) {
   }
 }
 
+// Adds rows to those at their places.
+void add_rows_at(const int64_t* places, int64_t rows, int64_t width, const float* from, float* to) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t d = 0; d < width; d += LANES) {
+      float* own = to + places[i] * width + d;
+      store(own, load(own) + load(from + i * width + d));
+    }
+}
+
 // Adds the gradients that come from the blocks.
 void differentiate_blocks(const Head& head, const Gradients& to, Room& room) {
   const Call& call = head.call;
-  const int64_t block = call.block, width = call.width, values = call.value_width;
+  const int64_t most = call.block + 16, width = call.width, values = call.value_width;
   room.used = 0;
-  float* keys = room.take(width * block);
-  float* turned = room.take(values * block);
-  float* weight = room.take(TILE * block);
-  float* of_scores = room.take(TILE * block);
-  for (int64_t start = 0; start < call.queries; start += block) {
-    const float *k = head.k + start * head.k_row, *v = head.v + start * head.v_row;
-    transpose(block, width, k, head.k_row, keys);
-    transpose(block, values, v, head.v_row, turned);
-    for (int64_t t = start; t < start + block; t += TILE) {
-      const int64_t tokens = fewer(TILE, start + block - t);
-      const float *q = head.q + t * head.q_row, *g = to.g + t * to.g_row;
-      weigh_block(head, t, tokens, keys, weight);
-      product(tokens, block, values, {g, to.g_row, 1}, turned, block, of_scores, block,
-              1 - call.mix, false);
-      softmax_gradient(tokens, block, weight, of_scores);
-      product(tokens, width, block, {of_scores, block, 1}, k, head.k_row, to.to_query + t * width,
-              width, call.scale, true);
-      product(block, width, tokens, {of_scores, 1, block}, q, head.q_row,
-              to.to_key + start * width, width, call.scale, true);
-      product(block, values, tokens, {weight, 1, block}, g, to.g_row,
-              to.to_value + start * values, values, 1 - call.mix, true);
+  float* keys = room.take(width * most);
+  float* turned = room.take(values * most);
+  float* weight = room.take(TILE * most);
+  float* of_scores = room.take(TILE * most);
+  float* to_keys = room.take(width * most);
+  float* to_values = room.take(values * most);
+  float* block_room = room.take(Block::floats(call));
+  for (int64_t begin = first_block(head); begin < call.queries; begin += call.block) {
+    const Block block(head, begin, block_room);
+    if (!block.count) continue;
+    const int64_t columns = block.columns;
+    transpose(columns, width, block.k, block.k_row, keys);
+    transpose(columns, values, block.v, block.v_row, turned);
+    float* own_key = to.to_key + block.start * width;
+    float* own_value = to.to_value + block.start * values;
+    if (block.is_gathered) {
+      own_key = to_keys, own_value = to_values;
+      std::memset(own_key, 0, 4 * block.count * width);
+      std::memset(own_value, 0, 4 * block.count * values);
     }
+    for (int64_t t = block.start; t < block.end; t += TILE) {
+      const int64_t tokens = fewer(TILE, block.end - t);
+      const float *q = head.q + t * head.q_row, *g = to.g + t * to.g_row;
+      weigh_block(head, block, t, tokens, keys, weight);
+      product(tokens, columns, values, {g, to.g_row, 1}, turned, columns, of_scores, columns,
+              1 - call.mix, false);
+      softmax_gradient(tokens, columns, weight, of_scores);
+      product(tokens, width, block.count, {of_scores, columns, 1}, block.k, block.k_row,
+              to.to_query + t * width, width, call.scale, true);
+      product(block.count, width, tokens, {of_scores, 1, columns}, q, head.q_row, own_key, width,
+              call.scale, true);
+      product(block.count, values, tokens, {weight, 1, columns}, g, to.g_row, own_value, values,
+              1 - call.mix, true);
+    }
+    if (!block.is_gathered) continue;
+    add_rows_at(block.places, block.count, width, to_keys, to.to_key);
+    add_rows_at(block.places, block.count, values, to_values, to.to_value);
   }
 }
 

@@ -20,7 +20,7 @@ struct Call {
   // Tokens of a block, 0 = LLN alone; factor of the scores; share of LLN.
   int64_t block;
   float scale, mix;
-  // Which keys are seen, ``[B, S]``; null = all. Not with blocks and not causal.
+  // Which keys are seen, ``[B, S]``; null = all. Not in causal calls.
   const uint8_t* mask;
 };
 
@@ -43,6 +43,8 @@ struct Head {
   int64_t q_row, k_row, v_row;
   // C, then peaks, then masses.
   float *centroid, *peak, *mass;
+  // Which of its keys are seen; null = all.
+  const uint8_t* mask;
 };
 
 Head head_of(const Call& call, int64_t index, const Side& query, const Side& key,
@@ -61,7 +63,8 @@ Head head_of(const Call& call, int64_t index, const Side& query, const Side& key
           value.token,
           own,
           own ? own + call.width * call.value_width : nullptr,
-          own ? own + call.width * (call.value_width + 1) : nullptr};
+          own ? own + call.width * (call.value_width + 1) : nullptr,
+          call.mask ? call.mask + b * call.keys : nullptr};
 }
 
 // The gradient of a head's output, and where those of its inputs go.

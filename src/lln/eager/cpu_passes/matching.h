@@ -2,10 +2,26 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 #include "call.h"
 #include "vectors.h"
 
 namespace {
+
+// Rows of a head's queries or keys.
+struct Rows {
+  const float* data;
+  int64_t row, count;
+};
+
+// Those that are seen, one behind the other.
+Rows seen_rows(const Rows& rows, const uint8_t* mask, int64_t width, float* to) {
+  Rows found{to, width, 0};
+  for (int64_t t = 0; t < rows.count; ++t)
+    if (mask[t])
+      std::memcpy(to + found.count++ * width, rows.data + t * rows.row, 4 * width);
+  return found;
+}
 
 double sum_of_squares(const float* from, int64_t row, int64_t tokens, int64_t width) {
   double total = 0;

@@ -18,22 +18,26 @@ __attribute__((visibility("default"))) void lln_forward(const Call* call, const 
   const int64_t all_heads = call->batch * call->heads;
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
-    Room room(call->width + TILE * larger_of(call->width, call->block) +
-              call->width * call->block + 64);
+    // A block that is not whole may have some columns more.
+    const int64_t block = call->block ? call->block + 16 : 0;
+    Room room(call->width + TILE * larger_of(call->width, block) + call->width * block +
+              Block::floats(*call) + 64);
     float* level = room.take(call->width);
-    float* weight = room.take(TILE * larger_of(call->width, call->block));
-    float* turned = room.take(call->width * call->block);
+    float* weight = room.take(TILE * larger_of(call->width, block));
+    float* turned = room.take(call->width * block);
+    float* block_room = room.take(Block::floats(*call));
     Room seen_room(call->mask ? call->keys * (call->width + call->value_width) : 0);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t index = 0; index < all_heads; ++index) {
       const Head head = head_of(*call, index, *query, *key, *value, summary);
       if (call->mask) {
-        const SeenKeys seen(head, index, seen_room);
+        const SeenKeys seen(head, seen_room);
         summarise(seen.of(head), weight);
       } else {
         summarise(head, weight);
       }
-      read(head, out + index * call->queries * call->value_width, level, weight, turned);
+      read(head, out + index * call->queries * call->value_width, level, weight, turned,
+           block_room);
     }
   }
 }
@@ -46,7 +50,8 @@ __attribute__((visibility("default"))) void lln_backward(const Call* call, const
                                                          float* to_value) {
   const int64_t all_heads = call->batch * call->heads;
   const int64_t width = call->width, values = call->value_width, block = call->block;
-  const int64_t lln = width * (2 + TILE + 2 * values), near = block * (width + values + 2 * TILE);
+  const int64_t lln = width * (2 + TILE + 2 * values);
+  const int64_t near = (block + 16) * 2 * (width + values + TILE) + Block::floats(*call);
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
     Room room(larger_of(lln, near) + 128);
@@ -61,15 +66,15 @@ __attribute__((visibility("default"))) void lln_backward(const Call* call, const
                          to_key + index * call->keys * width,
                          to_value + index * call->keys * values};
       if (call->mask) {
-        const SeenKeys seen(head, index, seen_room);
+        const SeenKeys seen(head, seen_room);
         float* of_key = seen_room.take(call->keys * width);
         float* of_value = seen_room.take(call->keys * values);
         differentiate(seen.of(head), {to.g, to.g_row, to.to_query, of_key, of_value}, room);
-        SeenKeys::spread(*call, index, width, of_key, to.to_key);
-        SeenKeys::spread(*call, index, values, of_value, to.to_value);
-        continue;
+        SeenKeys::spread(head, width, of_key, to.to_key);
+        SeenKeys::spread(head, values, of_value, to.to_value);
+      } else {
+        differentiate(head, to, room);
       }
-      differentiate(head, to, room);
       if (block) differentiate_blocks(head, to, room);
     }
   }
@@ -123,7 +128,8 @@ __attribute__((visibility("default"))) void lln_causal_backward(
   }
 }
 
-// α and β of every head by moment matching, as `lln.matching.moments` defines it.
+// α and β of every head by moment matching, as `lln.matching.moments` defines it. There is one curve,
+// with a mask one for every sample: they depend on the number of keys.
 __attribute__((visibility("default"))) void lln_match(const Call* call, const Side* query,
                                                       const Side* key, const Curve* curve,
                                                       float* alphas, float* betas) {
@@ -131,25 +137,32 @@ __attribute__((visibility("default"))) void lln_match(const Call* call, const Si
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(call->threads))
   for (int64_t index = 0; index < all_heads; ++index) {
     const int64_t b = index / call->heads, h = index % call->heads;
-    const float* q = query->data + b * query->batch + h * query->head;
-    const float* k = key->data + b * key->batch + h * key->head;
+    const uint8_t* mask = call->mask ? call->mask + b * call->keys : nullptr;
+    const Curve& own_curve = mask ? curve[b] : *curve;
+    Rows q{query->data + b * query->batch + h * query->head, query->token, call->queries};
+    Rows k{key->data + b * key->batch + h * key->head, key->token, call->keys};
+    // A mask of as many queries as keys counts for both.
+    const bool hides_queries = mask && call->queries == call->keys;
+    Room seen(mask ? 2 * call->keys * call->width : 0);
+    if (mask) k = seen_rows(k, mask, call->width, seen.take(call->keys * call->width));
+    if (hides_queries) q = seen_rows(q, mask, call->width, seen.take(call->keys * call->width));
     const double width = static_cast<double>(call->width);
     const double query_variance =
-        sum_of_squares(q, query->token, call->queries, call->width) / (width * call->queries);
+        sum_of_squares(q.data, q.row, q.count, call->width) / (width * q.count);
     double key_variance = 0, of_mean = 0;
     Room room(2 * call->width);
-    gather_moments(k, key->token, call->keys, call->width, room.data, room.data + call->width);
+    gather_moments(k.data, k.row, k.count, call->width, room.data, room.data + call->width);
     for (int64_t d = 0; d < call->width; d += LANES) {
       const lanes mean = load(room.data + d);
       of_mean += sum_of(mean * mean);
       key_variance += sum_of(load(room.data + call->width + d));
     }
-    key_variance /= width * call->keys;
+    key_variance /= width * k.count;
     const double key_size = key_variance + of_mean / width;
     // NaN counts as healthy, so that it shows in the result.
-    const bool is_flat = query_variance < curve->floor * at_least(query_variance, 1) ||
-                         key_variance < curve->floor * at_least(key_size, 1);
-    const double spread = matched_spread(*curve, query_variance * key_variance);
+    const bool is_flat = query_variance < own_curve.floor * at_least(query_variance, 1) ||
+                         key_variance < own_curve.floor * at_least(key_size, 1);
+    const double spread = matched_spread(own_curve, query_variance * key_variance);
     alphas[index] = is_flat ? 1.0f : static_cast<float>(spread / std::sqrt(query_variance));
     betas[index] = is_flat ? 1.0f : static_cast<float>(spread / std::sqrt(key_variance));
   }

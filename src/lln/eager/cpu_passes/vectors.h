@@ -15,6 +15,8 @@ constexpr int LANES = 4, ROWS = 4, PACKS = 4;
 #endif
 // Tokens that are worked on at a time.
 constexpr int64_t TILE = 64;
+// Stands for log 0.
+constexpr float NEVER = -1e30f;
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
