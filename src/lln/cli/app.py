@@ -114,9 +114,9 @@ def build_cpu() -> None:
 
     PyTorch takes one pass over memory for each operation. The compiled passes take a tile of a head
     through all of them while it is in the cache: LLN, causal or not, LLN + Diag and moment
-    matching, forward and backward; with a mask, LLN that is not causal. They know calls with as
-    many heads of queries as of keys, in heads of 16, 32, 48, … channels; PyTorch computes the
-    others. Results differ by rounding only.
+    matching, forward and backward, also with a mask if the call is not causal. They know calls with
+    as many heads of queries as of keys, in heads of 16, 32, 48, … channels and blocks of as many
+    tokens; PyTorch computes the others. Results differ by rounding only.
 
     Needs a C++ compiler under Linux; takes about two seconds, once for every kind of processor. The
     library goes to `~/.cache/lln`, or where `LLN_BUILD_FOLDER` says. Programs use it from their

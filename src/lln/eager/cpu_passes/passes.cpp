@@ -3,6 +3,7 @@
 // PyTorch takes a pass over memory for each operation. Here a tile of 64 tokens goes through all of
 // them while it is in the cache; the backward pass computes weights again instead of keeping them.
 // Every head is computed by one thread, so the result does not depend on the number of threads.
+// Threads wait for each other only once, at the end: beside other programs each wait is long.
 // Widths and block sizes are multiples of 16.
 
 #include "bidirectional.h"
@@ -27,7 +28,7 @@ __attribute__((visibility("default"))) void lln_forward(const Call* call, const 
     float* turned = room.take(call->width * block);
     float* block_room = room.take(Block::floats(*call));
     Room seen_room(call->mask ? call->keys * (call->width + call->value_width) : 0);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
       const Head head = head_of(*call, index, *query, *key, *value, summary);
       if (call->mask) {
@@ -56,7 +57,7 @@ __attribute__((visibility("default"))) void lln_backward(const Call* call, const
   {
     Room room(larger_of(lln, near) + 128);
     Room seen_room(call->mask ? 2 * call->keys * (width + values) : 0);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
       const Head head = head_of(*call, index, *query, *key, *value, summary);
       const int64_t b = index / call->heads, h = index % call->heads;
@@ -91,7 +92,7 @@ __attribute__((visibility("default"))) float lln_causal_forward(const Call* call
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
     Room room(Walk::floats(*call));
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
       const Head head = head_of(*call, index, *query, *key, *value, nullptr);
       const float found = walk_forward(head, out + index * tokens * call->value_width,
@@ -115,7 +116,7 @@ __attribute__((visibility("default"))) void lln_causal_backward(
   {
     Room room(Walk::floats(*call) + values * (2 * TILE + width) + TILE * (TILE + 1) + 128);
     Room peaks(tiles * width);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
       const Head head = head_of(*call, index, *query, *key, *value, nullptr);
       const int64_t b = index / call->heads, h = index % call->heads;
