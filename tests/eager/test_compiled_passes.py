@@ -85,7 +85,7 @@ def test_blocks(block_size, taken):
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 40, 64, 65, 143])
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("block_size", [16, 64, 2**40])
 def test_a_last_block_that_is_shorter(tokens, block_size, taken):
     check(sides_of(tokens), block_size=block_size, mix=0.3)
     assert taken == ["forward", "backward"]
@@ -150,7 +150,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("block_size", [0, 16, 64, 160])
+@pytest.mark.parametrize("block_size", [0, 16, 64, 160, 2**40])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_masks(mask, block_size, transposed, taken):
     sides = sides_of(150, transposed=transposed)

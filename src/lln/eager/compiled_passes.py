@@ -358,6 +358,8 @@ def _call(
 ) -> _Call:
     """What the library is asked for; it keeps temperatures and mask alive."""
     size, scale, mix = blocks or (0, 1.0, 1.0)
+    # A block of all tokens is the largest that there is.
+    size = min(size, -(-query.shape[2] // GROUP) * GROUP)
     sizes = (*query.shape[:3], key.shape[2], query.shape[3], value.shape[3])
     temperatures = [_temperature(side) for side in (alpha, beta)]
     pointers = [pointer for pointer, _, _ in temperatures]
