@@ -315,6 +315,18 @@ def test_matching_with_a_mask(mask, tokens, taken):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
 
 
+def test_matching_with_a_mask_knows_how_many_keys_a_sample_has(taken):
+    """The curve of entropies depends on it."""
+    query, key, _ = (side.detach() for side in sides_of(2000))
+    mask = torch.arange(2000) < torch.tensor([[2000], [300]])
+    options = {"criterion": "entropy", "key_mask": mask}
+    found = lln.match_moments(query, key, **options)
+    expected = lln.match_moments(query.double(), key.double(), **options)
+    assert taken == ["match"]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_matching_outside_the_fitted_range(size, taken):
     query, key, _ = sides_of()
