@@ -47,7 +47,8 @@ def plug_in(monkeypatch):
         capability, shared = (CHIPS | HOPPER)[name]
 
         class Driver:
-            get_current_device = staticmethod(lambda: 0)
+            # Another device for every chip: Triton keeps what it compiled by device.
+            get_current_device = staticmethod(lambda: capability)
             get_current_stream = staticmethod(lambda device: 0)
             get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
 
