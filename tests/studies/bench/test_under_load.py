@@ -1,10 +1,13 @@
 """Slow-downs beside busy programs: turns, pairs of phases, the table."""
 
 import json
+from pathlib import Path
 
 import pytest
 from benchmarks import under_load
-from benchmarks.under_load import RESULTS, TITLES, load_table, phase, slow_downs
+from benchmarks.under_load import PAGE, RESULTS, TITLES, load_table, phase, slow_downs
+
+ROOT = Path(__file__).parents[3]
 
 
 def pair(quiet, busy):
@@ -18,8 +21,8 @@ def test_calls_take_turns():
     found = phase(calls, 0.01)
     assert set(found) == {"one", "two"}
     assert all(taken >= 0 for taken in found.values())
-    assert order[:4] == ["one", "two", "one", "two"]
-    assert len(order) % 2 == 0
+    # However many rounds there was time for.
+    assert order == ["one", "two"] * (len(order) // 2)
     # Also a phase without time has a round.
     assert phase(calls, 0.0).keys() == found.keys()
 
@@ -55,7 +58,7 @@ def test_calls_are_those_of_the_table():
 
 
 def test_the_published_table():
-    content = json.loads(RESULTS.read_text("utf-8"))
-    assert load_table(content) in under_load.PAGE.read_text("utf-8")
+    content = json.loads((ROOT / RESULTS).read_text("utf-8"))
+    assert load_table(content) in (ROOT / PAGE).read_text("utf-8")
     assert content["runs"]["compiled"]["passes"] == "compiled"
     assert content["runs"]["plain"]["passes"].startswith("LLN_CPU=torch")
