@@ -17,7 +17,8 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str = "
 
 def source(environment: dict) -> str:
     """What made the results, and from which commit."""
-    return f"made by `{environment['command']}`, commit `{environment['commit'][:10]}`"
+    launcher = " with the compiled launcher" if environment.get("launcher") == "compiled" else ""
+    return f"made by `{environment['command']}`{launcher}, commit `{environment['commit'][:10]}`"
 
 
 def fill(path: Path, name: str, section: str) -> None:

@@ -1,8 +1,15 @@
-"""How causal walks are cut into stretches: by counting waves, without any kernel."""
+"""How sequences are cut into stretches: by counting waves, without any kernel."""
 
 import pytest
+import torch
 
-from lln.kernels.sizes import Tile, walk_stretch
+from lln.kernels.sizes import (
+    MIDDLE_BLOCK_TILES,
+    MIDDLE_TILES,
+    Tile,
+    choose_sizes,
+    walk_stretch,
+)
 
 TILE = Tile(tokens=32, warps=4, stages=3)
 CORES = 132
@@ -64,6 +71,29 @@ def test_stretches_of_whole_waves(tokens, heads, expected):
     length = tile.stretch(tokens, 64, heads, CORES, shares=2)
     assert length % 64 == 0
     assert -(-tokens // length) == expected
+
+
+def test_of_equally_fast_ways_the_fewest_stretches_if_each_leaves_a_part():
+    tile = Tile(tokens=64, warps=4, stages=3, programs=8, resident=4)
+    # 48 heads of 256 tiles: 11 stretches are one wave of 24 tiles, 22 are two of 12.
+    assert tile.stretch(16384, 64, 48, CORES, parts=True) == 24 * 64
+    assert tile.stretch(16384, 64, 48, CORES) == 12 * 64
+
+
+def test_where_programs_come_in_whole_waves():
+    """Only where it was measured how many fit a multiprocessor: heads of 33 to 64, 16 bits."""
+
+    def sizes_of(dtype, width, block_size=0):
+        side = torch.empty(1, 1, 64, width, dtype=dtype)
+        return choose_sizes(side, side, side, 1, 1, block_size)
+
+    for width in (33, 64):
+        chosen = sizes_of(torch.float16, width, block_size=32)
+        for name, tile in (MIDDLE_TILES | MIDDLE_BLOCK_TILES).items():
+            assert getattr(chosen, name) == tile
+    assert sizes_of(torch.bfloat16, 64, block_size=128).joint_read.resident == 0
+    for others in (sizes_of(torch.float32, 64), sizes_of(torch.bfloat16, 32)):
+        assert others.query_grad != MIDDLE_TILES["query_grad"]
 
 
 def test_without_waves_as_many_stretches_as_fill_the_multiprocessors():

@@ -14,20 +14,26 @@ JOINED = {"summarise_slots_kernel", *QUERIES, "joint_turned_kernel"}
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """The names of the kernels that a test launches."""
-    names, record = set(), recipes.Step.record
+def steps(monkeypatch):
+    """What a test launches."""
+    found, record = [], recipes.Step.record
 
     def note(step, live):
-        names.add(step.kernel.fn.__name__)
+        found.append(step)
         record(step, live)
 
     monkeypatch.setattr(recipes, "_recipes", {})
     monkeypatch.setattr(repeats, "_known", {})
     monkeypatch.setattr(recipes.Step, "record", note)
+    return found
+
+
+@pytest.fixture
+def launched(steps, monkeypatch):
+    """The names of the kernels that a test launches."""
     # Enough multiprocessors that more than one tile of tokens is split.
     monkeypatch.setitem(sizes.overrides, "cores", 64)
-    return names
+    return lambda: {step.kernel.fn.__name__ for step in steps}
 
 
 CALLS = {
@@ -56,10 +62,41 @@ CALLS = {
 def test_outputs_and_gradients(launched, name):
     compare(HALF[-1], **CALLS[name])
     own = {"mix per channel": {*QUERIES, "key_bwd_kernel"}}
-    assert launched >= own.get(name, JOINED if "blocks" in name else OWN)
-    assert launched.isdisjoint({"key_turned_kernel", "key_bwd_kernel"}) == ("blocks" in name)
+    assert launched() >= own.get(name, JOINED if "blocks" in name else OWN)
+    assert launched().isdisjoint({"key_turned_kernel", "key_bwd_kernel"}) == ("blocks" in name)
     # Nothing is left to merge or to gather where one program has all tokens.
-    assert ("merge_kernel" in launched) == (CALLS[name].get("tokens", 70) > 64)
+    assert ("merge_kernel" in launched()) == (CALLS[name].get("tokens", 70) > 64)
+
+
+def row_mix(tokens):
+    return {"alpha": 2.0, "beta": 2.0, "mix": torch.linspace(0, 1, tokens).view(1, 1, tokens, 1)}
+
+
+# Tokens, and whether the values of the next tile are loaded ahead.
+TILES = {
+    "full tiles": ({"tokens": 192}, True),
+    "a shorter last tile": ({"tokens": 150, "value_width": 40}, True),
+    "mix per row": ({"tokens": 150, "extra": row_mix(150)}, True),
+    "mix per row, full tiles": ({"tokens": 128, "extra": row_mix(128)}, True),
+    "mask": ({"tokens": 150, "key_mask": holes(2, 150)}, False),
+    "mix per channel": (
+        {"tokens": 128, "extra": {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(1, 1, 1, 72)}},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_values_of_the_next_tile_wait_in_registers(steps, monkeypatch, name):
+    call, ahead = TILES[name]
+    for reader in ("joint_read", "ahead_read"):
+        # One program reads all tiles of a head.
+        monkeypatch.setitem(sizes.overrides, reader, sizes.Tile(64, 4, 2, programs=0))
+    compare(HALF[-1], width=72, block_size=16, **call)
+    reads = [step for step in steps if step.kernel.fn.__name__ == "read_kernel"]
+    place = reads[0].kernel.arg_names.index("AHEAD")
+    assert [step.arguments[place] for step in reads] == [ahead] * len(reads)
+    assert {step.grid[0] for step in reads} == {1}
 
 
 def test_rows_beyond_the_end_weigh_nothing_however_large_a_mass():
@@ -86,7 +123,7 @@ def test_garbage_in_padded_tokens_reaches_no_gradient():
 def test_gradients_of_large_blocks_in_a_pass_of_their_own(launched, monkeypatch, name):
     monkeypatch.setitem(sizes.overrides, "is_joined", False)
     compare(HALF[-1], **CALLS[name])
-    assert launched >= {*OWN, "key_bwd_kernel"}
+    assert launched() >= {*OWN, "key_bwd_kernel"}
 
 
 # Dropout has no seeded reference, and in 16 bits dα and dβ are compared with the usual kernels'.
@@ -95,7 +132,9 @@ def test_gradients_of_large_blocks_in_a_pass_of_their_own(launched, monkeypatch,
     [(False, {}, 0.0, OWN), (True, {}, 0.4, OWN), (True, {"block_size": 16}, 0.4, JOINED)],
     ids=["dense", "packed", "joined"],
 )
-def test_the_same_as_by_the_usual_kernels(launched, monkeypatch, packed, blocks, drop, kernels):
+def test_the_same_as_by_the_usual_kernels(
+    steps, launched, monkeypatch, packed, blocks, drop, kernels
+):
     inputs = make_qkv(1, 2, 40, 72, key_heads=1, device=DEVICE, dtype=HALF[-1], requires_grad=True)
     scales = [torch.tensor([1.5, 2.0], device=DEVICE).view(1, 2, 1, 1) for _ in range(2)]
     leaves = [*inputs, *(side.requires_grad_() for side in scales)]
@@ -105,7 +144,7 @@ def test_the_same_as_by_the_usual_kernels(launched, monkeypatch, packed, blocks,
     for turned in (False, True):
         monkeypatch.setitem(sizes.overrides, "is_turned", turned)
         monkeypatch.setitem(sizes.overrides, "is_joined", turned and kernels == JOINED)
-        launched.clear()
+        steps.clear()
         torch.manual_seed(3)
         if packed:
             attend = lln.lln_diag_attention_varlen if blocks else lln.lln_attention_varlen
@@ -116,7 +155,7 @@ def test_the_same_as_by_the_usual_kernels(launched, monkeypatch, packed, blocks,
             out = lln.lln_attention(*inputs, **options)
         upstream = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(out)
         found.append((out, *torch.autograd.grad(out, leaves, upstream)))
-        assert (launched >= kernels) == turned
+        assert (launched() >= kernels) == turned
     for one, other in zip(*found, strict=True):
         size = one.abs().max().item()
         assert size > 0.01

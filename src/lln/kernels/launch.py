@@ -23,6 +23,7 @@ from lln.kernels.launch_passes import (
     WHOLE_SUMMARY,
     key_grad_step,
     query_grad_steps,
+    summary_shares,
     summary_steps,
 )
 from lln.kernels.recipes import Recipe, follow, over_tiles
@@ -85,6 +86,10 @@ def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -
     reader = chosen.joint_read if blocks else chosen.read
     rows = chosen.block_rows if blocks else chosen.read.tokens
     values |= _of_tiles(call, chosen) | {"tile_tokens": rows, "PLAIN": chosen.is_turned}
+    # Masked values and a mix per channel do not leave the registers for it.
+    ahead = blocks and call.mask is None and values["MIX"] < 3
+    reader = (ahead and chosen.ahead_read) or reader
+    values["AHEAD"] = reader is chosen.ahead_read
     before, gaps = starts_of(call)
     if chosen.short:
         own = {"BK": chosen.summarise.tokens, "BQ": reader.tokens, "SAVE": save}
@@ -92,8 +97,8 @@ def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -
         return Recipe([*before, step], gaps)
     longest, longest_keys = call.longest or tokens, call.longest or call.key.shape[2]
     tile = chosen.summarise
-    shares = chosen.width // chosen.summary_slots if chosen.is_turned else 1
-    stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, chosen.cores, shares)
+    shares = summary_shares(chosen)
+    stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, chosen.cores, shares, True)
     splits = cdiv(longest_keys, stretch)
     own = values | {"SHIFTED": False, "program_tokens": stretch}
     steps, room = summary_steps(batch * slots, chosen, own, splits, chosen.folds)
@@ -176,7 +181,8 @@ def _cut(call: Call, chosen: Sizes, mode: int) -> _Cut:
     rows = chosen.block_rows if is_joint else walker.tokens
     keys = call.reach(keys) if is_joint else keys
     tile = chosen.query_grad
-    stretch = tile.stretch(tokens, tile.tokens, batch * heads, chosen.cores)
+    parts = not chosen.is_turned
+    stretch = tile.stretch(tokens, tile.tokens, batch * heads, chosen.cores, parts=parts)
     key_stretch = walker.stretch(keys, rows, batch * slots, chosen.cores)
     if chosen.short and not split:
         return _Cut(1, 1, stretch, key_stretch)

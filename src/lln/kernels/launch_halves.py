@@ -22,6 +22,7 @@ from lln.kernels.launch_passes import (
     WHOLE_SUMMARY,
     key_grad_step,
     query_grad_steps,
+    summary_shares,
     summary_steps,
 )
 from lln.kernels.recipes import Recipe, follow, over_tiles
@@ -84,7 +85,8 @@ def _write_summarise(call: Call, live: dict[str, Any], chosen: Sizes) -> Recipe:
     programs, keys, tile = call.samples * call.summary_heads, call.key.shape[2], chosen.summarise
     widest = max(chosen.width, chosen.value_width)
     values = values_of(call, chosen, live, call.summary_heads, widest)
-    stretch = tile.stretch(keys, tile.tokens, programs, chosen.cores)
+    shares = summary_shares(chosen)
+    stretch = tile.stretch(keys, tile.tokens, programs, chosen.cores, shares, parts=True)
     splits = cdiv(keys, stretch)
     values |= {"program_tokens": stretch, "EVEN": _is_even(call, keys, tile.tokens)}
     return Recipe(*summary_steps(programs, chosen, values, splits))
@@ -207,7 +209,11 @@ def _write_read(call: Call, live: dict[str, Any], slots: int, chosen: Sizes) -> 
     values = values_of(call, chosen, live, slots, max(chosen.width, chosen.value_width))
     stretch = tile.stretch(tokens, tile.tokens, programs, chosen.cores)
     values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
-    values |= {"EVEN": _is_even(call, tokens, tile.tokens), "PLAIN": chosen.is_turned}
+    values |= {
+        "EVEN": _is_even(call, tokens, tile.tokens),
+        "PLAIN": chosen.is_turned,
+        "AHEAD": False,
+    }
     grid = (cdiv(tokens, stretch), programs)
     return Recipe([over_tiles(fwd.read_kernel, grid, values | WHOLE_SUMMARY, tile)], {})
 
@@ -267,7 +273,8 @@ _DENSE = torch.contiguous_format
 def _query_stretch(call: Call, chosen: Sizes) -> tuple[int, int]:
     """Tokens per program, and programs per head; the same if sizes shrink later."""
     (heads, tokens), tile = call.query.shape[1:3], chosen.query_grad
-    stretch = tile.stretch(tokens, tile.tokens, call.samples * heads, chosen.cores)
+    programs, parts = call.samples * heads, not chosen.is_turned
+    stretch = tile.stretch(tokens, tile.tokens, programs, chosen.cores, parts=parts)
     return stretch, cdiv(tokens, stretch)
 
 

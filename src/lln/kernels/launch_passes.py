@@ -43,12 +43,12 @@ def summary_steps(
     if not chosen.is_turned:
         steps, room = summarise_steps(programs, chosen, values, splits)
         return steps if folds else [*steps, merge_step(programs, chosen, values, splits)], room
-    whole, slots = splits == 1, chosen.summary_slots
-    own: dict[str, Any] = {"WHOLE": whole, "SLOTS": slots}
+    whole = splits == 1
+    own: dict[str, Any] = {"WHOLE": whole, "SLOTS": chosen.summary_slots}
     if whole:
         # Nothing is written there.
         own |= dict.fromkeys(("p_peak", "p_mass", "p_sum"), Place("p_log_mass"))
-    grid = (splits * (chosen.width // slots), programs)
+    grid = (splits * summary_shares(chosen), programs)
     kernel = wide_summary.summarise_slots_kernel
     steps = [over_tiles(kernel, grid, values, chosen.summarise, **own)]
     if whole:
@@ -56,6 +56,12 @@ def summary_steps(
     return [*steps, merge_step(programs, chosen, values, splits)], _partials(
         programs, chosen, splits
     )
+
+
+def summary_shares(chosen: Sizes) -> int:
+    """Programs that share a stretch of keys: those of wide heads compute some of the slots."""
+    pair = 2 * chosen.summary_slots
+    return chosen.width // pair if chosen.is_turned else 1
 
 
 def _partials(programs: int, chosen: Sizes, splits: int) -> Room:
@@ -111,7 +117,7 @@ def _wide_query_steps(
     steps = [over_tiles(wide_queries.query_rows_kernel, (splits, heads), values, rows)]
     tokens = splits * values["program_tokens"]
     shares = chosen.width // chosen.summary_slots
-    stretch = tile.stretch(tokens, tile.tokens, heads, chosen.cores, shares)
+    stretch = tile.stretch(tokens, tile.tokens, heads, chosen.cores, shares, parts=True)
     splits = cdiv(tokens, stretch)
     whole = values["R"] * splits == 1
     ends = ("", values["D"], values["E"]) if whole else ("_parts", chosen.width, chosen.value_width)

@@ -51,7 +51,7 @@ def _write_summarise(call: KeysCall, live: dict[str, Any], chosen: Sizes) -> Rec
     values = values_of(as_lln, chosen, live, slots, max(chosen.width, chosen.value_width))
     programs = call.query.shape[0] * slots
     tile = chosen.summarise
-    stretch = tile.stretch(keys, tile.tokens, programs, chosen.cores)
+    stretch = tile.stretch(keys, tile.tokens, programs, chosen.cores, parts=True)
     splits = cdiv(keys, stretch)
     values |= {"program_tokens": stretch, "splits": splits, "ROWS": ROWS}
     values["EVEN"] = call.mask is None and keys % tile.tokens == 0

@@ -52,7 +52,9 @@ class Tile(NamedTuple):
     registers: int = 0
     resident: int = 0
 
-    def stretch(self, tokens: int, rows: int, heads: int, cores: int, shares: int = 1) -> int:
+    def stretch(
+        self, tokens: int, rows: int, heads: int, cores: int, shares: int = 1, parts: bool = False
+    ) -> int:
         """Tokens per program: whole tiles of ``rows`` tokens.
 
         Args:
@@ -61,6 +63,8 @@ class Tile(NamedTuple):
             heads: Number of heads of all samples.
             cores: Multiprocessors.
             shares: Programs that share a stretch.
+            parts: Whether every stretch leaves a partial result. Of equally fast ways to split
+                sequences, the one with the fewest stretches is taken then, else the one with most.
         """
         tiles = cdiv(tokens, rows)
         most = min(max(1, cdiv(self.programs * cores, max(heads, 1))), tiles)
@@ -73,10 +77,24 @@ class Tile(NamedTuple):
             programs = heads * shares * cdiv(tiles, length)
             return cdiv(programs, self.resident * cores) * length
 
-        return cdiv(tiles, min(range(1, most + 1), key=duration)) * rows
+        choices = range(1, most + 1) if parts else range(most, 0, -1)
+        return cdiv(tiles, min(choices, key=duration)) * rows
 
 
-# Heads wider than 64 in 16-bit types: the fastest of a sweep on an H200 (docs/kernels.md).
+# Heads of 33 to 64 channels in 16-bit types: whole waves on an H200 (docs/kernels.md).
+MIDDLE_TILES = {
+    "summarise": Tile(64, 4, 3, 4, resident=4),
+    "read": Tile(64, 4, 3, 12, resident=4),
+    "query_grad": Tile(64, 4, 3, 8, resident=2),
+    "key_grad": Tile(64, 4, 3, 8, resident=2),
+}
+# The same with tiles of 64 tokens that hold blocks.
+MIDDLE_BLOCK_TILES = {
+    "joint_read": Tile(64, 4, 3, 8, resident=2),
+    "joint_grad": Tile(64, 4, 2, 8, resident=2),
+}
+
+# Wider heads in 16-bit types: the fastest of a sweep on an H200.
 WIDE_TILES = {
     128: {
         "summarise": Tile(128, 8, 3, 2),
@@ -95,14 +113,14 @@ WIDE_TILES = {
 # Those of heads whose passes have kernels of their own, by another sweep.
 TURNED_TILES = {
     128: {
-        "summarise": Tile(64, 4, 4, 2, resident=2),
-        "read": Tile(64, 4, 2, 8),
-        "query_grad": Tile(64, 4, 1, 8),
+        "summarise": Tile(64, 4, 3, 2, resident=2),
+        "read": Tile(64, 4, 2, 8, resident=3),
+        "query_grad": Tile(64, 4, 1, 8, resident=2),
         "slot_grad": Tile(32, 4, 4, 2, resident=3),
-        "key_grad": Tile(64, 8, 3, 8),
+        "key_grad": Tile(64, 8, 3, 8, resident=1),
     },
     256: {
-        "summarise": Tile(64, 4, 4, 2, resident=2),
+        "summarise": Tile(64, 4, 3, 2, resident=2),
         "read": Tile(64, 8, 3, 8, resident=1),
         "query_grad": Tile(64, 8, 1, 8, resident=1),
         "slot_grad": Tile(32, 4, 4, 2, resident=3),
@@ -153,6 +171,7 @@ class Sizes:
         summarise: Keys and values into a summary.
         read: Queries against it.
         joint_read: The same with the diagonal part; its tile holds ``block_rows`` tokens.
+        ahead_read: The same for `lln.kernels.triton.forward.read_both_ahead`; None = not used.
         query_grad: Backward over the queries.
         slot_grad: Its second pass, where wide heads have one (`lln.kernels.triton.wide_queries`).
         key_grad: Backward over the keys.
@@ -173,7 +192,7 @@ class Sizes:
             summaries they do not fit the registers.
         is_turned: Whether the passes of wide heads have kernels of their own
             (`wide_summary`, `wide_queries` and `turned_grads` of `lln.kernels.triton`).
-        summary_slots: Slots per program of the first of them.
+        summary_slots: Slots that these kernels compute at once.
         is_joined: Whether the gradients of keys and values and those of the diagonal share a pass
             after the queries' (`lln.kernels.triton.turned_joint`), if their kernels are turned.
         folds: Whether a pass over tokens first sums up the parts that the pass before it has
@@ -188,6 +207,7 @@ class Sizes:
     summarise: Tile
     read: Tile
     joint_read: Tile
+    ahead_read: Tile | None
     query_grad: Tile
     slot_grad: Tile
     key_grad: Tile
@@ -292,6 +312,7 @@ def _choose(
         "summarise": Tile(tokens, warps, stages, 2),
         "read": Tile(tokens, warps, stages, 8),
         "joint_read": Tile(block_tile, block_warps, stages, 4),
+        "ahead_read": None,
         "query_grad": Tile(tokens, warps, stages, 2),
         "slot_grad": Tile(tokens, warps, stages, 2),
         "key_grad": Tile(tokens, warps, stages, 8),
@@ -313,6 +334,8 @@ def _choose(
     }
     if is_narrow:
         chosen |= _narrow_tiles(longest, block_tile, block_warps, short, block_size > 0)
+    if widest == 64 and dtype != torch.float32:
+        chosen |= MIDDLE_TILES | (MIDDLE_BLOCK_TILES if block_tile == 64 else {})
     if is_wide:
         chosen |= (TURNED_TILES if chosen["is_turned"] else WIDE_TILES)[widest]
         reading, updating = (3, 2) if widest == 128 else (2, 1)
@@ -320,6 +343,7 @@ def _choose(
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
         if chosen["is_turned"] and chosen["is_joined"] and block_tile == 64:
             chosen["joint_read"] = Tile(block_tile, 4, reading, 8, resident=1)
+            chosen["ahead_read"] = Tile(block_tile, 4, 2, 8, resident=2)
             chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8, resident=1)
     chosen |= {name: size for name, size in overridden if name in chosen}
     return Sizes(**chosen)
@@ -342,9 +366,11 @@ def _narrow_tiles(
         return {"query_grad": Tile(long_tile, 4, 3), "joint_read": joint, "joint_grad": joint}
     return {
         "summarise": Tile(long_tile, 2, 3, 3, resident=3),
+        "read": Tile(64, 4, 3, 8, resident=8),
         "query_grad": Tile(64, 4, 3, 4, resident=3),
+        "key_grad": Tile(64, 4, 3, 12, resident=4),
         "joint_read": joint,
-        "joint_grad": Tile(64, 4, 2, 12, registers=128) if block_tile == 64 else joint,
+        "joint_grad": Tile(64, 4, 4, 8, resident=2) if block_tile == 64 else joint,
     }
 
 
@@ -357,7 +383,7 @@ def smaller(chosen: Sizes) -> Sizes | None:
         field.name for field in fields(chosen) if isinstance(getattr(chosen, field.name), Tile)
     ]
     tiles: dict[str, Tile] = {name: getattr(chosen, name) for name in walks}
-    fixed = ["joint_read", "joint_grad"]
+    fixed = ["joint_read", "ahead_read", "joint_grad"]
     if chosen.has_blocks:
         fixed += ["walk", "walk_query", "walk_key"]
     if any(tile.stages > 1 for tile in tiles.values()):

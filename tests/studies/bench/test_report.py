@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import report
+from benchmarks.markdown import source
 from benchmarks.tables import (
     cpu_table,
     fla_table,
@@ -234,6 +235,13 @@ def test_cpu_table_has_speed_ups_only_beside_sdpa():
     lines = cpu_table(results(*cases)).splitlines()
     assert lines[2].startswith("| 128 | 4.0 | 2.0 (2.0×) |  |")
     assert lines[3].startswith("| 256 |  | 2.0 |  |")
+
+
+def test_captions_say_which_launcher_was_used():
+    environment = {"command": "lln bench", "commit": 40 * "a"}
+    assert source(environment) == source(environment | {"launcher": "python"})
+    compiled = source(environment | {"launcher": "compiled"})
+    assert compiled == f"made by `lln bench` with the compiled launcher, commit `{10 * 'a'}`"
 
 
 def test_roberta_table():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.mixing import mix_outputs
+from lln.kernels.triton.mixing import mix_outputs, row_weights
 from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import (
     block_softmax,
@@ -38,18 +38,70 @@ from lln.kernels.triton.summaries import merge_parts, store_summary, summarise_r
 
 
 @triton.jit
+def read_both_ahead(
+    q, k, v, o, mixes, start, end, alpha, b_log_mass, b_c, mix, scale, block_size,
+    seed, drop_first, dropout_p, tile_tokens,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PLAIN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`read_range` with the diagonal part, for two programs per multiprocessor.
+
+    The values of the next tile wait in registers, not in shared memory. Weights are normalised and
+    mixed before the products, which then share the registers of their sums. There is no mask, and
+    a mix is one number or one per row.
+    """
+    inside = rows_inside(start, tl.minimum(start + tile_tokens, end), BT, False)
+    b_next, _ = load_values(
+        v, start, inside, inside, seed, drop_first, dropout_p, BT, E, BE, EVEN, False, HAS_DROPOUT
+    )
+    for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
+        last = tl.minimum(first + tile_tokens, end)
+        inside = rows_inside(first, last, BT, False)
+        b_q = load_rows(q, first, inside, BT, D, BD, EVEN)
+        b_k = load_rows(k, first, inside, BT, D, BD, EVEN)
+        b_v = b_next
+        # Nothing follows the last tile: full tiles, which have no row mask, load it once more.
+        following = tl.minimum(last, end - tile_tokens) if EVEN else last
+        coming = rows_inside(following, tl.minimum(last + tile_tokens, end), BT, False)
+        b_next, _ = load_values(
+            v, following, coming, coming, seed, drop_first, dropout_p, BT, E, BE, EVEN, False,
+            HAS_DROPOUT,
+        )  # fmt: skip
+        b_row = row_weights(mixes, mix, first, inside, BT, MIX)
+        b_wide = b_q.to(tl.float32) if PLAIN else b_q
+        b_e, b_norm = slot_softmax(b_wide, alpha, b_log_mass, D, BD)
+        b_e = b_e * (b_row / b_norm)[:, None]
+        b_o = tl.dot(b_e.to(b_c.dtype), b_c, input_precision=PRECISION)
+        b_p, b_sum = block_softmax(
+            b_q, b_k, scale, inside, block_size, BT, EVEN, ONE_BLOCK, False, PRECISION
+        )
+        b_p = b_p * ((1.0 - b_row) / b_sum)[:, None]
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)
+        store_rows(o, first, b_o, inside, BT, E, BE, EVEN)
+
+
+@triton.jit
 def read_range(
     q, k, v, o, mixes, p_mask, start, end, alpha, b_log_mass, b_c, mix, scale, block_size,
     seed, drop_first, dropout_p, tile_tokens,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Queries ``start … end − 1`` of one head read a summary; writes their outputs.
 
     PLAIN: queries are widened as they are, without a product with the identity.
+    AHEAD: as `read_both_ahead`; only with the diagonal part.
     """
+    if AHEAD:
+        read_both_ahead(
+            q, k, v, o, mixes, start, end, alpha, b_log_mass, b_c, mix, scale, block_size,
+            seed, drop_first, dropout_p, tile_tokens,
+            D, E, BD, BE, BT, ONE_BLOCK, MIX, EVEN, HAS_DROPOUT, PLAIN, PRECISION, STAGES,
+        )  # fmt: skip
+        return
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
         inside = rows_inside(first, last, BT, HAS_MASK)
@@ -118,7 +170,7 @@ def short_fwd_kernel(
             heads_on(q, own), k, v, heads_on(o, own), heads_on(mixes, own), p_mask, -gap, queries,
             load_scale(p_alpha, alpha, index * R + r, HAS_ALPHA), b_log_mass, b_c,
             mix, scale, block_size, seed, drop_first, dropout_p, tile_tokens,
-            D, E, BD, BE, BQ, QUIET, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT, False,
+            D, E, BD, BE, BQ, QUIET, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT, False, False,
             PRECISION, STAGES,
         )  # fmt: skip
 
@@ -135,7 +187,8 @@ def read_kernel(
     BE: tl.constexpr, BT: tl.constexpr, HAS_ALPHA: tl.constexpr, QUIET: tl.constexpr,
     ONE_BLOCK: tl.constexpr, MIX: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, SHIFTED: tl.constexpr, PLAIN: tl.constexpr,
-    FOLDS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
+    AHEAD: tl.constexpr, FOLDS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One stretch (a program's share) of queries of one (sample, head) reads its summary.
 
@@ -166,6 +219,6 @@ def read_kernel(
         p_mask + batch * S, start, end, load_scale(p_alpha, alpha, index, HAS_ALPHA), b_log_mass,
         b_c, mix, scale, block_size,
         seed, (batch * key_heads + key_head) * S, dropout_p, tile_tokens,
-        D, E, BD, BE, BT, QUIET, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT, PLAIN, PRECISION,
-        STAGES,
+        D, E, BD, BE, BT, QUIET, ONE_BLOCK, MIX, EVEN, HAS_MASK, HAS_DROPOUT, PLAIN, AHEAD,
+        PRECISION, STAGES,
     )  # fmt: skip

@@ -15,10 +15,11 @@ import lln
 from lln.eager import compiled_passes
 from lln.eager.load import read_load
 from lln.errors import InvalidInputError
+from lln.kernels import compiled_launcher
 from lln.studies.processor import PACKAGE, commit, output_of, processor, version
 
 # Measurements with different values of these must not be in one table.
-IDENTITY = ("device", "threads", "torch", "triton", "cpu_passes", "commit")
+IDENTITY = ("device", "threads", "torch", "triton", "cpu_passes", "launcher", "commit")
 
 
 def describe(
@@ -44,6 +45,7 @@ def describe(
         "torch": torch.__version__,
         "triton": version("triton") if on_gpu else None,
         "cpu_passes": None if on_gpu else "torch" if compiled_passes.why_not() else "compiled",
+        "launcher": ("python" if compiled_launcher.why_not() else "compiled") if on_gpu else None,
         "lln": lln.__version__,
         "commit": os.environ.get("LLN_COMMIT") or commit(),
         "changed": bool(output_of("git", "status", "--porcelain", "--", str(PACKAGE))),
