@@ -204,7 +204,10 @@ def main() -> None:
     from lln.studies.bench.environment import describe
 
     command = f"{COMMAND} --rounds {given.rounds}"
-    content: dict[str, Any] = {"setup": describe("cuda", command), "rounds": given.rounds}
+    setup = describe("cuda", command)
+    # Every process has its own.
+    del setup["launcher"]
+    content: dict[str, Any] = {"setup": setup, "rounds": given.rounds}
     content |= {"heads": host.HEADS, "width": host.WIDTH}
 
     def keep(**more: Any) -> None:

@@ -91,7 +91,10 @@ def turns_table(content: dict[str, Any]) -> str:
         cells = []
         for tokens in lengths:
             for launcher in runs:
-                own, peer = best[launcher, system, tokens], best[launcher, SYSTEMS[0], tokens]
+                own, peer = (best.get((launcher, n, tokens)) for n in (system, SYSTEMS[0]))
+                if own is None or peer is None:
+                    cells.append("")
+                    continue
                 ratio = "" if system == SYSTEMS[0] else f" ({own / peer:.2f}×)"
                 cells.append(f"{own:.1f}{ratio}")
         lines.append([ATTENTIONS[system][0], *cells])
@@ -104,9 +107,20 @@ def turns_table(content: dict[str, Any]) -> str:
         "Milliseconds of a training step of RoBERTa-base, batch 1, launched one by one: the best "
         f"of {content['turns']} turns of {STEPS} steps, attentions in turn, and how many times "
         f"that is SDPA's beside it. *python* and *compiled* are the launchers.{compiled} "
-        f"{setup['device']}, torch {setup['torch']}; {source(setup)}."
+        f"{setup['device']}, torch {setup['torch']}; {source(setup)}. An empty cell was not run."
     )
     return markdown_table(["ms per step", *heads], lines, caption)
+
+
+def in_process(out: Path, name: str, tokens: int, turns: int) -> dict[str, Any]:
+    """What a process of its own measures at one length, which it leaves in ``out``."""
+    words = ["-m", "benchmarks.roberta_turns", "--case", str(out)]
+    words += ["--turns", str(turns), "--lengths", str(tokens)]
+    words += ["--mode", COMPILED] if name == COMPILED else []
+    others = {key: value for key, value in os.environ.items() if key != "LLN_LAUNCHER"}
+    wanted = {"LLN_LAUNCHER": "python"} if name == "python" else {}
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=others | wanted, check=True)
+    return json.loads(out.read_text("utf-8"))
 
 
 def main() -> None:
@@ -132,21 +146,21 @@ def main() -> None:
     from lln.studies.bench.environment import describe
 
     setup = describe("cuda", f"{COMMAND} --turns {given.turns}")
+    # Every run has its own.
+    del setup["launcher"]
     content: dict[str, Any] = {"setup": setup, "turns": given.turns, "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
         if not compiled_launcher.library().exists():
             content["build"] = build(Path(folder))
         for name in given.runs:
-            print(name, flush=True)
-            out = Path(folder) / "case.json"
-            words = ["-m", "benchmarks.roberta_turns", "--case", str(out)]
-            words += ["--turns", str(given.turns), "--lengths", *map(str, given.lengths)]
-            others = {key: value for key, value in os.environ.items() if key != "LLN_LAUNCHER"}
-            words += ["--mode", COMPILED] if name == COMPILED else []
-            wanted = {"LLN_LAUNCHER": "python"} if name == "python" else {}
-            subprocess.run([sys.executable, *words], cwd=ROOT, env=others | wanted, check=True)
-            content["runs"][name] = json.loads(out.read_text("utf-8"))
-            write_atomically(given.out, compact_json(content))
+            run = content["runs"].setdefault(name, {"rows": []})
+            # A process per length: what was measured is kept if a later one is cut off.
+            for tokens in given.lengths:
+                print(name, flush=True)
+                found = in_process(Path(folder) / "case.json", name, tokens, given.turns)
+                run["rows"] += found["rows"]
+                run["launcher"] = found["launcher"]
+                write_atomically(given.out, compact_json(content))
     print(turns_table(content))
 
 

@@ -45,6 +45,7 @@ def summary_steps(
         return steps if folds else [*steps, merge_step(programs, chosen, values, splits)], room
     whole = splits == 1
     own: dict[str, Any] = {"WHOLE": whole, "SLOTS": chosen.summary_slots}
+    own["GROUPS"] = chosen.summary_groups
     if whole:
         # Nothing is written there.
         own |= dict.fromkeys(("p_peak", "p_mass", "p_sum"), Place("p_log_mass"))
@@ -60,8 +61,8 @@ def summary_steps(
 
 def summary_shares(chosen: Sizes) -> int:
     """Programs that share a stretch of keys: those of wide heads compute some of the slots."""
-    pair = 2 * chosen.summary_slots
-    return chosen.width // pair if chosen.is_turned else 1
+    slots = chosen.summary_slots * chosen.summary_groups
+    return chosen.width // slots if chosen.is_turned else 1
 
 
 def _partials(programs: int, chosen: Sizes, splits: int) -> Room:

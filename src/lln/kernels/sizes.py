@@ -83,7 +83,7 @@ class Tile(NamedTuple):
 
 # Heads of 33 to 64 channels in 16-bit types: whole waves on an H200 (docs/kernels.md).
 MIDDLE_TILES = {
-    "summarise": Tile(64, 4, 3, 4, resident=4),
+    "summarise": Tile(64, 4, 3, 2),
     "read": Tile(64, 4, 3, 12, resident=4),
     "query_grad": Tile(64, 4, 3, 8, resident=2),
     "key_grad": Tile(64, 4, 3, 8, resident=2),
@@ -113,20 +113,24 @@ WIDE_TILES = {
 # Those of heads whose passes have kernels of their own, by another sweep.
 TURNED_TILES = {
     128: {
-        "summarise": Tile(64, 4, 3, 2, resident=2),
+        "summarise": Tile(64, 4, 4, 2, resident=2),
         "read": Tile(64, 4, 2, 8, resident=3),
         "query_grad": Tile(64, 4, 1, 8, resident=2),
         "slot_grad": Tile(32, 4, 4, 2, resident=3),
         "key_grad": Tile(64, 8, 3, 8, resident=1),
     },
     256: {
-        "summarise": Tile(64, 4, 3, 2, resident=2),
+        "summarise": Tile(64, 4, 4, 2, resident=2),
         "read": Tile(64, 8, 3, 8, resident=1),
         "query_grad": Tile(64, 8, 1, 8, resident=1),
         "slot_grad": Tile(32, 4, 4, 2, resident=3),
         "key_grad": Tile(32, 8, 2, 8, resident=2),
     },
 }
+# Their summaries where heads are so many that one program has a whole sequence, and two groups of
+# slots. Where sequences are split it has one group: two would leave too few programs.
+PAIR_TILE = Tile(64, 4, 3, 2, resident=2)
+MANY_HEADS = 4
 
 # Causal attention by chunks, of one size for all passes: the fastest of a sweep on an H200.
 CHUNK_TILES = {
@@ -193,6 +197,7 @@ class Sizes:
         is_turned: Whether the passes of wide heads have kernels of their own
             (`wide_summary`, `wide_queries` and `turned_grads` of `lln.kernels.triton`).
         summary_slots: Slots that these kernels compute at once.
+        summary_groups: How many times as many slots a program of the summary has.
         is_joined: Whether the gradients of keys and values and those of the diagonal share a pass
             after the queries' (`lln.kernels.triton.turned_joint`), if their kernels are turned.
         folds: Whether a pass over tokens first sums up the parts that the pass before it has
@@ -226,6 +231,7 @@ class Sizes:
     split_blocks: bool
     is_turned: bool
     summary_slots: int
+    summary_groups: int
     is_joined: bool
     folds: bool
     short: bool
@@ -326,6 +332,7 @@ def _choose(
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
         "is_turned": is_wide and width == widest and not (short or causal),
         "summary_slots": 64,
+        "summary_groups": 1,
         # Wider heads and larger blocks leave no registers for both.
         "is_joined": widest <= 128 and block_tile <= 64,
         "folds": is_narrow and not causal,
@@ -341,6 +348,8 @@ def _choose(
         reading, updating = (3, 2) if widest == 128 else (2, 1)
         chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
+        if chosen["is_turned"] and summaries >= MANY_HEADS * cores:
+            chosen |= {"summary_groups": 2, "summarise": PAIR_TILE}
         if chosen["is_turned"] and chosen["is_joined"] and block_tile == 64:
             chosen["joint_read"] = Tile(block_tile, 4, reading, 8, resident=1)
             chosen["ahead_read"] = Tile(block_tile, 4, 2, 8, resident=2)

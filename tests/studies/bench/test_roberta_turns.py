@@ -32,6 +32,19 @@ def test_cells_are_compared_with_softmax_of_the_same_process():
     assert lines[4] == "| LLN + Diag | 5.0 (0.50×) | 30.0 (1.50×) |"
 
 
+def test_what_was_cut_off_stays_empty():
+    rows = [
+        {"system": name, "tokens": tokens, "best": 4.0, "median": 9.0}
+        for name in SYSTEMS
+        for tokens in (512, 2048)
+    ]
+    runs = {"python": {"rows": rows}, "compiled": {"rows": [r for r in rows if r["tokens"] < 999]}}
+    setup = {"device": "GPU", "torch": "2", "command": "make", "commit": "abc"}
+    lines = turns_table({"runs": runs, "turns": 3, "setup": setup}).splitlines()
+    assert lines[2] == "| softmax (SDPA) | 4.0 | 4.0 | 4.0 |  |"
+    assert lines[3] == "| LLN | 4.0 (1.00×) | 4.0 (1.00×) | 4.0 (1.00×) |  |"
+
+
 def test_compiled_models_have_a_column_where_they_were_measured():
     rows = [{"system": name, "tokens": 512, "best": 4.0, "median": 9.0} for name in SYSTEMS]
     runs = {name: {"rows": rows} for name in ("python", "compiled", "reduce-overhead")}

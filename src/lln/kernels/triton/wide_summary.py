@@ -1,9 +1,9 @@
 """The summary of keys and values of wide heads: a program computes some of the slots.
 
-Slots do not depend on each other. A program handles two groups of SLOTS slots, one after the other:
-both together in one product would not leave room for a second program beside the first, and one
-group alone would load the values twice as often. Programs of one stretch lie side by side, so that
-all but the first find the values in the cache.
+All slots by all channels of a wide head do not leave room in the registers for a second program
+beside the first. Slots do not depend on each other, so here a program has SLOTS of them, or two
+such groups, one after the other, which share the values that it loads. The programs of one stretch
+lie side by side, so that all but the first find the values in the cache.
 
 Dimension legend: see `lln.kernels.triton.steps`; SH summary heads.
 """
@@ -62,13 +62,13 @@ def add_keys(
 def summarise_slots(
     k, v, p_mask, start, end, first_slot, beta, seed, drop_first, dropout_p,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr,
-    BT: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """2 · SLOTS slots of the summary of tokens ``start … end − 1``.
+    """Some slots of the summary of tokens ``start … end − 1``.
 
     Returns:
-        Peak, mass and weighted sum of the first SLOTS of them, and the same of the others.
+        Peak, mass and weighted sum of the first group, and the same of the second, if GROUPS = 2.
     """
     b_peak, b_mass, b_sum = empty_partial(SLOTS, BE)
     b_peak_2, b_mass_2, b_sum_2 = empty_partial(SLOTS, BE)
@@ -76,7 +76,8 @@ def summarise_slots(
         inside = rows_inside(first, end, BT, HAS_MASK)
         ok = token_ok(p_mask, first, end, BT, HAS_MASK)
         b_k = load_slots(k, first, inside, first_slot, BT, D, BD, SLOTS, EVEN)
-        b_k_2 = load_slots(k, first, inside, first_slot + SLOTS, BT, D, BD, SLOTS, EVEN)
+        if GROUPS == 2:
+            b_k_2 = load_slots(k, first, inside, first_slot + SLOTS, BT, D, BD, SLOTS, EVEN)
         b_v, _ = load_values(
             v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK,
             HAS_DROPOUT,
@@ -84,9 +85,10 @@ def summarise_slots(
         b_peak, b_mass, b_sum = add_keys(
             b_peak, b_mass, b_sum, b_k, b_v, beta, ok, SLOTS, EVEN, PRECISION
         )
-        b_peak_2, b_mass_2, b_sum_2 = add_keys(
-            b_peak_2, b_mass_2, b_sum_2, b_k_2, b_v, beta, ok, SLOTS, EVEN, PRECISION
-        )
+        if GROUPS == 2:
+            b_peak_2, b_mass_2, b_sum_2 = add_keys(
+                b_peak_2, b_mass_2, b_sum_2, b_k_2, b_v, beta, ok, SLOTS, EVEN, PRECISION
+            )
     return b_peak, b_mass, b_sum, b_peak_2, b_mass_2, b_sum_2
 
 
@@ -114,18 +116,18 @@ def summarise_slots_kernel(
     beta, seed, dropout_p, S, SH, program_tokens,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    SLOTS: tl.constexpr, BT: tl.constexpr, HAS_BETA: tl.constexpr, EVEN: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
+    SLOTS: tl.constexpr, GROUPS: tl.constexpr, BT: tl.constexpr, HAS_BETA: tl.constexpr,
+    EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    """2 · SLOTS slots of one split of one (sample, summary head).
+    """GROUPS · SLOTS slots of one split of one (sample, summary head); one or two groups.
 
     WHOLE: the split has all keys, so log-mass and centroid are written, else a partial summary.
     """
     wait_for_launch(FOLLOWS)
-    SHARES: tl.constexpr = BD // (2 * SLOTS)
+    SHARES: tl.constexpr = BD // (GROUPS * SLOTS)
     place, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    split, first_slot = place // SHARES, place % SHARES * (2 * SLOTS)
+    split, first_slot = place // SHARES, place % SHARES * (GROUPS * SLOTS)
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, S, SH, PACKED, False
     )
@@ -135,14 +137,15 @@ def summarise_slots_kernel(
         rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd),
         p_mask + batch * S, start, end, first_slot, load_scale(p_beta, beta, index, HAS_BETA),
         seed, (batch * (SH // KG) + key_head) * S, dropout_p,
-        D, E, BD, BE, SLOTS, BT, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
+        D, E, BD, BE, SLOTS, GROUPS, BT, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
     )  # fmt: skip
     part = index * (tl.num_programs(0) // SHARES) + split
     store_slots(
         p_peak, p_mass, p_sum, p_log_mass, p_centroid, index, part, first_slot,
         b_peak, b_mass, b_sum, D, E, BD, BE, SLOTS, WHOLE,
     )  # fmt: skip
-    store_slots(
-        p_peak, p_mass, p_sum, p_log_mass, p_centroid, index, part, first_slot + SLOTS,
-        b_peak_2, b_mass_2, b_sum_2, D, E, BD, BE, SLOTS, WHOLE,
-    )  # fmt: skip
+    if GROUPS == 2:
+        store_slots(
+            p_peak, p_mass, p_sum, p_log_mass, p_centroid, index, part, first_slot + SLOTS,
+            b_peak_2, b_mass_2, b_sum_2, D, E, BD, BE, SLOTS, WHOLE,
+        )  # fmt: skip
