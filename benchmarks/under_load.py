@@ -1,7 +1,8 @@
 """How much slower calls on a CPU get beside other programs: ``python -m benchmarks.under_load``.
 
-Quiet phases and phases with busy programs alternate; within a phase the calls take turns, one after
-the other, so that all of them see the same load. A slow-down is the mean time of a busy phase over
+Quiet phases and phases with busy programs alternate; within a phase the calls take turns in a new
+order every round, so that all of them see the same load: a scheduler gives less time to a program
+that has just had much, so it matters which call comes before. A slow-down is the mean time of a busy phase over
 that of the quiet phase before it, and the middle one of all pairs counts. PyTorch's passes and the
 compiled ones (`lln build-cpu`) have a process each.
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -64,11 +66,13 @@ def calls() -> dict[str, Callable[[], Any]]:
 def phase(attentions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Mean milliseconds of every call, in turns."""
     spent, rounds = dict.fromkeys(attentions, 0.0), 0
+    order, shuffle = list(attentions), Random(0).shuffle
     end = time.perf_counter() + seconds
     while rounds == 0 or time.perf_counter() < end:
-        for name, attend in attentions.items():
+        shuffle(order)
+        for name in order:
             start = time.perf_counter()
-            attend()
+            attentions[name]()
             spent[name] += time.perf_counter() - start
         rounds += 1
     return {name: 1e3 * taken / rounds for name, taken in spent.items()}
