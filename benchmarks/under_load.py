@@ -2,9 +2,9 @@
 
 Quiet phases and phases with busy programs alternate; within a phase the calls take turns in a new
 order every round, so that all of them see the same load: a scheduler gives less time to a program
-that has just had much, so it matters which call comes before. A slow-down is the mean time of a busy phase over
-that of the quiet phase before it, and the middle one of all pairs counts. PyTorch's passes and the
-compiled ones (`lln build-cpu`) have a process each.
+that has just had much, so it matters which call comes before. A slow-down is the mean time of a
+busy phase over that of the quiet phase before it, and the middle one of all pairs counts. PyTorch's
+passes and the compiled ones (`lln build-cpu`) have a process each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Slow-downs beside busy programs: turns, pairs of phases, the table."""
 
 import json
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmarks import under_load
@@ -15,16 +17,19 @@ def pair(quiet, busy):
     return {"quiet": dict.fromkeys(names, quiet), "busy": dict.fromkeys(names, busy)}
 
 
-def test_calls_take_turns():
+def test_calls_take_turns_in_changing_order(monkeypatch):
     order = []
     calls = {name: lambda name=name: order.append(name) for name in ("one", "two")}
-    found = phase(calls, 0.01)
-    assert set(found) == {"one", "two"}
-    assert all(taken >= 0 for taken in found.values())
-    # However many rounds there was time for.
-    assert order == ["one", "two"] * (len(order) // 2)
+    # Every look at the clock takes a second, so a round takes five.
+    monkeypatch.setattr(under_load, "time", SimpleNamespace(perf_counter=count().__next__))
+    assert phase(calls, 100) == {"one": 1e3, "two": 1e3}
+    rounds = list(zip(order[::2], order[1::2], strict=True))
+    assert len(rounds) == 20
+    assert set(rounds) == {("one", "two"), ("two", "one")}
+    order.clear()
     # Also a phase without time has a round.
-    assert phase(calls, 0.0).keys() == found.keys()
+    phase(calls, 0)
+    assert sorted(order) == ["one", "two"]
 
 
 def test_the_middle_pair_counts():
