@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lln.kernels import sizes
 from lln.kernels.sizes import (
     MIDDLE_BLOCK_TILES,
     MIDDLE_TILES,
@@ -78,6 +79,26 @@ def test_of_equally_fast_ways_the_fewest_stretches_if_each_leaves_a_part():
     # 48 heads of 256 tiles: 11 stretches are one wave of 24 tiles, 22 are two of 12.
     assert tile.stretch(16384, 64, 48, CORES, parts=True) == 24 * 64
     assert tile.stretch(16384, 64, 48, CORES) == 12 * 64
+
+
+@pytest.mark.parametrize(("width", "queries", "keys"), [(64, 22, 86), (128, 86, 86)])
+def test_queries_leave_parts_but_keys_do_not(monkeypatch, width, queries, keys):
+    """12 heads of 256 tiles: 22 and 86 stretches of them take equally long.
+
+    Wide heads compute the sums over queries in a pass of its own.
+    """
+    pytest.importorskip("triton")
+    from lln.kernels import launch
+    from lln.kernels.call import Call
+
+    monkeypatch.setitem(sizes.overrides, "cores", CORES)
+    for name in ("query_grad", "key_grad"):
+        monkeypatch.setitem(sizes.overrides, name, MIDDLE_TILES["query_grad"])
+    side = torch.empty(1, 12, 16384, width, dtype=torch.float16)
+    numbers = (1.0, 1.0, 1.0, 0, 1.0, 0.0, 0, False, 0)
+    call = Call(side, side, side, *[None] * 5, *numbers)
+    cut = launch._cut(call, call.sizes(12), 0)
+    assert (cut.query_programs, cut.key_programs) == (queries, keys)
 
 
 def test_where_programs_come_in_whole_waves():

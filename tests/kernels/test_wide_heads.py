@@ -88,6 +88,7 @@ def row_mix(tokens):
 TILES = {
     "full tiles": ({"tokens": 192}, True),
     "a shorter last tile": ({"tokens": 150, "value_width": 40}, True),
+    "tiles that blocks do not fill": ({"tokens": 150, "block_size": 24}, True),
     "mix per row": ({"tokens": 150, "extra": row_mix(150)}, True),
     "mix per row, full tiles": ({"tokens": 128, "extra": row_mix(128)}, True),
     "mask": ({"tokens": 150, "key_mask": holes(2, 150)}, False),
@@ -104,7 +105,7 @@ def test_values_of_the_next_tile_wait_in_registers(steps, monkeypatch, name):
     for reader in ("joint_read", "ahead_read"):
         # One program reads all tiles of a head.
         monkeypatch.setitem(sizes.overrides, reader, sizes.Tile(64, 4, 2, programs=0))
-    compare(HALF[-1], width=72, block_size=16, **call)
+    compare(HALF[-1], width=72, **{"block_size": 16, **call})
     reads = [step for step in steps if step.kernel.fn.__name__ == "read_kernel"]
     place = reads[0].kernel.arg_names.index("AHEAD")
     assert [step.arguments[place] for step in reads] == [ahead] * len(reads)

@@ -1,0 +1,25 @@
+"""Kernels read nothing outside of their inputs, not even what they then do not use."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tests.kernels.common  # noqa: F401 (skips where no kernel can run)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is protected by mprotect")
+@pytest.mark.parametrize("where", ["behind", "before"])
+def test_inputs_at_the_edge_of_memory(where):
+    script = Path(__file__).with_name("guarded_calls.py")
+    done = subprocess.run(
+        [sys.executable, str(script), where],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # A negative number is the signal that a read outside ends in; the last line says where.
+    assert done.returncode == 0, (done.stdout[-200:], done.stderr[-2000:])
+    assert done.stdout.splitlines()[-1] == "wide blocks 90"
