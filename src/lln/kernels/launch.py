@@ -86,10 +86,10 @@ def _write_attend(call: Call, live: dict[str, Any], save: bool, chosen: Sizes) -
     reader = chosen.joint_read if blocks else chosen.read
     rows = chosen.block_rows if blocks else chosen.read.tokens
     values |= _of_tiles(call, chosen) | {"tile_tokens": rows, "PLAIN": chosen.is_turned}
-    # Masked values and a mix per channel do not leave the registers for it.
-    ahead = blocks and call.mask is None and values["MIX"] < 3
-    reader = (ahead and chosen.ahead_read) or reader
-    values["AHEAD"] = reader is chosen.ahead_read
+    # Masked values and a mix per channel do not leave the registers for values ahead.
+    values["AHEAD"] = False
+    if blocks and chosen.ahead_read is not None and call.mask is None and values["MIX"] < 3:
+        reader, values["AHEAD"] = chosen.ahead_read, True
     before, gaps = starts_of(call)
     if chosen.short:
         own = {"BK": chosen.summarise.tokens, "BQ": reader.tokens, "SAVE": save}

@@ -83,7 +83,6 @@ class Tile(NamedTuple):
 
 # Heads of 33 to 64 channels in 16-bit types: whole waves on an H200 (docs/kernels.md).
 MIDDLE_TILES = {
-    "summarise": Tile(64, 4, 3, 2),
     "read": Tile(64, 4, 3, 12, resident=4),
     "query_grad": Tile(64, 4, 3, 8, resident=2),
     "key_grad": Tile(64, 4, 3, 8, resident=2),
@@ -127,8 +126,8 @@ TURNED_TILES = {
         "key_grad": Tile(32, 8, 2, 8, resident=2),
     },
 }
-# Their summaries where heads are so many that one program has a whole sequence, and two groups of
-# slots. Where sequences are split it has one group: two would leave too few programs.
+# Their summaries by programs with two groups of slots. That takes MANY_HEADS per multiprocessor:
+# where sequences are split over programs, two groups leave too few of them.
 PAIR_TILE = Tile(64, 4, 3, 2, resident=2)
 MANY_HEADS = 4
 
