@@ -156,7 +156,7 @@ def main() -> None:
             run = content["runs"].setdefault(name, {"rows": []})
             # A process per length: what was measured is kept if a later one is cut off.
             for tokens in given.lengths:
-                print(name, flush=True)
+                print(f"{name}, {tokens:,} tokens", flush=True)
                 found = in_process(Path(folder) / "case.json", name, tokens, given.turns)
                 run["rows"] += found["rows"]
                 run["launcher"] = found["launcher"]

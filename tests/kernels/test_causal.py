@@ -8,7 +8,7 @@ from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, check_compiled, c
 
 import lln
 from lln.kernels import sizes
-from lln.kernels.sizes import Tile
+from lln.kernels.stretches import Tile
 from lln.testing import assert_close, make_qkv, poison_empty
 
 

@@ -6,7 +6,7 @@ from tests.kernels.common import DEVICE, ON_GPU, compare, holes, upstream_of
 
 import lln
 from lln.kernels import launch_causal, launch_chunks, recipes, repeats, sizes
-from lln.kernels.sizes import Tile
+from lln.kernels.stretches import Tile
 from lln.testing import assert_close, make_qkv, poison_empty
 
 # Chunks are for bfloat16 and 64 channels; the interpreter does not have the one, and takes long

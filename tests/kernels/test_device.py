@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lln
 from lln.kernels import sizes
-from lln.kernels.sizes import Tile
+from lln.kernels.stretches import Tile
 from lln.testing import assert_close, make_qkv
 
 pytestmark = [

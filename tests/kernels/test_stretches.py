@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from lln.kernels import sizes
-from lln.kernels.sizes import (
-    MIDDLE_BLOCK_TILES,
-    MIDDLE_TILES,
-    Tile,
-    choose_sizes,
-    walk_stretch,
-)
+from lln.kernels.sizes import MIDDLE_BLOCK_TILES, MIDDLE_TILES, choose_sizes
+from lln.kernels.stretches import Tile, walk_stretch
 
 TILE = Tile(tokens=32, warps=4, stages=3)
 CORES = 132

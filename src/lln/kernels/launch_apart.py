@@ -24,7 +24,7 @@ from lln.kernels.launch_keys import (
     slot_gradients,
 )
 from lln.kernels.recipes import on_device
-from lln.kernels.sizes import cdiv
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton import keys_apart
 
 

@@ -23,7 +23,8 @@ from lln.kernels.launch_passes import summarise_steps
 from lln.kernels.launch_states import STATE, exponent_type, scan_step, state_of
 from lln.kernels.recipes import Recipe, Room, Step, follow, over_tiles
 from lln.kernels.shapes import output_like
-from lln.kernels.sizes import Sizes, Tile, cdiv, walk_stretch
+from lln.kernels.sizes import Sizes
+from lln.kernels.stretches import Tile, cdiv, walk_stretch
 from lln.kernels.triton import causal_walks as walks
 from lln.kernels.triton.gaps import starts_of
 

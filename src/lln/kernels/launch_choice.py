@@ -15,7 +15,7 @@ from lln.eager.key_blocks import blocks_in
 from lln.kernels.call import mask_bytes
 from lln.kernels.limits import multiprocessors, power_of_two
 from lln.kernels.recipes import on_device
-from lln.kernels.sizes import cdiv
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton import keys_select
 
 # Keys in a tile.

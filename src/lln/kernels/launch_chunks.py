@@ -17,7 +17,8 @@ import torch
 from lln.kernels.call import Call
 from lln.kernels.launch_states import STATE, exponent_type, scan_step, state_of
 from lln.kernels.recipes import Place, Recipe, Room, Step, over_tiles
-from lln.kernels.sizes import Sizes, cdiv
+from lln.kernels.sizes import Sizes
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton import causal_chunks as kernels
 
 # Fewer chunks in a stretch save less time than the scan over the stretches takes.

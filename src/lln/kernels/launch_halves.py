@@ -27,7 +27,8 @@ from lln.kernels.launch_passes import (
 )
 from lln.kernels.recipes import Recipe, follow, over_tiles
 from lln.kernels.shapes import output_like
-from lln.kernels.sizes import Sizes, cdiv
+from lln.kernels.sizes import Sizes
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton import forward as fwd
 
 

@@ -18,7 +18,7 @@ from lln.kernels.launch_slots import gather, summarise
 from lln.kernels.limits import multiprocessors
 from lln.kernels.recipes import on_device
 from lln.kernels.shapes import output_like
-from lln.kernels.sizes import cdiv
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton import keys_grad, keys_read
 
 # Pairs whose blocks a program finds.

@@ -13,7 +13,7 @@ from lln.kernels.launch_choice import launch
 from lln.kernels.limits import power_of_two
 from lln.kernels.lists import list_shapes
 from lln.kernels.recipes import on_device
-from lln.kernels.sizes import cdiv
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton import list_choice
 
 # Tokens whose features a program finds and sorts.

@@ -17,7 +17,7 @@ from lln.kernels.keys_sizes import sizes_of, warps
 from lln.kernels.launch_choice import launch
 from lln.kernels.limits import power_of_two
 from lln.kernels.recipes import on_device
-from lln.kernels.sizes import cdiv
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton import list_grad, list_read
 
 # Entries whose gradients a program adds up: fewer make more pairs, more make fewer programs.

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from lln.kernels.recipes import Place, Room, Step, over_tiles
-from lln.kernels.sizes import Sizes, cdiv
+from lln.kernels.sizes import Sizes
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton import backward as bwd
 from lln.kernels.triton import summaries, turned_grads, wide_queries, wide_summary
 

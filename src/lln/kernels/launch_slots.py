@@ -15,7 +15,8 @@ from lln.kernels.keys_call import KeysCall
 from lln.kernels.launch_choice import launch
 from lln.kernels.limits import power_of_two
 from lln.kernels.recipes import Recipe, Room, Step, follow, on_device, over_tiles
-from lln.kernels.sizes import Sizes, cdiv
+from lln.kernels.sizes import Sizes
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton import keys_slots
 
 # Slots that a program merges or gathers.

@@ -20,7 +20,8 @@ from triton.runtime.errors import OutOfResources
 
 from lln.errors import BackendUnavailableError
 from lln.kernels.limits import is_interpreted
-from lln.kernels.sizes import Sizes, Tile, cdiv, overrides, smaller
+from lln.kernels.sizes import Sizes, overrides, smaller
+from lln.kernels.stretches import Tile, cdiv
 from lln.kernels.triton.order import HAS_FOLLOWERS
 
 try:

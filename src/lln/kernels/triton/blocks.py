@@ -22,7 +22,8 @@ from torch import Tensor
 from lln.kernels.call import mask_bytes, precision_of, strides_of
 from lln.kernels.recipes import Recipe, follow, over_tiles
 from lln.kernels.shapes import look_of, output_like
-from lln.kernels.sizes import Sizes, Tile, cdiv, choose_sizes
+from lln.kernels.sizes import Sizes, choose_sizes
+from lln.kernels.stretches import Tile, cdiv
 from lln.kernels.triton.gaps import find_gaps
 from lln.kernels.triton.steps import (
     block_softmax,

@@ -18,7 +18,8 @@ from torch import Tensor
 from lln.kernels.call import flat_scale, strides_of
 from lln.kernels.recipes import Recipe, Step, follow
 from lln.kernels.shapes import look_of
-from lln.kernels.sizes import Sizes, cdiv, choose_sizes
+from lln.kernels.sizes import Sizes, choose_sizes
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton.steps import NEVER, exponential, load_scale
 
 # Channels per program; the slots' weights are recomputed for every such slice.

@@ -20,7 +20,8 @@ from torch import Tensor
 from lln.kernels.call import mask_bytes, strides_of
 from lln.kernels.recipes import Recipe, Room, Step, follow, over_tiles
 from lln.kernels.shapes import look_of
-from lln.kernels.sizes import Sizes, cdiv, choose_sizes
+from lln.kernels.sizes import Sizes, choose_sizes
+from lln.kernels.stretches import cdiv
 from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import find_stretch, load_rows, rows_of, token_ok, widen_turned
 from lln.matching.curves import Curve
