@@ -42,6 +42,7 @@ def main(behind):
         "causal blocks": (lln.lln_diag_attention, 64, {"is_causal": True}),
         "wide": (lln.lln_attention, 128, {}),
         "wide blocks": (lln.lln_diag_attention, 128, {"block_size": 64}),
+        "tiled blocks": (lln.lln_diag_attention, 144, {"block_size": 80}),
     }
     for name, (attend, width, options) in calls.items():
         for tokens in (128, 90):

@@ -20,8 +20,6 @@ from tests.kernels.common import (
 
 import lln
 from lln.eager.dropout import drop_keys
-from lln.functional import large_blocks
-from lln.functional.large_blocks import attend_large_blocks
 from lln.kernels import limits, sizes
 from lln.kernels.triton.backward_ranges import centred_queries
 from lln.studies.doctor import examine
@@ -380,73 +378,7 @@ def test_blocks_beside_the_kernels(monkeypatch):
     extra = {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(2, 1, 70, 1)}
     compare(block_size=40, key_mask=mask, extra=extra, impl="auto")
     compare(HALF[-1], block_size=40, key_mask=mask, impl="auto")
-
-
-LARGE_BLOCKS = [
-    {"is_causal": True},
-    {"heads": 4, "key_heads": 2, "tokens": 80, "value_width": 24},
-    {"tokens": 30, "layout": "transposed", "extra": {"alpha": 2.0, "beta": 2.0, "mix": 0.3}},
-    {"extra": {"alpha": 2.0, "beta": 2.0, "mix": torch.rand(2, 1, 70, 1)}},
-]
-
-
-@pytest.mark.parametrize("call", LARGE_BLOCKS, ids=["causal", "grouped", "one block", "gate"])
-def test_large_blocks_by_fused_softmax(monkeypatch, call):
-    """Those too large for a tile, in half types and without a mask."""
-    limit_chips(monkeypatch, block_tokens=16)
-    let_auto_take_kernels(monkeypatch)
-    taken, attend = [], lln.functional.run.attend_large_blocks
-    monkeypatch.setattr(
-        lln.functional.run, "attend_large_blocks", lambda *a: taken.append(1) or attend(*a)
-    )
-    compare(HALF[-1], block_size=40, impl="auto", **call)
-    assert taken == [1]
-
-
-def test_half_parts_are_joined_without_copies_in_float32(monkeypatch):
-    """The result is rounded once: it errs by half a digit, and by what float32 loses."""
-    limit_chips(monkeypatch, block_tokens=16)
-    let_auto_take_kernels(monkeypatch)
-    joined, join = [], lln.eager.run.join
-    monkeypatch.setattr(
-        lln.eager.run, "join", lambda *sides: joined.append([*sides]) or join(*sides)
-    )
-    inputs = make_qkv(1, 1, 50, 16, dtype=HALF[-1], device=DEVICE, requires_grad=True)
-    out = lln.lln_diag_attention(*inputs, alpha=2.0, beta=2.0, mix=0.3, block_size=40)
-    ((long_range, short_range, mix),) = joined
-    assert {long_range.dtype, short_range.dtype, out.dtype} == {HALF[-1]}
-    far, near = long_range.double(), short_range.double()
-    exact, kind = mix * far + (1 - mix) * near, torch.finfo(HALF[-1])
-    half_a_digit = exact.abs().clamp_min(kind.tiny) * kind.eps / 2
-    assert ((out - exact).abs() <= half_a_digit + 1e-6 * (far.abs() + near.abs())).all()
-
-
-def test_more_large_blocks_than_a_launch_has_heads(monkeypatch):
-    """They are computed in several calls, and the last one may be short."""
-    sides = make_qkv(1, 2, 190, 16, device=DEVICE, dtype=HALF[-1])
-    whole = attend_large_blocks(*sides, 40, 0.25, False)
-    monkeypatch.setattr(limits, "MAX_GRID", 5)
-    fused, heads = large_blocks.scaled_dot_product_attention, []
-    monkeypatch.setattr(
-        large_blocks,
-        "scaled_dot_product_attention",
-        lambda query, *rest, **options: (
-            heads.append(query.shape[1]) or fused(query, *rest, **options)
-        ),
-    )
-    torch.testing.assert_close(attend_large_blocks(*sides, 40, 0.25, False), whole)
-    assert heads == [4, 4, 2]
-
-
-@pytest.mark.parametrize("shape", [(2, 0), (0, 70)])
-def test_no_tokens_or_samples_with_large_blocks(monkeypatch, shape):
-    limit_chips(monkeypatch, block_tokens=16)
-    let_auto_take_kernels(monkeypatch)
-    batch, tokens = shape
-    sides = make_qkv(batch, 2, tokens, 16, device=DEVICE, dtype=HALF[-1], requires_grad=True)
-    out = lln.lln_diag_attention(*sides, alpha=2.0, beta=2.0, block_size=40)
-    assert out.shape == sides[0].shape
-    assert all(side.shape == out.shape for side in torch.autograd.grad(out.sum(), sides))
+    compare(block_size=40, impl="auto")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,4 +22,4 @@ def test_inputs_at_the_edge_of_memory(where):
     )
     # A negative number is the signal that a read outside ends in; the last line says where.
     assert done.returncode == 0, (done.stdout[-200:], done.stderr[-2000:])
-    assert done.stdout.splitlines()[-1] == "wide blocks 90"
+    assert done.stdout.splitlines()[-1] == "tiled blocks 90"

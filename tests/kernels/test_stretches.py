@@ -76,11 +76,12 @@ def test_of_equally_fast_ways_the_fewest_stretches_if_each_leaves_a_part():
     assert tile.stretch(16384, 64, 48, CORES) == 12 * 64
 
 
-@pytest.mark.parametrize(("width", "queries", "keys"), [(64, 22, 86), (128, 86, 86)])
+@pytest.mark.parametrize(("width", "queries", "keys"), [(64, 22, 86), (128, 86, 86), (32, 22, 22)])
 def test_queries_leave_parts_but_keys_do_not(monkeypatch, width, queries, keys):
     """12 heads of 256 tiles: 22 and 86 stretches of them take equally long.
 
-    Wide heads compute the sums over queries in a pass of its own.
+    Wide heads compute the sums over queries in a pass of its own. Narrow ones add up the parts of
+    the queries at the beginning of every stretch of keys.
     """
     pytest.importorskip("triton")
     from lln.kernels import launch
@@ -117,3 +118,13 @@ def test_without_waves_as_many_stretches_as_fill_the_multiprocessors():
     assert tile.stretch(16384, 64, 48, CORES) == -(-256 // 6) * 64
     # More programs fit than there are: every stretch more is a gain.
     assert tile._replace(programs=4, resident=4).stretch(16384, 64, 48, CORES) == 24 * 64
+
+
+def test_long_narrow_heads_have_fewer_partial_summaries():
+    def parts_of(tokens):
+        side = torch.empty(65536 // tokens, 12, tokens, 32, dtype=torch.bfloat16)
+        tile = choose_sizes(side, side, side, 65536 // tokens, 12, 0).summarise
+        heads = 65536 // tokens * 12
+        return -(-tokens // tile.stretch(tokens, tile.tokens, heads, CORES, parts=True))
+
+    assert [parts_of(tokens) for tokens in (4096, 16384, 65536)] == [2, 5, 22]

@@ -18,8 +18,10 @@ from lln.errors import BackendUnavailableError
 from lln.functional.request import Request
 from lln.kernels.limits import (
     MAX_CHOSEN,
+    MAX_WIDTH,
     blocks_fit,
     blocks_join,
+    blocks_span,
     why_no_keys,
     why_unavailable,
     widest_block_value,
@@ -27,6 +29,8 @@ from lln.kernels.limits import (
 )
 from lln.tracing import has_values, is_capturing, is_compiling, is_transformed
 
+# Heads up to this width keep all channels of the values beside blocks.
+WIDEST_BESIDE_BLOCKS = 128
 # Most plans to keep, because planning again would slow every call.
 MOST_PLANS = 4096
 
@@ -37,8 +41,8 @@ class Plan(NamedTuple):
     Attributes:
         impl: ``"eager"``, ``"triton"`` or ``"reference"``.
         diagonal: What computes the diagonal blocks: ``"joint"``, the LLN kernels in the same pass;
-            ``"beside"``, a separate kernel; ``"eager"`` or ``"reference"``; None if there are no
-            blocks.
+            ``"beside"``, a separate kernel; ``"added"``, kernels that go over blocks tile by tile
+            and add them in place; ``"eager"`` or ``"reference"``; None if there are no blocks.
         block_size: Tokens in a block; for kernels at most the length of the longest sequence.
         value_width: Channels of the values that one launch of LLN attention takes.
         block_value_width: The same for a launch of the separate kernel for blocks.
@@ -77,6 +81,7 @@ class Plan(NamedTuple):
         how = {
             "joint": f"and {blocks} in one pass",
             "beside": f"and another kernel {blocks}",
+            "added": f"and others add {blocks}, tile by tile",
             "eager": f"and PyTorch {blocks}, which fit no tile of this chip",
         }
         return f"The fused kernels compute LLN attention {how[self.diagonal]}{slices}."
@@ -105,10 +110,12 @@ def plan_call(request: Request, impl: str) -> Plan:
     is_masked, is_packed = request.key_mask is not None, request.bounds is not None
     samples = request.bounds.shape[0] - 1 if request.bounds is not None else query.shape[0]
     heads, rows, learns, has_channels = samples * query.shape[1], 0, False, False
+    has_gate = isinstance(request.mix, Tensor)
     if request.block_size:
         rows = min(request.block_size, _longest(request))
         learns, has_channels = request.mix_learns, request.mix_has_channels
-    how = (request.kind, rows, request.is_causal, learns, has_channels, is_masked, is_packed)
+    how = (request.kind, rows, request.is_causal, learns, has_channels, has_gate)
+    how = (*how, is_masked, is_packed)
     if is_compiling():
         return _plan_kernels(query, heads, impl, *how)
     known = (query.device, query.dtype, query.shape[-1], heads, impl, *how)
@@ -128,27 +135,35 @@ def _plan_kernels(
     is_causal: bool,
     mix_learns: bool,
     has_channels: bool,
+    has_gate: bool,
     is_masked: bool,
     is_packed: bool,
 ) -> Plan:
     if kind == "lln":
         return Plan("triton", value_width=widest_value(query, heads, 0, is_causal, False))
     joint = (query, heads, rows, is_causal, mix_learns)
-    if kind == "lln_diag" and blocks_join(*joint, is_masked or has_channels):
-        return Plan("triton", "joint", rows, widest_value(*joint))
+    joins = blocks_join(*joint, is_masked or has_channels)
     # The tiles that packed sequences are cut into have a mask.
     fits = blocks_fit(query, rows, False, is_masked or is_packed)
-    if not fits and impl == "triton":
+    spans = blocks_span(query, is_masked or is_packed)
+    width = widest_value(query, heads, 0, is_causal, False)
+    if kind == "lln_diag":
+        # Beside blocks, the widest heads would have to read their values in slices.
+        is_wide = query.shape[-1] > WIDEST_BESIDE_BLOCKS and not is_causal
+        if spans and not has_gate and (is_wide or not (joins or fits)):
+            return Plan("triton", "added", rows, width, MAX_WIDTH)
+        if joins:
+            return Plan("triton", "joint", rows, widest_value(*joint))
+    if not (fits or spans) and impl == "triton":
         masked = " with a key mask" if is_masked else ""
         raise BackendUnavailableError(
             f"impl='triton' has no tile for blocks of {rows} tokens by {query.shape[-1]} "
             f"channels{masked} here; use smaller blocks, or impl='auto' to let lln choose."
         )
-    own = widest_block_value(query, rows) if fits else 0
+    own = widest_block_value(query, rows) if fits else MAX_WIDTH if spans else 0
     if kind == "diag":
-        return Plan("triton", "beside", rows, 0, own) if fits else Plan("eager", "eager", rows)
-    width = widest_value(query, heads, 0, is_causal, False)
-    return Plan("triton", "beside" if fits else "eager", rows, width, own)
+        return Plan("triton", "beside", rows, 0, own) if own else Plan("eager", "eager", rows)
+    return Plan("triton", "beside" if own else "eager", rows, width, own)
 
 
 def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:

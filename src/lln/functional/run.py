@@ -24,16 +24,16 @@ from lln.functional.key_calls import (
     complete,
     with_all_keys,
 )
-from lln.functional.large_blocks import attend_large_blocks, suits
 from lln.functional.match import match_inputs, match_packed
 from lln.functional.padded_keys import pad_call
 from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request
 from lln.kernels import repeats
 from lln.kernels.run import fused_attention, fused_blocks
+from lln.kernels.slices import Blocks
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
-from lln.tracing import is_compiling, is_sharded, is_untraced_on_cpu
+from lln.tracing import is_compiling, is_sharded, is_untraced_on_cpu, is_watched
 
 
 def attend(request: Request, impl: str) -> Tensor:
@@ -157,6 +157,9 @@ def _by_kernels(request: Request, plan: Plan) -> Tensor:
         return fused_attention(query, key, value, dropout_p=request.dropout_p, **blocks, **lln)
     # The same keys are dropped from both parts.
     value = drop_keys(value, request.dropout_p)
+    if _adds_in_place(request, plan):
+        sizes = (plan.block_size, _scale(request), request.is_causal)
+        return fused_attention(query, key, value, added=Blocks(float(request.mix), sizes), **lln)
     long_range = fused_attention(query, key, value, **lln)
     short_range = _own_blocks(request, value, plan)
     if not isinstance(request.mix, Tensor):
@@ -166,11 +169,17 @@ def _by_kernels(request: Request, plan: Plan) -> Tensor:
     return eager.join(long_range.to(dtype), short_range.to(dtype), request.mix).to(query.dtype)
 
 
+def _adds_in_place(request: Request, plan: Plan) -> bool:
+    """Whether the diagonal part goes to the same memory; a watched call needs two operators."""
+    within = request.value.shape[-1] <= plan.block_value_width
+    return plan.diagonal == "added" and within and not is_watched(request.query)
+
+
 def _own_blocks(request: Request, value: Tensor, plan: Plan) -> Tensor:
     """The diagonal part apart from the LLN kernels: by another kernel, or in PyTorch."""
     query, key = request.query, request.key
     options: dict[str, Any] = {"block_size": plan.block_size, "is_causal": request.is_causal}
-    if plan.diagonal == "beside":
+    if plan.diagonal in ("beside", "added"):
         options |= {"scale": _scale(request), "value_width": plan.block_value_width}
         if request.bounds is None:
             return fused_blocks(query, key, value, key_mask=request.key_mask, **options)
@@ -179,9 +188,6 @@ def _own_blocks(request: Request, value: Tensor, plan: Plan) -> Tensor:
         q, k, v = (tiles.gather(side).transpose(0, 1) for side in packed)
         out = fused_blocks(q, k, v, key_mask=tiles.valid, **options)
         return tiles.scatter(out.transpose(0, 1)).transpose(0, 1)[None]
-    if request.bounds is None and suits(query, request.key_mask):
-        sizes = (plan.block_size, _scale(request), request.is_causal)
-        return attend_large_blocks(query, key, value, *sizes)
     options["scale"] = request.scale
     if request.bounds is None:
         return eager.short_range(query, key, value, request.key_mask, impl="eager", **options)

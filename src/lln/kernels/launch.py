@@ -184,7 +184,9 @@ def _cut(call: Call, chosen: Sizes, mode: int) -> _Cut:
     tile = chosen.query_grad
     parts = not chosen.is_turned
     stretch = tile.stretch(tokens, tile.tokens, batch * heads, chosen.cores, parts=parts)
-    key_stretch = walker.stretch(keys, rows, batch * slots, chosen.cores)
+    # Where passes fold, every program first sums up the parts of the gradients.
+    few = chosen.folds
+    key_stretch = walker.stretch(keys, rows, batch * slots, chosen.cores, parts=few)
     if chosen.short and not split:
         return _Cut(1, 1, stretch, key_stretch)
     return _Cut(cdiv(tokens, stretch), cdiv(keys, key_stretch), stretch, key_stretch)

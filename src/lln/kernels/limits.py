@@ -37,6 +37,7 @@ class Chip(NamedTuple):
     Attributes:
         shared: Least bytes of shared memory per program that such a chip has.
         summary: Most slots times channels of a summary; wider values are read in slices.
+        summary_by_blocks: The same where a diagonal part shares a kernel with it.
         summary_float32: The same in float32.
         block_tokens: The longest diagonal block that fits one tile; longer ones are computed
             outside the kernels.
@@ -50,6 +51,7 @@ class Chip(NamedTuple):
 
     shared: int
     summary: int
+    summary_by_blocks: int
     summary_float32: int
     block_tokens: int
     block_bytes: int
@@ -63,7 +65,8 @@ class Chip(NamedTuple):
 # H100, H200, B200: 227 KB.
 LARGE = Chip(
     shared=200 * 1024,
-    summary=256 * 128,
+    summary=256 * 256,
+    summary_by_blocks=256 * 128,
     summary_float32=64 * 128,
     block_tokens=128,
     block_bytes=32 * 1024,
@@ -77,6 +80,7 @@ LARGE = Chip(
 MIDDLE = LARGE._replace(
     shared=160 * 1024,
     summary=128 * 128,
+    summary_by_blocks=128 * 128,
     joint_tokens=64,
     joint_summary=64 * 64,
     takes_extras=False,
@@ -86,6 +90,7 @@ MIDDLE = LARGE._replace(
 SMALL = Chip(
     shared=99 * 1024,
     summary=64 * 128,
+    summary_by_blocks=64 * 128,
     summary_float32=64 * 64,
     block_tokens=64,
     block_bytes=16 * 1024,
@@ -193,6 +198,16 @@ def blocks_fit(query: Tensor, block_size: int, is_causal: bool, extras: bool) ->
     return tokens <= chip.block_tokens and tokens * width * query.itemsize <= room
 
 
+def blocks_span(query: Tensor, extras: bool) -> bool:
+    """Whether a kernel takes diagonal blocks of any size, tile by tile.
+
+    Args:
+        query: ``[…, D]``.
+        extras: Whether there is a key mask.
+    """
+    return query.dtype in (torch.bfloat16, torch.float16) and not extras
+
+
 def blocks_join(
     query: Tensor, heads: int, block_size: int, is_causal: bool, mix_grad: bool, extras: bool
 ) -> bool:
@@ -265,8 +280,11 @@ def widest_value(
         most = MAX_CAUSAL_SUMMARY
     elif is_joint:
         most = chip.joint_summary_float32 if is_float32 else chip.joint_summary
+    elif is_float32:
+        most = chip.summary_float32
     else:
-        most = chip.summary_float32 if is_float32 else chip.summary
+        # The kernels for crowded grids need as much room as those with blocks.
+        most = chip.summary_by_blocks if block_size or is_crowded(heads) else chip.summary
     return min(MAX_WIDTH, max(16, most // max(16, power_of_two(query.shape[-1]))))
 
 

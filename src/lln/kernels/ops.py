@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lln.kernels.limits import blocks_fit
 from lln.kernels.shapes import output_like, summary_heads, within_reach
 from lln.matching.curves import spread_curve
 
@@ -190,22 +191,51 @@ attend_saving.register_autograd(_backward, setup_context=_save)
 
 
 @cache
-def _block_launches() -> Any:
+def _block_launches() -> tuple[Any, Any, Any]:
+    """The launch modules (of whole blocks in a tile, and tile by tile) and `BlockCall`."""
+    from lln.kernels import launch_tiled
     from lln.kernels.triton import blocks
 
-    return blocks
+    return blocks, launch_tiled, blocks.BlockCall
+
+
+def _launches_of(call: Any) -> Any:
+    whole, tiled, _ = _block_launches()
+    fits = blocks_fit(call.query, call.block_size, False, call.mask is not None)
+    return whole if fits else tiled
 
 
 def forward_blocks(*arguments: Any) -> Tensor:
     """Output for the arguments of `attend_blocks`."""
-    blocks = _block_launches()
-    return blocks.attend_blocks(blocks.BlockCall(*arguments))
+    call = _block_launches()[2](*arguments)
+    return _launches_of(call).attend_blocks(call)
 
 
 def gradients_of_blocks(gradient: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    blocks = _block_launches()
-    return blocks.attend_blocks_backward(blocks.BlockCall(*arguments), within_reach(gradient))
+    call = _block_launches()[2](*arguments)
+    return _launches_of(call).attend_blocks_backward(call, within_reach(gradient))
+
+
+def add_blocks(tensors: Any, numbers: Any, out: Tensor, mix: float) -> None:
+    """Make of ``out`` mix · out + (1 − mix) · blocks.
+
+    Args:
+        tensors: Query, key and value.
+        numbers: Block size, scale, and whether it is causal.
+        out: ``[B, H, T, E]``.
+        mix: The weight of what is there.
+    """
+    _, tiled, kind = _block_launches()
+    tiled.add_blocks(kind(*tensors, None, *numbers), out, mix)
+
+
+def add_block_gradients(
+    gradient: Tensor, tensors: Any, numbers: Any, made: tuple[Tensor, ...], mix: float
+) -> None:
+    """The same with ``made``, the gradients of query, key and value."""
+    _, tiled, kind = _block_launches()
+    tiled.add_gradients(kind(*tensors, None, *numbers), within_reach(gradient), made, mix)
 
 
 @operator("attend_blocks", _BLOCKS)

@@ -39,6 +39,7 @@ def fused_attention(
     is_causal: bool = False,
     bounds: Tensor | None = None,
     longest: int = 0,
+    added: slices.Blocks | None = None,
 ) -> Tensor:
     """LLN attention by the kernels: ``[B, H, T, E]`` in the dtype of query.
 
@@ -57,6 +58,7 @@ def fused_attention(
         is_causal: Whether row i sees keys 0 … i only.
         bounds: Integers ``[n + 1]``, the bounds of packed sequences.
         longest: Length of the longest packed sequence, or more; 0 = not packed.
+        added: A diagonal part to add in place, in ordinary calls.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
     if dropout_p > 0 and is_capturing():
@@ -69,13 +71,13 @@ def fused_attention(
     seed = int(torch.randint(0, 2**31 - 1, ()).item()) if dropout_p > 0 else 0
     numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
     numbers = (*numbers, is_causal, longest)
-    if value.shape[-1] <= value_width:
+    if value.shape[-1] <= value_width and added is None:
         return _attend(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
     tensors = (query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds)
     if is_watched(query):
         parts = slices.cut(tensors, value_width)
         return torch.cat([_attend(*part, *numbers) for _, part in parts], -1)
-    return slices.attend(tensors, numbers, value_width)
+    return slices.attend(tensors, numbers, value_width, added)
 
 
 def fused_blocks(

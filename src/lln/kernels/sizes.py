@@ -38,6 +38,9 @@ MIDDLE_BLOCK_TILES = {
     "joint_grad": Tile(64, 4, 2, 8, resident=2),
 }
 
+# From this length on, heads of up to 32 channels have fewer partial summaries.
+LONG_NARROW = 8192
+
 # Wider heads in 16-bit types: the fastest of a sweep on an H200.
 WIDE_TILES = {
     128: {
@@ -71,10 +74,33 @@ TURNED_TILES = {
         "key_grad": Tile(32, 8, 2, 8, resident=2),
     },
 }
-# Their summaries by programs with two groups of slots. That takes MANY_HEADS per multiprocessor:
-# where sequences are split over programs, two groups leave too few of them.
+# Those of 256 slots by as many channels, which leave room for fewer programs.
+WIDEST_TILES = {
+    "summarise": Tile(64, 4, 2, 2, resident=2),
+    "read": Tile(64, 8, 3, 8, resident=1),
+    "query_grad": Tile(64, 8, 1, 8, resident=1),
+    "slot_grad": Tile(32, 4, 4, 2, resident=2),
+    "key_grad": Tile(64, 8, 1, 8, resident=1),
+}
+# Summaries of up to 128 channels by programs with two groups of slots. That takes MANY_HEADS per
+# multiprocessor: where sequences are split over programs, two groups leave too few of them.
 PAIR_TILE = Tile(64, 4, 3, 2, resident=2)
 MANY_HEADS = 4
+
+# Blocks tile by tile: heads of up to 128 channels, wider ones, and those with blocks of up to 64.
+TILED_TILES = {
+    "tiled_read": Tile(64, 4, 3, across=64),
+    "tiled_query": Tile(64, 4, 2, across=64),
+    "tiled_value": Tile(64, 4, 3, across=32),
+    "tiled_key": Tile(64, 4, 2, across=32),
+}
+WIDE_TILED_TILES = {
+    "tiled_read": Tile(128, 8, 2, across=64),
+    "tiled_query": Tile(128, 8, 2, across=32),
+    "tiled_value": Tile(128, 8, 3, across=32),
+    "tiled_key": Tile(128, 8, 1, across=64),
+}
+SHORT_TILED_TILES = dict.fromkeys(TILED_TILES, Tile(64, 4, 2, across=32))
 
 # Causal attention by chunks, of one size for all passes: the fastest of a sweep on an H200.
 CHUNK_TILES = {
@@ -110,6 +136,10 @@ class Sizes:
         chunk: The outputs of a chunk.
         chunk_query: Its backward over the queries.
         chunk_key: Its backward over the keys.
+        tiled_read: Blocks tile by tile (`lln.kernels.triton.tiled_blocks`).
+        tiled_query: Their gradients of the queries.
+        tiled_value: Those of the values.
+        tiled_key: Those of the keys.
         has_chunks: Whether causal attention goes by chunks where it can
             (`lln.kernels.launch_chunks`).
         block_rows: Tokens per tile with the diagonal part: whole blocks.
@@ -147,6 +177,10 @@ class Sizes:
     chunk: Tile
     chunk_query: Tile
     chunk_key: Tile
+    tiled_read: Tile
+    tiled_query: Tile
+    tiled_value: Tile
+    tiled_key: Tile
     has_chunks: bool
     block_rows: int
     has_blocks: bool
@@ -247,6 +281,7 @@ def _choose(
         "joint_grad": Tile(block_tile, block_warps, 2, 8),
         **dict.fromkeys(("walk", "walk_query", "walk_key"), walk),
         **CHUNK_TILES,
+        **TILED_TILES,
         # Other types would round their states, or move twice the memory.
         "has_chunks": causal and width == value_width == 64 and dtype == torch.bfloat16,
         "block_rows": rows,
@@ -270,12 +305,16 @@ def _choose(
         reading, updating = (3, 2) if widest == 128 else (2, 1)
         chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
-        if chosen["is_turned"] and summaries >= MANY_HEADS * cores:
+        if chosen["is_turned"] and width == value_width == 256:
+            chosen |= WIDEST_TILES
+        elif chosen["is_turned"] and summaries >= MANY_HEADS * cores:
             chosen |= {"summary_groups": 2, "summarise": PAIR_TILE}
         if chosen["is_turned"] and chosen["is_joined"] and block_tile == 64:
             chosen["joint_read"] = Tile(block_tile, 4, reading, 8, resident=1)
             chosen["ahead_read"] = Tile(block_tile, 4, 2, 8, resident=2)
             chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8, resident=1)
+    if widest > 128:
+        chosen |= WIDE_TILED_TILES if block_size > 64 else SHORT_TILED_TILES
     chosen |= {name: size for name, size in overridden if name in chosen}
     return Sizes(**chosen)
 
@@ -295,9 +334,13 @@ def _narrow_tiles(
         return {"summarise": Tile(32, 2, 4), "read": Tile(32, 2, 4)}
     if short:
         return {"query_grad": Tile(long_tile, 4, 3), "joint_read": joint, "joint_grad": joint}
+    # Whoever reads a summary merges its parts: long sequences are cut into fewer of them.
+    summarise = Tile(long_tile, 2, 3, 3, resident=3)
+    if longest >= LONG_NARROW:
+        summarise = Tile(long_tile, 2, 4, 2, resident=2)
     return {
-        "summarise": Tile(long_tile, 2, 3, 3, resident=3),
-        "read": Tile(64, 4, 3, 8, resident=8),
+        "summarise": summarise,
+        "read": Tile(64, 4, 4, 8, resident=8),
         "query_grad": Tile(64, 4, 3, 4, resident=3),
         "key_grad": Tile(64, 4, 3, 12, resident=4),
         "joint_read": joint,
@@ -320,10 +363,12 @@ def smaller(chosen: Sizes) -> Sizes | None:
     if any(tile.stages > 1 for tile in tiles.values()):
         less = {name: t._replace(stages=max(1, t.stages - 1)) for name, t in tiles.items()}
     elif any(tile.tokens > 16 for name, tile in tiles.items() if name not in fixed):
-        less = {
-            name: t if name in fixed else t._replace(tokens=max(16, t.tokens // 2))
-            for name, t in tiles.items()
-        }
+        less = {name: t if name in fixed else _halved(t) for name, t in tiles.items()}
     else:
         return None
     return replace(chosen, **less)
+
+
+def _halved(tile: Tile) -> Tile:
+    tokens, across = (max(16, size // 2) for size in (tile.tokens, tile.across))
+    return tile._replace(tokens=tokens, across=across if tile.across else 0)

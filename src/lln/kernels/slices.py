@@ -2,12 +2,15 @@
 
 Every slice is a call of its own, which writes its channels of the output, and of the gradient of
 the values, where they belong. Gradients of the other inputs are sums over the slices.
+
+*Blocks* are a diagonal part that is added in place, to output and gradients of all slices
+(`lln.kernels.launch_tiled`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +20,18 @@ from lln.kernels.once import once_differentiable
 from lln.kernels.shapes import output_like
 
 VALUE, MIX = 2, 6
+
+
+class Blocks(NamedTuple):
+    """A diagonal part to add.
+
+    Attributes:
+        mix: The weight of the LLN part.
+        numbers: Block size, scale, and whether it is causal.
+    """
+
+    mix: float
+    numbers: tuple[int, float, bool]
 
 
 def cut(tensors: Sequence[Any], width: int) -> Iterator[tuple[slice, tuple[Any, ...]]]:
@@ -31,11 +46,13 @@ def cut(tensors: Sequence[Any], width: int) -> Iterator[tuple[slice, tuple[Any, 
         yield part, tuple(own)
 
 
-def attend(tensors: Sequence[Any], numbers: tuple[Any, ...], width: int) -> Tensor:
+def attend(
+    tensors: Sequence[Any], numbers: tuple[Any, ...], width: int, blocks: Blocks | None = None
+) -> Tensor:
     """A call in slices, with or without gradient."""
     if is_tracked(tensors):
-        return _AttendSlices.apply(*tensors, numbers, width)
-    return _forward(tensors, numbers, width, save=False)[0]
+        return _AttendSlices.apply(*tensors, numbers, width, blocks)
+    return _forward(tensors, numbers, width, blocks, save=False)[0]
 
 
 def is_tracked(tensors: Sequence[Tensor | None]) -> bool:
@@ -50,13 +67,19 @@ def _has_channels(mix: Tensor | None) -> bool:
 
 
 def _forward(
-    tensors: Sequence[Any], numbers: tuple[Any, ...], width: int, save: bool
+    tensors: Sequence[Any],
+    numbers: tuple[Any, ...],
+    width: int,
+    blocks: Blocks | None,
+    save: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Output, and the summaries of all slices one after another."""
     out = output_like(tensors[0], tensors[VALUE].shape[-1])
     summaries: list[Tensor | None] = []
     for part, own in cut(tensors, width):
         summaries += ops.forward((*own, *numbers), save, out[..., part])[1:]
+    if blocks is not None:
+        ops.add_blocks(tensors[:3], blocks.numbers, out, blocks.mix)
     return out, summaries
 
 
@@ -65,10 +88,10 @@ class _AttendSlices(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, numbers, width = inputs
-        out, summaries = _forward(tensors, numbers, width, save=True)
+        *tensors, numbers, width, blocks = inputs
+        out, summaries = _forward(tensors, numbers, width, blocks, save=True)
         ctx.save_for_backward(*tensors, *summaries)
-        ctx.numbers, ctx.width = numbers, width
+        ctx.numbers, ctx.width, ctx.blocks = numbers, width, blocks
         ctx.set_materialize_grads(False)
         return out
 
@@ -77,7 +100,7 @@ class _AttendSlices(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         (gradient,) = grad_outputs
         if gradient is None:
-            return (None,) * (ops.TENSORS + 2)
+            return (None,) * (ops.TENSORS + 3)
         tensors, summaries = ctx.saved_tensors[: ops.TENSORS], ctx.saved_tensors[ops.TENSORS :]
         dv = torch.empty_like(tensors[VALUE])
         asked, total, of_mix = ops.asked_gradients(ctx), None, []
@@ -101,8 +124,15 @@ class _AttendSlices(torch.autograd.Function):
             total = sums if total is None else _add(total, sums)
         assert total is not None
         dq, dk, dalpha, dbeta, *dmix = total
+        assert dq is not None
+        assert dk is not None
+        if ctx.blocks is not None:
+            mix, own = ctx.blocks
+            ops.add_block_gradients(gradient, tensors[:3], own, (dq, dk, dv), mix)
+            # The others are of the LLN part alone.
+            dalpha, dbeta = (None if side is None else side * mix for side in (dalpha, dbeta))
         dmix = torch.cat(of_mix, -1) if asked[2] and of_mix else dmix[0] if dmix else None
-        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None, None
+        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None, None, None
 
 
 def _add(total: list[Tensor | None], more: list[Tensor | None]) -> list[Tensor | None]:

@@ -27,6 +27,7 @@ class Tile(NamedTuple):
         registers: Most registers of a thread, so that more programs fit; 0 = no limit.
         resident: Programs that a multiprocessor runs at once, if sequences are to be split such
             that programs come in whole waves of as many; 0 = split them evenly.
+        across: Tokens per tile of the other side, for kernels that pair tiles; 0 = others.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class Tile(NamedTuple):
     programs: int = 4
     registers: int = 0
     resident: int = 0
+    across: int = 0
 
     def stretch(
         self, tokens: int, rows: int, heads: int, cores: int, shares: int = 1, parts: bool = False
@@ -47,8 +49,9 @@ class Tile(NamedTuple):
             heads: Number of heads of all samples.
             cores: Multiprocessors.
             shares: Programs that share a stretch.
-            parts: Whether every stretch leaves a partial result. Of equally fast ways to split
-                sequences, the one with the fewest stretches is taken then, else the one with most.
+            parts: Whether every stretch leaves a partial result, or begins by adding up those of
+                others. Of equally fast ways to split sequences, the one with the fewest stretches
+                is taken then, else the one with most.
         """
         tiles = cdiv(tokens, rows)
         most = min(max(1, cdiv(self.programs * cores, max(heads, 1))), tiles)
