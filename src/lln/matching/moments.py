@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from ctypes import c_double
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -154,15 +153,14 @@ def _keys_of_samples(key: Tensor, key_mask: Tensor | None) -> list[int]:
 
 
 @cache
-def _compiled_curve(head_width: int, keys: int, criterion: str) -> compiled_passes.CompiledCurve:
+def _compiled_curve(head_width: int, keys: int, criterion: str) -> bytes:
     """The curve in the form that compiled passes take."""
     curve = spread_curve(head_width, criterion)
     least, most = curve.n_range
     x = math.log(min(max(keys, least), most) / 1024)
     slopes = (*curve.slopes, 0.0)
     coefficients = [one + x * slope for one, slope in zip(curve.coefficients, slopes, strict=True)]
-    numbers = (c_double * len(coefficients))(*coefficients)
-    return compiled_passes.CompiledCurve(numbers, *curve.p_range, SPREAD_FLOOR**2)
+    return compiled_passes.packed_curve(coefficients, curve.p_range, SPREAD_FLOOR**2)
 
 
 def _plain_sums(query: Tensor, key: Tensor) -> tuple[Any, ...]:

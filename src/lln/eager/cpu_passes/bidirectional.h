@@ -53,11 +53,15 @@ struct SeenKeys {
 void summarise(const Head& head, float* weight) {
   const Call& call = head.call;
   const int64_t width = call.width, values = call.value_width;
-  for (int64_t d = 0; d < width; d += 16) {
-    lanes top[GROUP];
-    find_peaks(head.k + d, head.k_row, call.keys, top);
-    for (int g = 0; g < GROUP; ++g) store(head.peak + d + g * LANES, top[g] * head.beta);
-  }
+  for (int64_t t = 0; t < call.keys; t += TILE)
+    by_strips(width, [&](auto vectors, int64_t d) {
+      lanes top[vectors];
+      find_peaks(head.k + t * head.k_row + d, head.k_row, fewer(TILE, call.keys - t), top);
+      for (int n = 0; n < vectors; ++n) {
+        float* to = head.peak + d + n * LANES;
+        store(to, t > 0 ? larger(top[n] * head.beta, load(to)) : top[n] * head.beta);
+      }
+    });
   std::memset(head.centroid, 0, sizeof(float) * width * values);
   std::memset(head.mass, 0, sizeof(float) * width);
   for (int64_t t = 0; t < call.keys; t += TILE) {

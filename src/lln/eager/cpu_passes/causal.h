@@ -37,23 +37,23 @@ struct Walk {
   // Peaks with those of a tile, and the state for them.
   void raise_peaks(int64_t t, int64_t tokens) {
     const int64_t width = head.call.width, values = head.call.value_width;
-    for (int64_t d = 0; d < width; d += 16) {
-      lanes found[GROUP];
+    by_strips(width, [&](auto vectors, int64_t d) {
+      lanes found[vectors];
       find_peaks(head.k + t * head.k_row + d, head.k_row, tokens, found);
-      for (int g = 0; g < GROUP; ++g) {
-        float* to = peak + d + g * LANES;
-        lanes top = found[g] * head.beta;
-        if (t > 0) top = larger(top, load(to));
+      for (int n = 0; n < vectors; ++n) {
+        const int64_t at = d + n * LANES;
+        lanes top = found[n] * head.beta;
+        if (t > 0) top = larger(top, load(peak + at));
         for (int lane = 0; t > 0 && lane < LANES; ++lane) {
-          const float share = std::exp(to[lane] - top[lane]);
+          const float share = std::exp(peak[at + lane] - top[lane]);
           if (share == 1.0f) continue;
-          mass[d + g * LANES + lane] *= share;
-          float* row = state + (d + g * LANES + lane) * values;
+          mass[at + lane] *= share;
+          float* row = state + (at + lane) * values;
           for (int64_t e = 0; e < values; e += LANES) store(row + e, load(row + e) * share);
         }
-        store(to, top);
+        store(peak + at, top);
       }
-    }
+    });
   }
 
   // φ; writes the shifts, or uses those of the forward pass.
@@ -72,8 +72,7 @@ struct Walk {
       for (int64_t d = 0; d < width; d += 16) {
         lanes power[GROUP];
         for (int g = 0; g < GROUP; ++g) {
-          const lanes x = load(weight + d + g * LANES) - shift[i];
-          power[g] = x > 1.0f ? all(1.0f) : x;
+          power[g] = lesser(all(1.0f), load(weight + d + g * LANES) - shift[i]);
         }
         exponential(power);
         for (int g = 0; g < GROUP; ++g) store(weight + d + g * LANES, power[g]);
@@ -160,6 +159,7 @@ void walk_backward(const Head& head, const Gradients& to, const float* out, cons
   float* delta = room.take(TILE);
   float* turned = room.take(width * values);
   float* values_turned = room.take(TILE * values);
+  float* last_values = room.take(TILE * values);
   float* weights_of = room.take(TILE * TILE);
 
   auto scale_gradient = [&](int64_t t, int64_t tokens) {
@@ -177,9 +177,15 @@ void walk_backward(const Head& head, const Gradients& to, const float* out, cons
   };
   // ĝ_i · v_j − δ_i for j ≤ i, else 0, in `walk.pairs`.
   auto differentiate_pairs = [&](int64_t t, int64_t tokens) {
-    for (int64_t j = 0; j < TILE; ++j)
-      for (int64_t e = 0; e < values; ++e)
-        values_turned[e * TILE + j] = j < tokens ? head.v[(t + j) * head.v_row + e] : 0.0f;
+    const float* v = head.v + t * head.v_row;
+    int64_t v_row = head.v_row;
+    if (tokens < TILE) {
+      for (int64_t j = 0; j < tokens; ++j)
+        std::memcpy(last_values + j * values, v + j * v_row, 4 * values);
+      std::memset(last_values + tokens * values, 0, 4 * (TILE - tokens) * values);
+      v = last_values, v_row = values;
+    }
+    transpose(TILE, values, v, v_row, values_turned);
     product(tokens, TILE, values, {upstream, values, 1}, values_turned, TILE, walk.pairs, TILE,
             1.0f, false);
     for (int64_t i = 0; i < tokens; ++i)

@@ -25,16 +25,13 @@ Rows seen_rows(const Rows& rows, const uint8_t* mask, int64_t width, float* to) 
 
 double sum_of_squares(const float* from, int64_t row, int64_t tokens, int64_t width) {
   double total = 0;
-  for (int64_t t = 0; t < tokens; t += TILE) {
-    lanes sum[GROUP] = {};
-    for (int64_t i = t; i < fewer(t + TILE, tokens); ++i)
-      for (int64_t d = 0; d < width; d += 16)
-        for (int g = 0; g < GROUP; ++g) {
-          const lanes own = load(from + i * row + d + g * LANES);
-          sum[g] += own * own;
-        }
-    for (int g = 0; g < GROUP; ++g) total += sum_of(sum[g]);
-  }
+  for (int64_t t = 0; t < tokens; t += TILE)
+    by_strips(width, [&](auto vectors, int64_t d) {
+      const lanes zero[vectors] = {};
+      lanes sum[vectors];
+      add_squares(from + t * row + d, row, fewer(TILE, tokens - t), zero, sum);
+      for (int n = 0; n < vectors; ++n) total += sum_of(sum[n]);
+    });
   return total;
 }
 
@@ -45,29 +42,24 @@ void gather_moments(const float* from, int64_t row, int64_t tokens, int64_t widt
   for (int64_t t = 0; t < tokens; t += TILE) {
     const int64_t own = fewer(TILE, tokens - t);
     const float own_count = static_cast<float>(own), count = static_cast<float>(t + own);
-    for (int64_t d = 0; d < width; d += 16) {
-      const float* columns = from + t * row + d;
-      lanes own_mean[GROUP] = {}, around[GROUP] = {};
-      add_rows(columns, row, own, own_mean);
-      for (int g = 0; g < GROUP; ++g) own_mean[g] = own_mean[g] / own_count;
-      for (int64_t i = 0; i < own; ++i)
-        for (int g = 0; g < GROUP; ++g) {
-          const lanes away = load(columns + i * row + g * LANES) - own_mean[g];
-          around[g] += away * away;
-        }
-      for (int g = 0; g < GROUP; ++g) {
-        float *to_mean = mean + d + g * LANES, *to_squares = squares + d + g * LANES;
+    by_strips(width, [&](auto vectors, int64_t d) {
+      lanes own_mean[vectors], around[vectors];
+      add_rows(from + t * row + d, row, own, own_mean);
+      for (int n = 0; n < vectors; ++n) own_mean[n] = own_mean[n] / own_count;
+      add_squares(from + t * row + d, row, own, own_mean, around);
+      for (int n = 0; n < vectors; ++n) {
+        float *to_mean = mean + d + n * LANES, *to_squares = squares + d + n * LANES;
         if (t == 0) {
-          store(to_mean, own_mean[g]);
-          store(to_squares, around[g]);
+          store(to_mean, own_mean[n]);
+          store(to_squares, around[n]);
           continue;
         }
-        const lanes moved = own_mean[g] - load(to_mean);
+        const lanes moved = own_mean[n] - load(to_mean);
         store(to_mean, load(to_mean) + moved * (own_count / count));
-        around[g] += moved * moved * (static_cast<float>(t) * (own_count / count));
-        store(to_squares, load(to_squares) + around[g]);
+        around[n] += moved * moved * (static_cast<float>(t) * (own_count / count));
+        store(to_squares, load(to_squares) + around[n]);
       }
-    }
+    });
   }
 }
 

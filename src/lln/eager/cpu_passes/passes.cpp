@@ -114,7 +114,7 @@ __attribute__((visibility("default"))) void lln_causal_backward(
   const int64_t tiles = (tokens + TILE - 1) / TILE;
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
-    Room room(Walk::floats(*call) + values * (2 * TILE + width) + TILE * (TILE + 1) + 128);
+    Room room(Walk::floats(*call) + values * (3 * TILE + width) + TILE * (TILE + 1) + 128);
     Room peaks(tiles * width);
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {

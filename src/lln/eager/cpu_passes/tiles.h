@@ -30,35 +30,57 @@ inline void few_rows(int64_t depth, Matrix left, const float* right, int64_t rig
     }
 }
 
+// R rows at a time, and what is left by fewer.
+template <int R, int P>
+inline void all_rows(int64_t rows, int64_t depth, Matrix left, const float* right,
+                     int64_t right_row, float* out, int64_t out_row, float scale, bool adds) {
+  for (; rows >= R; rows -= R) {
+    few_rows<R, P>(depth, left, right, right_row, out, out_row, scale, adds);
+    left.data += R * left.row, out += R * out_row;
+  }
+  if constexpr (R > 1)
+    all_rows<(R > 2 ? R - 2 : 1), P>(rows, depth, left, right, right_row, out, out_row, scale,
+                                     adds);
+}
+
+// P vectors of columns at a time, and what is left by fewer.
 template <int P>
-void column_of_product(int64_t rows, int64_t depth, Matrix left, const float* right,
-                       int64_t right_row, float* out, int64_t out_row, float scale, bool adds) {
-  int64_t i = 0;
-  for (; i + ROWS <= rows; i += ROWS) {
-    const Matrix own{left.data + i * left.row, left.row, left.step};
-    few_rows<ROWS, P>(depth, own, right, right_row, out + i * out_row, out_row, scale, adds);
+void all_columns(int64_t rows, int64_t columns, int64_t depth, Matrix left, const float* right,
+                 int64_t right_row, float* out, int64_t out_row, float scale, bool adds) {
+  for (; columns >= P * LANES; columns -= P * LANES) {
+    all_rows<ROWS, P>(rows, depth, left, right, right_row, out, out_row, scale, adds);
+    right += P * LANES, out += P * LANES;
   }
-  for (; i < rows; ++i) {
-    const Matrix own{left.data + i * left.row, left.row, left.step};
-    few_rows<1, P>(depth, own, right, right_row, out + i * out_row, out_row, scale, adds);
-  }
+  if constexpr (P > 1)
+    all_columns<P / 2>(rows, columns, depth, left, right, right_row, out, out_row, scale, adds);
 }
 
 // out = scale · left · right, or added to what is there. Rows of right and out are contiguous.
 void product(int64_t rows, int64_t columns, int64_t depth, Matrix left, const float* right,
              int64_t right_row, float* out, int64_t out_row, float scale, bool adds) {
-  int64_t j = 0;
-  for (; j + PACKS * LANES <= columns; j += PACKS * LANES)
-    column_of_product<PACKS>(rows, depth, left, right + j, right_row, out + j, out_row, scale,
-                             adds);
-  for (; j < columns; j += LANES)
-    column_of_product<1>(rows, depth, left, right + j, right_row, out + j, out_row, scale, adds);
+  all_columns<PACKS>(rows, columns, depth, left, right, right_row, out, out_row, scale, adds);
 }
 
+// A square of as many rows as lanes. Each round puts halves together that were far apart; after as
+// many rounds as halves can be made, rows are columns.
+inline void transpose_square(const float* from, int64_t from_row, float* to, int64_t to_row) {
+  lanes row[LANES], next[LANES];
+  for (int i = 0; i < LANES; ++i) row[i] = load(from + i * from_row);
+  for (int round = 1; round < LANES; round *= 2) {
+    for (int i = 0; i < LANES / 2; ++i) {
+      next[2 * i] = row[i], next[2 * i + 1] = row[i + LANES / 2];
+      interleave(next[2 * i], next[2 * i + 1], AllLanes{});
+    }
+    for (int i = 0; i < LANES; ++i) row[i] = next[i];
+  }
+  for (int i = 0; i < LANES; ++i) store(to + i * to_row, row[i]);
+}
+
+// Rows and columns are multiples of 16.
 void transpose(int64_t rows, int64_t columns, const float* from, int64_t from_row, float* to) {
-  for (int64_t j0 = 0; j0 < columns; j0 += 16)
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = j0; j < j0 + 16; ++j) to[j * rows + i] = from[i * from_row + j];
+  for (int64_t i = 0; i < rows; i += LANES)
+    for (int64_t j = 0; j < columns; j += LANES)
+      transpose_square(from + i * from_row + j, from_row, to + j * rows + i, rows);
 }
 
 void softmax(int64_t rows, int64_t columns, float* weight) {
@@ -100,9 +122,8 @@ void weigh_keys(int64_t tokens, int64_t width, const float* key, int64_t row, fl
       lanes power[GROUP];
       for (int g = 0; g < GROUP; ++g) {
         const int64_t at = d + g * LANES;
-        const lanes x = load(key + at) * beta - load(peak + at);
         // The product is not rounded as that of the peak was: with keys of 10⁹ it may be larger.
-        power[g] = x > 1.0f ? all(1.0f) : x;
+        power[g] = lesser(all(1.0f), load(key + at) * beta - load(peak + at));
       }
       exponential(power);
       for (int g = 0; g < GROUP; ++g) store(weight + d + g * LANES, power[g]);
@@ -120,14 +141,14 @@ void weigh_queries(int64_t tokens, int64_t width, const float* query, int64_t ro
 
 // Adds the sums of a tile's columns. Adding token by token would round more.
 void add_tile_sums(int64_t tokens, int64_t width, const float* weight, float* total) {
-  for (int64_t d = 0; d < width; d += 16) {
-    lanes sum[GROUP] = {};
+  by_strips(width, [&](auto vectors, int64_t d) {
+    lanes sum[vectors];
     add_rows(weight + d, width, tokens, sum);
-    for (int g = 0; g < GROUP; ++g) {
-      float* to = total + d + g * LANES;
-      store(to, load(to) + sum[g]);
+    for (int n = 0; n < vectors; ++n) {
+      float* to = total + d + n * LANES;
+      store(to, load(to) + sum[n]);
     }
-  }
+  });
 }
 
 }  // namespace
