@@ -58,22 +58,21 @@ def main() -> None:
 def fill_cpu() -> None:
     """The figure and the tables of both CPUs; README and the figure show the first."""
     cpu = read("cpu")
-    summary = table = missing("lln bench --device cpu", "cpu")
+    summary = missing("lln bench --device cpu", "cpu")
     if cpu:
         draw_speed(cpu, FIGURES / "cpu_speed.svg")
         setting = f"float32, {cpu['environment']['threads']} threads, B = 1, H = 12, D = 64"
         summary = speed_summary(cpu, cpu["cases"], CPU_LENGTHS, setting)
-        table = cpu_table(cpu)
     fill(README, "cpu-speed", summary)
-    fill(BENCHMARKS, "cpu-speed", table)
-    other = read("cpu-x86")
-    command = missing("lln bench --device cpu", "cpu-x86")
-    fill(BENCHMARKS, "cpu-speed-x86", cpu_table(other) if other else command)
-    compiled = read("cpu-compiled")
-    command = missing("lln build-cpu; lln bench --device cpu", "cpu-compiled")
-    fill(BENCHMARKS, "cpu-compiled", cpu_table(compiled) if compiled else command)
-    both = cpu and compiled
-    fill(BENCHMARKS, "cpu-causal", causal_cpu_table(cpu, compiled) if both else command)
+    for suffix in ("", "-x86"):
+        plain, compiled = read(f"cpu{suffix}"), read(f"cpu{suffix}-compiled")
+        command = missing("lln bench --device cpu", f"cpu{suffix}")
+        fill(BENCHMARKS, f"cpu-speed{suffix}", cpu_table(plain) if plain else command)
+        command = missing("lln build-cpu; lln bench --device cpu", f"cpu{suffix}-compiled")
+        fill(BENCHMARKS, f"cpu-compiled{suffix}", cpu_table(compiled) if compiled else command)
+        both = plain and compiled
+        causal = causal_cpu_table(plain, compiled) if both else command
+        fill(BENCHMARKS, f"cpu-causal{suffix}", causal)
 
 
 def fill_gpu() -> None:
@@ -155,7 +154,7 @@ def read(name: str) -> dict | None:
     if not path.exists():
         return None
     results = json.loads(path.read_text("utf-8"))
-    if name in ("cpu", "cpu-x86", "cpu-compiled", "cuda", "cuda-fla"):
+    if name.startswith("cpu") or name in ("cuda", "cuda-fla"):
         # Older files name operations that are timed no more, and carry no ratios.
         results["cases"] = [row for row in results["cases"] if row["operation"] in OPERATIONS]
         add_ratios(results["cases"])

@@ -28,6 +28,11 @@ from benchmarks.markdown import fill, source, table
 
 COMMAND = "python -m benchmarks.under_load"
 RESULTS = Path("benchmarks/results/under-load.json")
+# Results, and the section of the page that shows them: one for each kind of processor.
+SECTIONS = {
+    RESULTS: "under-load",
+    RESULTS.with_name("under-load-x86.json"): "under-load-x86",
+}
 PAGE = Path("docs/benchmarks.md")
 LENGTHS, HEADS, WIDTH = (512, 2048), 12, 64
 # Which passes compute: the environment variable that decides it.
@@ -141,11 +146,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="length of a phase")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of a quiet and a busy phase")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help=f"only write the table into {PAGE}")
+    parser.add_argument("--report", action="store_true", help=f"only write the tables into {PAGE}")
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.report:
-        fill(PAGE, "under-load", load_table(json.loads(RESULTS.read_text("utf-8"))))
+        for path, section in SECTIONS.items():
+            fill(PAGE, section, load_table(json.loads(path.read_text("utf-8"))))
         return
     programs = given.programs or len(os.sched_getaffinity(0))
     if given.case is not None:

@@ -1,0 +1,204 @@
+"""Attentions on a CPU in turn with softmax: ``python -m benchmarks.cpu_turns --old OLD/src``.
+
+On a machine that is shared with others, times change from second to second, and what is timed later
+is not comparable. Here the calls of one length take turns in a new order every time, so all of them
+see the same machine, and ratios hold although times do not. PyTorch's passes, the compiled ones
+(`lln build-cpu`) and, if given, an older tree have a process each, in rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+# Nothing of lln is imported here: the tree on the path may be an old one.
+
+COMMAND = "python -m benchmarks.cpu_turns"
+RESULTS = Path("benchmarks/results/cpu-turns-x86.json")
+PAGE, SECTION = Path("docs/benchmarks.md"), "cpu-turns-x86"
+LENGTHS, HEADS, WIDTH = (128, 256, 512, 1024, 2048, 4096), 12, 64
+PASSES = ("forward", "fwd + bwd")
+# What the others are compared with, and what causal ones are.
+BASES = ("softmax", "softmax causal")
+# Turns that a length gets at least, however long they take.
+FEWEST = 3
+# Times of one round: pass, length and call → milliseconds.
+Times = dict[str, float]
+
+
+def attentions() -> dict[str, Callable[..., Any]]:
+    """Name → attention over query, key and value in float32."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    import lln
+
+    given = {"alpha": 2.0, "beta": 2.0}
+    return {
+        "softmax": scaled_dot_product_attention,
+        "lln": partial(lln.lln_attention, **given),
+        "lln matched": lln.lln_attention,
+        "lln_diag": partial(lln.lln_diag_attention, **given),
+        "softmax causal": partial(scaled_dot_product_attention, is_causal=True),
+        "lln causal": partial(lln.lln_attention, is_causal=True, **given),
+    }
+
+
+def take_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> Times:
+    """The middle of every call's times, in milliseconds."""
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    order, shuffle = list(calls), Random(0).shuffle
+    for call in calls.values():
+        call()
+    end, turns = time.perf_counter() + seconds, 0
+    while turns < FEWEST or time.perf_counter() < end:
+        shuffle(order)
+        for name in order:
+            start = time.perf_counter()
+            calls[name]()
+            spent[name].append(time.perf_counter() - start)
+        turns += 1
+    return {name: 1e3 * median(times) for name, times in spent.items()}
+
+
+def measure(lengths: list[int], seconds: float) -> Times:
+    """One round of the tree and the passes that this process has."""
+    import torch
+
+    found: Times = {}
+    for tokens in lengths:
+        sides = [torch.randn(1, HEADS, tokens, WIDTH, requires_grad=True) for _ in range(3)]
+        gradient = torch.randn(1, HEADS, tokens, WIDTH)
+
+        def forward(attend: Callable[..., Any], sides: Any = sides) -> Any:
+            with torch.no_grad():
+                return attend(*sides)
+
+        def both(attend: Callable[..., Any], sides: Any = sides, gradient: Any = gradient) -> Any:
+            return torch.autograd.grad(attend(*sides), sides, gradient)
+
+        for name, run in zip(PASSES, (forward, both), strict=True):
+            calls = {call: partial(run, attend) for call, attend in attentions().items()}
+            times = take_turns(calls, seconds)
+            found |= {f"{name} {tokens} {call}": spent for call, spent in times.items()}
+    return found
+
+
+def ways(old: Path | None) -> dict[str, dict[str, str]]:
+    """Which passes compute → the environment of their process."""
+    plain = {"LLN_CPU": "torch"}
+    found = {} if old is None else {"before": {**plain, "PYTHONPATH": str(old.resolve())}}
+    return {**found, "plain": plain, "compiled": {}}
+
+
+def commit_of(tree: Path) -> str:
+    """The commit that an older tree is at."""
+    command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise SystemExit(f"{tree} is no tree of a repository; use `git worktree add FOLDER COMMIT`.")
+    return found.stdout.strip()
+
+
+def ratio(content: dict[str, Any], way: str, case: str, call: str, base: str) -> float:
+    """How many times as long the base takes as a call: the middle of all rounds."""
+    rounds = content["ways"][way]
+    return median(times[f"{case} {base}"] / times[f"{case} {call}"] for times in rounds)
+
+
+def turns_table(content: dict[str, Any]) -> str:
+    """Times of softmax, and how many times faster the others are, for each kind of passes."""
+    from benchmarks.markdown import source, table
+
+    def cell(case: str, call: str, base: str) -> str:
+        found = [ratio(content, way, case, call, base) for way in content["ways"]]
+        return ", ".join(f"{one:.1f}×" for one in found)
+
+    lines = []
+    for name in PASSES:
+        for tokens in content["lengths"]:
+            case = f"{name} {tokens}"
+            every = [times for rounds in content["ways"].values() for times in rounds]
+            softmax = [median(one[f"{case} {base}"] for one in every) for base in BASES]
+            adds = [ratio(content, way, case, "lln", "lln matched") for way in content["ways"]]
+            lines.append(
+                [
+                    f"{tokens:,}",
+                    name,
+                    f"{softmax[0]:.3g}",
+                    *(cell(case, call, BASES[0]) for call in ("lln", "lln matched", "lln_diag")),
+                    ", ".join(f"{100 * (one - 1):.0f} %" for one in adds),
+                    f"{softmax[1]:.3g}",
+                    cell(case, "lln causal", BASES[1]),
+                ]
+            )
+    heads = ["N", "pass", "SDPA ms", "LLN", "LLN, matched", "LLN + Diag", "matching adds"]
+    heads += ["causal SDPA ms", "LLN, causal"]
+    setup, named = content["setup"], ", ".join(content["ways"])
+    old = f"; *before* is commit `{content['before'][:10]}`" if content["before"] else ""
+    caption = (
+        f"Times faster than SDPA in turn with it ({named}); *plain*: PyTorch's passes, *compiled*: "
+        f"those of `lln build-cpu`{old}. Float32, B = 1, H = {HEADS}, D = {WIDTH}; the middle of "
+        f"{len(content['ways']['plain'])} rounds. {setup['device']}, {setup['threads']} threads, "
+        f"torch {setup['torch']}; {source(setup)}."
+    )
+    return table(heads, lines, caption)
+
+
+def main() -> None:
+    """Measure in rounds, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--old", type=Path, help="folder that holds an older lln package")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--seconds", type=float, default=2.0, help="per length, pass and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help=f"only write the table into {PAGE}")
+    parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case is not None:
+        given.case.write_text(json.dumps(measure(given.lengths, given.seconds)), "utf-8")
+        return
+    if given.report:
+        from benchmarks.markdown import fill
+
+        fill(PAGE, SECTION, turns_table(json.loads(RESULTS.read_text("utf-8"))))
+        return
+    from lln.eager import compiled_passes
+    from lln.files import compact_json, write_atomically
+    from lln.studies.bench.environment import describe
+
+    if not compiled_passes.library().exists():
+        raise SystemExit("There are no compiled passes to compare; `lln build-cpu` makes them.")
+    words = [COMMAND, *(["--old OLD/src"] if given.old else []), f"--seconds {given.seconds:g}"]
+    content: dict[str, Any] = {
+        "setup": describe("cpu", " ".join([*words, f"--rounds {given.rounds}"])),
+        "before": commit_of(given.old) if given.old else None,
+        "lengths": given.lengths,
+        "ways": {way: [] for way in ways(given.old)},
+    }
+    options = [f"--seconds={given.seconds}", "--lengths", *map(str, given.lengths)]
+    for number in range(given.rounds):
+        for way, environment in ways(given.old).items():
+            print(f"round {number + 1} of {given.rounds}: {way}", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                case = Path(folder) / "case.json"
+                command = [sys.executable, "-m", "benchmarks.cpu_turns", f"--case={case}", *options]
+                subprocess.run(command, check=True, env=os.environ | environment)
+                content["ways"][way].append(json.loads(case.read_text("utf-8")))
+        write_atomically(given.out, compact_json(content))
+    print(turns_table(content))
+
+
+if __name__ == "__main__":
+    main()
