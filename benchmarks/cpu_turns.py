@@ -106,7 +106,9 @@ def commit_of(tree: Path) -> str:
     command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
-        raise SystemExit(f"{tree} is no tree of a repository; use `git worktree add FOLDER COMMIT`.")
+        raise SystemExit(
+            f"{tree} is no tree of a repository; use `git worktree add FOLDER COMMIT`."
+        )
     return found.stdout.strip()
 
 

@@ -1,9 +1,9 @@
 """The compiled launcher against the one in Python: ``python -m benchmarks.launcher``.
 
 Builds the launcher into a temporary folder, runs its tests on this GPU, compares the bits of both
-launchers, and measures the host time of calls at batch 1 as `benchmarks.host` does, each launcher
-in processes of its own, in turn, beside SDPA. What is known so far is written after every step, so
-that a run that ends early leaves a file.
+launchers, and measures the host time of calls at batch 1: calls one after the other that nothing
+waits for, each launcher in processes of its own, in turn, beside SDPA. What is known so far is
+written after every step, so that a run that ends early leaves a file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measure(lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
                 later = [call() for _ in range(3)]
                 pairs = [pair for sides in later for pair in zip(sides, first, strict=True)]
                 equal.append(all(torch.equal(*pair) for pair in pairs))
-            # Free, as in `benchmarks.host`.
+            # Nothing else is in memory while calls are timed.
             del first, later, pairs
             case: dict[str, Any] = {"us": [1e3 * host_ms(call) for call in (forward, both)]}
             if not name.startswith("softmax"):

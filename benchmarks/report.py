@@ -70,9 +70,10 @@ def fill_cpu() -> None:
         fill(BENCHMARKS, f"cpu-speed{suffix}", cpu_table(plain) if plain else command)
         command = missing("lln build-cpu; lln bench --device cpu", f"cpu{suffix}-compiled")
         fill(BENCHMARKS, f"cpu-compiled{suffix}", cpu_table(compiled) if compiled else command)
-        both = plain and compiled
-        causal = causal_cpu_table(plain, compiled) if both else command
-        fill(BENCHMARKS, f"cpu-causal{suffix}", causal)
+    compiled = read("cpu-compiled")
+    command = missing("lln build-cpu; lln bench --device cpu", "cpu-compiled")
+    causal = causal_cpu_table(cpu, compiled) if cpu and compiled else command
+    fill(BENCHMARKS, "cpu-causal", causal)
 
 
 def fill_gpu() -> None:
@@ -109,27 +110,15 @@ def fill_trees() -> None:
 
 
 def fill_roberta() -> None:
-    """Training steps: over the length and by a smaller batch, and by one that fills the GPU."""
-    tokens = {"roberta": 65536, "roberta-filled": 262144}
-    found = {name: read(name) for name in tokens}
-    lacking = {
-        name: missing(f"lln bench roberta --device cuda --tokens {count}", name)
-        for name, count in tokens.items()
-        if not found[name]
-    }
-    if found["roberta"]:
-        draw_roberta(found["roberta"], FIGURES / "roberta.svg")
-    for section, name, part in (
-        ("roberta", "roberta", "batch 1"),
-        ("roberta-graph", "roberta", "graph"),
-        ("roberta-fewer", "roberta", "filled"),
-        ("roberta-filled", "roberta-filled", "filled"),
-    ):
-        fill(BENCHMARKS, section, lacking.get(name) or roberta_table(found[name], part))
-    parts = [("roberta", "batch 1"), ("roberta", "graph"), ("roberta-filled", "filled")]
-    summary = "\n\n".join(lacking.values())
-    if not lacking:
-        summary = roberta_summary([(found[name], part) for name, part in parts], STEPS)
+    """Training steps: over the length, as CUDA graphs, and with many sequences in a batch."""
+    found = read("roberta")
+    command = missing("lln bench roberta --device cuda --tokens 65536", "roberta")
+    if found:
+        draw_roberta(found, FIGURES / "roberta.svg")
+    parts = {"batch 1": "roberta", "graph": "roberta-graph", "filled": "roberta-filled"}
+    for part, section in parts.items():
+        fill(BENCHMARKS, section, roberta_table(found, part) if found else command)
+    summary = roberta_summary([(found, part) for part in parts], STEPS) if found else command
     fill(BENCHMARKS, "roberta-summary", summary)
 
 

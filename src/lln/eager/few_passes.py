@@ -21,6 +21,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,28 +103,54 @@ def attend(
     """
     alpha, beta = per_head(alpha, query), per_head(beta, query)
     is_compiled = compiled_passes.suits(query, key, value, 0 if blocks is None else blocks.size)
+    passes: Passes = (_forward, _backward)
+    if is_compiled:
+        passes = (compiled_passes.forward, compiled_passes.backward)
     call = (query, key, value, alpha, beta, blocks)
     # Only compiled passes know masks.
-    rest = () if key_mask is None else (key_mask,)
-    if torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value)):
-        return _FewPasses.apply(*call, *rest, by_steps, is_compiled)
-    forward, _ = _passes(is_compiled)
-    return forward(*call, *rest)[0]
+    return _pass(passes, by_steps, call if key_mask is None else (*call, key_mask))
 
 
-def _passes(is_compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward; each pair understands what its own forward pass has kept."""
-    if is_compiled:
-        return compiled_passes.forward, compiled_passes.backward
-    return _forward, _backward
+def attend_matched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    curve: bytes,
+    blocks: Blocks | None,
+    by_steps: Callable[..., Tensor],
+) -> Tensor:
+    """`attend` with temperatures by moment matching, for calls that `compiled_passes` know.
+
+    Args:
+        query: ``[B, H, T, D]`` in float32.
+        key: ``[B, H, S, D]``.
+        value: ``[B, H, S, E]``.
+        curve: `compiled_passes.packed_curve` of this head width and number of keys.
+        blocks: As in `attend`.
+        by_steps: Likewise; it matches, too.
+    """
+    alpha = query.new_empty((query.shape[0] * query.shape[1], 1, 1))
+    beta = torch.empty_like(alpha)
+    passes = (partial(compiled_passes.forward, curves=(curve,)), compiled_passes.backward)
+    return _pass(passes, by_steps, (query, key, value, alpha, beta, blocks))
+
+
+# Forward and backward; each pair understands what its own forward pass has kept.
+Passes = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def _pass(passes: Passes, by_steps: Callable[..., Tensor], call: tuple[Any, ...]) -> Tensor:
+    """The output; ``call`` begins with query, key and value."""
+    if torch.is_grad_enabled() and any(side.requires_grad for side in call[:3]):
+        return _FewPasses.apply(*call, by_steps, passes)
+    return passes[0](*call)[0]
 
 
 class _FewPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        *call, by_steps, is_compiled = given
+        *call, by_steps, (forward, ctx.backward) = given
         query, key, value, alpha, beta, blocks, *mask = call
-        forward, ctx.backward = _passes(is_compiled)
         out, kept = forward(*call, keeps=True)
         # The mask, too: whoever changes it before the backward pass is told so.
         ctx.save_for_backward(query, key, value, *kept, *mask)

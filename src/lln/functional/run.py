@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.eager import packing
+from lln.eager import compiled_passes, few_passes, packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.tiling import cut_tiles
@@ -31,6 +31,7 @@ from lln.functional.request import Request
 from lln.kernels import repeats
 from lln.kernels.run import fused_attention, fused_blocks
 from lln.kernels.slices import Blocks
+from lln.matching.moments import compiled_curve
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_compiling, is_sharded, is_untraced_on_cpu, is_watched
@@ -75,8 +76,12 @@ def _attend_once(request: Request, impl: str) -> Tensor:
             return _padded(request, plan)
         if request.kind == "lln_keys":
             request = complete(request, plan)
-        elif request.kind != "diag" and request.alpha is None:
-            request = _matched(request, plan)
+        elif request.kind != "diag":
+            out = None if is_observed() else _in_one_pass(request, plan)
+            if out is not None:
+                return out
+            if request.alpha is None:
+                request = _matched(request, plan)
         if is_observed():
             _announce(request)
         return _run(request, plan)
@@ -99,6 +104,36 @@ def _matched(request: Request, plan: Plan) -> Request:
         alpha, beta = match_packed(query, key, request.bounds, longest, matching, plan.impl)
     # Written out, because torch.compile can trace the constructor in all versions, not `_replace`.
     return Request(request.kind, query, key, request.value, alpha, beta, *request[6:])
+
+
+def _in_one_pass(request: Request, plan: Plan) -> Tensor | None:
+    """A usual call by compiled passes, which also match temperatures; None if it is another one.
+
+    They know more, but then there is something to prepare, as for PyTorch's operations.
+    """
+    sides = (request.query, request.key, request.value)
+    is_usual = request.bounds is None and request.key_mask is None and not request.is_causal
+    if plan.impl != "eager" or not is_usual or request.dropout_p > 0:
+        return None
+    if request.matching == "paper" or isinstance(request.mix, Tensor):
+        return None
+    is_matched = request.alpha is None
+    temperatures = (1.0, 1.0) if is_matched else (request.alpha, request.beta)
+    is_known = few_passes.suits(*sides, *temperatures)
+    if not (is_known and compiled_passes.suits(*sides, request.block_size)):
+        return None
+    blocks = None
+    if request.kind == "lln_diag":
+        blocks = compiled_passes.Blocks(request.block_size, _scale(request), request.mix)
+
+    def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        own = request._replace(query=query, key=key, value=value)
+        return _plain(_matched(own, plan) if is_matched else own, plan)
+
+    if not is_matched:
+        return few_passes.attend(*sides, *temperatures, blocks, by_steps)
+    curve = compiled_curve(request.query.shape[3], request.key.shape[2], request.matching)
+    return few_passes.attend_matched(*sides, curve, blocks, by_steps)
 
 
 def _announce(request: Request) -> None:

@@ -132,7 +132,7 @@ def head_temperatures(
     if is_free and is_usual and compiled_passes.suits(query, key, key):
         keys = _keys_of_samples(key, key_mask)
         if all(keys):
-            curves = [_compiled_curve(width, number, criterion) for number in keys]
+            curves = [compiled_curve(width, number, criterion) for number in keys]
             return compiled_passes.match(query, key, curves, key_mask)
     if key_mask is not None or not is_free:
         return temperatures(head_moments(query, key, key_mask), width, criterion)
@@ -153,7 +153,7 @@ def _keys_of_samples(key: Tensor, key_mask: Tensor | None) -> list[int]:
 
 
 @cache
-def _compiled_curve(head_width: int, keys: int, criterion: str) -> bytes:
+def compiled_curve(head_width: int, keys: int, criterion: str) -> bytes:
     """The curve in the form that compiled passes take."""
     curve = spread_curve(head_width, criterion)
     least, most = curve.n_range

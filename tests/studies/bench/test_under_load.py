@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from benchmarks import under_load
-from benchmarks.under_load import PAGE, RESULTS, TITLES, load_table, phase, slow_downs
+from benchmarks.under_load import PAGE, SECTIONS, TITLES, load_table, phase, slow_downs
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,8 +62,9 @@ def test_calls_are_those_of_the_table():
     assert under_load.calls().keys() == names
 
 
-def test_the_published_table():
-    content = json.loads((ROOT / RESULTS).read_text("utf-8"))
+@pytest.mark.parametrize("path", SECTIONS, ids=SECTIONS.get)
+def test_the_published_tables(path):
+    content = json.loads((ROOT / path).read_text("utf-8"))
     assert load_table(content) in (ROOT / PAGE).read_text("utf-8")
     assert content["runs"]["compiled"]["passes"] == "compiled"
     assert content["runs"]["plain"]["passes"].startswith("LLN_CPU=torch")

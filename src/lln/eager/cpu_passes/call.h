@@ -12,10 +12,10 @@ struct Side {
   int64_t batch, head, token;
 };
 
-// What to compute. Temperatures are one number each, or one for every head.
+// What to compute. Temperatures are one number each, or one for every head; matching writes them.
 struct Call {
   int64_t batch, heads, queries, keys, width, value_width, threads;
-  const float *alphas, *betas;
+  float *alphas, *betas;
   float alpha, beta;
   // Tokens of a block, 0 = LLN alone; factor of the scores; share of LLN.
   int64_t block;

@@ -12,10 +12,12 @@
 
 extern "C" {
 
-// Output ``[B, H, T, E]`` and summaries ``[B · H, D, E + 2]``, both contiguous.
+// Output ``[B, H, T, E]`` and summaries ``[B · H, D, E + 2]``, both contiguous. With a curve
+// temperatures are matched on the way, where queries and keys have to come into the cache anyway.
 __attribute__((visibility("default"))) void lln_forward(const Call* call, const Side* query,
                                                         const Side* key, const Side* value,
-                                                        float* out, float* summary) {
+                                                        const Curve* curve, float* out,
+                                                        float* summary) {
   const int64_t all_heads = call->batch * call->heads;
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
@@ -30,6 +32,7 @@ __attribute__((visibility("default"))) void lln_forward(const Call* call, const 
     Room seen_room(call->mask ? call->keys * (call->width + call->value_width) : 0);
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
+      if (curve) match_head(*call, index, *query, *key, curve);
       const Head head = head_of(*call, index, *query, *key, *value, summary);
       if (call->mask) {
         const SeenKeys seen(head, seen_room);
@@ -129,44 +132,13 @@ __attribute__((visibility("default"))) void lln_causal_backward(
   }
 }
 
-// α and β of every head by moment matching, as `lln.matching.moments` defines it. There is one curve,
-// with a mask one for every sample: they depend on the number of keys.
+// α and β of every head by moment matching, as `lln.matching.moments` defines it.
 __attribute__((visibility("default"))) void lln_match(const Call* call, const Side* query,
-                                                      const Side* key, const Curve* curve,
-                                                      float* alphas, float* betas) {
+                                                      const Side* key, const Curve* curve) {
   const int64_t all_heads = call->batch * call->heads;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(call->threads))
-  for (int64_t index = 0; index < all_heads; ++index) {
-    const int64_t b = index / call->heads, h = index % call->heads;
-    const uint8_t* mask = call->mask ? call->mask + b * call->keys : nullptr;
-    const Curve& own_curve = mask ? curve[b] : *curve;
-    Rows q{query->data + b * query->batch + h * query->head, query->token, call->queries};
-    Rows k{key->data + b * key->batch + h * key->head, key->token, call->keys};
-    // A mask of as many queries as keys counts for both.
-    const bool hides_queries = mask && call->queries == call->keys;
-    Room seen(mask ? 2 * call->keys * call->width : 0);
-    if (mask) k = seen_rows(k, mask, call->width, seen.take(call->keys * call->width));
-    if (hides_queries) q = seen_rows(q, mask, call->width, seen.take(call->keys * call->width));
-    const double width = static_cast<double>(call->width);
-    const double query_variance =
-        sum_of_squares(q.data, q.row, q.count, call->width) / (width * q.count);
-    double key_variance = 0, of_mean = 0;
-    Room room(2 * call->width);
-    gather_moments(k.data, k.row, k.count, call->width, room.data, room.data + call->width);
-    for (int64_t d = 0; d < call->width; d += LANES) {
-      const lanes mean = load(room.data + d);
-      of_mean += sum_of(mean * mean);
-      key_variance += sum_of(load(room.data + call->width + d));
-    }
-    key_variance /= width * k.count;
-    const double key_size = key_variance + of_mean / width;
-    // NaN counts as healthy, so that it shows in the result.
-    const bool is_flat = query_variance < own_curve.floor * at_least(query_variance, 1) ||
-                         key_variance < own_curve.floor * at_least(key_size, 1);
-    const double spread = matched_spread(own_curve, query_variance * key_variance);
-    alphas[index] = is_flat ? 1.0f : static_cast<float>(spread / std::sqrt(query_variance));
-    betas[index] = is_flat ? 1.0f : static_cast<float>(spread / std::sqrt(key_variance));
-  }
+  for (int64_t index = 0; index < all_heads; ++index)
+    match_head(*call, index, *query, *key, curve);
 }
 
 }  // extern "C"
