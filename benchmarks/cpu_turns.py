@@ -4,6 +4,10 @@ On a machine that is shared with others, times change from second to second, and
 is not comparable. Here the calls of one length take turns in a new order every time, so all of them
 see the same machine, and ratios hold although times do not. PyTorch's passes, the compiled ones
 (`lln build-cpu`) and, if given, an older tree have a process each, in rounds.
+
+The processes keep what they have freed. By default the C library may return it to the system after
+every call and ask for it again page by page; whether it does depends on what else the program has
+allocated, and can cost as much as the call.
 """
 
 from __future__ import annotations
@@ -94,11 +98,15 @@ def measure(lengths: list[int], seconds: float) -> Times:
     return found
 
 
+# Of the GNU C library: no memory is returned.
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_MAX_": "0"}
+
+
 def ways(old: Path | None) -> dict[str, dict[str, str]]:
     """Which passes compute → the environment of their process."""
-    plain = {"LLN_CPU": "torch"}
+    plain = {**KEEPS_MEMORY, "LLN_CPU": "torch"}
     found = {} if old is None else {"before": {**plain, "PYTHONPATH": str(old.resolve())}}
-    return {**found, "plain": plain, "compiled": {}}
+    return {**found, "plain": plain, "compiled": KEEPS_MEMORY}
 
 
 def commit_of(tree: Path) -> str:
@@ -150,8 +158,8 @@ def turns_table(content: dict[str, Any]) -> str:
     old = f"; *before* is commit `{content['before'][:10]}`" if content["before"] else ""
     caption = (
         f"Times faster than SDPA in turn with it ({named}); *plain*: PyTorch's passes, *compiled*: "
-        f"those of `lln build-cpu`{old}. Float32, B = 1, H = {HEADS}, D = {WIDTH}; the middle of "
-        f"{len(content['ways']['plain'])} rounds. {setup['device']}, {setup['threads']} threads, "
+        f"those of `lln build-cpu`{old}. Float32, B = 1, H = {HEADS}, D = {WIDTH}, freed memory is "
+        f"kept; the middle of {len(content['ways']['plain'])} rounds. {setup['device']}, {setup['threads']} threads, "
         f"torch {setup['torch']}; {source(setup)}."
     )
     return table(heads, lines, caption)

@@ -34,7 +34,7 @@ SECTIONS = {
     RESULTS.with_name("under-load-x86.json"): "under-load-x86",
 }
 PAGE = Path("docs/benchmarks.md")
-LENGTHS, HEADS, WIDTH = (512, 2048), 12, 64
+LENGTHS, HEADS, WIDTH = (256, 512, 2048), 12, 64
 # Which passes compute: the environment variable that decides it.
 PASSES = {"plain": {"LLN_CPU": "torch"}, "compiled": {}}
 TITLES = {
@@ -119,11 +119,12 @@ def slow_downs(pairs: list[dict[str, dict[str, float]]]) -> dict[str, float]:
 
 def load_table(content: dict[str, Any]) -> str:
     """Quiet time and slow-down of every call, with both kinds of passes."""
-    lines = []
-    for tokens in LENGTHS:
+    lines, runs = [], content["runs"].values()
+    known = {case for run in runs for pair in run["pairs"] for case in pair["quiet"]}
+    for tokens in sorted({int(case.split()[-1]) for case in known}):
         for name, title in TITLES.items():
             cells, case = [], f"{name} {tokens}"
-            for run in content["runs"].values():
+            for run in runs:
                 quiet = median(pair["quiet"][case] for pair in run["pairs"])
                 cells += [f"{quiet:.1f}", f"{slow_downs(run['pairs'])[case]:.2f}"]
             lines.append([f"{title}, N = {tokens:,}", *cells])

@@ -118,7 +118,7 @@ def build_cpu() -> None:
     as many heads of queries as of keys, in heads of 16, 32, 48, … channels and blocks of as many
     tokens; PyTorch computes the others. Results differ by rounding only.
 
-    Needs a C++ compiler under Linux; takes about two seconds, once for every kind of processor. The
+    Needs a C++ compiler under Linux; takes a few seconds, once for every kind of processor. The
     library goes to `~/.cache/lln`, or where `LLN_BUILD_FOLDER` says. Programs use it from their
     next start, `LLN_CPU=torch` does without it, and `lln doctor` checks it and says whether it is
     used. To remove it, delete the file.

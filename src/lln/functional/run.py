@@ -111,13 +111,14 @@ def _in_one_pass(request: Request, plan: Plan) -> Tensor | None:
 
     They know more, but then there is something to prepare, as for PyTorch's operations.
     """
+    if plan.impl != "eager" or request.bounds is not None or request.key_mask is not None:
+        return None
+    if request.is_causal or request.dropout_p > 0 or isinstance(request.mix, Tensor):
+        return None
     sides = (request.query, request.key, request.value)
-    is_usual = request.bounds is None and request.key_mask is None and not request.is_causal
-    if plan.impl != "eager" or not is_usual or request.dropout_p > 0:
-        return None
-    if request.matching == "paper" or isinstance(request.mix, Tensor):
-        return None
     is_matched = request.alpha is None
+    if is_matched and request.matching == "paper":
+        return None
     temperatures = (1.0, 1.0) if is_matched else (request.alpha, request.beta)
     is_known = few_passes.suits(*sides, *temperatures)
     if not (is_known and compiled_passes.suits(*sides, request.block_size)):
