@@ -130,6 +130,9 @@ def turns_table(content: dict[str, Any]) -> str:
     """Times of softmax, and how many times faster the others are, for each kind of passes."""
     from benchmarks.markdown import source, table
 
+    def as_ms(time: float) -> str:
+        return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
+
     def cell(case: str, call: str, base: str) -> str:
         found = [ratio(content, way, case, call, base) for way in content["ways"]]
         return ", ".join(f"{one:.1f}×" for one in found)
@@ -145,10 +148,10 @@ def turns_table(content: dict[str, Any]) -> str:
                 [
                     f"{tokens:,}",
                     name,
-                    f"{softmax[0]:.3g}",
+                    as_ms(softmax[0]),
                     *(cell(case, call, BASES[0]) for call in ("lln", "lln matched", "lln_diag")),
                     ", ".join(f"{100 * (one - 1):.0f} %" for one in adds),
-                    f"{softmax[1]:.3g}",
+                    as_ms(softmax[1]),
                     cell(case, "lln causal", BASES[1]),
                 ]
             )
@@ -159,8 +162,8 @@ def turns_table(content: dict[str, Any]) -> str:
     caption = (
         f"Times faster than SDPA in turn with it ({named}); *plain*: PyTorch's passes, *compiled*: "
         f"those of `lln build-cpu`{old}. Float32, B = 1, H = {HEADS}, D = {WIDTH}, freed memory is "
-        f"kept; the middle of {len(content['ways']['plain'])} rounds. {setup['device']}, {setup['threads']} threads, "
-        f"torch {setup['torch']}; {source(setup)}."
+        f"kept; the middle of {len(content['ways']['plain'])} rounds. {setup['device']}, "
+        f"{setup['threads']} threads, torch {setup['torch']}; {source(setup)}."
     )
     return table(heads, lines, caption)
 

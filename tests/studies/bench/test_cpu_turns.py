@@ -42,7 +42,8 @@ def test_calls_take_turns_in_changing_order(monkeypatch):
     # Each is called once before the clock runs.
     assert order[:2] == ["one", "two"]
     turns = list(zip(order[2::2], order[3::2], strict=True))
-    assert len(turns) == 20
+    # The fewest turns of all do not look at the clock.
+    assert len(turns) == 21
     assert set(turns) == {("one", "two"), ("two", "one")}
     order.clear()
     # Long calls, too, are timed more than once.
@@ -63,8 +64,8 @@ def test_the_causal_calls_are_causal():
     for name, attend in cpu_turns.attentions().items():
         later = [side.clone() for side in sides]
         later[1][..., -1, :] += 1.0
-        is_causal = torch.equal(attend(*sides)[..., :-1, :], attend(*later)[..., :-1, :])
-        assert is_causal == name.endswith("causal")
+        before, after = (attend(*given)[..., :-1, :] for given in (sides, later))
+        assert torch.allclose(before, after, rtol=0, atol=1e-5) == name.endswith("causal")
 
 
 def test_the_middle_round_counts(content):
@@ -75,7 +76,7 @@ def test_the_middle_round_counts(content):
 
 def test_the_table_compares_with_softmax_of_the_same_turns(content):
     lines = turns_table(content).splitlines()
-    ratios = "2.0×, 4.0× | 4.0×, 3.3× | 4.0×, 4.0× | -50 %, 20 % | 1 | 0.2×, 1.0×"
+    ratios = "2.0×, 4.0× | 4.0×, 3.1× | 4.0×, 4.0× | -50 %, 20 % | 1 | 0.2×, 1.0×"
     assert lines[2] == f"| 128 | forward | 4 | {ratios} |"
     assert lines[3] == f"| 128 | fwd + bwd | 4 | {ratios} |"
     assert "before" not in lines[-1]
