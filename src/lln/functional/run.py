@@ -30,7 +30,7 @@ from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request
 from lln.kernels import repeats
 from lln.kernels.run import fused_attention, fused_blocks
-from lln.kernels.slices import Blocks
+from lln.kernels.slices import AddedBlocks
 from lln.matching.moments import compiled_curve
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
@@ -195,7 +195,9 @@ def _by_kernels(request: Request, plan: Plan) -> Tensor:
     value = drop_keys(value, request.dropout_p)
     if _adds_in_place(request, plan):
         sizes = (plan.block_size, _scale(request), request.is_causal)
-        return fused_attention(query, key, value, added=Blocks(float(request.mix), sizes), **lln)
+        return fused_attention(
+            query, key, value, added=AddedBlocks(float(request.mix), sizes), **lln
+        )
     long_range = fused_attention(query, key, value, **lln)
     short_range = _own_blocks(request, value, plan)
     if not isinstance(request.mix, Tensor):

@@ -39,7 +39,7 @@ def fused_attention(
     is_causal: bool = False,
     bounds: Tensor | None = None,
     longest: int = 0,
-    added: slices.Blocks | None = None,
+    added: slices.AddedBlocks | None = None,
 ) -> Tensor:
     """LLN attention by the kernels: ``[B, H, T, E]`` in the dtype of query.
 

@@ -22,7 +22,7 @@ from lln.kernels.shapes import output_like
 VALUE, MIX = 2, 6
 
 
-class Blocks(NamedTuple):
+class AddedBlocks(NamedTuple):
     """A diagonal part to add.
 
     Attributes:
@@ -47,7 +47,7 @@ def cut(tensors: Sequence[Any], width: int) -> Iterator[tuple[slice, tuple[Any, 
 
 
 def attend(
-    tensors: Sequence[Any], numbers: tuple[Any, ...], width: int, blocks: Blocks | None = None
+    tensors: Sequence[Any], numbers: tuple[Any, ...], width: int, blocks: AddedBlocks | None = None
 ) -> Tensor:
     """A call in slices, with or without gradient."""
     if is_tracked(tensors):
@@ -70,7 +70,7 @@ def _forward(
     tensors: Sequence[Any],
     numbers: tuple[Any, ...],
     width: int,
-    blocks: Blocks | None,
+    blocks: AddedBlocks | None,
     save: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Output, and the summaries of all slices one after another."""
