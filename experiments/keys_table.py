@@ -17,6 +17,15 @@ CONVERTED = {
     "keys 64, groups of 16": "64 keys for every 16 queries",
     "keys 128": "128 keys",
 }
+# Rows of experiments/results/decoder_conversion.json.
+DECODERS = {
+    "softmax": "softmax (the original)",
+    "lln": "LLN",
+    "lln_diag": "LLN + Diag",
+    "diag": "blocks of 64 alone",
+    "keys 64": "exact keys, 64 per query",
+    "keys 128": "exact keys, 128 per query",
+}
 SELECTIONS = {
     "none": "none",
     "random": "at random",
@@ -45,6 +54,30 @@ def conversion(results: dict[str, Any]) -> str:
         f"{texts} held-out texts of English Wikipedia, ± standard error; blocks of 64, no "
         f"training; α, β and offset found on {setup['calibration_texts']} other texts. Made by "
         f"`{setup['command']}`, torch {setup['torch']}, commit `{setup['commit'][:10]}`."
+    )
+
+
+def decoder(results: dict[str, Any]) -> str:
+    """Perplexity and the loss of copying at every length; a cell that was not run is empty."""
+    lengths = sorted({tokens for cells in results["rows"].values() for tokens in cells}, key=int)
+    rows = []
+    for name, shown in DECODERS.items():
+        cells = [results["rows"].get(name, {}).get(tokens) for tokens in lengths]
+        row = [
+            [f"{cell['perplexity']:,.2f}", f"{cell['copy']:.2f}"] if cell else ["", ""]
+            for cell in cells
+        ]
+        rows.append([shown, *(entry for pair in row for entry in pair)])
+    header = [f"{what}, {int(tokens):,}" for tokens in lengths for what in ("perplexity", "copy")]
+    setup, softmax = results["setup"], results["rows"]["softmax"]
+    texts = " and ".join(
+        f"{softmax[tokens]['texts']} of {int(tokens):,} tokens" for tokens in lengths
+    )
+    return (
+        f"{table(['attention', *header], rows)}\n\nSmolLM2-135M-Instruct on texts of English "
+        f"Wikipedia, {texts}, no training; α, β and offset found on {setup['calibration_texts']} "
+        f"other texts. Made by `{setup['command']}`, {setup['device']}, torch {setup['torch']}, "
+        f"commit `{setup['commit'][:10]}`."
     )
 
 

@@ -18,7 +18,7 @@ from experiments.cells import read_all
 from experiments.cost import cost_table
 from experiments.curve_figure import draw_curves
 from experiments.experiment import Experiment
-from experiments.keys_table import conversion, selection, speed
+from experiments.keys_table import conversion, decoder, selection, speed
 from experiments.keys_training import report_table
 from experiments.recovery_table import quality, recovery
 from experiments.report_page import made_by as made_by_cells
@@ -77,6 +77,8 @@ def main() -> None:
     fill(page, "key-selection", selection(found))
     found = json.loads((RESULTS / "keys_conversion.json").read_text("utf-8"))
     fill(page, "key-conversion", conversion(found))
+    found = json.loads((RESULTS / "decoder_conversion.json").read_text("utf-8"))
+    fill(Path("docs/tutorials/decoder.md"), "key-decoder", decoder(found))
     for device in ("cuda", "query-cuda", "cpu", "cpu-x86"):
         found = json.loads(Path(f"benchmarks/results/keys-{device}.json").read_text("utf-8"))
         fill(page, f"key-speed-{device}", speed(found))

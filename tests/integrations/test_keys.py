@@ -77,7 +77,7 @@ def test_conversion_finds_what_the_library_finds(tiny, text):
     report = convert(model, "lln_keys", calibrate=inputs, **SIZES)
     for index, call in enumerate(calls):
         expected = lln.calibrate_keys(
-            call.query, call.key, key_mask=call.mask, scope="batch", **SIZES
+            call.query, call.key, call.value, key_mask=call.mask, scope="batch", **SIZES
         )
         heads = heads_of(model, index)
         found = (heads.statistics.alpha, heads.statistics.beta, heads.offset.value)

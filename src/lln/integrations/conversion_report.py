@@ -29,7 +29,9 @@ class LayerReport:
         moved: ‖LLN − softmax‖ / ‖softmax‖ of this module's output on the same inputs.
         tokens: Tokens that α and β of a head were found on; None = they were not calibrated.
         sharp: Heads with α and β far larger than usual (`lln.matching.calibration.unusual`).
-        offset: Of ``"lln_keys"``: smallest and largest; None where every sample has its own.
+        offset: Of ``"lln_keys"``: smallest and largest of the heads that have slots; None where
+            every sample has its own.
+        no_rest: Of ``"lln_keys"``: heads that are nearer to softmax without slots and have none.
         keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees exactly.
         block_size: Of ``"lln_keys"``: tokens in a block.
         longest: Of ``"lln_keys"``: tokens of the longest sequence that the offset was found on;
@@ -46,6 +48,7 @@ class LayerReport:
     tokens: int | None = None
     sharp: int = 0
     offset: tuple[float, float] | None = None
+    no_rest: int = 0
     keys: int | None = None
     block_size: int | None = None
     longest: int | None = None
@@ -186,7 +189,11 @@ def span(values: Tensor) -> tuple[float, float]:
 
 
 def _keys_and_offset(layer: LayerReport) -> tuple[str, str]:
-    return "" if layer.keys is None else str(layer.keys), _span(layer.offset, layer.attention)
+    keys = "" if layer.keys is None else str(layer.keys)
+    if layer.no_rest == layer.heads:
+        return keys, "no slots"
+    without = f", {layer.no_rest} none" if layer.no_rest else ""
+    return keys, _span(layer.offset, layer.attention) + without
 
 
 def _span(values: tuple[float, float] | None, attention: str) -> str:

@@ -13,7 +13,13 @@ from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import LayerReport, relative_change, span
 from lln.integrations.packed_batches import padded
 from lln.matching.calibration import check_tokens, count_tokens, find_temperatures, unusual
-from lln.matching.key_calibration import find_offset, find_rest_temperatures
+from lln.matching.key_calibration import (
+    FACTORS,
+    NO_REST,
+    KeyChoice,
+    entropy_temperatures,
+    find_rest,
+)
 
 
 def fit_layer(
@@ -41,32 +47,6 @@ def fit_layer(
     return LayerReport(name, heads.attention, count, width, moved=moved, **found)
 
 
-def fit_more_keys(
-    heads: AttachedHeads,
-    fitted: AttachedHeads,
-    report: LayerReport,
-    call: AttentionCall,
-    softmax_out: Tensor,
-) -> LayerReport:
-    """Like `fit_layer`, for a module with another number of keys than one that is fitted.
-
-    Args:
-        heads: Not fitted yet.
-        fitted: On the same call; its α and β do not depend on the number of keys.
-        report: Of ``fitted``.
-        call: Queries, keys and values of the module.
-        softmax_out: ``[B, H, T, E]``, what softmax makes of them.
-    """
-    heads.statistics.load_state_dict(fitted.statistics.state_dict())
-    call = _of_heads(call, heads)
-    if isinstance(heads.settings.offset, str):
-        _fit_offset(heads, call)
-    moved = _moved(call, softmax_out)
-    _, _, offset = heads.numbers(call.query, call.key, call.value, None, call.is_causal)
-    between = None if offset is None else span(offset)
-    return replace(report, moved=moved, keys=call.keys, offset=between)
-
-
 def _of_heads(call: AttentionCall, heads: AttachedHeads) -> AttentionCall:
     return replace(call, heads=heads, settings=heads.settings, dropout_p=0.0)
 
@@ -74,7 +54,7 @@ def _of_heads(call: AttentionCall, heads: AttachedHeads) -> AttentionCall:
 def _fit(heads: AttachedHeads, call: AttentionCall) -> None:
     _fit_temperatures(heads, call)
     if heads.attention == "lln_keys" and isinstance(heads.settings.offset, str):
-        _fit_offset(heads, call)
+        _fit_rest(heads, call)
 
 
 def _moved(call: AttentionCall, softmax_out: Tensor) -> float:
@@ -88,8 +68,11 @@ def _fit_temperatures(heads: AttachedHeads, call: AttentionCall) -> None:
     statistics, mask = heads.settings.statistics, call.key_mask
     if statistics in ("fixed", "learned"):
         query, key, _, mask = _samples(call)
-        find = find_rest_temperatures if heads.matching == "rest" else find_temperatures
-        heads.set_temperatures(*find(query, key, mask, pooled=True))
+        if heads.matching == "rest":
+            found = entropy_temperatures(query, key, mask, pooled=True)
+        else:
+            found = find_temperatures(query, key, mask, pooled=True)
+        heads.set_temperatures(*found)
     elif statistics == "running":
         check_tokens(call.key, mask)
         # The first batch of training is where the running average starts.
@@ -99,25 +82,29 @@ def _fit_temperatures(heads: AttachedHeads, call: AttentionCall) -> None:
         heads.train(training)
 
 
-def _fit_offset(heads: AttachedHeads, call: AttentionCall) -> None:
-    """Set the offset at which the slots have the mass that softmax has outside the exact keys."""
+def _fit_rest(heads: AttachedHeads, call: AttentionCall) -> None:
+    """Set the offset, and how cool α and β are, by the error of the output."""
     query, key, value, mask = _samples(call)
     alpha, beta, _ = heads.numbers(query, key, value, mask, call.is_causal)
     assert alpha is not None
     assert beta is not None
-    offset = find_offset(
+    settings = heads.settings
+    is_free = heads.matching == "rest" and settings.statistics in ("fixed", "learned")
+    choice = KeyChoice(call.keys, call.block_size, settings.select, call.group_size, call.is_causal)
+    alpha, beta, offset = find_rest(
         query,
         key,
+        value,
         alpha,
         beta,
         mask,
-        pooled=True,
-        keys=call.keys,
-        block_size=call.block_size,
-        select=call.settings.select,
-        group_size=call.group_size,
-        is_causal=call.is_causal,
+        True,
+        choice,
+        factors=FACTORS if is_free else (1.0,),
+        may_be_none=settings.offset == "fixed",
     )
+    if is_free:
+        heads.set_temperatures(alpha, beta)
     heads.set_offset(offset)
 
 
@@ -147,7 +134,10 @@ def _describe_temperatures(
     found: dict[str, Any] = {}
     if heads.attention == "lln_keys":
         alpha, beta, offset = heads.numbers(*sides)
-        found["offset"] = None if offset is None else span(offset)
+        if offset is not None:
+            there = offset > NO_REST / 2
+            found["no_rest"] = int((~there).sum())
+            found["offset"] = span(offset[there] if there.any() else offset)
         assert isinstance(alpha, Tensor)
         assert isinstance(beta, Tensor)
     else:

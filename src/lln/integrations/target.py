@@ -17,7 +17,7 @@ from lln.integrations.attached import AttachedHeads, KeptSoftmax, attach
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.attention_cost import LENGTHS, AttentionShape, measure_calls
 from lln.integrations.conversion_report import LayerReport
-from lln.integrations.fitted_layer import fit_layer, fit_more_keys
+from lln.integrations.fitted_layer import fit_layer
 from lln.integrations.key_budget import MOST_RUNS, Choice, Trials, choose_budget
 from lln.integrations.output_quality import compared, quality
 from lln.integrations.target_report import LayerChoice, ParetoRow, TargetReport
@@ -138,14 +138,9 @@ class TriedLayer:
         softmax_out: Tensor,
     ) -> None:
         """Find α, β and the offset for every number of keys, and how far the output moves."""
-        fitted, report = None, self.softmax
         for keys in ladder_of(call):
             heads = make(keys)
-            if fitted is None:
-                fitted, report = heads, fit_layer(self.name, heads, call, softmax_out, True)
-            else:
-                report = fit_more_keys(heads, fitted, report, call, softmax_out)
-            self.fits[keys] = (heads, report)
+            self.fits[keys] = (heads, fit_layer(self.name, heads, call, softmax_out, True))
 
     def take(self, keys: int | None) -> LayerReport:
         """Attach the fit for so many keys, or softmax; returns its report."""

@@ -1,22 +1,29 @@
 """α, β and the offset of attention with exact keys, found on real activations.
 
-α and β are half of what `lln.calibrate` finds, because the slots carry only what is left beside the
-exact keys. The offset then gives the slots the mass that softmax attention has outside the exact
-keys. With the exact keys of row i (its block and its chosen keys) in E and the others in F,
+With the exact keys of row i (its block and its chosen keys) read as softmax attention reads them,
+what is left to choose is how the slots stand for the rest: their temperatures, and the offset g
+that says how much of the row they get. Both are judged by what they are for, the distance of the
+output from softmax attention's on a sample of rows. With E the output of the exact keys alone, S
+that of the slots alone, O softmax attention's, and z the log-mass of the slots, at g = 0, over that
+of the exact keys,
 
-    logit(mass of F) = ln Σ_F e^{q·k/√D} - ln Σ_E e^{q·k/√D}
-    the same of the slots = g + ln ρ + ln Σ_f e^{αq_f + L_f} - ln Σ_E e^{q·k/√D}      (k centred)
+    output(g) = E + w (S - E)                         w = sigmoid(z + g)
+    |output(g) - O|² = w² |S - E|² - 2w (S - E)·(O - E) + |O - E|²
 
-and g is the median over rows of what makes both equal. E cancels.
+so three numbers per row give the error at every g. The temperatures are those that match the
+entropy of Gaussian softmax attention, times a few factors: a rest that is too cool costs little,
+one that is too hot costs everything. Having no rest at all is always among the candidates.
 
-Dimension legend: B batch, H heads, Hk key heads, T tokens, D head width, R sampled rows, K chosen
-keys.
+Dimension legend: B batch, H heads, Hk key heads, T tokens, D head width, E value width, R sampled
+rows, F factors.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,23 +34,67 @@ from lln.checks.names import check_choice
 from lln.eager.key_attention import log_share, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks, dense_blocks
 from lln.eager.selection import choose, seen_keys
+from lln.eager.summary import LOG_ZERO
 from lln.errors import CalibrationWarning
 from lln.matching.calibration import (
     PAIR_BUDGET,
+    check_tokens,
     count_tokens,
-    find_temperatures,
     pool_moments,
     sampled_places,
     sentences_of_doubt,
 )
-from lln.matching.mass import REST_FACTOR, mass_offset
-from lln.matching.moments import head_moments
+from lln.matching.mass import keys_temperatures, mass_offset
+from lln.matching.moments import Moments, head_moments
 from lln.precision import accumulation_dtype, without_autocast
+
+# The offset of a head that is better off without its slots.
+NO_REST = LOG_ZERO
+
+# What temperatures of matched entropy are multiplied with. Gaussian heads want a half; a decoder's
+# heads, whose keys are no Gaussians, are best between a half and an eighth.
+FACTORS = (1.0, 0.5, 0.25, 0.125)
+
+# Points of the first grid of offsets, of every finer one, and how many of those there are.
+GRID, FINER, ROUNDS = 65, 17, 2
+
+
+class KeyChoice(NamedTuple):
+    """How the keys of a call are chosen.
+
+    Attributes:
+        keys: K.
+        block_size: Tokens in a block.
+        select: As in `lln.choose_keys`.
+        group_size: Queries that share their keys.
+        is_causal: Whether row i sees keys 0 … i only.
+    """
+
+    keys: int
+    block_size: int
+    select: str
+    group_size: int
+    is_causal: bool
+
+
+class Rows(NamedTuple):
+    """What is known of sampled rows, for every factor and head: each ``[F, H, R]``.
+
+    Attributes:
+        gap: z; far below zero where a row has no rest.
+        square: |S - E|².
+        product: (S - E)·(O - E).
+    """
+
+    gap: Tensor
+    square: Tensor
+    product: Tensor
 
 
 def calibrate_keys(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     *,
     keys: int = 64,
     block_size: int = 64,
@@ -53,7 +104,6 @@ def calibrate_keys(
     is_causal: bool = False,
     scope: str = "head",
     rows: int = 256,
-    steps: int = 14,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """α, β and offset that `lln.lln_keys_attention` needs to follow softmax attention here.
@@ -61,6 +111,7 @@ def calibrate_keys(
     Args:
         query: ``[B, H, T, D]``, activations of a real model.
         key: ``[B, Hk, T, D]``; H a multiple of Hk.
+        value: ``[B, Hk, T, E]``.
         keys: As the attention will choose them, and likewise the next three.
         block_size: Tokens in a block.
         select: How keys are chosen, see `lln.choose_keys`.
@@ -70,13 +121,13 @@ def calibrate_keys(
         scope: ``"head"``: for every sample and head; ``"batch"``: one value per head for the whole
             batch, to freeze into a model.
         rows: Query rows of every sample to measure on, evenly spaced over the valid ones.
-        steps: As in `lln.calibrate`.
         scale: Factor of the softmax scores; None = 1/√D.
 
     Returns:
         ``(alpha, beta, offset)``, each ``[B, H, 1, 1]`` (``[1, H, 1, 1]`` for scope ``"batch"``),
-        detached. Where every key is exact, so that the slots have nothing to carry, the offset is
-        the closed form of `lln.matching.mass`.
+        detached. The offset is -1e30, which takes the slots away, for heads whose output is nearest
+        to softmax attention's without them. Where every key is exact, so that the slots have
+        nothing to carry, it is the closed form of `lln.matching.mass`.
 
     Raises:
         InvalidInputError: If no sequence has two tokens.
@@ -86,12 +137,12 @@ def calibrate_keys(
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
-        >>> query, key = torch.randn(2, 1, 1, 512, 32, generator=generator)
-        >>> alpha, beta, offset = calibrate_keys(query, key, keys=32)
+        >>> query, key, value = torch.randn(3, 1, 1, 512, 32, generator=generator)
+        >>> alpha, beta, offset = calibrate_keys(query, key, value, keys=32)
         >>> f"{alpha.item():.1f} {offset.item():.0f}"
         '0.9 -4'
     """
-    checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
+    checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
     checks.check_self_attention(query, key, "calibrate_keys")
     checks.check_key_mask(key_mask, key)
     checks.check_flag("is_causal", is_causal)
@@ -100,23 +151,11 @@ def calibrate_keys(
     group = check_selection(select, group_size, block_size)
     check_choice("scope", scope, ("head", "batch"))
     checks.check_count("rows", rows)
-    checks.check_count("steps", steps)
     pooled = scope == "batch"
-    alpha, beta = find_rest_temperatures(query, key, key_mask, pooled, rows, steps, scale)
-    offset = find_offset(
-        query,
-        key,
-        alpha,
-        beta,
-        key_mask,
-        pooled,
-        keys=keys,
-        block_size=block_size,
-        select=select,
-        group_size=group,
-        is_causal=is_causal,
-        rows=rows,
-        scale=scale,
+    choice = KeyChoice(keys, block_size, select, group, is_causal)
+    start = entropy_temperatures(query, key, key_mask, pooled, scale)
+    alpha, beta, offset = find_rest(
+        query, key, value, *start, key_mask, pooled, choice, rows=rows, scale=scale
     )
     sentences = sentences_of_doubt(query, key, key_mask, alpha, beta, pooled)
     longest = max(count_tokens(key, key_mask).tolist(), default=0)
@@ -143,157 +182,250 @@ def doubts_of_length(longest: int, block_size: int, keys: int) -> list[str]:
     ]
 
 
-def find_rest_temperatures(
+def entropy_temperatures(
     query: Tensor,
     key: Tensor,
     key_mask: Tensor | None,
     pooled: bool,
-    rows: int = 256,
-    steps: int = 14,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Half of what `lln.calibrate` finds, for checked arguments, without its warnings.
-
-    It is asked with centred keys, as the slots are those of centred keys.
-    """
-    if key_mask is None:
-        key = key - key.mean(2, keepdim=True)
-    else:
-        kept = key_mask[:, None, :, None]
-        number = kept.sum(2, keepdim=True).clamp_min(1)
-        key = key - (torch.where(kept, key, 0.0).sum(2, keepdim=True) / number).to(key.dtype)
-    found = find_temperatures(query, key, key_mask, pooled, rows, steps, scale)
-    return REST_FACTOR * found[0], REST_FACTOR * found[1]
-
-
-def find_offset(
-    query: Tensor,
-    key: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None,
-    pooled: bool,
-    *,
-    keys: int,
-    block_size: int,
-    select: str,
-    group_size: int,
-    is_causal: bool = False,
-    rows: int = 256,
-    scale: float | None = None,
-) -> Tensor:
-    """The offset for given α and β, ``[B, H, 1, 1]``, pooled ``[1, H, 1, 1]``.
+    """α and β of matched entropy, where `find_rest` starts: ``[B, H, 1, 1]`` or ``[1, H, 1, 1]``.
 
     Args:
-        query: As in `calibrate_keys`.
-        key: As in `calibrate_keys`.
-        alpha: A number, or broadcasts to ``[B, H, 1, 1]``.
-        beta: Likewise.
-        key_mask: As in `calibrate_keys`.
+        query: As in `calibrate_keys`, and so are the other arguments of the same name.
+        key: ``[B, Hk, T, D]``.
+        key_mask: bool ``[B, T]``.
         pooled: Whether the scope is ``"batch"``.
-        keys: K.
-        block_size: Tokens in a block.
-        select: As in `calibrate_keys`.
-        group_size: Queries that share their keys.
-        is_causal: As in `calibrate_keys`.
-        rows: As in `calibrate_keys`.
-        scale: As in `calibrate_keys`.
+        scale: Factor of the softmax scores; None = 1/√D.
     """
+    check_tokens(key, key_mask)
     with without_autocast(query), torch.no_grad():
         moments = head_moments(query, key, key_mask)
         if pooled:
             moments = pool_moments(moments)
-        closed = mass_offset(moments, alpha, beta, query.shape[-1], scale)
-        batch, heads, tokens, _ = query.shape
-        if 0 in (batch, heads, tokens):
-            return closed
-        dtype = accumulation_dtype(query.dtype)
-        query, key = query.detach().to(dtype), key.detach().to(dtype)
-        blocks = dense_blocks(batch, tokens, block_size, key_mask, query.device)
-        indices = choose(
-            query,
-            key,
-            keys,
-            blocks,
-            select=select,
-            group_size=group_size,
-            key_mask=key_mask,
-            is_causal=is_causal,
-            flip=scale is not None and scale < 0,
-        )
-        key = key.repeat_interleave(heads // key.shape[1], 1)
-        if key_mask is not None:
-            valid = key_mask[:, None, :, None]
-            query, key = torch.where(valid, query, 0.0), torch.where(valid, key, 0.0)
-        gaps = _gaps(
-            query, key, alpha, beta, indices, blocks, key_mask, group_size, is_causal, rows, scale
-        )
-        if pooled:
-            gaps = gaps.transpose(0, 1).flatten(1)[None]
-        found = gaps.nanmedian(-1).values[..., None, None]
-        return torch.where(found.isnan(), closed, found)
+        # A scale is a factor of the queries, beside the usual 1/√D.
+        factor = 1.0 if scale is None else abs(scale) * math.sqrt(query.shape[-1])
+        moments = moments._replace(query_variance=factor**2 * moments.query_variance)
+        alpha, beta = keys_temperatures(moments, query.shape[-1], "entropy")
+        return factor * alpha, beta
 
 
-def _gaps(
+def find_rest(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     alpha: float | Tensor,
     beta: float | Tensor,
-    indices: Tensor,
-    blocks: KeyBlocks,
     key_mask: Tensor | None,
-    group_size: int,
-    is_causal: bool,
-    rows: int,
+    pooled: bool,
+    choice: KeyChoice,
+    *,
+    factors: Sequence[float] = FACTORS,
+    may_be_none: bool = True,
+    rows: int = 256,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """α, β and the offset with the smallest error, ``[B, H, 1, 1]``, pooled ``[1, H, 1, 1]``.
+
+    Args:
+        query: As in `calibrate_keys`, and so are the other arguments of the same name.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        alpha: A number, or broadcasts to ``[B, H, 1, 1]``.
+        beta: Likewise.
+        key_mask: bool ``[B, T]``.
+        pooled: Whether the scope is ``"batch"``.
+        choice: How keys are chosen.
+        factors: What α and β may be multiplied with.
+        may_be_none: Whether `NO_REST` is among the candidates. An offset that will be trained
+            would never come back from there.
+        rows: Rows of every sample to measure on.
+        scale: Factor of the softmax scores; None = 1/√D.
+    """
+    batch, heads = query.shape[:2]
+    with without_autocast(query), torch.no_grad():
+        dtype = accumulation_dtype(query.dtype)
+        query, key, value = (side.detach().to(dtype) for side in (query, key, value))
+        shape = (1 if pooled else batch, heads, 1, 1)
+        alpha, beta = (
+            torch.as_tensor(side, dtype=dtype, device=query.device).expand(batch, heads, 1, 1)
+            for side in (alpha, beta)
+        )
+        every = torch.tensor(factors, dtype=dtype, device=query.device)[:, None, None, None]
+        measured = [
+            _measure(
+                query[one], key[one], value[one], every * alpha[one], every * beta[one],
+                None if key_mask is None else key_mask[one], choice, rows, scale,
+            )
+            for one in (slice(sample, sample + 1) for sample in range(batch))
+        ]  # fmt: skip
+        if pooled and measured:
+            measured = [Rows(*(torch.cat(sides, -1) for sides in zip(*measured, strict=True)))]
+        best = [_least_error(rows, may_be_none) for rows in measured]
+        if not best:
+            return (alpha.new_zeros(shape),) * 3
+        index, offset, has_rest = (torch.stack(sides) for sides in zip(*best, strict=True))
+        # Without a rest to judge by: half the temperature, as for Gaussian heads.
+        usual = min(range(len(factors)), key=lambda place: abs(factors[place] - 0.5))
+        index = torch.where(has_rest, index, usual)
+        chosen = every.flatten()[index][..., None, None]
+        alpha, beta = (chosen * side[: shape[0]] for side in (alpha, beta))
+        closed = _closed_form(query, key, alpha, beta, key_mask, pooled, scale)
+        offset = torch.where(has_rest[..., None, None], offset[..., None, None], closed)
+        return alpha, beta, offset
+
+
+def _closed_form(
+    query: Tensor,
+    key: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    key_mask: Tensor | None,
+    pooled: bool,
     scale: float | None,
 ) -> Tensor:
-    """The offset that every sampled row would need, ``[B, H, R]``; NaN where there is no rest."""
-    batch, heads, tokens, width = query.shape
+    moments: Moments = head_moments(query, key, key_mask)
+    if pooled:
+        moments = pool_moments(moments)
+    return mass_offset(moments, alpha, beta, query.shape[-1], scale)
+
+
+def _measure(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    key_mask: Tensor | None,
+    choice: KeyChoice,
+    rows: int,
+    scale: float | None,
+) -> Rows:
+    """Compare the parts of the output with softmax attention, on sampled rows of one sample.
+
+    Args:
+        query: ``[1, H, T, D]``.
+        key: ``[1, Hk, T, D]``.
+        value: ``[1, Hk, T, E]``.
+        alpha: ``[F, H, 1, 1]``.
+        beta: ``[F, H, 1, 1]``.
+        key_mask: bool ``[1, T]``.
+        choice: How keys are chosen.
+        rows: How many rows.
+        scale: Factor of the softmax scores; None = 1/√D.
+    """
+    _, heads, tokens, width = query.shape
+    keys, block_size, select, group_size, is_causal = choice
+    blocks = dense_blocks(1, tokens, block_size, key_mask, query.device)
+    indices = choose(
+        query, key, keys, blocks, select=select, group_size=group_size, key_mask=key_mask,
+        is_causal=is_causal, flip=scale is not None and scale < 0,
+    )  # fmt: skip
     scale = 1 / math.sqrt(width) if scale is None else scale
-    alpha, beta = (
-        side.to(query.dtype) if isinstance(side, Tensor) else side for side in (alpha, beta)
-    )
-    per_block = beta.unsqueeze(-1) if isinstance(beta, Tensor) and beta.dim() == 4 else beta
-    # The centroids are not needed: one channel stands for the values.
-    log_mass, _, centre = slots_of_blocks(
-        key, key[..., :1], per_block, blocks, key_mask, None, is_causal
-    )
+    key, value = (side.repeat_interleave(heads // side.shape[1], 1) for side in (key, value))
+    if key_mask is not None:
+        valid = key_mask[:, None, :, None]
+        query, key, value = (torch.where(valid, side, 0.0) for side in (query, key, value))
     seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
-    share = log_share(seen, blocks, group_size, key_mask, is_causal, query.dtype)
-    share = blocks.scatter(share)
+    share = blocks.scatter(log_share(seen, blocks, group_size, key_mask, is_causal, query.dtype))
     # One column more than there are tokens, where keys go that a group does not see.
-    chosen = torch.where(seen, indices, tokens)
-    place = sampled_places(key_mask, batch, tokens, rows, query.device)
-    per_group = blocks.place.shape[2] // group_size
+    chosen = torch.where(seen, indices, tokens)[0]
+    slots = [
+        _slots_alone(query, key, value, *sides, blocks, key_mask, is_causal, scale)
+        for sides in zip(alpha, beta, strict=True)
+    ]
     token = torch.arange(tokens, device=query.device)
-    step = max(PAIR_BUDGET // (heads * tokens), 1)
-    found = query.new_full((batch, heads, place.shape[1]), torch.nan)
-    for sample in range(batch):
-        home = blocks.home[sample]
-        exists = token < tokens if key_mask is None else key_mask[sample]
-        for start in range(0, place.shape[1], step):
-            row = place[sample, start : start + step]
-            group = home[row] * per_group + blocks.within[sample, row] // group_size
-            exact = torch.zeros(
-                heads, row.shape[0], tokens + 1, dtype=torch.bool, device=key.device
-            )
-            exact.scatter_(-1, chosen[sample][:, group], True)
-            rest = exists & ~exact[..., :tokens] & (home != home[row, None])
-            if is_causal:
-                rest = rest & (home < home[row, None])
-            scores = scale * query[sample][:, row] @ key[sample].mT
-            true = torch.where(rest, scores, -torch.inf).logsumexp(-1)
-            asked, own = query[sample][:, row], home[row]
-            level = scale * (asked * centre[sample][:, own]).sum(-1, keepdim=True)
-            slots = _of_sample(alpha, sample) * asked + log_mass[sample][:, own] + level
-            gap = true - slots.logsumexp(-1) - share[sample][:, row, 0]
-            there = rest.any(-1) & exists[row]
-            found[sample, :, start : start + step] = torch.where(there, gap, torch.nan)
-    return found
+    exists = token < tokens if key_mask is None else key_mask[0]
+    place = sampled_places(key_mask, 1, tokens, rows, query.device)[0].unique()
+    place, home = place[exists[place]], blocks.home[0]
+    group = home * (blocks.place.shape[2] // group_size) + blocks.within[0] // group_size
+    step = max(PAIR_BUDGET // max(heads * tokens, 1), 1)
+    # A row that has no rest, so that there always is one.
+    nothing = query.new_zeros(heads, 1)
+    parts = [(nothing + LOG_ZERO, nothing, nothing)] * len(slots)
+    for row in place.split(step):
+        own = home[row, None]
+        exact = torch.zeros(heads, len(row), tokens + 1, dtype=torch.bool, device=query.device)
+        exact = exact.scatter_(-1, chosen[:, group[row]], True)[..., :tokens] | (home == own)
+        visible = exists & (token <= row[:, None]) if is_causal else exists
+        scores = torch.where(visible, scale * query[0][:, row] @ key[0].mT, -torch.inf)
+        near = torch.where(exact, scores, -torch.inf)
+        from_near = near.softmax(-1) @ value[0]
+        missing = scores.softmax(-1) @ value[0] - from_near
+        level = share[0][:, row, 0] - near.logsumexp(-1)
+        for log_mass, read in slots:
+            towards = read[:, row] - from_near
+            gap = log_mass[:, row] + level
+            parts.append((gap, towards.square().sum(-1), (towards * missing).sum(-1)))
+    count = len(slots)
+    return Rows(
+        *(
+            torch.stack([torch.cat(side[one::count], -1) for one in range(count)])
+            for side in zip(*parts, strict=True)
+        )
+    )
 
 
-def _of_sample(side: float | Tensor, sample: int) -> float | Tensor:
-    """What broadcasts to ``[H, 1, 1]`` for one sample."""
-    if not isinstance(side, Tensor) or side.dim() < 4:
-        return side
-    return side[sample if side.shape[0] > 1 else 0]
+def _slots_alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    blocks: KeyBlocks,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """What every row would get from its slots alone: their log-mass and the output, ``[H, T, ·]``.
+
+    Args:
+        query: ``[1, H, T, D]``.
+        key: ``[1, H, T, D]``.
+        value: ``[1, H, T, E]``.
+        alpha: ``[H, 1, 1]``.
+        beta: ``[H, 1, 1]``.
+        blocks: Where the tokens lie.
+        key_mask: bool ``[1, T]``.
+        is_causal: Whether a row reads the blocks before its own.
+        scale: Factor of the softmax scores.
+    """
+    log_mass, centroid, centre = slots_of_blocks(
+        key, value, beta[None, :, None], blocks, key_mask, None, is_causal
+    )
+    rows = blocks.gather(query)
+    level = scale * (rows * centre.unsqueeze(-2)).sum(-1, keepdim=True)
+    logits = alpha[:, None] * rows + log_mass.unsqueeze(-2) + level
+    read = blocks.scatter(logits.softmax(-1) @ centroid)
+    return blocks.scatter(logits.logsumexp(-1, keepdim=True))[0, ..., 0], read[0]
+
+
+def _least_error(rows: Rows, may_be_none: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The place of the best factor, the best offset, and whether any row has a rest; ``[H]``."""
+    there = rows.gap > LOG_ZERO / 2
+    has_rest = there.any(-1)
+    # Where the slots take nothing from any row, and where they take everything.
+    low = -torch.where(there, rows.gap, -torch.inf).amax(-1) - 8
+    high = -torch.where(there, rows.gap, torch.inf).amin(-1) + 8
+    low, high = (torch.where(has_rest, side, 0.0) for side in (low, high))
+
+    def error(offset: Tensor) -> Tensor:
+        """Beside what there is without slots, ``[F, H]``."""
+        weight = (rows.gap + offset.unsqueeze(-1)).sigmoid()
+        return (weight * (weight * rows.square - 2 * rows.product)).sum(-1)
+
+    best, offset = torch.full_like(low, torch.inf), low
+    step = (high - low) / (GRID - 1)
+    points = [low + number * step for number in range(GRID)]
+    for _ in range(ROUNDS + 1):
+        for point in points:
+            found = error(point)
+            better = found < best
+            best, offset = torch.where(better, found, best), torch.where(better, point, offset)
+        middle, step = offset, 2 * step / (FINER - 1)
+        points = [middle + (number - FINER // 2) * step for number in range(FINER)]
+    least, index = best.min(0)
+    offset = offset.gather(0, index[None])[0]
+    if may_be_none:
+        offset = torch.where(least < 0, offset, NO_REST)
+    return index, offset, has_rest.any(0)
