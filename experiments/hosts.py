@@ -10,6 +10,7 @@ Dimension legend: B batch, N tokens, W width, C classes, M questions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,15 +181,25 @@ class VisionModel(nn.Module):
 
 
 def started_host(method: Method, sizes: Sizes, task: Task | PictureTask, seed: int) -> nn.Module:
-    """A host whose first weights are softmax's, wherever both have the same ones.
+    """A host whose first weights are softmax's; see `same_start`."""
+    return same_start(lambda name: host_of(Method.parse(name), sizes, task), method.name, seed)
+
+
+def same_start(build: Callable[[str], nn.Module], name: str, seed: int) -> nn.Module:
+    """A method's host whose first weights are softmax's, wherever both have the same ones.
 
     Systems draw different numbers of random weights, so a seed alone would give every method
     another start: embeddings, projections, norms and feed-forward are taken from the softmax host.
+
+    Args:
+        build: Makes the host of a method.
+        name: Of the method.
+        seed: Of the weights.
     """
     torch.manual_seed(seed)
-    common = host_of(Method.parse("softmax"), sizes, task).state_dict()
+    common = build("softmax").state_dict()
     torch.manual_seed(seed)
-    host = host_of(method, sizes, task)
+    host = build(name)
     own = host.state_dict()
     shared = {name for name in common.keys() & own.keys() if common[name].shape == own[name].shape}
     # A system with its own projections may have reasons for its own start.

@@ -209,3 +209,51 @@ def load(
         vocabulary=CLOSE if compat else CLOSE + 1,
         **parts,
     )
+
+
+def fresh_trees(
+    number: int, depths: tuple[int, ...], count: int, length: int, test: bool = False
+) -> dict[str, np.ndarray]:
+    """A numbered share of an endless set, with as many trees of every depth.
+
+    A tree belongs to the test part or to the others by its hash, so none is in both. Depths come in
+    turn; the deepest operator of a tree has depth minus one, its digits the depth.
+
+    Args:
+        number: Which share; others hold other draws.
+        depths: Which depths.
+        count: Trees.
+        length: The most tokens of a tree, and to which all are padded.
+        test: Of the test part, one hash in eight.
+
+    Returns:
+        ``ids`` uint8 ``[count, length]``, ``labels`` and ``depths`` uint8 ``[count]``.
+    """
+    rng = np.random.default_rng([number, *depths, int(test)])
+    found: dict[int, list[tuple[np.ndarray, int]]] = {depth: [] for depth in depths}
+    quota = -(-count // len(depths))
+    short = set(depths)
+    while short:
+        # Deep trees of a deep draw are rare: every depth that is short has its turn.
+        for limit in sorted(short):
+            for expression in expressions(rng, 1 + FEWEST_ARGUMENTS, length, limit):
+                if expression is None:
+                    break
+                text, label = expression
+                steps = np.where(text >= FIRST_OPERATOR, 1, 0) - np.where(text == CLOSE, 2, 0)
+                depth = int(steps.cumsum().max()) + 1
+                if depth != limit or len(found[depth]) == quota:
+                    continue
+                digest = blake2b(text.tobytes(), digest_size=1).digest()
+                if (digest[0] < 32) == test:
+                    found[depth].append((text.copy(), label))
+            if len(found[limit]) == quota:
+                short.discard(limit)
+    turns = [(tree, depth) for row in zip(*found.values(), strict=True)
+             for tree, depth in zip(row, depths, strict=True)][:count]  # fmt: skip
+    ids, _ = padded([text for (text, _), _ in turns], length, np.uint8)
+    return {
+        "ids": ids,
+        "labels": np.array([label for (_, label), _ in turns], np.uint8),
+        "depths": np.array([depth for _, depth in turns], np.uint8),
+    }

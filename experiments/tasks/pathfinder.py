@@ -6,7 +6,8 @@ the end of the same path (label 1) or of the other one (label 0). Nothing near a
 a model has to follow a path across the image, which a sequence of 1024 pixels scatters widely.
 
 Sizes are those of the long range arena: dashes of 2 pixels with a margin of 1, 14 of them in a path
-(9 and 6 in its easier variants), distractors of a third of that. A path grows at its pivot:
+(9 and 6 in its easier variants, 3 to begin with), distractors of a third of that. A path grows at
+its pivot:
 
 1. the pivot moves 4 pixels on, in the direction of the last dash;
 2. the pixels on a circle of 3 around it are where the next dash may end. Pixels next to the
@@ -60,7 +61,7 @@ from experiments.tasks.pathfinder_stamps import (
 )
 from experiments.tasks.task import Examples, Task
 
-CONTOUR_LENGTHS = (6, 9, 14)
+CONTOUR_LENGTHS = (3, 6, 9, 14)
 SEED_DISTANCE = 7
 # Dashes of all distractors together.
 DISTRACTING = 20
@@ -324,7 +325,7 @@ def images(
         count: n.
         seed: Decides all images.
         part: Any name; parts share no stream.
-        contour_length: Dashes of a long path: 6, 9 or 14.
+        contour_length: Dashes of a long path: 3, 6, 9 or 14.
         first: Place of the first image in the part.
         with_paths: Whether to return the drawings too.
 
@@ -363,7 +364,7 @@ def load(
         valid: Examples to choose a checkpoint by.
         test: Examples to report.
         seed: Decides all images.
-        contour_length: Dashes of a long path: 6, 9 or 14.
+        contour_length: Dashes of a long path: 3, 6, 9 or 14.
         workers: Processes that share the work; their number changes nothing but the time. With
             more than one, call this from a program that may be imported without running.
     """
