@@ -28,20 +28,29 @@ def captions(
         gate, known = GATES.get(f"{experiment.name}/{task}"), baselines.get(task, {})
         reason = _below_level(own, known) if gate is None else _not_met(gate, own, known)
         if not reason and plan.starts_from in nothing:
-            reason = f"starts from the encoders of {plan.starts_from}"
+            reason = f"from the encoders of {plan.starts_from}"
         if reason:
             nothing[task] = reason
-        elif gate is not None and _values("softmax", gate.measure, own):
-            # The gate asks another row; softmax in every layer may be there too.
+        elif gate is not None and gate.row not in known and _values("softmax", gate.measure, own):
+            # Where the gate asks another row, softmax in every layer may be there too.
             beside[task] = _not_met(gate._replace(row="softmax"), own, known)
     return [
-        (label, "; ".join(f"{task} ({reason})" for task, reason in found.items() if reason) + ".")
+        (label, _listed(found))
         for label, found in (
             ("Claims nothing", nothing),
             (f"Claims nothing beside {_title('softmax')}", beside),
         )
         if any(found.values())
     ]
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    """Tasks with their reason; those that share one stand together."""
+    shared: dict[str, list[str]] = {}
+    for task, reason in reasons.items():
+        if reason:
+            shared.setdefault(reason, []).append(task)
+    return "; ".join(f"{', '.join(own)} ({reason})" for reason, own in shared.items()) + "."
 
 
 def _not_met(gate: Gate, cells: Cells, known: Mapping[str, Mapping[str, float]]) -> str:
