@@ -1,4 +1,4 @@
-"""What the tasks give without any attention: constant answers, counts, frequencies.
+"""What the tasks give without any attention: constant answers, counts, tokens by themselves.
 
     python -m experiments.baselines --data FOLDER
 
@@ -20,6 +20,7 @@ from experiments.catalogue import EXPERIMENTS
 from experiments.report_page import BASELINES
 from experiments.tasks import glue, pathfinder
 from experiments.tasks.byte_tokens import BYTE_VOCABULARY
+from experiments.tasks.masked_text import TextCode
 from experiments.tasks.task import NO_QUESTION, PAD, Examples
 from lln.errors import InvalidInputError
 from lln.files import compact_json, write_atomically
@@ -27,7 +28,7 @@ from lln.studies.bench.environment import describe
 
 COMMAND = "python -m experiments.baselines"
 MOST_FREQUENT = "most frequent class"
-OPERATOR, BYTES, WORDS = "outermost operator", "byte counts", "frequencies of words"
+OPERATOR, BYTES, ALONE = "outermost operator", "byte counts", "every token by itself"
 GUESS, VALUE = "guessing", "most frequent value of the text"
 # Of the same text and tokenizer as the pre-training of Table 1.
 MASKED = ("table1/mlm", "temperature/mlm", "parts/mlm", "keys/mlm-512", "keys/mlm-2048")
@@ -73,12 +74,27 @@ def byte_counts(test: Examples) -> Measures:
     return {BYTES: {"accuracy": float(((cosine > np.median(cosine)) == test.labels).mean())}}
 
 
-def word_frequencies(train: np.ndarray, labels: np.ndarray, vocabulary: int) -> Measures:
-    """Masked words by how often every token occurs in train, whatever stands around it."""
-    counts = np.bincount(train.ravel(), minlength=vocabulary) + 1.0
-    asked = labels[labels != NO_QUESTION]
-    loss = -np.log(counts / counts.sum())[asked].mean()
-    return {WORDS: {"score": float((asked == counts.argmax()).mean()), "loss": float(loss)}}
+def tokens_alone(code: TextCode, train: np.ndarray, test: Examples) -> Measures:
+    """Masked words by the place itself, whatever stands around it.
+
+    A mask says nothing, so words have the frequencies of train. A visible token is the right one,
+    or one drawn at random, which happens as often (`masked_text.hide`). Trainings rest at this
+    level until they use a neighbour.
+    """
+    low, high = code.plain
+    counts = np.bincount(train.ravel(), minlength=code.vocabulary)[low:high] + 1.0
+    share, drawn = counts / counts.sum(), 1 / (high - low)
+    asked = test.labels != NO_QUESTION
+    seen, right = test.ids[asked], test.labels[asked] - low
+    visible = seen != code.mask
+    chance = share[right]
+    own = np.where(visible, seen, low) - low
+    chance[visible] *= ((own == right) + drawn)[visible] / (share[own] + drawn)[visible]
+    most = share.argmax()
+    trusted = visible & (share[own] * (1 + drawn) >= share[most] * drawn)
+    given = np.where(trusted, own, most)
+    found = {"score": float((given == right).mean()), "loss": float(-np.log(chance).mean())}
+    return {ALONE: found}
 
 
 def measured(data: Path) -> dict[str, Measures]:
@@ -116,7 +132,7 @@ def masked_words(data: Path) -> dict[str, Measures]:
         length = EXPERIMENTS[experiment].plans["small"][task].sizes.length
         if length not in by_length:
             read: Any = table1.pretraining(8192, data, length)
-            by_length[length] = word_frequencies(read.train.ids, read.test.labels, read.vocabulary)
+            by_length[length] = tokens_alone(read.train.code, read.train.ids, read.test)
         found[place] = by_length[length]
     return found
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from experiments import baselines
+from experiments.tasks.masked_text import TextCode, hide
 from experiments.tasks.task import NO_QUESTION, PAD, Examples
 
 
@@ -36,10 +37,31 @@ def test_byte_counts_tell_texts_of_the_same_bytes_from_others():
     assert found == {"byte counts": {"accuracy": 1.0}}
 
 
-def test_masked_words_by_how_often_words_occur():
-    train = np.array([[1, 1, 2, 3], [1, 1, 2, 3]])
-    labels = np.array([[NO_QUESTION, 1], [2, NO_QUESTION]])
-    found = baselines.word_frequencies(train, labels, 4)["frequencies of words"]
-    # One more of every word, so that none is impossible: 5, 3 of 12.
-    assert found["loss"] == pytest.approx(-(math.log(5 / 12) + math.log(3 / 12)) / 2)
+def test_masked_words_by_the_token_itself():
+    code = TextCode(list, vocabulary=6, mask=5, end=4, plain=(1, 4))
+    train = np.array([[1, 1, 1, 1, 2, 4]])
+    # One more of every word, so that none is impossible: 5, 2 and 1 of 8.
+    one, two, three = 5 / 8, 2 / 8, 1 / 8
+    labels = np.array([[1, 2, 2, 3, NO_QUESTION]])
+    ids = np.array([[5, 5, 2, 1, 2]])
+    found = baselines.tokens_alone(code, train, Examples(ids, labels))["every token by itself"]
+    # Two masks, a token that stayed and one that was drawn from three.
+    chances = [one, two, two * (1 + 1 / 3) / (two + 1 / 3), three * (1 / 3) / (one + 1 / 3)]
+    assert found["loss"] == pytest.approx(-sum(map(math.log, chances)) / 4)
+    # Right: the first mask, and the token that stayed.
     assert found["score"] == 0.5
+
+
+def test_no_answer_without_neighbours_has_a_lower_loss():
+    rng = np.random.default_rng(0)
+    code = TextCode(list, vocabulary=12, mask=10, end=11, plain=(1, 10))
+    text = rng.choice(np.arange(1, 10), (200, 500), p=np.arange(1, 10) / 45)
+    seen, labels = hide(text, code, rng)
+    found = baselines.tokens_alone(code, text, Examples(seen, labels))["every token by itself"]
+    asked = labels != NO_QUESTION
+    pairs = np.zeros((12, 12))
+    np.add.at(pairs, (seen[asked], labels[asked]), 1)
+    share = pairs / np.maximum(pairs.sum(1, keepdims=True), 1)
+    best = -np.log(share[seen[asked], labels[asked]]).mean()
+    assert found["loss"] == pytest.approx(best, abs=0.01)
+    assert found["score"] == pytest.approx(pairs.max(1).sum() / pairs.sum(), abs=0.002)
