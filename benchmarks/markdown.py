@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lln.files import write_atomically
 
@@ -21,14 +22,15 @@ def source(environment: dict) -> str:
     return f"made by `{environment['command']}`{launcher}, {commit_of(environment)}"
 
 
-def commit_of(environment: dict) -> str:
+def commit_of(environment: dict[str, Any]) -> str:
     """The commit, and whether that is really what ran."""
-    changes = {True: ", with uncommitted changes in src", False: ""}
-    said = changes.get(environment.get("changed"), ", changes in src not recorded")
+    changed = environment.get("changed")
+    said = ", with uncommitted changes in src" if changed else ""
+    said = ", changes in src not recorded" if changed is None else said
     return f"commit `{environment['commit'][:10]}`{said}"
 
 
-def commits_of(environments: Sequence[dict], what: str = "cells") -> str:
+def commits_of(environments: Sequence[dict[str, Any]], what: str = "cells") -> str:
     """The commits of several measurements, and how many did not run exactly those."""
     commits = ", ".join(sorted({one["commit"][:10] for one in environments}))
     total, states = len(environments), [one.get("changed") for one in environments]
