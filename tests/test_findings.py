@@ -151,7 +151,7 @@ def test_fine_tunings_that_start_from_other_encoders():
         if task != "mlm"
         for one in seeds.values()
     ]
-    says(f"{tuned.count(True)} of the {len(tuned)} fine-tunings, those with `--compile`")
+    says(f"with `--compile` has {tuned.count(True)} of the {len(tuned)} fine-tunings")
 
 
 def test_table_3():
