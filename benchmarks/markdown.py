@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lln.files import write_atomically
 
@@ -18,7 +19,24 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str = "
 def source(environment: dict) -> str:
     """What made the results, and from which commit."""
     launcher = " with the compiled launcher" if environment.get("launcher") == "compiled" else ""
-    return f"made by `{environment['command']}`{launcher}, commit `{environment['commit'][:10]}`"
+    return f"made by `{environment['command']}`{launcher}, {commit_of(environment)}"
+
+
+def commit_of(environment: dict[str, Any]) -> str:
+    """The commit, and whether that is really what ran."""
+    changed = environment.get("changed")
+    said = ", with uncommitted changes in src" if changed else ""
+    said = ", changes in src not recorded" if changed is None else said
+    return f"commit `{environment['commit'][:10]}`{said}"
+
+
+def commits_of(environments: Sequence[dict[str, Any]], what: str = "cells") -> str:
+    """The commits of several measurements, and how many did not run exactly those."""
+    commits = ", ".join(sorted({one["commit"][:10] for one in environments}))
+    total, states = len(environments), [one.get("changed") for one in environments]
+    changed, unknown = states.count(True), states.count(None)
+    said = f"commit {commits}; {changed} of {total} {what} from a tree with uncommitted changes"
+    return f"{said} in src" + (f", not recorded for {unknown}" if unknown else "")
 
 
 def fill(path: Path, name: str, section: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from experiments import table2
 from experiments.catalogue import EXPERIMENTS
-from experiments.cells import Cell, is_finished, read_all
+from experiments.cells import Cell, check_publishable, is_finished, read_all
 from experiments.cost import cost_table, measure
 from experiments.experiment import SCALES, Experiment
 from experiments.methods import Method
@@ -80,6 +80,7 @@ def _wrapped(text: str) -> str:
 
 def run_cells(options: argparse.Namespace) -> int:
     """Run the cells that are not finished."""
+    check_publishable(options.out)
     if options.name == table2.NAME:
         return table2.run_table2(options.scale, options.out)
     experiment = EXPERIMENTS[options.name]
@@ -98,6 +99,7 @@ def run_cells(options: argparse.Namespace) -> int:
 
 def time_steps(options: argparse.Namespace) -> int:
     """Measure a training step of every method, one at a time."""
+    check_publishable(options.out)
     experiment = EXPERIMENTS[options.name]
     cells = _cells(experiment, options)
     words = ["python", "-m", "experiments", "time", *_without_folders(options)]

@@ -93,7 +93,6 @@ def _experiment(
         methods=methods,
         needs_data=frozenset({"mlm"}),
         measure="loss",
-        lower=True,
     )
 
 
@@ -119,7 +118,6 @@ def _over_length() -> Experiment:
         methods=KEYS,
         needs_data=frozenset(f"mlm-{length}" for length in LENGTHS),
         measure="loss",
-        lower=True,
     )
 
 

@@ -1,6 +1,7 @@
 """A cell of a table: one training, one JSON file.
 
 What is finished is never run again; another training under the same name is an error, not a result.
+What is published comes from a commit, so a changed tree may not write there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from typing import Any
 
 from lln.errors import InvalidInputError
 from lln.files import compact_json, write_atomically
+from lln.studies.processor import PACKAGE, uncommitted
+
+FOLDER = Path(__file__).resolve().parent
+PUBLISHED = FOLDER / "results"
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,20 @@ class Cell:
     def title(self) -> str:
         """For progress bars."""
         return f"{self.task} {self.method} {self.seed}"
+
+
+def check_publishable(folder: Path) -> None:
+    """Refuse to write published results from code that no commit holds.
+
+    Raises:
+        InvalidInputError: If that folder is one of the published ones and the code has changes.
+    """
+    places = (str(PACKAGE), str(FOLDER), f":(exclude){PUBLISHED}")
+    if folder.resolve().is_relative_to(PUBLISHED) and uncommitted(*places):
+        raise InvalidInputError(
+            "src or experiments has uncommitted changes, so no commit would say what these cells "
+            "are; commit the changes first, or keep the cells elsewhere with --out FOLDER."
+        )
 
 
 def is_finished(cell: Cell, config: dict[str, Any], folder: Path) -> bool:

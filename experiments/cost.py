@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.markdown import commits_of
 
 from experiments.cells import Cell
 from experiments.experiment import Experiment
@@ -122,11 +123,10 @@ def cost_table(experiment: Experiment, scale: str, out: Path) -> str:
     ]
     setups = [one["setup"] for found in costs.values() for one in found.values()]
     devices = ", ".join(sorted({setup["device"] for setup in setups}))
-    commits = ", ".join(sorted({setup["commit"][:10] for setup in setups}))
     return (
         f"{table(['attention', *costs], rows)}\n\nMilliseconds of a training step / MiB of peak "
-        f"memory, alone on the device. {devices}; commit {commits}; made by python -m experiments "
-        f"time {experiment.name} --scale {scale}."
+        f"memory, alone on the device. {devices}; {commits_of(setups, 'measurements')}; made by "
+        f"python -m experiments time {experiment.name} --scale {scale}."
     )
 
 

@@ -41,4 +41,14 @@ GATES = {
     "lra/listops": Gate("softmax", "accuracy", ">=", 1.5, times="outermost operator"),
     "lra/pathfinder": Gate("softmax", "accuracy", ">=", 0.75),
     "lra/retrieval": Gate("byte counts", "accuracy", "<=", 0.6),
+    "distance/recall-512": Gate("softmax", "accuracy", ">=", 0.95),
+    "distance/needle-512": Gate("softmax", "accuracy", ">=", 0.95),
+    "distance/repeated-2048": Gate("softmax", "accuracy", ">=", 0.95),
+    "temperature/mlm": Gate("softmax+conv", "loss", "<", 3.5),
+    "parts/mlm": Gate("softmax", "loss", "<", 3.5),
+    # Rows of this table alternate with blocks.
+    "keys/mlm-512": Gate("diag/softmax", "loss", "<", 3.5),
+    "keys/mlm-2048": Gate("diag/softmax", "loss", "<", 3.5),
 }
+# Where no number is asked for, softmax has to be above this baseline by as many deviations.
+LEVEL, DEVIATIONS = "most frequent class", 2

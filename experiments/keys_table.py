@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.markdown import commit_of
+
 from experiments.tables import table
 
 # Rows of experiments/results/keys_conversion.json in the order of the table.
@@ -53,7 +55,7 @@ def conversion(results: dict[str, Any]) -> str:
         f"{text}\n\nMean cosine of the sentence embeddings with the original's, all-MiniLM-L6-v2, "
         f"{texts} held-out texts of English Wikipedia, ± standard error; blocks of 64, no "
         f"training; α, β and offset found on {setup['calibration_texts']} other texts. Made by "
-        f"`{setup['command']}`, torch {setup['torch']}, commit `{setup['commit'][:10]}`."
+        f"`{setup['command']}`, torch {setup['torch']}, {commit_of(setup)}."
     )
 
 
@@ -96,7 +98,8 @@ def selection(results: dict[str, Any]) -> str:
     return (
         f"{text}\n\n‖out - softmax's‖ / ‖softmax's‖, median over the 72 heads of all-MiniLM-L6-v2 "
         "on its own activations; slots of keys that are not centred, offset found on other texts; "
-        "3 to 4 texts. Made by `python -m experiments.keys_prototype`."
+        "3 to 4 texts. Made by `python -m experiments.keys_prototype`, "
+        f"{commit_of(results['setup'])}."
     )
 
 
@@ -120,7 +123,7 @@ def speed(results: dict[str, Any]) -> str:
         f"{table(head, rows)}\n\nMilliseconds, forward / forward and backward; the last columns "
         f"are those of {_setting(settings[0])}. {kind}, {batch}, {results['heads']} heads of "
         f"{results['width']}, α, β and offset given, choosing keys included. {setup['device']}, "
-        f"torch {setup['torch']}, commit `{setup['commit'][:10]}`; made by `{setup['command']}`."
+        f"torch {setup['torch']}, {commit_of(setup)}; made by `{setup['command']}`."
     )
 
 

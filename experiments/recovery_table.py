@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks.markdown import commit_of
+
 from experiments.tables import table
 
 NAMES = {
@@ -51,8 +53,8 @@ def recovery(results: dict[str, Any]) -> str:
         f"{held_out} tokens. Training: {setup['layer_steps']} + {setup['end_steps']} steps of "
         f"{setup['batch_tokens']:,} tokens, {_per_text(setup)} per text, bfloat16 by "
         f"autocast. {setup['note']} "
-        f"{setup['device']}, torch {setup['torch']}, transformers {setup['transformers']}, commit "
-        f"`{setup['commit']}`; made by `{setup['command']}`."
+        f"{setup['device']}, torch {setup['torch']}, transformers {setup['transformers']}, "
+        f"{commit_of(setup)}; made by `{setup['command']}`."
     )
     return "\n\n".join(parts)
 

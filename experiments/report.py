@@ -10,18 +10,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import fill
+from benchmarks.markdown import commit_of, commits_of, fill
 
 from experiments.catalogue import EXPERIMENTS
-from experiments.cell_table import cell_table
 from experiments.cells import read_all
 from experiments.cost import cost_table
 from experiments.curve_figure import draw_curves
-from experiments.experiment import Experiment
 from experiments.keys_table import conversion, decoder, selection, speed
 from experiments.keys_training import report_table
 from experiments.recovery_table import quality, recovery
-from experiments.report_page import made_by as made_by_cells
+from experiments.report_page import section
 from experiments.step_table import training_steps
 from experiments.tables import table
 from experiments.temperature_figure import draw_temperatures
@@ -91,7 +89,7 @@ def fill_findings() -> None:
     """Tables of the experiments that were run; the first run had another recipe."""
     for name, experiment in EXPERIMENTS.items():
         cells = read_all(RESULTS / "cells", name, "small")
-        text = cells_table(experiment, cells) if cells else "*Not run yet.*"
+        text = section(experiment, "small", cells) if cells else "*Not run yet.*"
         fill(FINDINGS, name, text)
     costs = cost_table(EXPERIMENTS["lra"], "small", RESULTS / "cells")
     fill(FINDINGS, "lra-costs", costs or "*Not run yet.*")
@@ -107,14 +105,7 @@ def fill_findings() -> None:
     draw_temperatures(cells, FIGURES / "temperature")
     for name in ("table3", "lra"):
         cells = read_all(RESULTS / "first_cells", name, "small")
-        fill(FINDINGS, f"first-{name}", cells_table(EXPERIMENTS[name], cells))
-
-
-def cells_table(experiment: Experiment, cells: list[dict[str, Any]]) -> str:
-    """The table of some cells, and where they come from."""
-    percent, tasks = experiment.measure != "loss", list(experiment.plans["small"])
-    text = cell_table(cells, experiment.measure, percent, experiment.lower, tasks)
-    return f"{text}\n\n{made_by_cells(experiment, 'small', cells)}"
+        fill(FINDINGS, f"first-{name}", section(EXPERIMENTS[name], "small", cells))
 
 
 def from_scratch(folder: Path) -> str:
@@ -122,13 +113,14 @@ def from_scratch(folder: Path) -> str:
     found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
     first = found[0]
     sizes, setup = first["config"]["sizes"], first["setup"]
-    commits = ", ".join(sorted({f"`{one['setup']['commit'][:10]}`" for one in found}))
+    seeds = ", ".join(str(seed) for seed in sorted({one["config"]["seed"] for one in found}))
     return (
         f"{report_table(found, with_cost=False)}\n\nMasked language model on English Wikipedia, "
         f"{sizes['layers']} layers, {sizes['width']} wide, {sizes['heads']} heads, blocks of "
         f"{sizes['block']}, {first['config']['batch_tokens']:,} tokens per step; validation loss "
         "in nats, mean ± standard deviation over the seeds. *A / B*: layers alternate. "
-        f"{setup['device']}, torch {setup['torch']}, commits {commits}; made by "
+        f"{setup['device']}, torch {setup['torch']}; seeds {seeds}; "
+        f"{commits_of([one['setup'] for one in found])}; made by "
         "`python -m experiments.keys_training many`."
     )
 
@@ -139,7 +131,7 @@ def made_by(results: dict[str, Any], one_length: bool = True) -> str:
     length = f"N = {results['tokens']}, " if one_length else ""
     return (
         f"d = {results['head_width']}, {length}{results['draws']} draws; made by "
-        f"`{made['command']}`, torch {made['torch']}, commit `{made['commit'][:10]}`."
+        f"`{made['command']}`, torch {made['torch']}, {commit_of(made)}."
     )
 
 
@@ -161,7 +153,7 @@ def training(results: dict[str, Any]) -> str:
         f"held-out sequences. Held-out loss {results['held_out_loss'][0]:.2f} → "
         f"{results['held_out_loss'][-1]:.2f} nats per byte, byte frequencies alone "
         f"{results['unigram_loss']:.2f}. Made by `{made['command']}`, torch {made['torch']}, "
-        f"commit `{made['commit'][:10]}`."
+        f"{commit_of(made)}."
     )
 
 
@@ -308,8 +300,7 @@ def costs(results: dict[str, Any]) -> str:
             table([f"one head of {tokens:,} tokens", "time", "peak of the process"], long),
             f"d = 64, one thread of {made['device']}, torch {made['torch']}; importing torch alone "
             f"takes some 230 MiB. Load {made['load_average']:.1f} on {made['processors']} "
-            f"processors at the start. Made by `{made['command']}`, "
-            f"commit `{made['commit'][:10]}`.",
+            f"processors at the start. Made by `{made['command']}`, {commit_of(made)}.",
         ]
     )
 

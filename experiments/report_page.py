@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments.cell_table import cell_grid, cell_table
+from benchmarks.markdown import commit_of, commits_of
+
+from experiments.cell_table import Baselines, cell_grid, cell_table
 from experiments.cells import read_all
+from experiments.claims import captions
 from experiments.experiment import Experiment
 from experiments.methods import Method
 from lln.files import write_atomically
@@ -21,6 +25,10 @@ from lln.studies.report.theme import colour
 if TYPE_CHECKING:
     from lln.studies.report.chart import AnyFigure
 
+# Written by `experiments.baselines`.
+BASELINES = Path(__file__).with_name("results") / "baselines.json"
+# What is not called by its own name.
+NAMES = {"f1": "F1", "matthews": "Matthews' correlation", "score": "masked tokens found"}
 TEMPLATE = Path(__file__).with_name("page.html")
 # Curves in one chart. These methods keep their colours; others share the rest.
 MOST_CURVES = 8
@@ -30,23 +38,46 @@ OTHER_COLOURS = ("relu", "quadratic", "lln_entropy", "lln_unit")
 
 def markdown(experiment: Experiment, scale: str, cells: list[dict[str, Any]]) -> str:
     """The table of an experiment with its title and where its numbers come from."""
-    percent = experiment.measure != "loss"
-    tasks = list(experiment.plans[scale])
-    text = cell_table(cells, experiment.measure, percent, experiment.lower, tasks)
-    return f"### {experiment.title} ({scale})\n\n{text}\n\n{made_by(experiment, scale, cells)}\n"
+    return f"### {experiment.title} ({scale})\n\n{section(experiment, scale, cells)}\n"
+
+
+def section(experiment: Experiment, scale: str, cells: list[dict[str, Any]]) -> str:
+    """The table, what it does not claim, and where it comes from."""
+    baselines = baselines_of(experiment, scale)
+    parts = [cell_table(cells, experiment.columns(scale), baselines)]
+    found = captions(experiment, scale, cells, baselines)
+    parts += [f"**{label}**: {text}" for label, text in found]
+    return "\n\n".join([*parts, made_by(experiment, scale, cells)])
+
+
+def baselines_of(experiment: Experiment, scale: str) -> Baselines:
+    """What the tasks give without attention, by task; known at the scale ``small`` alone."""
+    if scale != "small" or not BASELINES.exists():
+        return {}
+    rows = json.loads(BASELINES.read_text("utf-8"))["rows"]
+    found = {task: rows.get(f"{experiment.name}/{task}", {}) for task in experiment.plans[scale]}
+    return {task: known for task, known in found.items() if known}
 
 
 def made_by(experiment: Experiment, scale: str, cells: list[dict[str, Any]]) -> str:
-    """Measure, devices, commits, and the command that makes it."""
+    """Measure, devices, seeds, commits, and the command that makes it."""
     devices = sorted({cell["setup"]["device"] for cell in cells})
-    commits = sorted({cell["setup"]["commit"][:10] for cell in cells})
     seconds = sum(cell["seconds"] for cell in cells)
-    shown = experiment.measure + (", in percent" if experiment.measure != "loss" else ", in nats")
-    return (
-        f"{shown}; {len(cells)} cells, {seconds / 60:,.0f} minutes of training in all. "
-        f"{', '.join(devices)}; commit {', '.join(commits)}; made by python -m experiments run "
+    losses = all(column.is_loss for column in experiment.columns(scale))
+    ran = {cell["cell"]["task"] for cell in cells}
+    shown = dict.fromkeys(one.measure for one in experiment.columns(scale) if one.task in ran)
+    seeds = sorted({cell["cell"]["seed"] for cell in cells})
+    text = (
+        f"{', '.join(NAMES.get(one, one) for one in shown)}, in {'nats' if losses else 'percent'}; "
+        f"{len(cells)} cells, {seconds / 60:,.0f} minutes of training in all. "
+        f"{', '.join(devices)}; seeds {', '.join(map(str, seeds))}; "
+        f"{commits_of([cell['setup'] for cell in cells])}; made by python -m experiments run "
         f"{experiment.name} --scale {scale}."
     )
+    if not baselines_of(experiment, scale):
+        return text
+    setup = json.loads(BASELINES.read_text("utf-8"))["setup"]
+    return f"{text} Rows in italics: {commit_of(setup)}; made by {setup['command']}."
 
 
 class Curves(NamedTuple):
@@ -164,7 +195,7 @@ def write_report(experiments: list[Experiment], scale: str, cells_folder: Path, 
         cells = read_all(cells_folder, experiment.name, scale)
         if not cells:
             continue
-        percent = experiment.measure != "loss"
+        baselines = baselines_of(experiment, scale)
         by_task: dict[str, list[dict[str, Any]]] = {task: [] for task in experiment.plans[scale]}
         for cell in cells:
             by_task.setdefault(cell["cell"]["task"], []).append(cell)
@@ -173,13 +204,8 @@ def write_report(experiments: list[Experiment], scale: str, cells_folder: Path, 
                 "name": experiment.name,
                 "title": experiment.title,
                 "scale": scale,
-                "grid": cell_grid(
-                    cells,
-                    experiment.measure,
-                    percent,
-                    experiment.lower,
-                    list(experiment.plans[scale]),
-                ),
+                "grid": cell_grid(cells, experiment.columns(scale), baselines),
+                "claims": captions(experiment, scale, cells, baselines),
                 "made_by": made_by(experiment, scale, cells),
                 "charts": charts_of(by_task),
             }

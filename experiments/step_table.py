@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.markdown import commit_of
+
 from experiments.tables import table
 
 NAMES = {
@@ -35,6 +37,6 @@ def training_steps(results: dict[str, Any]) -> str:
         f"{table(heads, lines)}\n\nMedians (times faster than SDPA): forward, masked-word loss, "
         f"backward and AdamW, {setup['layers']} layers, {setup['tokens']:,} tokens per batch, "
         f"{setup['precision']}, random weights and tokens. An empty cell was not run. "
-        f"{setup['device']}, torch {setup['torch']}, transformers {setup['transformers']}, commit "
-        f"`{setup['commit'][:10]}`; made by `{setup['command']}`."
+        f"{setup['device']}, torch {setup['torch']}, transformers {setup['transformers']}, "
+        f"{commit_of(setup)}; made by `{setup['command']}`."
     )

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.markdown import commit_of
+
 from experiments.tables import table
 from lln.studies.bench.roberta_table import tables_of
 
@@ -41,5 +43,5 @@ def report_table2(scale: str, out: Path) -> str:
     results = json.loads(path.read_text("utf-8"))
     about = results["environment"]
     parts = [f"**{title}**\n\n{table(*found)}" for title, found in tables_of(results)]
-    made = f"{about['device']}; commit {about['commit'][:10]}; made by {about['command']}."
+    made = f"{about['device']}; {commit_of(about)}; made by {about['command']}."
     return f"### {TITLE} ({scale})\n\n" + "\n\n".join([*parts, made])

@@ -64,7 +64,7 @@ SETS = {
         ("question1", "question2"),
         ("different", "duplicate"),
         (363_846, 40_430),
-        ("f1", "accuracy"),
+        ("accuracy", "f1"),
     ),
     "sst2": GlueSet("SST-2", ("sentence",), ("negative", "positive"), (67_349, 872)),
     "cola": GlueSet(
@@ -78,7 +78,7 @@ SETS = {
         ("sentence1", "sentence2"),
         ("different", "paraphrase"),
         (3_668, 408),
-        ("f1", "accuracy"),
+        ("accuracy", "f1"),
     ),
 }
 

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from experiments import __main__ as commands
+from experiments import cells
 from experiments.__main__ import main
 from experiments.catalogue import EXPERIMENTS
 from experiments.cells import read_all
@@ -27,19 +29,19 @@ def test_every_experiment_runs_and_is_not_run_twice(name, tmp_path, capsys):
     assert f"{len(tasks)} cells run, 0 were finished" in capsys.readouterr().out
     assert main(command) == 0
     assert f"0 cells run, {len(tasks)} were finished" in capsys.readouterr().out
-    cells = read_all(out, name, "smoke")
-    assert {cell["cell"]["task"] for cell in cells} == set(tasks)
-    for cell in cells:
+    found = read_all(out, name, "smoke")
+    assert {cell["cell"]["task"] for cell in found} == set(tasks)
+    for cell in found:
         assert ("chosen" in cell) == (tasks[cell["cell"]["task"]].recipe.choices > 0)
     # What can be repeated, without folders of this machine.
-    assert all(str(tmp_path) not in str(cell) for cell in cells)
+    assert all(str(tmp_path) not in str(cell) for cell in found)
     page = tmp_path / "page.html"
     command = ["report", name, "--scale", "smoke", "--out", str(out), "--page", str(page)]
     assert main(command) == 0
     table, html = capsys.readouterr().out, page.read_text("utf-8")
     assert all(task in table and f"<th>{task}</th>" in html for task in tasks)
     # The training loss of every task, and what was measured on the way.
-    observed = sum(3 for cell in cells if "observed" in cell)
+    observed = sum(3 for cell in found if "observed" in cell)
     assert html.count("<svg") == len(tasks) + observed
     assert bool(observed) == any(plan.observed for plan in tasks.values())
     assert EXPERIMENTS[name].title in page.with_suffix(".md").read_text("utf-8")
@@ -108,6 +110,28 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, monkeypatch):
         error = capsys.readouterr().err
         assert said in error
         assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", ["run", "time"])
+def test_published_cells_come_from_a_commit(command, tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def uncommitted(*places):
+        asked.append(places)
+        return True
+
+    monkeypatch.setattr(cells, "uncommitted", uncommitted)
+    monkeypatch.setattr(cells, "PUBLISHED", tmp_path / "results")
+    words = [command, "lra", "--scale", "smoke", "--task", "listops", "--method", "diag"]
+    words += ["--work", str(tmp_path / "work"), "--out"]
+    assert main([*words, str(tmp_path / "results/cells")]) == 2
+    assert "uncommitted changes" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+    # Both the library and the experiments count, but not the results themselves.
+    assert [Path(place).name for place in asked[0]] == ["lln", "experiments", "results"]
+    assert asked[0][2].startswith(":(exclude)")
+    monkeypatch.setattr(cells, "uncommitted", lambda *places: False)
+    cells.check_publishable(tmp_path / "results/cells")
 
 
 def test_a_step_of_every_method_is_timed_once(tmp_path, capsys):

@@ -9,7 +9,6 @@ import torch
 from experiments import choosing
 from experiments.answering import accuracy, answers
 from experiments.calibrated import ROWS, CalibratedTemperatures
-from experiments.cell_table import cell_table, clear_best
 from experiments.cells import Cell, is_finished, read_all, write
 from experiments.choosing import Chooser
 from experiments.experiment import Experiment, Plan
@@ -315,27 +314,6 @@ def test_finished_cells_are_skipped_and_other_settings_refused(tmp_path):
     assert not list((tmp_path / "work").rglob("checkpoint-*"))
     with pytest.raises(InvalidInputError, match="other settings"):
         is_finished(cells[0], {"recipe": "another"}, tmp_path / "out")
-
-
-def cell(method, seed, accuracy, task="toy"):
-    place = {"method": method, "seed": seed, "task": task}
-    return {"cell": place, "accuracy": accuracy}
-
-
-def test_only_a_clear_best_is_bold_and_empty_cells_stay_empty():
-    cells = [cell("softmax", seed, 0.9 + seed / 1000) for seed in range(3)]
-    cells += [cell("lln", seed, 0.5 + seed / 1000) for seed in range(3)]
-    cells += [cell("lln", 0, 0.7, task="other")]
-    lines = cell_table(cells, "accuracy").splitlines()
-    assert lines[0] == "| attention | seeds | other | toy |"
-    assert lines[2].endswith("|  | **90.1 ± 0.1** |")
-    assert lines[3].endswith("| 3 | 70.0 (1) | 50.1 ± 0.1 |")
-    ordered = cell_table(cells, "accuracy", tasks=["toy", "other", "not run"])
-    assert ordered.splitlines()[0] == "| attention | seeds | toy | other |"
-    close = {"softmax": [0.9, 0.7, 0.8], "lln": [0.85, 0.75, 0.77]}
-    assert clear_best(close) is None
-    assert clear_best({"softmax": [0.9], "lln": [0.1, 0.2]}) is None
-    assert clear_best({"softmax": [0.9, 0.9], "lln": [0.9, 0.9]}) is None
 
 
 def test_a_cell_has_a_name_without_slashes(tmp_path):

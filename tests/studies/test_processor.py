@@ -7,6 +7,7 @@ import torch
 from tests import conftest
 
 from lln.studies import doctor, processor
+from lln.studies.bench import environment
 
 MKL = """PyTorch built with:
   - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 20240605
@@ -52,3 +53,16 @@ def test_the_tests_and_the_doctor_say_the_same():
     for name, fact in found.items():
         assert f"{name:<12} {fact}" in lines
         assert f"{name}: {fact}" in header
+
+
+def test_changes_are_unknown_without_a_checkout(monkeypatch):
+    said = {"ls-files": "src/lln/__init__.py", "rev-parse": "0123", "status": " M src/lln/a.py"}
+    monkeypatch.setattr(processor, "output_of", lambda *words: said.get((*words, "")[1], ""))
+    assert processor.uncommitted() is True
+    said["status"] = ""
+    assert processor.uncommitted() is False
+    # Files without their repository: nobody knows, which is not the same as no changes.
+    said["ls-files"] = ""
+    assert processor.uncommitted() is None
+    monkeypatch.setenv("LLN_COMMIT", "0123")
+    assert environment.describe("cpu", "c")["changed"] is None

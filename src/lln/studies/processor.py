@@ -86,6 +86,18 @@ def commit() -> str:
     return output_of("git", "rev-parse", "--verify", "HEAD")
 
 
+def uncommitted(*places: str) -> bool | None:
+    """Whether files there differ from the commit; None if no checkout says so.
+
+    Args:
+        places: Folders, or git's patterns; nothing = the package.
+    """
+    if not commit():
+        return None
+    found = output_of("git", "status", "--porcelain", "--", *(places or (str(PACKAGE),)))
+    return bool(found)
+
+
 def output_of(*command: str) -> str:
     """What a program prints when run in the package's folder; empty if missing or failing."""
     try:

@@ -238,10 +238,17 @@ def test_cpu_table_has_speed_ups_only_beside_sdpa():
 
 
 def test_captions_say_which_launcher_was_used():
-    environment = {"command": "lln bench", "commit": 40 * "a"}
+    environment = {"command": "lln bench", "commit": 40 * "a", "changed": False}
     assert source(environment) == source(environment | {"launcher": "python"})
     compiled = source(environment | {"launcher": "compiled"})
     assert compiled == f"made by `lln bench` with the compiled launcher, commit `{10 * 'a'}`"
+
+
+def test_captions_say_whether_the_commit_is_what_ran():
+    environment = {"command": "lln bench", "commit": 40 * "a", "changed": True}
+    assert source(environment).endswith(f"commit `{10 * 'a'}`, with uncommitted changes in src")
+    for unknown in (environment | {"changed": None}, {"command": "c", "commit": "a"}):
+        assert source(unknown).endswith(", changes in src not recorded")
 
 
 def test_roberta_table():

@@ -16,7 +16,7 @@ from lln.eager import compiled_passes
 from lln.eager.load import read_load
 from lln.errors import InvalidInputError
 from lln.kernels import compiled_launcher
-from lln.studies.processor import PACKAGE, commit, output_of, processor, version
+from lln.studies.processor import commit, processor, uncommitted, version
 
 # Measurements with different values of these must not be in one table.
 IDENTITY = ("device", "threads", "torch", "triton", "cpu_passes", "launcher", "commit")
@@ -48,7 +48,7 @@ def describe(
         "launcher": ("python" if compiled_launcher.why_not() else "compiled") if on_gpu else None,
         "lln": lln.__version__,
         "commit": os.environ.get("LLN_COMMIT") or commit(),
-        "changed": bool(output_of("git", "status", "--porcelain", "--", str(PACKAGE))),
+        "changed": uncommitted(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "command": command,
     }

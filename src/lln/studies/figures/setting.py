@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lln import __version__
-from lln.studies.processor import commit
+from lln.studies.processor import commit, uncommitted
 
 Results = dict[str, Any]
 _Item = TypeVar("_Item")
@@ -71,4 +71,5 @@ class Setting:
             "lln": __version__,
             "torch": torch.__version__,
             "commit": commit() or None,
+            "changed": uncommitted(),
         }
