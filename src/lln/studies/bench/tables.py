@@ -66,13 +66,8 @@ def show_table(
         console.width = _WIDE
     kept = [column for column in columns if column[0] not in gone]
     # Rich would cut words that do not fit. So wide, the last columns pass the edge instead.
-    least = [
-        max(
-            (len(word) for text in column for word in (text.split() if index else [text])),
-            default=0,
-        )
-        for index, column in enumerate(kept)
-    ]
+    words = [[word for text in column for word in text.split()] for column in kept[1:]]
+    least = [_longest(each) for each in (*kept[:1], *words)]
     console.width = max(console.width, _frame(least))
     table = Table()
     for index, (column, width) in enumerate(zip(kept, least, strict=True)):
@@ -95,4 +90,8 @@ def _frame(widths: Sequence[int]) -> int:
 
 def _unwrapped(columns: Iterable[Sequence[str]]) -> int:
     """Width of a table in which headings are wrapped and nothing else is."""
-    return _frame([max(map(len, ("", *head.split(), *cells))) for head, *cells in columns])
+    return _frame([_longest([*head.split(), *cells]) for head, *cells in columns])
+
+
+def _longest(texts: Sequence[str]) -> int:
+    return max(map(len, texts), default=0)
