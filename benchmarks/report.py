@@ -24,6 +24,7 @@ from benchmarks.tables import (
     trees_table,
 )
 from benchmarks.targets import main_rows, targets_table
+from lln.peers import available
 from lln.studies.bench.compare import add_ratios
 from lln.studies.bench.operations import OPERATIONS
 from lln.studies.bench.peers_figure import draw_peers
@@ -34,6 +35,7 @@ RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/matching/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
+STUDY = Path("docs/tutorials/study.md")
 # What README shows of a device.
 CPU_LENGTHS, GPU_LENGTHS = (256, 1024, 4096), (512, 4096, 65536)
 # And the summary of the training steps.
@@ -123,7 +125,9 @@ def fill_roberta() -> None:
 
 
 def fill_peers() -> None:
-    """The page of the attention systems."""
+    """The page of the attention systems, and their number wherever it stands."""
+    for page in (README, STUDY):
+        fill(page, "systems", str(len(available())))
     fill(PEERS, "cards", peers.cards_table())
     fill(PEERS, "cards-in-full", peers.cards_in_full())
     for device in ("cuda", "cpu"):
