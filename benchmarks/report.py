@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks import peers
+from benchmarks import cpu_turns, peers
 from benchmarks.markdown import fill, table
 from benchmarks.tables import (
     causal_cpu_table,
@@ -36,8 +36,8 @@ FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/matching/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
 STUDY = Path("docs/tutorials/study.md")
-# What README shows of a device.
-CPU_LENGTHS, GPU_LENGTHS = (256, 1024, 4096), (512, 4096, 65536)
+# What README shows of a GPU.
+GPU_LENGTHS = (512, 4096, 65536)
 # And the summary of the training steps.
 STEPS = (512, 4096, 16384)
 
@@ -58,14 +58,12 @@ def main() -> None:
 
 
 def fill_cpu() -> None:
-    """The figure and the tables of both CPUs; README and the figure show the first."""
-    cpu = read("cpu")
-    summary = missing("lln bench --device cpu", "cpu")
+    """The figure and the tables of both CPUs, and what README's own calls take."""
+    cpu, example = read("cpu"), read(cpu_turns.EXAMPLE.stem)
+    command = missing(f"{cpu_turns.COMMAND} --example", cpu_turns.EXAMPLE.stem)
+    fill(README, "cpu-speed", cpu_turns.example_table(example) if example else command)
     if cpu:
         draw_speed(cpu, FIGURES / "cpu_speed.svg")
-        setting = f"float32, {cpu['environment']['threads']} threads, B = 1, H = 12, D = 64"
-        summary = speed_summary(cpu, cpu["cases"], CPU_LENGTHS, setting)
-    fill(README, "cpu-speed", summary)
     for suffix in ("", "-x86"):
         plain, compiled = read(f"cpu{suffix}"), read(f"cpu{suffix}-compiled")
         command = missing("lln bench --device cpu", f"cpu{suffix}")
@@ -147,7 +145,7 @@ def read(name: str) -> dict | None:
     if not path.exists():
         return None
     results = json.loads(path.read_text("utf-8"))
-    if name.startswith("cpu") or name in ("cuda", "cuda-fla"):
+    if "cases" in results and name.startswith(("cpu", "cuda")):
         # Older files name operations that are timed no more, and carry no ratios.
         results["cases"] = [row for row in results["cases"] if row["operation"] in OPERATIONS]
         add_ratios(results["cases"])
