@@ -223,7 +223,7 @@ def example_table(content: dict[str, Any]) -> str:
         "Milliseconds of one processor (times faster than softmax; below 1 it is slower) in a "
         "fresh installation, without compiled passes; α and β matched, float32, B = 1, "
         f"H = {HEADS}, D = {WIDTH}. *From scratch*: the mean of the two layers that alternate. "
-        f"{setup['device']}, torch {setup['torch']}; {source(setup)}."
+        f"Freed memory is kept. {setup['device']}, torch {setup['torch']}; {source(setup)}."
     )
     return table(heads, lines, caption)
 
