@@ -5,6 +5,9 @@ is not comparable. Here the calls of one length take turns in a new order every 
 see the same machine, and ratios hold although times do not. PyTorch's passes, the compiled ones
 (`lln build-cpu`) and, if given, an older tree have a process each, in rounds.
 
+With ``--example`` they are the calls of README instead, α and β not given, with PyTorch's passes.
+Their times are those of the processor on one thread, which other programs change little.
+
 The processes keep what they have freed. By default the C library may return it to the system after
 every call and ask for it again page by page; whether it does depends on what else the program has
 allocated, and can cost as much as the call.
@@ -30,8 +33,10 @@ from typing import Any
 
 COMMAND = "python -m benchmarks.cpu_turns"
 RESULTS = Path("benchmarks/results/cpu-turns-x86.json")
+EXAMPLE = Path("benchmarks/results/cpu-example-x86.json")
 PAGE, SECTION = Path("docs/benchmarks.md"), "cpu-turns-x86"
-LENGTHS, HEADS, WIDTH = (128, 256, 512, 1024, 2048, 4096), 12, 64
+LENGTHS, EXAMPLE_LENGTHS = (128, 256, 512, 1024, 2048, 4096), (256, 1024, 4096)
+HEADS, WIDTH = 12, 64
 PASSES = ("forward", "fwd + bwd")
 # What the others are compared with, and what causal ones are.
 BASES = ("softmax", "softmax causal")
@@ -58,8 +63,26 @@ def attentions() -> dict[str, Callable[..., Any]]:
     }
 
 
-def take_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> Times:
-    """The middle of every call's times, in milliseconds."""
+def example() -> dict[str, Callable[..., Any]]:
+    """The attentions that README shows and recommends, with the options that it gives."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    import lln
+
+    return {
+        "softmax": scaled_dot_product_attention,
+        "lln_diag": lln.lln_diag_attention,
+        "lln_keys": lln.lln_keys_attention,
+        "diag": partial(lln.block_diagonal_attention, block_size=64),
+        "keys by query": partial(lln.lln_keys_attention, select="query", offset=-1e4),
+    }
+
+
+def take_turns(
+    calls: dict[str, Callable[[], Any]], seconds: float, clock: Callable[[], float] | None = None
+) -> Times:
+    """The middle of every call's times, in milliseconds, by the clock on the wall or another."""
+    clock = clock or time.perf_counter
     spent: dict[str, list[float]] = {name: [] for name in calls}
     order, shuffle = list(calls), Random(0).shuffle
     for call in calls.values():
@@ -68,17 +91,18 @@ def take_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> Times:
     while turns < FEWEST or time.perf_counter() < end:
         shuffle(order)
         for name in order:
-            start = time.perf_counter()
+            start = clock()
             calls[name]()
-            spent[name].append(time.perf_counter() - start)
+            spent[name].append(clock() - start)
         turns += 1
     return {name: 1e3 * median(times) for name, times in spent.items()}
 
 
-def measure(lengths: list[int], seconds: float) -> Times:
+def measure(lengths: list[int], seconds: float, is_example: bool = False) -> Times:
     """One round of the tree and the passes that this process has."""
     import torch
 
+    kinds, clock = (example(), time.process_time) if is_example else (attentions(), None)
     found: Times = {}
     for tokens in lengths:
         sides = [torch.randn(1, HEADS, tokens, WIDTH, requires_grad=True) for _ in range(3)]
@@ -92,8 +116,8 @@ def measure(lengths: list[int], seconds: float) -> Times:
             return torch.autograd.grad(attend(*sides), sides, gradient)
 
         for name, run in zip(PASSES, (forward, both), strict=True):
-            calls = {call: partial(run, attend) for call, attend in attentions().items()}
-            times = take_turns(calls, seconds)
+            calls = {call: partial(run, attend) for call, attend in kinds.items()}
+            times = take_turns(calls, seconds, clock)
             found |= {f"{name} {tokens} {call}": spent for call, spent in times.items()}
     return found
 
@@ -168,19 +192,62 @@ def turns_table(content: dict[str, Any]) -> str:
     return table(heads, lines, caption)
 
 
+def example_table(content: dict[str, Any]) -> str:
+    """Milliseconds of what README shows, and how many times faster than softmax it is."""
+    from benchmarks.markdown import source, table
+
+    titles = {"lln_diag": "LLN + Diag", "lln_keys": "exact keys", "scratch": "from scratch"}
+    rounds: list[Times] = []
+    for times in content["ways"]["plain"]:
+        cases = [f"{name} {tokens}" for name in PASSES for tokens in content["lengths"]]
+        # Layers of the two kinds alternate.
+        both = [(times[f"{case} diag"], times[f"{case} keys by query"]) for case in cases]
+        means = {f"{case} scratch": sum(two) / 2 for case, two in zip(cases, both, strict=True)}
+        rounds.append(times | means)
+    own = {"ways": {"plain": rounds}}
+    lines = []
+    for tokens in content["lengths"]:
+        cells = [f"{tokens:,}"]
+        for name in PASSES:
+            case = f"{name} {tokens}"
+            cells.append(_milliseconds(median(times[f"{case} softmax"] for times in rounds)))
+            for call in titles:
+                spent = _milliseconds(median(times[f"{case} {call}"] for times in rounds))
+                cells.append(f"{spent} ({ratio(own, 'plain', case, call, BASES[0]):.1f}×)")
+        lines.append(cells)
+    heads = ["N"]
+    for name in PASSES:
+        heads += [f"softmax, {name}", *titles.values()]
+    setup = content["setup"]
+    caption = (
+        "Milliseconds of one processor (times faster than softmax; below 1 it is slower) in a "
+        "fresh installation, without compiled passes; α and β matched, float32, B = 1, "
+        f"H = {HEADS}, D = {WIDTH}. *From scratch*: the mean of the two layers that alternate. "
+        f"Freed memory is kept. {setup['device']}, torch {setup['torch']}; {source(setup)}."
+    )
+    return table(heads, lines, caption)
+
+
+def _milliseconds(time: float) -> str:
+    return f"{time:,.{0 if time >= 100 else 1 if time >= 10 else 2}f}"
+
+
 def main() -> None:
     """Measure in rounds, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--old", type=Path, help="folder that holds an older lln package")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--example", action="store_true", help="the calls of README")
+    parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--seconds", type=float, default=2.0, help="per length, pass and round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--report", action="store_true", help=f"only write the table into {PAGE}")
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    lengths = given.lengths or list(EXAMPLE_LENGTHS if given.example else LENGTHS)
     if given.case is not None:
-        given.case.write_text(json.dumps(measure(given.lengths, given.seconds)), "utf-8")
+        times = measure(lengths, given.seconds, given.example)
+        given.case.write_text(json.dumps(times), "utf-8")
         return
     if given.report:
         from benchmarks.markdown import fill
@@ -191,26 +258,34 @@ def main() -> None:
     from lln.files import compact_json, write_atomically
     from lln.studies.bench.environment import describe
 
-    if not compiled_passes.library().exists():
+    found = ways(given.old)
+    if given.example:
+        found = {"plain": {**found["plain"], "OMP_NUM_THREADS": "1"}}
+    if "compiled" in found and not compiled_passes.library().exists():
         raise SystemExit("There are no compiled passes to compare; `lln build-cpu` makes them.")
-    words = [COMMAND, *(["--old OLD/src"] if given.old else []), f"--seconds {given.seconds:g}"]
+    kind = ["--example"] if given.example else ["--old OLD/src"] if given.old else []
+    words = [COMMAND, *kind, f"--seconds {given.seconds:g}"]
     content: dict[str, Any] = {
-        "setup": describe("cpu", " ".join([*words, f"--rounds {given.rounds}"])),
+        "setup": describe("cpu", " ".join([*words, f"--rounds {given.rounds}"]))
+        | ({"threads": 1} if given.example else {}),
         "before": commit_of(given.old) if given.old else None,
-        "lengths": given.lengths,
-        "ways": {way: [] for way in ways(given.old)},
+        "lengths": lengths,
+        "ways": {way: [] for way in found},
     }
-    options = [f"--seconds={given.seconds}", "--lengths", *map(str, given.lengths)]
+    options = [*(["--example"] if given.example else []), f"--seconds={given.seconds}"]
+    options += ["--lengths", *map(str, lengths)]
     for number in range(given.rounds):
-        for way, environment in ways(given.old).items():
+        for way, environment in found.items():
             print(f"round {number + 1} of {given.rounds}: {way}", flush=True)
             with tempfile.TemporaryDirectory() as folder:
                 case = Path(folder) / "case.json"
                 command = [sys.executable, "-m", "benchmarks.cpu_turns", f"--case={case}", *options]
                 subprocess.run(command, check=True, env=os.environ | environment)
                 content["ways"][way].append(json.loads(case.read_text("utf-8")))
-        write_atomically(given.out, compact_json(content))
-    print(turns_table(content))
+        write_atomically(
+            given.out or (EXAMPLE if given.example else RESULTS), compact_json(content)
+        )
+    print(example_table(content) if given.example else turns_table(content))
 
 
 if __name__ == "__main__":

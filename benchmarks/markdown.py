@@ -40,8 +40,9 @@ def commits_of(environments: Sequence[dict[str, Any]], what: str = "cells") -> s
 
 
 def fill(path: Path, name: str, section: str) -> None:
-    """Put a section between its marks in a file."""
+    """Put a section between its marks in a file, on lines of its own if the marks are."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, rest = path.read_text("utf-8").split(begin)
-    after = rest.split(end)[1]
-    write_atomically(path, f"{before}{begin}\n{section}\n{end}{after}")
+    inside, after = rest.split(end)
+    edge = "\n" if inside.startswith("\n") else ""
+    write_atomically(path, f"{before}{begin}{edge}{section}{edge}{end}{after}")

@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks import peers
+from benchmarks import cpu_turns, peers
 from benchmarks.markdown import fill, table
 from benchmarks.tables import (
     causal_cpu_table,
@@ -24,6 +24,7 @@ from benchmarks.tables import (
     trees_table,
 )
 from benchmarks.targets import main_rows, targets_table
+from lln.peers import available
 from lln.studies.bench.compare import add_ratios
 from lln.studies.bench.operations import OPERATIONS
 from lln.studies.bench.peers_figure import draw_peers
@@ -34,8 +35,9 @@ RESULTS = Path("benchmarks/results")
 FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/matching/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
-# What README shows of a device.
-CPU_LENGTHS, GPU_LENGTHS = (256, 1024, 4096), (512, 4096, 65536)
+STUDY = Path("docs/tutorials/study.md")
+# What README shows of a GPU.
+GPU_LENGTHS = (512, 4096, 65536)
 # And the summary of the training steps.
 STEPS = (512, 4096, 16384)
 
@@ -56,14 +58,12 @@ def main() -> None:
 
 
 def fill_cpu() -> None:
-    """The figure and the tables of both CPUs; README and the figure show the first."""
-    cpu = read("cpu")
-    summary = missing("lln bench --device cpu", "cpu")
+    """The figure and the tables of both CPUs, and what README's own calls take."""
+    cpu, example = read("cpu"), read(cpu_turns.EXAMPLE.stem)
+    command = missing(f"{cpu_turns.COMMAND} --example", cpu_turns.EXAMPLE.stem)
+    fill(README, "cpu-speed", cpu_turns.example_table(example) if example else command)
     if cpu:
         draw_speed(cpu, FIGURES / "cpu_speed.svg")
-        setting = f"float32, {cpu['environment']['threads']} threads, B = 1, H = 12, D = 64"
-        summary = speed_summary(cpu, cpu["cases"], CPU_LENGTHS, setting)
-    fill(README, "cpu-speed", summary)
     for suffix in ("", "-x86"):
         plain, compiled = read(f"cpu{suffix}"), read(f"cpu{suffix}-compiled")
         command = missing("lln bench --device cpu", f"cpu{suffix}")
@@ -123,7 +123,9 @@ def fill_roberta() -> None:
 
 
 def fill_peers() -> None:
-    """The page of the attention systems."""
+    """The page of the attention systems, and their number wherever it stands."""
+    for page in (README, STUDY):
+        fill(page, "systems", str(len(available())))
     fill(PEERS, "cards", peers.cards_table())
     fill(PEERS, "cards-in-full", peers.cards_in_full())
     for device in ("cuda", "cpu"):
@@ -143,7 +145,7 @@ def read(name: str) -> dict | None:
     if not path.exists():
         return None
     results = json.loads(path.read_text("utf-8"))
-    if name.startswith("cpu") or name in ("cuda", "cuda-fla"):
+    if "cases" in results and name.startswith(("cpu", "cuda")):
         # Older files name operations that are timed no more, and carry no ratios.
         results["cases"] = [row for row in results["cases"] if row["operation"] in OPERATIONS]
         add_ratios(results["cases"])

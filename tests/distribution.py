@@ -21,10 +21,10 @@ def files_of(folder, root):
 
 
 def faults_of_wheel(wheel, root=ROOT):
-    """The wheel holds src/lln, whole, and nothing else."""
+    """The wheel holds src, whole, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {name.removeprefix("src/") for name in files_of("src/lln", root)}
+    expected = {name.removeprefix("src/") for name in files_of("src", root)}
     return [f"{wheel.name} lacks {name}" for name in sorted(expected - inside)] + [
         f"{wheel.name} has {name}, which is not in src" for name in sorted(inside - expected)
     ]

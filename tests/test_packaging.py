@@ -102,6 +102,29 @@ print(sorted(loaded & set({HEAVY!r})))
     assert done.stdout.strip() == "[]"
 
 
+def test_packages_are_loaded_when_they_are_used():
+    script = """
+import sys
+import lln
+names = ["instruments", "integrations", "parallel", "peers", "testing"]
+print([name for name in names if f"lln.{name}" in sys.modules], set(names) <= set(dir(lln)))
+print([getattr(lln, name).__name__ for name in names])
+print(lln.instruments.capture.__name__, lln.peers.build.__name__)
+"""
+    done = run("-c", script)
+    assert done.stdout.splitlines() == [
+        "[] True",
+        "['lln.instruments', 'lln.integrations', 'lln.parallel', 'lln.peers', 'lln.testing']",
+        "capture build",
+    ], done.stderr
+
+
+def test_a_misspelt_name_is_said_as_python_says_it():
+    with pytest.raises(AttributeError, match="module 'lln' has no attribute 'instrument'") as error:
+        _ = lln.instrument
+    assert (error.value.name, error.value.obj) == ("instrument", lln)
+
+
 def test_import_is_silent():
     done = run("-W", "error", "-c", "import torch, lln")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -273,7 +296,51 @@ def test_doctor_by_itself(tmp_path):
 
 def test_installed_command_is_the_command_line():
     (entry,) = (e for e in metadata.distribution("lln").entry_points if e.name == "lln")
-    assert (entry.group, entry.value) == ("console_scripts", "lln.cli:main")
+    assert (entry.group, entry.value) == ("console_scripts", "lln_command:main")
+
+
+COMMAND = """
+import sys
+import lln_command
+try:
+    lln_command.main()
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("words", ["", "--version", "--help", "bench --help", "bench peers --help"])
+def test_help_and_version_do_without_torch(words):
+    """It takes seconds to load."""
+    done = run("-c", COMMAND, *words.split())
+    assert done.stdout.endswith("\nFalse\n"), done.stderr
+    if words == "--version":
+        assert done.stdout == f"lln {lln.__version__}\nFalse\n"
+    else:
+        assert "--help" in done.stdout
+
+
+def test_the_installed_command_runs_commands():
+    done = run("-c", COMMAND, "peers", "lln")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\nTrue\n")
+
+
+def test_a_package_that_was_put_off_is_whole_once_it_is_used():
+    """``--help`` may be the value of an option."""
+    script = """
+import pickle
+import lln_command
+lln_command._put_off_loading()
+import lln
+import torch
+print(lln.__version__)
+print(lln.lln_attention(*torch.randn(3, 1, 2, 20, 8)).shape[-1])
+from lln import *
+print(pickle.loads(pickle.dumps(lln_attention)) is lln.lln_attention, lln.instruments.__name__)
+"""
+    done = run("-c", script)
+    assert done.stdout.splitlines() == [lln.__version__, "8", "True lln.instruments"], done.stderr
 
 
 def test_errors_of_ours_are_one_line_and_exit_2():

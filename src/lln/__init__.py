@@ -1,7 +1,13 @@
 """Linear Log-Normal (LLN) attention: softmax's concentration at linear cost (arXiv 2311.13541).
 
-``import lln`` loads torch and nothing else.
+``import lln`` loads torch and nothing else; ``lln.instruments`` and the like are loaded when they
+are first used.
 """
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from lln import reference
 from lln.eager import first_calls as _first_calls  # noqa: F401 (before any thread is started)
@@ -23,6 +29,13 @@ from lln.matching.moments import match_moments
 from lln.nn.heads import LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
 from lln.nn.multihead import LLNAttention, LLNDiagAttention, LLNKeysAttention
+
+if TYPE_CHECKING:
+    from lln import instruments as instruments
+    from lln import integrations as integrations
+    from lln import parallel as parallel
+    from lln import peers as peers
+    from lln import testing as testing
 
 __version__ = "0.1.0.dev0"
 
@@ -54,3 +67,22 @@ __all__ = [
     "match_moments",
     "reference",
 ]
+
+_LOADED_WHEN_USED = ("instruments", "integrations", "parallel", "peers", "testing")
+
+
+# Hidden from type checkers, which would take every misspelt name for one that is found here.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> ModuleType:
+        """Load a package when it is first used."""
+        if name in _LOADED_WHEN_USED:
+            return import_module(f"lln.{name}")
+        raise AttributeError(
+            f"module 'lln' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
+
+
+def __dir__() -> list[str]:
+    """What is there, and what would be loaded."""
+    return sorted({*globals(), *_LOADED_WHEN_USED})

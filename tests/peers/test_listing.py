@@ -3,9 +3,11 @@
 import itertools
 import json
 import os
+import re
 
 import pytest
 from benchmarks.peers import cards_in_full, cards_table
+from tests.pages import ROOT, needs_pages
 from tests.peers.contract import SORTS_ALL
 from typer.testing import CliRunner
 
@@ -159,6 +161,18 @@ def test_help_teaches():
     output = " ".join(run("--help").split())
     for word in ("core", "mixer", "block", "row-stochastic", "lln bench peers"):
         assert word in output
+
+
+@needs_pages
+def test_every_page_that_counts_the_systems_has_the_right_number():
+    found = {}
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"<!--.*?-->", "", page.read_text("utf-8"))
+        for number in re.findall(r"(\d+)\s+\[?attention\s+systems", text):
+            found[page.name, number] = int(number)
+    assert {name for name, _ in found} >= {"README.md", "study.md"}
+    assert set(found.values()) == {len(peers.available())}, found
+    assert f"\n{len(peers.available())} systems. " in run()
 
 
 def test_page_has_every_system():

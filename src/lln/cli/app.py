@@ -30,7 +30,8 @@ app = typer.Typer(
         "Linear Log-Normal (LLN) attention: as concentrated as softmax, in linear time.\n\n"
         "Start with `lln demo` (a page with plots, two minutes). `lln doctor` says what this "
         "machine can run, `lln bench` how fast. For your own model: `lln inspect` measures its "
-        "attention, `lln recover` replaces it with LLN attention and trains the model back."
+        "attention, `lln convert` replaces it with LLN attention, and `lln recover` does so and "
+        "trains the model back."
     ),
 )
 
@@ -215,7 +216,8 @@ def figure(
 @app.command(rich_help_panel=MEASURE)
 def fit(
     out: Annotated[
-        Path, typer.Option(help="Where to write the constants that the library loads.")
+        Path,
+        typer.Option(help="Where to write the constants. The library keeps those it came with."),
     ] = Path("constants.json"),
     figures: Annotated[
         Path | None, typer.Option(help="Folder for the paper's Figures 5b and 7 (PNG and SVG).")

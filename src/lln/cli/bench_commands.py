@@ -83,7 +83,8 @@ def bench(
             help="Only these: sdpa sdpa_flash sdpa_cudnn lln lln_matched lln_diag lln_diag_64 "
             "lln_compiled lln_diag_compiled; diag diag_sdpa; sdpa_causal sdpa_flash_causal "
             "sdpa_cudnn_causal lln_causal lln_diag_causal fla_causal fla_causal_raw; "
-            "flash_packed lln_packed; sdpa_decode lln_decode.",
+            "flash_packed lln_packed; sdpa_decode lln_decode. α and β are given to all but "
+            "lln_matched, which finds them as a call without them does.",
         ),
     ] = None,
     passes: Annotated[

@@ -44,8 +44,12 @@ def peers(
     elif name:
         typer.echo(_folded(listing.description(name)))
     else:
-        _show(*listing.table(), listing.notes())
-        typer.echo("The card of one: lln peers NAME. Speed and memory: lln bench peers.")
+        heads, lines = listing.table()
+        _show(heads, lines, listing.notes())
+        typer.echo(
+            f"{len(lines)} systems. The card of one: lln peers NAME. Speed and memory: "
+            "lln bench peers."
+        )
 
 
 def _show(heads: list[str], lines: list[list[str]], notes: list[str]) -> None:

@@ -36,8 +36,10 @@ class capture(Measurements):
     is not part of what is measured. A forward that activation checkpointing runs again inside the
     backward pass is not measured again.
 
-    After the block the object holds the results: ``records``, ``table()``, ``to_json()``,
-    ``medians(name)`` and ``problems``, the layers that could not be measured.
+    After the block the object holds the results (`Measurements`): ``table()`` and ``plot()`` show
+    the medians of all heads, ``medians(name)`` returns those of one instrument by layer and head,
+    ``records`` has the numbers of every call, sample and head, ``to_json()`` writes them, and
+    ``problems`` names the layers that could not be measured.
 
     Args:
         model: Any module; layers are named by their path in it.

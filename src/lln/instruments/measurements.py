@@ -8,14 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
 from lln.files import write_atomically
+from lln.instruments.head_maps import draw_maps, save_figure
 from lln.instruments.run_log import json_ready
 from lln.printing import brief, written
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,11 @@ class Measurement:
 
 @dataclass
 class Measurements:
-    """Everything a capture found, in the order of the calls."""
+    """Everything a capture found, in the order of the calls; a `capture` is one of these.
+
+    Attributes:
+        calls: One `Measurement` per attention call.
+    """
 
     calls: list[Measurement] = field(default_factory=list)
 
@@ -149,18 +158,49 @@ class Measurements:
 
     def table(self) -> str:
         """A text table, one line per layer and head: medians over calls and samples."""
-        names = list(dict.fromkeys(name for call in self.calls for name in call.values))
-        columns = {name: self.medians(name) for name in names}
-        rows = [["layer", "head", *names]]
+        columns = self._columns()
+        rows = [["layer", "head", *columns]]
         for layer in self.layers:
-            heads = sorted({head for name in names for head in columns[name][layer]})
+            heads = sorted({head for column in columns.values() for head in column[layer]})
             for head in heads:
-                values = (columns[name][layer].get(head, math.nan) for name in names)
+                values = (column[layer].get(head, math.nan) for column in columns.values())
                 rows.append([layer, str(head), *(written(value, ".4g") for value in values)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [_line(row, widths) for row in rows]
         lines += [f"{layer}: {problem}" for layer, problem in self.problems.items()]
         return "\n".join(lines)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """A picture of the same medians: a map per instrument, with layers down and heads across.
+
+        Args:
+            path: Where to save it too: a PNG, or what its suffix says.
+
+        Returns:
+            The figure, which a notebook shows.
+
+        Raises:
+            BackendUnavailableError: If matplotlib is not installed.
+            InvalidInputError: If nothing was measured, or ``path`` is no picture.
+        """
+        columns, rows = self._columns(), {}
+        if not columns:
+            raise InvalidInputError("there is nothing to draw, because nothing was measured.")
+        for name, layers in columns.items():
+            last = max((head for heads in layers.values() for head in heads), default=0)
+            rows[name] = [
+                [layers[layer].get(head, math.nan) for head in range(last + 1)]
+                for layer in self.layers
+            ]
+        figure = draw_maps(rows, self.layers)
+        if path is not None:
+            save_figure(figure, Path(path))
+        return figure
+
+    def _columns(self) -> dict[str, dict[str, dict[int, float]]]:
+        """The medians of all that was measured."""
+        names = dict.fromkeys(name for call in self.calls for name in call.values)
+        return {name: self.medians(name) for name in names}
 
     def to_json(self, path: str | Path | None = None) -> str:
         """All records and problems as JSON; also written to ``path``, if given."""

@@ -51,11 +51,15 @@ def examine(echo: Callable[[str], object]) -> bool:
         devices.append("mps")
     are_right = all([_check(device, echo) for device in devices])
     reason = compiled_passes.why_not()
-    used = "compiled; LLN_CPU=torch uses PyTorch" if reason is None else f"PyTorch's: {reason}"
+    used = (
+        "compiled; LLN_CPU=torch uses PyTorch"
+        if reason is None
+        else f"PyTorch's operations; {reason}"
+    )
     echo(f"{'cpu passes':<12} {used}")
     # Behind the checks: the launcher is loaded when a kernel is first repeated.
     reason = compiled_launcher.why_not()
-    used = "compiled; LLN_LAUNCHER=python uses Python" if reason is None else f"Python: {reason}"
+    used = "compiled; LLN_LAUNCHER=python uses Python" if reason is None else f"Python; {reason}"
     echo(f"{'launcher':<12} {used}")
     return are_right
 

@@ -1,6 +1,7 @@
 """Attentions on a CPU in turn: order, rounds, ratios, the table."""
 
 import json
+import time
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks import cpu_turns
-from benchmarks.cpu_turns import BASES, PAGE, PASSES, RESULTS, ratio, turns_table
+from benchmarks.cpu_turns import (
+    BASES,
+    COMMAND,
+    PAGE,
+    PASSES,
+    RESULTS,
+    example_table,
+    ratio,
+    turns_table,
+)
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("softmax", "lln", "lln matched", "lln_diag", "softmax causal", "lln causal")
@@ -57,6 +67,32 @@ def test_every_length_pass_and_call_is_timed():
         f"{name} {tokens} {call}" for name in PASSES for tokens in (16, 32) for call in NAMES
     }
     assert min(found.values()) > 0
+
+
+def test_the_calls_of_readme_are_timed_by_the_processor(monkeypatch):
+    monkeypatch.setattr(cpu_turns, "WIDTH", 16)
+    clocks = []
+    monkeypatch.setattr(
+        cpu_turns,
+        "take_turns",
+        lambda calls, seconds, clock: clocks.append(clock) or {name: 1.0 for name in calls},
+    )
+    found = cpu_turns.measure([16], 0.0, is_example=True)
+    assert set(clocks) == {time.process_time}
+    assert found.keys() == {f"{name} 16 {call}" for name in PASSES for call in cpu_turns.example()}
+    for attend in cpu_turns.example().values():
+        assert attend(*torch.randn(3, 1, 2, 130, 16)).isfinite().all()
+
+
+def test_the_table_of_readme_says_where_it_is_slower():
+    times = {"softmax": 10.0, "lln_diag": 4.0, "lln_keys": 20.0, "diag": 2.0, "keys by query": 38.0}
+    rounds = {f"{name} 256 {call}": spent for name in PASSES for call, spent in times.items()}
+    setup = {"device": "A processor", "torch": "2.13", "command": COMMAND, "commit": "0" * 40}
+    content = {"setup": setup, "lengths": [256], "ways": {"plain": [rounds, rounds]}}
+    lines = example_table(content).splitlines()
+    cells = "10.0 | 4.00 (2.5×) | 20.0 (0.5×) | 20.0 (0.5×)"
+    assert lines[2] == f"| 256 | {cells} | {cells} |"
+    assert "below 1 it is slower" in lines[-1]
 
 
 def test_the_causal_calls_are_causal():

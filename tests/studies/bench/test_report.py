@@ -283,7 +283,7 @@ def test_roberta_summary_leaves_what_was_not_run_empty():
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A copy of the files that the report reads and writes."""
-    pages = ("benchmarks", "kernels", "method", "peers")
+    pages = ("benchmarks", "kernels", "method", "peers", "tutorials/study")
     for name in ("README.md", *(f"docs/{page}.md" for page in pages)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")

@@ -1,8 +1,9 @@
 """Times with their noise: what is kept, marked and told, from timings that are given here."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as tree
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -149,20 +150,40 @@ def test_table_and_line_show_noisy_times_as_such():
 
 
 def test_few_long_runs_are_repeated_until_their_spread_shows(monkeypatch):
-    clock, calls = iter([0.0, 3.0, 10.0, 15.0]), []
+    first, *runs = [9.0, 4.0, 3.0, 5.0]
+    clock = iter([first, *runs])
+    monkeypatch.setattr(timing.timeit.Timer, "timeit", lambda self, calls: next(clock) * calls)
+    found = timing.cpu_milliseconds(lambda: None, 0.1)
+    assert found == Timed(4000.0, 3500.0, 4500.0), "the first run warms up"
+    assert next(clock, None) is None
 
-    class OneBlock:
-        def __init__(self, *_, **__):
-            pass
 
-        def blocked_autorange(self, min_run_time):
-            return SimpleNamespace(times=[4.0])
+def test_short_calls_are_timed_in_blocks(monkeypatch):
+    blocks = []
 
-    monkeypatch.setattr(timing, "Timer", OneBlock)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    found = timing.cpu_milliseconds(lambda: calls.append(1), 0.1)
-    assert found == Timed(4000.0, 3500.0, 4500.0)
-    assert len(calls) == 2
+    def timeit(self, calls):
+        blocks.append(calls)
+        return 1e-5 * calls
+
+    monkeypatch.setattr(timing.timeit.Timer, "timeit", timeit)
+    found = timing.cpu_milliseconds(lambda: None, 0.02)
+    assert found.median == pytest.approx(0.01)
+    assert blocks[:4] == [1, 10, 100, 100]
+    assert sum(blocks[3:]) * 1e-5 == pytest.approx(0.02)
+
+
+def test_timing_on_a_cpu_does_not_look_for_cuda():
+    """A CUDA build of torch warns on a machine without CUDA as soon as that module is loaded."""
+    script = """
+import sys
+from lln.studies.bench import attention_bench, timing
+from lln.studies.fitting import command
+timing.cpu_milliseconds(int, 0.001)
+print("torch.utils.cpp_extension" in sys.modules)
+"""
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 @pytest.fixture

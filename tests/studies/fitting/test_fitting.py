@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lln.cli import app
+from lln.cli import app, main
 from lln.errors import InvalidInputError
 from lln.matching.curves import matched_spread
 from lln.studies.fitting import FitConfig, command, fit, fit_constants, injection
@@ -209,6 +210,21 @@ def test_command_writes_and_reports(fitted, tmp_path, monkeypatch):
     assert json.loads(out.read_text()) == fitted[1]
     assert "2.274" in printed
     assert "fresh seeds" in printed
+
+
+def test_an_interrupted_command_says_that_it_continues(tmp_path, monkeypatch, capsys):
+    def stop(request, device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit, "measure", stop)
+    work = tmp_path / "w.jsonl"
+    words = ["lln", "fit", "--out", str(tmp_path / "c.json"), "--work", str(work)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 130
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"Stopped; the same command goes on with the measurements in {work}."]
 
 
 @pytest.mark.slow

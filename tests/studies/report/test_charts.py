@@ -11,12 +11,12 @@ import pytest
 import torch
 from tests.drawings import cells, draw
 
+from lln.instruments.robust_ends import robust_ends
 from lln.studies.report import chart as chart_module
 from lln.studies.report import plot_area
 from lln.studies.report.chart import WIDTH, Chart, inline_svg, notes, svg_file
 from lln.studies.report.heatmap import heat_map
 from lln.studies.report.picture import matrix_picture
-from lln.studies.report.robust_ends import robust_ends
 from lln.studies.report.series import LOOKS
 from lln.studies.report.theme import _COLOURS, DIVERGING, colour, colour_map, theme_css
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lln.studies.bench.attention_table import table_of, text_of
+from lln.studies.bench.attention_table import SPARE, table_of, text_of
 from lln.studies.bench.cases import Case
 from lln.studies.bench.command import Bench, Echo, Options
 from lln.studies.bench.compare import TIMES, add_floors, add_ratios
@@ -64,6 +64,7 @@ def run_bench(options: Options, **asked: Any) -> bool:
         times=tuple(TIMES),
         begin=begin,
         relate=add_ratios,
+        spare=SPARE,
     )
     return bench.run(cases, options, asked)
 

@@ -21,6 +21,11 @@ _NUMBERS = (
     ("vs fla", "fla_ratio", "{:.2f}×"),
     ("memory", "memory_ratio", "{:.2f}×"),
 )
+# Columns that a narrow terminal does without, the first to go first.
+SPARE = (
+    *("error / allowed", "peak MB", "graph floors", "units", "memory", "floors"),
+    *("vs fla", "vs compiled", "graph vs softmax", "graph ms", "vs softmax"),
+)
 
 
 def text_of(row: Row) -> str:

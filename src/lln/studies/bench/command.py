@@ -88,6 +88,7 @@ class Bench:
         extra: Further entries of the file.
         begin: Called with the results file before the first cell.
         relate: Adds fields to rows that depend on other rows.
+        spare: Headings of columns that a narrow terminal does without, the first to go first.
     """
 
     program: str
@@ -102,6 +103,7 @@ class Bench:
     extra: dict[str, Any] = field(default_factory=dict)
     begin: Callable[[Record], None] = lambda record: None
     relate: Callable[[list[Row]], None] = lambda rows: None
+    spare: tuple[str, ...] = ()
 
     def run(self, cells: Sequence[Any], options: Options, asked: dict[str, Any]) -> bool:
         """Measure the cells that the results file lacks, then show all it holds.
@@ -152,7 +154,7 @@ class Bench:
     def _report(self, record: Record, options: Options) -> None:
         echo, results = options.echo, record.content
         for title, table in self.tables(results):
-            show_table(*table, title)
+            show_table(*table, title, self.spare)
         if note := noise_note(record.rows, self.times):
             echo(note)
         failed = [row for row in record.rows if self.fails(row)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import timeit
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.benchmark import Timer
 
 from lln.eager import compiled_passes
 from lln.studies.bench.cases import Case
@@ -24,6 +24,9 @@ _COPIED = {"cpu": 1 << 28, "cuda": 1 << 29}
 _Made = TypeVar("_Made")
 # Fewest runs for a meaningful spread.
 _FEWEST_RUNS = 3
+# Seconds of a block of short calls: ten thousand times what it costs to read the clock.
+_SHORTEST_BLOCK = 1e-3
+_MOST_BLOCKS = 1000
 
 
 def measure(
@@ -165,13 +168,15 @@ def cpu_peak(call: Callable[[], object]) -> int:
 
 
 def cpu_milliseconds(call: Callable[[], object], seconds: float) -> Timed:
-    """By torch's timer, on as many threads as torch is set to."""
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    runs = list(timer.blocked_autorange(min_run_time=seconds).times)
-    while len(runs) < _FEWEST_RUNS:
-        start = time.perf_counter()
-        call()
-        runs.append(time.perf_counter() - start)
+    """In blocks of calls that follow each other, on as many threads as torch is set to."""
+    # Not torch's timer: to load it is to search for CUDA, and to warn where there is none.
+    timer, calls = timeit.Timer(call), 1
+    block = max(_SHORTEST_BLOCK, seconds / _MOST_BLOCKS)
+    while timer.timeit(calls) < block:
+        calls *= 10
+    runs: list[float] = []
+    while len(runs) < _FEWEST_RUNS or calls * sum(runs) < seconds:
+        runs.append(timer.timeit(calls) / calls)
     return timed(runs).times(1e3)
 
 

@@ -53,6 +53,9 @@ def run(
         quick: A coarse grid and one seed, under a minute on two cores, to try the program.
         work: File of measurements, reused if it exists.
         echo: Receives the report, line by line.
+
+    Raises:
+        KeyboardInterrupt: After Ctrl-C; the work file is complete.
     """
     if seeds < 1:
         raise InvalidInputError(f"--seeds must be at least 1, got {seeds}.")
@@ -66,12 +69,16 @@ def run(
     config = FitConfig(seeds=seeds, device=device, work=work, command=command)
     with progress_bar() as bar:
         task = bar.add_task("starting")
-        constants = fit_constants(
-            config.quick() if quick else config,
-            lambda done, total, text: bar.update(
-                task, completed=done, total=total, description=text
-            ),
-        )
+        try:
+            constants = fit_constants(
+                config.quick() if quick else config,
+                lambda done, total, text: bar.update(
+                    task, completed=done, total=total, description=text
+                ),
+            )
+        except KeyboardInterrupt:
+            echo(f"Stopped; the same command goes on with the measurements in {work}.")
+            raise
     write_atomically(out, compact_json(constants))
     report(constants, echo)
     echo(f"wrote {out}")

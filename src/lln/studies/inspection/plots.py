@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lln.instruments.robust_ends import robust_ends
 from lln.studies.inspection.choice import Chosen
 from lln.studies.inspection.study import StudiedLayer, Study, bin_edges
 from lln.studies.report import plot_area
 from lln.studies.report.chart import CaptionedChart, Chart
 from lln.studies.report.numbers import number
-from lln.studies.report.robust_ends import robust_ends
 from lln.studies.report.theme import colour
 
 if TYPE_CHECKING:

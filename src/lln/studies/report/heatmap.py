@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lln.instruments.robust_ends import robust_ends
 from lln.studies.report.chart import WIDTH, Chart, notes
 from lln.studies.report.numbers import number
 from lln.studies.report.plot_area import from_corner, write_at
-from lln.studies.report.robust_ends import robust_ends
 from lln.studies.report.theme import colour, colour_map
 
 if TYPE_CHECKING:
