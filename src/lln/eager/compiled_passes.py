@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lln.errors import BackendUnavailableError
-from lln.native import cache_folder, compile_with, need_compiler, put_in_place
+from lln.native import cache_folder, compile_with, is_there, need_compiler, put_in_place, trusted
 
 FOLDER = Path(__file__).with_name("cpu_passes")
 SOURCE = FOLDER / "passes.cpp"
@@ -161,7 +161,7 @@ def why_absent() -> str | None:
     """The same, before the library is opened."""
     if is_switched_off():
         return "LLN_CPU=torch switches the compiled passes off"
-    if not library().exists():
+    if not is_there(library):
         return "`lln build-cpu` compiles faster passes for this processor"
     return None
 
@@ -169,7 +169,7 @@ def why_absent() -> str | None:
 def _load() -> Any:
     path = library()
     try:
-        return open_library(path)
+        return open_library(trusted(path))
     except (OSError, AttributeError) as error:
         reason = f"{path} cannot be used ({error})"
     warnings.warn(
