@@ -80,17 +80,17 @@ struct Temperatures {
   float alpha, beta;
 };
 
-Temperatures match(const Rows& q, const Rows& k, int64_t width, const Curve& curve) {
+Temperatures match(const Rows& q, const Rows& k, int64_t width, const Curve& curve, Room& room) {
   const double channels = static_cast<double>(width);
   const double query_variance =
       sum_of_squares(q.data, q.row, q.count, width) / (channels * q.count);
   double key_variance = 0, of_mean = 0;
-  Room room(2 * width);
-  gather_moments(k.data, k.row, k.count, width, room.data, room.data + width);
+  float *mean = room.take(width), *squares = room.take(width);
+  gather_moments(k.data, k.row, k.count, width, mean, squares);
   for (int64_t d = 0; d < width; d += LANES) {
-    const lanes mean = load(room.data + d);
-    of_mean += sum_of(mean * mean);
-    key_variance += sum_of(load(room.data + width + d));
+    const lanes own = load(mean + d);
+    of_mean += sum_of(own * own);
+    key_variance += sum_of(load(squares + d));
   }
   key_variance /= channels * k.count;
   const double key_size = key_variance + of_mean / channels;
@@ -103,20 +103,25 @@ Temperatures match(const Rows& q, const Rows& k, int64_t width, const Curve& cur
           static_cast<float>(spread / std::sqrt(key_variance))};
 }
 
+// What `match_head` needs.
+int64_t floats_to_match(const Call& call) {
+  return 2 * call.width * ((call.mask ? call.keys : 0) + 1) + 64;
+}
+
 // The same of one of all heads, written to the call's. There is one curve, with a mask one for every
 // sample: they depend on the number of keys.
 void match_head(const Call& call, int64_t index, const Side& query, const Side& key,
-                const Curve* curve) {
+                const Curve* curve, Room& room) {
   const int64_t b = index / call.heads, h = index % call.heads;
   const uint8_t* mask = call.mask ? call.mask + b * call.keys : nullptr;
   Rows q{query.data + b * query.batch + h * query.head, query.token, call.queries};
   Rows k{key.data + b * key.batch + h * key.head, key.token, call.keys};
-  Room seen(mask ? 2 * call.keys * call.width : 0);
-  if (mask) k = seen_rows(k, mask, call.width, seen.take(call.keys * call.width));
+  room.used = 0;
+  if (mask) k = seen_rows(k, mask, call.width, room.take(call.keys * call.width));
   // A mask of as many queries as keys counts for both.
   if (mask && call.queries == call.keys)
-    q = seen_rows(q, mask, call.width, seen.take(call.keys * call.width));
-  const Temperatures found = match(q, k, call.width, mask ? curve[b] : *curve);
+    q = seen_rows(q, mask, call.width, room.take(call.keys * call.width));
+  const Temperatures found = match(q, k, call.width, mask ? curve[b] : *curve, room);
   call.alphas[index] = found.alpha;
   call.betas[index] = found.beta;
 }
