@@ -378,11 +378,11 @@ def test_matching_with_a_mask_knows_how_many_keys_a_sample_has(taken):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("size", [1e-3, 1e3])
+@pytest.mark.parametrize("size", [1e-3, 1e3, 1e18, 1e37])
 def test_matching_outside_the_fitted_range(size, taken):
     query, key, _ = sides_of()
     found = lln.match_moments(size * query, size * key)
-    expected = lln.match_moments(size * query.double(), size * key.double())
+    expected = lln.match_moments((size * query).double(), (size * key).double())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
     assert taken == ["match"]

@@ -34,9 +34,8 @@ def walk_compiled(inputs: Inputs, guard: float, by_torch: Callable[[Inputs], Ten
         numbers = per_head(alpha, query), per_head(beta, query)
         *found, least = compiled_passes.forward_causal(query, key, value, *numbers)
     # NaN, too, goes the other way, which knows what each row may see of it.
-    is_held = least >= guard
-    if not bool(is_held.all()):
-        return _join(inputs, is_held, guard, by_torch)
+    if not all(number >= guard for number in least.tolist()):
+        return _join(inputs, least >= guard, guard, by_torch)
     if not (torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value))):
         return found[0]
 

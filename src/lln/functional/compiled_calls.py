@@ -12,9 +12,9 @@ from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
 
 
-def why_absent(query: Tensor) -> str | None:
-    """Why compiled passes compute nothing here, whatever the call; None if they can."""
-    if not is_untraced_on_cpu(query):
+def why_absent(*sides: object) -> str | None:
+    """Why compiled passes compute nothing of these tensors, whatever the call; None if they can."""
+    if not is_untraced_on_cpu(*sides):
         return "takes ordinary tensors on a CPU, outside compilers, transforms and dispatch modes"
     if compiled_passes.load() is None:
         return f"has no compiled passes here: {compiled_passes.why_not()}"
@@ -25,13 +25,11 @@ def why_unknown(request: Request) -> str | None:
     """Why compiled passes do not compute LLN attention of a call; None if they do."""
     query, key, value, mask = *request[1:4], request.key_mask
     numbers = (request.alpha, request.beta)
-    reason = why_absent(query)
+    reason = why_absent(query, key, value, *numbers, mask, request.bounds)
     if reason is not None:
         return reason
     if request.kind not in ("lln", "lln_diag"):
         return "computes lln_attention and lln_diag_attention only"
-    if not is_untraced_on_cpu(key, value, *numbers, mask, request.bounds):
-        return "takes ordinary tensors on a CPU"
     if accumulation_dtype(query.dtype) != torch.float32:
         return f"computes in float32, not {query.dtype}"
     if query.shape[-1] % GROUP or value.shape[-1] % GROUP:

@@ -159,12 +159,10 @@ def _plan_on_cpu(request: Request, impl: str) -> Plan:
     """By compiled passes where they know the call, and under ``"auto"`` where they pay."""
     diagonal, matching = "eager" if request.block_size else None, None
     plain = Plan("eager", diagonal, request.block_size)
-    if impl == "auto" and compiled_calls.why_absent(request.query) is not None:
-        return plain
-    if not all(side.numel() for side in request[1:4]):
-        # Nothing is computed.
-        return plain
     unknown = compiled_calls.why_unknown(request)
+    # Sizes come after that: a trace must not depend on them.
+    if unknown is None and not all(side.numel() for side in request[1:4]):
+        return plain
     apart = compiled_calls.why_blocks_apart(request)
     is_matched = request.kind != "diag" and request.alpha is None
     if is_matched and (request.matching == "paper" or request.bounds is not None):

@@ -63,6 +63,23 @@ void gather_moments(const float* from, int64_t row, int64_t tokens, int64_t widt
   }
 }
 
+// The same over all channels in double, around the mean of each or around 0: float knows no squares
+// beyond 10³⁸. Adds the squares of the means to ``of_mean``.
+double wide_squares(const Rows& rows, int64_t width, bool is_centred, double& of_mean) {
+  double total = 0;
+  for (int64_t d = 0; d < width; ++d) {
+    double mean = 0;
+    for (int64_t t = 0; is_centred && t < rows.count; ++t) mean += rows.data[t * rows.row + d];
+    mean /= rows.count;
+    of_mean += mean * mean;
+    for (int64_t t = 0; t < rows.count; ++t) {
+      const double away = rows.data[t * rows.row + d] - mean;
+      total += away * away;
+    }
+  }
+  return total;
+}
+
 inline double at_least(double number, double least) { return number < least ? least : number; }
 
 // s = α·σq = β·σk for scores of variance p; see `lln.matching.curves`.
@@ -82,15 +99,20 @@ struct Temperatures {
 
 Temperatures match(const Rows& q, const Rows& k, int64_t width, const Curve& curve, Room& room) {
   const double channels = static_cast<double>(width);
-  const double query_variance =
-      sum_of_squares(q.data, q.row, q.count, width) / (channels * q.count);
-  double key_variance = 0, of_mean = 0;
+  double query_variance = sum_of_squares(q.data, q.row, q.count, width);
+  double key_variance = 0, of_mean = 0, none = 0;
+  if (!std::isfinite(query_variance)) query_variance = wide_squares(q, width, false, none);
+  query_variance /= channels * q.count;
   float *mean = room.take(width), *squares = room.take(width);
   gather_moments(k.data, k.row, k.count, width, mean, squares);
   for (int64_t d = 0; d < width; d += LANES) {
     const lanes own = load(mean + d);
     of_mean += sum_of(own * own);
     key_variance += sum_of(load(squares + d));
+  }
+  if (!std::isfinite(key_variance + of_mean)) {
+    of_mean = 0;
+    key_variance = wide_squares(k, width, true, of_mean);
   }
   key_variance /= channels * k.count;
   const double key_size = key_variance + of_mean / channels;
