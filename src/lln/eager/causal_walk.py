@@ -74,7 +74,8 @@ class Inputs(NamedTuple):
             every = side.expand(*self.query.shape[:2], -1, -1)
             return every.flatten(0, 1)[places].unsqueeze(1)
 
-        return Inputs(*map(pick, self[:5]), None)
+        query, key, value, alpha, beta, _ = self
+        return Inputs(pick(query), pick(key), pick(value), pick(alpha), pick(beta), None)
 
     def showing_infinity(self) -> Inputs:
         """With NaN for infinity in queries and keys: e^−∞ = 0 would hide it."""

@@ -78,6 +78,7 @@ class _CompiledWalk(torch.autograd.Function):
             found = by_autograd(ctx.again, sides, needs, gradient)
         else:
             numbers = per_head(alpha, query), per_head(beta, query)
-            made = compiled_passes.backward_causal(gradient, *sides, *kept, *numbers)
+            out, norm, shift = kept
+            made = compiled_passes.backward_causal(gradient, *sides, out, norm, shift, *numbers)
             found = [one if need else None for one, need in zip(made, needs, strict=True)]
         return (*found, None, None, None, None)

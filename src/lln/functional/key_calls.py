@@ -41,9 +41,8 @@ def complete(request: Request, plan: Plan) -> Request:
     if alpha is None or offset is None:
         measured = request
         if plan.impl == "reference":
-            measured = Request(
-                request.kind, *(side.double() for side in request[1:3]), *request[3:]
-            )
+            query, key = request.query.double(), request.key.double()
+            measured = Request(request.kind, query, key, *request[3:])
         moments = _moments(measured, plan)
         if alpha is None:
             alpha, beta = _temperatures(measured, moments)

@@ -121,11 +121,12 @@ def _in_one_pass(request: Request, plan: Plan) -> Tensor | None:
         return None
     blocks, is_matched = None, request.alpha is None
     if request.kind == "lln_diag":
-        blocks = compiled_passes.Blocks(request.block_size, _scale(request), request.mix)
+        blocks = compiled_passes.Blocks(request.block_size, _scale(request), float(request.mix))
 
     def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = request._replace(query=query, key=key, value=value)
-        return _plain(_matched(own, plan) if is_matched else own, plan._replace(impl="eager"))
+        by_torch = plan._replace(impl="eager", diagonal=plan.diagonal and "eager")
+        return _plain(_matched(own, plan) if is_matched else own, by_torch)
 
     if not is_matched:
         temperatures = (request.alpha, request.beta)
