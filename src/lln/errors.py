@@ -17,6 +17,10 @@ class BackendUnavailableError(LLNError, RuntimeError):
     """The requested ``impl`` cannot run here; the message names the fix."""
 
 
+class MemoryShortageError(LLNError, MemoryError):
+    """A library of ours got no memory from the system; the message says what needs less."""
+
+
 class PeerError(LLNError, RuntimeError):
     """A collective failed, or another rank refused its arguments; the message names the step."""
 

@@ -21,6 +21,23 @@ def library(tmp_path_factory):
         return compiled_passes.open_library(compiled_passes.build())
 
 
+@pytest.fixture(scope="session")
+def without_memory(library, tmp_path_factory):
+    """The same where the system has no memory left; compiled quickly."""
+    folder = tmp_path_factory.mktemp("cpu-without-memory")
+    header = folder / "nothing.h"
+    header.write_text(
+        "#include <cstdlib>\n"
+        "namespace std { inline void* nothing(size_t, size_t) { return nullptr; } }\n"
+        "#define aligned_alloc nothing\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLN_BUILD_FOLDER", str(folder))
+        options = (*compiled_passes._COMPILE, "-O0", "-include", str(header))
+        patch.setattr(compiled_passes, "_COMPILE", options)
+        return compiled_passes.open_library(compiled_passes.build())
+
+
 @pytest.fixture
 def taken(library, monkeypatch):
     """The compiled passes in use; what they are asked for."""

@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.utils.flop_counter
+from tests.eager.conftest import NAMES
 from tests.eager.test_few_passes import NUMBERS
 from typer.testing import CliRunner
 
 import lln
 from lln.cli.app import app
 from lln.eager import compiled_passes, few_passes
+from lln.errors import MemoryShortageError
 from lln.observers import add_observer, remove_observer
 from lln.testing.tolerances import budget, largest_error
 
@@ -110,7 +112,7 @@ def test_concentrated_weights(size, taken, monkeypatch):
     query, key, value = (side.detach() for side in sides_of())
     sides = [(size * query).requires_grad_(), (size * key).requires_grad_(), value.requires_grad_()]
     with monkeypatch.context() as without:
-        without.setattr(compiled_passes, "suits", lambda *given: False)
+        without.setattr(compiled_passes, "_found", "switched off by this test")
         plain = outcome(sides)
     assert not taken
     check(sides, eager=plain)
@@ -125,6 +127,28 @@ def test_large_numbers_stay_finite(size, taken):
     assert taken
 
 
+@pytest.mark.parametrize("sizes", [(1.0, 1e9), (1e9, 1e9), (1.0, 1e18), (1e5, 1e5)])
+@pytest.mark.parametrize("numbers", ["given", "matched"])
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_peaks_that_are_rounded(sizes, numbers, width, block_size, taken, monkeypatch):
+    """βk is rounded by 64 at 10⁹; the largest key of a slot must still have weight 1."""
+    if numbers == "matched":
+        sizes = sizes[0], min(sizes[1], 1e5)
+    query, key, value = (side.detach() for side in sides_of(width=width))
+    sides = [sizes[0] * query, sizes[1] * key, value]
+    # Scores of blocks would be as large: their softmax is not what is tested.
+    options = {"block_size": block_size, "scale": 1e-20} if block_size else {}
+    options |= MATCHED if numbers == "matched" else {}
+    sides = [side.requires_grad_() for side in sides]
+    with monkeypatch.context() as without:
+        without.setattr(compiled_passes, "_found", "switched off by this test")
+        plain = outcome(sides, **options)
+    assert not taken
+    check(sides, eager=plain, **options)
+    assert taken == ["forward", "backward"]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_what_is_not_a_number_shows_in_its_head_only(bad, place, taken):
@@ -134,9 +158,6 @@ def test_what_is_not_a_number_shows_in_its_head_only(bad, place, taken):
     is_bad = ~out.isfinite().flatten(2).all(-1)
     expected = torch.zeros(2, 3, dtype=torch.bool)
     expected[1, 2] = True
-    plain = few_passes._forward(*sides, 0.7, 1.3, compiled_passes.Blocks(16, 32**-0.5, 0.5))[0]
-    if plain.isfinite().all():
-        expected[1, 2] = False
     assert torch.equal(is_bad, expected)
     assert taken == ["forward"]
 
@@ -187,6 +208,34 @@ def test_a_mask_that_changes_before_the_backward_pass_is_an_error(taken):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), sides)
     assert taken == ["forward"]
+
+
+@pytest.mark.parametrize("impl", ["eager", "cpu"])
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((), {}),
+        ((1, 3, 1, 1), {"block_size": 16}),
+        ((2, 3, 1, 1), {}),
+        ((2, 3, 1, 1), {"block_size": 16, "dtype": torch.float64}),
+        ((1, 3, 1, 1), {"is_causal": True}),
+        ((2, 3, 1, 1), {"is_causal": True}),
+    ],
+)
+def test_a_temperature_that_changes_before_the_backward_pass_is_an_error(
+    impl, name, shape, options, taken
+):
+    options = dict(options)
+    number = torch.full(shape, 0.7, dtype=options.pop("dtype", torch.float32))
+    sides = sides_of()
+    out = attention(sides, impl=impl, **options | {name: number})
+    (before,) = torch.autograd.grad(out.sum(), sides[1], retain_graph=True)
+    number += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), sides)
+    assert before.isfinite().all()
+    assert bool(taken) == (impl == "cpu")
 
 
 def test_a_sample_without_keys_is_computed_by_torch(taken):
@@ -329,11 +378,11 @@ def test_matching_with_a_mask_knows_how_many_keys_a_sample_has(taken):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("size", [1e-3, 1e3])
+@pytest.mark.parametrize("size", [1e-3, 1e3, 1e18, 1e37])
 def test_matching_outside_the_fitted_range(size, taken):
     query, key, _ = sides_of()
     found = lln.match_moments(size * query, size * key)
-    expected = lln.match_moments(size * query.double(), size * key.double())
+    expected = lln.match_moments((size * query).double(), (size * key).double())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
     assert taken == ["match"]
@@ -399,7 +448,8 @@ def test_little_is_kept_of_a_matched_call(taken):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         attention(sides, 64, **MATCHED)
-    assert kept == [6 * 32 * (48 + 2)]
+    # The temperatures of six heads, too.
+    assert kept == [6, 6, 6 * 32 * (48 + 2)]
 
 
 def test_who_looks_on_sees_matched_temperatures(taken):
@@ -486,6 +536,22 @@ def test_few_heads_leave_threads_without_work(taken, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     attention(sides)
     assert taken == ["forward"]
+
+
+def test_no_memory_is_an_error(taken, without_memory, monkeypatch):
+    """With a library whose requests for memory all fail."""
+    sides, causal = sides_of(), {"is_causal": True}
+    graphs = attention(sides, 16), attention(sides, **causal)
+    monkeypatch.setattr(compiled_passes, "_found", without_memory)
+    calls = [lambda graph=graph: graph.sum().backward() for graph in graphs]
+    calls += [lambda: attention(sides, 16), lambda: attention(sides, **causal)]
+    calls += [lambda: attention(sides, **MATCHED), lambda: lln.match_moments(*sides[:2])]
+    calls += [lambda: attention(sides, key_mask=torch.arange(96).expand(2, -1) < 90)]
+    for call in calls:
+        with pytest.raises(MemoryShortageError, match="compiled passes got no memory"):
+            call()
+    assert set(taken) == set(NAMES)
+    assert issubclass(MemoryShortageError, MemoryError)
 
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch, tmp_path):

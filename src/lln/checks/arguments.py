@@ -23,7 +23,7 @@ from lln.tracing import is_compiling, values_are_readable
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MATCHING_CRITERIA = ("variance", "entropy", "paper")
-IMPLEMENTATIONS = ("auto", "eager", "triton", "reference")
+IMPLEMENTATIONS = ("auto", "eager", "cpu", "triton", "reference")
 
 
 def check_qkv(

@@ -15,7 +15,7 @@ for all chunks where control flow may not depend on values (``torch.compile``, `
 ``torch.func``, CUDA graphs).
 
 On a CPU `lln.eager.causal_walk` computes the fast form chunk by chunk, and its gradients;
-`lln.eager.compiled_walk` does so in C++, where the user has compiled it.
+`lln.eager.compiled_walk` does so in C++, for ``impl="cpu"``.
 
 Dimension legend: n chunks, c tokens in a chunk, D head width, E value width, ``...`` leading.
 """
@@ -72,6 +72,7 @@ def causal_attention(
     beta: float | Tensor,
     key_mask: Tensor | None = None,
     before: Before | None = None,
+    is_compiled: bool = False,
 ) -> Tensor:
     """Eq. (8) with every row's sum running over the keys up to itself: ``[B, H, T, E]``.
 
@@ -84,12 +85,12 @@ def causal_attention(
         key_mask: bool ``[B, T]``.
         before: Gives the summary of earlier tokens, which every row sees: log-mass ``[B, H, D]``
             and centroid ``[B, H, D, E]``. Called late, because it may wait for other processes.
+        is_compiled: Whether compiled passes compute it, in a call that they know.
     """
     inputs = Inputs(query, key, value, alpha, beta, key_mask)
+    if is_compiled:
+        return walk_compiled(inputs, GUARD[query.dtype], lambda own: causal_attention(*own))
     if before is None and is_untraced_on_cpu(*inputs):
-        compiled = walk_compiled(inputs, GUARD[query.dtype], _scanned)
-        if compiled is not None:
-            return compiled
         walked = walk(inputs, GUARD[query.dtype])
         if walked is not None:
             return WalkedAttention.apply(*inputs, walked, _scanned)

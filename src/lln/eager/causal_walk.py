@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.products import add_product, flat, per_head, row_by_row
+from lln.eager.saved_numbers import save, saved
 from lln.eager.summary import LOG_ZERO, key_exponents
 from lln.tracing import is_batched
 
@@ -63,6 +64,23 @@ class Inputs(NamedTuple):
     alpha: float | Tensor
     beta: float | Tensor
     key_mask: Tensor | None
+
+    def of_heads(self, places: Tensor) -> Inputs:
+        """Some heads, counted over all samples, as samples with one head; there is no mask."""
+
+        def pick(side: Any) -> Any:
+            if not isinstance(side, Tensor) or side.numel() == 1:
+                return side
+            every = side.expand(*self.query.shape[:2], -1, -1)
+            return every.flatten(0, 1)[places].unsqueeze(1)
+
+        query, key, value, alpha, beta, _ = self
+        return Inputs(pick(query), pick(key), pick(value), pick(alpha), pick(beta), None)
+
+    def showing_infinity(self) -> Inputs:
+        """With NaN for infinity in queries and keys: e^−∞ = 0 would hide it."""
+        query, key = (torch.where(side.isinf(), torch.nan, side) for side in self[:2])
+        return Inputs(query, key, *self[2:])
 
     def flat(self) -> Heads:
         """The same, head by head."""
@@ -271,17 +289,14 @@ class WalkedAttention(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         """What was found before."""
         *sides, walked, again = given
-        tensors = [side if isinstance(side, Tensor) else None for side in sides]
-        ctx.save_for_backward(*tensors, *walked)
-        ctx.sides, ctx.again = [None if isinstance(s, Tensor) else s for s in sides], again
+        save(ctx, sides, *walked)
+        ctx.again = again
         return walked.out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """By a walk back, or the long way."""
-        *tensors, out, normaliser = ctx.saved_tensors
-        pairs = zip(tensors, ctx.sides, strict=True)
-        sides = [other if tensor is None else tensor for tensor, other in pairs]
+        *sides, out, normaliser = saved(ctx)
         needed = [place for place, needs in enumerate(ctx.needs_input_grad[:5]) if needs]
         found: list[Any] = [None] * 8
         further = torch.is_grad_enabled()

@@ -2,8 +2,8 @@
 
 The C++ in ``cpu_passes`` computes what `lln.eager.few_passes`, `lln.eager.causal_walk` and
 `lln.matching.moments` compute with PyTorch, head by head from cache. It is compiled only when the
-user asks for it (``lln build-cpu``), into a folder of the user's cache; from then on calls in
-float32 on a CPU use it. Without it, or with ``LLN_CPU=torch``, everything runs with PyTorch.
+user asks for it (``lln build-cpu``), into a folder of the user's cache; from then on calls on a CPU
+use it (`lln.functional.compiled_calls`). Without it, or with ``LLN_CPU=torch``, PyTorch computes.
 
 Dimension legend: B batch, H heads, n heads of all samples, T queries, S keys, D head width,
 E value width.
@@ -19,7 +19,7 @@ import re
 import struct
 import warnings
 from collections.abc import Sequence
-from ctypes import c_float, c_void_p
+from ctypes import c_bool, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.errors import BackendUnavailableError
-from lln.native import cache_folder, compile_with, need_compiler, put_in_place
+from lln.errors import BackendUnavailableError, MemoryShortageError
+from lln.native import cache_folder, compile_with, is_there, need_compiler, put_in_place, trusted
 
 FOLDER = Path(__file__).with_name("cpu_passes")
 SOURCE = FOLDER / "passes.cpp"
@@ -39,7 +39,7 @@ _COMPILE += ("-fno-math-errno", "-fno-trapping-math", "-w", "-c")
 _PROCESSOR, _LOADED = Path("/", "proc", "cpuinfo"), Path("/", "proc", "self", "maps")
 # Numbers of pointers that they take.
 _FUNCTIONS = {"lln_forward": 7, "lln_backward": 9, "lln_match": 4}
-_FUNCTIONS |= {"lln_causal_forward": 7, "lln_causal_backward": 11}
+_FUNCTIONS |= {"lln_causal_forward": 8, "lln_causal_backward": 11}
 # Channels and tokens of a block come in groups of as many.
 GROUP = 16
 
@@ -161,7 +161,7 @@ def why_absent() -> str | None:
     """The same, before the library is opened."""
     if is_switched_off():
         return "LLN_CPU=torch switches the compiled passes off"
-    if not library().exists():
+    if not is_there(library):
         return "`lln build-cpu` compiles faster passes for this processor"
     return None
 
@@ -169,7 +169,7 @@ def why_absent() -> str | None:
 def _load() -> Any:
     path = library()
     try:
-        return open_library(path)
+        return open_library(trusted(path))
     except (OSError, AttributeError) as error:
         reason = f"{path} cannot be used ({error})"
     warnings.warn(
@@ -186,8 +186,7 @@ def open_library(path: Path) -> Any:
     found = ctypes.CDLL(str(path))
     for name, count in _FUNCTIONS.items():
         function = getattr(found, name)
-        function.argtypes, function.restype = [c_void_p] * count, None
-    found.lln_causal_forward.restype = c_float
+        function.argtypes, function.restype = [c_void_p] * count, c_bool
     return found
 
 
@@ -200,15 +199,9 @@ def _openmp() -> str:
     raise OSError("PyTorch has loaded no OpenMP library")
 
 
-def suits(query: Tensor, key: Tensor, value: Tensor, block_size: int = 0) -> bool:
-    """Whether the library knows a call with as many query heads as key heads."""
-    if load() is None or not query.dtype == key.dtype == value.dtype == torch.float32:
-        return False
-    batch, heads, _, width = query.shape
-    if width % GROUP or value.shape[-1] % GROUP or block_size % GROUP:
-        return False
-    # A head is computed by one thread.
-    return 2 * batch * heads >= torch.get_num_threads()
+def employs_threads(heads: int) -> bool:
+    """Whether most threads get work: a head is computed by one."""
+    return 2 * heads >= torch.get_num_threads()
 
 
 def forward(
@@ -267,9 +260,8 @@ def forward_causal(
     value: Tensor,
     alpha: float | Tensor,
     beta: float | Tensor,
-    guard: float,
-) -> list[Tensor] | None:
-    """The output of causal LLN and what `backward_causal` needs; None if a row has lost digits.
+) -> list[Tensor]:
+    """The output of causal LLN, what `backward_causal` needs, and every head's least normaliser.
 
     Args:
         query: ``[B, H, T, D]``.
@@ -277,14 +269,13 @@ def forward_causal(
         value: ``[B, H, T, E]``.
         alpha: A number, or ``[n or 1, 1, 1]``.
         beta: Likewise.
-        guard: The smallest normaliser of a row that has its digits.
     """
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     norm, shift = (query.new_empty(query.shape[:-1]) for _ in range(2))
+    least = query.new_empty(query.shape[0] * query.shape[1])
     call = _call(query, key, value, alpha, beta, None)
-    least = _ask("lln_causal_forward", call, (query, key, value), out, norm, shift)
-    # NaN, too, goes the other way, which knows what each row may see of it.
-    return [out, norm, shift] if least is not None and least >= guard else None
+    _ask("lln_causal_forward", call, (query, key, value), out, norm, shift, least)
+    return [out, norm, shift, least]
 
 
 def backward_causal(
@@ -324,7 +315,7 @@ def match(
     return alpha, beta
 
 
-def _ask(name: str, asked: _Asked, sides: Sequence[Tensor], *others: Tensor | bytes | None) -> Any:
+def _ask(name: str, asked: _Asked, sides: Sequence[Tensor], *others: Tensor | bytes | None) -> None:
     """Call a function of the library.
 
     Args:
@@ -332,11 +323,18 @@ def _ask(name: str, asked: _Asked, sides: Sequence[Tensor], *others: Tensor | by
         asked: What to compute.
         sides: ``[B, H, tokens, channels]``, which it reads wherever they lie in memory.
         others: Tensors without gaps, and the curves of matching, if there are any.
+
+    Raises:
+        MemoryShortageError: If it got no memory for its own work.
     """
     rows = [_rows(side) for side in sides]
     places = [_SIDE.pack(side.data_ptr(), *side.stride()[:3]) for side in rows]
     ends = [side.data_ptr() if isinstance(side, Tensor) else side for side in others]
-    return getattr(load(), name)(asked.call, *places, *ends)
+    if not getattr(load(), name)(asked.call, *places, *ends):
+        raise MemoryShortageError(
+            "the compiled passes got no memory for their own work; use smaller batches or fewer "
+            "threads (torch.set_num_threads)."
+        )
 
 
 def _rows(side: Tensor) -> Tensor:

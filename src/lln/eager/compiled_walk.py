@@ -15,56 +15,70 @@ from lln.eager import compiled_passes
 from lln.eager.block_softmax import by_autograd
 from lln.eager.causal_walk import Inputs
 from lln.eager.products import per_head
+from lln.eager.saved_numbers import save, saved
 from lln.tracing import is_batched
 
 
-def walk_compiled(
-    inputs: Inputs, guard: float, by_scan: Callable[[Inputs], Tensor]
-) -> Tensor | None:
-    """Causal attention ``[B, H, T, E]``; None where it is not compiled, or a row has lost digits.
+def walk_compiled(inputs: Inputs, guard: float, by_torch: Callable[[Inputs], Tensor]) -> Tensor:
+    """Causal attention ``[B, H, T, E]``; heads with rows that have lost digits by PyTorch.
+
+    What one sample holds changes nothing in another, not even its rounding.
 
     Args:
-        inputs: Of the call; nobody traces it.
+        inputs: Of a call without a mask that `compiled_passes` know.
         guard: The smallest normaliser of a row that has its digits.
-        by_scan: Computes the same with PyTorch's own gradients: second derivatives and batches of
-            gradients go through it.
+        by_torch: Computes the same with PyTorch, differentiable any number of times.
     """
-    query, key, value, alpha, beta, key_mask = inputs
-    numbers = [side for side in (alpha, beta) if isinstance(side, Tensor)]
-    if key_mask is not None or any(side.requires_grad for side in numbers):
-        return None
-    if query.numel() * value.numel() == 0 or not compiled_passes.suits(query, key, value):
-        return None
-    alpha, beta = per_head(alpha, query), per_head(beta, query)
+    query, key, value, alpha, beta, _ = inputs
     with torch.no_grad():
-        found = compiled_passes.forward_causal(query, key, value, alpha, beta, guard)
-    if found is None:
-        return None
+        numbers = per_head(alpha, query), per_head(beta, query)
+        *found, least = compiled_passes.forward_causal(query, key, value, *numbers)
+    # NaN, too, goes the other way, which knows what each row may see of it.
+    if not all(number >= guard for number in least.tolist()):
+        return _join(inputs, least >= guard, guard, by_torch)
     if not (torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value))):
         return found[0]
 
     def again(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return by_scan(Inputs(query, key, value, *inputs[3:]))
+        return by_torch(Inputs(query, key, value, *inputs[3:]))
 
     return _CompiledWalk.apply(query, key, value, alpha, beta, found, again)
+
+
+def _join(
+    inputs: Inputs, is_held: Tensor, guard: float, by_torch: Callable[[Inputs], Tensor]
+) -> Tensor:
+    """Heads that are held by the compiled walk, and the others by PyTorch, sample by sample."""
+    places, parts = [is_held.nonzero().squeeze(-1)], []
+    if places[0].numel():
+        parts.append(walk_compiled(inputs.of_heads(places[0]), guard, by_torch))
+    batch, heads = inputs.query.shape[:2]
+    for sample, lost in enumerate(~is_held.view(batch, heads)):
+        if lost.any():
+            places.append(lost.nonzero().squeeze(-1) + sample * heads)
+            parts.append(by_torch(inputs.of_heads(places[-1]).showing_infinity()))
+    order = torch.cat(places).argsort()
+    return torch.cat(parts)[order].view(batch, heads, *parts[0].shape[2:])
 
 
 class _CompiledWalk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         query, key, value, alpha, beta, (out, norm, shift), again = given
-        ctx.save_for_backward(query, key, value, out, norm, shift)
-        ctx.numbers, ctx.again = (alpha, beta), again
+        save(ctx, (alpha, beta), query, key, value, out, norm, shift)
+        ctx.again = again
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        query, key, value, *kept = ctx.saved_tensors
+        alpha, beta, query, key, value, *kept = saved(ctx)
         sides, needs = (query, key, value), ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() or is_batched(gradient):
             found = by_autograd(ctx.again, sides, needs, gradient)
         else:
-            made = compiled_passes.backward_causal(gradient, *sides, *kept, *ctx.numbers)
+            numbers = per_head(alpha, query), per_head(beta, query)
+            out, norm, shift = kept
+            made = compiled_passes.backward_causal(gradient, *sides, out, norm, shift, *numbers)
             found = [one if need else None for one, need in zip(made, needs, strict=True)]
         return (*found, None, None, None, None)

@@ -12,7 +12,7 @@ and with g the gradient of the output
 
 Step by step autograd takes a pass and a new tensor for each operation, and adds up the gradients of
 LLN and of the blocks in passes of their own. Here the products of the blocks add to what is there.
-Where the user has compiled them, `lln.eager.compiled_passes` does all of this in C++.
+`lln.eager.compiled_passes` does all of this in C++, for ``impl="cpu"``.
 
 Dimension legend: n heads of all samples, T queries, S keys, D head width, E value width, b block
 size.
@@ -31,6 +31,7 @@ from lln.eager import compiled_passes
 from lln.eager.block_softmax import by_autograd
 from lln.eager.compiled_passes import Blocks
 from lln.eager.products import flat, per_head, row_by_row, scaled_product
+from lln.eager.saved_numbers import save, saved
 from lln.tracing import is_batched, is_untraced_on_cpu
 
 _softmax_backward = torch.ops.aten._softmax_backward_data.default
@@ -42,7 +43,7 @@ WITH_BLOCKS = torch.backends.mkl.is_available()
 def suits(
     query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, beta: float | Tensor
 ) -> bool:
-    """Whether `attend` knows a call that is not causal and has no mask."""
+    """Whether `attend` knows a call that is not causal and has no mask, in plain PyTorch."""
     sides = (query, key, value, alpha, beta)
     if not (is_untraced_on_cpu(*sides) and query.shape[1] == key.shape[1]):
         return False
@@ -54,28 +55,9 @@ def suits(
     )
 
 
-def takes_blocks(
-    query: Tensor, key: Tensor, value: Tensor, block_size: int, key_mask: Tensor | None
-) -> bool:
-    """Whether blocks are quicker here than by themselves; the call is one that `suits`.
-
-    Only compiled passes know masks, and a last block that is shorter than the others.
-    """
-    if key_mask is not None:
-        return takes_mask(query, key, value, key_mask, block_size)
-    if compiled_passes.suits(query, key, value, block_size):
-        return True
-    return WITH_BLOCKS and query.shape[2] % block_size == 0
-
-
-def takes_mask(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor, block_size: int = 0
-) -> bool:
-    """Whether a mask is known here: to compiled passes, if every sample has a key to see."""
-    if not is_untraced_on_cpu(key_mask):
-        return False
-    is_known = compiled_passes.suits(query, key, value, block_size)
-    return is_known and bool(key_mask.any(-1).all())
+def takes_blocks(query: Tensor, block_size: int, key_mask: Tensor | None) -> bool:
+    """Whether blocks are quicker here than by themselves, without compiled passes."""
+    return WITH_BLOCKS and key_mask is None and query.shape[2] % block_size == 0
 
 
 def attend(
@@ -87,6 +69,7 @@ def attend(
     blocks: Blocks | None,
     by_steps: Callable[..., Tensor],
     key_mask: Tensor | None = None,
+    is_compiled: bool = False,
 ) -> Tensor:
     """LLN attention, alone or mixed with blocks: ``[B, H, T, E]``.
 
@@ -99,15 +82,13 @@ def attend(
         blocks: The short range, whose tokens are the queries; None = LLN alone.
         by_steps: Computes the same from query, key and value, with PyTorch's own gradients: second
             derivatives and batches of gradients go through it.
-        key_mask: One that `takes_mask`.
+        key_mask: bool ``[B, S]``, True = attend, with a key in every sample, for compiled passes.
+        is_compiled: Whether compiled passes compute it.
     """
-    alpha, beta = per_head(alpha, query), per_head(beta, query)
-    is_compiled = compiled_passes.suits(query, key, value, 0 if blocks is None else blocks.size)
     passes: Passes = (_forward, _backward)
     if is_compiled:
         passes = (compiled_passes.forward, compiled_passes.backward)
     call = (query, key, value, alpha, beta, blocks)
-    # Only compiled passes know masks.
     return _pass(passes, by_steps, call if key_mask is None else (*call, key_mask))
 
 
@@ -129,7 +110,7 @@ def attend_matched(
         blocks: As in `attend`.
         by_steps: Likewise; it matches, too.
     """
-    alpha = query.new_empty((query.shape[0] * query.shape[1], 1, 1))
+    alpha = query.new_empty((*query.shape[:2], 1, 1))
     beta = torch.empty_like(alpha)
     passes = (partial(compiled_passes.forward, curves=(curve,)), compiled_passes.backward)
     return _pass(passes, by_steps, (query, key, value, alpha, beta, blocks))
@@ -143,31 +124,31 @@ def _pass(passes: Passes, by_steps: Callable[..., Tensor], call: tuple[Any, ...]
     """The output; ``call`` begins with query, key and value."""
     if torch.is_grad_enabled() and any(side.requires_grad for side in call[:3]):
         return _FewPasses.apply(*call, by_steps, passes)
-    return passes[0](*call)[0]
+    query, key, value, alpha, beta, *rest = call
+    return passes[0](query, key, value, per_head(alpha, query), per_head(beta, query), *rest)[0]
 
 
 class _FewPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        *call, by_steps, (forward, ctx.backward) = given
-        query, key, value, alpha, beta, blocks, *mask = call
-        out, kept = forward(*call, keeps=True)
-        # The mask, too: whoever changes it before the backward pass is told so.
-        ctx.save_for_backward(query, key, value, *kept, *mask)
-        ctx.numbers, ctx.kept, ctx.by_steps = (alpha, beta, blocks), len(kept), by_steps
+        query, key, value, alpha, beta, *rest, by_steps, (forward, ctx.backward) = given
+        numbers = per_head(alpha, query), per_head(beta, query)
+        out, made = forward(query, key, value, *numbers, *rest, keeps=True)
+        save(ctx, (alpha, beta, *rest), query, key, value, *made)
+        ctx.rest, ctx.by_steps = len(rest), by_steps
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        query, key, value, *rest = ctx.saved_tensors
+        alpha, beta, *others = saved(ctx)
+        rest, sides, made = others[: ctx.rest], others[ctx.rest :][:3], others[ctx.rest + 3 :]
         needs = ctx.needs_input_grad[:3]
-        sides = (query, key, value)
         if torch.is_grad_enabled() or is_batched(gradient):
             found = by_autograd(ctx.by_steps, sides, needs, gradient)
         else:
-            kept, mask = rest[: ctx.kept], rest[ctx.kept :]
-            made = ctx.backward(gradient, *sides, *kept, *ctx.numbers, *mask)
+            numbers = per_head(alpha, sides[0]), per_head(beta, sides[0])
+            made = ctx.backward(gradient, *sides, *made, *numbers, *rest)
             found = [
                 one.view(side.shape) if need else None
                 for one, side, need in zip(made, sides, needs, strict=True)

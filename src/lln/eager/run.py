@@ -1,7 +1,7 @@
-"""Attention without kernels: plain PyTorch, or the N×N reference.
+"""Attention without kernels: plain PyTorch, compiled passes, or the N×N reference.
 
 Inputs are already checked and α, β known. Arithmetic runs in the accumulation dtype; on a busy CPU
-each thread takes a share of the heads (`lln.eager.workers`).
+each thread takes a share of the heads (`lln.eager.workers`), and compiled passes wait only once.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lln import reference
-from lln.eager import compiled_passes, few_passes
+from lln.eager import few_passes
 from lln.eager.causal import causal_attention
 from lln.eager.compiled_passes import Blocks
 from lln.eager.diagonal import block_diagonal
@@ -51,7 +51,7 @@ def long_range(
 ) -> Tensor:
     """LLN attention in the dtype of query."""
     sides = (query, key, value, alpha, beta, key_mask)
-    return _run(_long_range, sides, key_mask, _LLN_AXES, options, may_be_compiled=True)
+    return _run(_long_range, sides, key_mask, _LLN_AXES, options)
 
 
 def short_range(
@@ -73,7 +73,7 @@ def both_ranges(
 ) -> Tensor:
     """LLN and block-diagonal attention combined, in the dtype of query."""
     sides = (query, key, value, alpha, beta, key_mask, mix)
-    return _run(_both_ranges, sides, key_mask, _LLN_DIAG_AXES, options, may_be_compiled=True)
+    return _run(_both_ranges, sides, key_mask, _LLN_DIAG_AXES, options)
 
 
 def exact_keys(
@@ -101,25 +101,13 @@ def _run(
     key_mask: Tensor | None,
     axes: dict[str, tuple[int | None, ...]],
     options: dict[str, Any],
-    may_be_compiled: bool = False,
 ) -> Tensor:
     """One call; ``sides`` are its tensor arguments, starting with query, key and value."""
     query, key, value, *rest = sides
     wide = widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
     cut = cut_heads(query, key, axes) if options["impl"] == "eager" else None
-    if cut is not None and may_be_compiled and _waits_once(wide, key_mask):
-        cut = None
     out = share_out(partial(attend, **options), (*wide, *rest), cut)
     return out if out.dtype == query.dtype else out.to(query.dtype)
-
-
-def _waits_once(sides: tuple[Tensor, Tensor, Tensor], key_mask: Tensor | None) -> bool:
-    """Whether compiled passes compute a call, which wait for other threads only once."""
-    if not is_untraced_on_cpu(*sides):
-        return False
-    if key_mask is None:
-        return compiled_passes.suits(*sides)
-    return few_passes.takes_mask(*sides, key_mask)
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
@@ -171,25 +159,25 @@ def _long_range(
     impl: str,
 ) -> Tensor:
     """LLN attention in the accumulation dtype."""
-    heads = query.shape[1]
-    if impl == "eager" and not is_causal:
+    heads, is_compiled = query.shape[1], impl == "cpu"
+    if impl != "reference" and not is_causal:
         sides = (query, key, value)
 
         def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
 
-        if few_passes.suits(*sides, alpha, beta):
-            if key_mask is None:
-                return few_passes.attend(*sides, alpha, beta, None, by_steps)
-            if few_passes.takes_mask(*sides, key_mask):
-                return few_passes.attend(*sides, alpha, beta, None, by_steps, key_mask)
+        if is_compiled or (key_mask is None and few_passes.suits(*sides, alpha, beta)):
+            call = (*sides, alpha, beta, None, by_steps, key_mask, is_compiled)
+            return few_passes.attend(*call)
         return by_steps(*sides)
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    alpha, beta = (repeat_temperature(scale, heads, query.dtype) for scale in (alpha, beta))
-    if impl == "eager":
+    dtype = torch.float64 if impl == "reference" else query.dtype
+    alpha, beta = (repeat_temperature(scale, heads, dtype) for scale in (alpha, beta))
+    if impl != "reference":
         if query.shape[2] == 0:
             return (query * alpha) @ (key * beta).mT @ value
-        return causal_attention(query, key, value, alpha, beta, key_mask)
+        call = (query, key, value, alpha, beta, key_mask)
+        return causal_attention(*call, is_compiled=is_compiled)
     keep = _kept_pairs(query, key, key_mask, is_causal)
     return reference.lln_attention(query, key, value, alpha, beta, keep=keep)
 
@@ -230,23 +218,30 @@ def _both_ranges(
     scale: float | None,
     is_causal: bool,
     impl: str,
+    diagonal: str,
 ) -> Tensor:
-    """LLN and block-diagonal attention combined, in the accumulation dtype."""
-    shared: dict[str, Any] = {"is_causal": is_causal, "impl": impl}
-    sides = (query, key, value)
+    """LLN and block-diagonal attention combined, in the accumulation dtype.
+
+    ``impl`` computes the first and ``diagonal`` the second; ``"cpu"`` both or the first.
+    """
+    sides, is_compiled = (query, key, value), diagonal == "cpu"
 
     def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        long_range = _long_range(query, key, value, alpha, beta, key_mask, **shared)
-        blocks: dict[str, Any] = {"block_size": block_size, "scale": scale, **shared}
-        return join(long_range, _short_range(query, key, value, key_mask, **blocks), mix)
+        sides = (query, key, value)
+        how: dict[str, Any] = {"is_causal": is_causal, "impl": "eager" if is_compiled else impl}
+        long_range = _long_range(*sides, alpha, beta, key_mask, **how)
+        how |= {"block_size": block_size, "scale": scale}
+        how["impl"] = "reference" if impl == "reference" else "eager"
+        return join(long_range, _short_range(*sides, key_mask, **how), mix)
 
     is_plain = impl == "eager" and not is_causal and not isinstance(mix, Tensor)
     is_plain = is_plain and few_passes.suits(*sides, alpha, beta)
     # The length comes last: a trace must not depend on it.
-    if is_plain and few_passes.takes_blocks(*sides, block_size, key_mask):
+    if is_compiled or (is_plain and few_passes.takes_blocks(query, block_size, key_mask)):
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         blocks = Blocks(block_size, factor, float(mix))
-        return few_passes.attend(*sides, alpha, beta, blocks, by_steps, key_mask)
+        call = (*sides, alpha, beta, blocks, by_steps, key_mask, is_compiled)
+        return few_passes.attend(*call)
     return by_steps(*sides)
 
 
@@ -274,10 +269,9 @@ def _exact_keys(
     batch, heads, tokens, _ = query.shape
     grouped_key, grouped_value = key, value
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    dtype = torch.float64 if impl == "reference" else query.dtype
     numbers = (alpha, beta, offset)
-    alpha, repeated_beta, offset = (
-        repeat_temperature(side, heads, query.dtype) for side in numbers
-    )
+    alpha, repeated_beta, offset = (repeat_temperature(side, heads, dtype) for side in numbers)
     if impl == "reference":
         keep = _kept_pairs(query, key, key_mask, is_causal)
         exact = reference.exact_pairs(

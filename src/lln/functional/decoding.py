@@ -63,8 +63,8 @@ def decode_step(
         raise InvalidInputError(f"summary must be a KeySummary, got {type(summary).__name__}.")
     checks.check_temperature("alpha", alpha, query.shape[0], (query.shape[1],), query.device)
     chosen = choose_implementation(impl, query)
-    if chosen == "reference":
-        raise InvalidInputError("decode_step has no impl='reference'; use 'eager' or 'triton'.")
+    if chosen in ("reference", "cpu"):
+        raise InvalidInputError(f"decode_step has no impl={chosen!r}; use 'eager' or 'triton'.")
     fits = chosen == "triton" and _fits_kernel(query, key, value, summary, alpha)
     if impl == "triton" and not fits:
         raise BackendUnavailableError(

@@ -56,9 +56,10 @@ def lln_attention(
         is_causal: Whether row i sees keys 0 … i only. Needs T = S and α, β given.
         enable_gqa: Whether H may be a multiple of Hk; the result is that of repeating every key
             head H/Hk times.
-        impl: ``"eager"`` (plain PyTorch), ``"triton"`` or ``"reference"`` (N×N in float64): every
-            part of the call runs that way, or it is refused. ``"auto"`` uses the kernels where they
-            can run and plain PyTorch for the rest (`lln.functional.plan`).
+        impl: ``"eager"`` (plain PyTorch), ``"cpu"`` (compiled passes), ``"triton"`` or
+            ``"reference"`` (N×N in float64): every part of the call runs that way, or it is
+            refused. ``"auto"`` uses kernels or compiled passes where they can run and plain PyTorch
+            for the rest (`lln.functional.plan`).
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query (the autocast dtype under autocast). A sequence

@@ -39,9 +39,13 @@ def complete(request: Request, plan: Plan) -> Request:
     """The request with α, β, the offset and the indices of the keys in place."""
     alpha, beta, offset = request.alpha, request.beta, request.offset
     if alpha is None or offset is None:
-        moments = _moments(request, plan)
+        measured = request
+        if plan.impl == "reference":
+            query, key = request.query.double(), request.key.double()
+            measured = Request(request.kind, query, key, *request[3:])
+        moments = _moments(measured, plan)
         if alpha is None:
-            alpha, beta = _temperatures(request, moments)
+            alpha, beta = _temperatures(measured, moments)
         if offset is None:
             width = request.query.shape[-1]
             offset = mass_offset(moments, alpha, beta, width, request.scale)

@@ -13,18 +13,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lln.eager import compiled_passes
 from lln.eager.workers import cut_heads, over_threads
 from lln.kernels.run import fused_moments
 from lln.matching.moments import (
     Moments,
+    compiled_temperatures,
     head_moments,
     head_temperatures,
     packed_moments,
     temperatures,
     tensor_moments,
 )
-from lln.tracing import is_untraced_on_cpu
 
 # The axes along which query, key and the key mask can be cut into heads or samples.
 _AXES = {"heads": (-3, -3, None), "samples": (-4, -4, -2)}
@@ -40,8 +39,10 @@ def match_inputs(
         key: ``[B, Hk, S, D]``.
         matching: ``"variance"``, ``"entropy"`` or ``"paper"``.
         key_mask: bool ``[B, S]`` or None.
-        impl: The implementation chosen; ``"triton"`` uses the kernel.
+        impl: The implementation chosen: ``"triton"`` uses the kernel, ``"cpu"`` the compiled
+            passes, and ``"reference"`` measures in float64.
     """
+    query, key = _measured(query, key, impl)
     if matching == "paper":
         moments = tensor_moments(query, key, key_mask)
         return temperatures(moments, query.shape[-1], matching)
@@ -49,12 +50,13 @@ def match_inputs(
         results = fused_moments(query, key, key_mask, None, matching, 0)
         return results[0], results[1]
 
+    if impl == "cpu":
+        return compiled_temperatures(query, key, key_mask, matching)
+
     def match(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return head_temperatures(query, key, mask, matching)
 
-    waits_once = key_mask is None and is_untraced_on_cpu(query, key)
-    waits_once = waits_once and compiled_passes.suits(query, key, key)
-    cut = None if waits_once else cut_heads(query, key, _AXES)
+    cut = cut_heads(query, key, _AXES)
     if cut is None:
         return match(query, key, key_mask)
 
@@ -65,6 +67,11 @@ def match_inputs(
     found = over_threads([partial(job, index) for index in range(cut.pieces)])
     alpha, beta = (torch.cat(parts, cut.axes[0] or 0) for parts in zip(*found, strict=True))
     return alpha, beta
+
+
+def _measured(query: Tensor, key: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    """What an implementation measures: the reference in float64."""
+    return (query.double(), key.double()) if impl == "reference" else (query, key)
 
 
 def match_packed(
@@ -84,6 +91,7 @@ def match_packed(
         query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
         results = fused_moments(query, key, None, cu_seqlens, matching, longest)
         return results[0], results[1]
+    query, key = _measured(query, key, impl)
     whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
     moments = packed_moments(query, key, whole.long(), centred=matching == "paper")
     return temperatures(moments, query.shape[-1], matching)
@@ -92,6 +100,7 @@ def match_packed(
 def measure_heads(query: Tensor, key: Tensor, key_mask: Tensor | None, impl: str) -> Moments:
     """`lln.matching.moments.head_moments`, by the kernel if it was chosen."""
     if impl != "triton":
+        query, key = _measured(query, key, impl)
         return head_moments(query, key, key_mask)
     results = fused_moments(query, key, key_mask, None, "variance", 0)
     _, _, query_variance, key_variance, flat = results.flatten(2)

@@ -1,9 +1,10 @@
 """The plan of a call: what computes which part, decided once. Later code only executes it.
 
-``impl="eager"``, ``"triton"`` and ``"reference"`` hold for the whole attention or are refused, and
-are never replaced: with ``"triton"`` every part runs in a kernel. ``"auto"`` uses the kernels on a
-GPU where they can run, and plain PyTorch for the rest. The statistics of ``matching="paper"`` are
-always computed in plain PyTorch.
+``impl="eager"``, ``"cpu"``, ``"triton"`` and ``"reference"`` hold for the whole attention or are
+refused, and are never replaced: with ``"triton"`` every part runs in a kernel, with ``"cpu"`` in
+compiled passes, except heads of causal calls whose rows lose their digits there. ``"auto"`` uses
+the kernels on a GPU and compiled passes on a CPU where they can run, and plain PyTorch for the
+rest. The statistics of ``matching="paper"`` are always computed in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lln.checks.arguments import IMPLEMENTATIONS, check_impl
+from lln.eager import few_passes
 from lln.errors import BackendUnavailableError
+from lln.functional import compiled_calls
 from lln.functional.request import Request
 from lln.kernels.limits import (
     MAX_CHOSEN,
@@ -27,6 +30,7 @@ from lln.kernels.limits import (
     widest_block_value,
     widest_value,
 )
+from lln.matching.moments import can_match_compiled, pays_to_match_compiled
 from lln.tracing import has_values, is_capturing, is_compiling, is_transformed
 
 # Heads up to this width keep all channels of the values beside blocks.
@@ -39,15 +43,19 @@ class Plan(NamedTuple):
     """How one call is computed; ``str(plan)`` says it in one sentence.
 
     Attributes:
-        impl: ``"eager"``, ``"triton"`` or ``"reference"``.
+        impl: ``"eager"``, ``"cpu"``, ``"triton"`` or ``"reference"``.
         diagonal: What computes the diagonal blocks: ``"joint"``, the LLN kernels in the same pass;
             ``"beside"``, a separate kernel; ``"added"``, kernels that go over blocks tile by tile
-            and add them in place; ``"eager"`` or ``"reference"``; None if there are no blocks.
+            and add them in place; ``"eager"``, ``"cpu"`` or ``"reference"``; None if there are no
+            blocks.
         block_size: Tokens in a block; for kernels at most the length of the longest sequence.
         value_width: Channels of the values that one launch of LLN attention takes.
         block_value_width: The same for a launch of the separate kernel for blocks.
         selection: What chooses exact keys: ``"triton"`` or ``"eager"``; None if there are none.
         is_padded: Whether packed sequences are padded to dense samples for the kernels.
+        matching: What matches α and β on a CPU: ``"eager"`` or ``"cpu"``; None = what computes the
+            call, or nothing is matched.
+        is_guarded: Whether compiled passes leave heads whose rows lose digits to PyTorch.
     """
 
     impl: str
@@ -57,11 +65,17 @@ class Plan(NamedTuple):
     block_value_width: int = 0
     selection: str | None = None
     is_padded: bool = False
+    matching: str | None = None
+    is_guarded: bool = False
 
     def __str__(self) -> str:
         """One sentence."""
         if self.impl == "reference":
             return "The N×N reference computes the call in float64."
+        if self.impl == "cpu":
+            return self._say_compiled()
+        if self.matching == "cpu":
+            return "Plain PyTorch computes the call, and compiled passes match α and β."
         if self.impl == "eager" and self.selection == "triton":
             return "The fused kernels choose keys, and plain PyTorch attends to them."
         if self.impl == "eager":
@@ -86,6 +100,18 @@ class Plan(NamedTuple):
         }
         return f"The fused kernels compute LLN attention {how[self.diagonal]}{slices}."
 
+    def _say_compiled(self) -> str:
+        rest = []
+        if self.is_guarded:
+            rest.append("heads whose rows lose their digits")
+        if self.diagonal == "eager":
+            rest.append(f"blocks of {self.block_size} tokens")
+        if self.matching == "eager":
+            rest.append("α and β")
+        what = "LLN attention" if self.diagonal == "eager" else "the call"
+        others = f", and plain PyTorch {' and '.join(rest)}" if rest else ""
+        return f"Compiled passes compute {what}{others}."
+
 
 _plans: dict[tuple[object, ...], Plan] = {}
 
@@ -94,16 +120,19 @@ def plan_call(request: Request, impl: str) -> Plan:
     """Decide how a call is computed, from shapes, dtype, device and options.
 
     Args:
-        request: The call; its α and β do not matter.
-        impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``.
+        request: The call; for kernels its α and β do not matter.
+        impl: ``"auto"``, ``"eager"``, ``"cpu"``, ``"triton"`` or ``"reference"``.
 
     Raises:
-        BackendUnavailableError: If ``"triton"`` was asked for and cannot run a part of the call.
+        BackendUnavailableError: If ``"cpu"`` or ``"triton"`` was asked for and cannot run a part of
+            the call.
     """
     query = request.query
     chosen = choose_implementation(impl, query)
     if request.kind == "lln_keys":
         return _plan_keys(request, impl, chosen)
+    if chosen == "cpu" or (impl == "auto" and chosen == "eager"):
+        return _plan_on_cpu(request, impl)
     if chosen != "triton":
         diagonal = chosen if request.block_size else None
         return Plan(chosen, diagonal, request.block_size)
@@ -124,6 +153,49 @@ def plan_call(request: Request, impl: str) -> Plan:
             _plans.clear()
         _plans[known] = _plan_kernels(query, heads, impl, *how)
     return _plans[known]
+
+
+def _plan_on_cpu(request: Request, impl: str) -> Plan:
+    """By compiled passes where they know the call, and under ``"auto"`` where they pay."""
+    diagonal, matching = "eager" if request.block_size else None, None
+    plain = Plan("eager", diagonal, request.block_size)
+    unknown = compiled_calls.why_unknown(request)
+    # Sizes come after that: a trace must not depend on them.
+    if unknown is None and not all(side.numel() for side in request[1:4]):
+        return plain
+    apart = compiled_calls.why_blocks_apart(request)
+    is_matched = request.kind != "diag" and request.alpha is None
+    if is_matched and (request.matching == "paper" or request.bounds is not None):
+        matching = "eager"
+    if impl == "cpu":
+        reason = unknown or apart
+        if matching is not None and request.bounds is not None:
+            reason = reason or "matches no packed sequences"
+        if reason is not None:
+            raise BackendUnavailableError(_refusal(impl, reason))
+    elif (
+        unknown is not None
+        or not compiled_calls.employs_threads(request)
+        or (apart is not None and _takes_plain_blocks(request))
+    ):
+        sides = (request.query, request.key, request.key_mask)
+        is_compiled = is_matched and matching is None and pays_to_match_compiled(*sides)
+        return plain._replace(matching="cpu" if is_compiled else None)
+    if diagonal is not None and apart is None:
+        diagonal = "cpu"
+    where = {"matching": matching, "is_guarded": request.is_causal}
+    return Plan("cpu", diagonal, request.block_size, **where)
+
+
+def _takes_plain_blocks(request: Request) -> bool:
+    """Whether plain PyTorch is quicker with blocks than compiled passes without them."""
+    if request.is_causal or isinstance(request.mix, Tensor) or request.bounds is not None:
+        return False
+    return few_passes.takes_blocks(request.query, request.block_size, request.key_mask)
+
+
+def _refusal(impl: str, reason: str) -> str:
+    return f"impl={impl!r} {reason}; use impl='eager', or impl='auto' to let lln choose."
 
 
 def _plan_kernels(
@@ -169,6 +241,8 @@ def _plan_kernels(
 def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
     """The plan of a call with exact keys; the kernels take no causal calls."""
     plain = Plan("eager", None, request.block_size, selection="eager")
+    if chosen == "cpu":
+        raise BackendUnavailableError(_refusal(impl, "has no passes for exact keys"))
     if chosen != "triton":
         return plain._replace(impl=chosen)
     reason = None
@@ -194,9 +268,7 @@ def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
         sizes = (None, request.block_size)
         return Plan("triton", *sizes, selection="triton", is_padded=is_padded)
     if impl == "triton":
-        raise BackendUnavailableError(
-            f"impl='triton' {reason}; use impl='eager', or impl='auto' to let lln choose."
-        )
+        raise BackendUnavailableError(_refusal(impl, reason))
     return plain._replace(selection="triton") if _chooses_halves(request) else plain
 
 
@@ -222,18 +294,23 @@ def _why_not_padded(bounds: Tensor, keys: object) -> str | None:
 
 
 def choose_implementation(impl: str, query: Tensor) -> str:
-    """``"eager"``, ``"triton"`` or ``"reference"``, from what was asked and what can run here.
+    """``"eager"``, ``"cpu"``, ``"triton"`` or ``"reference"``: what was asked, if it can run here.
 
     Args:
-        impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``.
+        impl: ``"auto"``, which is ``"eager"`` on a CPU, or one of the others.
         query: Its device, dtype and head width decide.
 
     Raises:
-        BackendUnavailableError: If ``"triton"`` was asked for and cannot run.
+        BackendUnavailableError: If ``"cpu"`` or ``"triton"`` was asked for and cannot run.
     """
     if impl not in IMPLEMENTATIONS:
         check_impl(impl)
     if impl in ("eager", "reference"):
+        return impl
+    if impl == "cpu":
+        reason = compiled_calls.why_absent(query)
+        if reason is not None:
+            raise BackendUnavailableError(_refusal(impl, reason))
         return impl
     if impl == "auto" and query.device.type != "cuda":
         return "eager"
@@ -245,15 +322,30 @@ def choose_implementation(impl: str, query: Tensor) -> str:
     if reason is None:
         return "triton"
     if impl == "triton":
-        raise BackendUnavailableError(
-            f"impl='triton' {reason}; use impl='eager', or impl='auto' to let lln choose."
-        )
+        raise BackendUnavailableError(_refusal(impl, reason))
     # Not repeated: Python shows a warning from the same line only once.
     warnings.warn(
         f"lln runs in plain PyTorch on {query.device.type} here: impl='triton' {reason}.",
         stacklevel=3,
     )
     return "eager"
+
+
+def choose_matching(
+    impl: str, query: Tensor, key: Tensor, matching: str, key_mask: Tensor | None
+) -> str:
+    """What matches α and β apart from a call: as `choose_implementation`, or compiled passes.
+
+    Raises:
+        BackendUnavailableError: If ``"cpu"`` or ``"triton"`` was asked for and cannot run.
+    """
+    chosen = choose_implementation(impl, query)
+    if matching == "paper":
+        return chosen
+    if chosen == "cpu" and not can_match_compiled(query, key, key_mask):
+        raise BackendUnavailableError(_refusal(impl, "cannot match alpha and beta of this call"))
+    pays = impl == "auto" and chosen == "eager" and pays_to_match_compiled(query, key, key_mask)
+    return "cpu" if pays else chosen
 
 
 def _longest(request: Request) -> int:

@@ -42,7 +42,7 @@ def attend(request: Request, impl: str) -> Tensor:
 
     Args:
         request: The call.
-        impl: ``"auto"``, ``"eager"``, ``"triton"`` or ``"reference"``.
+        impl: ``"auto"``, ``"eager"``, ``"cpu"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``[B, H, T, E]``, or packed ``[T, H, E]``, in the dtype of query.
@@ -97,11 +97,12 @@ def _padded(request: Request, plan: Plan) -> Tensor:
 
 def _matched(request: Request, plan: Plan) -> Request:
     query, key, matching = request.query, request.key, request.matching
+    impl = plan.matching or plan.impl
     if request.bounds is None:
-        alpha, beta = match_inputs(query, key, matching, request.key_mask, plan.impl)
+        alpha, beta = match_inputs(query, key, matching, request.key_mask, impl)
     else:
         longest = request.longest or 0
-        alpha, beta = match_packed(query, key, request.bounds, longest, matching, plan.impl)
+        alpha, beta = match_packed(query, key, request.bounds, longest, matching, impl)
     # Written out, because torch.compile can trace the constructor in all versions, not `_replace`.
     return Request(request.kind, query, key, request.value, alpha, beta, *request[6:])
 
@@ -111,28 +112,25 @@ def _in_one_pass(request: Request, plan: Plan) -> Tensor | None:
 
     They know more, but then there is something to prepare, as for PyTorch's operations.
     """
-    if plan.impl != "eager" or request.bounds is not None or request.key_mask is not None:
+    if plan.impl != "cpu" or plan.diagonal == "eager" or plan.matching is not None:
         return None
-    if request.is_causal or request.dropout_p > 0 or isinstance(request.mix, Tensor):
+    if request.bounds is not None or request.key_mask is not None or request.is_causal:
         return None
     sides = (request.query, request.key, request.value)
-    is_matched = request.alpha is None
-    if is_matched and request.matching == "paper":
+    if request.dropout_p > 0 or request.query.dtype != torch.float32:
         return None
-    temperatures = (1.0, 1.0) if is_matched else (request.alpha, request.beta)
-    is_known = few_passes.suits(*sides, *temperatures)
-    if not (is_known and compiled_passes.suits(*sides, request.block_size)):
-        return None
-    blocks = None
+    blocks, is_matched = None, request.alpha is None
     if request.kind == "lln_diag":
-        blocks = compiled_passes.Blocks(request.block_size, _scale(request), request.mix)
+        blocks = compiled_passes.Blocks(request.block_size, _scale(request), float(request.mix))
 
     def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = request._replace(query=query, key=key, value=value)
-        return _plain(_matched(own, plan) if is_matched else own, plan)
+        by_torch = plan._replace(impl="eager", diagonal=plan.diagonal and "eager")
+        return _plain(_matched(own, plan) if is_matched else own, by_torch)
 
     if not is_matched:
-        return few_passes.attend(*sides, *temperatures, blocks, by_steps)
+        temperatures = (request.alpha, request.beta)
+        return few_passes.attend(*sides, *temperatures, blocks, by_steps, is_compiled=True)
     curve = compiled_curve(request.query.shape[3], request.key.shape[2], request.matching)
     return few_passes.attend_matched(*sides, curve, blocks, by_steps)
 
@@ -163,7 +161,8 @@ def _run(request: Request, plan: Plan) -> Tensor:
         return attend_packed_keys(request, plan)
     # On a CPU nobody waits to learn the lengths, and tiles of equal size take many times longer.
     own = (*request[1:6], request.mix, request.bounds)
-    if plan.impl == "reference" or (plan.impl == "eager" and is_untraced_on_cpu(*own)):
+    is_plain = plan.impl in ("eager", "cpu")
+    if plan.impl == "reference" or (is_plain and is_untraced_on_cpu(*own)):
         return _one_by_one(request, request.bounds, plan)
     if plan.impl == "triton":
         return _by_kernels(_as_sample(request), plan)[0].transpose(0, 1)
@@ -234,7 +233,7 @@ def _own_blocks(request: Request, value: Tensor, plan: Plan) -> Tensor:
 
 
 def _plain(request: Request, plan: Plan) -> Tensor:
-    """A dense call in plain PyTorch, or by the reference."""
+    """A dense call in plain PyTorch, by compiled passes or by the reference."""
     sides = (request.query, request.key, request.value)
     options: dict[str, Any] = {
         "is_causal": request.is_causal,
@@ -247,7 +246,7 @@ def _plain(request: Request, plan: Plan) -> Tensor:
     sides = (*sides, request.alpha, request.beta, request.key_mask)
     if request.kind == "lln":
         return eager.long_range(*sides, **options)
-    return eager.both_ranges(*sides, request.mix, **blocks, **options)
+    return eager.both_ranges(*sides, request.mix, **blocks, **options, diagonal=plan.diagonal)
 
 
 def _scale(request: Request) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lln.eager.run import repeat_heads
 from lln.functional.key_calls import chosen_indices, complete
 from lln.functional.match import match_inputs
-from lln.functional.plan import choose_implementation, plan_call
+from lln.functional.plan import choose_matching, plan_call
 from lln.functional.request import Request
 from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.chosen_keys import ChosenKeys, place_choices
@@ -207,7 +207,7 @@ def _temperatures(inputs: AttentionInputs, device: torch.device) -> tuple[Tensor
         query, key, matching = inputs.query, inputs.key, inputs.criterion
         with without_autocast(query), torch.no_grad():
             if inputs.cu_seqlens is None:
-                impl = choose_implementation("auto", query)
+                impl = choose_matching("auto", query, key, matching, inputs.key_mask)
                 alpha, beta = match_inputs(query, key, matching, inputs.key_mask, impl)
             else:
                 bounds, centred = inputs.cu_seqlens.long(), matching == "paper"

@@ -25,7 +25,7 @@ from lln import observers
 from lln.errors import BackendUnavailableError
 from lln.kernels import plain_launches
 from lln.kernels.sizes import overrides
-from lln.native import cache_folder, compile_with, need_compiler, put_in_place
+from lln.native import cache_folder, compile_with, is_there, need_compiler, put_in_place, trusted
 
 SOURCE = Path(__file__).with_name("launcher.cpp")
 # The name that the module's initialisation function carries.
@@ -143,7 +143,7 @@ def why_absent() -> str | None:
         return "LLN_LAUNCHER=python switches the compiled launcher off"
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "the compiled launcher is for GPUs of NVIDIA"
-    if not library().exists():
+    if not is_there(library):
         return "`lln build-launcher` compiles a faster launcher, once for this torch"
     return None
 
@@ -151,7 +151,7 @@ def why_absent() -> str | None:
 def _load(long_way: Callable[..., Any]) -> Any:
     path = library()
     try:
-        module = open_library(path)
+        module = open_library(trusted(path))
         return _connect(module, long_way) or module
     except Exception as error:  # Whatever a library can do wrong must not stop the call.
         reason = f"{path} cannot be used ({type(error).__name__}: {error})"

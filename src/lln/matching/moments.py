@@ -91,6 +91,9 @@ def match_moments(
     checks.check_matching(criterion)
     check_choice("scope", scope, SCOPES)
     with without_autocast(query):
+        is_usual = scope == "head" and criterion != "paper"
+        if is_usual and pays_to_match_compiled(query, key, key_mask):
+            return compiled_temperatures(query, key, key_mask, criterion)
         if scope == "head":
             return head_temperatures(query, key, key_mask, criterion)
         return temperatures(tensor_moments(query, key, key_mask), query.shape[-1], criterion)
@@ -124,17 +127,7 @@ def head_temperatures(
 ) -> tuple[Tensor, Tensor]:
     """`temperatures` of `head_moments`, which stay NumPy arrays where nobody traces the call."""
     width, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
-    is_free = is_untraced_on_cpu(query, key)
-    is_usual = criterion != "paper" and groups == 1 and query.numel() > 0 and key.numel() > 0
-    dtype = accumulation_dtype(query.dtype)
-    if is_free and query.dtype != dtype:
-        query, key = query.to(dtype), key.to(dtype)
-    if is_free and is_usual and compiled_passes.suits(query, key, key):
-        keys = _keys_of_samples(key, key_mask)
-        if all(keys):
-            curves = [compiled_curve(width, number, criterion) for number in keys]
-            return compiled_passes.match(query, key, curves, key_mask)
-    if key_mask is not None or not is_free:
+    if key_mask is not None or not is_untraced_on_cpu(query, key):
         return temperatures(head_moments(query, key, key_mask), width, criterion)
     # Infinity in the inputs shows in the result.
     with np.errstate(all="ignore"):
@@ -145,11 +138,31 @@ def head_temperatures(
     return alpha, beta
 
 
-def _keys_of_samples(key: Tensor, key_mask: Tensor | None) -> list[int]:
-    """The number of keys, with a mask of every sample's; 0 where a mask is being traced."""
-    if key_mask is None:
-        return [key.shape[2]]
-    return key_mask.sum(-1).tolist() if is_untraced_on_cpu(key_mask) else [0]
+def can_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> bool:
+    """Whether `compiled_temperatures` knows a call."""
+    if not is_untraced_on_cpu(query, key, key_mask) or compiled_passes.load() is None:
+        return False
+    if accumulation_dtype(query.dtype) != torch.float32 or query.shape[3] % compiled_passes.GROUP:
+        return False
+    if query.shape[1] != key.shape[1] or not (query.numel() and key.numel()):
+        return False
+    return key_mask is None or bool(key_mask.any(-1).all())
+
+
+def pays_to_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> bool:
+    """Whether it does, and most threads get a head."""
+    heads = query.shape[0] * query.shape[1]
+    return can_match_compiled(query, key, key_mask) and compiled_passes.employs_threads(heads)
+
+
+def compiled_temperatures(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, criterion: str
+) -> tuple[Tensor, Tensor]:
+    """`head_temperatures` by compiled passes, with a key to attend to in every sample."""
+    keys = [key.shape[2]] if key_mask is None else key_mask.sum(-1).tolist()
+    curves = [compiled_curve(query.shape[-1], number, criterion) for number in keys]
+    query, key = query.to(torch.float32), key.to(torch.float32)
+    return compiled_passes.match(query, key, curves, key_mask)
 
 
 @cache

@@ -19,7 +19,7 @@ from lln import checks
 from lln.checks.names import check_choice, shown
 from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.functional.match import match_inputs, measure_heads
-from lln.functional.plan import choose_implementation
+from lln.functional.plan import choose_implementation, choose_matching
 from lln.matching.curves import matched_spread
 from lln.matching.moments import Moments, temperatures
 from lln.precision import without_autocast
@@ -51,8 +51,8 @@ class SampleStatistics(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """α, β of shape ``[B, H, 1, 1]`` (one value for all with ``"paper"``)."""
         self.check_causal(is_causal)
-        impl = choose_implementation(self.impl, query)
         with without_autocast(query):
+            impl = choose_matching(self.impl, query, key, self.criterion, key_mask)
             return match_inputs(query, key, self.criterion, key_mask, impl)
 
     def check_causal(self, is_causal: bool) -> None:

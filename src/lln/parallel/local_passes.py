@@ -98,7 +98,7 @@ def check_local(request: Request, impl: str, operation: str) -> None:
     """
     checks.check_impl(impl)
     reason = None
-    if impl == "reference":
+    if impl in ("reference", "cpu"):
         reason = "cannot read the summaries of other ranks"
     elif impl == "triton" and request.is_causal:
         reason = "has no kernel for a causal sequence on several ranks"

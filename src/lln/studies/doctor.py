@@ -72,8 +72,10 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
     expected = lln_diag_attention(*inputs.double(), impl="reference")
     echo(f"{device:<12} a usual call (LLN + Diag, 12 heads of width 64): {_usual_plan(device)}")
     are_right = True
-    for impl in ("eager", "triton"):
+    for impl in ("eager", "cpu", "triton"):
         try:
+            if impl == "cpu" and (device != "cpu" or compiled_passes.load() is None):
+                continue
             reason = why_unavailable(inputs[0].to(device)) if impl == "triton" else None
             if reason is not None:
                 if device.startswith("cuda"):

@@ -1,6 +1,7 @@
 // LLN attention, alone or with blocks of softmax; the formulas are those of `lln.eager.few_passes`.
 //
-// The summary of a head, ``[D, E + 2]``, holds C, the peaks of βk and the masses m of the slots.
+// The summary of a head, ``[D, E + 2]``, holds C, the peaks of the keys and the masses m of the
+// slots.
 #pragma once
 
 #include <cmath>
@@ -59,7 +60,7 @@ void summarise(const Head& head, float* weight) {
       find_peaks(head.k + t * head.k_row + d, head.k_row, fewer(TILE, call.keys - t), top);
       for (int n = 0; n < vectors; ++n) {
         float* to = head.peak + d + n * LANES;
-        store(to, t > 0 ? larger(top[n] * head.beta, load(to)) : top[n] * head.beta);
+        store(to, t > 0 ? larger(top[n], load(to)) : top[n]);
       }
     });
   std::memset(head.centroid, 0, sizeof(float) * width * values);
@@ -78,9 +79,10 @@ void summarise(const Head& head, float* weight) {
   }
 }
 
-// L = peak + log m.
+// L = β peak + log m.
 void find_levels(const Head& head, float* level) {
-  for (int64_t d = 0; d < head.call.width; ++d) level[d] = head.peak[d] + std::log(head.mass[d]);
+  for (int64_t d = 0; d < head.call.width; ++d)
+    level[d] = head.beta * head.peak[d] + std::log(head.mass[d]);
 }
 
 // The keys and values of one block. A whole block without a mask is used where it lies; of others

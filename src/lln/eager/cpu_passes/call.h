@@ -1,6 +1,7 @@
 // What the library is asked for, and what a head of it needs.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 
@@ -74,12 +75,12 @@ struct Gradients {
   float *to_query, *to_key, *to_value;
 };
 
-// Memory of one thread.
+// Memory of one thread; null where there was none to get.
 struct Room {
   float* data;
   int64_t used = 0;
   explicit Room(int64_t floats)
-      : data(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64))) {}
+      : data(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 64) / 64 * 64))) {}
   ~Room() { std::free(data); }
   float* take(int64_t floats) {
     float* found = data + used;
@@ -87,6 +88,14 @@ struct Room {
     return found;
   }
 };
+
+// Whether a thread got no memory: then the others stop, too.
+using Shortage = std::atomic<bool>;
+
+inline bool is_short(Shortage& shortage, const Room& room, const Room& other) {
+  if (!room.data || !other.data) shortage = true;
+  return shortage;
+}
 
 inline int64_t fewer(int64_t one, int64_t other) { return one < other ? one : other; }
 inline int64_t larger_of(int64_t one, int64_t other) { return one > other ? one : other; }

@@ -1,4 +1,5 @@
-// Causal attention by tiles. With the peaks P of the slots up to the end of a row's tile,
+// Causal attention by tiles. With the levels P of the slots, the largest βk_j up to the end of a
+// row's tile,
 //
 //     φ_i = exp(αq_i + P − shift_i)      ψ_j = exp(βk_j − P)      a_ij = φ_i · ψ_j  for j ≤ i
 //     out_i = Σ_j a_ij v_j / n_i         n_i = Σ_j a_ij
@@ -15,11 +16,13 @@ namespace {
 
 struct Walk {
   const Head& head;
-  float *peak, *mass, *state, *query_weight, *key_weight, *turned, *pairs;
+  // ``peak`` is that of the keys, ``level`` β times it.
+  float *peak, *level, *mass, *state, *query_weight, *key_weight, *turned, *pairs;
 
   Walk(const Head& of, Room& room) : head(of) {
     const int64_t width = of.call.width;
     peak = room.take(width);
+    level = room.take(width);
     mass = room.take(width);
     state = room.take(width * of.call.value_width);
     query_weight = room.take(TILE * width);
@@ -31,7 +34,7 @@ struct Walk {
   }
 
   static int64_t floats(const Call& call) {
-    return call.width * (2 + call.value_width + 3 * TILE) + TILE * TILE + 128;
+    return call.width * (3 + call.value_width + 3 * TILE) + TILE * TILE + 128;
   }
 
   // Peaks with those of a tile, and the state for them.
@@ -42,16 +45,17 @@ struct Walk {
       find_peaks(head.k + t * head.k_row + d, head.k_row, tokens, found);
       for (int n = 0; n < vectors; ++n) {
         const int64_t at = d + n * LANES;
-        lanes top = found[n] * head.beta;
+        lanes top = found[n];
         if (t > 0) top = larger(top, load(peak + at));
         for (int lane = 0; t > 0 && lane < LANES; ++lane) {
-          const float share = std::exp(peak[at + lane] - top[lane]);
+          const float share = std::exp(head.beta * (peak[at + lane] - top[lane]));
           if (share == 1.0f) continue;
           mass[at + lane] *= share;
           float* row = state + (at + lane) * values;
           for (int64_t e = 0; e < values; e += LANES) store(row + e, load(row + e) * share);
         }
         store(peak + at, top);
+        store(level + at, top * head.beta);
       }
     });
   }
@@ -62,9 +66,9 @@ struct Walk {
     for (int64_t i = 0; i < tokens; ++i) {
       const float* q = head.q + (t + i) * head.q_row;
       float* weight = query_weight + i * width;
-      lanes top = load(q) * head.alpha + load(peak);
+      lanes top = load(q) * head.alpha + load(level);
       for (int64_t d = 0; d < width; d += LANES) {
-        const lanes x = load(q + d) * head.alpha + load(peak + d);
+        const lanes own = load(q + d), x = own * head.alpha + load(level + d) + unless_finite(own);
         store(weight + d, x);
         top = larger(x, top);
       }
@@ -227,7 +231,8 @@ void walk_backward(const Head& head, const Gradients& to, const float* out, cons
     const int64_t tokens = fewer(TILE, call.queries - t);
     const float* own_peak = peaks + t / TILE * width;
     for (int64_t d = 0; d < width; ++d) {
-      const float share = std::exp(own_peak[d] - walk.peak[d]);
+      const float share = std::exp(head.beta * (own_peak[d] - walk.peak[d]));
+      walk.level[d] = head.beta * own_peak[d];
       if (share == 1.0f) continue;
       walk.mass[d] *= share;
       float* row = walk.state + d * values;

@@ -63,6 +63,23 @@ void gather_moments(const float* from, int64_t row, int64_t tokens, int64_t widt
   }
 }
 
+// The same over all channels in double, around the mean of each or around 0: float knows no squares
+// beyond 10³⁸. Adds the squares of the means to ``of_mean``.
+double wide_squares(const Rows& rows, int64_t width, bool is_centred, double& of_mean) {
+  double total = 0;
+  for (int64_t d = 0; d < width; ++d) {
+    double mean = 0;
+    for (int64_t t = 0; is_centred && t < rows.count; ++t) mean += rows.data[t * rows.row + d];
+    mean /= rows.count;
+    of_mean += mean * mean;
+    for (int64_t t = 0; t < rows.count; ++t) {
+      const double away = rows.data[t * rows.row + d] - mean;
+      total += away * away;
+    }
+  }
+  return total;
+}
+
 inline double at_least(double number, double least) { return number < least ? least : number; }
 
 // s = α·σq = β·σk for scores of variance p; see `lln.matching.curves`.
@@ -80,17 +97,22 @@ struct Temperatures {
   float alpha, beta;
 };
 
-Temperatures match(const Rows& q, const Rows& k, int64_t width, const Curve& curve) {
+Temperatures match(const Rows& q, const Rows& k, int64_t width, const Curve& curve, Room& room) {
   const double channels = static_cast<double>(width);
-  const double query_variance =
-      sum_of_squares(q.data, q.row, q.count, width) / (channels * q.count);
-  double key_variance = 0, of_mean = 0;
-  Room room(2 * width);
-  gather_moments(k.data, k.row, k.count, width, room.data, room.data + width);
+  double query_variance = sum_of_squares(q.data, q.row, q.count, width);
+  double key_variance = 0, of_mean = 0, none = 0;
+  if (!std::isfinite(query_variance)) query_variance = wide_squares(q, width, false, none);
+  query_variance /= channels * q.count;
+  float *mean = room.take(width), *squares = room.take(width);
+  gather_moments(k.data, k.row, k.count, width, mean, squares);
   for (int64_t d = 0; d < width; d += LANES) {
-    const lanes mean = load(room.data + d);
-    of_mean += sum_of(mean * mean);
-    key_variance += sum_of(load(room.data + width + d));
+    const lanes own = load(mean + d);
+    of_mean += sum_of(own * own);
+    key_variance += sum_of(load(squares + d));
+  }
+  if (!std::isfinite(key_variance + of_mean)) {
+    of_mean = 0;
+    key_variance = wide_squares(k, width, true, of_mean);
   }
   key_variance /= channels * k.count;
   const double key_size = key_variance + of_mean / channels;
@@ -103,20 +125,25 @@ Temperatures match(const Rows& q, const Rows& k, int64_t width, const Curve& cur
           static_cast<float>(spread / std::sqrt(key_variance))};
 }
 
+// What `match_head` needs.
+int64_t floats_to_match(const Call& call) {
+  return 2 * call.width * ((call.mask ? call.keys : 0) + 1) + 64;
+}
+
 // The same of one of all heads, written to the call's. There is one curve, with a mask one for every
 // sample: they depend on the number of keys.
 void match_head(const Call& call, int64_t index, const Side& query, const Side& key,
-                const Curve* curve) {
+                const Curve* curve, Room& room) {
   const int64_t b = index / call.heads, h = index % call.heads;
   const uint8_t* mask = call.mask ? call.mask + b * call.keys : nullptr;
   Rows q{query.data + b * query.batch + h * query.head, query.token, call.queries};
   Rows k{key.data + b * key.batch + h * key.head, key.token, call.keys};
-  Room seen(mask ? 2 * call.keys * call.width : 0);
-  if (mask) k = seen_rows(k, mask, call.width, seen.take(call.keys * call.width));
+  room.used = 0;
+  if (mask) k = seen_rows(k, mask, call.width, room.take(call.keys * call.width));
   // A mask of as many queries as keys counts for both.
   if (mask && call.queries == call.keys)
-    q = seen_rows(q, mask, call.width, seen.take(call.keys * call.width));
-  const Temperatures found = match(q, k, call.width, mask ? curve[b] : *curve);
+    q = seen_rows(q, mask, call.width, room.take(call.keys * call.width));
+  const Temperatures found = match(q, k, call.width, mask ? curve[b] : *curve, room);
   call.alphas[index] = found.alpha;
   call.betas[index] = found.beta;
 }

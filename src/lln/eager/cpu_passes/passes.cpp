@@ -4,7 +4,8 @@
 // them while it is in the cache; the backward pass computes weights again instead of keeping them.
 // Every head is computed by one thread, so the result does not depend on the number of threads.
 // Threads wait for each other only once, at the end: beside other programs each wait is long.
-// Widths and block sizes are multiples of 16.
+// Widths and block sizes are multiples of 16. Every function returns whether it got the memory for
+// its own work; if it did not, what it has written is not to be used.
 
 #include "bidirectional.h"
 #include "causal.h"
@@ -14,11 +15,12 @@ extern "C" {
 
 // Output ``[B, H, T, E]`` and summaries ``[B · H, D, E + 2]``, both contiguous. With a curve
 // temperatures are matched on the way, where queries and keys have to come into the cache anyway.
-__attribute__((visibility("default"))) void lln_forward(const Call* call, const Side* query,
+__attribute__((visibility("default"))) bool lln_forward(const Call* call, const Side* query,
                                                         const Side* key, const Side* value,
                                                         const Curve* curve, float* out,
                                                         float* summary) {
   const int64_t all_heads = call->batch * call->heads;
+  Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
     // A block that is not whole may have some columns more.
@@ -29,10 +31,12 @@ __attribute__((visibility("default"))) void lln_forward(const Call* call, const 
     float* weight = room.take(TILE * larger_of(call->width, block));
     float* turned = room.take(call->width * block);
     float* block_room = room.take(Block::floats(*call));
-    Room seen_room(call->mask ? call->keys * (call->width + call->value_width) : 0);
+    Room seen_room(larger_of(call->mask ? call->keys * (call->width + call->value_width) : 0,
+                             curve ? floats_to_match(*call) : 0));
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
-      if (curve) match_head(*call, index, *query, *key, curve);
+      if (is_short(shortage, room, seen_room)) continue;
+      if (curve) match_head(*call, index, *query, *key, curve, seen_room);
       const Head head = head_of(*call, index, *query, *key, *value, summary);
       if (call->mask) {
         const SeenKeys seen(head, seen_room);
@@ -44,10 +48,11 @@ __attribute__((visibility("default"))) void lln_forward(const Call* call, const 
            block_room);
     }
   }
+  return !shortage;
 }
 
 // Gradients of query, key and value, contiguous, from that of the output and the summaries.
-__attribute__((visibility("default"))) void lln_backward(const Call* call, const Side* query,
+__attribute__((visibility("default"))) bool lln_backward(const Call* call, const Side* query,
                                                          const Side* key, const Side* value,
                                                          const Side* gradient, float* summary,
                                                          float* to_query, float* to_key,
@@ -56,12 +61,14 @@ __attribute__((visibility("default"))) void lln_backward(const Call* call, const
   const int64_t width = call->width, values = call->value_width, block = call->block;
   const int64_t lln = width * (2 + TILE + 2 * values);
   const int64_t near = (block + 16) * 2 * (width + values + TILE) + Block::floats(*call);
+  Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
     Room room(larger_of(lln, near) + 128);
     Room seen_room(call->mask ? 2 * call->keys * (width + values) : 0);
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
+      if (is_short(shortage, room, seen_room)) continue;
       const Head head = head_of(*call, index, *query, *key, *value, summary);
       const int64_t b = index / call->heads, h = index % call->heads;
       const Gradients to{gradient->data + b * gradient->batch + h * gradient->head,
@@ -82,45 +89,47 @@ __attribute__((visibility("default"))) void lln_backward(const Call* call, const
       if (block) differentiate_blocks(head, to, room);
     }
   }
+  return !shortage;
 }
 
-// Causal LLN: output, then the normaliser and the shift of every row, ``[B · H, T]`` each. Returns
-// the smallest normaliser: with a small one, or NaN, the output is not to be used.
-__attribute__((visibility("default"))) float lln_causal_forward(const Call* call, const Side* query,
-                                                                const Side* key, const Side* value,
-                                                                float* out, float* norm,
-                                                                float* shift) {
+// Causal LLN: output, then the normaliser and the shift of every row, ``[B · H, T]`` each, and the
+// smallest normaliser of every head: with a small one, or NaN, its output is not to be used.
+__attribute__((visibility("default"))) bool lln_causal_forward(const Call* call, const Side* query,
+                                                               const Side* key, const Side* value,
+                                                               float* out, float* norm,
+                                                               float* shift, float* least) {
   const int64_t all_heads = call->batch * call->heads, tokens = call->queries;
-  float least = 1.0f;
+  Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
     Room room(Walk::floats(*call));
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
+      if (is_short(shortage, room, room)) continue;
       const Head head = head_of(*call, index, *query, *key, *value, nullptr);
-      const float found = walk_forward(head, out + index * tokens * call->value_width,
-                                       norm + index * tokens, shift + index * tokens, room);
-#pragma omp critical
-      least = smaller_of(found, least);
+      least[index] = walk_forward(head, out + index * tokens * call->value_width,
+                                  norm + index * tokens, shift + index * tokens, room);
     }
   }
-  return least;
+  return !shortage;
 }
 
 // Its gradients, contiguous.
-__attribute__((visibility("default"))) void lln_causal_backward(
+__attribute__((visibility("default"))) bool lln_causal_backward(
     const Call* call, const Side* query, const Side* key, const Side* value, const Side* gradient,
     const float* out, const float* norm, float* shift, float* to_query, float* to_key,
     float* to_value) {
   const int64_t all_heads = call->batch * call->heads, tokens = call->queries;
   const int64_t width = call->width, values = call->value_width;
   const int64_t tiles = (tokens + TILE - 1) / TILE;
+  Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
     Room room(Walk::floats(*call) + values * (3 * TILE + width) + TILE * (TILE + 1) + 128);
     Room peaks(tiles * width);
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
+      if (is_short(shortage, room, peaks)) continue;
       const Head head = head_of(*call, index, *query, *key, *value, nullptr);
       const int64_t b = index / call->heads, h = index % call->heads;
       const Gradients to{gradient->data + b * gradient->batch + h * gradient->head,
@@ -130,15 +139,22 @@ __attribute__((visibility("default"))) void lln_causal_backward(
                     shift + index * tokens, peaks.data, room);
     }
   }
+  return !shortage;
 }
 
 // α and β of every head by moment matching, as `lln.matching.moments` defines it.
-__attribute__((visibility("default"))) void lln_match(const Call* call, const Side* query,
+__attribute__((visibility("default"))) bool lln_match(const Call* call, const Side* query,
                                                       const Side* key, const Curve* curve) {
   const int64_t all_heads = call->batch * call->heads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(call->threads))
-  for (int64_t index = 0; index < all_heads; ++index)
-    match_head(*call, index, *query, *key, curve);
+  Shortage shortage{false};
+#pragma omp parallel num_threads(static_cast<int>(call->threads))
+  {
+    Room room(floats_to_match(*call));
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t index = 0; index < all_heads; ++index)
+      if (!is_short(shortage, room, room)) match_head(*call, index, *query, *key, curve, room);
+  }
+  return !shortage;
 }
 
 }  // extern "C"

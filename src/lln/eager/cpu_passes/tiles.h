@@ -114,7 +114,8 @@ void softmax_gradient(int64_t rows, int64_t columns, const float* weight, float*
   }
 }
 
-// e = exp(βk − peak), ``[tokens, D]``.
+// e = exp(β(k − peak)), ``[tokens, D]``. The difference comes first: it is never above 0, while βk
+// and a peak of βk, rounded one by one, are 64 apart at 10⁹.
 void weigh_keys(int64_t tokens, int64_t width, const float* key, int64_t row, float beta,
                 const float* peak, float* weight) {
   for (int64_t t = 0; t < tokens; ++t, key += row, weight += width)
@@ -122,8 +123,8 @@ void weigh_keys(int64_t tokens, int64_t width, const float* key, int64_t row, fl
       lanes power[GROUP];
       for (int g = 0; g < GROUP; ++g) {
         const int64_t at = d + g * LANES;
-        // The product is not rounded as that of the peak was: with keys of 10⁹ it may be larger.
-        power[g] = lesser(all(1.0f), load(key + at) * beta - load(peak + at));
+        const lanes k = load(key + at);
+        power[g] = (k - load(peak + at)) * beta + unless_finite(k);
       }
       exponential(power);
       for (int g = 0; g < GROUP; ++g) store(weight + d + g * LANES, power[g]);
@@ -134,8 +135,10 @@ void weigh_keys(int64_t tokens, int64_t width, const float* key, int64_t row, fl
 void weigh_queries(int64_t tokens, int64_t width, const float* query, int64_t row, float alpha,
                    const float* level, float* weight) {
   for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t d = 0; d < width; d += LANES)
-      store(weight + t * width + d, load(query + t * row + d) * alpha + load(level + d));
+    for (int64_t d = 0; d < width; d += LANES) {
+      const lanes q = load(query + t * row + d);
+      store(weight + t * width + d, q * alpha + load(level + d) + unless_finite(q));
+    }
   softmax(tokens, width, weight);
 }
 

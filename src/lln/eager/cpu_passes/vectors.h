@@ -43,6 +43,9 @@ inline lanes larger(lanes one, lanes other) { return one > other ? one : other; 
 inline lanes lesser(lanes one, lanes other) { return one < other ? one : other; }
 #endif
 
+// NaN where a number is NaN or infinite, else 0: e^−∞ = 0 would hide −∞.
+inline lanes unless_finite(lanes number) { return number - number; }
+
 // The numbers at the given places of two vectors, of which the second one's come after the first's.
 template <int... PLACES>
 inline lanes pick(lanes one, lanes other, std::integer_sequence<int, PLACES...>) {

@@ -1,0 +1,31 @@
+"""α and β of an autograd node: numbers, or tensors that are saved with the others.
+
+A tensor that is kept anywhere else may be changed in place before the backward pass, and nobody is
+told that the gradients are then wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def save(ctx: Any, numbers: Sequence[Any], *tensors: Tensor) -> None:
+    """Save them for the backward pass.
+
+    Args:
+        ctx: Of the node.
+        numbers: Numbers, tensors or other things.
+        tensors: What else is needed.
+    """
+    ctx.save_for_backward(*(one if isinstance(one, Tensor) else None for one in numbers), *tensors)
+    ctx.numbers = [None if isinstance(one, Tensor) else one for one in numbers]
+
+
+def saved(ctx: Any) -> list[Any]:
+    """The numbers, then the tensors; an error if one of them has been changed since."""
+    tensors, count = ctx.saved_tensors, len(ctx.numbers)
+    pairs = zip(tensors[:count], ctx.numbers, strict=True)
+    return [*(other if tensor is None else tensor for tensor, other in pairs), *tensors[count:]]

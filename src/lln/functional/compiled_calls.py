@@ -1,0 +1,65 @@
+"""Which calls the compiled passes of a CPU compute, and why no others; for the plan of a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln.eager import compiled_passes
+from lln.eager.compiled_passes import GROUP
+from lln.functional.request import Request
+from lln.precision import accumulation_dtype
+from lln.tracing import is_untraced_on_cpu
+
+
+def why_absent(*sides: object) -> str | None:
+    """Why compiled passes compute nothing of these tensors, whatever the call; None if they can."""
+    if not is_untraced_on_cpu(*sides):
+        return "takes ordinary tensors on a CPU, outside compilers, transforms and dispatch modes"
+    if compiled_passes.load() is None:
+        return f"has no compiled passes here: {compiled_passes.why_not()}"
+    return None
+
+
+def why_unknown(request: Request) -> str | None:
+    """Why compiled passes do not compute LLN attention of a call; None if they do."""
+    query, key, value, mask = *request[1:4], request.key_mask
+    numbers = (request.alpha, request.beta)
+    reason = why_absent(query, key, value, *numbers, mask, request.bounds)
+    if reason is not None:
+        return reason
+    if request.kind not in ("lln", "lln_diag"):
+        return "computes lln_attention and lln_diag_attention only"
+    if accumulation_dtype(query.dtype) != torch.float32:
+        return f"computes in float32, not {query.dtype}"
+    if query.shape[-1] % GROUP or value.shape[-1] % GROUP:
+        widths = f"{query.shape[-1]} and {value.shape[-1]}"
+        return f"takes widths that are multiples of {GROUP}, not {widths}"
+    if any(isinstance(side, Tensor) and side.requires_grad for side in numbers):
+        return "computes no gradients of alpha and beta"
+    if request.is_causal:
+        return None if mask is None else "takes no key_mask in causal calls"
+    if query.shape[1] != key.shape[1]:
+        return "takes as many key heads as query heads"
+    if mask is not None and not bool(mask.any(-1).all()):
+        return "needs a key to attend to in every sample"
+    return None
+
+
+def why_blocks_apart(request: Request) -> str | None:
+    """Why PyTorch computes the blocks of a call whose LLN attention is compiled; None if not so."""
+    if not request.block_size:
+        return None
+    if request.is_causal:
+        return "has no passes for causal blocks"
+    if isinstance(request.mix, Tensor):
+        return "takes a mix that is one number"
+    if request.block_size % GROUP:
+        return f"takes a block_size that is a multiple of {GROUP}, not {request.block_size}"
+    return None
+
+
+def employs_threads(request: Request) -> bool:
+    """Whether most threads get a head at a time: packed sequences are computed in turn."""
+    samples = request.query.shape[0] if request.bounds is None else 1
+    return compiled_passes.employs_threads(samples * request.query.shape[1])
