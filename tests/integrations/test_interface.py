@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
+from tests.checkpointing import checkpoint_layers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -473,7 +474,7 @@ def test_trap_11_gradient_checkpointing_updates_statistics_once(tiny, text, reen
         model = tiny("roberta", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         convert(model, calibrate=text(), statistics="running", verbose=False)
         if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            checkpoint_layers(model, reentrant)
         model.train()
         embeds = model.embeddings(text(20)["input_ids"]).detach().requires_grad_()
         for _ in range(2):

@@ -49,17 +49,17 @@ def softmax(call: AttentionCall) -> Tensor:
 
 
 def _check_edge(window: int, call: AttentionCall) -> None:
-    """Refuse a window without causality whose edge transformers itself counts in two ways.
+    """Refuse a window that looks both ways and has an edge that transformers counts in two ways.
 
-    Its masks take ``config.sliding_window`` tokens on either side, flash attention one fewer of the
-    number that the layer says. Models made for it say one more.
+    Its masks show ``config.sliding_window`` tokens on either side, its flash attention one fewer
+    than the layer says. Layers made to look both ways say one more than the configuration.
     """
     config = getattr(call.module, "config", None)
     if call.is_causal or window != getattr(config, "sliding_window", None):
         return
     if call.key.shape[2] > window:
         raise UnsupportedModelError(
-            f"{type(call.module).__name__} looks both ways through a window of {window} tokens made "
-            "for causal attention, and transformers' own attentions differ at its edge; give at "
-            f"most {window} tokens, or set config.sliding_window = None."
+            f"{type(call.module).__name__} looks both ways through a window of {window} tokens "
+            "made for causal attention, and transformers' own attentions differ at its edge; give "
+            f"at most {window} tokens, or set config.sliding_window = None."
         )

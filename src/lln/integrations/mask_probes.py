@@ -1,9 +1,9 @@
 """What a mask function lets through, found by asking it about pairs of positions.
 
-Hugging Face nests the parts of a pattern (causal, window, packed sequences) in an order that changes
-with its versions, so nothing is read from the nesting. Every token is asked whether it sees the one
-before it; where it does not, a sequence begins. What follows from that is compared with the pattern
-at many other pairs, and a pattern that answers otherwise is refused.
+Hugging Face nests the parts of a pattern (causal, window, packed sequences) in an order that
+changes with its versions, so nothing is read from the nesting. The pattern is asked which tokens do
+not see the one before them: there a sequence begins. What follows for other pairs is compared with
+what the pattern says of many of them, and a pattern that says otherwise is refused.
 
 Everything is asked on the CPU: a pattern that holds no tensors then makes no GPU wait.
 

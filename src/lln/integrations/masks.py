@@ -60,10 +60,10 @@ def slicing_mask(
         and q_offset + q_length != kv_offset + kv_length
     ):
         raise InvalidInputError(
-            f"{q_length} tokens came with {kv_length} keys that do not end where they end: a static "
-            "cache keeps keys of a fixed length, most of them empty, which LLN attention would "
-            "have to read anew for every token; use lln.integrations.cache.LLNCache, whose size "
-            "is fixed too."
+            f"{q_length} tokens came with {kv_length} keys that do not end at the last token: a "
+            "static cache keeps keys of a fixed length, most of them empty, which LLN attention "
+            "would have to read anew for every token; use lln.integrations.cache.LLNCache, whose "
+            "size is fixed too."
         )
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return _sliced(attention_mask, kv_length)
