@@ -30,8 +30,8 @@ WRONG = [
     ({"attention": "linear"}, "attention must be "),
     ({"statistics": "none"}, "statistics must be one of "),
     ({"matching": "none"}, "matching must be one of "),
-    ({"mix": "both"}, "mix must be a number or one of "),
-    ({"mix": "7"}, "mix must be a number in [0, 1], "),
+    ({"mix": "both", "attention": "lln_diag"}, "mix must be a number or one of "),
+    ({"mix": "7", "attention": "lln_diag"}, "mix must be a number in [0, 1], "),
     ({"block_size": 0}, "block_size must be at least 1, "),
     ({"sliding_window": "no"}, "sliding_window must be "),
 ]
@@ -42,7 +42,7 @@ def test_convert_says_what_to_change(tiny, folders, options, said):
     with pytest.raises(InvalidInputError, match=f"^{re.escape(said)}"):
         model_commands.convert(*folders("bert"), **options)
     if options.get("mix") == "7":
-        options = {"mix": 7}
+        options = options | {"mix": 7}
     with pytest.raises(InvalidInputError, match=f"^{re.escape(said)}"):
         convert(tiny("bert"), verbose=False, **options)
 
@@ -59,14 +59,14 @@ def test_layers_that_do_not_exist(tiny, folders):
     with pytest.raises(InvalidInputError, match=r"^layers has 9, which did not run"):
         model_commands.convert(*folders("bert"), layers="0,9")
     with pytest.raises(InvalidInputError, match=r"^layers has 9, which did not run"):
-        convert(tiny("bert"), layers=[0, 9], verbose=False)
+        convert(tiny("bert"), "lln_diag", layers=[0, 9], verbose=False)
 
 
 def test_a_causal_model_without_calibration(tiny, folders):
     with pytest.raises(InvalidInputError, match="the future; pass calibrate, inputs"):
         model_commands.convert(*folders("gpt2"))
     with pytest.raises(InvalidInputError, match="the future; pass calibrate, inputs"):
-        convert(tiny("gpt2"), verbose=False)
+        convert(tiny("gpt2"), "lln_diag", verbose=False)
 
 
 def test_a_causal_model_with_calibration_and_sample_statistics(tiny, text, folders, tmp_path):
@@ -77,7 +77,7 @@ def test_a_causal_model_with_calibration_and_sample_statistics(tiny, text, folde
             source, target, tmp_path / "text.txt", statistics="sample", tokens=16
         )
     with pytest.raises(InvalidInputError, match=said):
-        convert(tiny("gpt2"), calibrate=text(), statistics="sample", verbose=False)
+        convert(tiny("gpt2"), "lln_diag", calibrate=text(), statistics="sample", verbose=False)
 
 
 def test_sliding_windows(tiny, folders):
@@ -85,16 +85,22 @@ def test_sliding_windows(tiny, folders):
     with pytest.raises(UnsupportedModelError, match=said):
         model_commands.convert(*folders("modernbert"))
     with pytest.raises(UnsupportedModelError, match=said):
-        convert(tiny("modernbert"), verbose=False)
+        convert(tiny("modernbert"), "lln_diag", verbose=False)
     windowed = next(
         number
         for number, layer in enumerate(
-            convert(tiny("modernbert"), sliding_window="softmax", verbose=False).layers
+            convert(tiny("modernbert"), "lln_diag", sliding_window="softmax", verbose=False).layers
         )
         if layer.attention == "softmax"
     )
     with pytest.raises(UnsupportedModelError, match=r"; leave it out of layers\.$"):
-        convert(tiny("modernbert"), layers=[windowed], sliding_window="softmax", verbose=False)
+        convert(
+            tiny("modernbert"),
+            "lln_diag",
+            layers=[windowed],
+            sliding_window="softmax",
+            verbose=False,
+        )
 
 
 def test_recover_says_what_to_change(folders, tmp_path):
@@ -110,7 +116,7 @@ def test_recover_says_what_to_change(folders, tmp_path):
 
 def test_a_checkpoint_of_another_model_names_the_work_folder(tiny, text, folders, tmp_path):
     other = tiny("bert", hidden_size=16)
-    convert(other, calibrate=text(), statistics="running", mix="gate", verbose=False)
+    convert(other, "lln_diag", calibrate=text(), statistics="running", mix="gate", verbose=False)
     inputs = {name: tensor[0] for name, tensor in text().items()}
     steps = {"layer_steps": 1, "end_steps": 0, "batch_size": 1}
     recover(other, [inputs], output_dir=tmp_path / "work", **steps)

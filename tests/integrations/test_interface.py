@@ -208,7 +208,15 @@ def test_sequences_packed_by_their_positions_equal_separate_ones(tiny, text, att
 @pytest.mark.parametrize("mix", [0.3, "gate", "scale", "heads", "ratio"])
 def test_packed_sequences_in_a_converted_model(tiny, text, statistics, mix):
     model = tiny("roberta", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    convert(model, calibrate=text(17), statistics=statistics, mix=mix, block_size=4, verbose=False)
+    convert(
+        model,
+        "lln_diag",
+        calibrate=text(17),
+        statistics=statistics,
+        mix=mix,
+        block_size=4,
+        verbose=False,
+    )
     for name, parameter in model.named_parameters():
         if "gate" in name or "scale" in name:
             torch.nn.init.normal_(parameter)
@@ -233,7 +241,7 @@ def test_packed_sequences_in_a_converted_model(tiny, text, statistics, mix):
 def test_packed_sequences_in_layers_left_softmax(tiny, text, batch):
     soft = tiny("roberta")
     model = copy.deepcopy(soft)
-    convert(model, layers=[], batch=text(), verbose=False)
+    convert(model, "lln_diag", layers=[], batch=text(), verbose=False)
     ids = text(9, batch=batch)["input_ids"]
     places = torch.cat([torch.arange(1, 4), torch.arange(1, 7)])[None].expand(batch, -1)
     bounds = torch.tensor([0, 3, 9, 12, 18][: 2 * batch + 1])
@@ -326,7 +334,7 @@ def test_trap_3_a_model_that_ignores_the_interface_is_refused(tiny, text):
     model = tiny("deberta")
     before = model(**text())[0]
     with pytest.raises(UnsupportedModelError, match="DebertaV2Model"):
-        convert(model, batch=text(), verbose=False)
+        convert(model, "lln_diag", batch=text(), verbose=False)
     assert model.config._attn_implementation != "lln_diag"
     assert change(model(**text())[0], before) == 0
 
@@ -338,7 +346,7 @@ def test_trap_3_without_the_source_check_the_dry_run_still_refuses(tiny, text, m
         type(model), "_can_set_attn_implementation", classmethod(lambda cls: True), raising=True
     )
     with pytest.raises(UnsupportedModelError, match="without one call"):
-        convert(model, batch=text(), verbose=False)
+        convert(model, "lln_diag", batch=text(), verbose=False)
 
 
 @each_attention
@@ -409,7 +417,7 @@ def test_trap_6_attention_weights_on_request(tiny, text):
 def test_trap_6_weights_of_a_converted_model_add_up_to_its_output(tiny, text):
     model = tiny("roberta", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     inputs = text(12, padding=4)
-    convert(model, calibrate=inputs, statistics="running", mix="gate", verbose=False)
+    convert(model, "lln_diag", calibrate=inputs, statistics="running", mix="gate", verbose=False)
     model.train()
     calls = calls_of(copy.deepcopy(model), **inputs)
     weights = model(**inputs, output_attentions=True).attentions[0]
@@ -420,7 +428,7 @@ def test_trap_6_weights_of_a_converted_model_add_up_to_its_output(tiny, text):
     heads = model.encoder.layer[0].attention.self.lln
     assert heads.statistics.updates == 2
     assert change(weights @ calls[0].value, attend.attend(calls[0])) < 1e-5
-    convert(model, calibrate=inputs, mix="ratio", verbose=False)
+    convert(model, "lln_diag", calibrate=inputs, mix="ratio", verbose=False)
     with pytest.raises(InvalidInputError, match="mix='ratio'"):
         model(**inputs, output_attentions=True)
 
@@ -455,7 +463,7 @@ def test_trap_9_a_model_whose_source_cannot_be_read_is_refused(tiny, text, monke
         type(model), "_can_set_attn_implementation", classmethod(lambda cls: False), raising=True
     )
     with pytest.raises(UnsupportedModelError, match="source cannot be read"):
-        convert(model, batch=text(), verbose=False)
+        convert(model, "lln_diag", batch=text(), verbose=False)
 
 
 @pytest.mark.parametrize("option", [{"mix": "gate"}, {"statistics": "running"}])
@@ -472,7 +480,7 @@ def test_trap_10_learned_settings_without_a_module_are_refused(tiny, text, optio
 def test_trap_11_gradient_checkpointing_updates_statistics_once(tiny, text, reentrant):
     def gradients(checkpointed):
         model = tiny("roberta", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        convert(model, calibrate=text(), statistics="running", verbose=False)
+        convert(model, "lln_diag", calibrate=text(), statistics="running", verbose=False)
         if checkpointed:
             checkpoint_layers(model, reentrant)
         model.train()

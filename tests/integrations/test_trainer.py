@@ -31,7 +31,7 @@ class Sequences(Dataset):
 
 def build(tiny, text, statistics):
     model = tiny("roberta", model="RobertaForSequenceClassification")
-    convert(model, calibrate=text(), statistics=statistics, mix="gate", verbose=False)
+    convert(model, "lln_diag", calibrate=text(), statistics=statistics, mix="gate", verbose=False)
     return model
 
 

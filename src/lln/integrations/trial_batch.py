@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lln.errors import InvalidInputError
 
@@ -42,7 +42,42 @@ def check_inputs(name: str, inputs: Any, model: PreTrainedModel) -> dict[str, Te
             f"{name} is on {main.device} and the model on {model.device}; pass "
             f"{name}=batch.to(model.device)."
         )
+    if isinstance(main, Tensor):
+        _check_size(name, main, inputs, model)
+    elif not any(isinstance(value, Tensor) for value in inputs.values()):
+        raise InvalidInputError(f"{name} has no tensors; give the model's inputs, as {_TOKENIZE}.")
     return dict(inputs)
+
+
+def _check_size(name: str, main: Tensor, inputs: Mapping[str, Any], model: PreTrainedModel) -> None:
+    """Refuse what the model cannot read: no tokens, or more than it has positions for."""
+    if main.numel() == 0:
+        raise InvalidInputError(
+            f"{name}[{model.main_input_name!r}] is empty, of shape {list(main.shape)}; give at "
+            "least one sample."
+        )
+    # Of an encoder and a decoder, the first.
+    table = next(
+        (found for path, found in model.named_modules() if _is_positions(path, found)), None
+    )
+    if table is None or main.dim() != 2 or main.is_floating_point() or "position_ids" in inputs:
+        return
+    # RoBERTa and its like count from the padding on, and do not count padding.
+    padding = table.padding_idx
+    tokens = main.shape[1] if padding is None else int((main != padding).sum(1).max())
+    before = getattr(table, "offset", 0) if padding is None else padding + 1
+    if tokens > table.num_embeddings - before:
+        raise InvalidInputError(
+            f"{name} has a sample of {tokens} tokens, and {type(model).__name__} has positions for "
+            f"{table.num_embeddings - before}; cut it with truncation=True, "
+            f"max_length={table.num_embeddings - before}."
+        )
+
+
+def _is_positions(path: str, module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether a module is a table of positions: longer texts than that have none."""
+    name = path.rpartition(".")[2]
+    return isinstance(module, nn.Embedding) and ("position" in name or name == "wpe")
 
 
 def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:

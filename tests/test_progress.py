@@ -1,15 +1,15 @@
-"""The bar of `lln recover`: a line per new loss away from a terminal, and nothing left behind."""
+"""The bar of steps: a line per new loss away from a terminal, and nothing left behind."""
 
 import math
 
 import pytest
 
-from lln.cli.training_bar import training_bar
+from lln.progress import step_bar
 
 
 def test_every_new_loss_is_a_line_where_there_is_no_terminal():
     lines = []
-    with training_bar(lines.append) as show:
+    with step_bar(lines.append) as show:
         show("layers", 1, 2, math.nan)
         show("layers", 2, 2, 0.5)
         show("output", 1, 3, 0.5)
@@ -19,7 +19,7 @@ def test_every_new_loss_is_a_line_where_there_is_no_terminal():
 
 def test_an_interrupt_ends_the_bar(capsys):
     def interrupted():
-        with training_bar(lambda _: None) as show:
+        with step_bar(lambda _: None) as show:
             show("layers", 1, 2, 0.5)
             raise KeyboardInterrupt
 
