@@ -75,10 +75,14 @@ def step_bar(
         if step >= total:
             # Removed before anything else is printed, because the bar would overwrite it.
             bar.update(tasks[phase], visible=False)
+            end()
+
+    def end() -> None:
+        # To stop a bar that was never shown prints an empty line.
+        if bar.live.is_started:
             bar.stop()
 
     try:
         yield show
     finally:
-        if bar.live.is_started:
-            bar.stop()
+        end()

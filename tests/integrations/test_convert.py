@@ -413,6 +413,22 @@ def test_the_table_says_what_changed(tiny, text, capsys):
     assert f"{report.layers[0].moved:.1%}" in str(report)
 
 
+def test_a_bar_shows_the_layers_on_a_terminal_only(tiny, text, capsys, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    convert(tiny("roberta"), calibrate=text())
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    convert(tiny("roberta"), calibrate=text())
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "layers" in err
+    steps = []
+    convert(tiny("roberta"), calibrate=text(), on_step=lambda *step: steps.append(step))
+    assert steps == [("layers", 0, 2), ("layers", 1, 2), ("layers", 2, 2)]
+    assert capsys.readouterr() == ("", "")
+
+
 def test_the_table_is_printed_on_request(tiny, capsys):
     convert(tiny("roberta"), "lln_diag", verbose=True)
     assert capsys.readouterr().out.count("2 of 2 attention layers run lln_diag") == 1

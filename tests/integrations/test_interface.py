@@ -433,6 +433,30 @@ def test_trap_6_weights_of_a_converted_model_add_up_to_its_output(tiny, text):
         model(**inputs, output_attentions=True)
 
 
+def test_trap_6_weights_while_generating(tiny, text):
+    """A cache of fixed size has no keys to weigh; Hugging Face would return empty tuples."""
+    model = tiny("llama", "lln", FIXED)
+    options = {"max_new_tokens": 2, "do_sample": False, "output_attentions": True}
+    with pytest.raises(InvalidInputError, match=r"LLNCache, .* pass use_cache=False"):
+        model.generate(**text(6), **options, return_dict_in_generate=True)
+    found = model.generate(**text(6), **options, return_dict_in_generate=True, use_cache=False)
+    expected = model(found.sequences[:, :-1], output_attentions=True, use_cache=False).attentions
+    for layer, weights in zip(found.attentions[-1], expected, strict=True):
+        assert change(layer, weights) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["roberta", "mistral"])
+def test_trap_6_layers_that_keep_softmax_have_weights(tiny, text, name):
+    soft = tiny(name, "eager")
+    ours = tiny(name)
+    convert(ours, "lln", layers=[], batch=text(), sliding_window="softmax")
+    inputs = text(12, padding=4) | ({"use_cache": False} if name == "mistral" else {})
+    valid = inputs["attention_mask"].bool()
+    found, expected = (model(**inputs, output_attentions=True).attentions for model in (ours, soft))
+    for one, two in zip(found, expected, strict=True):
+        assert change(one.transpose(1, 2)[valid], two.transpose(1, 2)[valid]) < 1e-6
+
+
 def test_trap_7_generate_keeps_a_state_of_fixed_size(tiny, text):
     """Hugging Face's own cache would hand over ever more keys."""
     model = tiny("llama", "lln", FIXED)
@@ -449,6 +473,17 @@ def test_trap_7_another_cache_works_and_warns_what_it_costs(tiny, text):
     with pytest.warns(UserWarning, match="LLNCache"):
         out = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False)
     assert torch.equal(out, model.generate(**inputs, max_new_tokens=6, do_sample=False))
+
+
+def test_a_mistyped_attention_is_told_which_was_meant(tiny):
+    with pytest.raises(InvalidInputError, match=r"'lln_dia' does not exist.*mean 'lln_diag'"):
+        tiny("roberta", "lln_dia")
+    model = tiny("roberta")
+    with pytest.raises(InvalidInputError, match="mean 'lln_keys'"):
+        model.set_attn_implementation("LLN-keys")
+    with pytest.raises(ValueError, match="attn_implementation") as raised:
+        tiny("roberta", "something")
+    assert not isinstance(raised.value, InvalidInputError)
 
 
 def test_trap_8_our_names_start_no_dispatch_of_transformers():
