@@ -2,7 +2,7 @@
 
     from lln.integrations.convert import convert
 
-    convert(model, attention="lln_diag", calibrate=tokenizer(texts, return_tensors="pt"))
+    convert(model, calibrate=tokenizer(texts, return_tensors="pt"))
 
 The model is run twice on a batch. In the first run every attention layer still answers with
 softmax while its LLN counterpart is calibrated and compared beside it; the second run shows that
