@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -56,28 +56,28 @@ def _check_size(name: str, main: Tensor, inputs: Mapping[str, Any], model: PreTr
             f"{name}[{model.main_input_name!r}] is empty, of shape {list(main.shape)}; give at "
             "least one sample."
         )
-    # Of an encoder and a decoder, the first.
-    table = next(
-        (found for path, found in model.named_modules() if _is_positions(path, found)), None
-    )
+    table = _positions_of(model)
     if table is None or main.dim() != 2 or main.is_floating_point() or "position_ids" in inputs:
         return
-    # RoBERTa and its like count from the padding on, and do not count padding.
-    padding = table.padding_idx
-    tokens = main.shape[1] if padding is None else int((main != padding).sum(1).max())
-    before = getattr(table, "offset", 0) if padding is None else padding + 1
-    if tokens > table.num_embeddings - before:
+    tokens, room = main.shape[1], table.num_embeddings - getattr(table, "offset", 0)
+    if table.padding_idx is not None:
+        # RoBERTa and its like count from the padding on, and do not count padding.
+        tokens = int(main.ne(table.padding_idx).sum(1).max())
+        room = table.num_embeddings - table.padding_idx - 1
+    if tokens > room:
         raise InvalidInputError(
             f"{name} has a sample of {tokens} tokens, and {type(model).__name__} has positions for "
-            f"{table.num_embeddings - before}; cut it with truncation=True, "
-            f"max_length={table.num_embeddings - before}."
+            f"{room}; cut it with truncation=True, max_length={room}."
         )
 
 
-def _is_positions(path: str, module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Whether a module is a table of positions: longer texts than that have none."""
-    name = path.rpartition(".")[2]
-    return isinstance(module, nn.Embedding) and ("position" in name or name == "wpe")
+def _positions_of(model: nn.Module) -> nn.Embedding | None:
+    """A model's table of positions, of an encoder and a decoder the first; None if it has none."""
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and ("position" in name or name == "wpe"):
+            return module
+    return None
 
 
 def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
