@@ -413,6 +413,18 @@ def test_the_table_says_what_changed(tiny, text, capsys):
     assert f"{report.layers[0].moved:.1%}" in str(report)
 
 
+def test_exact_keys_of_cross_attention_are_refused(text):
+    sizes = {"d_model": 32, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "vocab_size": 99}
+    layers = {"encoder_layers": 2, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    model = transformers.BartModel(transformers.BartConfig(**sizes, **layers, **heads)).eval()
+    ids = text(20)["input_ids"]
+    batch = {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+    with pytest.raises(InvalidInputError, match=r"BartModel has cross attention, .* 'lln'"):
+        convert(model, calibrate=batch)
+    convert(model, "lln", calibrate=batch)
+
+
 def test_a_bar_shows_the_layers_on_a_terminal_only(tiny, text, capsys, monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     convert(tiny("roberta"), calibrate=text())

@@ -54,7 +54,8 @@ def packed_sequences(
     row = torch.arange(batch_size, device="cpu")[:, None]
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        return mask_function(row, torch.zeros_like(row), query, key).expand(batch_size, -1)
+        seen = mask_function(row, torch.zeros_like(row), query, key)
+        return seen.to(row.device).expand(batch_size, -1)
 
     begins = torch.zeros(batch_size, len(keys), dtype=torch.bool, device="cpu")
     # A window of one token hides the one before it, too.

@@ -161,6 +161,11 @@ class Surgeon:
                 "would have to keep the last values, and cross attention has no neighbours; leave "
                 "it 0."
             )
+        if self.attention == "lln_keys" and call.query.shape[2] != call.key.shape[2]:
+            raise InvalidInputError(
+                f"{type(self.model).__name__} has cross attention, whose queries and keys have no "
+                "common positions for exact keys; choose attention 'lln'."
+            )
         if self.settings.statistics == "sample" and call.is_causal:
             raise InvalidInputError(
                 f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "
