@@ -23,8 +23,8 @@ OLDEST_TESTS := tests/integrations tests/instruments/test_capture_transformers.p
 # Guides and whole conversions run at night; the tests of their parts run with every change.
 OLDEST_LATER := $(patsubst %,--ignore=tests/integrations/test_%.py,docs examples target timm_target)
 
-# Of the core what depends most on the version of torch: gradients, compilers, transforms, modules.
-NEWEST_TESTS := $(OLDEST_TESTS) tests/functional/test_gradients.py tests/functional/test_transforms.py tests/nn
+# Of the core what depends most on the version of torch.
+NEWEST_TESTS := $(OLDEST_TESTS) tests/functional tests/matching tests/nn
 PYTEST_NEWEST := OPENBLAS_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help

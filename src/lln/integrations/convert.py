@@ -109,8 +109,9 @@ def convert(
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         verbose: Whether to print the table too, for scripts; a shell or notebook shows it anyhow.
-        on_step: Called after every step with the part of the work, the step and how many there are
-            at most; None = a progress bar, if stderr is a terminal.
+        on_step: Called with the part of the work, the step and how many there are at most: before
+            the first layer with step 0, then after every step. None = a progress bar, if stderr is
+            a terminal.
 
     Returns:
         What changed, and how far each layer's output and the model's moved; its text is a table.

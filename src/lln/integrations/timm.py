@@ -95,7 +95,7 @@ def convert(
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         verbose: Whether to print the table too.
-        on_step: Called after every step; None = a progress bar, if stderr is a terminal.
+        on_step: As in `lln.integrations.convert.convert`.
 
     Returns:
         What changed, and how far each layer's output and the model's moved. With a target also
