@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 # Kernels and integrations import optional packages, so their examples run in their own tests.
 DOCTEST_SKIP := --ignore=src/lln/kernels --ignore=src/lln/integrations
 OLDEST := .oldest
+NEWEST := .newest
 EMPTY := build/empty
 # Processes that share the tests, one per core of the smallest machine. A third one takes more
 # processor time, to start and to collect the tests, than it saves while another one waits.
@@ -22,8 +23,12 @@ OLDEST_TESTS := tests/integrations tests/instruments/test_capture_transformers.p
 # Guides and whole conversions run at night; the tests of their parts run with every change.
 OLDEST_LATER := $(patsubst %,--ignore=tests/integrations/test_%.py,docs examples target timm_target)
 
+# Of the core what depends most on the version of torch.
+NEWEST_TESTS := $(OLDEST_TESTS) tests/functional tests/matching tests/nn
+PYTEST_NEWEST := OPENBLAS_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest test-gpu bench fit check clean
+.PHONY: help setup demo test test-oldest test-newest test-gpu bench fit check clean
 .PHONY: nightly release
 
 help:  ## show this list
@@ -47,6 +52,12 @@ test: setup  ## run the CPU tests and the examples in the docstrings
 test-oldest: $(OLDEST)/.stamp  ## run the Hugging Face tests with the oldest supported transformers
 	$(PYTEST_OLDEST) -m "not gpu and not slow" $(OLDEST_LATER) $(OLDEST_TESTS)
 
+# Installed anew each time, because tomorrow's releases are newer.
+test-newest: | $(NEWEST)/bin/python  ## run Hugging Face and core tests with the newest torch and transformers (6 GB)
+	$(NEWEST)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check \
+		--upgrade --upgrade-strategy eager -e '.[dev,hf,instruments]'
+	$(PYTEST_NEWEST) -m "not gpu and not slow" $(NEWEST_TESTS)
+
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
 	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py \
 		tests/parallel/test_on_gpu.py tests/studies/bench/test_roberta.py
@@ -61,6 +72,7 @@ nightly: $(VENV)/.stamp-nightly $(OLDEST)/.stamp  ## run the slow tests, more ex
 	cd build && ../$(BIN)/lln demo --quick
 	cd build && ../$(BIN)/lln bench --lengths 128 256 --seconds 0.02 --figure
 	cd build && ../$(BIN)/lln bench peers --lengths 128 --seconds 0.02
+	$(MAKE) test-newest
 
 bench: setup  ## time attention on this machine, table and figure (CPU: three minutes)
 	$(BIN)/lln bench --figure
@@ -91,8 +103,8 @@ release: $(VENV)/.stamp-release  ## build wheel and sdist, check them, try the w
 	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[hf,instruments]"
 	cd $(EMPTY) && bin/python $(CURDIR)/tests/readme.py --all $(CURDIR)/README.md
 
-clean:  ## remove .venv, .oldest, caches and build output
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage htmlcov
+clean:  ## remove .venv, .oldest, .newest, caches and build output
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The pip that comes with an older Python takes twice as long to install the rest.
@@ -100,6 +112,9 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("lln needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) 'pip>=25'
+
+$(NEWEST)/bin/python:
+	$(PYTHON) -m venv $(NEWEST)
 
 # The stamps depend on what they install from, so a second run does nothing.
 $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python

@@ -106,7 +106,9 @@ def main(arguments=None):
     torch.manual_seed(0)
     model = RobertaForMaskedLM(config).to(device)
     if GPU:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Newer versions of transformers have another name for it, and warn of this one.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     connect(model)
     losses = train(model, options)
     dist.destroy_process_group()

@@ -34,7 +34,9 @@ def main(arguments=None):
 
     # The first layer keeps softmax; the others learn a gate between LLN and Diag when trained.
     layers = range(1, model.config.num_hidden_layers)
-    report = convert(model, layers=list(layers), calibrate=batch, mix="gate", block_size=32)
+    report = convert(
+        model, "lln_diag", layers=list(layers), calibrate=batch, mix="gate", block_size=32
+    )
     print(report)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -25,8 +25,8 @@ from experiments.prepared import prepared_task
 from experiments.tables import table
 from experiments.tasks.task import as_batch
 from lln.files import compact_json, write_atomically
+from lln.progress import progress_bar
 from lln.studies.bench.environment import describe
-from lln.studies.report.progress import progress_bar
 
 WARM_UP, MEASURED = 8, 30
 

@@ -25,8 +25,8 @@ from experiments.prepared import prepared_task
 from experiments.tasks.task import Task
 from experiments.training import processes, train
 from lln.errors import InvalidInputError
+from lln.progress import progress_bar
 from lln.studies.bench.environment import describe
-from lln.studies.report.progress import progress_bar
 
 
 def cells_of(

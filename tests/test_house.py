@@ -10,7 +10,17 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "lln"
 
-LOOSE = {"errors", "files", "native", "observers", "precision", "printing", "reference", "tracing"}
+LOOSE = {
+    "errors",
+    "files",
+    "native",
+    "observers",
+    "precision",
+    "printing",
+    "progress",
+    "reference",
+    "tracing",
+}
 MOST_ROOMS = 13
 
 # A folder may have its own of these: they do the same there. ``run`` is what executes a call.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TARGETS = ("test", "test-oldest", "test-gpu", "nightly")
+TARGETS = ("test", "test-oldest", "test-newest", "test-gpu", "nightly")
 INTERPRET = "TRITON_INTERPRET=1"
 # Writes {test: marks} of some paths to a file.
 COLLECT = """

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.checkpointing import checkpoint_layers
 from transformers import (
     BertConfig,
     BertModel,
@@ -146,7 +147,7 @@ def test_training_with_dropout_is_bit_equal(name, implementation):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing_is_measured_once(use_reentrant):
     model = make("bert", "sdpa").train()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    checkpoint_layers(model, use_reentrant)
     with capture(model) as seen:
         model(**inputs("bert")).last_hidden_state.sum().backward()
     assert [call.call for call in seen.calls] == [0, 0]

@@ -207,7 +207,7 @@ def test_layers_left_softmax_keep_their_keys(tiny, text):
 def test_every_join_generates_as_it_computes(tiny, text, mix):
     model = tiny("gpt2")
     inputs = text(10)
-    convert(model, calibrate=inputs, mix=mix, block_size=4, verbose=False)
+    convert(model, "lln_diag", calibrate=inputs, mix=mix, block_size=4, verbose=False)
     for name, parameter in model.named_parameters():
         if "gate" in name or "scale" in name:
             torch.nn.init.normal_(parameter)

@@ -162,7 +162,7 @@ def test_a_limit_on_the_size_of_files(folder, tmp_path):
 
 def training(tiny, text):
     model = tiny("bert")
-    convert(model, calibrate=text(), statistics="running", verbose=False)
+    convert(model, "lln_diag", calibrate=text(), statistics="running", verbose=False)
     data = [{name: tensor[0] for name, tensor in text().items()}] * 4
     return model, data, {**STEPS, "use_cpu": True, "disable_tqdm": True}
 

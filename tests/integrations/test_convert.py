@@ -52,9 +52,9 @@ def test_bidirectional_models_convert_without_a_batch(tiny, name):
 def test_causal_models_need_a_batch(tiny, text, name):
     model = tiny(name)
     with pytest.raises(InvalidInputError, match="pass calibrate, inputs"):
-        convert(model, verbose=False)
+        convert(model, "lln_diag", verbose=False)
     assert model.config._attn_implementation == "sdpa"
-    report = convert(model, calibrate=text(), verbose=False)
+    report = convert(model, "lln_diag", calibrate=text(), verbose=False)
     assert len(report.layers) == 2
     assert report.statistics == "fixed"
 
@@ -87,12 +87,12 @@ def test_only_the_layers_asked_for_change(tiny, text):
     soft = tiny("roberta")
     for layers in ([1], [NAME.format(1)]):
         model = copy.deepcopy(soft)
-        report = convert(model, layers=layers, batch=text(), verbose=False)
+        report = convert(model, "lln_diag", layers=layers, batch=text(), verbose=False)
         assert [layer.attention for layer in report.layers] == ["softmax", "lln_diag"]
         assert isinstance(heads_of(model, 0), KeptSoftmax)
         assert isinstance(heads_of(model, 1), AttachedHeads)
     none = copy.deepcopy(soft)
-    convert(none, layers=[], batch=text(), verbose=False)
+    convert(none, "lln_diag", layers=[], batch=text(), verbose=False)
     inputs = text(20, padding=6)
     valid = inputs["attention_mask"].bool()
     assert change(none(**inputs)[0][valid], soft(**inputs)[0][valid]) < 1e-6
@@ -103,7 +103,7 @@ def test_unknown_layers_are_refused_and_the_model_is_as_before(tiny, text):
     before = model(**text())[0]
     for layers in ([2], ["encoder.layer.9"]):
         with pytest.raises(InvalidInputError, match="known are 0 to 1"):
-            convert(model, layers=layers, batch=text(), verbose=False)
+            convert(model, "lln_diag", layers=layers, batch=text(), verbose=False)
     assert not hasattr(model.config, "lln")
     assert not any("lln" in name for name, _ in model.named_modules())
     assert torch.equal(model(**text())[0], before)
@@ -115,7 +115,7 @@ def test_a_failed_conversion_leaves_an_earlier_one(tiny, text):
     before = model(**text())[0]
     settings, state = copy.deepcopy(model.config.lln), copy.deepcopy(model.state_dict())
     with pytest.raises(InvalidInputError):
-        convert(model, layers=[7], batch=text(), verbose=False)
+        convert(model, "lln_diag", layers=[7], batch=text(), verbose=False)
     assert model.config.lln == settings
     assert model.state_dict().keys() == state.keys()
     assert torch.equal(model(**text())[0], before)
@@ -133,17 +133,19 @@ def test_converting_again_starts_from_softmax(tiny, text):
 def test_models_with_windows_are_refused_unless_windows_stay_softmax(tiny, text):
     model = tiny("modernbert")
     with pytest.raises(UnsupportedModelError, match="choose sliding_window 'softmax'"):
-        convert(model, batch=text(), verbose=False)
-    report = convert(model, batch=text(), sliding_window="softmax", verbose=False)
+        convert(model, "lln_diag", batch=text(), verbose=False)
+    report = convert(model, "lln_diag", batch=text(), sliding_window="softmax", verbose=False)
     assert [layer.attention for layer in report.layers] == ["lln_diag", "softmax"]
     with pytest.raises(UnsupportedModelError, match="layer 1"):
-        convert(model, layers=[1], batch=text(), sliding_window="softmax", verbose=False)
+        convert(
+            model, "lln_diag", layers=[1], batch=text(), sliding_window="softmax", verbose=False
+        )
 
 
 def test_position_bias_is_refused(tiny, text):
     model = tiny("t5")
     with pytest.raises(UnsupportedModelError, match="position_bias"):
-        convert(model, batch=text(), verbose=False)
+        convert(model, "lln_diag", batch=text(), verbose=False)
     assert model.config._attn_implementation != "lln_diag"
 
 
@@ -152,7 +154,7 @@ def test_a_model_that_bypasses_a_layer_is_refused(tiny, text):
     layer = model.encoder.layer[1].attention.self
     layer.forward = lambda hidden_states, *args, **kwargs: (hidden_states, None)
     with pytest.raises(UnsupportedModelError, match="called 1 times in RobertaModel"):
-        convert(model, batch=text(), verbose=False)
+        convert(model, "lln_diag", batch=text(), verbose=False)
 
 
 @each_statistics
@@ -160,7 +162,15 @@ def test_a_model_that_bypasses_a_layer_is_refused(tiny, text):
 def test_converted_models_come_back_as_they_were_saved(tiny, text, tmp_path, statistics, mix):
     model = tiny("roberta", model="RobertaForMaskedLM")
     inputs = text(20, padding=6)
-    convert(model, calibrate=inputs, statistics=statistics, mix=mix, block_size=4, verbose=False)
+    convert(
+        model,
+        "lln_diag",
+        calibrate=inputs,
+        statistics=statistics,
+        mix=mix,
+        block_size=4,
+        verbose=False,
+    )
     for name, parameter in model.named_parameters():
         if ".lln." in name:
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -181,7 +191,9 @@ def test_converted_models_come_back_as_they_were_saved(tiny, text, tmp_path, sta
 def test_statistics_stay_float32_in_half_precision(tiny, text, tmp_path):
     for statistics in ("fixed", "running", "learned"):
         model = tiny("roberta")
-        convert(model, calibrate=text(), statistics=statistics, mix="ratio", verbose=False)
+        convert(
+            model, "lln_diag", calibrate=text(), statistics=statistics, mix="ratio", verbose=False
+        )
         model.save_pretrained(tmp_path / statistics)
         again = transformers.AutoModel.from_pretrained(
             tmp_path / statistics, dtype=torch.bfloat16
@@ -190,7 +202,7 @@ def test_statistics_stay_float32_in_half_precision(tiny, text, tmp_path):
             assert tensor.dtype in (torch.float32, torch.int64), name
             assert torch.equal(tensor, heads_of(model).statistics.state_dict()[name]), name
         assert again(**text())[0].dtype == torch.bfloat16
-    convert(model := tiny("roberta"), calibrate=text(), verbose=False)
+    convert(model := tiny("roberta"), "lln_diag", calibrate=text(), verbose=False)
     assert heads_of(model.to(torch.bfloat16)).statistics.alpha.dtype == torch.float32
 
 
@@ -198,7 +210,7 @@ def test_missing_statistics_fail_loudly(tiny, text, tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = tiny("roberta")
-    convert(model, calibrate=text(), verbose=False)
+    convert(model, "lln_diag", calibrate=text(), verbose=False)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if ".lln." not in name}
@@ -215,7 +227,7 @@ def test_running_statistics_missing_from_a_checkpoint_start_anew(tiny, text, tmp
     from safetensors.torch import load_file, save_file
 
     model = tiny("roberta")
-    convert(model, calibrate=text(), statistics="running", verbose=False)
+    convert(model, "lln_diag", calibrate=text(), statistics="running", verbose=False)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if ".lln." not in name}
@@ -228,7 +240,7 @@ def test_running_statistics_missing_from_a_checkpoint_start_anew(tiny, text, tmp
 
 def test_a_converted_model_whose_submodules_are_gone_is_refused(tiny, text):
     model = tiny("roberta")
-    convert(model, calibrate=text(), verbose=False)
+    convert(model, "lln_diag", calibrate=text(), verbose=False)
     del model.encoder.layer[0].attention.self.lln
     with pytest.raises(InvalidInputError, match=r"register\(\) before loading"):
         model(**text())
@@ -245,7 +257,7 @@ def test_switching_a_converted_model_to_the_other_attention_is_refused(tiny, tex
 def test_settings_replaced_after_conversion_are_refused(tiny, text):
     """They would be saved without the layers, and the model loaded with other α and β."""
     model = tiny("roberta")
-    convert(model, calibrate=text(), verbose=False)
+    convert(model, "lln_diag", calibrate=text(), verbose=False)
     model.config.lln = {"block_size": 4}
     with pytest.raises(InvalidInputError, match="replaced after conversion"):
         model(**text())
@@ -257,7 +269,7 @@ def test_settings_replaced_after_conversion_are_refused(tiny, text):
 )
 def test_settings_that_conversion_built_in_cannot_be_changed_alone(tiny, text, name, value):
     model = tiny("roberta")
-    convert(model, calibrate=text(), verbose=False)
+    convert(model, "lln_diag", calibrate=text(), verbose=False)
     model.config.lln[name] = value
     with pytest.raises(InvalidInputError, match=f"convert again with {name}={value!r}"):
         model(**text())
@@ -267,8 +279,8 @@ def test_other_settings_can_be_changed_after_conversion(tiny, text):
     """As if the model had been converted with them."""
     inputs = text(20)
     changed, converted = tiny("roberta"), tiny("roberta")
-    convert(changed, calibrate=inputs, verbose=False)
-    convert(converted, calibrate=inputs, block_size=4, verbose=False)
+    convert(changed, "lln_diag", calibrate=inputs, verbose=False)
+    convert(converted, "lln_diag", calibrate=inputs, block_size=4, verbose=False)
     before = changed(**inputs)[0]
     changed.config.lln["block_size"] = 4
     assert change(changed(**inputs)[0], before) > 1e-5
@@ -278,7 +290,7 @@ def test_other_settings_can_be_changed_after_conversion(tiny, text):
 @pytest.mark.parametrize("mix", ["ratio", "scale", "gate"])
 def test_learned_parts_learn(tiny, text, mix):
     model = tiny("roberta")
-    convert(model, calibrate=text(), statistics="learned", mix=mix, verbose=False)
+    convert(model, "lln_diag", calibrate=text(), statistics="learned", mix=mix, verbose=False)
     model.train()
     model(**text())[0].square().sum().backward()
     ours = [(name, p) for name, p in model.named_parameters() if ".lln." in name]
@@ -291,7 +303,7 @@ def test_learned_parts_learn(tiny, text, mix):
 def test_training_mode_is_kept(tiny, text):
     model = tiny("roberta").train()
     model.encoder.layer[1].eval()
-    convert(model, calibrate=text(), statistics="running", verbose=False)
+    convert(model, "lln_diag", calibrate=text(), statistics="running", verbose=False)
     assert model.training
     assert heads_of(model, 0).training
     assert not heads_of(model, 1).training
@@ -309,7 +321,7 @@ def test_layers_that_share_their_weights(text):
         num_attention_heads=4,
         intermediate_size=37,
     )
-    report = convert(transformers.AlbertModel(config), calibrate=text(), verbose=False)
+    report = convert(transformers.AlbertModel(config), "lln_diag", calibrate=text(), verbose=False)
     assert len(report.layers) == 1
 
 
@@ -365,9 +377,9 @@ def test_options_are_checked_before_anything_runs(tiny, text):
     with pytest.raises(InvalidInputError, match="one of 'lln', 'lln_diag', 'lln_keys'"):
         convert(model, "linear", verbose=False)
     with pytest.raises(InvalidInputError, match="needs calibrate, inputs"):
-        convert(model, statistics="fixed", verbose=False)
+        convert(model, "lln_diag", statistics="fixed", verbose=False)
     with pytest.raises(InvalidInputError, match="mix"):
-        convert(model, mix="both", verbose=False)
+        convert(model, "lln_diag", mix="both", verbose=False)
 
 
 def test_what_is_no_batch_is_refused_with_how_to_make_one(tiny, text):
@@ -387,12 +399,12 @@ def test_what_is_no_batch_is_refused_with_how_to_make_one(tiny, text):
 @pytest.mark.parametrize("model", ["folder", torch.nn.Linear(2, 2)], ids=["path", "module"])
 def test_what_is_no_model_of_transformers_is_refused(model):
     with pytest.raises(InvalidInputError, match=f"got {type(model).__name__}; a Sent"):
-        convert(model)
+        convert(model, "lln_diag")
 
 
 def test_the_table_says_what_changed(tiny, text, capsys):
     model = tiny("roberta")
-    report = convert(model, layers=[0], calibrate=text())
+    report = convert(model, "lln_diag", layers=[0], calibrate=text())
     assert capsys.readouterr().out == ""
     assert repr(report) == str(report)
     assert "1 of 2 attention layers run lln_diag, statistics fixed, α and β from 24" in str(report)
@@ -401,8 +413,36 @@ def test_the_table_says_what_changed(tiny, text, capsys):
     assert f"{report.layers[0].moved:.1%}" in str(report)
 
 
+def test_exact_keys_of_cross_attention_are_refused(text):
+    sizes = {"d_model": 32, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "vocab_size": 99}
+    layers = {"encoder_layers": 2, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    model = transformers.BartModel(transformers.BartConfig(**sizes, **layers, **heads)).eval()
+    ids = text(20)["input_ids"]
+    batch = {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+    with pytest.raises(InvalidInputError, match=r"BartModel has cross attention, .* 'lln'"):
+        convert(model, calibrate=batch)
+    convert(model, "lln", calibrate=batch)
+
+
+def test_a_bar_shows_the_layers_on_a_terminal_only(tiny, text, capsys, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    convert(tiny("roberta"), calibrate=text())
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    convert(tiny("roberta"), calibrate=text())
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "layers" in err
+    steps = []
+    convert(tiny("roberta"), calibrate=text(), on_step=lambda *step: steps.append(step))
+    assert steps == [("layers", 0, 2), ("layers", 1, 2), ("layers", 2, 2)]
+    assert capsys.readouterr() == ("", "")
+
+
 def test_the_table_is_printed_on_request(tiny, capsys):
-    convert(tiny("roberta"), verbose=True)
+    convert(tiny("roberta"), "lln_diag", verbose=True)
     assert capsys.readouterr().out.count("2 of 2 attention layers run lln_diag") == 1
 
 
@@ -410,19 +450,19 @@ def test_the_table_is_printed_on_request(tiny, capsys):
 def test_few_tokens_are_warned_of(tiny, text, statistics):
     options = {"statistics": statistics, "verbose": False}
     with pytest.warns(CalibrationWarning, match="rest on 20 tokens, too few to trust"):
-        report = convert(tiny("roberta"), calibrate=text(padding=4), **options)
+        report = convert(tiny("roberta"), "lln_diag", calibrate=text(padding=4), **options)
     assert report.tokens == 20
     assert "Note: α and β of a head rest on 20 tokens" in str(report)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = convert(tiny("roberta"), calibrate=text(32), **options)
+        report = convert(tiny("roberta"), "lln_diag", calibrate=text(32), **options)
     assert report.tokens == 64
     assert "Note" not in str(report)
     model = tiny("roberta")
     with pytest.raises(
         InvalidInputError, match=r"two tokens .* the longest one has 1; calibrate on"
     ):
-        convert(model, calibrate=text(1), **options)
+        convert(model, "lln_diag", calibrate=text(1), **options)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -432,7 +472,7 @@ def test_heads_with_unusual_temperatures_are_named(tiny, text):
         # Scores in the hundreds: every query has a single key.
         layer.attention.self.query.weight.data *= 3000
     with pytest.warns(CalibrationWarning, match=r"^\d of 8 heads got α up to \d+ and β up to \d+"):
-        report = convert(model, calibrate=text(64), verbose=False)
+        report = convert(model, "lln_diag", calibrate=text(64), verbose=False)
     assert sum(layer.sharp for layer in report.layers) > 0
 
 
@@ -442,24 +482,24 @@ CALIBRATED = {"fixed": {}, "running": {"statistics": "running"}, "gate": {"mix":
 @pytest.mark.parametrize("options", CALIBRATED.values(), ids=CALIBRATED)
 def test_what_an_earlier_conversion_found_is_not_dropped_in_silence(tiny, text, tmp_path, options):
     model = tiny("roberta")
-    convert(model, calibrate=text(), verbose=False, **options)
+    convert(model, "lln_diag", calibrate=text(), verbose=False, **options)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(
         InvalidInputError, match=r"is converted already.* pass calibrate, inputs to"
     ):
-        convert(model, verbose=False)
+        convert(model, "lln_diag", verbose=False)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     model.save_pretrained(tmp_path / "in")
     with pytest.raises(InvalidInputError, match="would be lost; pass calibrate, inputs to find"):
         model_commands.convert(tmp_path / "in", tmp_path / "out")
     with pytest.warns(CalibrationWarning, match="converted before: its α, β and joins were repl"):
-        report = convert(model, calibrate=text(64), verbose=False)
+        report = convert(model, "lln_diag", calibrate=text(64), verbose=False)
     assert "Note: the model was converted before" in str(report)
 
 
 def test_a_conversion_that_found_nothing_may_be_repeated(tiny):
     model = tiny("roberta")
-    convert(model, verbose=False)
+    convert(model, "lln_diag", verbose=False)
     report = convert(model, "lln", verbose=False)
     assert not report.replaced
     assert "Note" not in str(report)
@@ -485,7 +525,7 @@ def test_command_converts_a_folder(tiny, text, tmp_path, save_with_tokenizer):
     (tmp_path / "text.txt").write_text(lines)
     out = tmp_path / "out"
     arguments = ("convert", tmp_path / "in", out, "--calibrate", tmp_path / "text.txt")
-    done = run(*arguments, "--mix", "gate", "--layers", "1")
+    done = run(*arguments, "--attention", "lln_diag", "--mix", "gate", "--layers", "1")
     assert done.returncode == 0, done.stderr
     assert "1 of 2 attention layers run lln_diag" in done.stdout
     assert "random inputs" not in done.stdout

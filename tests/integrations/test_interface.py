@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
+from tests.checkpointing import checkpoint_layers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -207,7 +208,15 @@ def test_sequences_packed_by_their_positions_equal_separate_ones(tiny, text, att
 @pytest.mark.parametrize("mix", [0.3, "gate", "scale", "heads", "ratio"])
 def test_packed_sequences_in_a_converted_model(tiny, text, statistics, mix):
     model = tiny("roberta", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    convert(model, calibrate=text(17), statistics=statistics, mix=mix, block_size=4, verbose=False)
+    convert(
+        model,
+        "lln_diag",
+        calibrate=text(17),
+        statistics=statistics,
+        mix=mix,
+        block_size=4,
+        verbose=False,
+    )
     for name, parameter in model.named_parameters():
         if "gate" in name or "scale" in name:
             torch.nn.init.normal_(parameter)
@@ -232,7 +241,7 @@ def test_packed_sequences_in_a_converted_model(tiny, text, statistics, mix):
 def test_packed_sequences_in_layers_left_softmax(tiny, text, batch):
     soft = tiny("roberta")
     model = copy.deepcopy(soft)
-    convert(model, layers=[], batch=text(), verbose=False)
+    convert(model, "lln_diag", layers=[], batch=text(), verbose=False)
     ids = text(9, batch=batch)["input_ids"]
     places = torch.cat([torch.arange(1, 4), torch.arange(1, 7)])[None].expand(batch, -1)
     bounds = torch.tensor([0, 3, 9, 12, 18][: 2 * batch + 1])
@@ -325,7 +334,7 @@ def test_trap_3_a_model_that_ignores_the_interface_is_refused(tiny, text):
     model = tiny("deberta")
     before = model(**text())[0]
     with pytest.raises(UnsupportedModelError, match="DebertaV2Model"):
-        convert(model, batch=text(), verbose=False)
+        convert(model, "lln_diag", batch=text(), verbose=False)
     assert model.config._attn_implementation != "lln_diag"
     assert change(model(**text())[0], before) == 0
 
@@ -337,7 +346,7 @@ def test_trap_3_without_the_source_check_the_dry_run_still_refuses(tiny, text, m
         type(model), "_can_set_attn_implementation", classmethod(lambda cls: True), raising=True
     )
     with pytest.raises(UnsupportedModelError, match="without one call"):
-        convert(model, batch=text(), verbose=False)
+        convert(model, "lln_diag", batch=text(), verbose=False)
 
 
 @each_attention
@@ -408,7 +417,7 @@ def test_trap_6_attention_weights_on_request(tiny, text):
 def test_trap_6_weights_of_a_converted_model_add_up_to_its_output(tiny, text):
     model = tiny("roberta", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     inputs = text(12, padding=4)
-    convert(model, calibrate=inputs, statistics="running", mix="gate", verbose=False)
+    convert(model, "lln_diag", calibrate=inputs, statistics="running", mix="gate", verbose=False)
     model.train()
     calls = calls_of(copy.deepcopy(model), **inputs)
     weights = model(**inputs, output_attentions=True).attentions[0]
@@ -419,9 +428,33 @@ def test_trap_6_weights_of_a_converted_model_add_up_to_its_output(tiny, text):
     heads = model.encoder.layer[0].attention.self.lln
     assert heads.statistics.updates == 2
     assert change(weights @ calls[0].value, attend.attend(calls[0])) < 1e-5
-    convert(model, calibrate=inputs, mix="ratio", verbose=False)
+    convert(model, "lln_diag", calibrate=inputs, mix="ratio", verbose=False)
     with pytest.raises(InvalidInputError, match="mix='ratio'"):
         model(**inputs, output_attentions=True)
+
+
+def test_trap_6_weights_while_generating(tiny, text):
+    """A cache of fixed size has no keys to weigh; Hugging Face would return empty tuples."""
+    model = tiny("llama", "lln", FIXED)
+    options = {"max_new_tokens": 2, "do_sample": False, "output_attentions": True}
+    with pytest.raises(InvalidInputError, match=r"LLNCache, .* pass use_cache=False"):
+        model.generate(**text(6), **options, return_dict_in_generate=True)
+    found = model.generate(**text(6), **options, return_dict_in_generate=True, use_cache=False)
+    expected = model(found.sequences[:, :-1], output_attentions=True, use_cache=False).attentions
+    for layer, weights in zip(found.attentions[-1], expected, strict=True):
+        assert change(layer, weights) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["roberta", "mistral"])
+def test_trap_6_layers_that_keep_softmax_have_weights(tiny, text, name):
+    soft = tiny(name, "eager")
+    ours = tiny(name)
+    convert(ours, "lln", layers=[], batch=text(), sliding_window="softmax")
+    inputs = text(12, padding=4) | ({"use_cache": False} if name == "mistral" else {})
+    valid = inputs["attention_mask"].bool()
+    found, expected = (model(**inputs, output_attentions=True).attentions for model in (ours, soft))
+    for one, two in zip(found, expected, strict=True):
+        assert change(one.transpose(1, 2)[valid], two.transpose(1, 2)[valid]) < 1e-6
 
 
 def test_trap_7_generate_keeps_a_state_of_fixed_size(tiny, text):
@@ -442,6 +475,17 @@ def test_trap_7_another_cache_works_and_warns_what_it_costs(tiny, text):
     assert torch.equal(out, model.generate(**inputs, max_new_tokens=6, do_sample=False))
 
 
+def test_a_mistyped_attention_is_told_which_was_meant(tiny):
+    with pytest.raises(InvalidInputError, match=r"'lln_dia' does not exist.*mean 'lln_diag'"):
+        tiny("roberta", "lln_dia")
+    model = tiny("roberta")
+    with pytest.raises(InvalidInputError, match="mean 'lln_keys'"):
+        model.set_attn_implementation("LLN-keys")
+    with pytest.raises(ValueError, match="attn_implementation") as raised:
+        tiny("roberta", "something")
+    assert not isinstance(raised.value, InvalidInputError)
+
+
 def test_trap_8_our_names_start_no_dispatch_of_transformers():
     register()
     for name in (*SAVED_AS, *SAVED_AS.values()):
@@ -454,7 +498,7 @@ def test_trap_9_a_model_whose_source_cannot_be_read_is_refused(tiny, text, monke
         type(model), "_can_set_attn_implementation", classmethod(lambda cls: False), raising=True
     )
     with pytest.raises(UnsupportedModelError, match="source cannot be read"):
-        convert(model, batch=text(), verbose=False)
+        convert(model, "lln_diag", batch=text(), verbose=False)
 
 
 @pytest.mark.parametrize("option", [{"mix": "gate"}, {"statistics": "running"}])
@@ -471,9 +515,9 @@ def test_trap_10_learned_settings_without_a_module_are_refused(tiny, text, optio
 def test_trap_11_gradient_checkpointing_updates_statistics_once(tiny, text, reentrant):
     def gradients(checkpointed):
         model = tiny("roberta", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        convert(model, calibrate=text(), statistics="running", verbose=False)
+        convert(model, "lln_diag", calibrate=text(), statistics="running", verbose=False)
         if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            checkpoint_layers(model, reentrant)
         model.train()
         embeds = model.embeddings(text(20)["input_ids"]).detach().requires_grad_()
         for _ in range(2):

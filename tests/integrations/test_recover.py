@@ -56,7 +56,15 @@ def converted(tiny, name="bert", statistics="running", mix="gate", **options):
         # Larger weights: attention that is far from uniform has something to lose.
         if parameter.dim() > 1:
             parameter.data *= 5
-    convert(model, calibrate=batch(), statistics=statistics, mix=mix, block_size=4, verbose=False)
+    convert(
+        model,
+        "lln_diag",
+        calibrate=batch(),
+        statistics=statistics,
+        mix=mix,
+        block_size=4,
+        verbose=False,
+    )
     return model
 
 
@@ -91,7 +99,7 @@ def test_recovery_brings_a_model_closer_to_its_original(tiny, tmp_path, name):
 def test_the_teacher_is_the_softmax_model(tiny):
     soft = tiny("bert")
     model = copy.deepcopy(soft)
-    convert(model, calibrate=batch(), verbose=False)
+    convert(model, "lln_diag", calibrate=batch(), verbose=False)
     teacher = softmax_teacher(model)
     valid = batch()["attention_mask"].bool()
     found, expected = teacher(**batch())[0][valid], soft(**batch())[0][valid]

@@ -80,7 +80,7 @@ def test_converted_attention_is_ours(images, attention):
 def test_only_the_layers_asked_for_change_and_others_are_left_alone(images):
     model = Vision().eval()
     softmax = copy.deepcopy(model)
-    report = convert(model, layers=["blocks.1"], calibrate=images, verbose=False)
+    report = convert(model, "lln_diag", layers=["blocks.1"], calibrate=images, verbose=False)
     assert [layer.attention for layer in report.layers] == ["softmax", "lln_diag"]
     x = torch.randn(2, 16, WIDTH)
     assert change(model.blocks[0](x), softmax.blocks[0](x)) == 0
@@ -96,7 +96,7 @@ def softmax_of(query):
 
 def test_a_failing_forward_leaves_nothing_behind(images):
     model = Vision().eval()
-    convert(model, calibrate=images, verbose=False)
+    convert(model, "lln_diag", calibrate=images, verbose=False)
     with pytest.raises(RuntimeError):
         model.blocks[0](torch.randn(2, 16, WIDTH + 1))
     query = torch.randn(1, 2, 5, 8)
@@ -107,7 +107,7 @@ def test_a_failing_forward_leaves_nothing_behind(images):
 @pytest.mark.parametrize("statistics", ["fixed", "running", "learned"])
 def test_save_and_load(images, tmp_path, statistics):
     model = Vision().eval()
-    convert(model, calibrate=images, statistics=statistics, mix="ratio", verbose=False)
+    convert(model, "lln_diag", calibrate=images, statistics=statistics, mix="ratio", verbose=False)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     (tmp_path / "lln.json").write_text(json.dumps(describe(model)))
     again = Vision().eval()
@@ -118,7 +118,7 @@ def test_save_and_load(images, tmp_path, statistics):
 
 def test_a_copy_answers_for_itself(images):
     model = Vision().eval()
-    convert(model, calibrate=images, verbose=False)
+    convert(model, "lln_diag", calibrate=images, verbose=False)
     before = model(images)
     other = copy.deepcopy(model)
     other.blocks[0].lln.statistics.alpha *= 5
@@ -128,7 +128,7 @@ def test_a_copy_answers_for_itself(images):
 
 def test_training_updates_running_statistics_and_drops_keys(images):
     model = Vision().train()
-    convert(model, calibrate=images, statistics="running", verbose=False)
+    convert(model, "lln_diag", calibrate=images, statistics="running", verbose=False)
     assert model.blocks[0].lln.training
     first = model(images)
     first.sum().backward()
@@ -139,34 +139,34 @@ def test_training_updates_running_statistics_and_drops_keys(images):
 @pytest.mark.filterwarnings("ignore")
 def test_compiles(images):
     model = Vision().eval()
-    convert(model, calibrate=images, verbose=False)
+    convert(model, "lln_diag", calibrate=images, verbose=False)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert change(compiled(images), model(images)) < 1e-6
 
 
 def test_refusals(images):
     with pytest.raises(UnsupportedModelError, match="bias of pairs"):
-        convert(Vision(torch.zeros(1, HEADS, 16, 16)), verbose=False)
+        convert(Vision(torch.zeros(1, HEADS, 16, 16)), "lln_diag", verbose=False)
     with pytest.raises(UnsupportedModelError, match="never calls"):
-        convert(nn.Conv2d(3, 4, 3), batch=images, verbose=False)
+        convert(nn.Conv2d(3, 4, 3), "lln_diag", batch=images, verbose=False)
     with pytest.raises(UnsupportedModelError, match=r"blocks\.7"):
-        convert(Vision(), layers=["blocks.7"], verbose=False)
+        convert(Vision(), "lln_diag", layers=["blocks.7"], verbose=False)
     with pytest.raises(InvalidInputError, match="input_size"):
-        convert(nn.Conv2d(3, 4, 3), verbose=False)
+        convert(nn.Conv2d(3, 4, 3), "lln_diag", verbose=False)
     with pytest.raises(InvalidInputError, match="needs calibrate="):
-        convert(Vision(), statistics="learned", verbose=False)
+        convert(Vision(), "lln_diag", statistics="learned", verbose=False)
     with pytest.raises(UnexpectedArgumentError, match="has no argument 'sliding_window'"):
         convert(Vision(), "lln_keys", sliding_window="softmax")
     with pytest.raises(InvalidInputError, match=r"calibrate must be a tensor .* got dict"):
-        convert(Vision(), calibrate={"pixel_values": images})
+        convert(Vision(), "lln_diag", calibrate={"pixel_values": images})
     model = Vision()
     model.blocks[0].fused_attn = False
     with pytest.raises(UnsupportedModelError, match="set_fused_attn"):
-        convert(model, verbose=False)
+        convert(model, "lln_diag", verbose=False)
     model = Vision()
-    convert(model, verbose=False)
+    convert(model, "lln_diag", verbose=False)
     with pytest.raises(InvalidInputError, match="converted already"):
-        convert(model, verbose=False)
+        convert(model, "lln_diag", verbose=False)
 
 
 def test_masks_of_keys_are_honoured(images):
@@ -185,5 +185,5 @@ def test_masks_of_keys_are_honoured(images):
 def test_models_of_timm(name):
     timm = pytest.importorskip("timm", exc_type=ImportError)
     model = timm.create_model(name, img_size=56 if "14" in name else 64, depth=2).eval()
-    report = convert(model, verbose=False)
+    report = convert(model, "lln_diag", verbose=False)
     assert [layer.attention for layer in report.layers] == ["lln_diag", "lln_diag"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from tests import checkpointing
 from torch.utils.data import Dataset
 
 from lln.integrations.convert import convert
@@ -30,7 +31,7 @@ class Sequences(Dataset):
 
 def build(tiny, text, statistics):
     model = tiny("roberta", model="RobertaForSequenceClassification")
-    convert(model, calibrate=text(), statistics=statistics, mix="gate", verbose=False)
+    convert(model, "lln_diag", calibrate=text(), statistics=statistics, mix="gate", verbose=False)
     return model
 
 
@@ -87,8 +88,8 @@ def test_training_with_checkpointed_activations_and_accumulation(tiny, text, tmp
         model,
         tmp_path,
         stop_at=6,
-        gradient_checkpointing=True,
         gradient_accumulation_steps=2,
+        **{checkpointing.NAME: True},
     )
     assert len(losses) == 6
     statistics = model.roberta.encoder.layer[0].attention.self.lln.statistics

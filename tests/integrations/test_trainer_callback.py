@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests import checkpointing
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 
@@ -98,7 +99,7 @@ def test_resuming_from_a_checkpoint_leaves_no_duplicates(tmp_path):
 
 
 def test_gradient_accumulation_and_checkpointing(tmp_path):
-    options = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    options = {"gradient_accumulation_steps": 2, checkpointing.NAME: True}
     callback = ConcentrationCallback(every=2, tensorboard=False)
     make_trainer(tmp_path, callback, steps=4, **options).train()
     records = read_records(tmp_path / "concentration")

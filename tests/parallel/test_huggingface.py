@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from tests.checkpointing import checkpoint_layers
 from tests.pages import blocks, needs_pages
 from torch.nn import functional as F
 from transformers import (
@@ -115,7 +116,7 @@ def step(model, batch, group=None):
 
 def on_ranks(group, rank, model, padded, again=False):
     if again:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, use_reentrant=False)
     connect(model, group)
     return step(model, shard_batch(model, batch_of(padded), group, multiple_of=MULTIPLE), group)
 

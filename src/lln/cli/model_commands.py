@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +12,10 @@ _STATISTICS = (
     "updates), fixed (the calibration), learned (trained, starting from the calibration)."
 )
 
-Attention = Annotated[
-    str | None,
-    typer.Option(
-        help="lln_diag: LLN mixed with softmax inside blocks; lln_keys: one softmax over blocks, "
-        "chosen keys and LLN's slots; lln: LLN alone. Default: lln_keys with --target, else "
-        "lln_diag.",
-    ),
-]
+_ATTENTION = (
+    "lln_keys: one softmax over blocks, chosen keys and LLN's slots; lln_diag: LLN mixed with "
+    "softmax inside blocks; lln: LLN alone."
+)
 Target = Annotated[
     float | None,
     typer.Option(
@@ -95,7 +90,7 @@ def convert(
     target: Annotated[
         Path, typer.Argument(metavar="NEW_FOLDER", help="Where to write the converted one.")
     ],
-    attention: Attention = None,
+    attention: Annotated[str, typer.Option(help=_ATTENTION)] = "lln_keys",
     layers: Layers = None,
     target_quality: Target = None,
     calibrate: Annotated[
@@ -116,8 +111,8 @@ def convert(
         int,
         typer.Option(
             metavar="N",
-            help="Lines of that text to use; with --target or lln_keys samples, which are lines "
-            "joined until they fill --tokens.",
+            help="Samples of that text to use, which are lines joined until they fill --tokens; "
+            "with lln and lln_diag single lines.",
             min=1,
         ),
     ] = 32,
@@ -160,10 +155,14 @@ def convert(
     time, what it chose, and what the choice gives on text it did not see; lln_target.json in
     NEW_FOLDER keeps all of it. The model runs 30 times at most.
     """
-    from lln.cli.training_bar import training_bar
+    from lln.checks.names import check_choice
     from lln.integrations.folders import convert_folder
+    from lln.integrations.settings import ATTENTIONS
+    from lln.progress import step_bar
 
-    with training_bar(typer.echo) as show_step:
+    # Before the weights are loaded, which can take long.
+    check_choice("attention", attention, ATTENTIONS)
+    with step_bar(typer.echo) as show_step:
         convert_folder(
             source,
             target,
@@ -185,7 +184,7 @@ def convert(
             sliding_window=sliding_window,
             overwrite=overwrite,
             echo=typer.echo,
-            on_step=lambda part, step, steps: show_step(part, step, steps, math.nan),
+            on_step=show_step,
         )
 
 
@@ -199,7 +198,10 @@ def recover(
     text: Annotated[
         Path, typer.Option(help="Text to train on, no labels: a file or folder, .txt[.xz].")
     ],
-    attention: Attention = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(help=f"{_ATTENTION} Default: lln_keys with --target, else lln_diag."),
+    ] = None,
     layers: Layers = None,
     target_quality: Target = None,
     statistics: Annotated[str, typer.Option(help=_STATISTICS)] = "running",
@@ -257,15 +259,18 @@ def recover(
     Try `lln recover FOLDER NEW_FOLDER --text text.txt`; on several GPUs,
     `torchrun --nproc-per-node 2 --no-python lln recover ...`.
     """
-    from lln.cli.training_bar import training_bar
+    from lln.checks.names import check_choice
     from lln.integrations.folders import recover_folder
+    from lln.integrations.settings import ATTENTIONS
+    from lln.progress import step_bar
     from lln.studies.report.threads import faster_threads
 
     if attention is None:
         attention = "lln_diag" if target_quality is None else "lln_keys"
+    check_choice("attention", attention, ATTENTIONS)
     if mix is None:
         mix = "0.5" if attention == "lln_keys" else "gate"
-    with faster_threads(typer.echo), training_bar(typer.echo) as show_step:
+    with faster_threads(typer.echo), step_bar(typer.echo) as show_step:
         recover_folder(
             source,
             target,

@@ -151,12 +151,15 @@ def forward(
         call.window is not None and settings.sliding_window == "softmax"
     )
     weights = None
-    if keeps:
-        out = softmax(call)
-    elif kwargs.get("output_attentions") and past is None:
-        out, weights = _attend_with_weights(call)
+    if not kwargs.get("output_attentions"):
+        out = softmax(call) if keeps else attend(call, past)
+    elif past is None:
+        out, weights = _with_weights(call, softmax if keeps else _attend)
     else:
-        out = attend(call, past)
+        raise InvalidInputError(
+            "output_attentions=True cannot be met with LLNCache, which keeps no keys to give "
+            "weights of; pass use_cache=False."
+        )
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -307,7 +310,9 @@ def _past_of(call: AttentionCall, length: int, beta: float | Tensor) -> streamin
     return past
 
 
-def _attend_with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _with_weights(
+    call: AttentionCall, attention: Callable[[AttentionCall], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Attention and its implied N×N weights, for inspection: unit vectors attended to beside v.
 
     In one pass, because running statistics count every call.
@@ -321,6 +326,6 @@ def _attend_with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
         )
     unit = torch.eye(call.key.shape[2], dtype=call.value.dtype, device=call.value.device)
     value = torch.cat([call.value, unit.expand(*call.key.shape[:2], -1, -1)], dim=-1)
-    both = _attend(replace(call, value=value))
+    both = attention(replace(call, value=value))
     out, weights = both.split([call.value.shape[3], unit.shape[0]], dim=-1)
     return _with_neighbours(call, out), weights

@@ -55,9 +55,10 @@ class CallSurgeon:
         self.seen: list[nn.Module] = []
         self.fitted: list[tuple[nn.Module, AnsweredHeads]] = []
         self.reports: list[LayerReport] = []
-        # With a target: every layer with all numbers of keys, and whom to tell of each.
+        # With a target: every layer with all numbers of keys.
+        self.searches = False
         self.tried: list[TriedLayer] = []
-        self.on_layer: Callable[[int, int], object] | None = None
+        self.on_layer: Callable[[int, int], object] = lambda done, of: None
         self.handles: list[RemovableHandle] = []
 
     def convert(
@@ -73,10 +74,9 @@ class CallSurgeon:
             inputs: The batch.
             target: Quality to reach, see `lln.integrations.target`; None = convert all as told.
             holdout: The batch to verify a target on.
-            on_step: Told of every step towards a target.
+            on_step: Told of every step.
         """
-        if target is not None:
-            self.on_layer = partial(on_step, "layers")
+        self.searches, self.on_layer = target is not None, partial(on_step, "layers")
         with evaluating(self.model):
             try:
                 with callers_seen(self.model, self._look):
@@ -103,22 +103,27 @@ class CallSurgeon:
         if any(module is other for other in self.seen):
             return out
         number, name = len(self.seen), self.names[id(module)]
+        if number == 0:
+            self._tell(0)
         self.seen.append(module)
         stays = LayerReport(name, "softmax", call.query.shape[1], call.query.shape[3])
         is_wanted = self.layers is None or number in self.layers or name in self.layers
-        if self.on_layer is not None:
+        if self.searches:
             layer = TriedLayer.of(call, stays, self._attach)
             if is_wanted:
                 layer.fit(lambda keys: self._heads_for(call, keys), call, out)
             self.tried.append(layer)
-            self.on_layer(number + 1, max(number + 1, len(getattr(self.model, "blocks", ()))))
         elif is_wanted:
             heads = self._heads_for(call)
             self.reports.append(fit_layer(name, heads, call, out, self.calibrated))
             self.fitted.append((module, heads))
         else:
             self.reports.append(stays)
+        self._tell(number + 1)
         return out
+
+    def _tell(self, done: int) -> None:
+        self.on_layer(done, max(done, len(getattr(self.model, "blocks", ())), 1))
 
     def _heads_for(self, call: AttentionCall, keys: int | None = None) -> AnsweredHeads:
         """α, β and join of one module, not fitted yet."""

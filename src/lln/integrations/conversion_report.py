@@ -14,6 +14,9 @@ from lln.integrations.target_report import TargetReport
 from lln.matching.calibration import doubts
 from lln.matching.key_calibration import doubts_of_length
 
+# ‖converted − original‖ / ‖original‖ from which on a model is another one until it is trained.
+_FAR = 0.3
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -93,6 +96,16 @@ class Conversion:
         found = []
         if self.replaced:
             found.append("the model was converted before: its α, β and joins were replaced.")
+        if self.moved > _FAR:
+            nearer = (
+                "convert with more keys or a target (target=0.99, --target 0.99)"
+                if self.attention == "lln_keys"
+                else "convert with attention 'lln_keys', which stays closer"
+            )
+            found.append(
+                f"the model's output moved by {self.moved:.0%}: {nearer}, or train the model "
+                "before you use it (lln recover)."
+            )
         if self.tokens is not None:
             sharp = [layer for layer in self.layers if layer.sharp]
             most = [

@@ -2,7 +2,7 @@
 
     from lln.integrations.convert import convert
 
-    convert(model, attention="lln_diag", calibrate=tokenizer(texts, return_tensors="pt"))
+    convert(model, calibrate=tokenizer(texts, return_tensors="pt"))
 
 The model is run twice on a batch. In the first run every attention layer still answers with
 softmax while its LLN counterpart is calibrated and compared beside it; the second run shows that
@@ -16,12 +16,14 @@ chooses how many exact keys every layer needs (`lln.integrations.target`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lln.checks.names import check_choice
+from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attached import AttachedHeads, attached_to
 from lln.integrations.attend import observed
@@ -41,14 +43,16 @@ from lln.integrations.surgeon import Surgeon
 from lln.integrations.target import OnStep, TargetSearch, check_target
 from lln.integrations.transformers import register
 from lln.integrations.trial_batch import check_inputs, example_inputs
+from lln.progress import step_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@explain_misfits
 def convert(
     model: PreTrainedModel,
-    attention: str | None = None,
+    attention: str = "lln_keys",
     *,
     layers: Sequence[int | str] | None = None,
     calibrate: Mapping[str, Tensor] | None = None,
@@ -67,14 +71,14 @@ def convert(
     momentum: float = 0.1,
     impl: str = "auto",
     verbose: bool = False,
-    on_step: OnStep = lambda part, step, steps: None,
+    on_step: OnStep | None = None,
 ) -> Conversion:
     """Replace the attention of a loaded model, in place.
 
     Args:
         model: Any model whose layers use transformers' attention interface.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"`` (exact keys beside the summary, see
-            `lln.lln_keys_attention`); None = ``"lln_keys"`` with a target, else ``"lln_diag"``.
+        attention: ``"lln_keys"``, which stays closest to softmax (exact keys beside the summary,
+            see `lln.lln_keys_attention`), ``"lln_diag"`` or ``"lln"``.
         layers: Which attention modules to convert: numbers in the order they run, or names; None =
             all. The others stay softmax.
         calibrate: A batch of the model's inputs, on its device. α and β of every head are found on
@@ -105,8 +109,9 @@ def convert(
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         verbose: Whether to print the table too, for scripts; a shell or notebook shows it anyhow.
-        on_step: With a target: called after every step with the part of the work, the step and how
-            many there are at most, for a progress bar.
+        on_step: Called with the part of the work, the step and how many there are at most: before
+            the first layer with step 0, then after every step. None = a progress bar, if stderr is
+            a terminal.
 
     Returns:
         What changed, and how far each layer's output and the model's moved; its text is a table.
@@ -118,13 +123,12 @@ def convert(
             and β that this one would not replace. The model is then as it was.
 
     Warns:
-        CalibrationWarning: If α and β rest on few tokens or are far larger than usual, or if an
-            earlier conversion was replaced, or if a target is missed on held-out data.
+        CalibrationWarning: If α and β rest on few tokens or are far larger than usual, if the
+            output moved far, if an earlier conversion was replaced, or if a target is missed on
+            held-out data.
     """
     register()
     _check_model(model)
-    if attention is None:
-        attention = "lln_diag" if target is None else "lln_keys"
     check_choice("attention", attention, ATTENTIONS)
     if statistics is None:
         statistics = "sample" if calibrate is None else "fixed"
@@ -160,11 +164,13 @@ def convert(
     checked = [check_inputs(name, it, model) for name, it in given.items() if it is not None]
     inputs = checked[0] if checked else example_inputs(model)
     unseen = None if holdout is None else check_inputs("holdout", holdout, model)
-    with undone_on_error(model), evaluating(model):
+    shown = step_bar() if on_step is None else nullcontext(on_step)
+    with undone_on_error(model), evaluating(model), shown as tell:
         _switch(model, attention)
-        surgeon = Surgeon(model, attention, settings, layers, calibrate is not None)
-        if target is not None:
-            surgeon.on_layer = partial(on_step, "layers")
+        surgeon = Surgeon(
+            model, attention, settings, layers, calibrate is not None, partial(tell, "layers")
+        )
+        surgeon.searches = target is not None
         with observed(surgeon.look):
             outputs = model(**inputs)
         surgeon.check()
@@ -173,7 +179,7 @@ def convert(
             surgeon.write_settings()
             search = TargetSearch(
                 lambda inputs: model(**inputs),
-                surgeon.tried, target, inputs, outputs, unseen, on_step,
+                surgeon.tried, target, inputs, outputs, unseen, tell,
             )  # fmt: skip
             report.target, report.layers = search.run()
         surgeon.write_settings()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lln.errors import UnsupportedModelError
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.mask_kinds import is_packed
 from lln.integrations.packed_batches import numbered
@@ -31,6 +32,7 @@ def softmax(call: AttentionCall) -> Tensor:
         if call.is_causal:
             keep.append(distance >= 0)
         if call.window is not None:
+            _check_edge(call.window, call)
             keep.append(distance.abs() < call.window)
     if mask is not None and is_packed(mask):
         keep.append((mask[:, None, :, None] == mask[:, None, None, :])[:, :, keys - tokens :])
@@ -44,3 +46,20 @@ def softmax(call: AttentionCall) -> Tensor:
         dropout_p=call.dropout_p,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _check_edge(window: int, call: AttentionCall) -> None:
+    """Refuse a window that looks both ways and has an edge that transformers counts in two ways.
+
+    Its masks show ``config.sliding_window`` tokens on either side, its flash attention one fewer
+    than the layer says. Layers made to look both ways say one more than the configuration.
+    """
+    config = getattr(call.module, "config", None)
+    if call.is_causal or window != getattr(config, "sliding_window", None):
+        return
+    if call.key.shape[2] > window:
+        raise UnsupportedModelError(
+            f"{type(call.module).__name__} looks both ways through a window of {window} tokens "
+            "made for causal attention, and transformers' own attentions differ at its edge; give "
+            f"at most {window} tokens, or set config.sliding_window = None."
+        )

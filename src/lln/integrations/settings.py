@@ -65,7 +65,7 @@ def check_mix_of(attention: str, mix: float | str) -> None:
     if attention == "lln_keys" and mix != 0.5:
         raise InvalidInputError(
             f"mix goes with attention 'lln_diag': the one softmax of 'lln_keys' weighs its parts "
-            f"itself; leave mix out, got {mix!r}."
+            f"itself; choose 'lln_diag' or leave mix out, got {mix!r}."
         )
 
 

@@ -36,17 +36,28 @@ class Surgeon:
         settings: Settings,
         layers: Sequence[int | str] | None,
         calibrated: bool,
+        on_layer: Callable[[int, int], object],
     ) -> None:
-        """Nothing is fitted yet; ``calibrated`` says whether α and β are found on the batch."""
+        """Nothing is fitted yet.
+
+        Args:
+            model: Its layers will be looked at.
+            attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
+            settings: Of the layers.
+            layers: Numbers or names of those to convert; None = all.
+            calibrated: Whether α and β are found on the batch.
+            on_layer: Told before the first layer and after each how many are done, and of how many.
+        """
         self.model, self.attention, self.settings = model, attention, settings
         self.calibrated = calibrated
         self.wanted = None if layers is None else list(layers)
         self.calls = 0
         self.modules: list[nn.Module] = []
         self.reports: list[LayerReport] = []
-        # With a target: every layer with all numbers of keys, and whom to tell of each.
+        # With a target: every layer with all numbers of keys.
+        self.searches = False
         self.tried: list[TriedLayer] = []
-        self.on_layer: Callable[[int, int], object] | None = None
+        self.on_layer = on_layer
         self.configs: dict[int, Any] = {}
         self.names: dict[int, str] = {}
 
@@ -56,41 +67,41 @@ class Surgeon:
         softmax_out = softmax(call)
         if any(module is call.module for module in self.modules):
             return softmax_out
-        name = name_of_module(self.model, call.module)
         number = len(self.modules)
+        if number == 0:
+            self._tell(0)
+        name = name_of_module(self.model, call.module)
         self.modules.append(call.module)
         self.names[id(call.module)] = name
         config: Any = getattr(call.module, "config", self.model.config)
         self.configs[id(config)] = config
-        heads, width = call.query.shape[1], call.query.shape[3]
-        stays = LayerReport(name, "softmax", heads, width)
+        stays = LayerReport(name, "softmax", call.query.shape[1], call.query.shape[3])
         is_wanted = self._is_wanted(number, name, call)
-        if self.on_layer is not None:
+        if self.searches:
             self._try(call, stays, softmax_out, is_wanted)
-            return softmax_out
-        if not is_wanted:
+        elif is_wanted:
+            fitted = self._heads_for(call)
+            self.reports.append(fit_layer(name, fitted, call, softmax_out, self.calibrated))
+            attach(call.module, fitted)
+        else:
             attach(call.module, KeptSoftmax())
             self.reports.append(stays)
-            return softmax_out
-        fitted = self._heads_for(call)
-        report = fit_layer(name, fitted, call, softmax_out, self.calibrated)
-        attach(call.module, fitted)
-        self.reports.append(report)
+        self._tell(number + 1)
         return softmax_out
+
+    def _tell(self, done: int) -> None:
+        self.on_layer(done, max(done, getattr(self.model.config, "num_hidden_layers", 0), 1))
 
     def _try(
         self, call: AttentionCall, stays: LayerReport, softmax_out: Tensor, is_wanted: bool
     ) -> None:
         """Fit a module with every number of keys, for a search to choose from."""
-        assert self.on_layer is not None
         own = replace(call, settings=self.settings)
         layer = TriedLayer.of(own, stays)
         if is_wanted:
             layer.fit(lambda keys: self._heads_for(call, keys), own, softmax_out)
         layer.take(None)
         self.tried.append(layer)
-        number = len(self.tried)
-        self.on_layer(number, max(number, getattr(self.model.config, "num_hidden_layers", 0)))
 
     def check(self) -> None:
         """Refuse a model of which we saw too little."""
@@ -149,6 +160,11 @@ class Surgeon:
                 f"convolution does not take {type(self.model).__name__}: a causal model's cache "
                 "would have to keep the last values, and cross attention has no neighbours; leave "
                 "it 0."
+            )
+        if self.attention == "lln_keys" and call.query.shape[2] != call.key.shape[2]:
+            raise InvalidInputError(
+                f"{type(self.model).__name__} has cross attention, whose queries and keys have no "
+                "common positions for exact keys; choose attention 'lln'."
             )
         if self.settings.statistics == "sample" and call.is_causal:
             raise InvalidInputError(

@@ -17,6 +17,7 @@ call `attach_described` and load the state dict.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from lln.integrations.settings import (
     kept_offset,
 )
 from lln.integrations.target import OnStep, check_target
+from lln.progress import step_bar
 
 __all__ = ["attach_described", "convert", "describe"]
 
@@ -46,7 +48,7 @@ _IMAGES = "images"
 @explain_misfits
 def convert(
     model: nn.Module,
-    attention: str | None = None,
+    attention: str = "lln_keys",
     *,
     layers: Sequence[int | str] | None = None,
     calibrate: Tensor | None = None,
@@ -64,14 +66,13 @@ def convert(
     momentum: float = 0.1,
     impl: str = "auto",
     verbose: bool = False,
-    on_step: OnStep = lambda part, step, steps: None,
+    on_step: OnStep | None = None,
 ) -> Conversion:
     """Replace the attention of a timm model, in place.
 
     Args:
         model: With attention modules that use ``scaled_dot_product_attention``.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``; None = ``"lln_keys"`` with a target,
-            else ``"lln_diag"``.
+        attention: ``"lln_keys"``, ``"lln_diag"`` or ``"lln"``.
         layers: Numbers in the order they run, or names; None = all.
         calibrate: Images ``[B, C, height, width]`` to find α and β of every head on,
             with ``"lln_keys"`` also the offset.
@@ -94,7 +95,7 @@ def convert(
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         verbose: Whether to print the table too.
-        on_step: With a target: called after every step, for a progress bar.
+        on_step: As in `lln.integrations.convert.convert`.
 
     Returns:
         What changed, and how far each layer's output and the model's moved. With a target also
@@ -106,8 +107,6 @@ def convert(
             f"{unfused[0]} has fused_attn=False and forms its weights itself; call "
             "timm.layers.set_fused_attn(True) before making the model."
         )
-    if attention is None:
-        attention = "lln_diag" if target is None else "lln_keys"
     if statistics is None:
         statistics = "sample" if calibrate is None else "fixed"
     if statistics in ("fixed", "learned") and calibrate is None and target is None:
@@ -143,7 +142,8 @@ def convert(
         return {compared: outputs if isinstance(outputs, Tensor) else outputs[0]}
 
     surgeon = CallSurgeon(model, run, attention, settings, layers, calibrate is not None)
-    report = surgeon.convert(inputs, target, unseen, on_step)
+    with step_bar() if on_step is None else nullcontext(on_step) as tell:
+        report = surgeon.convert(inputs, target, unseen, tell)
     report.warn()
     if verbose:
         report.show()

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
 from lln.integrations import too_old, unavailable
 from lln.integrations.settings import (
@@ -31,6 +32,7 @@ try:
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.generation.utils import GenerationMixin
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ImportError as error:
     raise unavailable(error) from error
 
@@ -130,9 +132,18 @@ def _refusing(choose: Any) -> Any:
         attention = attention_of(requested_attention)
         if attention in ATTENTIONS:
             refuse_own_attention(self, attention)
+        elif attention not in ALL_ATTENTION_FUNCTIONS:
+            _suggest(attention)
         return choose(self, attention, *args, **kwargs)
 
     return wrapper
+
+
+def _suggest(attention: str | None) -> None:
+    """Refuse a name that is almost one of ours; transformers would list its own only."""
+    meant = did_you_mean(attention, ATTENTIONS)
+    if meant:
+        raise InvalidInputError(f"attn_implementation {attention!r} does not exist{meant}.")
 
 
 def _recall_attention(config: Any) -> None:

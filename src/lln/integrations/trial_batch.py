@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lln.errors import InvalidInputError
 
@@ -42,7 +42,42 @@ def check_inputs(name: str, inputs: Any, model: PreTrainedModel) -> dict[str, Te
             f"{name} is on {main.device} and the model on {model.device}; pass "
             f"{name}=batch.to(model.device)."
         )
+    if isinstance(main, Tensor):
+        _check_size(name, main, inputs, model)
+    elif not any(isinstance(value, Tensor) for value in inputs.values()):
+        raise InvalidInputError(f"{name} has no tensors; give the model's inputs, as {_TOKENIZE}.")
     return dict(inputs)
+
+
+def _check_size(name: str, main: Tensor, inputs: Mapping[str, Any], model: PreTrainedModel) -> None:
+    """Refuse what the model cannot read: no tokens, or more than it has positions for."""
+    if main.numel() == 0:
+        raise InvalidInputError(
+            f"{name}[{model.main_input_name!r}] is empty, of shape {list(main.shape)}; give at "
+            "least one sample."
+        )
+    table = _positions_of(model)
+    if table is None or main.dim() != 2 or main.is_floating_point() or "position_ids" in inputs:
+        return
+    tokens, room = main.shape[1], table.num_embeddings - getattr(table, "offset", 0)
+    if table.padding_idx is not None:
+        # RoBERTa and its like count from the padding on, and do not count padding.
+        tokens = int(main.ne(table.padding_idx).sum(1).max())
+        room = table.num_embeddings - table.padding_idx - 1
+    if tokens > room:
+        raise InvalidInputError(
+            f"{name} has a sample of {tokens} tokens, and {type(model).__name__} has positions for "
+            f"{room}; cut it with truncation=True, max_length={room}."
+        )
+
+
+def _positions_of(model: nn.Module) -> nn.Embedding | None:
+    """A model's table of positions, of an encoder and a decoder the first; None if it has none."""
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and ("position" in name or name == "wpe"):
+            return module
+    return None
 
 
 def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lln.errors import InvalidInputError
+from lln.progress import progress_bar
 from lln.studies.bench.environment import describe
 from lln.studies.bench.record import Record
 from lln.studies.bench.result_rows import Row
@@ -22,7 +23,6 @@ from lln.studies.bench.spread import noise_note
 from lln.studies.bench.tables import Table, show_table
 from lln.studies.drawing import check_matplotlib
 from lln.studies.processor import check_device
-from lln.studies.report.progress import progress_bar
 
 Echo = Callable[[str], object]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lln.errors import InvalidInputError
+from lln.progress import progress_bar
 from lln.studies.demo.byte_encoder import EncoderSize
 from lln.studies.demo.concentration import Concentration
 from lln.studies.demo.corpus import Corpus, load_corpus
@@ -17,7 +18,6 @@ from lln.studies.demo.speed import Speed
 from lln.studies.demo.state import Clock, State, page_path
 from lln.studies.demo.training import Training
 from lln.studies.report.page_file import PageFile
-from lln.studies.report.progress import progress_bar
 from lln.studies.report.rendering import check_page_packages
 from lln.studies.report.threads import faster_threads
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
 from lln.files import check_file, compact_json, write_atomically
+from lln.progress import progress_bar
 from lln.studies.drawing import SUFFIXES, check_matplotlib, save
 from lln.studies.figures import (
     evidence,
@@ -20,7 +21,6 @@ from lln.studies.figures import (
 )
 from lln.studies.figures.setting import Results, Setting
 from lln.studies.processor import check_device
-from lln.studies.report.progress import progress_bar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,12 +10,12 @@ import torch
 from lln.errors import InvalidInputError
 from lln.files import check_file, check_folder, compact_json, write_atomically
 from lln.printing import written
+from lln.progress import progress_bar
 from lln.studies.bench.tables import show_table
 from lln.studies.drawing import check_matplotlib
 from lln.studies.figures.matched_moments import draw_figures
 from lln.studies.fitting.fit import Constants, FitConfig, fit_constants, scale
 from lln.studies.processor import check_device
-from lln.studies.report.progress import progress_bar
 
 Echo = Callable[[str], None]
 

@@ -13,6 +13,7 @@ from lln.files import check_file, check_folder
 from lln.instruments import capture
 from lln.instruments.observed_call import SeenCall
 from lln.matching.calibration import ENOUGH_TOKENS
+from lln.progress import progress_bar
 from lln.studies.inspection.choice import Chosen, choose_heads, parse_heads, refuse_missing_heads
 from lln.studies.inspection.findings import findings
 from lln.studies.inspection.key_needs import mass_table
@@ -21,7 +22,6 @@ from lln.studies.inspection.study import INSTRUMENTS, Study, study_layer
 from lln.studies.inspection.text import read_text
 from lln.studies.report.page_environment import read_environment
 from lln.studies.report.page_file import PageFile
-from lln.studies.report.progress import progress_bar
 from lln.studies.report.rendering import check_page_packages
 
 if TYPE_CHECKING:
