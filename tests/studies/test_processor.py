@@ -64,5 +64,10 @@ def test_changes_are_unknown_without_a_checkout(monkeypatch):
     # Files without their repository: nobody knows, which is not the same as no changes.
     said["ls-files"] = ""
     assert processor.uncommitted() is None
-    monkeypatch.setenv("LLN_COMMIT", "0123")
     assert environment.describe("cpu", "c")["changed"] is None
+    # Unless whoever copied them names the commit that they are a clean copy of.
+    monkeypatch.setenv("LLN_COMMIT", "4567")
+    assert environment.describe("cpu", "c")["changed"] is False
+    # Where there is a checkout of that commit, it is asked.
+    said |= {"ls-files": "src/lln/__init__.py", "rev-parse": "4567", "status": " M src/lln/a.py"}
+    assert environment.describe("cpu", "c")["changed"] is True

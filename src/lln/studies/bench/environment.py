@@ -33,6 +33,8 @@ def describe(
         echo: Takes a line meant for the terminal.
     """
     on_gpu = device == "cuda"
+    # Whoever names a commit says that these files are a clean copy of it.
+    named = os.environ.get("LLN_COMMIT")
     load = read_load()
     if load.warning:
         echo(load.warning)
@@ -47,8 +49,8 @@ def describe(
         "cpu_passes": None if on_gpu else "torch" if compiled_passes.why_not() else "compiled",
         "launcher": ("python" if compiled_launcher.why_not() else "compiled") if on_gpu else None,
         "lln": lln.__version__,
-        "commit": os.environ.get("LLN_COMMIT") or commit(),
-        "changed": uncommitted(),
+        "commit": named or commit(),
+        "changed": uncommitted() if named in (None, commit()) else False,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "command": command,
     }
