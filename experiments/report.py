@@ -81,8 +81,29 @@ def main() -> None:
         found = json.loads(Path(f"benchmarks/results/keys-{device}.json").read_text("utf-8"))
         fill(page, f"key-speed-{device}", speed(found))
     fill(page, "key-training", from_scratch(RESULTS / "keys_training"))
+    found = json.loads((RESULTS / "gates.json").read_text("utf-8"))
+    fill(Path("docs/experiments.md"), "gates", gates(found))
     fill_findings()
     fill(PAGE, "costs", costs(json.loads(COSTS.read_text("utf-8"))))
+
+
+def gates(found: dict[str, Any]) -> str:
+    """Whether softmax has learned what a table asks, per table; a number per seed."""
+    rows = [
+        [
+            *(name, one["measure"], one["needed"]),
+            ", ".join(f"{value:.3g}" for value in one["of_seeds"]),
+            "yes" if one["met"] else "no",
+        ]
+        for name, one in found.items()
+    ]
+    setups = [one["setup"] for one in read_all(RESULTS / "cells", "gates", "gpu")]
+    devices = ", ".join(sorted({setup["device"] for setup in setups}))
+    return (
+        f"{table(['recipe', 'measured', 'needed', 'reached, per seed', 'met'], rows)}\n\n"
+        f"{devices}; {commits_of(setups)}; made by `python -m experiments.gates run`, `baselines` "
+        "and `summary`."
+    )
 
 
 def fill_findings() -> None:

@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+from experiments.cells import read_all
+from experiments.gates import GATED, gate_of
 from experiments.keys_table import conversion, decoder, selection
 from experiments.recovery_table import NAMES, quality, recovery
+from experiments.report import gates
 from experiments.step_table import training_steps
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +65,15 @@ def test_the_published_tables_of_exact_keys_are_those_of_their_results():
     ):
         results = json.loads((ROOT / f"experiments/results/{name}.json").read_text("utf-8"))
         assert write(results) in (ROOT / "docs" / page).read_text("utf-8")
+
+
+def test_the_published_gates_are_those_of_their_cells():
+    found = json.loads((ROOT / "experiments/results/gates.json").read_text("utf-8"))
+    assert gates(found) in (ROOT / "docs/experiments.md").read_text("utf-8")
+    cells = read_all(ROOT / "experiments/results/cells", "gates", "gpu")
+    for name, rule in GATED.items():
+        own = [one for one in cells if one["cell"]["task"] == name]
+        assert gate_of(rule, own) == found[name]
 
 
 def test_conversions_that_were_not_run_are_empty():
