@@ -38,8 +38,8 @@ from experiments.tasks import listops
 from experiments.tasks.matched_retrieval import matched_parts
 from lln.errors import InvalidInputError, LLNError
 from lln.files import compact_json, write_atomically
+from lln.progress import progress_bar
 from lln.studies.bench.environment import describe
-from lln.studies.report.progress import progress_bar
 
 NAME = "gates"
 OUT = Path("experiments/results/cells")

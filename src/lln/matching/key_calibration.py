@@ -263,7 +263,8 @@ def find_rest(
             measured = [Rows(*(torch.cat(sides, -1) for sides in zip(*measured, strict=True)))]
         best = [_least_error(rows, may_be_none) for rows in measured]
         if not best:
-            return (alpha.new_zeros(shape),) * 3
+            empty = alpha.new_zeros(shape)
+            return empty, empty, empty
         index, offset, has_rest = (torch.stack(sides) for sides in zip(*best, strict=True))
         # Without a rest to judge by: half the temperature, as for Gaussian heads.
         usual = min(range(len(factors)), key=lambda place: abs(factors[place] - 0.5))
