@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lln.checks.reading import read_lines, read_utf8
 from lln.cli import app
 from lln.errors import InvalidInputError, LLNError, WriteError
 from lln.files import (
@@ -18,8 +19,6 @@ from lln.files import (
     check_folder,
     check_free,
     new_folder,
-    read_lines,
-    read_utf8,
     replacing,
     write_atomically,
 )
@@ -170,7 +169,9 @@ def test_errors_that_are_not_of_the_disk_stay_what_they_are(tmp_path):
 def test_a_limit_on_the_size_of_files(tmp_path):
     """The system itself says no, to torch and to plain text."""
     script = f"""
-import resource, torch
+import resource, sys, torch
+# Python itself would leave compiled files that are cut short.
+sys.dont_write_bytecode = True
 from pathlib import Path
 from lln.errors import WriteError
 from lln.files import replacing, write_atomically
