@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.tables import table
 from lln.checks.reading import read_json
 from lln.studies.bench.result_rows import ROW_FORM
-from lln.studies.bench.roberta_table import tables_of
+from lln.studies.bench.roberta_table import CELL_FORM, tables_of
 
 NAME = "table2"
 TITLE = "Table 2: memory and time of a training step of RoBERTa-base"
@@ -25,7 +25,7 @@ OPTIONS = {
 BENCHMARKS = Path("benchmarks/results/roberta.json")
 _FORM = {
     "environment": {"device": str, "commit": str, "command": str},
-    "cases": [ROW_FORM | {"part": str, "system": str}],
+    "cases": [ROW_FORM | CELL_FORM],
 }
 
 

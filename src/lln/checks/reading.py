@@ -171,7 +171,8 @@ def read_arrays(path: Path, names: Iterable[str], fix: str) -> dict[str, Any]:
 
     names = list(names)
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # Opened here: numpy leaves a file open that it cannot read.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in names or arrays if name in arrays}
     # Damage shows as whatever the first broken byte leads to.
     except Exception as error:

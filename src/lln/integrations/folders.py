@@ -351,6 +351,8 @@ def load_tokenizer(source: Path) -> Any:
         )
     with loading(source, f"the tokenizer of {str(source)!r} cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        # Some damage shows only at the first word that it does not know.
+        tokenizer("Log-normal.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

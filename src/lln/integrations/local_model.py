@@ -122,6 +122,8 @@ def load_local_model(model: str) -> LocalModel:
             "files beside the model",
         ):
             tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+            # Some damage shows only at the first word that it does not know.
+            tokenizer("Log-normal.", verbose=False)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # The library makes such a tokenizer where the files are missing.
         raise InvalidInputError(

@@ -13,10 +13,10 @@ from lln.peers.listing import check_names, in_order
 from lln.studies.bench.command import Bench, Options, check_least, check_seconds
 from lln.studies.bench.peers_cells import (
     ALONE,
-    CELL_FORM,
     FILLED,
     FRAME,
     PASSES,
+    PEER_FORM,
     LayerSize,
     PeerCell,
     foreseen,
@@ -87,7 +87,7 @@ def run_peers(
             tables_of,
             _draw,
             subject={"layer": asdict(SIZES[device])},
-            form={"cases": [ROW_FORM | CELL_FORM]},
+            form={"cases": [ROW_FORM | PEER_FORM]},
             extra={"limit_seconds": most},
         )
         return bench.run(plan(lengths, systems, in_batch), options, asked)

@@ -30,7 +30,7 @@ FRAME = "softmax_layer"
 ALONE, FILLED = "batch 1", "filled"
 PASSES = ("forward", "both")
 # What a row of the results says about its cell.
-CELL_FORM = {
+PEER_FORM = {
     "part": frozenset([ALONE, FILLED]),
     "system": frozenset([*peers.available(), FRAME]),
     "passes": frozenset(PASSES),
