@@ -71,7 +71,7 @@ def cases(entries):
 
 
 def check_refusal(path, damage, read, end=b""):
-    """Damage a file for a moment; reading it gives one sentence that names it, or works if little was changed.
+    """Damage a file for a moment: reading it gives one sentence, or works if little was changed.
 
     Args:
         path: The file.
