@@ -33,7 +33,7 @@ from experiments.tasks.data_folder import text_file
 from lln.checks.reading import read_lines
 from lln.files import write_atomically
 from lln.integrations.convert import convert
-from lln.integrations.folders import load_model, load_tokenizer
+from lln.integrations.loading import load_model, load_tokenizer
 from lln.studies.bench.environment import describe
 
 # Name of a row → how `convert` is called.

@@ -58,7 +58,7 @@ from experiments.keys_forms import (
 from experiments.minilm_recovery import Windows, agreement, extend_positions
 from experiments.tasks.data_folder import text_file
 from lln.checks.reading import read_lines
-from lln.integrations.folders import load_model, load_tokenizer
+from lln.integrations.loading import load_model, load_tokenizer
 from lln.studies.bench.environment import describe
 
 # ----------------------------------------------------------------------------- the model

@@ -35,7 +35,7 @@ from experiments.tasks.data_folder import text_file
 from lln import block_diagonal_attention, peers
 from lln.checks.reading import read_lines
 from lln.integrations.convert import convert
-from lln.integrations.folders import load_model, load_tokenizer
+from lln.integrations.loading import load_model, load_tokenizer
 from lln.integrations.masks import slicing_mask
 from lln.integrations.recover import recover, softmax_teacher
 from lln.studies.bench.environment import describe

@@ -11,6 +11,7 @@ import tracemalloc
 
 import pytest
 import torch
+import transformers
 
 from lln.cli import model_commands
 from lln.errors import InvalidInputError, WriteError
@@ -193,13 +194,13 @@ def test_a_disk_that_is_full_at_the_end_of_a_conversion(folder, tmp_path, monkey
     out = tmp_path / "out"
     model_commands.convert(folder, out)
     before = state(out)
-    whole = commands.transformers.PreTrainedModel.save_pretrained
+    whole = transformers.PreTrainedModel.save_pretrained
 
     def half(self, place, **options):
         whole(self, place, **options)
         raise FULL
 
-    monkeypatch.setattr(commands.transformers.PreTrainedModel, "save_pretrained", half)
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", half)
     with pytest.raises(WriteError, match=r"out' cannot be written: No space left on device; nothi"):
         model_commands.convert(folder, out, overwrite=True)
     with pytest.raises(WriteError):

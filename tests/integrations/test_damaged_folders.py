@@ -2,16 +2,23 @@
 
 import copy
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
+import transformers
 from tests.damage import JSON_FILES, OTHER_FILES, VALUES, cases, check_refusal
 
 from lln.errors import InvalidInputError
 from lln.integrations import folders
 from lln.integrations.convert import convert
-from lln.integrations.folders import load_model, load_tokenizer
+from lln.integrations.loading import load_model, load_tokenizer
+from lln.integrations.local_model import load_local_model
 from lln.integrations.recover import _read, check_checkpoint, recover
 from lln.integrations.sdpa import attach_described
 
@@ -123,7 +130,7 @@ def test_very_many_layers_are_refused_at_once(made, monkeypatch):
     def load(*args, **kwargs):
         raise AssertionError("the configuration was loaded")
 
-    monkeypatch.setattr(folders.transformers.AutoConfig, "from_pretrained", load)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", load)
     sizes = {"softmax": True}
     for count, said in ((20_000, "has 20,002 entries, and at most 10,000"), (300_000, "bytes")):
         many = {f"layer{index}": sizes for index in range(count)}
@@ -175,3 +182,74 @@ def test_training_does_not_go_on_from_a_damaged_checkpoint(made, text, file):
 def test_a_description_that_is_none_is_refused(tiny, described):
     with pytest.raises(InvalidInputError):
         attach_described(tiny("bert"), described)
+
+
+def test_code_in_a_folder_is_neither_run_nor_asked_for(made, monkeypatch):
+    folder, seen = made / "plain", made / "seen"
+    monkeypatch.setattr("builtins.input", lambda *question: "y")
+    program = f"open({str(seen)!r}, 'w').close()\n"
+    program += "from transformers import BertConfig, BertModel, BertTokenizerFast\n"
+    program += "class C(BertConfig): pass\nclass M(BertModel): pass\n"
+    program += "class T(BertTokenizerFast): pass\n"
+    (folder / "own.py").write_text(program)
+    auto = {"AutoConfig": "own.C", "AutoModel": "own.M", "AutoTokenizer": ["own.T", "own.T"]}
+
+    def name_own_code(config):
+        config.pop("architectures")
+        config.update(auto_map=auto, model_type="own")
+
+    with_config(folder, name_own_code)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": auto, "tokenizer_class": "T"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    for load in (load_model, load_tokenizer, lambda folder: load_local_model(str(folder))):
+        with pytest.raises(InvalidInputError, match="plain' cannot be loaded: "):
+            load(folder)
+    assert not seen.exists()
+
+
+@pytest.mark.slow
+def test_a_recovery_that_is_killed_again_and_again_ends_as_one_that_is_not(
+    tiny, tmp_path, save_with_tokenizer
+):
+    """Killed where it happens to be, also inside a checkpoint; every start goes on."""
+    save_with_tokenizer(tiny("bert"), tmp_path / "in")
+    lines = "\n".join(" ".join(f"w{(i * j) % 57 + 2}" for j in range(9)) for i in range(1, 99))
+    (tmp_path / "text.txt").write_text(lines)
+    options = ["--text", str(tmp_path / "text.txt"), "--tokens", "16", "--save-steps", "1"]
+    options += ["--layer-steps", "40", "--end-steps", "20", "--batch-size", "2"]
+
+    def start(name):
+        words = ["recover", str(tmp_path / "in"), str(tmp_path / name), *options]
+        return subprocess.Popen(
+            [sys.executable, "-m", "lln", *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            # Both train on one thread, so that their sums are the same.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    def steps():
+        phases = {
+            phase: [int(path.name.split("-")[1]) for path in found]
+            for phase in ("layers", "output")
+            if (found := list((tmp_path / "out.work" / phase).glob("checkpoint-*")))
+        }
+        return max(phases["layers"], default=0) + max(phases.get("output", [0])) if phases else 0
+
+    for step in (1, 15, 30, 50):
+        process = start("out")
+        end = time.monotonic() + 200
+        while steps() < step and process.poll() is None:
+            assert time.monotonic() < end
+        process.kill()
+        assert process.communicate()[1] is not None
+        assert process.returncode == -signal.SIGKILL
+        assert not (tmp_path / "out").exists()
+    for name in ("out", "whole"):
+        process = start(name)
+        said = process.communicate(timeout=400)[1].decode()
+        assert process.returncode == 0, said
+    killed, whole = (load_model(tmp_path / name).state_dict() for name in ("out", "whole"))
+    for name, one in whole.items():
+        assert torch.equal(one, killed[name]), name

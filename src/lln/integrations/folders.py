@@ -1,4 +1,4 @@
-"""Checkpoint folders: load a model as it was saved, write a converted one beside it.
+"""Checkpoint folders: what `lln convert` and `lln recover` do with them.
 
 Nothing here reaches the network: a folder that is not there is an error, not a download.
 """
@@ -21,9 +21,8 @@ from lln.errors import CalibrationWarning, InvalidInputError
 from lln.files import check_apart, check_folder, check_free, new_folder
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.convert import convert
-from lln.integrations.loading import check_files, loading
+from lln.integrations.loading import load_model, load_tokenizer, loading
 from lln.integrations.target_report import REPORT_FILE
-from lln.integrations.transformers import register, transformers
 from lln.integrations.trial_batch import example_inputs
 from lln.integrations.work_folder import check_unlocked
 
@@ -35,7 +34,6 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".h5", ".msgpa
 _KEPT = "is left as it is"
 # Per token: a text of so many surely fills it.
 _CHARACTERS = 6
-_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 
 
 def convert_folder(
@@ -309,53 +307,6 @@ class Pieces(Dataset[dict[str, Tensor]]):
         """Those from ``start`` to ``stop``, or to the last, as one batch."""
         found = [self[index] for index in range(start, min(stop, len(self)))]
         return {name: torch.stack([piece[name] for piece in found]) for name in found[0]}
-
-
-def load_model(source: Path, **options: Any) -> PreTrainedModel:
-    """The model of a checkpoint folder, of the class it was saved as, in eval mode."""
-    register()
-    if not (source / "config.json").is_file():
-        raise InvalidInputError(
-            f"{str(source)!r} is no checkpoint folder: it has no config.json; nothing is "
-            "downloaded, so give the folder of a model saved with save_pretrained."
-        )
-    check_files(source)
-    with loading(source, f"{str(source)!r} cannot be loaded"):
-        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
-        kind = _class_of(config)
-        return kind.from_pretrained(source, local_files_only=True, **options).eval()
-
-
-def _class_of(config: Any) -> Any:
-    """The class that a model was saved as; the bare model if its configuration names none."""
-    names = getattr(config, "architectures", None)
-    if not names:
-        return transformers.AutoModel
-    kind = getattr(transformers, names[0], None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise InvalidInputError(
-            f"config.json names the class {names[0][:80]!r}, which is no model of transformers "
-            f"{transformers.__version__}; load it in Python and call "
-            "lln.integrations.convert.convert(model)."
-        )
-    return kind
-
-
-def load_tokenizer(source: Path) -> Any:
-    """The tokenizer of a checkpoint folder, able to pad."""
-    # Without files transformers would make up a tokenizer that knows no word.
-    if not any((source / name).is_file() for name in _TOKENIZERS):
-        raise InvalidInputError(
-            f"{str(source)!r} has no tokenizer to read the text with; put its files "
-            "(tokenizer.json) there, or convert in Python with calibrate=batch."
-        )
-    with loading(source, f"the tokenizer of {str(source)!r} cannot be loaded"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
-        # Some damage shows only at the first word that it does not know.
-        tokenizer("Log-normal.")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def text_batch(source: Path, lines: list[str], tokens: int) -> dict[str, Tensor]:

@@ -7,17 +7,71 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lln.checks.reading import first_line, read_json
 from lln.errors import InvalidInputError
 from lln.integrations.settings import Settings, check_layers
+from lln.integrations.transformers import register, transformers
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Left to itself, transformers asks in the terminal whether to run the code in a folder.
+DATA_ONLY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 _SAVE_AGAIN = "save the model again with model.save_pretrained(folder)"
 _CONFIG = {"model_type?": (str, None), "architectures?": ([str], None), "lln?": (dict, None)}
 # Bytes of a configuration; the names of 20,000 classes take two million. transformers takes seconds
 # to print a longer one, which it always does.
 _MOST_CONFIG = 5_000_000
+
+
+def load_model(source: Path, **options: Any) -> PreTrainedModel:
+    """The model of a checkpoint folder, of the class it was saved as, in eval mode."""
+    register()
+    if not (source / "config.json").is_file():
+        raise InvalidInputError(
+            f"{str(source)!r} is no checkpoint folder: it has no config.json; nothing is "
+            "downloaded, so give the folder of a model saved with save_pretrained."
+        )
+    check_files(source)
+    with loading(source, f"{str(source)!r} cannot be loaded"):
+        config = transformers.AutoConfig.from_pretrained(source, **DATA_ONLY)
+        kind = _class_of(config)
+        return kind.from_pretrained(source, **DATA_ONLY, **options).eval()
+
+
+def _class_of(config: Any) -> Any:
+    """The class that a model was saved as; the bare model if its configuration names none."""
+    names = getattr(config, "architectures", None)
+    if not names:
+        return transformers.AutoModel
+    kind = getattr(transformers, names[0], None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise InvalidInputError(
+            f"config.json names the class {names[0][:80]!r}, which is no model of transformers "
+            f"{transformers.__version__}; load it in Python and call "
+            "lln.integrations.convert.convert(model)."
+        )
+    return kind
+
+
+def load_tokenizer(source: Path) -> Any:
+    """The tokenizer of a checkpoint folder, able to pad."""
+    # Without files transformers would make up a tokenizer that knows no word.
+    if not any((source / name).is_file() for name in _TOKENIZERS):
+        raise InvalidInputError(
+            f"{str(source)!r} has no tokenizer to read the text with; put its files "
+            "(tokenizer.json) there, or convert in Python with calibrate=batch."
+        )
+    with loading(source, f"the tokenizer of {str(source)!r} cannot be loaded"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **DATA_ONLY)
+        # Some damage shows only at the first word that it does not know.
+        tokenizer("Log-normal.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 from lln.errors import InvalidInputError
-from lln.integrations.loading import check_files, loading
+from lln.integrations.loading import DATA_ONLY, check_files, loading
 from lln.integrations.transformers import register
 
 
@@ -109,7 +109,7 @@ def load_local_model(model: str) -> LocalModel:
                 "name a folder."
             )
         with loading(folder, f"the model in {model!r} cannot be loaded"):
-            loaded = AutoModel.from_pretrained(place, local_files_only=True, dtype=torch.float32)
+            loaded = AutoModel.from_pretrained(place, dtype=torch.float32, **DATA_ONLY)
         inputs = getattr(loaded, "main_input_name", "input_ids")
         if inputs != "input_ids":
             raise InvalidInputError(
@@ -121,7 +121,7 @@ def load_local_model(model: str) -> LocalModel:
             f"{model!r} has a model, but its tokenizer cannot be loaded; put the tokenizer's "
             "files beside the model",
         ):
-            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(place, **DATA_ONLY)
             # Some damage shows only at the first word that it does not know.
             tokenizer("Log-normal.", verbose=False)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
