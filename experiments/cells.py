@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lln.checks.reading import read_json
 from lln.errors import InvalidInputError
 from lln.files import compact_json, write_atomically
 from lln.studies.processor import PACKAGE, uncommitted
@@ -52,6 +53,14 @@ class Cell:
         return f"{self.task} {self.method} {self.seed}"
 
 
+# What `write` writes, and every table reads.
+_FORM = {
+    "cell": {"experiment": str, "scale": str, "task": str, "method": str, "seed": int},
+    "config": dict,
+    "setup?": dict,
+}
+
+
 def check_publishable(folder: Path) -> None:
     """Refuse to write published results from code that no commit holds.
 
@@ -75,8 +84,7 @@ def is_finished(cell: Cell, config: dict[str, Any], folder: Path) -> bool:
     path = cell.path(folder)
     if not path.exists():
         return False
-    stored = json.loads(path.read_text("utf-8"))
-    if stored["config"] != json.loads(json.dumps(config)):
+    if _read(path)["config"] != json.loads(json.dumps(config)):
         raise InvalidInputError(
             f"{path} holds a training with other settings; name another --out or remove it."
         )
@@ -93,4 +101,15 @@ def write(cell: Cell, config: dict[str, Any], result: dict[str, Any], folder: Pa
 def read_all(folder: Path, experiment: str, scale: str) -> list[dict[str, Any]]:
     """The finished cells of an experiment, sorted by file name."""
     paths = sorted((folder / experiment / scale).glob("*.json"))
-    return [json.loads(path.read_text("utf-8")) for path in paths]
+    return [_read(path) for path in paths]
+
+
+def read_results(path: Path, form: Any = dict) -> dict[str, Any]:
+    """What an earlier run of a program left under ``--out``; empty if there is nothing."""
+    if not path.exists():
+        return {}
+    return read_json(path, form, "a result of this program", "name another --out, or remove it")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, _FORM, "the result of a training", "remove it to train again")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from experiments.answering import accuracy, answers
+from lln.checks.reading import read_saved
 from lln.files import replacing
 from lln.integrations.transformers import transformers
 
@@ -50,7 +51,8 @@ class Chooser(transformers.TrainerCallback):
         if best is None:
             return {}
         device = next(model.parameters()).device
-        weights = torch.load(self._path(best["step"]), map_location=device, weights_only=True)
+        what, fix = "the weights of a training", "remove its folder to train again"
+        weights = read_saved(self._path(best["step"]), dict, what, fix, device)
         model.load_state_dict(weights)
         return {"valid": asked, "chosen": best["step"]}
 

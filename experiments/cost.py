@@ -7,7 +7,6 @@ counts seconds of a whole run with its validations; milliseconds per step are wh
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -24,11 +23,24 @@ from experiments.methods import Method, all_methods
 from experiments.prepared import prepared_task
 from experiments.tables import table
 from experiments.tasks.task import as_batch
+from lln.checks.reading import read_json
 from lln.files import compact_json, write_atomically
 from lln.progress import progress_bar
 from lln.studies.bench.environment import describe
 
 WARM_UP, MEASURED = 8, 30
+
+_FORM = {
+    "costs": {
+        str: {
+            str: {
+                "milliseconds": float,
+                "peak_mib": (int, None),
+                "setup": {"device": str, "commit": str},
+            }
+        }
+    }
+}
 
 
 def costs_path(experiment: Experiment, scale: str, out: Path) -> Path:
@@ -60,7 +72,7 @@ def measure(
     path = costs_path(experiment, cells[0].scale, out)
     path.parent.mkdir(parents=True, exist_ok=True)
     setup = describe("cuda" if torch.cuda.is_available() else "cpu", command, echo)
-    kept = json.loads(path.read_text("utf-8"))["costs"] if path.exists() else {}
+    kept = _read(path) if path.exists() else {}
     wanted = dict.fromkeys((cell.task, cell.method) for cell in cells)
     waiting = [pair for pair in wanted if pair[1] not in kept.get(pair[0], {})]
     with progress_bar(time_left=True) as bar:
@@ -113,7 +125,7 @@ def cost_table(experiment: Experiment, scale: str, out: Path) -> str:
     path = costs_path(experiment, scale, out)
     if not path.exists():
         return ""
-    costs = json.loads(path.read_text("utf-8"))["costs"]
+    costs = _read(path)
     order = {name: place for place, name in enumerate(all_methods())}
     methods = {method for found in costs.values() for method in found}
     rows = [
@@ -128,6 +140,10 @@ def cost_table(experiment: Experiment, scale: str, out: Path) -> str:
         f"memory, alone on the device. {devices}; {commits_of(setups, 'measurements')}; made by "
         f"python -m experiments time {experiment.name} --scale {scale}."
     )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, _FORM, "a file of costs", "remove it to measure again")["costs"]
 
 
 def _written(found: dict[str, Any], of_time: str = "", of_memory: str = "") -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from experiments.cells import read_results
 from experiments.minilm_recovery import (
     BLOCK_SIZE,
     Windows,
@@ -29,9 +30,10 @@ from experiments.minilm_recovery import (
     extend_positions,
 )
 from experiments.tasks.data_folder import text_file
-from lln.files import read_lines
+from lln.checks.reading import read_lines
+from lln.files import write_atomically
 from lln.integrations.convert import convert
-from lln.integrations.folders import load_model, load_tokenizer
+from lln.integrations.loading import load_model, load_tokenizer
 from lln.studies.bench.environment import describe
 
 # Name of a row → how `convert` is called.
@@ -74,7 +76,7 @@ def main():
     )
     original = load_model(given.model).to(given.device)
     extend_positions(original, max(given.tokens))
-    results = json.loads(given.out.read_text("utf-8")) if given.out.exists() else {"rows": {}}
+    results = {"rows": {}} | read_results(given.out, {"rows": {str: dict}})
     command = f"python -m experiments.keys_conversion --tokens {' '.join(map(str, given.tokens))}"
     results["setup"] = {
         **describe(given.device, f"{command} --texts {given.texts}"),
@@ -101,7 +103,7 @@ def main():
             seconds = round(time.perf_counter() - start, 1)
             cells[str(tokens)] = {**cell, "texts": len(held_out), "seconds": seconds}
             print(f"{row:26s} {tokens:5d} tokens: cosine {cell['cosine']:.4f}", flush=True)
-            given.out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+            write_atomically(given.out, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.cells import read_results
 from experiments.keys_forms import (
     WINDOW,
     Fitted,
@@ -56,8 +57,8 @@ from experiments.keys_forms import (
 )
 from experiments.minilm_recovery import Windows, agreement, extend_positions
 from experiments.tasks.data_folder import text_file
-from lln.files import read_lines
-from lln.integrations.folders import load_model, load_tokenizer
+from lln.checks.reading import read_lines
+from lln.integrations.loading import load_model, load_tokenizer
 from lln.studies.bench.environment import describe
 
 # ----------------------------------------------------------------------------- the model
@@ -331,7 +332,7 @@ def main() -> None:
     torch.manual_seed(0)
     bench = open_bench(options)
     check_gathered(bench)
-    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results = read_results(options.out, {str: dict})
     results["setup"] = {
         **describe("cpu", " ".join(["python -m experiments.keys_prototype", *sys.argv[1:]])),
         "transformers": transformers.__version__,

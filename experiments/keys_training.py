@@ -35,6 +35,7 @@ from experiments.keys_training_data import (
 from experiments.keys_training_model import Encoder, Sizes, Variant
 from experiments.side_by_side import Job, run_side_by_side
 from experiments.tables import table
+from lln.checks.reading import read_json
 from lln.files import compact_json, write_atomically
 from lln.studies.bench.environment import describe
 
@@ -163,7 +164,9 @@ def is_finished(cell: Cell, folder: Path) -> bool:
     path = folder / cell.file_name
     if not path.exists():
         return False
-    stored = json.loads(path.read_text("utf-8"))["config"]
+    schema = {"config": {"compiled": object, "sizes": {"core": object}}}
+    fix = "name another --out, or remove it"
+    stored = read_json(path, schema, "the result of a training", fix)["config"]
     # How it is computed may differ, what is computed may not.
     for config in (stored, own := asdict(cell)):
         config.pop("compiled")
@@ -175,7 +178,8 @@ def is_finished(cell: Cell, folder: Path) -> bool:
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     """Seed by seed, so that time that runs out leaves whole comparisons."""
-    about = json.loads((options.tokens_folder / "about.json").read_text("utf-8"))
+    path = options.tokens_folder / "about.json"
+    about = read_json(path, {"vocabulary": int}, "what `prepare` writes", "run prepare again")
     heads = options.heads or max(options.width // 64, 1)
     sizes = Sizes(
         options.length,

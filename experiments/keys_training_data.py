@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from experiments.tasks.data_folder import text_file
-from lln.files import compact_json, read_utf8, write_atomically
+from lln.checks.reading import first_line, read_utf8
+from lln.errors import InvalidInputError
+from lln.files import compact_json, write_atomically
 
 if TYPE_CHECKING:
     from experiments.keys_training import Cell
@@ -67,7 +69,15 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def load_tokens(folder: Path, part: str, device: str) -> torch.Tensor:
-    return torch.from_numpy(np.load(folder / f"{part}.npy").astype(np.int64)).to(device)
+    path = folder / f"{part}.npy"
+    try:
+        tokens = np.load(path, allow_pickle=False)
+    # Damage shows as whatever the first broken byte leads to.
+    except Exception as error:
+        raise InvalidInputError(
+            f"{str(path)!r} cannot be read: {first_line(error)}; run prepare again."
+        ) from error
+    return torch.from_numpy(tokens.astype(np.int64)).to(device)
 
 
 def masked(windows: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:

@@ -30,11 +30,12 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from experiments.cells import read_results
 from experiments.tasks.data_folder import text_file
 from lln import block_diagonal_attention, peers
-from lln.files import read_lines
+from lln.checks.reading import read_lines
 from lln.integrations.convert import convert
-from lln.integrations.folders import load_model, load_tokenizer
+from lln.integrations.loading import load_model, load_tokenizer
 from lln.integrations.masks import slicing_mask
 from lln.integrations.recover import recover, softmax_teacher
 from lln.studies.bench.environment import describe
@@ -227,7 +228,7 @@ def main():
             for tokens, windows in held_out.items()
         }
 
-    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results = read_results(options.out, {"rows?": dict})
     results["setup"] = {
         **describe(device, " ".join(["python", *sys.argv])),
         "transformers": transformers.__version__,

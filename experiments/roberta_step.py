@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import RobertaConfig, RobertaForMaskedLM
 
+from experiments.cells import read_results
 from lln.integrations.convert import convert
 from lln.studies.bench.command import command_of
 from lln.studies.bench.environment import describe
@@ -94,7 +95,7 @@ def main():
     }
     program = "python experiments/roberta_step.py" + (" --cpu" if options.cpu else "")
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
-    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results = read_results(options.out, {"rows?": dict})
     results["setup"] = {
         **describe(device, command_of(program, given)),
         "transformers": transformers.__version__,

@@ -24,7 +24,9 @@ from experiments.observing import Observer, can_be_observed
 from experiments.prepared import prepared_task
 from experiments.tasks.task import Task
 from experiments.training import processes, train
+from lln.checks.reading import read_saved
 from lln.errors import InvalidInputError
+from lln.files import replacing
 from lln.progress import progress_bar
 from lln.studies.bench.environment import describe
 
@@ -112,7 +114,8 @@ def run_cell(
                 f"is not there; run --task {plan.starts_from} with the same --work (if its result "
                 "is kept, remove that first)."
             )
-        model.encoder.load_state_dict(torch.load(path, weights_only=True))
+        what, fix = "the weights of an encoder", f"remove it, and run --task {plan.starts_from}"
+        model.encoder.load_state_dict(read_saved(path, dict, what, fix))
     folder = checkpoints(cell, work)
     recipe, watchers = plan.recipe, []
     if plan.observed and can_be_observed(Method.parse(cell.method)):
@@ -124,9 +127,9 @@ def run_cell(
     given, right, loss = answers(model, task.test, recipe.batch, recipe.precision)
     if any(other.starts_from == cell.task for other in experiment.plans[cell.scale].values()):
         path = weights_path(cell, work)
-        path.parent.mkdir(parents=True, exist_ok=True)
         if processes()[0] == 0:
-            torch.save(model.encoder.state_dict(), path)
+            with replacing(path) as file:
+                torch.save(model.encoder.state_dict(), file)
     if dist.is_initialized():
         # Nobody removes what another process still reads.
         dist.barrier()

@@ -6,7 +6,6 @@ choose here. Results at the small scale are those of the benchmarks, unless ther
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,9 @@ from pathlib import Path
 from benchmarks.markdown import commit_of
 
 from experiments.tables import table
-from lln.studies.bench.roberta_table import tables_of
+from lln.checks.reading import read_json
+from lln.studies.bench.result_rows import ROW_FORM
+from lln.studies.bench.roberta_table import CELL_FORM, tables_of
 
 NAME = "table2"
 TITLE = "Table 2: memory and time of a training step of RoBERTa-base"
@@ -24,6 +25,10 @@ OPTIONS = {
     "full": [],
 }
 BENCHMARKS = Path("benchmarks/results/roberta.json")
+_FORM = {
+    "environment": {"device": str, "commit": str, "command": str},
+    "cases": [ROW_FORM | CELL_FORM],
+}
 
 
 def run_table2(scale: str, out: Path) -> int:
@@ -40,7 +45,7 @@ def report_table2(scale: str, out: Path) -> str:
     path = own if own.exists() or scale != "small" else BENCHMARKS
     if not path.exists():
         return ""
-    results = json.loads(path.read_text("utf-8"))
+    results = read_json(path, _FORM, "a file of lln bench roberta", "measure it again")
     about = results["environment"]
     parts = [f"**{title}**\n\n{table(*found)}" for title, found in tables_of(results)]
     made = f"{about['device']}; {commit_of(about)}; made by {about['command']}."

@@ -1,6 +1,7 @@
 """Files that are never half written, places that are looked at first, text that is UTF-8."""
 
 import errno
+import gzip
 import lzma
 import os
 import subprocess
@@ -10,6 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lln.checks import reading
+from lln.checks.reading import read_lines, read_utf8
 from lln.cli import app
 from lln.errors import InvalidInputError, LLNError, WriteError
 from lln.files import (
@@ -18,8 +21,6 @@ from lln.files import (
     check_folder,
     check_free,
     new_folder,
-    read_lines,
-    read_utf8,
     replacing,
     write_atomically,
 )
@@ -170,7 +171,9 @@ def test_errors_that_are_not_of_the_disk_stay_what_they_are(tmp_path):
 def test_a_limit_on_the_size_of_files(tmp_path):
     """The system itself says no, to torch and to plain text."""
     script = f"""
-import resource, torch
+import resource, sys, torch
+# Python itself would leave compiled files that are cut short.
+sys.dont_write_bytecode = True
 from pathlib import Path
 from lln.errors import WriteError
 from lln.files import replacing, write_atomically
@@ -272,6 +275,20 @@ def test_lines_of_files_packed_or_not(tmp_path):
         read_lines(tmp_path, "--text")
     with pytest.raises(InvalidInputError, match=r"^--text .*none' is neither a text file nor"):
         read_lines(tmp_path / "none", "--text")
+
+
+def test_text_without_end_is_refused_and_long_lines_are_cut(tmp_path, monkeypatch):
+    with gzip.open(tmp_path / "text.txt.gz", "wb") as file:
+        file.write("ä".encode() * 900_000 + b"\nend")
+    assert read_lines(tmp_path / "text.txt.gz", "--text") == ["ä" * 900_000, "end"]
+    monkeypatch.setattr(reading, "_LONGEST_LINE", 400_000)
+    assert "".join(read_lines(tmp_path / "text.txt.gz", "--text")) == "ä" * 900_000 + "end"
+    assert max(map(len, read_lines(tmp_path / "text.txt.gz", "--text"))) < 900_000
+    monkeypatch.setattr(reading, "MOST_BYTES", 1_800_004)
+    read_lines(tmp_path / "text.txt.gz", "--text")
+    monkeypatch.setattr(reading, "MOST_BYTES", 1_800_003)
+    with pytest.raises(InvalidInputError, match=r"text\.txt\.gz' holds more than 1,800,003 bytes"):
+        read_lines(tmp_path / "text.txt.gz", "--text")
 
 
 def test_weights_saved_through_the_writer_come_back(tmp_path):

@@ -22,18 +22,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import os
 import warnings
-import zipfile
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from lln.checks.reading import read_arrays as arrays_of
+from lln.checks.reading import read_utf8
 from lln.errors import InvalidInputError
-from lln.files import read_utf8
 
 VARIABLE = "LLN_DATA"
 KNOWN = json.loads((Path(__file__).parent / "known_files.json").read_text("utf-8"))
@@ -41,6 +39,8 @@ KNOWN = json.loads((Path(__file__).parent / "known_files.json").read_text("utf-8
 TEXT = (".txt.xz", ".txt")
 TABLE = (".tsv.xz", ".tsv")
 ARRAYS = (".npz",)
+
+_COPY_AGAIN = "copy the file again"
 
 
 class OwnCopyWarning(UserWarning):
@@ -176,18 +176,7 @@ def read_arrays(
 ) -> dict[str, np.ndarray]:
     """Arrays of a part of a set, by name; see `find_part`."""
     path = find_part(folder, data_set, part, ARRAYS)
-    try:
-        with np.load(path) as arrays:
-            missing = [name for name in names if name not in arrays]
-            if not missing:
-                return {name: arrays[name] for name in names}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
-        raise InvalidInputError(
-            f"{str(path)!r} cannot be read: {error}; copy the file again."
-        ) from error
-    raise InvalidInputError(
-        f"{str(path)!r} has no array {' and '.join(missing)}; it must hold {', '.join(names)}."
-    )
+    return arrays_of(path, names, _COPY_AGAIN)
 
 
 def read_pictures(
@@ -201,10 +190,11 @@ def read_pictures(
         InvalidInputError: If the arrays do not fit.
     """
     path = find_part(folder, data_set, part, ARRAYS)
-    with np.load(path) as arrays:
-        if "images" not in arrays:
-            return None
-    arrays = read_arrays(folder, data_set, part, ("images", "labels"))
+    arrays = arrays_of(path, (), _COPY_AGAIN)
+    if "images" not in arrays:
+        return None
+    if "labels" not in arrays:
+        raise InvalidInputError(f"{str(path)!r} has images and no array labels; add it.")
     images, labels = arrays["images"], arrays["labels"]
     if images.shape != (len(labels), *shape) or images.dtype != np.uint8:
         raise InvalidInputError(

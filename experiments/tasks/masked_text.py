@@ -41,22 +41,31 @@ _HEADING = re.compile(r"(?<=\n \n)(?= = [^=\n][^\n]* = \n \n)")
 
 
 @dataclass(frozen=True)
-class TextCode:
-    """How text becomes tokens; id 0 is padding.
+class TokenIds:
+    """Which token ids mean what; id 0 is padding.
 
     Attributes:
-        encode: Text → token ids, without special tokens.
         vocabulary: Token ids are below this.
         mask: Id that stands for a hidden token.
         end: Id after every article.
         plain: Ids that a hidden token may be replaced by: from the first to before the second.
     """
 
-    encode: Callable[[str], Sequence[int] | np.ndarray]
     vocabulary: int
     mask: int
     end: int
     plain: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TextCode(TokenIds):
+    """How text becomes tokens.
+
+    Attributes:
+        encode: Text → token ids, without special tokens.
+    """
+
+    encode: Callable[[str], Sequence[int] | np.ndarray]
 
 
 def byte_code() -> TextCode:
@@ -144,13 +153,13 @@ def cut_windows(articles: Iterable[str], code: TextCode, length: int) -> np.ndar
 
 
 def hide(
-    ids: np.ndarray, code: TextCode, random: np.random.Generator, share: float = 0.15
+    ids: np.ndarray, code: TokenIds, random: np.random.Generator, share: float = 0.15
 ) -> tuple[np.ndarray, np.ndarray]:
     """Hide some tokens.
 
     Args:
         ids: int ``[..., N]``.
-        code: See `TextCode`; only plain tokens are hidden.
+        code: See `TokenIds`; only plain tokens are hidden.
         random: Where the choice comes from.
         share: Probability that a token is hidden.
 
@@ -174,11 +183,11 @@ class FreshlyHidden(Examples):
 
     Args:
         ids: int ``[n, N]``.
-        code: See `TextCode`.
+        code: See `TokenIds`.
         share: See `hide`.
     """
 
-    def __init__(self, ids: np.ndarray, code: TextCode, share: float) -> None:
+    def __init__(self, ids: np.ndarray, code: TokenIds, share: float) -> None:
         """Labels are the tokens themselves until they are read."""
         super().__init__(ids, ids)
         self.code, self.share, self.epoch = code, share, 0

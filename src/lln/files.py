@@ -1,11 +1,8 @@
-"""File access: read text, check targets before long work, never leave a file half written."""
+"""Writing files: check targets before long work, never leave a file half written."""
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import lzma
 import os
 import re
 import shutil
@@ -14,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from lln.errors import InvalidInputError, LLNError, WriteError
 
@@ -255,71 +252,3 @@ def _reason(error: BaseException | None) -> str | None:
             return "the disk took only a part of it"
         error = error.__cause__ or error.__context__
     return None
-
-
-def read_utf8(path: Path, name: str, most: int | None = None) -> str:
-    """The text of a file.
-
-    Args:
-        path: The file; ``.xz`` and ``.gz`` are decompressed.
-        name: The option or argument that gave it, such as ``--text``.
-        most: Bytes to read; None = all of them.
-
-    Raises:
-        InvalidInputError: One sentence if it cannot be read, or is not text in UTF-8.
-    """
-    given = f"{name} {str(path)!r}"
-    try:
-        with open_unpacked(path) as file:
-            content = file.read() if most is None else file.read(most)
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise InvalidInputError(
-            f"{given} cannot be read: {getattr(error, 'strerror', None) or error}."
-        ) from error
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        # Reading ``most`` bytes may cut the last character; that is not an error in the file.
-        if error.reason != "unexpected end of data" or len(content) != most:
-            raise InvalidInputError(f"{given} {_not_utf8(content, error.start)}") from error
-        text = content[: error.start].decode("utf-8")
-    if "\0" in text:
-        raise InvalidInputError(f"{given} holds no text; name a plain text file.")
-    return text.removeprefix("\ufeff")
-
-
-def read_lines(path: Path, name: str) -> list[str]:
-    """The non-empty lines of a text file, or of all text files in a folder.
-
-    Args:
-        path: A file, or a folder with ``.txt`` or compressed ``.txt.xz`` files.
-        name: The option or argument that gave it.
-    """
-    files = [path]
-    if path.is_dir():
-        files = sorted([*path.rglob("*.txt"), *path.rglob("*.txt.xz")])
-    if not files or not all(file.is_file() for file in files):
-        raise InvalidInputError(
-            f"{name} {str(path)!r} is neither a text file nor a folder with .txt or .txt.xz files."
-        )
-    lines = (line.strip() for file in files for line in io.StringIO(read_utf8(file, name), None))
-    return [line for line in lines if line]
-
-
-def open_unpacked(path: Path) -> IO[bytes]:
-    """A file opened for reading bytes, decompressed if its name ends in ``.xz`` or ``.gz``."""
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    return path.open("rb")
-
-
-def _not_utf8(content: bytes, place: int) -> str:
-    """Where the content stops being UTF-8, and how to convert it."""
-    guess = "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
-    line = content.count(b"\n", 0, place) + 1
-    return (
-        f"is not UTF-8 text: byte {place} (line {line}) is 0x{content[place]:02x}; convert it "
-        f"first, for example with `iconv -f {guess} -t utf-8 OLD > NEW`."
-    )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lln import LLNAttention
-from lln.errors import BackendUnavailableError, InvalidInputError
+from lln.errors import BackendUnavailableError, InvalidInputError, WriteError
 from lln.instruments import ConcentrationLogger, capture
 from lln.instruments.run_log import RunLog, read_records
 
@@ -246,3 +246,23 @@ def test_lines_are_plain_json(tmp_path):
         raise AssertionError(constant)
 
     assert json.loads(line, parse_constant=refuse)["step"] == 1
+
+
+def test_a_full_disk_keeps_the_records_before_and_takes_later_ones(tmp_path):
+    """The system takes half of a record and then no more."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunLog(tmp_path, tensorboard=False) as log:
+        log.write({"step": 1}, {})
+        before = log.path.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+        try:
+            with pytest.raises(
+                WriteError, match=r"concentration\.jsonl' cannot be written: File t"
+            ):
+                log.write({"step": 2}, {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert log.path.read_bytes() == before
+        log.write({"step": 3}, {})
+    assert [record["step"] for record in read_records(tmp_path)] == [1, 3]

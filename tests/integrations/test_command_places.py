@@ -1,13 +1,17 @@
 """`lln convert` and `lln recover` where files, folders and disks are not as they should be."""
 
 import errno
+import lzma
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 import torch
+import transformers
 
 from lln.cli import model_commands
 from lln.errors import InvalidInputError, WriteError
@@ -52,6 +56,71 @@ def test_text_that_is_not_utf8(folder, tmp_path, unloaded):
         model_commands.convert(folder, tmp_path / "out", calibrate=tmp_path / "old.txt")
     with pytest.raises(InvalidInputError, match=r"^--text .*old\.txt' is not UTF-8 text: byte 3 "):
         model_commands.recover(folder, tmp_path / "out", tmp_path / "old.txt")
+
+
+@pytest.mark.parametrize("end", ["\n", " "])
+def test_no_more_of_a_text_is_unpacked_than_is_needed(folder, tmp_path, monkeypatch, end):
+    """40 MB in 6 kB, once without a single line's end."""
+
+    def load(*args, **kwargs):
+        raise ZeroDivisionError
+
+    with lzma.open(tmp_path / "long.txt.xz", "wb", preset=0) as file:
+        for _ in range(40):
+            file.write(f"words and words{end}".encode() * 62_500)
+    monkeypatch.setattr(commands, "load_model", load)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            model_commands.convert(
+                folder, tmp_path / "out", calibrate=tmp_path / "long.txt.xz", samples=2, tokens=64
+            )
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+# Links
+
+
+def test_a_link_out_of_the_folder_is_refused_before_anything_is_loaded(folder, tmp_path, unloaded):
+    text = tmp_path / "text.txt"
+    (folder / "1_Pooling" / "notes.txt").symlink_to(text)
+    for command, more in (("convert", ()), ("recover", (text,))):
+        with pytest.raises(InvalidInputError, match=r"notes\.txt' is a link to .*text\.txt'"):
+            getattr(model_commands, command)(folder, tmp_path / "out", *more)
+    (folder / "1_Pooling" / "notes.txt").unlink()
+    # Nor by way of a cache that is none.
+    fake = tmp_path / "snapshots" / "one"
+    fake.parent.mkdir()
+    folder.rename(fake)
+    (tmp_path / "blobs").symlink_to(tmp_path)
+    (fake / "notes.txt").symlink_to(tmp_path / "blobs" / "text.txt")
+    with pytest.raises(InvalidInputError, match="is a link to"):
+        model_commands.convert(fake, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_inside_the_folder_and_into_hugging_faces_cache_are_copied(folder, tmp_path):
+    (folder / "again.json").symlink_to("tokenizer.json")
+    # As the cache keeps a model: every file is a link to one in ``blobs``.
+    cache = tmp_path / "models--org--name"
+    snapshot = cache / "snapshots" / "0123abcd"
+    (cache / "blobs").mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.rglob("*"))):
+        place = snapshot / path.relative_to(folder)
+        if path.is_dir():
+            place.mkdir(parents=True)
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            blob = shutil.copy(path, cache / "blobs" / f"{number:08x}")
+            place.symlink_to(os.path.relpath(blob, place.parent))
+    for source in (folder, snapshot):
+        model_commands.convert(source, tmp_path / "out", overwrite=True)
+        for name in ("again.json", "tokenizer.json"):
+            copied = tmp_path / "out" / name
+            assert copied.read_bytes() == (folder / "tokenizer.json").read_bytes()
+            assert not copied.is_symlink()
 
 
 class Program:
@@ -125,13 +194,13 @@ def test_a_disk_that_is_full_at_the_end_of_a_conversion(folder, tmp_path, monkey
     out = tmp_path / "out"
     model_commands.convert(folder, out)
     before = state(out)
-    whole = commands.transformers.PreTrainedModel.save_pretrained
+    whole = transformers.PreTrainedModel.save_pretrained
 
     def half(self, place, **options):
         whole(self, place, **options)
         raise FULL
 
-    monkeypatch.setattr(commands.transformers.PreTrainedModel, "save_pretrained", half)
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", half)
     with pytest.raises(WriteError, match=r"out' cannot be written: No space left on device; nothi"):
         model_commands.convert(folder, out, overwrite=True)
     with pytest.raises(WriteError):
@@ -144,7 +213,9 @@ def test_a_disk_that_is_full_at_the_end_of_a_conversion(folder, tmp_path, monkey
 def test_a_limit_on_the_size_of_files(folder, tmp_path):
     """safetensors says in its own words what the system said."""
     script = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
+        # Python itself would leave compiled files that are cut short.
+        "import resource, sys; sys.dont_write_bytecode = True; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
         "from lln.cli import main; main()"
     )
     done = subprocess.run(

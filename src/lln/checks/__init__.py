@@ -2,7 +2,8 @@
 
 ``arguments`` checks the arguments of an attention call, ``bounds`` the bounds of packed sequences,
 ``tensors`` that a tensor is dense and has the right axes, ``names`` a choice among names,
-``signatures`` explains a call that does not fit its function.
+``signatures`` explains a call that does not fit its function, ``reading`` reads files that somebody
+else may have written, and ``schema`` compares what they hold with what is expected.
 """
 
 from lln.checks.arguments import (

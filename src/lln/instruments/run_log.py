@@ -6,16 +6,19 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lln.checks.reading import parsed_json
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.files import write_atomically
+from lln.files import write_atomically, writing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 LINES = "concentration.jsonl"
+_RECORD = {"step": int}
 
 
 class RunLog:
@@ -50,16 +53,36 @@ class RunLog:
             raise InvalidInputError(f"out {str(out)!r} cannot be written.")
         kept = _go_on(self.path, resume_from)
         self._writer = _open_tensorboard(self.folder / "tensorboard", kept, tensorboard)
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        # Without a buffer: after a full disk nothing waits in it to be written again.
+        self._file = self.path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any], scalars: Mapping[str, float]) -> None:
-        """Append a record with its ``step``; ``scalars`` are TensorBoard's curves."""
+        """Append a record with its ``step``; ``scalars`` are TensorBoard's curves.
+
+        Raises:
+            WriteError: If the disk is full; the file then ends with the record before.
+        """
         line = json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        with writing(self.path, "the records before are kept"):
+            self._append(f"{line}\n".encode())
+            self._add_scalars(record["step"], scalars)
+
+    def _append(self, line: bytes) -> None:
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            left = line
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            # Half a record would make one line with the next.
+            with suppress(OSError):
+                self._file.truncate(before)
+            raise
+
+    def _add_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._writer is not None:
             for name, value in scalars.items():
-                self._writer.add_scalar(name, value, record["step"])
+                self._writer.add_scalar(name, value, step)
             self._writer.flush()
 
     def close(self) -> None:
@@ -85,20 +108,18 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     path = path / LINES if path.is_dir() else path
-    lines = path.read_text(encoding="utf-8").split("\n")
-    records = []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InvalidInputError(
+            f"{str(path)!r} cannot be read: {error.strerror or error}; name the folder of a run."
+        ) from error
+    fix = "move the file away, or log to another folder"
     # Every whole line ends in a newline, so what follows the last one was being written.
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            record = json.loads(line)
-            record["step"] = int(record["step"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidInputError(
-                f"line {number} of {str(path)!r} is not a record of a run; move the file away, or "
-                "log to another folder."
-            ) from error
-        records.append(record)
-    return records
+    return [
+        parsed_json(line, _RECORD, f"line {number} of {str(path)!r} is not a record of a run", fix)
+        for number, line in enumerate(lines[:-1], 1)
+    ]
 
 
 def _go_on(path: Path, resume_from: int | None) -> int | None:

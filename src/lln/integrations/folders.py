@@ -1,4 +1,4 @@
-"""Checkpoint folders: load a model as it was saved, write a converted one beside it.
+"""Checkpoint folders: what `lln convert` and `lln recover` do with them.
 
 Nothing here reaches the network: a folder that is not there is an error, not a download.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lln.checks.reading import each_line, read_lines
 from lln.errors import CalibrationWarning, InvalidInputError
-from lln.files import check_apart, check_folder, check_free, new_folder, read_lines
+from lln.files import check_apart, check_folder, check_free, new_folder
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.convert import convert
+from lln.integrations.loading import load_model, load_tokenizer, loading
 from lln.integrations.target_report import REPORT_FILE
-from lln.integrations.transformers import register, transformers
+from lln.integrations.trial_batch import example_inputs
 from lln.integrations.work_folder import check_unlocked
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 # Written by save_pretrained; everything else in a folder is copied as it is.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".h5", ".msgpack", ".onnx")
 _KEPT = "is left as it is"
-_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
+# Per token: a text of so many surely fills it.
+_CHARACTERS = 6
 
 
 def convert_folder(
@@ -66,8 +69,10 @@ def convert_folder(
         **options: As in `lln.integrations.convert.convert`.
     """
     _check_places(source, target, overwrite)
-    lines = None if calibrate is None else read_lines(calibrate, "--calibrate")
-    unseen = None if holdout is None else read_lines(holdout, "--holdout")
+    lines, unseen = (
+        None if path is None else list(_enough(each_line(path, name), samples, tokens))
+        for path, name in ((calibrate, "--calibrate"), (holdout, "--holdout"))
+    )
     model = load_model(source)
     held = None
     if lines is None:
@@ -84,6 +89,7 @@ def convert_folder(
         batch = text_batch(source, lines[:samples], tokens)
     if target_quality is None and unseen is not None:
         held = text_batch(source, unseen[:samples], tokens)
+    _check_runs(source, model, batch)
     report = _convert(
         model,
         attention,
@@ -157,6 +163,7 @@ def recover_folder(
     calibration, held = pieces.batch(0, 16), None
     if target_quality is not None:
         calibration, held = _divided(pieces, 24)
+    _check_runs(source, model, calibration)
     conversion = _convert(
         model,
         attention,
@@ -221,9 +228,39 @@ def _convert(model: PreTrainedModel, attention: str | None, **options: Any) -> C
 
 
 def _check_places(source: Path, target: Path, overwrite: bool) -> None:
-    """Before anything is loaded: the source is kept, and the target can be written."""
+    """Before anything is loaded: the source is kept and can be copied, the target be written."""
     check_apart(source, target, "NEW_FOLDER", _KEPT)
     check_free(target, overwrite, "NEW_FOLDER")
+    companions(source)
+
+
+def _check_runs(source: Path, model: PreTrainedModel, batch: dict[str, Tensor] | None) -> None:
+    """Refuse a model that cannot run as it is: then its files are damaged, not our attention."""
+    if batch is None:
+        few = example_inputs(model)
+    else:
+        known, ids = model.get_input_embeddings(), batch.get("input_ids")
+        most = getattr(known, "num_embeddings", None)
+        if ids is not None and most is not None and ids.max() >= most:
+            raise InvalidInputError(
+                f"the tokenizer of {str(source)!r} gives token {int(ids.max())}, and its model "
+                f"knows {most} tokens; put the tokenizer there that the model was trained with."
+            )
+        few = {name: tensor[:1, :8] for name, tensor in batch.items()}
+    with loading(source, f"the model in {str(source)!r} cannot be run"), torch.no_grad():
+        model(**few)
+
+
+def _enough(lines: Iterable[str], samples: int, tokens: int) -> Iterator[str]:
+    """As many lines as `Pieces` of so many tokens need, or a sample per line; the rest is left."""
+    filled = 0
+    for line in lines:
+        yield line
+        filled += len(line)
+        if filled >= _CHARACTERS * tokens:
+            samples, filled = samples - 1, 0
+        if samples == 0:
+            return
 
 
 class Pieces(Dataset[dict[str, Tensor]]):
@@ -243,7 +280,7 @@ class Pieces(Dataset[dict[str, Tensor]]):
         piece: list[str] = []
         for line in lines:
             piece.append(line)
-            if sum(map(len, piece)) >= 6 * self.tokens:
+            if sum(map(len, piece)) >= _CHARACTERS * self.tokens:
                 self.texts.append(" ".join(piece))
                 piece = []
         if piece and not self.texts:
@@ -272,47 +309,6 @@ class Pieces(Dataset[dict[str, Tensor]]):
         return {name: torch.stack([piece[name] for piece in found]) for name in found[0]}
 
 
-def load_model(source: Path, **options: Any) -> PreTrainedModel:
-    """The model of a checkpoint folder, of the class it was saved as, in eval mode."""
-    register()
-    # Here, because without transformers safetensors is missing too, and `register` has said so.
-    from lln.integrations.loading import LOADING_ERRORS, why_not_loaded
-
-    if not (source / "config.json").is_file():
-        raise InvalidInputError(
-            f"{str(source)!r} is no checkpoint folder: it has no config.json; nothing is "
-            "downloaded, so give the folder of a model saved with save_pretrained."
-        )
-    try:
-        return _load(source, options).eval()
-    except LOADING_ERRORS as error:
-        raise InvalidInputError(
-            f"{str(source)!r} cannot be loaded: {why_not_loaded(source, error)}"
-        ) from error
-
-
-def _load(source: Path, options: dict[str, Any]) -> PreTrainedModel:
-    config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
-    names = getattr(config, "architectures", None) or []
-    default = transformers.AutoModel
-    kind = getattr(transformers, names[0], default) if names else default
-    return kind.from_pretrained(source, local_files_only=True, **options)
-
-
-def load_tokenizer(source: Path) -> Any:
-    """The tokenizer of a checkpoint folder, able to pad."""
-    # Without files transformers would make up a tokenizer that knows no word.
-    if not any((source / name).is_file() for name in _TOKENIZERS):
-        raise InvalidInputError(
-            f"{str(source)!r} has no tokenizer to read the text with; put its files "
-            "(tokenizer.json) there, or convert in Python with calibrate=batch."
-        )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def text_batch(source: Path, lines: list[str], tokens: int) -> dict[str, Tensor]:
     """Tokens of the lines, padded, cut to ``tokens``."""
     if not lines:
@@ -331,11 +327,35 @@ def parse_layers(layers: str | None) -> list[int | str] | None:
     return [int(part) if part.isdecimal() else part for part in parts]
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy what a conversion does not write: tokenizer, processor, pooling, card."""
+def companions(source: Path) -> list[Path]:
+    """The files that a conversion does not write: tokenizer, processor, pooling, card.
+
+    Raises:
+        InvalidInputError: If one is a link to a file elsewhere, which a folder from somebody else
+            could use to have any file of this machine copied.
+    """
+    home = source.resolve()
+    # In Hugging Face's cache the files of a model are links: from snapshots/REVISION to blobs.
+    caches = [up.parent for up in home.parents if up.name == "snapshots"]
+    inside = [home, *(cache / "blobs" for cache in caches)]
+    found = []
     for path in sorted(source.rglob("*")):
+        if path.name.endswith(_WEIGHTS) or path.name == REPORT_FILE or not path.is_file():
+            continue
+        place = path.resolve()
+        if not any(folder in place.parents for folder in inside):
+            raise InvalidInputError(
+                f"{str(path)!r} is a link to {str(place)!r}, outside the folder, and is not "
+                "copied; put the file itself there, or remove the link."
+            )
+        found.append(path)
+    return found
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy them, where there is no file of that name yet."""
+    for path in companions(source):
         place = target / path.relative_to(source)
-        left = path.name.endswith(_WEIGHTS) or path.name == REPORT_FILE
-        if path.is_file() and not left and not place.exists():
+        if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, place)

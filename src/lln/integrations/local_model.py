@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 from lln.errors import InvalidInputError
-from lln.integrations.loading import LOADING_ERRORS, why_not_loaded
+from lln.integrations.loading import DATA_ONLY, check_files, loading
 from lln.integrations.transformers import register
 
 
@@ -100,23 +100,30 @@ def load_local_model(model: str) -> LocalModel:
     # A model that was converted names our attention.
     register()
     with _quiet():
-        try:
-            loaded = AutoModel.from_pretrained(place, local_files_only=True, dtype=torch.float32)
-        except LOADING_ERRORS as error:
-            raise InvalidInputError(_why(model, folder, error)) from error
+        if folder.is_dir():
+            check_files(folder)
+        elif not _is_cached(model):
+            raise InvalidInputError(
+                f"{model!r} is neither a folder nor a model in this machine's Hugging Face cache, "
+                f"and inspect downloads nothing; fetch it first with `hf download {model}`, or "
+                "name a folder."
+            )
+        with loading(folder, f"the model in {model!r} cannot be loaded"):
+            loaded = AutoModel.from_pretrained(place, dtype=torch.float32, **DATA_ONLY)
         inputs = getattr(loaded, "main_input_name", "input_ids")
         if inputs != "input_ids":
             raise InvalidInputError(
                 f"{type(loaded).__name__} takes {inputs}, and inspect reads text; measure it from "
                 "Python with lln.instruments.capture around its forward."
             )
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
-        except LOADING_ERRORS as error:
-            raise InvalidInputError(
-                f"{model!r} has a model, but its tokenizer cannot be loaded; put the tokenizer's "
-                f"files beside the model: {why_not_loaded(folder, error)}"
-            ) from error
+        with loading(
+            folder,
+            f"{model!r} has a model, but its tokenizer cannot be loaded; put the tokenizer's "
+            "files beside the model",
+        ):
+            tokenizer = AutoTokenizer.from_pretrained(place, **DATA_ONLY)
+            # Some damage shows only at the first word that it does not know.
+            tokenizer("Log-normal.", verbose=False)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # The library makes such a tokenizer where the files are missing.
         raise InvalidInputError(
@@ -125,15 +132,6 @@ def load_local_model(model: str) -> LocalModel:
         )
     name = "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else model
     return LocalModel(name, loaded.eval(), tokenizer)
-
-
-def _why(model: str, folder: Path, error: Exception) -> str:
-    if folder.is_dir() or _is_cached(model):
-        return f"the model in {model!r} cannot be loaded: {why_not_loaded(folder, error)}"
-    return (
-        f"{model!r} is neither a folder nor a model in this machine's Hugging Face cache, and "
-        f"inspect downloads nothing; fetch it first with `hf download {model}`, or name a folder."
-    )
 
 
 def _is_path(model: str) -> bool:

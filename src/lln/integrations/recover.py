@@ -20,7 +20,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lln.checks.reading import first_line, read_json
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.files import write_atomically, writing
 from lln.integrations.attached import KeptSoftmax, attach
+from lln.integrations.loading import indexed_files
 from lln.integrations.recovery_loss import OutputLoss, RecoveryLoss, check_end_loss, measure
 from lln.integrations.settings import Settings
 from lln.integrations.transformers import find_module, transformers
@@ -42,6 +45,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PHASES = ("layers", "output")
+
+# What `Recovery` is written as.
+_REPORT = {
+    "before": float,
+    "after_layers": (float, None),
+    "after": (float, None),
+    "layers_before": [float],
+    "layers_after": [float],
+    "done": [frozenset(PHASES)],
+}
+
+_TRAINER_STATE = {
+    "global_step": int,
+    "max_steps": int,
+    "epoch": (float, None),
+    "log_history": [dict],
+    "stateful_callbacks": dict,
+}
 
 _TOKENIZE = (
     "make them with tokenizer(text, padding='max_length', truncation=True, max_length=128), one "
@@ -219,6 +240,14 @@ def _trainer(imitation: RecoveryLoss, dataset: Dataset[Any], folder: Path, **opt
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
             load_checkpoint(imitation.student, Path(resume_from_checkpoint))
 
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            with nullcontext() if checkpoint is None else _reading(Path(checkpoint)):
+                super()._load_optimizer_and_scheduler(checkpoint)
+
+        def _load_rng_state(self, checkpoint: str | None) -> None:
+            with nullcontext() if checkpoint is None else _reading(Path(checkpoint)):
+                super()._load_rng_state(checkpoint)
+
     defaults = {
         "output_dir": str(folder),
         "logging_steps": 10,
@@ -289,24 +318,23 @@ def load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
 
 def check_checkpoint(model: PreTrainedModel, folder: Path) -> list[Path]:
     """Refuse a checkpoint that is broken or of another model; returns its files."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     saved: dict[str, list[int]] = {}
-    try:
+    with _reading(folder):
+        state = folder / "trainer_state.json"
+        if state.is_file():
+            read_json(state, _TRAINER_STATE, "the state of a training", "save it again")
+            transformers.TrainerState.load_from_json(str(state))
         names = {"model.safetensors"}
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+            names = indexed_files(index, "save it again")
         files = [folder / name for name in sorted(names)]
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 held = opened.keys()
                 saved |= {name: opened.get_slice(name).get_shape() for name in held}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InvalidInputError(
-            f"the checkpoint {str(folder)!r} cannot be read ({error}); remove that folder to go on "
-            "from an earlier one."
-        ) from error
     own = model.state_dict()
     # Of weights that are shared, one is saved.
     loaded = {own[name].data_ptr() for name in saved if name in own}
@@ -318,6 +346,18 @@ def check_checkpoint(model: PreTrainedModel, folder: Path) -> list[Path]:
             "not fit; start anew in another folder."
         )
     return files
+
+
+@contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    """Say in one sentence that a checkpoint is damaged, whatever that leads to."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidInputError(
+            f"the checkpoint {str(checkpoint)!r} cannot be read ({first_line(error)}); remove that "
+            "folder to go on from an earlier one."
+        ) from error
 
 
 def _check_checkpoints(
@@ -339,12 +379,8 @@ def _read(folder: Path) -> Recovery:
     path = folder / "recovery.json"
     if not path.is_file():
         return Recovery()
-    try:
-        return Recovery(**json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError) as error:
-        raise InvalidInputError(
-            f"{str(path)!r} is no report of a recovery; start anew in another folder."
-        ) from error
+    found = read_json(path, _REPORT, "a report of a recovery", "start anew in another folder")
+    return Recovery(**{name: found[name] for name in _REPORT})
 
 
 def _write(folder: Path, report: Recovery) -> None:

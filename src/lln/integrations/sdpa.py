@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from lln.errors import UnsupportedModelError
+from lln.checks.schema import fault
+from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to, rebuild
 from lln.integrations.attached import attach as attach_heads
 from lln.integrations.attend import attend
 from lln.integrations.attention_call import AttentionCall
-from lln.integrations.settings import Settings
+from lln.integrations.settings import Settings, check_sizes
 
 
 class AnsweredHeads(AttachedHeads):
@@ -152,11 +154,21 @@ def attach_described(model: nn.Module, described: dict[str, dict[str, Any]]) -> 
         model: As it was before `convert`.
         described: From `describe`.
     """
+    found = fault(described, {str: {"sizes": dict, "settings": dict}})
+    if found is not None:
+        raise InvalidInputError(f"this is not what describe(model) gives: {found}.")
+    modules = dict(model.named_modules())
     for name, entry in described.items():
-        module = model.get_submodule(name)
-        heads = rebuild(entry["sizes"], Settings(**entry["settings"]), AnsweredHeads)
+        if name not in modules:
+            raise InvalidInputError(
+                f"the model has no module {name!r}, which was converted: make it as the one that "
+                "was described."
+            )
+        check_sizes(name, entry["sizes"])
+        settings = Settings.of(SimpleNamespace(lln=entry["settings"]))
+        heads = rebuild(entry["sizes"], settings, AnsweredHeads)
         if isinstance(heads, AnsweredHeads):
-            attach(module, heads)
+            attach(modules[name], heads)
 
 
 @contextmanager

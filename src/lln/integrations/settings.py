@@ -14,6 +14,7 @@ from typing import Any
 from lln import checks
 from lln.checks.key_options import KEYS_MATCHING, check_selection
 from lln.checks.names import check_choice, did_you_mean, shown
+from lln.checks.schema import fault
 from lln.errors import InvalidInputError
 from lln.nn.heads import JOINS
 from lln.nn.temperatures import STATISTICS
@@ -36,6 +37,27 @@ KEYS_BLOCK = 64
 
 # Raised when what is saved changes its meaning; an unknown number is refused on load.
 FORMAT = 1
+
+# Types of the entries whose values are checked further where they are used. Asked in every call of
+# every layer, which `fault` would be too slow for.
+_TYPES = {
+    "alpha": (Real, type(None)),
+    "beta": (Real, type(None)),
+    "momentum": Real,
+    "attached": bool,
+    "layers": (dict, type(None)),
+    "format": int,
+}
+_KEPT_SOFTMAX = {"softmax": True}
+_HEADS = {
+    "attention": frozenset(ATTENTIONS),
+    "num_heads": int,
+    "head_dim": int,
+    "value_dim": int,
+    "keys?": (int, None),
+}
+# No model has as many; a configuration that lists them would only take long to read.
+_MOST_LAYERS = 10_000
 
 LEARNED_JOINS = tuple(join for join in JOINS if join != "average")
 
@@ -118,6 +140,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be met."""
+        for name, types in _TYPES.items():
+            if not isinstance(found := getattr(self, name), types):
+                raise InvalidInputError(
+                    f"{name} of config.lln must not be {shown(found)}; convert the original model "
+                    "again."
+                )
         if self.format != FORMAT:
             raise InvalidInputError(
                 f"config.lln has format {self.format}, this version of lln reads {FORMAT}; "
@@ -140,8 +168,8 @@ class Settings:
                 raise InvalidInputError(
                     f"mix must be a number or one of {known}, got {self.mix!r}{meant}."
                 )
-        elif isinstance(self.mix, bool) or not 0 <= self.mix <= 1:
-            raise InvalidInputError(f"mix must be a number in [0, 1], got {self.mix!r}.")
+        elif fault(self.mix, float) or not 0 <= self.mix <= 1:
+            raise InvalidInputError(f"mix must be a number in [0, 1], got {shown(self.mix)}.")
         if not self.attached:
             self._check_stateless()
 
@@ -205,6 +233,34 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """What to keep in ``config.lln``."""
         return asdict(self)
+
+
+def check_layers(layers: dict[str, dict[str, Any]] | None) -> None:
+    """Refuse what no module can be built from; see `Settings.layers`."""
+    if layers is None:
+        return
+    if len(layers) > _MOST_LAYERS:
+        raise InvalidInputError(
+            f"config.lln['layers'] has {len(layers):,} entries, and at most {_MOST_LAYERS:,} are "
+            "read; convert the original model again."
+        )
+    for name, sizes in layers.items():
+        check_sizes(name, sizes)
+
+
+def check_sizes(name: str, sizes: Any) -> None:
+    """Refuse an entry of ``layers``, or of what `lln.integrations.sdpa.describe` wrote."""
+    if sizes == _KEPT_SOFTMAX:
+        return
+    found = fault(sizes, _HEADS, name)
+    if found is None:
+        least = {"num_heads": 1, "head_dim": 1, "value_dim": 1, "keys": 0}
+        for size in [size for size in least if sizes.get(size) is not None]:
+            checks.check_count(f"{size} of {name[:80]!r}", sizes[size], least[size])
+    else:
+        raise InvalidInputError(
+            f"in config.lln['layers'] {found}; convert the original model again."
+        )
 
 
 _NAMES = frozenset(field.name for field in fields(Settings))

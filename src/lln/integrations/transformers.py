@@ -26,6 +26,7 @@ from lln.integrations.settings import (
     SUMMARISED,
     Settings,
     attention_of,
+    check_layers,
 )
 
 try:
@@ -96,6 +97,7 @@ def attach_saved(model: PreTrainedModel) -> None:
     if model.config._attn_implementation not in ATTENTIONS:
         return
     settings = Settings.of(model.config)
+    check_layers(settings.layers)
     for name, sizes in (settings.layers or {}).items():
         module = find_module(model, name)
         if module is not None and attached_to(module) is None:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -329,3 +330,41 @@ def test_help_names_every_operation():
     help_text = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "500"}).output
     words = set(re.findall(r"[a-z_0-9]+", help_text))
     assert words >= set(OPERATIONS)
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_a_whole_file_that_resume_goes_on_with(tmp_path):
+    out = tmp_path / "results.json"
+    lengths = [str(16 * length) for length in range(1, 13)]
+    words = ["bench", "--device", "cpu", "--lengths", *lengths, "--width", "8", *FEW]
+    words += ["--seconds", "0.05", "--out", str(out)]
+    start = [sys.executable, "-m", "lln", *words, "--resume"]
+    for rows in (1, 9, 23):
+        process = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 200
+        # Whoever reads meanwhile finds a whole file too.
+        while not (out.exists() and len(rows_of(out)) >= rows):
+            assert process.poll() is None or len(rows_of(out)) >= rows
+            assert time.monotonic() < end
+        process.kill()
+        process.wait()
+        assert len(rows_of(out)) >= rows
+    subprocess.run(start, check=True, capture_output=True, timeout=200)
+    names = [row["name"] for row in rows_of(out)]
+    assert len(names) == len(set(names)) == 4 * len(lengths)
+
+
+@pytest.mark.slow
+def test_two_runs_with_one_file_leave_the_whole_results_of_one(tmp_path):
+    out = tmp_path / "results.json"
+    words = ["bench", *SMALL, *FEW, "--out", str(out)]
+    both = [
+        subprocess.Popen([sys.executable, "-m", "lln", *words], stdout=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    while any(process.poll() is None for process in both):
+        if out.exists():
+            rows_of(out)
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(rows_of(out)) == 8
+    assert list(tmp_path.iterdir()) == [out]

@@ -77,7 +77,7 @@ def test_files_of_other_trainings_are_refused(corpus, tmp_path):
         Run(QUICK, other).resume(work)
     for content in (b"", b"not a checkpoint", work.read_bytes()[:2000]):
         work.write_bytes(content)
-        with pytest.raises(InvalidInputError, match="cannot be read as a training under way"):
+        with pytest.raises(InvalidInputError, match="is not a training under way"):
             Run(QUICK, corpus).resume(work)
     assert [path.name for path in tmp_path.glob("*work*")] == ["work.pt"]
 

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lln.studies.bench.attention_table import SPARE, table_of, text_of
+from lln.studies.bench.attention_table import FORM, SPARE, table_of, text_of
 from lln.studies.bench.cases import Case
 from lln.studies.bench.command import Bench, Echo, Options
 from lln.studies.bench.compare import TIMES, add_floors, add_ratios
 from lln.studies.bench.gate import Gate
 from lln.studies.bench.operations import OPERATIONS
 from lln.studies.bench.record import Record
-from lln.studies.bench.result_rows import Row, measured_row
+from lln.studies.bench.result_rows import ROW_FORM, Row, measured_row
 from lln.studies.bench.speed_figure import draw_speed
 from lln.studies.bench.suites import choose_cases
 from lln.studies.bench.tables import Table
@@ -62,6 +62,7 @@ def run_bench(options: Options, **asked: Any) -> bool:
         _draw,
         fails=_fails,
         times=tuple(TIMES),
+        form={"cases": [ROW_FORM | FORM], f"{_COPY}?": float},
         begin=begin,
         relate=add_ratios,
         spare=SPARE,

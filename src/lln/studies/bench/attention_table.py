@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from lln.studies.bench.operations import OPERATIONS
-from lln.studies.bench.result_rows import Row
+from lln.studies.bench.result_rows import MEASURED, Row
 from lln.studies.bench.spread import about
 from lln.studies.bench.tables import Table
 
@@ -26,6 +27,20 @@ SPARE = (
     *("error / allowed", "peak MB", "graph floors", "units", "memory", "floors"),
     *("vs fla", "vs compiled", "graph vs softmax", "graph ms", "vs softmax"),
 )
+# What a row says about its case.
+FORM = {
+    "operation": frozenset(OPERATIONS),
+    "heads": int,
+    "width": int,
+    "dtype": str,
+    "backward": bool,
+    "units?": MEASURED,
+    "graph_units?": MEASURED,
+    "fewest_units?": int,
+    "error?": Real,
+    "allowed?": Real,
+    **{f"{field}?": MEASURED for _, field, _ in _NUMBERS},
+}
 
 
 def text_of(row: Row) -> str:

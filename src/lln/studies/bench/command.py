@@ -86,6 +86,7 @@ class Bench:
         times: Fields of a row that are times.
         subject: Entries of the file that must be equal for rows to be comparable.
         extra: Further entries of the file.
+        form: Parts of the results file's schema, see `lln.studies.bench.record.Record`.
         begin: Called with the results file before the first cell.
         relate: Adds fields to rows that depend on other rows.
         spare: Headings of columns that a narrow terminal does without, the first to go first.
@@ -101,6 +102,7 @@ class Bench:
     times: tuple[str, ...] = ("milliseconds",)
     subject: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    form: dict[str, Any] = field(default_factory=dict)
     begin: Callable[[Record], None] = lambda record: None
     relate: Callable[[list[Row]], None] = lambda rows: None
     spare: tuple[str, ...] = ()
@@ -124,7 +126,7 @@ class Bench:
         path = options.out or Path(f"lln-{self.program.split()[-1]}-{options.device}.json")
         with threads_set(options.threads):
             environment = describe(options.device, command_of(self.program, given), options.echo)
-            record = Record(path, self.kind, environment, options.resume, self.subject)
+            record = Record(path, self.kind, environment, options.resume, self.subject, self.form)
             record.extra |= self.extra
             try:
                 self._measure_all(cells, record, options.echo)

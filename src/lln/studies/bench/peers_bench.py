@@ -16,6 +16,7 @@ from lln.studies.bench.peers_cells import (
     FILLED,
     FRAME,
     PASSES,
+    PEER_FORM,
     LayerSize,
     PeerCell,
     foreseen,
@@ -25,7 +26,7 @@ from lln.studies.bench.peers_figure import draw_peers
 from lln.studies.bench.peers_table import tables_of, text_of
 from lln.studies.bench.peers_worker import Worker
 from lln.studies.bench.record import Record
-from lln.studies.bench.result_rows import Row, row_of
+from lln.studies.bench.result_rows import ROW_FORM, Row, row_of
 
 SIZES = {"cpu": LayerSize(256, 4, "float32"), "cuda": LayerSize(768, 12, "bfloat16")}
 LENGTHS = {"cpu": (256, 1024, 4096), "cuda": (256, 1024, 4096, 16384, 65536)}
@@ -86,6 +87,7 @@ def run_peers(
             tables_of,
             _draw,
             subject={"layer": asdict(SIZES[device])},
+            form={"cases": [ROW_FORM | PEER_FORM]},
             extra={"limit_seconds": most},
         )
         return bench.run(plan(lengths, systems, in_batch), options, asked)

@@ -29,6 +29,12 @@ from lln.studies.bench.timing import bind, milliseconds, peak_bytes
 FRAME = "softmax_layer"
 ALONE, FILLED = "batch 1", "filled"
 PASSES = ("forward", "both")
+# What a row of the results says about its cell.
+PEER_FORM = {
+    "part": frozenset([ALONE, FILLED]),
+    "system": frozenset([*peers.available(), FRAME]),
+    "passes": frozenset(PASSES),
+}
 
 # A cell is skipped if the next shorter one predicts a call that takes this many times the limit.
 _HOPELESS = 3.0

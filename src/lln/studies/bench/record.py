@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lln.errors import InvalidInputError
+from lln.checks.reading import read_json
 from lln.files import check_file, write_atomically
 from lln.studies.bench.environment import IDENTITY, check_same
 
 _FIXED = ("kind", "environment", "cases")
+_CONTENT = {"environment": {"command?": str, "busy_cores?": (float, None)}, "cases": [dict]}
 
 
 class Record:
@@ -29,6 +30,7 @@ class Record:
         environment: dict[str, Any],
         resume: bool = False,
         subject: dict[str, Any] | None = None,
+        form: dict[str, Any] | None = None,
     ) -> None:
         """Start a file, or resume one.
 
@@ -39,11 +41,13 @@ class Record:
             resume: Whether to keep the rows of an existing file.
             subject: Entries of the file that say what was measured; a file with another subject is
                 not resumed.
+            form: Further parts of a file's schema (see `lln.checks.schema`), as of its cases.
 
         Raises:
             InvalidInputError: If the file cannot be used.
         """
         self.path, self.kind, self.environment = path, kind, environment
+        self.form = form or {}
         self.rows: list[dict[str, Any]] = []
         self.extra: dict[str, Any] = {}
         check_file(path, "--out")
@@ -53,16 +57,10 @@ class Record:
         self.save()
 
     def _load(self, subject: dict[str, Any]) -> None:
-        try:
-            stored = json.loads(self.path.read_text("utf-8"))
-            rows, environment = list(stored["cases"]), dict(stored["environment"])
-            if stored.get("kind") != self.kind:
-                raise ValueError
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidInputError(
-                f"--resume cannot read {self.path}: it is not a file of this command; "
-                "leave --resume out to start over."
-            ) from error
+        schema = _CONTENT | self.form | {"kind": frozenset([self.kind])}
+        fix = "leave --resume out to start over"
+        stored = read_json(self.path, schema, "a file of this command", fix)
+        rows, environment = stored["cases"], stored["environment"]
         check_same(environment, {name: self.environment[name] for name in IDENTITY}, self.path)
         check_same(stored, subject, self.path)
         # Measure failed or wrong cases again, which may work now; too large ones stay too large.

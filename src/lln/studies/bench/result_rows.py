@@ -12,6 +12,23 @@ from lln.studies.report.failures import in_one_line
 
 Row = dict[str, Any]
 
+MEASURED = (float, None)
+_QUARTILES = ([float, float], None)
+# What tables and figures read of a row, beside its cell; see `lln.checks.schema`.
+ROW_FORM = {
+    "name": str,
+    "status": str,
+    "tokens": int,
+    "batch": int,
+    "reason?": str,
+    "note?": str,
+    "milliseconds?": MEASURED,
+    "milliseconds_quartiles?": _QUARTILES,
+    "graph_milliseconds?": MEASURED,
+    "graph_milliseconds_quartiles?": _QUARTILES,
+    "peak_bytes?": MEASURED,
+}
+
 
 def last_shorter(rows: Iterable[Row], cell: Any, *kind: str) -> Row | None:
     """The row of the next shorter sequence with the same ``kind`` fields as the cell."""

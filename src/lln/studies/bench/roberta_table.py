@@ -10,6 +10,9 @@ from lln.studies.bench.roberta import SYSTEMS
 from lln.studies.bench.spread import about
 from lln.studies.bench.tables import Table, by_length, number_or_status
 
+# What a row says about its cell.
+CELL_FORM = {"part": str, "system": frozenset(SYSTEMS)}
+
 
 def tables_of(results: dict[str, Any]) -> Iterator[tuple[str, Table]]:
     """Title and table of every part."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import os
 import platform
 import sysconfig
@@ -13,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lln.checks.reading import UNREADABLE, open_unpacked
 from lln.errors import InvalidInputError
-from lln.files import open_unpacked
 
 FEWEST_BYTES = 20_000
 _MOST_BYTES = 32_000_000
@@ -99,7 +98,7 @@ def _read_file(path: Path) -> list[bytes]:
     try:
         with open_unpacked(path) as file:
             text = file.read(_MOST_BYTES)
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except UNREADABLE as error:
         raise InvalidInputError(
             f"--data {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}."
         ) from error
@@ -116,7 +115,7 @@ def _read_folder(root: Path, suffixes: tuple[str, ...] | None, skip: set[str]) -
         try:
             with open_unpacked(path) as file:
                 text = file.read(_MOST_BYTES - size)
-        except (OSError, EOFError, lzma.LZMAError):
+        except UNREADABLE:
             continue
         # Skip binary files (with a NUL byte), and empty ones, which would count as one in ten.
         if not text or b"\0" in text:

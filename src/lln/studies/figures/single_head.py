@@ -9,14 +9,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lln.checks.reading import first_line, read_saved
 from lln.errors import InvalidInputError
 from lln.files import replacing
 from lln.instruments import capture
@@ -32,6 +33,22 @@ SIZE = (12.8, 3.6)
 
 _INSTRUMENTS = ("temperature", "entropy", "spectral_gap")
 _SHARE = 0.15
+# What `Run.save` writes.
+_STATE = {
+    "identity": dict,
+    "done": int,
+    "records": [
+        {
+            "step": int,
+            "training_loss": Real,
+            "held_out_loss": Real,
+            **{name: [Real] for name in _INSTRUMENTS},
+        }
+    ],
+    "losses": [Real],
+    "model": dict,
+    "optimiser": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -161,21 +178,22 @@ class Run:
         Raises:
             InvalidInputError: If the file is broken, or from another training run.
         """
-        try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-            identity = state["identity"]
-        except (RuntimeError, EOFError, KeyError, TypeError, UnpicklingError) as error:
-            raise InvalidInputError(
-                f"{str(path)!r} cannot be read as a training under way; remove it to start over."
-            ) from error
-        if identity != self._identity():
+        what, fix = "a training under way", "remove it to start over"
+        state = read_saved(path, _STATE, what, fix, self.device)
+        if state["identity"] != self._identity():
             raise InvalidInputError(
                 f"{str(path)!r} is of a training with other text or sizes; remove it to start "
                 "over, or name another file with --work."
             )
         self.done, self.records, self._losses = state["done"], state["records"], state["losses"]
-        self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimiser.load_state_dict(state["optimiser"])
+        # What does not fit shows as whatever it leads to.
+        except Exception as error:
+            raise InvalidInputError(
+                f"{str(path)!r} is not {what} ({first_line(error)}); {fix}."
+            ) from error
 
     def _identity(self) -> dict[str, Any]:
         return {

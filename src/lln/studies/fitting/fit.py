@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.checks.reading import parsed_json
 from lln.errors import InvalidInputError
 from lln.files import writing
 from lln.studies.fitting.injection import Curves, Injection, measure
@@ -336,6 +337,10 @@ def judge(names: list[str], requests: list[Injection], curves: list[Curves]) -> 
     return table
 
 
+_CURVES = {str: [float]}
+_RECORD = {"request": str, "curves": {"softmax": _CURVES, "lln": _CURVES}}
+
+
 class _WorkFile:
     """Measurements on disk, one JSON object per line, so that an interrupted fit can resume."""
 
@@ -345,11 +350,11 @@ class _WorkFile:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         for line in text.splitlines():
             try:
-                record = json.loads(line)
-                self.known[record["request"]] = record["curves"]
-            except (ValueError, KeyError, TypeError):
+                record = parsed_json(line.encode(), _RECORD, "this line", "measure it again")
+            except InvalidInputError:
                 # The interruption cut this line short: the measurement is repeated.
                 continue
+            self.known[record["request"]] = record["curves"]
         if text and not text.endswith("\n"):
             # Without this newline the next record would be appended to the broken one and lost.
             self._append("\n")

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from lln.checks.reading import read_json
 from lln.errors import InvalidInputError
 from lln.studies.inspection.choice import Chosen
 from lln.studies.inspection.study import Shape, StudiedLayer, Study
+
+_NUMBER = (float, None)
+_FORM = {
+    "model": str,
+    "architecture": str,
+    "text": str,
+    "tokens": int,
+    "samples": int,
+    "seconds": _NUMBER,
+    "environment": dict,
+    "complete": bool,
+    "layers": [
+        {
+            "name": str,
+            "kind": str,
+            "heads": int,
+            "head_width": int,
+            "queries": int,
+            "keys": int,
+            "is_causal": (bool, None),
+            "problem": (str, None),
+            "no_lln_because": (str, None),
+        }
+    ],
+    "values": {str: [[_NUMBER]]},
+    "chosen_heads": [
+        {
+            "layer": int,
+            "head": int,
+            "why": str,
+            "quantiles": [_NUMBER],
+            "normal_quantiles": [_NUMBER],
+            "softmax_histogram": [_NUMBER],
+            "lln_histogram": [_NUMBER],
+        }
+    ],
+}
 
 
 def read_study(path: Path) -> tuple[Study, list[Chosen]]:
@@ -18,15 +55,22 @@ def read_study(path: Path) -> tuple[Study, list[Chosen]]:
     Raises:
         InvalidInputError: If the file holds no such study.
     """
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        return _study(content), [
-            Chosen(each["layer"], each["head"], each["why"]) for each in content["chosen_heads"]
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidInputError(
-            f"{str(path)!r} is not a report of lln inspect; make one with `lln inspect MODEL`."
-        ) from error
+    what, fix = "a report of lln inspect", "make one with `lln inspect MODEL`"
+    content = read_json(path, _FORM, what, fix)
+    heads = [layer["heads"] for layer in content["layers"]]
+    grids = content["values"].values()
+    chosen = content["chosen_heads"]
+    whole = all(
+        len(grid) == len(heads)
+        and all(len(row) >= count for row, count in zip(grid, heads, strict=True))
+        for grid in grids
+    )
+    if not whole or not all(
+        0 <= each["layer"] < len(heads) and 0 <= each["head"] < heads[each["layer"]]
+        for each in chosen
+    ):
+        raise InvalidInputError(f"{str(path)!r} is not {what} (heads are missing); {fix}.")
+    return _study(content), [Chosen(each["layer"], each["head"], each["why"]) for each in chosen]
 
 
 def _study(content: dict[str, Any]) -> Study:
