@@ -36,6 +36,7 @@ from experiments.gate_rules import GATES
 from experiments.hosts import Sizes, same_start
 from experiments.tasks import listops
 from experiments.tasks.matched_retrieval import matched_parts
+from lln.checks.reading import read_saved
 from lln.errors import InvalidInputError, LLNError
 from lln.files import compact_json, write_atomically
 from lln.progress import progress_bar
@@ -172,7 +173,7 @@ def run_cell(
     path = cell.path(options.work).with_suffix(".pt")
     first = 0
     if path.exists():
-        first = torch.load(path, map_location="cpu", weights_only=True)["step"]
+        first = read_saved(path, {"step": int}, "a checkpoint of a training", "remove it")["step"]
     source = recipe.open(place)
     source.begin(first, recipe.course.steps)
     on_gpu = torch.cuda.is_available()

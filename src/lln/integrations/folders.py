@@ -40,7 +40,7 @@ def convert_folder(
     source: Path,
     target: Path,
     *,
-    attention: str | None,
+    attention: str,
     layers: str | None,
     calibrate: Path | None,
     target_quality: float | None = None,
@@ -116,7 +116,7 @@ def recover_folder(
     source: Path,
     target: Path,
     *,
-    attention: str | None,
+    attention: str,
     layers: str | None,
     text: Path,
     target_quality: float | None = None,
@@ -220,7 +220,7 @@ def _on(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
 
-def _convert(model: PreTrainedModel, attention: str | None, **options: Any) -> Conversion:
+def _convert(model: PreTrainedModel, attention: str, **options: Any) -> Conversion:
     """Convert, and leave what it warns of to the table that the commands print."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
