@@ -8,7 +8,7 @@ import torch
 import lln
 from lln import calibrate_keys, match_moments
 from lln.errors import CalibrationWarning, InvalidInputError
-from lln.matching import key_calibration
+from lln.matching import rest_search
 from lln.matching.mass import mass_offset
 from lln.matching.moments import head_moments
 
@@ -68,9 +68,9 @@ def test_nothing_that_could_be_chosen_has_a_smaller_error(scale, causal, masked)
     sides = (query, key, value)
     alpha, beta, offset = calibrate_keys(*sides, rows=80, scope="batch", **options)
     found = error(*sides, alpha=alpha, beta=beta, offset=offset, **options)
-    factors = torch.tensor(key_calibration.FACTORS).double()
-    start = key_calibration.entropy_temperatures(query, key, mask, pooled=True)
-    offsets = torch.tensor([key_calibration.NO_REST, *torch.linspace(-12, 4, 17).tolist()])
+    factors = torch.tensor(rest_search.FACTORS).double()
+    start = rest_search.entropy_temperatures(query, key, mask, pooled=True)
+    offsets = torch.tensor([rest_search.NO_REST, *torch.linspace(-12, 4, 17).tolist()])
     # Every pair of a factor and an offset is a batch of its own, all in one call.
     pairs = torch.cartesian_prod(factors, offsets.double()).repeat_interleave(2, 0)
     factor, others = pairs.T[..., None, None, None]
@@ -86,25 +86,23 @@ def test_nothing_that_could_be_chosen_has_a_smaller_error(scale, causal, masked)
 
 
 def test_slots_that_only_disturb_are_taken_away_unless_they_will_be_trained():
-    rows = key_calibration.Rows(*torch.ones(3, 1, 1, 5))
+    rows = rest_search.Rows(*torch.ones(3, 1, 1, 5))
     # The slots lead away from softmax attention, however little weight they get.
     wrong = rows._replace(product=-rows.product)
     for one, is_none in ((rows, False), (wrong, True)):
-        _, offset, has_rest = key_calibration._least_error(one, may_be_none=True)
-        assert bool(offset < key_calibration.NO_REST / 2) == is_none
+        _, offset, has_rest = rest_search._least_error(one, may_be_none=True)
+        assert bool(offset < rest_search.NO_REST / 2) == is_none
         assert has_rest.all()
-    _, offset, _ = key_calibration._least_error(wrong, may_be_none=False)
+    _, offset, _ = rest_search._least_error(wrong, may_be_none=False)
     assert offset.abs() < 100
 
 
 def test_temperatures_start_from_matched_entropy_whatever_the_scale():
     query, key, _ = gaussian()
-    start = key_calibration.entropy_temperatures(query, key, None, pooled=False)
+    start = rest_search.entropy_temperatures(query, key, None, pooled=False)
     for found, expected in zip(start, match_moments(query, key, criterion="entropy"), strict=True):
         torch.testing.assert_close(found, expected)
-    scaled = key_calibration.entropy_temperatures(
-        query / 3, key, None, pooled=False, scale=3 / D**0.5
-    )
+    scaled = rest_search.entropy_temperatures(query / 3, key, None, pooled=False, scale=3 / D**0.5)
     torch.testing.assert_close(scaled[0], 3 * start[0])
     torch.testing.assert_close(scaled[1], start[1])
 
@@ -125,7 +123,7 @@ def test_heavy_tails_in_few_directions_need_the_measured_offset(seed):
 def test_rows_are_measured_a_few_at_a_time(monkeypatch):
     query, key, value = gaussian(tokens=130)
     whole = calibrate_keys(query, key, value, keys=8, block_size=32)
-    monkeypatch.setattr(key_calibration, "PAIR_BUDGET", 2 * 130 * 7)
+    monkeypatch.setattr(rest_search, "PAIR_BUDGET", 2 * 130 * 7)
     for found, expected in zip(
         calibrate_keys(query, key, value, keys=8, block_size=32), whole, strict=True
     ):

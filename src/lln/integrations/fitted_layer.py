@@ -13,7 +13,7 @@ from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import LayerReport, relative_change, span
 from lln.integrations.packed_batches import padded
 from lln.matching.calibration import check_tokens, count_tokens, find_temperatures, unusual
-from lln.matching.key_calibration import (
+from lln.matching.rest_search import (
     FACTORS,
     NO_REST,
     KeyChoice,
