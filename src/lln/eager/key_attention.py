@@ -261,51 +261,49 @@ def slots_of_blocks(
     """
     valid = blocks.valid(key_mask)[:, None]
     rows = blocks.gather(key)
-    exponent, values = key_exponents(rows, blocks.gather(value), beta, valid)
-    summaries = summarise(exponent, values)
-    centre = _mean_keys(rows, valid, blocks, is_causal, before)
-    if before is not None:
-        log_mass, centroid = earlier_merge(*summaries, (before.log_mass, before.centroid))
-    elif not is_causal:
-        log_mass, centroid = running_merge(*summaries, segment)
-        log_mass = log_mass.index_select(-2, blocks.last)
-        centroid = centroid.index_select(-3, blocks.last)
+    summaries = summarise(*key_exponents(rows, blocks.gather(value), beta, valid))
+    # The mean key is the centroid of one more slot, in which all keys weigh the same. Its weights
+    # are shares: a difference of running sums would lose the digits of what came in between.
+    own = torch.where(valid.unsqueeze(-1), rows, 0.0).sum(-2)
+    number = valid.sum(-1, keepdim=True).to(own.dtype)
+    mean = _mean_slot(own, number)
+    if before is None:
+        log_mass, centroid = _merged(summaries, blocks, segment, is_causal)
+        _, centre = _merged(mean, blocks, segment, is_causal)
     else:
-        log_mass, centroid = shift(*running_merge(*summaries, segment))
-        begins = torch.arange(blocks.first.shape[0], device=key.device) == blocks.first
-        log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
-        centroid = torch.where(begins[:, None, None], 0.0, centroid)
+        log_mass, centroid = earlier_merge(*summaries, (before.log_mass, before.centroid))
+        _, centre = earlier_merge(*mean, _mean_slot(before.key_sum, before.number))
+    centre = centre.squeeze(-2)
     factor = beta.squeeze(-1) if isinstance(beta, Tensor) else beta
     return log_mass - factor * centre, centroid, centre
 
 
-def _mean_keys(
-    rows: Tensor, valid: Tensor, blocks: KeyBlocks, is_causal: bool, before: Earlier | None
-) -> Tensor:
-    """μ of every block's sequence, or of the blocks before it: ``[B, H, n, D]``.
+def _merged(
+    summaries: tuple[Tensor, Tensor], blocks: KeyBlocks, segment: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The summary of every block's sequence, or of the blocks before it, from those of blocks."""
+    log_mass, centroid = running_merge(*summaries, segment)
+    if not is_causal:
+        log_mass = log_mass.index_select(-2, blocks.last)
+        return log_mass, centroid.index_select(-3, blocks.last)
+    log_mass, centroid = shift(log_mass, centroid)
+    begins = torch.arange(blocks.first.shape[0], device=blocks.first.device) == blocks.first
+    log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
+    return log_mass, torch.where(begins[:, None, None], 0.0, centroid)
+
+
+def _mean_slot(total: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys that all weigh the same as a summary of one slot, from their sum and their number.
 
     Args:
-        rows: Keys in blocks, ``[B, H, n, W, D]``.
-        valid: bool ``[B, 1, n, W]``.
-        blocks: Where the tokens lie.
-        is_causal: Whether only earlier blocks count.
-        before: What came before the first block.
+        total: ``[..., D]``.
+        number: Broadcasts to ``[..., 1]``.
+
+    Returns:
+        Log-mass ``[..., 1]`` and centroid ``[..., 1, D]``.
     """
-    total = torch.where(valid.unsqueeze(-1), rows, 0.0).sum(-2)
-    # A NaN must show in its own sequence, but a running sum would carry it into all later ones.
-    broken = ~total.isfinite()
-    sides = (torch.where(broken, 0.0, total), broken.to(torch.int64), valid.sum(-1, keepdim=True))
-
-    def held(side: Tensor) -> Tensor:
-        upto = side.cumsum(-2)
-        start = (upto - side).index_select(-2, blocks.first)
-        return (upto - side if is_causal else upto.index_select(-2, blocks.last)) - start
-
-    total, reached, number = (held(side) for side in sides)
-    if before is not None:
-        total = total + before.key_sum.unsqueeze(2)
-        number = number + before.number.unsqueeze(2)
-    return torch.where(reached > 0, torch.nan, total / number.clamp_min(1))
+    log_mass = torch.where(number > 0, number.clamp_min(1).log(), LOG_ZERO)
+    return log_mass, (total / number.clamp_min(1)).unsqueeze(-2)
 
 
 def slots_of_heads(
