@@ -302,6 +302,45 @@ def test_nan_shows_in_its_own_row(spoiled, form):
     assert form(*inputs)[0, 0, 10].isnan().any()
 
 
+def given(*qkv, **options):
+    return lln_attention(*qkv, **GIVEN, **options)
+
+
+@pytest.mark.parametrize("form", [given, causal, block, causal_diag])
+@pytest.mark.parametrize("mask", [None, "left"])
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+@pytest.mark.parametrize("spoiled", [0, 1], ids=["query", "key"])
+@pytest.mark.parametrize("fill", [torch.inf, -torch.inf])
+def test_infinity_shows_wherever_nan_does(fill, spoiled, grad, mask, form):
+    """An exponential would turn -inf into a weight of zero, and nobody would notice."""
+    inputs = make_qkv(2, 2, 70, 4)
+    inputs[spoiled][0, 0, 42, 1] = fill
+    inputs[0].requires_grad_(grad)
+    options = {}
+    if mask is not None:
+        options["key_mask"] = (torch.arange(70) >= 3).expand(2, -1)
+    bad = ~form(*inputs, **options)[0, 0].isfinite().any(-1)
+    if spoiled == 0:
+        rows = slice(42, 43)
+    elif form is block:
+        rows = slice(40, 44) if mask is None else slice(39, 43)
+    else:
+        rows = slice(3, 70) if form is given else slice(42, 70)
+    assert bad[rows].all()
+
+
+@pytest.mark.parametrize("fill", [torch.inf, -torch.inf])
+def test_infinity_shows_in_a_summary(fill):
+    query, key, value = make_qkv(1, 2, 9, 4)
+    summary = KeySummary.of(key, value, beta=2.0)
+    query[0, 0, 5, 1] = fill
+    assert summary.read(query, 1.5)[0, 0, 5].isnan().all()
+    key[0, 0, 3, 1] = fill
+    spoilt = KeySummary.of(key, value, beta=2.0).read(torch.randn_like(query), 1.5)
+    assert spoilt[0, 0].isnan().all()
+    assert spoilt[0, 1].isfinite().all()
+
+
 PACKED = torch.tensor([0, 70, 75, 140])
 
 
@@ -330,11 +369,14 @@ def test_nan_stays_in_its_sequence(sequence, spoiled, attend, options):
 
 @pytest.mark.parametrize("attend", [lln_attention_varlen, lln_diag_attention_varlen])
 @pytest.mark.parametrize("spoiled", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("fill", [torch.inf, -torch.inf])
 @pytest.mark.parametrize("sequence", [0, 1, 2])
-def test_infinity_stays_in_its_sequence(sequence, spoiled, attend):
-    clean, inputs, others = spoil_packed(spoiled, sequence, torch.inf)
-    found, wanted = (attend(*side, PACKED, **GIVEN)[others] for side in (inputs, clean))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+def test_infinity_stays_in_its_sequence(sequence, spoiled, fill, attend):
+    clean, inputs, others = spoil_packed(spoiled, sequence, fill)
+    found, wanted = (attend(*side, PACKED, **GIVEN) for side in (inputs, clean))
+    torch.testing.assert_close(found[others], wanted[others], rtol=0, atol=2e-6)
+    own = found[~others, 0]
+    assert not (own[:1] if spoiled == 0 else own).isfinite().all(-1).any()
 
 
 @pytest.mark.parametrize("attend", [lln_attention_varlen, lln_diag_attention_varlen])

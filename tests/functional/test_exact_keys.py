@@ -395,6 +395,25 @@ def test_nan_stays_in_its_sample_and_head(options, side):
 
 
 @every_form
+@pytest.mark.parametrize("fill", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", [0, 1], ids=["query", "key"])
+def test_infinity_shows_wherever_nan_does(options, side, fill):
+    """Half of the infinities give a score of -inf, and so a weight of zero."""
+    sides = make_qkv(2, 3, 30, 4)
+    sides[side][1, 2, 9] = fill
+    bounds = torch.tensor([0, 30, 60])
+    packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in sides]
+    both = lln_keys_attention(*sides, **GIVEN | options)
+    found = lln_keys_attention_varlen(*packed, bounds, **GIVEN | options)
+    for out in (both, found.unflatten(0, (2, 30)).transpose(1, 2)):
+        first, last = (9, 30) if options["is_causal"] else (0, 30)
+        rows = slice(9, 10) if side == 0 else slice(first, last)
+        assert not out[1, 2, rows].isfinite().all(-1).any()
+        assert out[0].isfinite().all()
+        assert out[:, :2].isfinite().all()
+
+
+@every_form
 def test_a_masked_sample_gives_zeros_and_no_gradients(options):
     sides = make_qkv(2, 2, 30, 4, requires_grad=True)
     mask = make_mask("one_row", 2, 30)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.eager import run as eager
+from lln.eager.infinity import as_nan
 from lln.eager.key_attention import attend_keys, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
 from lln.eager.packing import per_tile
@@ -166,6 +167,7 @@ def attend_packed_keys(request: Request, plan: Plan) -> Tensor:
     bounds = request.bounds.long()
     dtype, tokens = accumulation_dtype(request.query.dtype), request.query.shape[0]
     query, key, value = (side.to(dtype).transpose(0, 1)[None] for side in request[1:4])
+    query, key = as_nan(query), as_nan(key)
     blocks, sequence = packed_blocks(bounds, tokens, request.block_size)
     indices = request.keys[None]
     if plan.impl == "reference":
