@@ -273,6 +273,8 @@ def _gaps(
         exists = token < tokens if key_mask is None else key_mask[sample]
         for start in range(0, place.shape[1], step):
             row = place[sample, start : start + step]
+            sampled = row >= 0
+            row = row.clamp_min(0)
             group = home[row] * per_group + blocks.within[sample, row] // group_size
             exact = torch.zeros(
                 heads, row.shape[0], tokens + 1, dtype=torch.bool, device=key.device
@@ -287,7 +289,7 @@ def _gaps(
             level = scale * (asked * centre[sample][:, own]).sum(-1, keepdim=True)
             slots = _of_sample(alpha, sample) * asked + log_mass[sample][:, own] + level
             gap = true - slots.logsumexp(-1) - share[sample][:, row, 0]
-            there = rest.any(-1) & exists[row]
+            there = rest.any(-1) & exists[row] & sampled
             found[sample, :, start : start + step] = torch.where(there, gap, torch.nan)
     return found
 
