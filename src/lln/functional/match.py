@@ -20,8 +20,8 @@ from lln.matching.moments import (
     Moments,
     head_moments,
     head_temperatures,
+    matched,
     packed_moments,
-    temperatures,
     tensor_moments,
 )
 from lln.tracing import is_untraced_on_cpu
@@ -43,8 +43,7 @@ def match_inputs(
         impl: The implementation chosen; ``"triton"`` uses the kernel.
     """
     if matching == "paper":
-        moments = tensor_moments(query, key, key_mask)
-        return temperatures(moments, query.shape[-1], matching)
+        return matched(tensor_moments, query, key, key_mask, criterion=matching)
     if impl == "triton":
         results = fused_moments(query, key, key_mask, None, matching, 0)
         return results[0], results[1]
@@ -85,8 +84,8 @@ def match_packed(
         results = fused_moments(query, key, None, cu_seqlens, matching, longest)
         return results[0], results[1]
     whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
-    moments = packed_moments(query, key, whole.long(), centred=matching == "paper")
-    return temperatures(moments, query.shape[-1], matching)
+    measure = partial(packed_moments, centred=matching == "paper")
+    return matched(measure, query, key, whole.long(), criterion=matching)
 
 
 def measure_heads(query: Tensor, key: Tensor, key_mask: Tensor | None, impl: str) -> Moments:

@@ -93,7 +93,7 @@ def match_moments(
     with without_autocast(query):
         if scope == "head":
             return head_temperatures(query, key, key_mask, criterion)
-        return temperatures(tensor_moments(query, key, key_mask), query.shape[-1], criterion)
+        return matched(tensor_moments, query, key, key_mask, criterion=criterion)
 
 
 def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:
@@ -134,15 +134,15 @@ def head_temperatures(
         if all(keys):
             curves = [compiled_curve(width, number, criterion) for number in keys]
             return compiled_passes.match(query, key, curves, key_mask)
-    if key_mask is not None or not is_free:
-        return temperatures(head_moments(query, key, key_mask), width, criterion)
-    # Infinity in the inputs shows in the result.
-    with np.errstate(all="ignore"):
-        sums = _plain_sums(query.detach(), key.detach())
-        found: Any = _moments_of_sums(np, *sums, width=width, groups=groups)
-        found = _spreads(np, *found, head_width=width, criterion=criterion)
-    alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
-    return alpha, beta
+    if key_mask is None and is_free:
+        with np.errstate(all="ignore"):
+            sums = _plain_sums(query.detach(), key.detach())
+            found: Any = _moments_of_sums(np, *sums, width=width, groups=groups)
+            found = _spreads(np, *found, head_width=width, criterion=criterion)
+        if all(np.isfinite(side).all() for side in found):
+            alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
+            return alpha, beta
+    return matched(head_moments, query, key, key_mask, criterion=criterion)
 
 
 def _keys_of_samples(key: Tensor, key_mask: Tensor | None) -> list[int]:
@@ -296,6 +296,20 @@ def packed_moments(
         keys,
         is_degenerate(query_variance, key_variance, query_variance, key_size),
     )
+
+
+def matched(
+    measure: Callable[..., Moments], query: Tensor, key: Tensor, *rest: Any, criterion: str
+) -> tuple[Tensor, Tensor]:
+    """`temperatures` of ``measure(query, key, *rest)``, in float64 where squares overflow."""
+    found = temperatures(measure(query, key, *rest), query.shape[-1], criterion)
+    if found[0].dtype != torch.float64 and values_are_readable(found[0]):
+        lost = ~(found[0].isfinite() & found[1].isfinite())
+        if lost.any():
+            wide = matched(measure, query.double(), key.double(), *rest, criterion=criterion)
+            for side, again in zip(found, wide, strict=True):
+                side[lost] = again[lost].to(side.dtype)
+    return found
 
 
 def temperatures(moments: Moments, head_width: int, criterion: str) -> tuple[Tensor, Tensor]:
