@@ -7,13 +7,17 @@ from lln import (
     KeySummary,
     LLNAttention,
     LLNDiagAttention,
+    LLNKeysAttention,
     block_diagonal_attention,
     calibrate,
+    choose_keys,
     decode_step,
     lln_attention,
     lln_attention_varlen,
     lln_diag_attention,
     lln_diag_attention_varlen,
+    lln_keys_attention,
+    lln_keys_attention_varlen,
     match_moments,
     reference,
 )
@@ -269,6 +273,74 @@ def test_one_feature_ignores_the_query(is_causal):
     keep = reference.causal_keep(70) if is_causal else None
     doubles = (tensor.double() for tensor in (query, key, value))
     assert_close(found, reference.lln_attention(*doubles, *GIVEN.values(), keep=keep))
+
+
+# Blocks far beyond the sequence.
+
+FAR = 2**40
+
+
+def huge_blocks(causal):
+    fixed = {**GIVEN, "is_causal": causal}
+    keys = {**fixed, "offset": -2.0, "keys": 3}
+    return {
+        "diag": (block_diagonal_attention, {"is_causal": causal}),
+        "lln_diag": (lln_diag_attention, fixed),
+        "keys": (lln_keys_attention, keys),
+        "own keys": (lln_keys_attention, keys | {"group_size": 1}),
+        "large groups": (lln_keys_attention, keys | {"group_size": FAR // 2}),
+        "by query": (lln_keys_attention, keys | {"select": "query"}),
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize("mask", [None, "left"])
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+@pytest.mark.parametrize("name", huge_blocks(False))
+def test_a_block_far_beyond_the_sequence_is_one_block(name, impl, mask, causal):
+    attend, options = huge_blocks(causal)[name]
+    inputs = make_qkv(2, 2, 128, 8)
+    options |= {"impl": impl}
+    if mask is not None:
+        options["key_mask"] = torch.arange(128) >= torch.tensor([[0], [21]])
+    found = attend(*inputs, block_size=FAR, **options)
+    group = options.get("group_size")
+    if group is not None:
+        options["group_size"] = min(group, 128)
+    assert torch.equal(found, attend(*inputs, block_size=128, **options))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize("attend", [lln_diag_attention_varlen, lln_keys_attention_varlen])
+def test_a_block_far_beyond_packed_sequences_is_one_block(attend, causal):
+    bounds = torch.tensor([0, 40, 41, 41, 105])
+    inputs = torch.randn(3, 105, 2, 8)
+    options = {**GIVEN, "is_causal": causal}
+    if attend is lln_keys_attention_varlen:
+        options |= {"offset": -2.0, "keys": 3}
+    found = attend(*inputs, bounds, block_size=FAR, **options)
+    wanted = attend(*inputs, bounds, block_size=64, **options)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_keys_chosen_with_a_block_far_beyond_the_sequence_are_taken():
+    query, key, value = make_qkv(2, 2, 70, 8)
+    mask = torch.arange(70) >= torch.tensor([[0], [21]])
+    options = {"block_size": FAR, "group_size": 1, "key_mask": mask}
+    chosen = choose_keys(query, key, 3, **options)
+    assert chosen.shape[2] == 256
+    found = lln_keys_attention(query, key, value, keys=chosen, **options)
+    assert torch.equal(found, lln_keys_attention(query, key, value, keys=3, **options))
+
+
+@pytest.mark.parametrize("module", [LLNDiagAttention, LLNKeysAttention])
+def test_modules_take_a_block_far_beyond_the_sequence(module):
+    x = torch.randn(2, 64, 16)
+    padding = torch.arange(64) < torch.tensor([[0], [9]])
+    layers = [module(16, 2, batch_first=True, block_size=size) for size in (FAR, 64)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    found, wanted = (layer(x, x, x, key_padding_mask=padding)[0] for layer in layers)
+    assert torch.equal(found, wanted)
 
 
 # Not a number, and infinity.

@@ -16,7 +16,7 @@ from lln.checks.bounds import check_bounds
 from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
 from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
-from lln.eager.key_blocks import blocks_in
+from lln.eager.key_blocks import blocks_in, fit_blocks
 from lln.functional.key_calls import choose_for
 from lln.functional.plan import plan_call
 from lln.functional.request import Request
@@ -104,6 +104,7 @@ def lln_keys_attention(
     checks.check_blocks(block_size, scale)
     group = check_selection(select, group_size, block_size)
     batch, heads, tokens, _ = query.shape
+    block_size, group = fit_blocks(block_size, group, tokens)
     groups = blocks_in(tokens, block_size, key_mask is not None) * (block_size // group)
     check_keys(keys, (batch, heads, groups), query.device)
     request = Request(
@@ -183,6 +184,8 @@ def lln_keys_attention_varlen(
     _check_numbers(query, key, samples, alpha, beta, matching, offset, is_causal)
     checks.check_blocks(block_size, scale)
     group = check_selection(select, group_size, block_size)
+    tokens = query.shape[0] if longest is None else longest
+    block_size, group = fit_blocks(block_size, group, tokens)
     blocks = query.shape[0] // block_size + samples
     check_keys(keys, (query.shape[1], blocks * (block_size // group)), query.device)
     request = Request(
@@ -245,6 +248,7 @@ def choose_keys(
         int64 ``[B, H, G, K]`` without gradient, ascending by position, -1 where there are fewer.
         Equal scores are taken in the order of positions. G = groups per block × blocks, where
         blocks = ⌈T / block_size⌉, or ⌈(T + block_size - 1) / block_size⌉ with a mask if T > 0.
+        A larger block_size counts as the next power of two from T on, of groups and from 64 on.
 
     Example:
         >>> import torch
@@ -260,6 +264,7 @@ def choose_keys(
     checks.check_blocks(block_size, scale)
     checks.check_count("keys", keys, 0)
     group = check_selection(select, group_size, block_size)
+    block_size, group = fit_blocks(block_size, group, query.shape[2])
     request = Request(
         "lln_keys",
         query,

@@ -47,6 +47,9 @@ def attend(request: Request, impl: str) -> Tensor:
     Returns:
         ``[B, H, T, E]``, or packed ``[T, H, E]``, in the dtype of query.
     """
+    if request.block_size:
+        tokens = request.query.shape[2] if request.bounds is None else request.longest
+        request = request.fitted(request.query.shape[0] if tokens is None else tokens)
     if is_compiling() or is_observed():
         return _attend_once(request, impl)
     out = repeats.run_compiled(request, impl)

@@ -25,7 +25,7 @@ from lln import checks
 from lln.checks.key_options import check_selection
 from lln.checks.names import check_choice
 from lln.eager.key_attention import log_share, slots_of_blocks
-from lln.eager.key_blocks import KeyBlocks, dense_blocks
+from lln.eager.key_blocks import KeyBlocks, dense_blocks, fit_blocks
 from lln.eager.selection import choose, seen_keys
 from lln.errors import CalibrationWarning
 from lln.matching.calibration import (
@@ -209,6 +209,7 @@ def find_offset(
             return closed
         dtype = accumulation_dtype(query.dtype)
         query, key = query.detach().to(dtype), key.detach().to(dtype)
+        block_size, group_size = fit_blocks(block_size, group_size, tokens)
         blocks = dense_blocks(batch, tokens, block_size, key_mask, query.device)
         indices = choose(
             query,
