@@ -168,7 +168,7 @@ def attend_rows(
     far_keys, far_values = chosen
     grouped = scaled.flatten(2, 3).unflatten(2, (-1, group_size))
     far = torch.where(seen.unsqueeze(-2), multiply(grouped, far_keys.mT), LOG_ZERO)
-    far = far.flatten(2, 3).unflatten(2, near.shape[2:4])
+    far = far.flatten(2, 3).unflatten(2, (-1, near.shape[3]))
 
     log_mass, centroid, centre = slots
     level = (scaled * centre.unsqueeze(-2)).sum(-1, keepdim=True) + offset + share
@@ -177,7 +177,7 @@ def attend_rows(
     weights = torch.cat([near, far, linear], -1).softmax(-1)
     near, far, linear = weights.split([near.shape[-1], far.shape[-1], linear.shape[-1]], -1)
     far = far.flatten(2, 3).unflatten(2, (-1, group_size))
-    from_far = multiply(far, far_values).flatten(2, 3).unflatten(2, near.shape[2:4])
+    from_far = multiply(far, far_values).flatten(2, 3).unflatten(2, (-1, near.shape[3]))
     return blocks.scatter(multiply(near, near_values) + from_far + _read(linear, centroid))
 
 
@@ -185,7 +185,7 @@ def _read(weights: Tensor, centroid: Tensor) -> Tensor:
     """What the slots bring: ``[B, H, n, W, E]``; blocks may share one summary."""
     if centroid.shape[2] == 1 and weights.shape[:2] == centroid.shape[:2]:
         rows = multiply(weights.flatten(2, 3), centroid[:, :, 0])
-        return rows.unflatten(2, weights.shape[2:4])
+        return rows.unflatten(2, (-1, weights.shape[3]))
     alike = weights.shape[:3] == centroid.shape[:3]
     return multiply(weights, centroid) if alike else weights @ centroid
 
@@ -208,14 +208,14 @@ def log_share(
         is_causal: Whether the summary holds earlier blocks only.
         dtype: Of the result.
     """
-    count, size = blocks.place.shape[1:]
+    size = blocks.place.shape[2]
     own = blocks.valid(key_mask).sum(-1)
     upto = own.cumsum(-1)
     before = upto - own
     start = before[:, blocks.first]
     held = before - start if is_causal else upto[:, blocks.last] - start
     rest = held if is_causal else held - own
-    far = seen.sum(-1).unflatten(2, (count, size // group_size))
+    far = seen.sum(-1).unflatten(2, (-1, size // group_size))
     return share_of(held, rest, far, group_size, dtype)
 
 
@@ -339,4 +339,4 @@ def _pick(side: Tensor, indices: Tensor, seen: Tensor) -> Tensor:
     """The rows of ``[B, H, T, D]`` that a group has chosen: ``[B, H, G, K, D]``; 0 if not seen."""
     known = torch.where(seen, indices, 0).flatten(2).unsqueeze(-1)
     rows = side.gather(2, known.expand(-1, -1, -1, side.shape[-1]))
-    return torch.where(seen.unsqueeze(-1), rows.unflatten(2, seen.shape[2:]), 0.0)
+    return torch.where(seen.unsqueeze(-1), rows.unflatten(2, (-1, seen.shape[3])), 0.0)

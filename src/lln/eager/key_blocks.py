@@ -47,10 +47,10 @@ class KeyBlocks(NamedTuple):
 
     def gather(self, side: Tensor) -> Tensor:
         """``[B, H, T, D]`` → ``[B, H, n, W, D]``; zero where there is no token."""
-        count, size = self.place.shape[1:]
+        size = self.place.shape[2]
         if self.is_plain:
-            return side.unflatten(2, (count, size))
-        blocks = _take(side, self.place.flatten(1)).unflatten(2, (count, size))
+            return side.unflatten(2, (-1, size))
+        blocks = _take(side, self.place.flatten(1)).unflatten(2, (-1, size))
         return torch.where(self.there[:, None, ..., None], blocks, 0.0)
 
     def scatter(self, blocks: Tensor) -> Tensor:
@@ -110,7 +110,12 @@ def blocks_in(tokens: int, block_size: int, is_masked: bool) -> int:
 
 
 def dense_blocks(
-    batch: int, tokens: int, block_size: int, key_mask: Tensor | None, device: torch.device
+    batch: int,
+    tokens: int,
+    block_size: int,
+    key_mask: Tensor | None,
+    device: torch.device,
+    count: int | None = None,
 ) -> KeyBlocks:
     """The blocks of dense sequences.
 
@@ -120,17 +125,22 @@ def dense_blocks(
         block_size: W.
         key_mask: bool ``[B, T]``; blocks are counted from its first True.
         device: Where the tensors go.
+        count: n, at least `blocks_in`; None = that many, in a trace for every length at least two:
+            a tracer would take one block for a constant.
     """
-    count = blocks_in(tokens, block_size, key_mask is not None)
+    if count is None:
+        count = blocks_in(tokens, block_size, key_mask is not None)
+        if is_compiling() and not always_holds(count > 2):
+            count = (tokens + 2 * block_size - 1) // block_size
     gap: Tensor | None = None
     if key_mask is not None and tokens > 0:
         gap = -first_tokens(key_mask) % block_size
     token = torch.arange(tokens, device=device).expand(batch, -1)
     goal = token if gap is None else token + gap[:, None]
-    place = torch.arange(count * block_size, device=device).view(1, count, block_size)
+    block = torch.arange(count, device=device)
+    place = block[:, None] * block_size + torch.arange(block_size, device=device)
     place = (place if gap is None else place - gap[:, None, None]).expand(batch, -1, -1)
     there = (place >= 0) & (place < tokens)
-    block = torch.arange(count, device=device)
     # A trace must hold for every length, so it cannot ask whether the last block is full.
     is_plain = not is_compiling() and tokens == count * block_size
     if is_plain and gap is not None:

@@ -300,7 +300,8 @@ def _exact_keys(
             rest=rest,
             scale=scale,
         )
-    blocks = dense_blocks(batch, tokens, block_size, key_mask, query.device)
+    count = indices.shape[2] // (block_size // group_size)
+    blocks = dense_blocks(batch, tokens, block_size, key_mask, query.device, count)
     alpha, block_beta, offset = (
         side.unsqueeze(2) if isinstance(side, Tensor) else side
         for side in (alpha, repeated_beta, offset)

@@ -30,8 +30,9 @@ from lln.precision import accumulation_dtype
 def with_all_keys(request: Request) -> Request:
     """With no more tokens than keys every way takes all, and that of a block does so quickly."""
     keys, query = request.keys, request.query
-    few = isinstance(keys, int) and request.bounds is None and keys >= query.shape[2]
-    if not few or request.select == "block":
+    if request.select == "block" or request.bounds is not None or isinstance(keys, Tensor):
+        return request
+    if keys < query.shape[2]:
         return request
     return Request(*request[:15], keys, "block", request.block_size, request.offset)
 
