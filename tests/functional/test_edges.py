@@ -7,13 +7,17 @@ from lln import (
     KeySummary,
     LLNAttention,
     LLNDiagAttention,
+    LLNKeysAttention,
     block_diagonal_attention,
     calibrate,
+    choose_keys,
     decode_step,
     lln_attention,
     lln_attention_varlen,
     lln_diag_attention,
     lln_diag_attention_varlen,
+    lln_keys_attention,
+    lln_keys_attention_varlen,
     match_moments,
     reference,
 )
@@ -271,6 +275,74 @@ def test_one_feature_ignores_the_query(is_causal):
     assert_close(found, reference.lln_attention(*doubles, *GIVEN.values(), keep=keep))
 
 
+# Blocks far beyond the sequence.
+
+FAR = 2**40
+
+
+def huge_blocks(causal):
+    fixed = {**GIVEN, "is_causal": causal}
+    keys = {**fixed, "offset": -2.0, "keys": 3}
+    return {
+        "diag": (block_diagonal_attention, {"is_causal": causal}),
+        "lln_diag": (lln_diag_attention, fixed),
+        "keys": (lln_keys_attention, keys),
+        "own keys": (lln_keys_attention, keys | {"group_size": 1}),
+        "large groups": (lln_keys_attention, keys | {"group_size": FAR // 2}),
+        "by query": (lln_keys_attention, keys | {"select": "query"}),
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize("mask", [None, "left"])
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+@pytest.mark.parametrize("name", huge_blocks(False))
+def test_a_block_far_beyond_the_sequence_is_one_block(name, impl, mask, causal):
+    attend, options = huge_blocks(causal)[name]
+    inputs = make_qkv(2, 2, 128, 8)
+    options |= {"impl": impl}
+    if mask is not None:
+        options["key_mask"] = torch.arange(128) >= torch.tensor([[0], [21]])
+    found = attend(*inputs, block_size=FAR, **options)
+    group = options.get("group_size")
+    if group is not None:
+        options["group_size"] = min(group, 128)
+    assert torch.equal(found, attend(*inputs, block_size=128, **options))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize("attend", [lln_diag_attention_varlen, lln_keys_attention_varlen])
+def test_a_block_far_beyond_packed_sequences_is_one_block(attend, causal):
+    bounds = torch.tensor([0, 40, 41, 41, 105])
+    inputs = torch.randn(3, 105, 2, 8)
+    options = {**GIVEN, "is_causal": causal}
+    if attend is lln_keys_attention_varlen:
+        options |= {"offset": -2.0, "keys": 3}
+    found = attend(*inputs, bounds, block_size=FAR, **options)
+    wanted = attend(*inputs, bounds, block_size=64, **options)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_keys_chosen_with_a_block_far_beyond_the_sequence_are_taken():
+    query, key, value = make_qkv(2, 2, 70, 8)
+    mask = torch.arange(70) >= torch.tensor([[0], [21]])
+    options = {"block_size": FAR, "group_size": 1, "key_mask": mask}
+    chosen = choose_keys(query, key, 3, **options)
+    assert chosen.shape[2] == 256
+    found = lln_keys_attention(query, key, value, keys=chosen, **options)
+    assert torch.equal(found, lln_keys_attention(query, key, value, keys=3, **options))
+
+
+@pytest.mark.parametrize("module", [LLNDiagAttention, LLNKeysAttention])
+def test_modules_take_a_block_far_beyond_the_sequence(module):
+    x = torch.randn(2, 64, 16)
+    padding = torch.arange(64) < torch.tensor([[0], [9]])
+    layers = [module(16, 2, batch_first=True, block_size=size) for size in (FAR, 64)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    found, wanted = (layer(x, x, x, key_padding_mask=padding)[0] for layer in layers)
+    assert torch.equal(found, wanted)
+
+
 # Not a number, and infinity.
 
 
@@ -302,6 +374,45 @@ def test_nan_shows_in_its_own_row(spoiled, form):
     assert form(*inputs)[0, 0, 10].isnan().any()
 
 
+def given(*qkv, **options):
+    return lln_attention(*qkv, **GIVEN, **options)
+
+
+@pytest.mark.parametrize("form", [given, causal, block, causal_diag])
+@pytest.mark.parametrize("mask", [None, "left"])
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+@pytest.mark.parametrize("spoiled", [0, 1], ids=["query", "key"])
+@pytest.mark.parametrize("fill", [torch.inf, -torch.inf])
+def test_infinity_shows_wherever_nan_does(fill, spoiled, grad, mask, form):
+    """An exponential would turn -inf into a weight of zero, and nobody would notice."""
+    inputs = make_qkv(2, 2, 70, 4)
+    inputs[spoiled][0, 0, 42, 1] = fill
+    inputs[0].requires_grad_(grad)
+    options = {}
+    if mask is not None:
+        options["key_mask"] = (torch.arange(70) >= 3).expand(2, -1)
+    bad = ~form(*inputs, **options)[0, 0].isfinite().any(-1)
+    if spoiled == 0:
+        rows = slice(42, 43)
+    elif form is block:
+        rows = slice(40, 44) if mask is None else slice(39, 43)
+    else:
+        rows = slice(3, 70) if form is given else slice(42, 70)
+    assert bad[rows].all()
+
+
+@pytest.mark.parametrize("fill", [torch.inf, -torch.inf])
+def test_infinity_shows_in_a_summary(fill):
+    query, key, value = make_qkv(1, 2, 9, 4)
+    summary = KeySummary.of(key, value, beta=2.0)
+    query[0, 0, 5, 1] = fill
+    assert summary.read(query, 1.5)[0, 0, 5].isnan().all()
+    key[0, 0, 3, 1] = fill
+    spoilt = KeySummary.of(key, value, beta=2.0).read(torch.randn_like(query), 1.5)
+    assert spoilt[0, 0].isnan().all()
+    assert spoilt[0, 1].isfinite().all()
+
+
 PACKED = torch.tensor([0, 70, 75, 140])
 
 
@@ -330,11 +441,14 @@ def test_nan_stays_in_its_sequence(sequence, spoiled, attend, options):
 
 @pytest.mark.parametrize("attend", [lln_attention_varlen, lln_diag_attention_varlen])
 @pytest.mark.parametrize("spoiled", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("fill", [torch.inf, -torch.inf])
 @pytest.mark.parametrize("sequence", [0, 1, 2])
-def test_infinity_stays_in_its_sequence(sequence, spoiled, attend):
-    clean, inputs, others = spoil_packed(spoiled, sequence, torch.inf)
-    found, wanted = (attend(*side, PACKED, **GIVEN)[others] for side in (inputs, clean))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+def test_infinity_stays_in_its_sequence(sequence, spoiled, fill, attend):
+    clean, inputs, others = spoil_packed(spoiled, sequence, fill)
+    found, wanted = (attend(*side, PACKED, **GIVEN) for side in (inputs, clean))
+    torch.testing.assert_close(found[others], wanted[others], rtol=0, atol=2e-6)
+    own = found[~others, 0]
+    assert not (own[:1] if spoiled == 0 else own).isfinite().all(-1).any()
 
 
 @pytest.mark.parametrize("attend", [lln_attention_varlen, lln_diag_attention_varlen])

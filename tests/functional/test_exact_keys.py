@@ -395,6 +395,25 @@ def test_nan_stays_in_its_sample_and_head(options, side):
 
 
 @every_form
+@pytest.mark.parametrize("fill", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", [0, 1], ids=["query", "key"])
+def test_infinity_shows_wherever_nan_does(options, side, fill):
+    """Half of the infinities give a score of -inf, and so a weight of zero."""
+    sides = make_qkv(2, 3, 30, 4)
+    sides[side][1, 2, 9] = fill
+    bounds = torch.tensor([0, 30, 60])
+    packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in sides]
+    both = lln_keys_attention(*sides, **GIVEN | options)
+    found = lln_keys_attention_varlen(*packed, bounds, **GIVEN | options)
+    for out in (both, found.unflatten(0, (2, 30)).transpose(1, 2)):
+        first, last = (9, 30) if options["is_causal"] else (0, 30)
+        rows = slice(9, 10) if side == 0 else slice(first, last)
+        assert not out[1, 2, rows].isfinite().all(-1).any()
+        assert out[0].isfinite().all()
+        assert out[:, :2].isfinite().all()
+
+
+@every_form
 def test_a_masked_sample_gives_zeros_and_no_gradients(options):
     sides = make_qkv(2, 2, 30, 4, requires_grad=True)
     mask = make_mask("one_row", 2, 30)
@@ -455,6 +474,16 @@ def test_causal_rows_see_no_later_block(select, group_size, side):
         found = lln_keys_attention(*changed, **options)
         kept = slice(0, start)
         torch.testing.assert_close(found[:, :, kept], wanted[:, :, kept], rtol=1e-12, atol=1e-12)
+
+
+def test_causal_rows_see_no_later_huge_key():
+    """Not in its own block either, whose mean key ends with the block before."""
+    query, key, value = make_qkv(1, 2, 80, 8)
+    options = {**GIVEN, "is_causal": True, "block_size": 16, "keys": 4, "group_size": 1}
+    wanted = lln_keys_attention(query, key, value, **options)
+    key[:, :, 60] = 1e8
+    found = lln_keys_attention(query, key, value, **options)
+    assert torch.equal(found[:, :, :60], wanted[:, :, :60])
 
 
 @pytest.mark.parametrize("select", ["block", "half"])
@@ -585,6 +614,29 @@ def test_packed_precision(dtype):
     wanted = lln_keys_attention_varlen(*wide, bounds_of(lengths), keys=30, **options)
     assert found.dtype == dtype
     assert_close(found, wanted)
+
+
+def test_packed_keys_far_from_zero_keep_their_digits():
+    """A mean that comes from running sums over all texts loses them."""
+    lengths = [9_000, 5, 0, 3_000]
+    query, key, value = (torch.randn(sum(lengths), 1, 8) for _ in range(3))
+    sides = (query, key + 300, value)
+    options = {**GIVEN, "block_size": 64, "keys": 0, "is_causal": True}
+    found = lln_keys_attention_varlen(*sides, bounds_of(lengths), **options)
+    wanted = one_by_one(sides, lengths, {}, **options)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+def test_a_huge_key_changes_no_other_packed_sequence(causal):
+    lengths = [40, 70, 30]
+    query, key, value = (torch.randn(sum(lengths), 2, 8) for _ in range(3))
+    options = {**GIVEN, "block_size": 8, "keys": 4, "is_causal": causal}
+    wanted = lln_keys_attention_varlen(query, key, value, bounds_of(lengths), **options)
+    key[50] = 1e8
+    found = lln_keys_attention_varlen(query, key, value, bounds_of(lengths), **options)
+    assert torch.equal(found[:40], wanted[:40])
+    assert torch.equal(found[110:], wanted[110:])
 
 
 def test_packed_groups():

@@ -299,7 +299,7 @@ class Masked(nn.Module):
         return self.layer(x, x, x, key_padding_mask=mask)[0]
 
 
-@pytest.mark.parametrize("kind", [lln.LLNAttention, lln.LLNDiagAttention])
+@pytest.mark.parametrize("kind", [lln.LLNAttention, lln.LLNDiagAttention, lln.LLNKeysAttention])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("tokens", [3, pytest.param(5 * D, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -308,14 +308,41 @@ class Masked(nn.Module):
     ids=str,
 )
 def test_exported_layers_take_every_length(kind, masked, tokens, length):
-    """On both sides of the block size, which is D, whatever the length they were exported with."""
+    """On both sides of the block size, D or 64, whatever the length they were exported with."""
     torch.manual_seed(0)
     layer = Masked(kind, masked).eval()
     example = torch.randn(2, tokens, 4 * D)
     exported = torch.export.export(layer, (example,), dynamic_shapes=({1: length},)).module()
-    for other in (1, 2, D - 1, D, D + 1, 77):
+    for other in (1, 2, D - 1, D, D + 1, 64, 65, 130):
         x = torch.randn(2, other, 4 * D)
         close([exported(x)], [layer(x)])
+
+
+def test_compiled_choice_has_as_many_groups(fresh_dynamo):
+    query, key, _ = make_qkv(1, 1, 10, D)
+    options = {"block_size": 16, "group_size": 8}
+    compiled = torch.compile(lln.choose_keys, fullgraph=True, dynamic=True, backend="eager")
+    expected = lln.choose_keys(query, key, 3, **options)
+    assert torch.equal(compiled(query, key, 3, **options), expected)
+
+
+@pytest.mark.slow
+def test_exported_choices_by_features_stay_on_their_side_of_the_keys():
+    """With no more tokens than keys all are taken, which is another way of choosing."""
+    layer = lln.LLNKeysAttention(16, 2, batch_first=True, keys=8, select="query").eval()
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return layer(x, x, x)[0]
+
+    shapes = ({1: torch.export.Dim.DYNAMIC},)
+    exported = torch.export.export(Layer(), (torch.randn(1, 40, 16),), dynamic_shapes=shapes)
+    exported = exported.module()
+    for tokens in (9, 70):
+        x = torch.randn(1, tokens, 16)
+        close([exported(x)], [Layer()(x)])
+    with pytest.raises(AssertionError, match=r"Guard failed: .* >= 9"):
+        exported(torch.randn(1, 8, 16))
 
 
 @pytest.mark.slow

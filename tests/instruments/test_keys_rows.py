@@ -51,6 +51,16 @@ def test_rows_are_the_weights_of_the_attention(select, group_size, is_causal):
     torch.testing.assert_close(matrix @ value.repeat_interleave(2, 1), out, rtol=1e-9, atol=1e-10)
 
 
+def test_rows_of_a_block_far_beyond_the_sequence():
+    query, key, _ = make_qkv(2, 2, 70, 8, dtype=torch.float64)
+    mask = torch.arange(70) >= torch.tensor([[0], [21]])
+    options = NUMBERS | {"block_size": 2**40, "group_size": 1, "key_mask": mask}
+    options["keys"] = lln.choose_keys(query, key, 3, block_size=2**40, group_size=1, key_mask=mask)
+    found = instruments.entropy(query, key, kind="lln_keys", **options)
+    options["block_size"] = 128
+    assert torch.equal(found, instruments.entropy(query, key, kind="lln_keys", **options))
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 def test_given_indices_that_do_not_count(is_causal):
     """Repeated keys, keys of the own block, masked and missing ones, and later ones if causal."""

@@ -9,6 +9,7 @@ import transformers
 from lln.errors import BackendUnavailableError, InvalidInputError, LLNError
 from lln.integrations.cache import LLNCache, LLNCacheLayer
 from lln.integrations.convert import convert
+from lln.integrations.streaming import Past, short_range
 
 FIXED = {"statistics": "fixed", "alpha": 2.0, "beta": 2.0}
 each_model = pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -35,6 +36,19 @@ def alive(cache):
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
     )
+
+
+def test_a_block_far_beyond_what_is_kept_is_one_block():
+    sides = torch.randn(3, 2, 2, 40, 8)
+    mask = torch.arange(40) >= torch.tensor([[0], [5]])
+
+    def both_parts(size):
+        past = Past()
+        cuts = (slice(0, 30), slice(30, 40))
+        return [short_range(*sides[..., c, :], past, size, mask[:, c]) for c in cuts]
+
+    for found, wanted in zip(both_parts(2**40), both_parts(64), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(

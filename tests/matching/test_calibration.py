@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from lln import calibrate, lln_attention, match_moments, reference
 from lln.errors import CalibrationWarning, InvalidInputError
@@ -130,6 +131,21 @@ def test_masked_tokens_do_not_count(draw, fill):
     found = calibrate(q, k, key_mask=mask, rows=N)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one[1:], other, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("scope", ["head", "batch"])
+@pytest.mark.parametrize("rows", [100, 256])
+@pytest.mark.parametrize("before", [0, 90])
+def test_padding_moves_no_temperature(before, rows, scope):
+    """More rows than tokens, or fewer: the same rows are measured, each of them once."""
+    q, k = inputs(varying_norms, batch=1, tokens=170)
+    expected = calibrate(q, k, rows=rows, steps=30, scope=scope)
+    padded = (F.pad(side, (0, 0, before, 90 - before), value=torch.nan) for side in (q, k))
+    mask = torch.ones(1, 170, dtype=torch.bool)
+    mask = F.pad(mask, (before, 90 - before))
+    found = calibrate(*padded, key_mask=mask, rows=rows, steps=30, scope=scope)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-5, atol=0)
 
 
 def test_masked_holes_are_met_on_the_valid_rows():

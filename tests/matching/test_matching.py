@@ -306,6 +306,40 @@ def test_small_and_large_inputs_are_finite(criterion, size):
     assert ((beta > 0) & beta.isfinite()).all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scope", ["head", "tensor"])
+@pytest.mark.parametrize("sizes", [(1e19, 1.0), (3.0, 1e19), (1e18, 1e19), (1e10, 1e10)])
+def test_squares_of_huge_inputs_do_not_overflow(sizes, scope, masked):
+    """Scores of softmax attention are finite there."""
+    q, k = (
+        side * size for side, size in zip(queries_and_keys(dtype=torch.float32), sizes, strict=True)
+    )
+    options = {"scope": scope, "criterion": "variance" if scope == "head" else "paper"}
+    options["key_mask"] = lengths_mask(24, 20) if masked else None
+    expected = match_moments(q.double(), k.double(), **options)
+    for found, wide in zip(match_moments(q, k, **options), expected, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), wide, rtol=1e-5, atol=0)
+
+
+def test_a_huge_head_leaves_the_bits_of_others():
+    q, k = queries_and_keys(dtype=torch.float32)
+    expected = match_moments(q, k)
+    q[1, 2] *= 1e19
+    for found, other in zip(match_moments(q, k), expected, strict=True):
+        assert found[1, 2].isfinite()
+        found[1, 2] = other[1, 2]
+        assert torch.equal(found, other)
+
+
+def test_huge_packed_inputs_are_matched():
+    q, k, v = gaussian(3, 60, 2, 8, dtype=torch.float32).unbind()
+    bounds = torch.tensor([0, 25, 60])
+    out = lln.lln_attention_varlen(q * 1e19, k, v, bounds)
+    wide = lln.lln_attention_varlen(q.double() * 1e19, k.double(), v.double(), bounds)
+    torch.testing.assert_close(out, wide.float(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("mean", [0.0, 0.9, 1.1, 300.0])
 def test_a_mean_of_the_keys_loses_no_digits(mean):
     """Around a spread of 1 the way of adding up squares changes, head by head."""

@@ -66,6 +66,13 @@ def test_grouped_queries_and_a_block_wider_than_the_sequence(pool):
     check(pool, 3, "crossed", heads=4, options={"enable_gqa": True, "block_size": 50})
 
 
+@pytest.mark.parametrize("kind", ["lln_diag", "lln_keys"])
+def test_a_block_far_beyond_the_sequence_is_one_block(pool, kind):
+    options = {"block_size": 2**40, **({"keys": 2} if kind == "lln_keys" else {})}
+    case = {"kind": kind, "lengths": [8, 9], "hidden": [(0, 0, 3)], "options": options}
+    assert_same(pool.run(by_rank, 2, case), by_one(case))
+
+
 def test_lengths_that_are_known(pool):
     for cut in LENGTHS:
         check(pool, 3, cut, lengths_known=True)

@@ -168,7 +168,7 @@ def attend_rows(
     far_keys, far_values = chosen
     grouped = scaled.flatten(2, 3).unflatten(2, (-1, group_size))
     far = torch.where(seen.unsqueeze(-2), multiply(grouped, far_keys.mT), LOG_ZERO)
-    far = far.flatten(2, 3).unflatten(2, near.shape[2:4])
+    far = far.flatten(2, 3).unflatten(2, (-1, near.shape[3]))
 
     log_mass, centroid, centre = slots
     level = (scaled * centre.unsqueeze(-2)).sum(-1, keepdim=True) + offset + share
@@ -177,7 +177,7 @@ def attend_rows(
     weights = torch.cat([near, far, linear], -1).softmax(-1)
     near, far, linear = weights.split([near.shape[-1], far.shape[-1], linear.shape[-1]], -1)
     far = far.flatten(2, 3).unflatten(2, (-1, group_size))
-    from_far = multiply(far, far_values).flatten(2, 3).unflatten(2, near.shape[2:4])
+    from_far = multiply(far, far_values).flatten(2, 3).unflatten(2, (-1, near.shape[3]))
     return blocks.scatter(multiply(near, near_values) + from_far + _read(linear, centroid))
 
 
@@ -185,7 +185,7 @@ def _read(weights: Tensor, centroid: Tensor) -> Tensor:
     """What the slots bring: ``[B, H, n, W, E]``; blocks may share one summary."""
     if centroid.shape[2] == 1 and weights.shape[:2] == centroid.shape[:2]:
         rows = multiply(weights.flatten(2, 3), centroid[:, :, 0])
-        return rows.unflatten(2, weights.shape[2:4])
+        return rows.unflatten(2, (-1, weights.shape[3]))
     alike = weights.shape[:3] == centroid.shape[:3]
     return multiply(weights, centroid) if alike else weights @ centroid
 
@@ -208,14 +208,14 @@ def log_share(
         is_causal: Whether the summary holds earlier blocks only.
         dtype: Of the result.
     """
-    count, size = blocks.place.shape[1:]
+    size = blocks.place.shape[2]
     own = blocks.valid(key_mask).sum(-1)
     upto = own.cumsum(-1)
     before = upto - own
     start = before[:, blocks.first]
     held = before - start if is_causal else upto[:, blocks.last] - start
     rest = held if is_causal else held - own
-    far = seen.sum(-1).unflatten(2, (count, size // group_size))
+    far = seen.sum(-1).unflatten(2, (-1, size // group_size))
     return share_of(held, rest, far, group_size, dtype)
 
 
@@ -261,51 +261,49 @@ def slots_of_blocks(
     """
     valid = blocks.valid(key_mask)[:, None]
     rows = blocks.gather(key)
-    exponent, values = key_exponents(rows, blocks.gather(value), beta, valid)
-    summaries = summarise(exponent, values)
-    centre = _mean_keys(rows, valid, blocks, is_causal, before)
-    if before is not None:
-        log_mass, centroid = earlier_merge(*summaries, (before.log_mass, before.centroid))
-    elif not is_causal:
-        log_mass, centroid = running_merge(*summaries, segment)
-        log_mass = log_mass.index_select(-2, blocks.last)
-        centroid = centroid.index_select(-3, blocks.last)
+    summaries = summarise(*key_exponents(rows, blocks.gather(value), beta, valid))
+    # The mean key is the centroid of one more slot, in which all keys weigh the same. Its weights
+    # are shares: a difference of running sums would lose the digits of what came in between.
+    own = torch.where(valid.unsqueeze(-1), rows, 0.0).sum(-2)
+    number = valid.sum(-1, keepdim=True).to(own.dtype)
+    mean = _mean_slot(own, number)
+    if before is None:
+        log_mass, centroid = _merged(summaries, blocks, segment, is_causal)
+        _, centre = _merged(mean, blocks, segment, is_causal)
     else:
-        log_mass, centroid = shift(*running_merge(*summaries, segment))
-        begins = torch.arange(blocks.first.shape[0], device=key.device) == blocks.first
-        log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
-        centroid = torch.where(begins[:, None, None], 0.0, centroid)
+        log_mass, centroid = earlier_merge(*summaries, (before.log_mass, before.centroid))
+        _, centre = earlier_merge(*mean, _mean_slot(before.key_sum, before.number))
+    centre = centre.squeeze(-2)
     factor = beta.squeeze(-1) if isinstance(beta, Tensor) else beta
     return log_mass - factor * centre, centroid, centre
 
 
-def _mean_keys(
-    rows: Tensor, valid: Tensor, blocks: KeyBlocks, is_causal: bool, before: Earlier | None
-) -> Tensor:
-    """μ of every block's sequence, or of the blocks before it: ``[B, H, n, D]``.
+def _merged(
+    summaries: tuple[Tensor, Tensor], blocks: KeyBlocks, segment: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The summary of every block's sequence, or of the blocks before it, from those of blocks."""
+    log_mass, centroid = running_merge(*summaries, segment)
+    if not is_causal:
+        log_mass = log_mass.index_select(-2, blocks.last)
+        return log_mass, centroid.index_select(-3, blocks.last)
+    log_mass, centroid = shift(log_mass, centroid)
+    begins = torch.arange(blocks.first.shape[0], device=blocks.first.device) == blocks.first
+    log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
+    return log_mass, torch.where(begins[:, None, None], 0.0, centroid)
+
+
+def _mean_slot(total: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys that all weigh the same as a summary of one slot, from their sum and their number.
 
     Args:
-        rows: Keys in blocks, ``[B, H, n, W, D]``.
-        valid: bool ``[B, 1, n, W]``.
-        blocks: Where the tokens lie.
-        is_causal: Whether only earlier blocks count.
-        before: What came before the first block.
+        total: ``[..., D]``.
+        number: Broadcasts to ``[..., 1]``.
+
+    Returns:
+        Log-mass ``[..., 1]`` and centroid ``[..., 1, D]``.
     """
-    total = torch.where(valid.unsqueeze(-1), rows, 0.0).sum(-2)
-    # A NaN must show in its own sequence, but a running sum would carry it into all later ones.
-    broken = ~total.isfinite()
-    sides = (torch.where(broken, 0.0, total), broken.to(torch.int64), valid.sum(-1, keepdim=True))
-
-    def held(side: Tensor) -> Tensor:
-        upto = side.cumsum(-2)
-        start = (upto - side).index_select(-2, blocks.first)
-        return (upto - side if is_causal else upto.index_select(-2, blocks.last)) - start
-
-    total, reached, number = (held(side) for side in sides)
-    if before is not None:
-        total = total + before.key_sum.unsqueeze(2)
-        number = number + before.number.unsqueeze(2)
-    return torch.where(reached > 0, torch.nan, total / number.clamp_min(1))
+    log_mass = torch.where(number > 0, number.clamp_min(1).log(), LOG_ZERO)
+    return log_mass, (total / number.clamp_min(1)).unsqueeze(-2)
 
 
 def slots_of_heads(
@@ -341,4 +339,4 @@ def _pick(side: Tensor, indices: Tensor, seen: Tensor) -> Tensor:
     """The rows of ``[B, H, T, D]`` that a group has chosen: ``[B, H, G, K, D]``; 0 if not seen."""
     known = torch.where(seen, indices, 0).flatten(2).unsqueeze(-1)
     rows = side.gather(2, known.expand(-1, -1, -1, side.shape[-1]))
-    return torch.where(seen.unsqueeze(-1), rows.unflatten(2, seen.shape[2:]), 0.0)
+    return torch.where(seen.unsqueeze(-1), rows.unflatten(2, (-1, seen.shape[3])), 0.0)

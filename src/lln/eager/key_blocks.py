@@ -18,7 +18,10 @@ from torch import Tensor
 from lln.eager.diagonal import first_tokens
 from lln.eager.tiling import cut_tiles
 from lln.eager.whole_division import divided
-from lln.tracing import is_compiling, values_are_readable
+from lln.tracing import always_holds, is_compiling, values_are_readable
+
+# Blocks up to this size are never cut: kernels and compiled passes have tiles for them.
+USUAL_BLOCK = 64
 
 
 class KeyBlocks(NamedTuple):
@@ -44,10 +47,10 @@ class KeyBlocks(NamedTuple):
 
     def gather(self, side: Tensor) -> Tensor:
         """``[B, H, T, D]`` → ``[B, H, n, W, D]``; zero where there is no token."""
-        count, size = self.place.shape[1:]
+        size = self.place.shape[2]
         if self.is_plain:
-            return side.unflatten(2, (count, size))
-        blocks = _take(side, self.place.flatten(1)).unflatten(2, (count, size))
+            return side.unflatten(2, (-1, size))
+        blocks = _take(side, self.place.flatten(1)).unflatten(2, (-1, size))
         return torch.where(self.there[:, None, ..., None], blocks, 0.0)
 
     def scatter(self, blocks: Tensor) -> Tensor:
@@ -73,6 +76,30 @@ def _take(side: Tensor, place: Tensor) -> Tensor:
     return side.expand(place.shape[0], -1, -1, -1).gather(2, spread)
 
 
+def fit_blocks(block_size: int, group_size: int, tokens: int) -> tuple[int, int]:
+    """Sizes of blocks and groups, cut where they reach far beyond the sequence.
+
+    A block that holds all tokens gives the same whatever else would fit into it, but memory and
+    time grow with it. It becomes a power of two, as kernels need it, times the size of a group.
+
+    Args:
+        block_size: W as asked for.
+        group_size: g, a divisor of W.
+        tokens: T, of the longest sequence.
+    """
+    most = USUAL_BLOCK
+    # A trace must hold for every length: there only what is known of all lengths counts.
+    holds = always_holds if is_compiling() else bool
+    while most < block_size and not holds(tokens <= most):
+        most *= 2
+    if most >= block_size:
+        return block_size, group_size
+    group_size = size = min(group_size, most)
+    while size < most:
+        size *= 2
+    return min(size, block_size), group_size
+
+
 def blocks_in(tokens: int, block_size: int, is_masked: bool) -> int:
     """How many blocks a dense sequence is cut into.
 
@@ -83,7 +110,12 @@ def blocks_in(tokens: int, block_size: int, is_masked: bool) -> int:
 
 
 def dense_blocks(
-    batch: int, tokens: int, block_size: int, key_mask: Tensor | None, device: torch.device
+    batch: int,
+    tokens: int,
+    block_size: int,
+    key_mask: Tensor | None,
+    device: torch.device,
+    count: int | None = None,
 ) -> KeyBlocks:
     """The blocks of dense sequences.
 
@@ -93,17 +125,22 @@ def dense_blocks(
         block_size: W.
         key_mask: bool ``[B, T]``; blocks are counted from its first True.
         device: Where the tensors go.
+        count: n, at least `blocks_in`; None = that many, in a trace for every length at least two:
+            a tracer would take one block for a constant.
     """
-    count = blocks_in(tokens, block_size, key_mask is not None)
+    if count is None:
+        count = blocks_in(tokens, block_size, key_mask is not None)
+        if is_compiling() and not always_holds(count > 2):
+            count = (tokens + 2 * block_size - 1) // block_size
     gap: Tensor | None = None
     if key_mask is not None and tokens > 0:
         gap = -first_tokens(key_mask) % block_size
     token = torch.arange(tokens, device=device).expand(batch, -1)
     goal = token if gap is None else token + gap[:, None]
-    place = torch.arange(count * block_size, device=device).view(1, count, block_size)
+    block = torch.arange(count, device=device)
+    place = block[:, None] * block_size + torch.arange(block_size, device=device)
     place = (place if gap is None else place - gap[:, None, None]).expand(batch, -1, -1)
     there = (place >= 0) & (place < tokens)
-    block = torch.arange(count, device=device)
     # A trace must hold for every length, so it cannot ask whether the last block is full.
     is_plain = not is_compiling() and tokens == count * block_size
     if is_plain and gap is not None:

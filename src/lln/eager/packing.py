@@ -13,6 +13,7 @@ from torch import Tensor
 from lln.eager.causal import CHUNK, LEAF, attend_chunks
 from lln.eager.diagonal import attend_blocks
 from lln.eager.dropout import drop_keys
+from lln.eager.infinity import as_nan
 from lln.eager.run import join, repeat_heads
 from lln.eager.scan import running_merge
 from lln.eager.summary import key_exponents, read, summarise
@@ -53,7 +54,7 @@ def attend(
     """
     dtype, bounds = accumulation_dtype(query.dtype), bounds.long()
     value = drop_keys(value.to(dtype).transpose(0, 1), dropout_p).transpose(0, 1)
-    wide = (query.to(dtype), key.to(dtype), value)
+    wide = (as_nan(query.to(dtype)), as_nan(key.to(dtype)), value)
     out = _long_range(*wide, bounds, longest, alpha, beta, is_causal)
     if block_size:
         rows = block_size if longest is None else min(block_size, longest)

@@ -22,6 +22,7 @@ from lln.eager.causal import causal_attention
 from lln.eager.compiled_passes import Blocks
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
+from lln.eager.infinity import as_nan
 from lln.eager.key_attention import attend_keys, slots_of_blocks, slots_of_heads
 from lln.eager.key_blocks import dense_blocks
 from lln.eager.summary import read_heads, summarise_heads
@@ -135,7 +136,10 @@ def repeat_heads(tensor: Tensor, heads: int, dim: int = 1) -> Tensor:
 def widen(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in the accumulation dtype; dropped keys' values and bad padded queries are 0."""
+    """All three in the accumulation dtype.
+
+    Dropped keys' values and bad padded queries are 0, infinity in queries and keys is NaN.
+    """
     dtype = accumulation_dtype(query.dtype)
     if query.dtype != dtype:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -144,7 +148,7 @@ def widen(
         # own row; but in the backward pass 0 · NaN would reach the gradient of every key.
         padding = ~key_mask[:, None, :, None]
         query = torch.where(padding & ~(query.abs() < _PADDING_LIMIT), 0.0, query)
-    return query, key, drop_keys(value, dropout_p)
+    return as_nan(query), as_nan(key), drop_keys(value, dropout_p)
 
 
 def _long_range(
@@ -290,7 +294,8 @@ def _exact_keys(
             rest=rest,
             scale=scale,
         )
-    blocks = dense_blocks(batch, tokens, block_size, key_mask, query.device)
+    count = indices.shape[2] // (block_size // group_size)
+    blocks = dense_blocks(batch, tokens, block_size, key_mask, query.device, count)
     alpha, block_beta, offset = (
         side.unsqueeze(2) if isinstance(side, Tensor) else side
         for side in (alpha, repeated_beta, offset)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lln.eager.key_blocks import KeyBlocks
 from lln.eager.products import row_by_row
@@ -57,7 +58,9 @@ def choose(
         # All of them, which two lists of half as many would not be.
         found = _by_mean(query, key, tokens, blocks, size, key_mask, is_causal)
         return found.repeat_interleave(size, 2)
-    keys = min(keys, tokens) if select == "block" else keys
+    # A trace must hold for every length: then a group has empty places instead.
+    if select == "block" and not is_compiling():
+        keys = min(keys, tokens)
     shape = (query.shape[0], heads, count * (size // group_size), keys)
     if keys == 0 or 0 in query.shape[:3]:
         return torch.full(shape, -1, dtype=torch.int64, device=query.device)
@@ -142,11 +145,15 @@ def _by_mean(
             allowed = allowed & key_mask[:, None]
         scores = mean.reshape(batch, key.shape[1], -1, width) @ across
         scores = scores.view(batch, heads, -1, key.shape[2])
-        return largest(torch.where(allowed[:, None], scores, -torch.inf), keys)
+        scores = torch.where(allowed[:, None], scores, -torch.inf)
+        if is_compiling():
+            # In a trace there may be fewer tokens than keys; what is added is never chosen.
+            scores = F.pad(scores, (0, keys), value=-torch.inf)
+        return largest(scores, keys)
 
     block = block.unsqueeze(-1)
     if is_compiling():
-        # A trace must hold for every length, so it cannot count stretches.
+        # Nor can it count stretches.
         return best(mean, block)
     stretch = max(MOST_SCORES // max(batch * heads * key.shape[2], 1), 1)
     pairs = zip(mean.split(stretch, 2), block.split(stretch), strict=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 from lln import checks
 from lln.checks.names import shown
 from lln.checks.tensors import check_tensor
+from lln.eager.infinity import as_nan
 from lln.eager.products import multiply
 from lln.errors import InvalidInputError
 from lln.precision import accumulation_dtype, without_autocast
@@ -210,7 +211,7 @@ class KeySummary:
         allowed = (heads, heads_of(beta)) if grouped else (heads,)
         checks.check_temperature("beta", beta, batch, allowed, key.device)
         with without_autocast(key):
-            return cls(*summarise_heads(key, value, beta, key_mask), beta)
+            return cls(*summarise_heads(as_nan(key), value, beta, key_mask), beta)
 
     @classmethod
     def empty(
@@ -300,7 +301,7 @@ class KeySummary:
         batch, heads = query.shape[:2]
         checks.check_temperature("alpha", alpha, batch, (heads,), query.device)
         with without_autocast(query):
-            return read_heads(query, alpha, self.log_mass, self.centroid)
+            return read_heads(as_nan(query), alpha, self.log_mass, self.centroid)
 
 
 def _same_beta(beta: float | Tensor, other: float | Tensor) -> bool:

@@ -16,12 +16,13 @@ from lln.checks.bounds import check_bounds
 from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
 from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
-from lln.eager.key_blocks import blocks_in
+from lln.eager.key_blocks import blocks_in, fit_blocks
 from lln.functional.key_calls import choose_for
 from lln.functional.plan import plan_call
 from lln.functional.request import Request
 from lln.functional.run import attend
 from lln.precision import cast_for_autocast, without_autocast
+from lln.tracing import is_compiling
 
 
 @explain_misfits
@@ -105,6 +106,7 @@ def lln_keys_attention(
     checks.check_blocks(block_size, scale)
     group = check_selection(select, group_size, block_size)
     batch, heads, tokens, _ = query.shape
+    block_size, group = fit_blocks(block_size, group, tokens)
     groups = blocks_in(tokens, block_size, key_mask is not None) * (block_size // group)
     check_keys(keys, (batch, heads, groups), query.device)
     request = Request(
@@ -184,6 +186,8 @@ def lln_keys_attention_varlen(
     _check_numbers(query, key, samples, alpha, beta, matching, offset, is_causal)
     checks.check_blocks(block_size, scale)
     group = check_selection(select, group_size, block_size)
+    tokens = query.shape[0] if longest is None else longest
+    block_size, group = fit_blocks(block_size, group, tokens)
     blocks = query.shape[0] // block_size + samples
     check_keys(keys, (query.shape[1], blocks * (block_size // group)), query.device)
     request = Request(
@@ -246,6 +250,7 @@ def choose_keys(
         int64 ``[B, H, G, K]`` without gradient, ascending by position, -1 where there are fewer.
         Equal scores are taken in the order of positions. G = groups per block × blocks, where
         blocks = ⌈T / block_size⌉, or ⌈(T + block_size - 1) / block_size⌉ with a mask if T > 0.
+        A larger block_size counts as the next power of two from T on, of groups and from 64 on.
 
     Example:
         >>> import torch
@@ -261,6 +266,7 @@ def choose_keys(
     checks.check_blocks(block_size, scale)
     checks.check_count("keys", keys, 0)
     group = check_selection(select, group_size, block_size)
+    block_size, group = fit_blocks(block_size, group, query.shape[2])
     request = Request(
         "lln_keys",
         query,
@@ -275,7 +281,10 @@ def choose_keys(
         group_size=group,
     )
     with torch.no_grad(), without_autocast(query):
-        return choose_for(request, plan_call(request, impl)).long()
+        chosen = choose_for(request, plan_call(request, impl)).long()
+    # A trace for every length may have one block more, see `dense_blocks`.
+    groups = blocks_in(query.shape[2], block_size, key_mask is not None) * (block_size // group)
+    return chosen[:, :, :groups] if is_compiling() else chosen
 
 
 def _check_numbers(

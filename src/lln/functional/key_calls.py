@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.eager import run as eager
+from lln.eager.infinity import as_nan
 from lln.eager.key_attention import attend_keys, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
 from lln.eager.packing import per_tile
@@ -29,8 +30,9 @@ from lln.precision import accumulation_dtype
 def with_all_keys(request: Request) -> Request:
     """With no more tokens than keys every way takes all, and that of a block does so quickly."""
     keys, query = request.keys, request.query
-    few = isinstance(keys, int) and request.bounds is None and keys >= query.shape[2]
-    if not few or request.select == "block":
+    if request.select == "block" or request.bounds is not None or isinstance(keys, Tensor):
+        return request
+    if keys < query.shape[2]:
         return request
     return Request(*request[:15], keys, "block", request.block_size, request.offset)
 
@@ -170,6 +172,7 @@ def attend_packed_keys(request: Request, plan: Plan) -> Tensor:
     bounds = request.bounds.long()
     dtype, tokens = accumulation_dtype(request.query.dtype), request.query.shape[0]
     query, key, value = (side.to(dtype).transpose(0, 1)[None] for side in request[1:4])
+    query, key = as_nan(query), as_nan(key)
     blocks, sequence = packed_blocks(bounds, tokens, request.block_size)
     indices = request.keys[None]
     if plan.impl == "reference":

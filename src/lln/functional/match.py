@@ -15,13 +15,13 @@ from torch import Tensor
 
 from lln.eager.workers import cut_heads, over_threads
 from lln.kernels.run import fused_moments
+from lln.matching.compiled_matching import compiled_temperatures
 from lln.matching.moments import (
     Moments,
-    compiled_temperatures,
     head_moments,
     head_temperatures,
+    matched,
     packed_moments,
-    temperatures,
     tensor_moments,
 )
 
@@ -44,8 +44,7 @@ def match_inputs(
     """
     query, key = _measured(query, key, impl)
     if matching == "paper":
-        moments = tensor_moments(query, key, key_mask)
-        return temperatures(moments, query.shape[-1], matching)
+        return matched(tensor_moments, query, key, key_mask, criterion=matching)
     if impl == "triton":
         results = fused_moments(query, key, key_mask, None, matching, 0)
         return results[0], results[1]
@@ -93,8 +92,8 @@ def match_packed(
         return results[0], results[1]
     query, key = _measured(query, key, impl)
     whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
-    moments = packed_moments(query, key, whole.long(), centred=matching == "paper")
-    return temperatures(moments, query.shape[-1], matching)
+    measure = partial(packed_moments, centred=matching == "paper")
+    return matched(measure, query, key, whole.long(), criterion=matching)
 
 
 def measure_heads(query: Tensor, key: Tensor, key_mask: Tensor | None, impl: str) -> Moments:

@@ -30,7 +30,7 @@ from lln.kernels.limits import (
     widest_block_value,
     widest_value,
 )
-from lln.matching.moments import can_match_compiled, pays_to_match_compiled
+from lln.matching.compiled_matching import can_match_compiled, pays_to_match_compiled
 from lln.tracing import has_values, is_capturing, is_compiling, is_transformed
 
 # Heads up to this width keep all channels of the values beside blocks.

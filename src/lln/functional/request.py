@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lln.eager.key_blocks import fit_blocks
 from lln.kernels.lists import Lists
 
 
@@ -61,6 +62,15 @@ class Request(NamedTuple):
     select: str = "block"
     group_size: int = 0
     offset: Any = None
+
+    def fitted(self, tokens: int) -> Request:
+        """With blocks that do not reach far beyond the longest sequence, of so many tokens."""
+        size, group = fit_blocks(self.block_size, self.group_size or 1, tokens)
+        if size == self.block_size:
+            return self
+        # Written out, because torch.compile can trace the constructor in all versions.
+        group = group if self.group_size else 0
+        return Request(*self[:8], size, *self[9:17], group, self.offset)
 
     @property
     def mix_learns(self) -> bool:

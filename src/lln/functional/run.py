@@ -31,7 +31,7 @@ from lln.functional.request import Request
 from lln.kernels import repeats
 from lln.kernels.run import fused_attention, fused_blocks
 from lln.kernels.slices import AddedBlocks
-from lln.matching.moments import compiled_curve
+from lln.matching.compiled_matching import compiled_curve
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_compiling, is_sharded, is_untraced_on_cpu, is_watched
@@ -47,6 +47,9 @@ def attend(request: Request, impl: str) -> Tensor:
     Returns:
         ``[B, H, T, E]``, or packed ``[T, H, E]``, in the dtype of query.
     """
+    if request.block_size:
+        tokens = request.query.shape[2] if request.bounds is None else request.longest
+        request = request.fitted(request.query.shape[0] if tokens is None else tokens)
     if is_compiling() or is_observed():
         return _attend_once(request, impl)
     out = repeats.run_compiled(request, impl)

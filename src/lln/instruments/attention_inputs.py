@@ -15,7 +15,7 @@ from lln import checks
 from lln.checks.bounds import check_cu_seqlens
 from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
 from lln.checks.names import check_choice
-from lln.eager.key_blocks import blocks_in
+from lln.eager.key_blocks import blocks_in, fit_blocks
 from lln.errors import InvalidInputError
 
 KINDS = ("softmax", "lln", "diag", "lln_diag", "lln_keys")
@@ -143,14 +143,23 @@ class AttentionInputs:
     @property
     def tokens_in_block(self) -> int:
         """Tokens in a diagonal block."""
-        if self.block_size is not None:
-            return self.block_size
-        return _KEYS_BLOCK if self.kind == "lln_keys" else self.query.shape[-1]
+        return self._sizes[0]
 
     @property
     def queries_in_group(self) -> int:
         """Queries that share their chosen keys."""
-        return check_selection(self.select, self.group_size, self.tokens_in_block)
+        return self._sizes[1]
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Of blocks and groups, as the attention fits them to the sequence."""
+        size = self.block_size
+        if size is None:
+            size = _KEYS_BLOCK if self.kind == "lln_keys" else self.query.shape[-1]
+        tokens = self.query.shape[-2]
+        if self.cu_seqlens is not None:
+            tokens = int(self.cu_seqlens.diff().max()) if self.batch else 0
+        return fit_blocks(size, check_selection(self.select, self.group_size, size), tokens)
 
     @property
     def batch(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.eager.diagonal import block_diagonal, first_tokens
+from lln.eager.key_blocks import fit_blocks
 from lln.eager.run import repeat_heads
 from lln.eager.summary import LOG_ZERO, KeySummary
 from lln.functional.dense import block_diagonal_attention, lln_attention
@@ -158,7 +159,7 @@ def short_range(
         F.pad(query, (0, 0, earlier, 0)).to(dtype),
         repeat_heads(key, query.shape[1]).to(dtype),
         repeat_heads(value, query.shape[1]).to(dtype),
-        block_size,
+        fit_blocks(block_size, 1, key.shape[2])[0],
         key_mask=key_mask,
         first=first,
         is_causal=True,

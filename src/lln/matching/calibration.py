@@ -196,9 +196,9 @@ def _find(
     dtype = accumulation_dtype(query.dtype)
     query_std = torch.where(moments.degenerate, 1.0, moments.query_variance).sqrt()
     key_std = torch.where(moments.degenerate, 1.0, moments.key_variance).sqrt()
-    query = _sample_rows(query, key_mask if query.shape[2] == key.shape[2] else None, rows).to(
-        dtype
-    )
+    query_mask = key_mask if query.shape[2] == key.shape[2] else None
+    query, sampled = _sample_rows(query, query_mask, rows)
+    query = query.to(dtype)
     key = key.to(dtype)
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -207,13 +207,14 @@ def _find(
         key = torch.where(keep, key, 0.0)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
-    target = _mean_entropy(query, key, key_mask, _softmax_entropy, scale, scale, pooled)
+    sides = (query, sampled, key, key_mask)
+    target = _mean_entropy(*sides, _softmax_entropy, scale, scale, pooled)
     low = torch.full_like(target, LOG_SPREAD_RANGE[0])
     high = torch.full_like(target, LOG_SPREAD_RANGE[1])
     for _ in range(steps):
         middle = (low + high) / 2
         alpha, beta = (middle.exp() / std for std in (query_std, key_std))
-        found = _mean_entropy(query, key, key_mask, _lln_entropy, alpha, beta, pooled)
+        found = _mean_entropy(*sides, _lln_entropy, alpha, beta, pooled)
         too_flat = found > target
         low, high = torch.where(too_flat, middle, low), torch.where(too_flat, high, middle)
     spread = ((low + high) / 2).exp()
@@ -234,33 +235,44 @@ def pool_moments(moments: Moments) -> Moments:
     )
 
 
-def _sample_rows(query: Tensor, query_mask: Tensor | None, rows: int) -> Tensor:
-    """``[B, H, R, D]``: evenly spaced valid rows of every sample, repeated where there are few."""
+def _sample_rows(
+    query: Tensor, query_mask: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor | None]:
+    """``[B, H, R, D]``, evenly spaced valid rows, and bool ``[B, R]``, which exist; None = all."""
     batch, heads, tokens, width = query.shape
     place = sampled_places(query_mask, batch, tokens, rows, query.device)
     if query_mask is None:
-        return query[:, :, place[0]] if batch else query[:, :, : place.shape[1]]
-    place = place[:, None, :, None].expand(batch, heads, -1, width)
-    return query.gather(2, place)
+        return (query[:, :, place[0]] if batch else query[:, :, : place.shape[1]]), None
+    there = place >= 0
+    place = place.clamp_min(0)[:, None, :, None].expand(batch, heads, -1, width)
+    return torch.where(there[:, None, :, None], query.gather(2, place), 0.0), there
 
 
 def sampled_places(
     mask: Tensor | None, batch: int, tokens: int, rows: int, device: torch.device
 ) -> Tensor:
-    """Evenly spaced valid rows of every sample, int ``[B, R]``, repeated where there are few."""
-    rows = min(rows, tokens)
+    """Evenly spaced valid rows of every sample, int ``[B, R]``; -1 where there are fewer.
+
+    Of a padded sample they are those of the sample without its padding.
+    """
+
+    def spaced(count: int) -> Tensor:
+        most = min(rows, count)
+        return torch.linspace(0, max(count - 1, 0), most, device=device).round().long()
+
     if mask is None:
-        place = torch.linspace(0, max(tokens - 1, 0), rows, device=device).round().long()
-        return place.expand(batch, -1)
-    # Stable, so that the valid tokens come first in their own order.
-    order = mask.logical_not().to(torch.int8).argsort(dim=-1, stable=True)
-    count = mask.sum(-1, keepdim=True).clamp_min(1)
-    step = torch.arange(rows, device=device) * count // rows
-    return order.gather(-1, step)
+        return spaced(tokens).expand(batch, -1)
+    places = torch.full((batch, min(rows, tokens)), -1, device=device)
+    for own, valid in zip(places, mask, strict=True):
+        found = valid.nonzero().squeeze(-1)
+        taken = spaced(found.shape[0])
+        own[: taken.shape[0]] = found[taken]
+    return places
 
 
 def _mean_entropy(
     query: Tensor,
+    sampled: Tensor | None,
     key: Tensor,
     key_mask: Tensor | None,
     row_entropy: Callable[..., Tensor],
@@ -270,7 +282,10 @@ def _mean_entropy(
 ) -> Tensor:
     """Mean entropy of the sampled rows in nats, ``[B, H]`` or ``[1, H]``, computed in slices."""
     batch, heads, rows, _ = query.shape
-    valid = None if key_mask is None else key_mask[:, None, :].expand(batch, heads, -1)
+    valid, counted = (
+        None if side is None else side[:, None].expand(batch, heads, -1).flatten(0, 1)
+        for side in (key_mask, sampled)
+    )
     alpha, beta = (
         side.expand(batch, heads).reshape(-1, 1, 1) if isinstance(side, Tensor) else side
         for side in (alpha, beta)
@@ -281,9 +296,13 @@ def _mean_entropy(
     for start in range(0, batch * heads, size):
         part = slice(start, start + size)
         own = [side[part] if isinstance(side, Tensor) else side for side in (alpha, beta)]
-        mask = None if valid is None else valid.flatten(0, 1)[part]
+        mask = None if valid is None else valid[part]
         entropy = row_entropy(query.flatten(0, 1)[part], key.flatten(0, 1)[part], mask, *own)
-        found.append(entropy.mean(-1))
+        if counted is None:
+            found.append(entropy.mean(-1))
+        else:
+            total = torch.where(counted[part], entropy, 0.0).sum(-1)
+            found.append(total / counted[part].sum(-1).clamp_min(1))
     entropies = torch.cat(found).view(batch, heads) if found else query.new_zeros(batch, heads)
     if not pooled:
         return entropies

@@ -21,6 +21,9 @@ _CRITERIA: dict[str, Any] = json.loads(
     resources.files("lln.matching").joinpath("constants.json").read_text("utf-8")
 )["criteria"]
 
+# A spread below this, absolutely or relative to the size of the entries, is rounding noise.
+SPREAD_FLOOR = 1e-6
+
 
 def matched_spread(score_variance: Any, head_width: int, keys: Any, criterion: str) -> Any:
     """The matched s = α·σq = β·σk for scores of variance p.

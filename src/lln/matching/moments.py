@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,17 +17,14 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.names import check_choice
-from lln.eager import compiled_passes
-from lln.matching.curves import matched_spread, spread_curve
+from lln.matching.compiled_matching import compiled_temperatures, pays_to_match_compiled
+from lln.matching.curves import SPREAD_FLOOR, matched_spread
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_untraced_on_cpu, values_are_readable
 
 # Entries whose squares are added in one row, in a vector's few accumulators: with more of them
 # rounding grows, with fewer PyTorch's norm takes twice as long.
 ROW = 1024
-
-# A spread below this, absolutely or relative to the size of the entries, is rounding noise.
-SPREAD_FLOOR = 1e-6
 
 SCOPES = ("head", "tensor")
 
@@ -96,7 +92,7 @@ def match_moments(
             return compiled_temperatures(query, key, key_mask, criterion)
         if scope == "head":
             return head_temperatures(query, key, key_mask, criterion)
-        return temperatures(tensor_moments(query, key, key_mask), query.shape[-1], criterion)
+        return matched(tensor_moments, query, key, key_mask, criterion=criterion)
 
 
 def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:
@@ -127,53 +123,16 @@ def head_temperatures(
 ) -> tuple[Tensor, Tensor]:
     """`temperatures` of `head_moments`, which stay NumPy arrays where nobody traces the call."""
     width, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
-    if key_mask is not None or not is_untraced_on_cpu(query, key):
-        return temperatures(head_moments(query, key, key_mask), width, criterion)
-    # Infinity in the inputs shows in the result.
-    with np.errstate(all="ignore"):
-        sums = _plain_sums(query.detach(), key.detach())
-        found: Any = _moments_of_sums(np, *sums, width=width, groups=groups)
-        found = _spreads(np, *found, head_width=width, criterion=criterion)
-    alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
-    return alpha, beta
-
-
-def can_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> bool:
-    """Whether `compiled_temperatures` knows a call."""
-    if not is_untraced_on_cpu(query, key, key_mask) or compiled_passes.load() is None:
-        return False
-    if accumulation_dtype(query.dtype) != torch.float32 or query.shape[3] % compiled_passes.GROUP:
-        return False
-    if query.shape[1] != key.shape[1] or not (query.numel() and key.numel()):
-        return False
-    return key_mask is None or bool(key_mask.any(-1).all())
-
-
-def pays_to_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> bool:
-    """Whether it does, and most threads get a head."""
-    heads = query.shape[0] * query.shape[1]
-    return can_match_compiled(query, key, key_mask) and compiled_passes.employs_threads(heads)
-
-
-def compiled_temperatures(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, criterion: str
-) -> tuple[Tensor, Tensor]:
-    """`head_temperatures` by compiled passes, with a key to attend to in every sample."""
-    keys = [key.shape[2]] if key_mask is None else key_mask.sum(-1).tolist()
-    curves = [compiled_curve(query.shape[-1], number, criterion) for number in keys]
-    query, key = query.to(torch.float32), key.to(torch.float32)
-    return compiled_passes.match(query, key, curves, key_mask)
-
-
-@cache
-def compiled_curve(head_width: int, keys: int, criterion: str) -> bytes:
-    """The curve in the form that compiled passes take."""
-    curve = spread_curve(head_width, criterion)
-    least, most = curve.n_range
-    x = math.log(min(max(keys, least), most) / 1024)
-    slopes = (*curve.slopes, 0.0)
-    coefficients = [one + x * slope for one, slope in zip(curve.coefficients, slopes, strict=True)]
-    return compiled_passes.packed_curve(coefficients, curve.p_range, SPREAD_FLOOR**2)
+    if key_mask is None and is_untraced_on_cpu(query, key):
+        # Infinity in the inputs shows in the result.
+        with np.errstate(all="ignore"):
+            sums = _plain_sums(query.detach(), key.detach())
+            found: Any = _moments_of_sums(np, *sums, width=width, groups=groups)
+            found = _spreads(np, *found, head_width=width, criterion=criterion)
+        if all(np.isfinite(side).all() for side in found):
+            alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
+            return alpha, beta
+    return matched(head_moments, query, key, key_mask, criterion=criterion)
 
 
 def _plain_sums(query: Tensor, key: Tensor) -> tuple[Any, ...]:
@@ -309,6 +268,20 @@ def packed_moments(
         keys,
         is_degenerate(query_variance, key_variance, query_variance, key_size),
     )
+
+
+def matched(
+    measure: Callable[..., Moments], query: Tensor, key: Tensor, *rest: Any, criterion: str
+) -> tuple[Tensor, Tensor]:
+    """`temperatures` of ``measure(query, key, *rest)``, in float64 where squares overflow."""
+    found = temperatures(measure(query, key, *rest), query.shape[-1], criterion)
+    if found[0].dtype != torch.float64 and values_are_readable(found[0]):
+        lost = ~(found[0].isfinite() & found[1].isfinite())
+        if lost.any():
+            wide = matched(measure, query.double(), key.double(), *rest, criterion=criterion)
+            for side, again in zip(found, wide, strict=True):
+                side[lost] = again[lost].to(side.dtype)
+    return found
 
 
 def temperatures(moments: Moments, head_width: int, criterion: str) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.key_attention import log_share, slots_of_blocks
-from lln.eager.key_blocks import KeyBlocks, dense_blocks
+from lln.eager.key_blocks import KeyBlocks, dense_blocks, fit_blocks
 from lln.eager.selection import choose, seen_keys
 from lln.eager.summary import LOG_ZERO
 from lln.matching.calibration import PAIR_BUDGET, check_tokens, pool_moments, sampled_places
@@ -214,6 +214,7 @@ def _measure(
     """
     _, heads, tokens, width = query.shape
     keys, block_size, select, group_size, is_causal = choice
+    block_size, group_size = fit_blocks(block_size, group_size, tokens)
     blocks = dense_blocks(1, tokens, block_size, key_mask, query.device)
     indices = choose(
         query, key, keys, blocks, select=select, group_size=group_size, key_mask=key_mask,
@@ -234,8 +235,8 @@ def _measure(
     ]
     token = torch.arange(tokens, device=query.device)
     exists = token < tokens if key_mask is None else key_mask[0]
-    place = sampled_places(key_mask, 1, tokens, rows, query.device)[0].unique()
-    place, home = place[exists[place]], blocks.home[0]
+    place = sampled_places(key_mask, 1, tokens, rows, query.device)[0]
+    place, home = place[place >= 0], blocks.home[0]
     group = home * (blocks.place.shape[2] // group_size) + blocks.within[0] // group_size
     step = max(PAIR_BUDGET // max(heads * tokens, 1), 1)
     # A row that has no rest, so that there always is one.

@@ -103,6 +103,13 @@ def agree(
         InvalidInputError: If this rank's arguments do not fit, or differ from other ranks'.
         PeerError: If another rank refused its arguments.
     """
+    request, shards = _agree(check, lengths, ranks, operation)
+    return request.fitted(shards.bounds.tokens), shards
+
+
+def _agree(
+    check: Callable[[], Request], lengths: Sequence[int] | None, ranks: Ranks, operation: str
+) -> tuple[Request, Shards]:
     if lengths is None:
         return _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
     first = (ranks.name, operation)

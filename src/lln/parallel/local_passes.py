@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.eager.infinity import as_nan
 from lln.eager.run import join, widen
 from lln.eager.summary import read_heads, summarise_heads
 from lln.errors import BackendUnavailableError
@@ -49,7 +50,7 @@ class LocalPasses(NamedTuple):
         key, value, mask = request.key, request.value, request.key_mask
         if self.width and key.shape[2]:
             return fused_summary(key, value, beta, mask, self.width)
-        return summarise_heads(key, value, beta, mask)
+        return summarise_heads(as_nan(key), value, beta, mask)
 
     def read(
         self, request: Request, alpha: float | Tensor, log_mass: Tensor, centroid: Tensor

@@ -8,6 +8,7 @@ from torch import Tensor
 from lln import reference
 from lln.checks.key_options import check_selection
 from lln.checks.names import check_choice
+from lln.eager.key_blocks import fit_blocks
 from lln.errors import InvalidInputError
 from lln.functional.exact_keys import choose_keys
 from lln.matching.mass import keys_temperatures, mass_offset
@@ -226,20 +227,21 @@ class LLNKeys(LLN):
             alpha, beta = keys_temperatures(moments, query.shape[-1], core.matching)
         if offset is None:
             offset = mass_offset(moments, alpha, beta, query.shape[-1])
-        group = check_selection(core.select, core.group_size, core.block_size)
-        choice = {"block_size": core.block_size, "key_mask": key_mask, "is_causal": is_causal}
-        indices = choose_keys(query, key, core.keys, select=core.select, group_size=group, **choice)
         tokens = query.shape[-2]
+        group = check_selection(core.select, core.group_size, core.block_size)
+        block_size, group = fit_blocks(core.block_size, group, tokens)
+        choice = {"block_size": block_size, "key_mask": key_mask, "is_causal": is_causal}
+        indices = choose_keys(query, key, core.keys, select=core.select, group_size=group, **choice)
         keep = visible(query, key_mask, is_causal)
         exact = reference.exact_pairs(
-            indices, tokens, core.block_size, group, keep=keep, is_causal=is_causal
+            indices, tokens, block_size, group, keep=keep, is_causal=is_causal
         )
         rest = keep
         if is_causal:
             place = torch.arange(tokens, device=query.device).expand(query.shape[0], 1, tokens)
             if key_mask is not None:
                 place = place - key_mask[:, None].int().argmax(-1, keepdim=True)
-            block = place.div(core.block_size, rounding_mode="floor")
+            block = place.div(block_size, rounding_mode="floor")
             earlier = block.unsqueeze(-1) > block.unsqueeze(-2)
             rest = earlier if keep is None else keep & earlier
         matrix = reference.lln_keys_matrix(

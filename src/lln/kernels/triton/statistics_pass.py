@@ -24,8 +24,7 @@ from lln.kernels.sizes import Sizes, choose_sizes
 from lln.kernels.stretches import cdiv
 from lln.kernels.triton.order import wait_for_launch
 from lln.kernels.triton.steps import find_stretch, load_rows, rows_of, token_ok, widen_turned
-from lln.matching.curves import Curve
-from lln.matching.moments import SPREAD_FLOOR
+from lln.matching.curves import SPREAD_FLOOR, Curve
 
 # α, β, σq², σk², whether a spread is zero: what the second kernel writes for every head.
 _RESULTS = 5

@@ -1,0 +1,52 @@
+"""Moment matching by compiled passes (`lln.eager.compiled_passes`): which calls, and how."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lln.eager import compiled_passes
+from lln.matching.curves import SPREAD_FLOOR, spread_curve
+from lln.precision import accumulation_dtype
+from lln.tracing import is_untraced_on_cpu
+
+
+def can_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> bool:
+    """Whether `compiled_temperatures` knows a call."""
+    if not is_untraced_on_cpu(query, key, key_mask) or compiled_passes.load() is None:
+        return False
+    if accumulation_dtype(query.dtype) != torch.float32 or query.shape[3] % compiled_passes.GROUP:
+        return False
+    if query.shape[1] != key.shape[1] or not (query.numel() and key.numel()):
+        return False
+    return key_mask is None or bool(key_mask.any(-1).all())
+
+
+def pays_to_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> bool:
+    """Whether it does, and most threads get a head."""
+    heads = query.shape[0] * query.shape[1]
+    return can_match_compiled(query, key, key_mask) and compiled_passes.employs_threads(heads)
+
+
+def compiled_temperatures(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, criterion: str
+) -> tuple[Tensor, Tensor]:
+    """`head_temperatures` by compiled passes, with a key to attend to in every sample."""
+    keys = [key.shape[2]] if key_mask is None else key_mask.sum(-1).tolist()
+    curves = [compiled_curve(query.shape[-1], number, criterion) for number in keys]
+    query, key = query.to(torch.float32), key.to(torch.float32)
+    return compiled_passes.match(query, key, curves, key_mask)
+
+
+@cache
+def compiled_curve(head_width: int, keys: int, criterion: str) -> bytes:
+    """The curve in the form that compiled passes take."""
+    curve = spread_curve(head_width, criterion)
+    least, most = curve.n_range
+    x = math.log(min(max(keys, least), most) / 1024)
+    slopes = (*curve.slopes, 0.0)
+    coefficients = [one + x * slope for one, slope in zip(curve.coefficients, slopes, strict=True)]
+    return compiled_passes.packed_curve(coefficients, curve.p_range, SPREAD_FLOOR**2)
