@@ -321,6 +321,8 @@ def check_dropout(dropout_p: float) -> None:
 def check_flag(name: str, given: bool) -> None:
     """Refuse a switch that is neither True nor False."""
     if given is not True and given is not False:
+        # The old ONNX exporter turns switches into tensors.
+        check_recorder()
         raise InvalidInputError(f"{name} must be True or False, got {shown(given)}.")
 
 

@@ -17,7 +17,7 @@ def shape_of(tensor: Tensor) -> str:
 
 def check_recorder() -> None:
     """Refuse to be recorded by ``torch.jit.trace``: values and lengths decide how a call runs."""
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         raise BackendUnavailableError(
             "torch.jit.trace and torch.onnx.export with dynamo=False record one run, which may be "
             "wrong for other inputs; use torch.export.export, or torch.onnx.export with "
