@@ -136,3 +136,51 @@ def test_what_is_right_stays_right():
     assert meta(X.to("meta"))[0].is_meta
     assert lln.LLNCore(4, 8, statistics="fixed", alpha=[1.0, 2.0, 1.0, 2.0]).num_heads == 4
     assert empty(batch=0).centroid.shape == (0, 4, 8, 8)
+
+
+SUMMARY = summary()
+RECORDED = {
+    "lln": lambda: lln.lln_attention(Q, K, V),
+    "causal": lambda: lln.lln_attention(Q, K, V, alpha=1.0, beta=1.0, is_causal=True),
+    "diag": lambda: lln.block_diagonal_attention(Q, K, V, block_size=4),
+    "lln_diag": lambda: lln.lln_diag_attention(Q, K, V),
+    "keys": lambda: lln.lln_keys_attention(Q, K, V),
+    "choose_keys": lambda: lln.choose_keys(Q, K),
+    "match_moments": lambda: lln.match_moments(Q, K),
+    "calibrate": lambda: lln.calibrate(Q, K),
+    "calibrate_keys": lambda: lln.calibrate_keys(Q, K),
+    "varlen": lambda: lln.lln_attention_varlen(*PACKED, torch.tensor([0, T])),
+    "diag_varlen": lambda: lln.lln_diag_attention_varlen(*PACKED, torch.tensor([0, T])),
+    "keys_varlen": lambda: lln.lln_keys_attention_varlen(*PACKED, torch.tensor([0, T])),
+    "summary": lambda: summary().log_mass,
+    "read": lambda: SUMMARY.read(Q, 2.0),
+    "decode_step": lambda: lln.decode_step(*ONE, empty(), alpha=1.0),
+    **{
+        kind.__name__: lambda kind=kind: kind(H * D, H, batch_first=True)(X, X, X)[0]
+        for kind in (lln.LLNAttention, lln.LLNDiagAttention, lln.LLNKeysAttention)
+    },
+    **{
+        kind.__name__: lambda kind=kind: kind(H, D)(Q, K, V)
+        for kind in (lln.LLNCore, lln.LLNDiagCore, lln.LLNKeysCore)
+    },
+}
+
+
+# PyTorch warns of each value that a check reads.
+recorded = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning"
+)
+
+
+@recorded
+@pytest.mark.parametrize("name", RECORDED)
+def test_recordings_of_one_run_are_refused(name):
+    """Lengths and values decide how a call runs: for other inputs they would be wrong."""
+    with pytest.raises(lln.BackendUnavailableError, match=r"torch\.export\.export, or .*=True"):
+        torch.jit.trace(lambda _: RECORDED[name](), (torch.ones(1),), check_trace=False)
+
+
+@recorded
+def test_the_old_way_to_onnx_is_refused(tmp_path):
+    with pytest.raises(lln.BackendUnavailableError, match="dynamo=True"):
+        torch.onnx.export(LAYER, (X, X, X), str(tmp_path / "layer.onnx"), dynamo=False)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lln.checks.names import check_choice, shown
-from lln.checks.tensors import check_tensor, missing_axes, shape_of
+from lln.checks.tensors import check_recorder, check_tensor, missing_axes, shape_of
 from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.tracing import is_compiling, values_are_readable
 
@@ -40,7 +40,9 @@ def check_qkv(
 
     Raises:
         InvalidInputError: With one sentence that names the argument.
+        BackendUnavailableError: Under ``torch.jit.trace``.
     """
+    check_recorder()
     check_flag("enable_gqa", enable_gqa)
     rank, axes = (4, "[B, H, T, D]") if layout == "dense" else (3, "[T, H, D]")
     if _are_alike(query, key, value, rank):
@@ -319,6 +321,8 @@ def check_dropout(dropout_p: float) -> None:
 def check_flag(name: str, given: bool) -> None:
     """Refuse a switch that is neither True nor False."""
     if given is not True and given is not False:
+        # The old ONNX exporter turns switches into tensors.
+        check_recorder()
         raise InvalidInputError(f"{name} must be True or False, got {shown(given)}.")
 
 

@@ -7,12 +7,22 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lln.errors import InvalidInputError
+from lln.errors import BackendUnavailableError, InvalidInputError
 
 
 def shape_of(tensor: Tensor) -> str:
     """The tensor's shape, as error messages print it."""
     return "[" + ", ".join(str(size) for size in tensor.shape) + "]"
+
+
+def check_recorder() -> None:
+    """Refuse to be recorded by ``torch.jit.trace``: values and lengths decide how a call runs."""
+    if torch._C._get_tracing_state() is not None:
+        raise BackendUnavailableError(
+            "torch.jit.trace and torch.onnx.export with dynamo=False record one run, which may be "
+            "wrong for other inputs; use torch.export.export, or torch.onnx.export with "
+            "dynamo=True."
+        )
 
 
 def check_tensor(name: str, given: object, what: str = "a torch.Tensor") -> None:

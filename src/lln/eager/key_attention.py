@@ -339,4 +339,4 @@ def _pick(side: Tensor, indices: Tensor, seen: Tensor) -> Tensor:
     """The rows of ``[B, H, T, D]`` that a group has chosen: ``[B, H, G, K, D]``; 0 if not seen."""
     known = torch.where(seen, indices, 0).flatten(2).unsqueeze(-1)
     rows = side.gather(2, known.expand(-1, -1, -1, side.shape[-1]))
-    return torch.where(seen.unsqueeze(-1), rows.unflatten(2, (-1, seen.shape[3])), 0.0)
+    return torch.where(seen.unsqueeze(-1), rows.unflatten(2, seen.shape[2:]), 0.0)

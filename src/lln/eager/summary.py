@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.names import shown
-from lln.checks.tensors import check_tensor
+from lln.checks.tensors import check_recorder, check_tensor
 from lln.eager.infinity import as_nan
 from lln.eager.products import multiply
 from lln.errors import InvalidInputError
@@ -316,6 +316,7 @@ def _same_beta(beta: float | Tensor, other: float | Tensor) -> bool:
 
 
 def _check_query(query: Tensor, log_mass: Tensor) -> None:
+    check_recorder()
     check_tensor("query", query)
     batch, heads, width = log_mass.shape
     if query.dim() != 4 or query.shape[0] != batch or query.shape[-1] != width:

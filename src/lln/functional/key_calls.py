@@ -30,7 +30,7 @@ from lln.precision import accumulation_dtype
 def with_all_keys(request: Request) -> Request:
     """With no more tokens than keys every way takes all, and that of a block does so quickly."""
     keys, query = request.keys, request.query
-    if request.select == "block" or request.bounds is not None or isinstance(keys, Tensor):
+    if request.select == "block" or request.bounds is not None or not isinstance(keys, int):
         return request
     if keys < query.shape[2]:
         return request
