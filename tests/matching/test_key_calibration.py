@@ -86,7 +86,7 @@ def test_nothing_that_could_be_chosen_has_a_smaller_error(scale, causal, masked)
 
 
 def test_slots_that_only_disturb_are_taken_away_unless_they_will_be_trained():
-    rows = rest_search.Rows(*torch.ones(3, 1, 1, 5))
+    rows = rest_search.SampledRows(*torch.ones(3, 1, 1, 5))
     # The slots lead away from softmax attention, however little weight they get.
     wrong = rows._replace(product=-rows.product)
     for one, is_none in ((rows, False), (wrong, True)):

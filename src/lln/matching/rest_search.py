@@ -65,7 +65,7 @@ class KeyChoice(NamedTuple):
     is_causal: bool
 
 
-class Rows(NamedTuple):
+class SampledRows(NamedTuple):
     """What is known of sampled rows, for every factor and head: each ``[F, H, R]``.
 
     Attributes:
@@ -136,7 +136,7 @@ def find_rest(
         factors: What α and β may be multiplied with.
         may_be_none: Whether `NO_REST` is among the candidates. An offset that will be trained
             would never come back from there.
-        rows: Rows of every sample to measure on.
+        rows: SampledRows of every sample to measure on.
         scale: Factor of the softmax scores; None = 1/√D.
     """
     batch, heads = query.shape[:2]
@@ -157,7 +157,9 @@ def find_rest(
             for one in (slice(sample, sample + 1) for sample in range(batch))
         ]  # fmt: skip
         if pooled and measured:
-            measured = [Rows(*(torch.cat(sides, -1) for sides in zip(*measured, strict=True)))]
+            measured = [
+                SampledRows(*(torch.cat(sides, -1) for sides in zip(*measured, strict=True)))
+            ]
         best = [_least_error(rows, may_be_none) for rows in measured]
         if not best:
             empty = alpha.new_zeros(shape)
@@ -198,7 +200,7 @@ def _measure(
     choice: KeyChoice,
     rows: int,
     scale: float | None,
-) -> Rows:
+) -> SampledRows:
     """Compare the parts of the output with softmax attention, on sampled rows of one sample.
 
     Args:
@@ -257,7 +259,7 @@ def _measure(
             gap = log_mass[:, row] + level
             parts.append((gap, towards.square().sum(-1), (towards * missing).sum(-1)))
     count = len(slots)
-    return Rows(
+    return SampledRows(
         *(
             torch.stack([torch.cat(side[one::count], -1) for one in range(count)])
             for side in zip(*parts, strict=True)
@@ -299,7 +301,7 @@ def _slots_alone(
     return blocks.scatter(logits.logsumexp(-1, keepdim=True))[0, ..., 0], read[0]
 
 
-def _least_error(rows: Rows, may_be_none: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _least_error(rows: SampledRows, may_be_none: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The place of the best factor, the best offset, and whether any row has a rest; ``[H]``."""
     there = rows.gap > LOG_ZERO / 2
     has_rest = there.any(-1)
