@@ -136,7 +136,7 @@ def find_rest(
         factors: What α and β may be multiplied with.
         may_be_none: Whether `NO_REST` is among the candidates. An offset that will be trained
             would never come back from there.
-        rows: SampledRows of every sample to measure on.
+        rows: Rows of every sample to measure on.
         scale: Factor of the softmax scores; None = 1/√D.
     """
     batch, heads = query.shape[:2]
