@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from tests.pages import ROOT, needs_pages, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), needs_pages]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), needs_pages]
 
 
 def test_the_tutorial_runs_and_64_keys_cost_little():
@@ -20,4 +20,4 @@ def test_the_tutorial_runs_and_64_keys_cost_little():
     names = run("docs/tutorials/decoder.md", {"text": text})
     assert names["after"] < 1.03 * names["before"]
     # The slots do not keep it from finding what it has read.
-    assert measure(names["model"], names["texts"][4:])["copy"] < 0.5
+    assert measure(names["model"], names["texts"][2:])["copy"] < 0.5
