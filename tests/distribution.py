@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Tests read all of these.
-SOURCE = ("src", "tests", "examples", "benchmarks", "experiments", "docs", "changelog.d")
+SOURCE = ("src", "tests", "examples", "benchmarks", "experiments", "docs")
 SINGLE = ("Makefile", "constraints.txt", "requirements-oldest.txt", "pyproject.toml", "README.md")
 
 
