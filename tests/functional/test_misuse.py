@@ -148,7 +148,7 @@ RECORDED = {
     "choose_keys": lambda: lln.choose_keys(Q, K),
     "match_moments": lambda: lln.match_moments(Q, K),
     "calibrate": lambda: lln.calibrate(Q, K),
-    "calibrate_keys": lambda: lln.calibrate_keys(Q, K),
+    "calibrate_keys": lambda: lln.calibrate_keys(Q, K, K),
     "varlen": lambda: lln.lln_attention_varlen(*PACKED, torch.tensor([0, T])),
     "diag_varlen": lambda: lln.lln_diag_attention_varlen(*PACKED, torch.tensor([0, T])),
     "keys_varlen": lambda: lln.lln_keys_attention_varlen(*PACKED, torch.tensor([0, T])),

@@ -38,7 +38,7 @@ def test_byte_counts_tell_texts_of_the_same_bytes_from_others():
 
 
 def test_masked_words_by_the_token_itself():
-    code = TextCode(list, vocabulary=6, mask=5, end=4, plain=(1, 4))
+    code = TextCode(vocabulary=6, mask=5, end=4, plain=(1, 4), encode=list)
     train = np.array([[1, 1, 1, 1, 2, 4]])
     # One more of every word, so that none is impossible: 5, 2 and 1 of 8.
     one, two, three = 5 / 8, 2 / 8, 1 / 8
@@ -54,7 +54,7 @@ def test_masked_words_by_the_token_itself():
 
 def test_no_answer_without_neighbours_has_a_lower_loss():
     rng = np.random.default_rng(0)
-    code = TextCode(list, vocabulary=12, mask=10, end=11, plain=(1, 10))
+    code = TextCode(vocabulary=12, mask=10, end=11, plain=(1, 10), encode=list)
     text = rng.choice(np.arange(1, 10), (200, 500), p=np.arange(1, 10) / 45)
     seen, labels = hide(text, code, rng)
     found = baselines.tokens_alone(code, text, Examples(seen, labels))["every token by itself"]

@@ -10,7 +10,6 @@ E value width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,9 +104,14 @@ def _run(
 ) -> Tensor:
     """One call; ``sides`` are its tensor arguments, starting with query, key and value."""
     query, key, value, *rest = sides
-    wide = widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
+    wide = _widened(query, key, value, key_mask, options.pop("dropout_p", 0.0))
     cut = cut_heads(query, key, axes) if options["impl"] == "eager" else None
-    out = share_out(partial(attend, **options), (*wide, *rest), cut)
+
+    def attend_finite(query: Tensor, key: Tensor, *others: Any) -> Tensor:
+        # Here, where a thread looks at its own heads only, and nobody waits for the others.
+        return attend(as_nan(query), as_nan(key), *others, **options)
+
+    out = share_out(attend_finite, (*wide, *rest), cut)
     return out if out.dtype == query.dtype else out.to(query.dtype)
 
 
@@ -140,6 +144,14 @@ def widen(
 
     Dropped keys' values and bad padded queries are 0, infinity in queries and keys is NaN.
     """
+    query, key, value = _widened(query, key, value, key_mask, dropout_p)
+    return as_nan(query), as_nan(key), value
+
+
+def _widened(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, with infinity as it is."""
     dtype = accumulation_dtype(query.dtype)
     if query.dtype != dtype:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -148,7 +160,7 @@ def widen(
         # own row; but in the backward pass 0 · NaN would reach the gradient of every key.
         padding = ~key_mask[:, None, :, None]
         query = torch.where(padding & ~(query.abs() < _PADDING_LIMIT), 0.0, query)
-    return as_nan(query), as_nan(key), drop_keys(value, dropout_p)
+    return query, key, drop_keys(value, dropout_p)
 
 
 def _long_range(
