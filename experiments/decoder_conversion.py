@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.tasks.data_folder import text_file
-from lln.files import read_utf8, write_atomically
+from lln.checks.reading import read_utf8
+from lln.files import write_atomically
 from lln.integrations.convert import convert
 from lln.studies.bench.environment import describe
 
