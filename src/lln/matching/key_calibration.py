@@ -62,11 +62,12 @@ def calibrate_keys(
         CalibrationWarning: As `lln.calibrate`, or if a block and its keys cover every sequence.
 
     Example:
+        >>> import torch
         >>> generator = torch.Generator().manual_seed(0)
         >>> query, key, value = torch.randn(3, 1, 1, 512, 32, generator=generator)
         >>> alpha, beta, offset = calibrate_keys(query, key, value, keys=32)
         >>> f"{alpha.item():.1f} {offset.item():.0f}"
-        '0.9 -4'
+        '0.9 -3'
     """
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
     checks.check_self_attention(query, key, "calibrate_keys")
