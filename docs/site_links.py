@@ -1,7 +1,7 @@
 """Make links that work on GitHub work on the site too; mkdocs calls these functions.
 
-README, DESIGN and CONTRIBUTING stand at the top of the repository and become pages of the site.
-Other files that a page links to, an example for instance, become files of the site.
+README, DESIGN, CONTRIBUTING and SECURITY stand at the top of the repository and become pages of the
+site. Other files that a page links to, an example for instance, become files of the site.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "DESIGN.md": "design.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {
+    "README.md": "index.md",
+    "DESIGN.md": "design.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 _SOURCES = {page: source for source, page in PAGES.items()}
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
