@@ -32,7 +32,7 @@ from lln.eager.key_blocks import KeyBlocks, dense_blocks, fit_blocks
 from lln.eager.selection import choose, seen_keys
 from lln.eager.summary import LOG_ZERO
 from lln.matching.calibration import PAIR_BUDGET, check_tokens, pool_moments, sampled_places
-from lln.matching.mass import keys_temperatures, mass_offset
+from lln.matching.mass import REST_FACTOR, keys_temperatures, mass_offset
 from lln.matching.moments import Moments, head_moments
 from lln.precision import accumulation_dtype, without_autocast
 
@@ -166,7 +166,7 @@ def find_rest(
             return empty, empty, empty
         index, offset, has_rest = (torch.stack(sides) for sides in zip(*best, strict=True))
         # Without a rest to judge by: half the temperature, as for Gaussian heads.
-        usual = min(range(len(factors)), key=lambda place: abs(factors[place] - 0.5))
+        usual = min(range(len(factors)), key=lambda place: abs(factors[place] - REST_FACTOR))
         index = torch.where(has_rest, index, usual)
         chosen = every.flatten()[index][..., None, None]
         alpha, beta = (chosen * side[: shape[0]] for side in (alpha, beta))
