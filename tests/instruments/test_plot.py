@@ -43,6 +43,17 @@ def test_every_instrument_has_a_map_with_its_medians():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "second"]
 
 
+def test_the_scale_of_colours_is_read_as_it_stands():
+    nearly_equal = measured(entropy=5.9995)
+    for call in nearly_equal.calls:
+        call.values["entropy"] = 5.9995 + 1e-4 * (call.values["entropy"] - 5.9995)
+    figure = nearly_equal.plot()
+    figure.draw_without_rendering()
+    scale = next(axes for axes in figure.axes if not axes.get_title())
+    assert scale.yaxis.get_offset_text().get_text() == ""
+    assert scale.get_ylabel() == "bits"
+
+
 def test_extremes_do_not_set_the_colours():
     found = measured(heads=6, entropy=1.0)
     found.calls[0].values["entropy"][:, 2] = math.inf

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Inches: a cell with and without a number, a line, a letter of a layer's name, around a map.
 _CELL, _NARROW, _ROW, _LETTER, _SIDES, _ENDS = 0.55, 0.25, 0.3, 0.075, 1.0, 1.1
 _MOST_ABREAST = 3
+_UNITS = {"entropy": "bits"}
 # With more heads than this the numbers do not fit into the cells.
 _MOST_NUMBERED = 16
 
@@ -72,7 +73,10 @@ def _draw_map(axes: Any, title: str, grid: Sequence[Sequence[float]], heads: int
         any(value > high for row in shown for value in row),
     )
     ends = {(True, True): "both", (True, False): "min", (False, True): "max"}
-    axes.figure.colorbar(image, ax=axes, extend=ends.get(beyond, "neither"))
+    scale = axes.figure.colorbar(image, ax=axes, extend=ends.get(beyond, "neither"))
+    # Whole numbers at the marks, not what is left of them beside a sum above the scale.
+    scale.formatter.set_useOffset(False)
+    scale.set_label(_UNITS.get(title, ""))
     if heads > _MOST_NUMBERED:
         return
     for layer, row in enumerate(rows):
