@@ -254,7 +254,7 @@ def main() -> None:
 
         fill(PAGE, SECTION, turns_table(json.loads(RESULTS.read_text("utf-8"))))
         return
-    from lln.eager import compiled_passes
+    from lln.cpu import compiled_passes
     from lln.files import compact_json, write_atomically
     from lln.studies.bench.environment import describe
 

@@ -157,12 +157,12 @@ def main() -> None:
     programs = given.programs or len(os.sched_getaffinity(0))
     if given.case is not None:
         found = measure(programs, given.seconds, given.pairs)
-        from lln.eager import compiled_passes
+        from lln.cpu import compiled_passes
 
         used = compiled_passes.why_not() or "compiled"
         given.case.write_text(json.dumps({"pairs": found, "passes": used}), "utf-8")
         return
-    from lln.eager import compiled_passes
+    from lln.cpu import compiled_passes
     from lln.files import compact_json, write_atomically
     from lln.studies.bench.environment import describe
 

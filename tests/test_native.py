@@ -8,7 +8,7 @@ import torch
 
 import lln
 from lln import native
-from lln.eager import compiled_passes
+from lln.cpu import compiled_passes
 from lln.kernels import compiled_launcher
 
 

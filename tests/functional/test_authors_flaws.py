@@ -294,5 +294,5 @@ def test_package_is_not_compiled():
     found = {path for path in files if path.suffix in compiled}
     assert found == {
         package / "kernels" / "launcher.cpp",
-        package / "eager" / "cpu_passes" / "passes.cpp",
+        package / "cpu" / "cpp" / "passes.cpp",
     }

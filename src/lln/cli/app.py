@@ -124,7 +124,7 @@ def build_cpu() -> None:
     next start, `LLN_CPU=torch` does without it, and `lln doctor` checks it and says whether it is
     used. To remove it, delete the file.
     """
-    from lln.eager import compiled_passes
+    from lln.cpu import compiled_passes
 
     typer.echo(f"compiling {compiled_passes.SOURCE.name} …")
     typer.echo(f"{compiled_passes.build()} is ready; `lln doctor` checks it.")

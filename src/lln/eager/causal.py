@@ -15,7 +15,7 @@ for all chunks where control flow may not depend on values (``torch.compile``, `
 ``torch.func``, CUDA graphs).
 
 On a CPU `lln.eager.causal_walk` computes the fast form chunk by chunk, and its gradients;
-`lln.eager.compiled_walk` does so in C++, for ``impl="cpu"``.
+`lln.cpu.compiled_walk` does so in C++, for ``impl="cpu"``.
 
 Dimension legend: n chunks, c tokens in a chunk, D head width, E value width, ``...`` leading.
 """
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lln.cpu.compiled_walk import walk_compiled
 from lln.eager.causal_walk import Inputs, WalkedAttention, walk
-from lln.eager.compiled_walk import walk_compiled
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift, whole_parts
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise

@@ -12,7 +12,7 @@ and with g the gradient of the output
 
 Step by step autograd takes a pass and a new tensor for each operation, and adds up the gradients of
 LLN and of the blocks in passes of their own. Here the products of the blocks add to what is there.
-`lln.eager.compiled_passes` does all of this in C++, for ``impl="cpu"``.
+`lln.cpu.compiled_passes` does all of this in C++, for ``impl="cpu"``.
 
 Dimension legend: n heads of all samples, T queries, S keys, D head width, E value width, b block
 size.
@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.eager import compiled_passes
+from lln.cpu import compiled_passes
+from lln.cpu.compiled_passes import Blocks
 from lln.eager.block_softmax import by_autograd
-from lln.eager.compiled_passes import Blocks
 from lln.eager.products import flat, per_head, row_by_row, scaled_product
 from lln.eager.saved_numbers import save, saved
 from lln.tracing import is_batched, is_untraced_on_cpu

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lln import reference
+from lln.cpu.compiled_passes import Blocks
 from lln.eager import few_passes
 from lln.eager.causal import causal_attention
-from lln.eager.compiled_passes import Blocks
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.eager import compiled_passes
-from lln.eager.compiled_passes import GROUP
+from lln.cpu import compiled_passes
+from lln.cpu.compiled_passes import GROUP
 from lln.functional.request import Request
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.eager import compiled_passes, few_passes, packing
+from lln.cpu import compiled_passes
+from lln.eager import few_passes, packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.tiling import cut_tiles

@@ -1,4 +1,4 @@
-"""Moment matching by compiled passes (`lln.eager.compiled_passes`): which calls, and how."""
+"""Moment matching by compiled passes (`lln.cpu.compiled_passes`): which calls, and how."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lln.eager import compiled_passes
+from lln.cpu import compiled_passes
 from lln.matching.curves import SPREAD_FLOOR, spread_curve
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from lln.eager import compiled_passes
+from lln.cpu import compiled_passes
 from lln.eager.load import read_load
 from lln.functional.dense import lln_diag_attention
 from lln.functional.plan import Plan, plan_call

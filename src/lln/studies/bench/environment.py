@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import lln
-from lln.eager import compiled_passes
+from lln.cpu import compiled_passes
 from lln.eager.load import read_load
 from lln.errors import InvalidInputError
 from lln.kernels import compiled_launcher

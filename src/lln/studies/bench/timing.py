@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lln.eager import compiled_passes
+from lln.cpu import compiled_passes
 from lln.studies.bench.cases import Case
 from lln.studies.bench.operations import Operation
 from lln.studies.bench.spread import Timed, timed

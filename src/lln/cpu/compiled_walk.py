@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.eager import compiled_passes
+from lln.cpu import compiled_passes
 from lln.eager.block_softmax import by_autograd
 from lln.eager.causal_walk import Inputs
 from lln.eager.products import per_head

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.utils.flop_counter
-from tests.eager.conftest import NAMES
+from tests.cpu.conftest import NAMES
 from tests.eager.test_few_passes import NUMBERS
 from typer.testing import CliRunner
 
 import lln
 from lln.cli.app import app
-from lln.eager import compiled_passes, few_passes
+from lln.cpu import compiled_passes
+from lln.eager import few_passes
 from lln.errors import MemoryShortageError
 from lln.observers import add_observer, remove_observer
 from lln.testing.tolerances import budget, largest_error

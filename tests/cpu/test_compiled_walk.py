@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.eager.test_compiled_passes import check, check_further_gradients, outcome, sides_of
+from tests.cpu.test_compiled_passes import check, check_further_gradients, outcome, sides_of
 from tests.eager.test_few_passes import NUMBERS
 
 import lln
-from lln.eager import compiled_passes
+from lln.cpu import compiled_passes
 
 BOTH = ["forward_causal", "backward_causal"]
 CAUSAL = {"is_causal": True, "alpha": 0.7, "beta": 1.3}

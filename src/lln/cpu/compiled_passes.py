@@ -1,6 +1,6 @@
 """The compiled passes: where they are kept, how they are built, and when they are used.
 
-The C++ in ``cpu_passes`` computes what `lln.eager.few_passes`, `lln.eager.causal_walk` and
+The C++ in ``cpp`` computes what `lln.eager.few_passes`, `lln.eager.causal_walk` and
 `lln.matching.moments` compute with PyTorch, head by head from cache. It is compiled only when the
 user asks for it (``lln build-cpu``), into a folder of the user's cache; from then on calls on a CPU
 use it (`lln.functional.compiled_calls`). Without it, or with ``LLN_CPU=torch``, PyTorch computes.
@@ -30,7 +30,7 @@ from torch import Tensor
 from lln.errors import BackendUnavailableError, MemoryShortageError
 from lln.native import cache_folder, compile_with, is_there, need_compiler, put_in_place, trusted
 
-FOLDER = Path(__file__).with_name("cpu_passes")
+FOLDER = Path(__file__).with_name("cpp")
 SOURCE = FOLDER / "passes.cpp"
 # For this processor and no other: `library` tells them apart.
 _COMPILE = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp")

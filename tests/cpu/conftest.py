@@ -2,7 +2,8 @@
 
 import pytest
 
-from lln.eager import compiled_passes, workers
+from lln.cpu import compiled_passes
+from lln.eager import workers
 from lln.native import find_compiler
 
 NAMES = ("forward", "backward", "match", "forward_causal", "backward_causal")

@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import lln
-from lln.eager import compiled_passes
+from lln.cpu import compiled_passes
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.functional import run as running
 from lln.functional.plan import choose_matching
