@@ -190,7 +190,7 @@ def test_stretches_are_long_enough_to_pay_for_their_scan(monkeypatch):
     monkeypatch.setattr(sizes, "multiprocessors", lambda device: 132)
     for heads, tokens, most in ((1, 1024, 1), (1, 4096, 4), (12, 65536, 22), (192, 4096, 1)):
         side = torch.empty(1, heads, tokens, 64, dtype=torch.bfloat16, device="meta")
-        call = launch_chunks.Call(
+        call = launch_chunks.LLNCall(
             *(side,) * 3, *(None,) * 5, 1.0, 1.0, 1.0, 0, 1.0, 0.0, 0, True, 0
         )
         cut = launch_chunks.ChunkedCall.of(call, call.sizes(heads))
