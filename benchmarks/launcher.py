@@ -27,7 +27,7 @@ COMMAND = "python -m benchmarks.launcher"
 RESULTS = Path("benchmarks/results/launcher.json")
 ROOT = Path(__file__).parents[1]
 LAUNCHERS = ("python", "compiled")
-TESTS = ("-m", "pytest", "-q", "-m", "not slow", "tests/kernels/test_launcher.py")
+TESTS = ("-m", "pytest", "-q", "-m", "not slow", "tests/kernels/launching/test_launcher.py")
 
 
 def measure(lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
@@ -73,7 +73,7 @@ def measure(lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
 
 def used() -> str:
     """Which launcher this process has used, in words."""
-    from lln.kernels import compiled_launcher
+    from lln.kernels.launching import compiled_launcher
 
     reason = compiled_launcher.why_not()
     return "compiled" if reason is None else f"python: {reason}"
@@ -82,7 +82,7 @@ def used() -> str:
 def one_process(out: Path, lengths: tuple[int, ...]) -> None:
     """Measure in this process, with the launcher that the environment asks for."""
     content: dict[str, Any] = {"cases": measure(lengths), "launcher": used()}
-    from lln.kernels import compiled_launcher
+    from lln.kernels.launching import compiled_launcher
 
     module = compiled_launcher._found
     content["kinds"] = module.known() if hasattr(module, "known") else 0
@@ -92,7 +92,7 @@ def one_process(out: Path, lengths: tuple[int, ...]) -> None:
 def build(folder: Path) -> dict[str, Any]:
     """Compile the launcher; how long that took, or why it failed."""
     os.environ["LLN_BUILD_FOLDER"] = str(folder)
-    from lln.kernels import compiled_launcher
+    from lln.kernels.launching import compiled_launcher
 
     start = time.perf_counter()
     try:

@@ -142,7 +142,7 @@ def main() -> None:
         given.case.write_text(json.dumps({"rows": rows, "launcher": used()}), "utf-8")
         return
     from lln.files import compact_json, write_atomically
-    from lln.kernels import compiled_launcher
+    from lln.kernels.launching import compiled_launcher
     from lln.studies.bench.environment import describe
 
     setup = describe("cuda", f"{COMMAND} --turns {given.turns}")

@@ -14,7 +14,7 @@ settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True
 settings.register_profile("nightly", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))
 
-# Whatever was compiled on this machine; tests/kernels/test_launcher.py and
+# Whatever was compiled on this machine; tests/kernels/launching/test_launcher.py and
 # tests/cpu/test_compiled_passes.py have their own.
 os.environ["LLN_LAUNCHER"] = "python"
 os.environ.setdefault("LLN_CPU", "torch")

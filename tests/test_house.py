@@ -22,6 +22,7 @@ LOOSE = {
     "tracing",
 }
 MOST_ROOMS = 14
+MOST_GROUPS_OF_KERNELS, LONGEST_CHAIN_OF_GROUPS = 8, 7
 
 # A folder may have its own of these: they do the same there. ``run`` is what executes a call.
 SHARED_FILE_NAMES = {"__init__.py", "__main__.py", "command.py", "page.py", "run.py"}
@@ -87,6 +88,32 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return [list(group) for group in sorted(groups)]
 
 
+def longest_chain(graph: dict[str, set[str]]) -> list[str]:
+    """The most nodes that import one another in a row; the graph has no circles."""
+    chains: dict[str, list[str]] = {}
+
+    def chain(name: str) -> list[str]:
+        if name not in chains:
+            chains[name] = [name, *max((chain(one) for one in graph[name]), key=len, default=[])]
+        return chains[name]
+
+    return max((chain(name) for name in graph), key=len)
+
+
+def grouped(graph: dict[str, set[str]], package: str) -> dict[str, set[str]]:
+    """The imports among the folders and loose modules of a package."""
+
+    def group(name: str) -> str:
+        return name.removeprefix(f"{package}.").partition(".")[0]
+
+    inside = [name for name in graph if name.startswith(f"{package}.")]
+    found: dict[str, set[str]] = {group(name): set() for name in inside}
+    for name in inside:
+        others = (group(one) for one in graph[name] if one.startswith(f"{package}."))
+        found[group(name)].update(other for other in others if other != group(name))
+    return found
+
+
 def repeated(places: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: sorted(found) for name, found in places.items() if len(found) > 1}
 
@@ -119,6 +146,29 @@ def test_the_top_of_the_package_is_small():
     loose = {path.stem for path in entries if path.suffix == ".py"}
     assert len(rooms) <= MOST_ROOMS, rooms
     assert loose == LOOSE | {"__init__", "__main__"}
+
+
+def test_kernels_are_few_groups_above_one_another(graph):
+    groups = grouped(graph, "lln.kernels")
+    assert {"launching", "lln", "keys"} < set(groups)
+    assert len(groups) <= MOST_GROUPS_OF_KERNELS, sorted(groups)
+    assert circles(groups) == []
+    assert len(longest_chain(groups)) <= LONGEST_CHAIN_OF_GROUPS, longest_chain(groups)
+
+
+def test_the_search_for_the_longest_chain_finds_it():
+    graph = {
+        "lln.k.a.one": {"lln.k.b.two", "lln.k.a.other", "lln.top"},
+        "lln.k.a.other": {"lln.k.c"},
+        "lln.k.b.two": {"lln.k.c"},
+        "lln.k.c": set(),
+        "lln.top": {"lln.k.c"},
+    }
+    groups = grouped(graph, "lln.k")
+    assert groups == {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    assert longest_chain(groups) == ["a", "b", "c"]
+    graph["lln.k.c"] = {"lln.k.a.other"}
+    assert circles(grouped(graph, "lln.k")) == [["a", "b", "c"]]
 
 
 def test_no_two_files_share_a_name():

@@ -9,7 +9,7 @@ import torch
 import lln
 from lln import native
 from lln.cpu import compiled_passes
-from lln.kernels import compiled_launcher
+from lln.kernels.launching import compiled_launcher
 
 
 def run_call():

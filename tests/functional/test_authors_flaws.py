@@ -293,6 +293,6 @@ def test_package_is_not_compiled():
     # `lln build-cpu`.
     found = {path for path in files if path.suffix in compiled}
     assert found == {
-        package / "kernels" / "launcher.cpp",
+        package / "kernels" / "launching" / "launcher.cpp",
         package / "cpu" / "cpp" / "passes.cpp",
     }

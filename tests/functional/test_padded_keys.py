@@ -1,6 +1,6 @@
 """Packed sequences with exact keys as padded samples, here in plain PyTorch and float64.
 
-What the kernels make of the samples is in `tests/kernels/test_padded_keys.py`.
+What the kernels make of the samples is in `tests/kernels/keys/test_padded_keys.py`.
 """
 
 from itertools import accumulate, pairwise

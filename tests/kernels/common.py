@@ -12,7 +12,8 @@ from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
 from lln.functional import plan
-from lln.kernels import limits, repeats
+from lln.kernels.launching import limits
+from lln.kernels.lln import repeats
 from lln.testing import assert_close, make_qkv
 
 pytest.importorskip("triton")
@@ -53,7 +54,7 @@ def holes(batch, keys, seed=3):
 
 
 def limit_chips(monkeypatch, **less):
-    """Every chip takes no more than that; see `lln.kernels.limits.Chip`."""
+    """Every chip takes no more than that; see `lln.kernels.launching.limits.Chip`."""
     monkeypatch.setattr(limits, "CHIPS", tuple(chip._replace(**less) for chip in limits.CHIPS))
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(repeats, "_known", {})

@@ -17,20 +17,17 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 import lln
-from lln.kernels import (
-    apart_ops,
-    launch_apart,
+from lln.kernels.keys import (
     launch_choice,
     launch_keys,
     launch_list_choice,
     launch_lists,
+    launch_sharded_keys,
     launch_slots,
-    limits,
-    plain_launches,
-    recipes,
-    repeats,
-    sizes,
+    sharded_keys_ops,
 )
+from lln.kernels.launching import limits, plain_launches, recipes, sizes
+from lln.kernels.lln import repeats
 
 # Name → compute capability, and the shared memory that a program can have.
 CHIPS = {"A100": (80, 166_912), "RTX 3090": (86, 101_376)}
@@ -95,12 +92,12 @@ def fit_rank(dtype, width, masked):
     mask = torch.rand(2, 300) > 0.5 if masked else None
     gaps = torch.tensor([0, 5]) if masked else None
     sizes = {"block_size": 64, "group_size": 32}
-    mean = apart_ops.fused_means(query, mask, gaps, blocks=5, flip=False, **sizes)
-    apart_ops.fused_candidates(mean, key[:, :, :300], mask, gaps, 64, **sizes)
+    mean = sharded_keys_ops.fused_means(query, mask, gaps, blocks=5, flip=False, **sizes)
+    sharded_keys_ops.fused_candidates(mean, key[:, :, :300], mask, gaps, 64, **sizes)
     slots = [torch.randn(2, 2, width, *shape).requires_grad_() for shape in ((), (width,), ())]
     indices = torch.randint(300, 370, (2, 4, 10, 64))
     numbers = {"held": torch.tensor([900, 900]) if masked else 900, "key_mask": mask, **sizes}
-    out = apart_ops.fused_keys_apart(
+    out = sharded_keys_ops.fused_keys_apart(
         query, key, value, 2.0, 0.0, slots, indices, scale=None, **numbers
     )
     torch.autograd.grad(out, (query, key, value, *slots), torch.ones_like(out))
@@ -117,7 +114,7 @@ def needs_of(plug_in, monkeypatch):
         def launch(kernel, grid, *arguments, **sizes):
             needs.append(kernel.warmup(*arguments, grid=grid, **sizes).metadata.shared)
 
-        ways = (launch_choice, launch_keys, launch_slots, launch_apart)
+        ways = (launch_choice, launch_keys, launch_slots, launch_sharded_keys)
         for module in (*ways, launch_list_choice, launch_lists):
             monkeypatch.setattr(module, "launch", launch)
             monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
@@ -331,7 +328,7 @@ def parameters_in(ptx):
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 16, "mix": 0.3}], ids=["lln", "blocks"])
 def test_launches_have_the_parameters_of_the_kernels(plug_in, monkeypatch, options):
-    """`lln.kernels.plain_launches` passes what Triton has compiled, with scratch pointers."""
+    """`plain_launches` passes what Triton has compiled, with scratch pointers."""
     plug_in("A100")
     kernels = []
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 from tests.kernels.common import DEVICE, holes
 
-from lln.kernels import halves_ops, keys_ops, ops
+from lln.kernels.blocks import block_ops
+from lln.kernels.keys import keys_ops
+from lln.kernels.lln import lln_ops
+from lln.kernels.summaries import summary_ops
 from lln.testing import make_qkv
 
 WITH_GRADIENTS = {"attend_saving", "attend_blocks", "attend_keys", "summarise", "read_summary"}
@@ -88,8 +91,8 @@ def attend(mask=None):
 
 def attend_backward(mask=None):
     for arguments in attend_saving(mask, wanted=False):
-        out, *summary = ops.attend_saving(*arguments)
-        tensors, numbers = arguments[: ops.TENSORS], arguments[ops.TENSORS :]
+        out, *summary = lln_ops.attend_saving(*arguments)
+        tensors, numbers = arguments[: lln_ops.TENSORS], arguments[lln_ops.TENSORS :]
         asked = [arguments[place] is not None for place in (3, 4, 6)]
         yield gradient_like(out), *tensors, *summary, *numbers, *asked
 
@@ -102,7 +105,7 @@ def attend_blocks(mask=None):
 def attend_blocks_backward(mask=None):
     for arguments in attend_blocks(mask):
         given = plain(*arguments)
-        yield gradient_like(ops.attend_blocks(*given)), *given
+        yield gradient_like(block_ops.attend_blocks(*given)), *given
 
 
 def match(mask=None):
@@ -127,14 +130,14 @@ def summarise(mask=None):
 def summarise_backward(mask=None):
     for arguments in summarise(mask):
         given = plain(*arguments)
-        found = halves_ops._summarise(*given)
+        found = summary_ops._summarise(*given)
         gradients = [gradient_like(side) for side in found]
         yield *gradients, *found, *given, given[2] is not None
 
 
 def read_summary(mask=None):
     query, key, value = sides_of()
-    summary = halves_ops._summarise(*plain(key, value), None, None, 0.9)
+    summary = summary_ops._summarise(*plain(key, value), None, None, 0.9)
     learned = [side.requires_grad_() for side in summary]
     yield query, *numbers_of(heads=(2,)), *learned, mask, 1.0
     yield query, None, *learned, mask, 0.8
@@ -143,7 +146,7 @@ def read_summary(mask=None):
 def read_summary_backward(mask=None):
     for arguments in read_summary(mask):
         given = plain(*arguments)
-        yield gradient_like(halves_ops._read(*given)), *given, given[1] is not None
+        yield gradient_like(summary_ops._read(*given)), *given, given[1] is not None
 
 
 CASES = {
@@ -186,7 +189,7 @@ def laid_out_otherwise():
     for is_causal, tokens, channels in ((False, TOKENS, 1), (True, 1, VALUE_WIDTH)):
         tensors = *sides, alpha, beta, None, heads_first(2, 2, tokens, channels), None
         numbers = *NUMBERS[:2], 0.5, BLOCK, 0.5, 0.0, 0, is_causal, 0
-        out, *summary = ops.attend_saving(*tensors, *numbers)
+        out, *summary = lln_ops.attend_saving(*tensors, *numbers)
         yield "attend_backward", gradient_like(out), *tensors, *summary, *numbers, *[True] * 3
     query, key, value = sides
     choice = keys_ops.fused_choice(
@@ -196,10 +199,10 @@ def laid_out_otherwise():
     found = keys_ops.attend_keys(*given)
     yield "attend_keys_backward", gradient_like(found[0]), *given, *found
     given = key, value, beta, None, 1.0
-    summary = halves_ops._summarise(*given)
+    summary = summary_ops._summarise(*given)
     yield "summarise_backward", *map(gradient_like, summary), *summary, *given, True
     given = query, alpha, *summary, None, 1.0
-    yield "read_summary_backward", gradient_like(halves_ops._read(*given)), *given, True
+    yield "read_summary_backward", gradient_like(summary_ops._read(*given)), *given, True
 
 
 def test_gradients_of_numbers_lie_as_the_fakes_say():

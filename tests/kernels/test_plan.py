@@ -94,9 +94,9 @@ def test_triton_runs_every_part_in_a_kernel(monkeypatch, name):
 def test_eager_runs_no_kernel(monkeypatch, name):
     forbid(
         monkeypatch,
-        "lln.kernels.ops.forward",
-        "lln.kernels.ops.forward_blocks",
-        "lln.kernels.ops.statistics",
+        "lln.kernels.lln.lln_ops.forward",
+        "lln.kernels.blocks.block_ops.forward_blocks",
+        "lln.kernels.moments.moment_ops.statistics",
     )
     EVERY[name]("eager")
 

@@ -103,7 +103,7 @@ def build_launcher() -> None:
     says. Programs use it from their next start, `LLN_LAUNCHER=python` does without it, and
     `lln doctor` says which one is used. To remove it, delete the file.
     """
-    from lln.kernels import compiled_launcher
+    from lln.kernels.launching import compiled_launcher
 
     typer.echo(f"compiling {compiled_launcher.SOURCE.name} …")
     typer.echo(f"{compiled_launcher.build()} is ready; `lln doctor` says whether it is used.")

@@ -15,7 +15,7 @@ from lln import checks
 from lln.eager.summary import KeySummary, heads_of
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.functional.plan import choose_implementation
-from lln.kernels.run import fused_decode
+from lln.kernels.decode.decode_ops import fused_decode
 from lln.precision import cast_for_autocast, without_autocast
 
 

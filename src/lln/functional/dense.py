@@ -14,7 +14,7 @@ from lln import checks
 from lln.checks.signatures import explain_misfits
 from lln.functional.request import Request
 from lln.functional.run import attend
-from lln.kernels import repeats
+from lln.kernels.lln import repeats
 from lln.precision import cast_for_autocast
 from lln.tracing import is_compiling
 

@@ -20,8 +20,8 @@ from lln.eager.selection import choose, drop_repeats, picked_lists, seen_keys
 from lln.functional.match import measure_heads
 from lln.functional.plan import Plan
 from lln.functional.request import Request
-from lln.kernels.keys_ops import fused_choice, fused_keys, fused_lists
-from lln.kernels.lists import Lists
+from lln.kernels.keys.keys_ops import fused_choice, fused_keys, fused_lists
+from lln.kernels.keys.lists import Lists
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.matching.moments import Moments, packed_moments, tensor_moments
 from lln.precision import accumulation_dtype

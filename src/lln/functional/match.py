@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.workers import cut_heads, over_threads
-from lln.kernels.run import fused_moments
+from lln.kernels.moments.moment_ops import fused_moments
 from lln.matching.compiled_matching import compiled_temperatures
 from lln.matching.moments import (
     Moments,

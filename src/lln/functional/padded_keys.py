@@ -20,7 +20,7 @@ from lln.eager.padding import Padding, pad_sequences
 from lln.functional.key_calls import chosen_indices, complete, paper_temperatures, with_all_keys
 from lln.functional.plan import Plan
 from lln.functional.request import Request
-from lln.kernels.limits import MAX_GRID
+from lln.kernels.launching.limits import MAX_GRID
 
 
 class PaddedCall(NamedTuple):

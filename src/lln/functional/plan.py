@@ -19,7 +19,7 @@ from lln.eager import few_passes
 from lln.errors import BackendUnavailableError
 from lln.functional import compiled_calls
 from lln.functional.request import Request
-from lln.kernels.limits import (
+from lln.kernels.launching.limits import (
     MAX_CHOSEN,
     MAX_WIDTH,
     blocks_fit,

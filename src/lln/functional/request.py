@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lln.eager.key_blocks import fit_blocks
-from lln.kernels.lists import Lists
+from lln.kernels.keys.lists import Lists
 
 
 class Request(NamedTuple):

@@ -29,9 +29,10 @@ from lln.functional.match import match_inputs, match_packed
 from lln.functional.padded_keys import pad_call
 from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request
-from lln.kernels import repeats
-from lln.kernels.run import fused_attention, fused_blocks
-from lln.kernels.slices import AddedBlocks
+from lln.kernels.blocks.block_ops import fused_blocks
+from lln.kernels.lln import repeats
+from lln.kernels.lln.run import fused_attention
+from lln.kernels.lln.slices import AddedBlocks
 from lln.matching.compiled_matching import compiled_curve
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from lln.eager.key_blocks import KeyBlocks, blocks_in
 from lln.eager.selection import MOST_SCORES, group_means, largest
-from lln.kernels.apart_ops import fused_candidates, fused_means
+from lln.kernels.keys.sharded_keys_ops import fused_candidates, fused_means
 from lln.parallel.collectives import exchange
 from lln.parallel.journeys import gather_later
 from lln.parallel.whole_blocks import WholeBlocks

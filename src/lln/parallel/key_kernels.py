@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
 from lln.functional.request import Request
-from lln.kernels.apart_ops import fused_keys_apart
+from lln.kernels.keys.sharded_keys_ops import fused_keys_apart
 from lln.parallel.key_rows import FarRows
 from lln.parallel.summary_merge import RankSummaries
 from lln.parallel.whole_blocks import WholeBlocks

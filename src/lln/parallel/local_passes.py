@@ -21,15 +21,15 @@ from lln.eager.summary import read_heads, summarise_heads
 from lln.errors import BackendUnavailableError
 from lln.functional.plan import choose_implementation, plan_call
 from lln.functional.request import Request
-from lln.kernels.halves_ops import fused_read, fused_summary
-from lln.kernels.limits import (
+from lln.kernels.blocks.block_ops import fused_blocks
+from lln.kernels.launching.limits import (
     MAX_GRID,
     blocks_fit,
     is_crowded,
     widest_block_value,
     widest_value,
 )
-from lln.kernels.run import fused_blocks
+from lln.kernels.summaries.summary_ops import fused_read, fused_summary
 from lln.parallel.agreement import Shards
 from lln.precision import accumulation_dtype
 

@@ -23,7 +23,7 @@ from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.errors import InvalidInputError
 from lln.functional import exact_keys
 from lln.functional.request import Request
-from lln.kernels.limits import widest_value
+from lln.kernels.launching.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards, agree
 from lln.parallel.compiled import outside_graphs

@@ -12,8 +12,8 @@ from lln.eager.load import read_load
 from lln.functional.dense import lln_diag_attention
 from lln.functional.plan import Plan, plan_call
 from lln.functional.request import Request
-from lln.kernels import compiled_launcher
-from lln.kernels.limits import why_unavailable
+from lln.kernels.launching import compiled_launcher
+from lln.kernels.launching.limits import why_unavailable
 from lln.studies.processor import facts, version
 from lln.studies.report.failures import in_one_line
 from lln.testing.tolerances import budget, largest_error

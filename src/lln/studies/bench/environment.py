@@ -15,7 +15,7 @@ import lln
 from lln.cpu import compiled_passes
 from lln.eager.load import read_load
 from lln.errors import InvalidInputError
-from lln.kernels import compiled_launcher
+from lln.kernels.launching import compiled_launcher
 from lln.studies.processor import commit, processor, uncommitted, version
 
 # Measurements with different values of these must not be in one table.

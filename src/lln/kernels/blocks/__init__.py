@@ -1,0 +1,1 @@
+"""Block-diagonal attention alone, and where blocks begin."""

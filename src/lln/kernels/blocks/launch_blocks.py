@@ -1,0 +1,116 @@
+"""Block-diagonal attention alone, from tensors to kernels: one pass forward and one backward.
+
+Dimension legend: see `lln.kernels.blocks.triton_blocks`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.kernels.blocks.gaps import find_gaps
+from lln.kernels.blocks.triton_blocks import blocks_bwd_kernel, blocks_fwd_kernel
+from lln.kernels.launching.kernel_arguments import mask_bytes, precision_of, strides_of
+from lln.kernels.launching.recipes import Recipe, follow, over_tiles
+from lln.kernels.launching.shapes import look_of, output_like
+from lln.kernels.launching.sizes import Sizes, choose_sizes
+from lln.kernels.launching.stretches import Tile, cdiv
+
+
+class BlockCall(NamedTuple):
+    """One call.
+
+    Attributes:
+        query: ``[B, H, T, D]``.
+        key: ``[B, HK, T, D]``.
+        value: ``[B, HK, T, E]``.
+        mask: bool ``[B, T]`` or None.
+        block_size: Tokens in a block; a block fits a tile.
+        scale: Factor of the scores.
+        causal: Whether a token sees only itself and earlier tokens of its block.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    block_size: int
+    scale: float
+    causal: bool
+
+
+def attend_blocks(call: BlockCall) -> Tensor:
+    """Output ``[B, H, T, E]``."""
+    out = output_like(call.query, call.value.shape[3])
+    if out.numel() > 0:
+        _launch(blocks_fwd_kernel, call, call.query.shape[1], "joint_read", p_o=out)
+    return out
+
+
+def attend_blocks_backward(call: BlockCall, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    dq, dk, dv = (torch.empty_like(side) for side in (call.query, call.key, call.value))
+    if gradient.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    made = {"p_g": gradient, "p_dq": dq, "p_dk": dk, "p_dv": dv}
+    _launch(blocks_bwd_kernel, call, call.key.shape[1], "joint_grad", **made)
+    return dq, dk, dv
+
+
+def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Tensor) -> None:
+    """One launch over all stretches of all (sample, head) pairs.
+
+    Args:
+        kernel: What to launch.
+        call: What to compute.
+        heads: Programs per sample.
+        walker: Name of the field of `Sizes` with its tile.
+        others: Its tensors besides query, key and value, by their names in the kernel.
+    """
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    batch, tokens = query.shape[0], query.shape[2]
+    tensors = {"p_q": query, "p_k": key, "p_v": value, **others}
+    seen = tuple([look_of(tensor) for tensor in (*tensors.values(), mask)])
+    options = (call.block_size, call.scale, call.causal)
+    kind = (walker, "blocks", query.device, seen, options)
+    family = (walker, "blocks", query.device, query.dtype, query.shape[3], value.shape[3])
+
+    def choose() -> Sizes:
+        return choose_sizes(query, key, value, batch, key.shape[1], call.block_size)
+
+    def write(chosen: Sizes) -> Recipe:
+        tile: Tile = getattr(chosen, walker)
+        rows = chosen.block_rows
+        # With a mask the first block may begin before the first token.
+        reach = tokens if mask is None else tokens + call.block_size - 1
+        stretch = tile.stretch(reach, rows, batch * heads, chosen.cores)
+        splits = cdiv(reach, stretch)
+        values = {
+            "T": tokens,
+            "H": heads,
+            "HK": heads,
+            "R": query.shape[1] // key.shape[1],
+            "D": query.shape[3],
+            "E": value.shape[3],
+            "BD": chosen.width,
+            "BE": chosen.value_width,
+            "scale": call.scale,
+            "block_size": call.block_size,
+            "tile_tokens": rows,
+            "program_tokens": stretch,
+            "splits": splits,
+            "EVEN": mask is None and tile.tokens == rows and tokens % rows == 0,
+            "ONE_BLOCK": tile.tokens == call.block_size,
+            "HAS_MASK": mask is not None,
+            "CAUSAL": call.causal,
+            "PRECISION": precision_of(query, chosen.width),
+            **strides_of(False, **tensors),
+        }
+        before, room = ([], {}) if mask is None else find_gaps(batch, tokens, call.block_size)
+        return Recipe([*before, over_tiles(kernel, (splits * batch * heads,), values, tile)], room)
+
+    byte_mask = mask_bytes(mask, query)
+    live = {**tensors, "p_mask": byte_mask, "p_starts": byte_mask}
+    follow(kind, (*family, call.block_size), live, query.device, choose, write)

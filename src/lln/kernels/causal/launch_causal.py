@@ -1,0 +1,214 @@
+"""Causal attention from tensors to kernels: stretches, their states, walks and repairs.
+
+A sequence is cut into stretches. One program *walks* a stretch: it goes over its tiles in order and
+carries a state, the summary of all earlier keys. Stretches whose rows lost digits are walked again.
+
+Dimension legend: B samples (or packed sequences), H query heads, Hk key heads, T tokens, D head
+width, E value width. Every query head has its own walk, so there are H summaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from lln.kernels.blocks.gaps import starts_of
+from lln.kernels.causal.launch_chunks import ChunkedCall
+from lln.kernels.causal.launch_states import STATE, exponent_type, scan_step, state_of
+from lln.kernels.causal.triton_walk_gathering import causal_gather_kernel
+from lln.kernels.causal.triton_walk_keys import causal_key_kernel
+from lln.kernels.causal.triton_walk_outputs import causal_fwd_kernel
+from lln.kernels.causal.triton_walk_queries import causal_query_kernel
+from lln.kernels.launching.recipes import Recipe, Room, Step, follow, over_tiles
+from lln.kernels.launching.shapes import output_like
+from lln.kernels.launching.sizes import Sizes
+from lln.kernels.launching.stretches import Tile, cdiv, walk_stretch
+from lln.kernels.summaries.gradients import finish_gradients, gradient_room, mix_shape
+from lln.kernels.summaries.launch_passes import summarise_steps
+from lln.kernels.summaries.lln_call import Gradients, LLNCall, live_of, mix_mode, values_of
+
+# What a weight is rounded to for a product. The exponent range of float16 is too small for
+# e^{x − max}, so float16 calls use TF32, which has as many digits.
+_LOW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: tl.float32}
+
+
+def attend(call: LLNCall, save: bool, out: Tensor | None = None) -> tuple[Tensor, None, None]:
+    """Output ``[B, H, T, E]``; nothing but the inputs is saved."""
+    query, heads = call.query, call.query.shape[1]
+    kind = forward_kind(call, save, out)
+    out = output_like(query, call.value.shape[3]) if out is None else out
+    if out.numel() == 0:
+        return out, None, None
+    live = live_of(call, out, heads)
+    live["p_o"] = out
+    follow(
+        kind,
+        call.family("causal"),
+        live,
+        query.device,
+        lambda: call.sizes(heads),
+        lambda chosen: _write_attend(call, live, chosen),
+    )
+    return out, None, None
+
+
+def attend_backward(
+    call: LLNCall,
+    gradient: Tensor,
+    log_mass: Tensor | None,
+    centroid: Tensor | None,
+    wanted: tuple[bool, bool, bool],
+    dv_out: Tensor | None = None,
+) -> Gradients:
+    """Gradients of query, key, value, and of alpha, beta and mix where wanted."""
+    alpha_grad, beta_grad, mix_grad = wanted
+    query, value, heads = call.query, call.value, call.query.shape[1]
+    if query.numel() == 0 or value.numel() == 0:
+        return call.no_gradients()
+    mode = mix_mode(call.mix, 1) if mix_grad and call.mix is not None else 0
+    of_alpha = of_beta = of_mix = None
+    if alpha_grad or beta_grad or mode:
+        segments, _ = _segments(call, call.sizes(heads))
+        parts = (call.samples, heads, segments)
+        of_alpha, of_beta = parts if alpha_grad else None, parts if beta_grad else None
+        of_mix = mix_shape(mode, query, value.shape[3], parts)
+    live = live_of(call, gradient, heads)
+    made = gradient_room(call, gradient, live, heads, of_alpha, of_beta, of_mix, dv_out)
+    asked = (alpha_grad, beta_grad, mode)
+    follow(
+        backward_kind(call, gradient, asked, dv_out),
+        call.family("causal backward"),
+        live,
+        query.device,
+        lambda: call.sizes(heads),
+        lambda chosen: _write_backward(call, live, asked, chosen),
+    )
+    return finish_gradients(call, made, heads // call.key.shape[1])
+
+
+def forward_kind(call: LLNCall, save: bool, out: Tensor | None = None) -> Hashable:
+    """What decides the launches of a forward pass, which saves nothing in any case."""
+    return "causal", call.looks(out), call.options()
+
+
+def backward_kind(
+    call: LLNCall, gradient: Tensor, asked: tuple[bool, bool, int], dv: Tensor | None = None
+) -> Hashable:
+    """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
+    return "causal backward", *asked, call.looks(gradient, dv), call.options()
+
+
+def _segments(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
+    """How many stretches a sequence is cut into, and tokens per stretch, a multiple of the tile."""
+    programs = call.samples * call.query.shape[1]
+    longest = call.reach(call.longest or call.query.shape[2])
+    rows = _largest_tile(chosen)
+    if call.block_size:
+        # Tiles with blocks of an odd size fit only the joint walk; the others mask the excess rows.
+        whole = chosen.block_rows == chosen.walk.tokens
+        rows = max(rows, chosen.block_rows) if whole else chosen.block_rows
+    stretch = walk_stretch(chosen.walk, longest, rows, programs, chosen.cores)
+    return cdiv(longest, stretch), stretch
+
+
+def _largest_tile(chosen: Sizes) -> int:
+    tiles = (chosen.walk, chosen.walk_query, chosen.walk_key, chosen.summarise)
+    return max(tile.tokens for tile in tiles)
+
+
+def _values(
+    call: LLNCall, chosen: Sizes, live: dict[str, Any], segments: int, stretch: int
+) -> dict[str, Any]:
+    query = call.query
+    even = call.mask is None and call.bounds is None
+    even = even and query.shape[2] % _largest_tile(chosen) == 0
+    if call.block_size and chosen.block_rows != chosen.walk.tokens:
+        even = False
+    return values_of(call, chosen, live, query.shape[1]) | {
+        "LOW": _LOW[query.dtype],
+        "EXP": tl.float64 if query.dtype == torch.float32 else tl.float32,
+        "EVEN": even,
+        "ONE_BLOCK": chosen.walk.tokens == call.block_size,
+        "HAS_STATE": segments > 1,
+        "segments": segments,
+        "program_tokens": stretch,
+    }
+
+
+def _start(call: LLNCall, chosen: Sizes, values: dict[str, Any]) -> tuple[list[Step], Room]:
+    """Launches and memory for the state before every stretch, and for marking lost stretches."""
+    programs, segments = call.samples * call.query.shape[1], values["segments"]
+    steps, room = starts_of(call)
+    room |= {"p_lost": ((programs, segments), torch.int32)}
+    if segments == 1:
+        return steps, room | {f"{name}_before": ((1,), torch.float32) for name in STATE}
+    more, parts = summarise_steps(programs, chosen, values, segments)
+    scan = scan_step("", "_before", programs, chosen, values)
+    return [*steps, *more, scan], room | parts | {f"{n}_before": parts[n] for n in STATE}
+
+
+def _walk(
+    kernel: Any, call: LLNCall, chosen: Sizes, tile: Tile, values: dict[str, Any]
+) -> list[Step]:
+    """The fast walk, and the exact one for the stretches it marked as lost."""
+    grid = (values["segments"], call.samples * call.query.shape[1])
+    rows = chosen.block_rows if call.block_size else tile.tokens
+    return [
+        over_tiles(kernel, grid, values, tile, tile_tokens=rows, EXACT=exact)
+        for exact in (False, True)
+    ]
+
+
+def _write_attend(call: LLNCall, live: dict[str, Any], chosen: Sizes) -> Recipe:
+    chunks = ChunkedCall.of(call, chosen)
+    if chunks is not None:
+        values = _values(call, chosen, live, chunks.segments, chunks.stretch)
+        _, repair = _walk(causal_fwd_kernel, call, chosen, chosen.walk, _before(values))
+        return chunks.forward(values, repair)
+    values = _values(call, chosen, live, *_segments(call, chosen))
+    steps, room = _start(call, chosen, values)
+    own = _before(values)
+    return Recipe(steps + _walk(causal_fwd_kernel, call, chosen, chosen.walk, own), room)
+
+
+def _before(values: dict[str, Any]) -> dict[str, Any]:
+    return values | state_of("_before")
+
+
+def _write_backward(
+    call: LLNCall, live: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
+) -> Recipe:
+    query, heads = call.query, call.query.shape[1]
+    chunks = None if any(asked) else ChunkedCall.of(call, chosen)
+    if chunks is not None:
+        values = _values(call, chosen, live, chunks.segments, chunks.stretch)
+        values |= dict.fromkeys(("ALPHA_GRAD", "BETA_GRAD", "MIX_GRAD"), 0)
+        _, of_query = _walk(causal_query_kernel, call, chosen, chosen.walk_query, _before(values))
+        own = values | state_of("_after")
+        _, of_key = _walk(causal_key_kernel, call, chosen, chosen.walk_key, own)
+        return chunks.backward(values, of_query, of_key)
+    # dα and dβ are allocated for the stretches of the first sizes, even if sizes shrank since.
+    segments, stretch = _segments(call, call.sizes(heads))
+    values = _values(call, chosen, live, segments, stretch)
+    values |= dict(zip(("ALPHA_GRAD", "BETA_GRAD", "MIX_GRAD"), asked, strict=True))
+    steps, room = _start(call, chosen, values)
+    rows = query.shape[:3]
+    room |= {"p_z": (rows, exponent_type(query.dtype)), "p_delta": (rows, torch.float32)}
+    own = _before(values)
+    steps += _walk(causal_query_kernel, call, chosen, chosen.walk_query, own)
+    later = "_before"
+    if segments > 1:
+        later = "_after"
+        room |= {name + suffix: room[name] for name in STATE for suffix in ("_own", later)}
+        programs = call.samples * heads
+        own = values | state_of("_own")
+        gather, grid = causal_gather_kernel, (segments, programs)
+        steps.append(over_tiles(gather, grid, own, chosen.summarise))
+        steps.append(scan_step("_own", later, programs, chosen, values))
+    own = values | state_of(later)
+    steps += _walk(causal_key_kernel, call, chosen, chosen.walk_key, own)
+    return Recipe(steps, room)

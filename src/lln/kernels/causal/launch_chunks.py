@@ -1,0 +1,138 @@
+"""Causal attention by chunks, from tensors to kernels.
+
+A chunk is one tile of tokens, and one program computes it. The state before every chunk is in
+memory: a program per stretch (several chunks) has written it, and a scan has summed up what comes
+from other stretches. Calls with a mask, dropout or packed sequences, and gradients of α, β and mix,
+are walked instead (`lln.kernels.causal.launch_causal`), as are stretches whose rows lost digits.
+
+Dimension legend: see `lln.kernels.causal.launch_causal`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from lln.kernels.causal.launch_states import STATE, exponent_type, scan_step, state_of
+from lln.kernels.causal.triton_chunk_keys import chunk_key_kernel
+from lln.kernels.causal.triton_chunk_outputs import chunk_fwd_kernel
+from lln.kernels.causal.triton_chunk_queries import chunk_query_kernel
+from lln.kernels.causal.triton_chunk_states import chunk_gather_kernel, chunk_states_kernel
+from lln.kernels.launching.recipes import Place, Recipe, Room, Step, over_tiles
+from lln.kernels.launching.sizes import Sizes
+from lln.kernels.launching.stretches import cdiv
+from lln.kernels.summaries.lln_call import LLNCall
+
+# Fewer chunks in a stretch save less time than the scan over the stretches takes.
+LEAST_CHUNKS = 16
+# With as many heads per multiprocessor, passes over chunks without far states save more time than
+# shorter stretches.
+LEAST_HEADS = 1.4
+# With fewer heads per multiprocessor there is room to load one more tile ahead.
+ROOMY_HEADS = 2
+
+
+class ChunkedCall(NamedTuple):
+    """How a causal call is cut.
+
+    Attributes:
+        call: What to compute.
+        chosen: Its sizes.
+        programs: Heads of all samples.
+        chunks: Chunks per sequence.
+        segments: Stretches per sequence.
+        stretch: Tokens per stretch; whole chunks.
+    """
+
+    call: LLNCall
+    chosen: Sizes
+    programs: int
+    chunks: int
+    segments: int
+    stretch: int
+
+    @classmethod
+    def of(cls, call: LLNCall, chosen: Sizes) -> ChunkedCall | None:
+        """The cut of a call; None if it has to be walked."""
+        rows = chosen.chunk.tokens
+        plain = call.mask is None and call.bounds is None and call.dropout_p == 0
+        # Walks repair whole stretches, and a chunk begins with a block.
+        walks = (chosen.walk, chosen.walk_query, chosen.walk_key)
+        parts = [tile.tokens for tile in walks]
+        if call.block_size:
+            parts += [call.block_size, chosen.block_rows]
+        if not (chosen.has_chunks and plain) or any(rows % part for part in parts):
+            return None
+        tokens, programs = call.query.shape[2], call.samples * call.query.shape[1]
+        stretch = chosen.chunk_state.stretch(tokens, rows, programs, chosen.cores)
+        if programs >= LEAST_HEADS * chosen.cores:
+            stretch = cdiv(tokens, rows) * rows
+        stretch = max(stretch, LEAST_CHUNKS * rows)
+        return cls(call, chosen, programs, cdiv(tokens, rows), cdiv(tokens, stretch), stretch)
+
+    def forward(self, values: dict[str, Any], repair: Step) -> Recipe:
+        """The launches of the forward pass; ``repair`` walks the stretches that are lost."""
+        values = self._own(values)
+        steps, room = self._states(values)
+        steps.append(self._over_chunks(chunk_fwd_kernel, values, "chunk"))
+        return Recipe([*steps, repair], room)
+
+    def backward(self, values: dict[str, Any], query_repair: Step, key_repair: Step) -> Recipe:
+        """The launches of the backward pass."""
+        values = self._own(values)
+        steps, room = self._states(values)
+        rows, chosen = self.call.query.shape[:3], self.chosen
+        room["p_z"] = rows, exponent_type(self.call.query.dtype)
+        room |= dict.fromkeys(("p_delta", "p_near", "p_level"), (rows, torch.float32))
+        room |= dict.fromkeys(("p_chunk_peak", "p_gather_mass"), room["p_chunk_top"])
+        room |= {f"{name}_own": room[name] for name in STATE}
+        room |= {f"{name}_after": room[f"{name}_before"] for name in STATE}
+        steps += [self._over_chunks(chunk_query_kernel, values, "chunk_query")]
+        # Sums behind the chunks take the place of those before them, which nobody needs any more.
+        behind = {"p_chunk_mass": Place("p_gather_mass")}
+        own = values | behind | state_of("_own")
+        grid = (self.segments, self.programs)
+        gather = over_tiles(chunk_gather_kernel, grid, own, chosen.chunk_gather)
+        steps += [query_repair, gather]
+        if self.segments > 1:
+            steps.append(scan_step("_own", "_after", self.programs, chosen, values))
+        own = values | behind | state_of("_after")
+        steps += [self._over_chunks(chunk_key_kernel, own, "chunk_key"), key_repair]
+        return Recipe(steps, room)
+
+    def _own(self, values: dict[str, Any]) -> dict[str, Any]:
+        """What differs from the values of the walks."""
+        rows = self.chosen.chunk.tokens
+        return values | {
+            "EVEN": self.call.query.shape[2] % rows == 0,
+            "ONE_BLOCK": self.call.block_size == rows,
+            **state_of("_before"),
+        }
+
+    def _states(self, values: dict[str, Any]) -> tuple[list[Step], Room]:
+        """Launches and memory for the state before every chunk, and for marking lost stretches."""
+        chosen, low = self.chosen, self.call.query.dtype
+        slots = (self.programs, self.chunks, chosen.width)
+        sums = low if low == torch.bfloat16 else torch.float32
+        room: Room = {f"p_chunk_{name}": (slots, torch.float32) for name in ("top", "mass")}
+        room["p_chunk_sum"] = (*slots, chosen.value_width), sums
+        room["p_lost"] = (self.programs, self.segments), torch.int32
+        part = (self.programs, self.segments, chosen.width) if self.segments > 1 else (1,)
+        whole = (*part, chosen.value_width) if self.segments > 1 else part
+        shapes = zip(STATE, (part, part, whole), strict=True)
+        states: Room = {name: (shape, torch.float32) for name, shape in shapes}
+        room |= states | {f"{name}_before": states[name] for name in STATE}
+        room["p_sum_before"] = whole, sums
+        grid = (self.segments, self.programs)
+        own, tile = values | state_of(""), chosen.chunk_state
+        if self.segments == 1 and self.programs < ROOMY_HEADS * chosen.cores:
+            tile = tile._replace(stages=tile.stages + 1)
+        steps = [over_tiles(chunk_states_kernel, grid, own, tile)]
+        if self.segments > 1:
+            steps.append(scan_step("", "_before", self.programs, chosen, values))
+        return steps, room
+
+    def _over_chunks(self, kernel: Any, values: dict[str, Any], name: str) -> Step:
+        grid = (self.chunks, self.programs)
+        return over_tiles(kernel, grid, values, getattr(self.chosen, name))

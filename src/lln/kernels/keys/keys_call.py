@@ -1,0 +1,148 @@
+"""A call of attention with exact keys, as its launches pass it around.
+
+Dimension legend: see `lln.kernels.keys.launch_keys`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.eager.key_blocks import blocks_in
+from lln.kernels.keys.launch_choice import gaps_before
+from lln.kernels.keys.lists import Lists
+from lln.kernels.launching.kernel_arguments import flat_scale, mask_bytes
+from lln.kernels.summaries.lln_call import LLNCall
+
+
+class Outside(NamedTuple):
+    """A summary of more keys than a call's own, and where the chosen ones lie.
+
+    Blocks of such a call begin with its first token, and its key and value have S ≥ T rows: what
+    groups chose lies behind the T tokens, and only there.
+
+    Attributes:
+        log_mass: ``[B, SH, D]`` in float32, less β times the mean key; contiguous.
+        centroid: ``[B, SH, D, E]`` in the dtype of value; contiguous.
+        centre: ``[B, SH, D]`` in float32, the mean key; contiguous.
+        held: int32 ``[B]``, how many keys it holds, with a mask; None = ``number``.
+        number: How many keys it holds, without a mask.
+    """
+
+    log_mass: Tensor
+    centroid: Tensor
+    centre: Tensor
+    held: Tensor | None
+    number: int
+
+    @property
+    def summary(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the queries read."""
+        return self.log_mass, self.centroid, self.centre
+
+
+class KeysCall(NamedTuple):
+    """One call.
+
+    Attributes:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        alpha: 4-D, broadcasts to ``[B, H, 1, 1]``; None = ``alpha_number``.
+        beta: 4-D; None = ``beta_number``.
+        offset: 4-D; None = ``offset_number``.
+        indices: int32 ``[B, H, G, K]``, contiguous; -1 = none. With ``features``, the keys of
+            `lln.kernels.keys.lists.Lists`.
+        mask: bool ``[B, T]`` or None.
+        features: As the next three, a field of `Lists`; None = keys were chosen by groups.
+        order: See above.
+        starts: See above.
+        members: See above.
+        alpha_number: α where it is one number.
+        beta_number: β where it is one number.
+        offset_number: The offset where it is one number.
+        block_size: W, a power of two.
+        group_size: Queries in a group, a power of two.
+        scale: Factor of the scores.
+        outside: A summary of other keys too; None = that of the call's own.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: Tensor | None
+    beta: Tensor | None
+    offset: Tensor | None
+    indices: Tensor
+    mask: Tensor | None
+    features: Tensor | None
+    order: Tensor | None
+    starts: Tensor | None
+    members: Tensor | None
+    alpha_number: float
+    beta_number: float
+    offset_number: float
+    block_size: int
+    group_size: int
+    scale: float
+    outside: Outside | None = None
+
+    @property
+    def as_lln(self) -> LLNCall:
+        """The call of LLN attention whose summary this one reads."""
+        tensors = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, None, None)
+        numbers = (self.alpha_number, self.beta_number, 1.0, 0, 1.0, 0.0, 0, False, 0)
+        return LLNCall(*tensors, *numbers)
+
+    @property
+    def blocks(self) -> int:
+        """N."""
+        is_shifted = self.mask is not None and self.outside is None
+        return blocks_in(self.query.shape[2], self.block_size, is_shifted)
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.blocks * (self.block_size // self.group_size)
+
+    @property
+    def lists(self) -> Lists:
+        """What a choice by query returned."""
+        assert self.features is not None and self.order is not None  # noqa: PT018
+        assert self.starts is not None and self.members is not None  # noqa: PT018
+        return Lists(self.indices, self.features, self.order, self.starts, self.members)
+
+    @property
+    def summary_heads(self) -> int:
+        """SH."""
+        if self.outside is not None:
+            return self.outside.log_mass.shape[1]
+        return self.as_lln.summary_heads
+
+    @property
+    def held(self) -> int:
+        """How many keys the summary holds, without a mask."""
+        return self.query.shape[2] if self.outside is None else self.outside.number
+
+    @property
+    def flat_beta(self) -> Tensor:
+        """β of every summary ``[B · SH]``; anything where it is one number."""
+        beta, slots = self.beta, self.summary_heads
+        if beta is not None and beta.shape[1] != slots:
+            beta = beta.repeat_interleave(slots // beta.shape[1], 1)
+        return flat_scale(beta, self.query.shape[0], self.query)
+
+    @property
+    def side_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The mask as bytes, where the first blocks begin, and how many keys a sample has."""
+        mask, query = self.mask, self.query
+        if mask is None:
+            return query, query, query
+        if self.outside is not None:
+            assert self.outside.held is not None
+            gaps = torch.zeros_like(self.outside.held)
+            return mask_bytes(mask, query), gaps, self.outside.held
+        held = mask.sum(-1, dtype=torch.int32)
+        return mask_bytes(mask, query), gaps_before(mask, self.block_size, query), held

@@ -1,0 +1,278 @@
+"""Attention with exact keys as PyTorch operators, and calls of its kernels with autograd.
+
+As in `run`, ordinary calls use an ``autograd.Function``; a compiler, a transform or a
+dispatch mode gets the operators.
+
+Dimension legend: B batch, H query heads, Hk key heads, SH summary heads, T tokens, D head width,
+E value width, G groups, K keys per group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.eager.key_blocks import blocks_in
+from lln.kernels.keys.lists import Lists, list_shapes
+from lln.kernels.launching.kernel_arguments import tensor_or_number
+from lln.kernels.launching.operators import once_differentiable, operator
+from lln.kernels.launching.shapes import output_like, summary_heads, within_reach
+from lln.tracing import is_watched
+
+# The arguments of a call are the fields of `lln.kernels.keys.keys_call.KeysCall`.
+_TENSORS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? alpha, Tensor? beta, Tensor? offset, "
+    "Tensor indices, Tensor? key_mask, Tensor? features, Tensor? order, Tensor? starts, "
+    "Tensor? members"
+)
+_NUMBERS = (
+    "float alpha_number, float beta_number, float offset_number, int block_size, int group_size, "
+    "float scale"
+)
+TENSORS, NUMBERS = _TENSORS.count(",") + 1, _NUMBERS.count(",") + 1
+
+
+def fused_choice(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    keys: int,
+    *,
+    block_size: int,
+    group_size: int,
+    flip: bool,
+) -> Tensor:
+    """The chosen keys by mean queries, by the kernels: int32 ``[B, H, G, K]``."""
+    query, key = within_reach(query.detach()), within_reach(key.detach())
+    arguments = (query, key, key_mask, min(keys, query.shape[2]), block_size, group_size, flip)
+    return choose_keys(*arguments) if is_watched(query) else _choose(*arguments)
+
+
+def fused_lists(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, keys: int, *, flip: bool
+) -> Lists:
+    """The keys of every feature and the queries by feature, by the kernels."""
+    query, key = within_reach(query.detach()), within_reach(key.detach())
+    arguments = (query, key, key_mask, min(keys, query.shape[2]), flip)
+    return Lists(*(choose_lists if is_watched(query) else _choose_lists)(*arguments))
+
+
+def fused_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    offset: float | Tensor,
+    indices: Tensor | Lists,
+    *,
+    key_mask: Tensor | None,
+    block_size: int,
+    group_size: int,
+    scale: float | None,
+) -> Tensor:
+    """Attention over own block, chosen keys and slots, by the kernels: ``[B, H, T, E]``.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
+        alpha: A number, or broadcasts to ``[B, H, 1, 1]``.
+        beta: Likewise, or to ``[B, Hk, 1, 1]``.
+        offset: A number, or broadcasts to ``[B, H, 1, 1]``.
+        indices: ``[B, H, G, K]``; only keys that a group may see, or -1. Or the lists of features.
+        key_mask: bool ``[B, T]`` or None.
+        block_size: A power of two.
+        group_size: A power of two.
+        scale: Factor of the scores; None = 1/√D.
+    """
+    query, key, value = within_reach(query), within_reach(key), within_reach(value)
+    alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])
+    beta_t, beta_number = tensor_or_number(beta, key.shape[1])
+    offset_t, offset_number = tensor_or_number(offset, query.shape[1])
+    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if isinstance(indices, Lists):
+        chosen, *of_lists = indices
+    else:
+        chosen, of_lists = indices.to(torch.int32).contiguous(), (None,) * 4
+    tensors = (query, key, value, alpha_t, beta_t, offset_t, chosen, key_mask, *of_lists)
+    numbers = (alpha_number, beta_number, offset_number, block_size, group_size, factor)
+    if is_watched(query):
+        return attend_keys(*tensors, *numbers)[0]
+    return _AttendKeys.apply(*tensors, numbers)
+
+
+def _choose(*arguments: Any) -> Tensor:
+    from lln.kernels.keys.launch_choice import choose
+
+    return choose(*arguments)
+
+
+def _choose_lists(*arguments: Any) -> tuple[Tensor, ...]:
+    from lln.kernels.keys.launch_list_choice import choose_lists
+
+    return choose_lists(*arguments)
+
+
+def _forward(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    from lln.kernels.keys.keys_call import KeysCall
+    from lln.kernels.keys.launch_keys import attend
+
+    return attend(KeysCall(*arguments))
+
+
+def _gradients(gradient: Tensor, arguments: tuple[Any, ...], saved: Any) -> tuple[Any, ...]:
+    """Gradients of query, key, value, α, β and offset; None for those that are numbers."""
+    from lln.kernels.keys.keys_call import KeysCall
+    from lln.kernels.keys.launch_keys import attend_backward
+
+    call = KeysCall(*arguments)
+    dq, dk, dv, *numbers = attend_backward(call, within_reach(gradient), *saved)
+    sides = (call.alpha, call.beta, call.offset)
+    return dq, dk, dv, *(folded(*pair) for pair in zip(numbers, sides, strict=True))
+
+
+def folded(gradient: Tensor | None, side: Tensor | None) -> Tensor | None:
+    """The gradient ``[B, heads, 1, 1]`` summed to the shape of α, β or the offset."""
+    if gradient is None or side is None:
+        return None
+    if side.shape[1] not in (1, gradient.shape[1]):
+        gradient = gradient.unflatten(1, (side.shape[1], -1)).sum(2)
+    return gradient.sum_to_size(side.shape).to(side.dtype)
+
+
+class _AttendKeys(torch.autograd.Function):
+    """`attend_keys` with less overhead; the numbers come as one argument."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, numbers = inputs
+        out, *saved = _forward((*tensors, *numbers))
+        ctx.save_for_backward(*tensors, out, *saved)
+        ctx.numbers = numbers
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        tensors, saved = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
+        found = _gradients(grad_outputs[0], (*tensors, *ctx.numbers), saved)
+        return *found, *(None,) * (TENSORS - len(found) + 1)
+
+
+@operator(
+    "choose_keys",
+    "Tensor query, Tensor key, Tensor? key_mask, int keys, int block_size, int group_size, "
+    "bool flip",
+)
+def choose_keys(*arguments: Any) -> Tensor:
+    """`fused_choice` as an operator."""
+    return _choose(*arguments)
+
+
+@choose_keys.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    keys: int,
+    block_size: int,
+    group_size: int,
+    flip: bool,
+) -> Tensor:
+    blocks = blocks_in(query.shape[2], block_size, key_mask is not None)
+    shape = (*query.shape[:2], blocks * (block_size // group_size), keys)
+    return query.new_empty(shape, dtype=torch.int32)
+
+
+@operator(
+    "choose_lists", "Tensor query, Tensor key, Tensor? key_mask, int keys, bool flip", results=5
+)
+def choose_lists(*arguments: Any) -> tuple[Tensor, ...]:
+    """`fused_lists` as an operator."""
+    return _choose_lists(*arguments)
+
+
+@choose_lists.register_fake
+def _(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, keys: int, flip: bool
+) -> tuple[Tensor, ...]:
+    return tuple(
+        query.new_empty(shape, dtype=torch.int16 if name == "features" else torch.int32)
+        for name, shape in list_shapes(query, key, keys).items()
+    )
+
+
+@operator("attend_keys", f"{_TENSORS}, {_NUMBERS}", results=6)
+def attend_keys(*arguments: Any) -> tuple[Tensor, ...]:
+    """Output, and what the backward needs: see `lln.kernels.keys.launch_keys.attend`."""
+    return _forward(arguments)
+
+
+@attend_keys.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Any,
+    beta: Tensor | None,
+    offset: Any,
+    indices: Tensor,
+    key_mask: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    block_size, group_size = rest[-3:-1]
+    blocks = blocks_in(query.shape[2], block_size, key_mask is not None)
+    levels = (*query.shape[:2], blocks * (block_size // group_size))
+    slots = (query.shape[0], summary_heads(query, key, beta), query.shape[-1])
+    return (
+        output_like(query, value.shape[-1]),
+        query.new_empty(query.shape[:3], dtype=torch.float32),
+        query.new_empty(levels, dtype=torch.float32),
+        query.new_empty(slots, dtype=torch.float32),
+        value.new_empty((*slots, value.shape[-1])),
+        query.new_empty(slots, dtype=torch.float32),
+    )
+
+
+@operator(
+    "attend_keys_backward",
+    f"Tensor gradient, {_TENSORS}, {_NUMBERS}, Tensor out, Tensor lse, Tensor levels, "
+    "Tensor log_mass, Tensor centroid, Tensor centre",
+    results=6,
+)
+def attend_keys_backward(gradient: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, and of α, β and offset (empty for numbers)."""
+    found = _gradients(gradient, arguments[: TENSORS + NUMBERS], arguments[TENSORS + NUMBERS :])
+    return tuple(gradient.new_empty(0) if side is None else side for side in found)
+
+
+@attend_keys_backward.register_fake
+def _(gradient: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    query, key, value, *numbers = arguments[:6]
+    return (
+        *(torch.empty_like(side) for side in (query, key, value)),
+        *(
+            gradient.new_empty(0) if side is None else side.new_empty(side.shape)
+            for side in numbers
+        ),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:TENSORS], *output)
+    ctx.numbers = inputs[TENSORS:]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+    tensors, saved = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
+    found = attend_keys_backward(gradient, *tensors, *ctx.numbers, *saved)
+    sides = tensors[:6]
+    grads = (None if side is None else one for one, side in zip(found, sides, strict=True))
+    return *grads, *(None,) * (TENSORS - len(sides) + NUMBERS)
+
+
+attend_keys.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,75 @@
+"""How attention with exact keys is cut into tiles and warps: fixed choices.
+
+Dimension legend: see `lln.kernels.keys.launch_keys`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lln.kernels.keys.keys_call import KeysCall
+from lln.kernels.launching.kernel_arguments import precision_of
+from lln.kernels.launching.limits import power_of_two
+
+# Bytes of the tiles in which chosen keys, and the gradients of pairs, are read.
+TILE_BYTES = 8 * 1024
+# Tiles that are fetched ahead.
+STAGES = {"key": 1, "chosen": 2}
+# Warps of a program; more for wide heads.
+WARPS = {"read": 4, "slot": 4, "far": 4, "key": 4}
+
+
+def sizes_of(call: KeysCall) -> dict[str, Any]:
+    """The compile-time constants of a call, by the names that the kernels give them."""
+    width, value_width = call.query.shape[3], call.value.shape[3]
+    chosen = max(16, min(rows_at_once(call), power_of_two(call.indices.shape[-1])))
+    return {
+        "W": call.block_size,
+        "D": width,
+        "E": value_width,
+        "BD": max(16, power_of_two(width)),
+        "BE": max(16, power_of_two(value_width)),
+        "BM": max(16, call.group_size if call.features is None else call.block_size),
+        "BW": max(16, call.block_size),
+        "BK": chosen,
+        "MORE": call.indices.shape[-1] > chosen,
+        "GROUP": call.group_size,
+        "R": call.query.shape[1] // call.key.shape[1],
+        "SR": call.query.shape[1] // call.summary_heads,
+        "HAS_ALPHA": call.alpha is not None,
+        "HAS_BETA": call.beta is not None,
+        "HAS_OFFSET": call.offset is not None,
+        "HAS_MASK": call.mask is not None,
+        "EVEN": call.mask is None and call.query.shape[2] % call.block_size == 0,
+        "PRECISION": precision_of(call.query, max(width, value_width)),
+    }
+
+
+def slot_tile(call: KeysCall) -> tuple[int, int]:
+    """Tokens in a tile of the slots' gradients, and how many tiles are fetched ahead."""
+    widest = max(call.query.shape[3], call.value.shape[3])
+    row_bytes = power_of_two(widest) * call.query.itemsize
+    if row_bytes <= 128:
+        return 64, 3
+    return (32, 2) if row_bytes <= 256 else (16, 2)
+
+
+def rows_at_once(call: KeysCall) -> int:
+    """Rows of a tile of chosen keys or pairs."""
+    widest = max(call.query.shape[3], call.value.shape[3])
+    rows = TILE_BYTES // (max(16, power_of_two(widest)) * call.query.itemsize)
+    return max(16, min(64, rows))
+
+
+def warps(kind: str, sizes: dict[str, Any]) -> int:
+    """Warps of a program."""
+    return 8 if _is_wide(sizes) else WARPS[kind]
+
+
+def _is_wide(sizes: dict[str, Any]) -> bool:
+    return max(sizes["BD"], sizes["BE"]) > 64 or sizes["BM"] > 64
+
+
+def registers(sizes: dict[str, Any]) -> dict[str, int]:
+    """A limit with which three programs fit a multiprocessor; 24 bytes of each thread spill."""
+    return {} if _is_wide(sizes) else {"maxnreg": 168}

@@ -1,0 +1,183 @@
+"""What a rank of several computes with exact keys, by the kernels.
+
+Three steps, between which ranks talk to each other (`lln.parallel`): the mean queries of its
+groups, its best keys for the groups of all ranks, and the attention of its own queries. Nothing of
+it is an operator: how many rows a rank fetches depends on the choice, which no compiler can trace.
+
+Dimension legend: B batch, H query heads, Hk key heads, SH summary heads, T tokens, S ≥ T rows, D
+head width, E value width, n blocks, G groups, A groups of the whole sequence, K keys per group.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.kernels.keys.keys_ops import folded
+from lln.kernels.launching.kernel_arguments import tensor_or_number
+from lln.kernels.launching.operators import once_differentiable
+from lln.kernels.launching.shapes import within_reach
+
+
+def fused_means(
+    query: Tensor,
+    mask: Tensor | None,
+    gaps: Tensor | None,
+    *,
+    blocks: int,
+    block_size: int,
+    group_size: int,
+    flip: bool,
+) -> Tensor:
+    """The mean query of every group, in the dtype of query: ``[B, H, G, D]``.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        mask: bool ``[B, T]``, which queries count; None = all.
+        gaps: int ``[B]``: token t lies in block (t + gap) // W; None = 0.
+        blocks: n.
+        block_size: A power of two.
+        group_size: A power of two.
+        flip: Whether scores have a negative factor.
+    """
+    choice = _choice()
+    place = choice.BlockPlace(mask, _short(gaps), block_size, group_size)
+    return choice.mean_queries(within_reach(query.detach()), place, blocks, flip)
+
+
+def fused_candidates(
+    mean: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    gaps: Tensor | None,
+    keys: int,
+    *,
+    block_size: int,
+    group_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Float32 scores and int32 places of the K best keys for every mean query: ``[B, H, A, K]``.
+
+    Ascending by place; -inf and -1 where there are fewer. Equal scores are taken in the order of
+    places. A score is the same whichever other keys are there, so those of ranks can be compared.
+
+    Args:
+        mean: ``[B, H, A, D]`` in the dtype of key.
+        key: ``[B, Hk, S, D]``.
+        mask: bool ``[B, S]``, which keys may be chosen; None = all.
+        gaps: int ``[B]``: key s lies in block (s + gap) // W of the groups; None = 0.
+        keys: K.
+        block_size: A power of two.
+        group_size: A power of two.
+    """
+    if keys == 0:
+        found = torch.empty((*mean.shape[:3], 0), dtype=torch.int32, device=mean.device)
+        return found.float(), found
+    choice = _choice()
+    place = choice.BlockPlace(mask, _short(gaps), block_size, group_size)
+    sides = (mean.contiguous(), within_reach(key.detach()))
+    found, scores = choice.best_keys(*sides, place, keys, scored=True)
+    return scores, found
+
+
+def fused_keys_apart(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    offset: float | Tensor,
+    slots: tuple[Tensor, Tensor, Tensor],
+    indices: Tensor,
+    *,
+    key_mask: Tensor | None,
+    held: Tensor | int,
+    block_size: int,
+    group_size: int,
+    scale: float | None,
+) -> Tensor:
+    """Attention over own block, chosen rows and the slots of a given summary: ``[B, H, T, E]``.
+
+    Blocks begin with the first token. Gradients go to the summary, too.
+
+    Args:
+        query: ``[B, H, T, D]``, T > 0.
+        key: ``[B, Hk, S, D]``: the tokens, and behind them the rows that groups chose.
+        value: ``[B, Hk, S, E]``.
+        alpha: A number, or broadcasts to ``[B, H, 1, 1]``.
+        offset: Likewise.
+        slots: L - βμ ``[B, SH, D]``, C ``[B, SH, D, E]`` and μ ``[B, SH, D]``, in float32.
+        indices: int ``[B, H, G, K]``, rows from T on, or -1.
+        key_mask: bool ``[B, T]``, which tokens count; None = all.
+        held: How many keys the summary holds; with a mask int ``[B]``.
+        block_size: A power of two.
+        group_size: A power of two.
+        scale: Factor of the scores; None = 1/√D.
+    """
+    query, key, value = within_reach(query), within_reach(key), within_reach(value)
+    alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])
+    offset_t, offset_number = tensor_or_number(offset, query.shape[1])
+    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    chosen = indices.to(torch.int32).contiguous()
+    counts, number = (held.to(torch.int32), 0) if isinstance(held, Tensor) else (None, held)
+    tensors = (query, key, value, alpha_t, offset_t, *slots, chosen, key_mask, counts)
+    numbers = (alpha_number, offset_number, block_size, group_size, factor, number)
+    return _AttendApart.apply(*tensors, numbers)
+
+
+class _AttendApart(torch.autograd.Function):
+    """`fused_keys_apart`; the numbers come as one argument."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, numbers = inputs
+        out, *saved = _launches().attend(_call(tensors, numbers))
+        ctx.save_for_backward(*tensors, out, *saved)
+        ctx.numbers = numbers
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        *tensors, out, lse, levels = ctx.saved_tensors
+        call, gradient = _call(tensors, ctx.numbers), within_reach(grad_outputs[0])
+        dq, dk, dv, dalpha, doffset, *of_summary = _launches().attend_backward(
+            call, gradient, out, lse, levels
+        )
+        scalars = (folded(dalpha, call.alpha), folded(doffset, call.offset))
+        found = (dq, dk, dv, *scalars, *of_summary)
+        return *found, *(None,) * (len(tensors) + 1 - len(found))
+
+
+def _call(tensors: Any, numbers: tuple[Any, ...]) -> Any:
+    from lln.kernels.keys.keys_call import KeysCall, Outside
+
+    query, key, value, alpha, offset, log_mass, centroid, centre, chosen, mask, held = tensors
+    alpha_number, offset_number, block_size, group_size, scale, number = numbers
+    summary = (log_mass.contiguous(), centroid.to(value.dtype).contiguous(), centre.contiguous())
+    sides = (query, key, value, alpha, None, offset, chosen, mask, None, None, None, None)
+    # β is in the log-masses already.
+    factors = (alpha_number, 0.0, offset_number)
+    outside = Outside(*summary, held, number)
+    return KeysCall(*sides, *factors, block_size, group_size, scale, outside)
+
+
+def _short(gaps: Tensor | None) -> Tensor | None:
+    return None if gaps is None else gaps.to(torch.int32)
+
+
+@cache
+def _choice() -> Any:
+    """Imported when first needed, because it imports Triton."""
+    from lln.kernels.keys import launch_choice
+
+    return launch_choice
+
+
+@cache
+def _launches() -> Any:
+    """Likewise."""
+    from lln.kernels.keys import launch_sharded_keys
+
+    return launch_sharded_keys

@@ -1,0 +1,1 @@
+"""Launching kernels, whichever: limits of chips, sizes, recipes, and steps that kernels share."""

@@ -1,0 +1,270 @@
+"""Kernel launches, prepared once and repeated cheaply.
+
+Triton inspects every argument of every launch to find the compiled kernel that fits: 0.1 ms for our
+sixty arguments, more than the kernels take. But calls with the same shapes, strides, types and
+options launch the same kernels with the same numbers; only addresses, temperatures and seeds
+differ. So the first call of a kind leaves a `Recipe`, a list of launches. Later calls fill in its
+`Place`s and pass the arguments directly to the compiled kernels, as Triton does in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
+
+from lln.errors import BackendUnavailableError
+from lln.kernels.launching.limits import is_interpreted
+from lln.kernels.launching.sizes import Sizes, overrides, smaller
+from lln.kernels.launching.stretches import Tile, cdiv
+from lln.kernels.launching.triton_order import HAS_FOLLOWERS
+
+try:
+    from triton import knobs
+except ImportError:  # Triton before 3.4
+    knobs = None
+
+# Beyond this many kinds of calls the oldest are dropped: every sequence length is another kind.
+MOST_RECIPES = 4096
+
+
+class Place(str):
+    """An argument that differs from call to call: the name of a tensor or a number."""
+
+    __slots__ = ()
+
+
+class Step:
+    """One launch: a kernel, its grid, and all its arguments, some of them `Place`s."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        values: Mapping[str, object],
+        warps: int,
+        registers: int = 0,
+    ) -> None:
+        """``values`` are by the kernel's parameter names; a parameter without one is a `Place`."""
+        self.kernel, self.grid, self.warps = kernel, grid, warps
+        # Whether it is made ready while the step before still runs.
+        self.follows = False
+        # How to compile it; the interpreter does not know the second.
+        self.how: dict[str, Any] = {"num_warps": warps}
+        if registers and not is_interpreted():
+            self.how["maxnreg"] = registers
+        values = {"FOLLOWS": False, **values}
+        self.arguments = [
+            values[name] if name in values else Place(name) for name in kernel.arg_names
+        ]
+        self.fills = [
+            (index, str(argument))
+            for index, argument in enumerate(self.arguments)
+            if isinstance(argument, Place)
+        ]
+        self.whole_grid = (*grid, 1, 1)[:3]
+        # What Triton compiled, and the two ways to launch it; set when the step first runs.
+        self.compiled: Any = None
+        self.runner: Any = None
+        self.launch: Any = None
+        self.code: tuple[object, ...] = ()
+
+    def follow(self) -> None:
+        """Be made ready while the step before still runs, if the kernel then waits for it."""
+        if "FOLLOWS" in self.kernel.arg_names:
+            self.arguments[self.kernel.arg_names.index("FOLLOWS")] = self.follows = True
+            self.how["launch_pdl"] = True
+
+    def record(self, live: dict[str, Any]) -> None:
+        """Launch through Triton, which compiles, and keep what it compiled."""
+        compiled = self.kernel[self.grid](*self._filled(live), **self.how)
+        if not is_interpreted():
+            self.compiled = compiled
+            self.runner, self.launch = compiled[self.whole_grid], compiled.run
+            # None: no launch metadata, no enter hook and no exit hook.
+            self.code = (compiled.function, compiled.packed_metadata, None, None, None)
+
+    def repeat(self, live: dict[str, Any], stream: int | None) -> None:
+        """Launch what was compiled.
+
+        Args:
+            live: Arguments by the names of the places.
+            stream: Where to launch; None = launch through Triton, which also calls launch hooks.
+        """
+        if stream is None:
+            self.runner(*self._filled(live))
+        else:
+            self.launch(*self.whole_grid, stream, *self.code, *self._filled(live))
+
+    def _filled(self, live: dict[str, Any]) -> list[Any]:
+        # A copy, because the recipe must not keep the caller's tensors alive.
+        arguments = self.arguments.copy()
+        for index, name in self.fills:
+            arguments[index] = live[name]
+        return arguments
+
+
+def over_tiles(
+    kernel: Any, grid: tuple[int, ...], values: Mapping[str, object], tile: Tile, **own: object
+) -> Step:
+    """A launch of a kernel that goes over its tokens in tiles of these sizes."""
+    sizes = {"BT": tile.tokens, "STAGES": tile.stages}
+    return Step(kernel, grid, {**values, **sizes, **own}, tile.warps, tile.registers)
+
+
+# Name → (shape, dtype) of every intermediate tensor.
+Room = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Recipe:
+    """The launches of one kind of call, and the room (temporary memory) they need."""
+
+    def __init__(self, steps: list[Step], room: Room) -> None:
+        """Lay out the room.
+
+        Args:
+            steps: The launches in order.
+            room: Temporary tensors; one with the name of a call's argument takes precedence.
+        """
+        self.steps, self.room = steps, room
+        names = {name for step in steps for _, name in step.fills}
+        self.names = sorted(names - room.keys())
+        # Which of the names are tensors; set when the recipe first runs.
+        self.tensors: list[str] = []
+        self.numbers: list[str] = []
+        # One allocation for all, because each one costs more than computing addresses.
+        self.offsets: dict[str, int] = {}
+        self.bytes = 0
+        for name, (shape, dtype) in room.items():
+            self.offsets[name] = self.bytes
+            self.bytes += cdiv(math.prod(shape) * dtype.itemsize, 256) * 256
+
+    def run(self, live: dict[str, Any], device: torch.device, *, first: bool) -> None:
+        """Launch every step on the device's current stream."""
+        space = torch.empty(self.bytes, dtype=torch.uint8, device=device) if self.bytes else None
+        if first or self.steps[0].runner is None:
+            self.tensors = [name for name in self.names if isinstance(live[name], Tensor)]
+            self.numbers = [name for name in self.names if not isinstance(live[name], Tensor)]
+            live = live | self._tensors(space)
+            with on_device(device):
+                if can_follow():
+                    for step in self.steps[1:]:
+                        step.follow()
+                for step in self.steps:
+                    step.record(live)
+            return
+        addresses: dict[str, Any] = {name: live[name].data_ptr() for name in self.tensors}
+        for name in self.numbers:
+            addresses[name] = live[name]
+        if space is not None:
+            begin = space.data_ptr()
+            for name, offset in self.offsets.items():
+                addresses[name] = begin + offset
+        stream = None if launches_are_watched() else current_stream(device)
+        if device.index == torch.cuda.current_device():
+            for step in self.steps:
+                step.repeat(addresses, stream)
+            return
+        with on_device(device):
+            for step in self.steps:
+                step.repeat(addresses, stream)
+
+    def _tensors(self, space: Tensor | None) -> dict[str, Tensor]:
+        """The room as tensors."""
+        tensors = {}
+        for name, (shape, dtype) in self.room.items():
+            if space is not None:
+                begin = self.offsets[name]
+                part = space[begin : begin + math.prod(shape) * dtype.itemsize]
+                tensors[name] = part.view(dtype).view(shape)
+        return tensors
+
+
+_recipes: dict[Hashable, Recipe] = {}
+# How many times the sizes of a family of calls had to shrink to fit the chip.
+_shrunk: dict[Hashable, int] = {}
+
+
+def follow(
+    kind: Hashable,
+    family: Hashable,
+    live: dict[str, Any],
+    device: torch.device,
+    choose: Callable[[], Sizes],
+    write: Callable[[Sizes], Recipe],
+) -> None:
+    """Run a call's recipe; write it first if this kind of call is new.
+
+    Args:
+        kind: Everything that decides the launches.
+        family: What decides whether sizes fit the chip; kinds of one family shrink together.
+        live: Arguments by the names of the places.
+        device: Where the tensors are.
+        choose: Chooses the sizes.
+        write: Makes the recipe for them.
+    """
+    if overrides:
+        kind = (kind, tuple(overrides.items()))
+    recipe = _recipes.get(kind)
+    if recipe is not None:
+        recipe.run(live, device, first=False)
+        return
+    chosen = choose()
+    for _ in range(_shrunk.get(family, 0)):
+        chosen = smaller(chosen) or chosen
+    while True:
+        recipe = write(chosen)
+        try:
+            recipe.run(live, device, first=True)
+            break
+        except OutOfResources as error:
+            less = smaller(chosen)
+            if less is None:
+                raise BackendUnavailableError(
+                    f"impl='triton' finds no tile that fits this GPU for head width "
+                    f"{chosen.width}; use impl='eager'."
+                ) from error
+            chosen = less
+            _shrunk[family] = _shrunk.get(family, 0) + 1
+    if len(_recipes) >= MOST_RECIPES:
+        del _recipes[next(iter(_recipes))]
+    _recipes[kind] = recipe
+
+
+def recipe_of(kind: Hashable) -> Recipe | None:
+    """What a call of this kind has left; None in the interpreter, which launches with tensors."""
+    recipe = None if overrides else _recipes.get(kind)
+    return recipe if recipe is not None and recipe.steps[0].launch is not None else None
+
+
+def launches_are_watched() -> bool:
+    """Whether a profiler has launch hooks, or this version of Triton does not tell."""
+    if knobs is None:
+        return True
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def can_follow() -> bool:
+    """Whether a launch can be made ready while another runs, on the current device."""
+    if not HAS_FOLLOWERS or is_interpreted():
+        return False
+    active: Any = driver.active
+    target = active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
+
+
+def current_stream(device: torch.device) -> int:
+    """The device's current stream, as Triton's launches take it."""
+    active: Any = driver.active
+    return active.get_current_stream(device.index)
+
+
+def on_device(device: torch.device) -> Any:
+    """Launch on the tensors' device, whatever device is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else torch.inference_mode(False)

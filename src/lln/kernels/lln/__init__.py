@@ -1,0 +1,1 @@
+"""Whole calls of LLN attention, with or without blocks: launches, operators, slices, repeats."""

@@ -1,0 +1,405 @@
+"""Calls like one that ran before: from tensors straight to the launches.
+
+Planning a call, preparing its arguments and finding its recipe takes longer than a short call's
+kernels. All of it depends on shapes, strides, types and options alone. So the first call of a kind
+leaves a `Repeat`: later ones allocate what they return, fill in addresses and launch. Whatever is
+unusual (a compiler, a transform, an observer, packed sequences, dropout, temperatures or a mix that
+learn) has no kind, and takes the long way.
+
+Python itself is then most of what a short call costs. Where the user has built the compiled
+launcher (`compiled_launcher`), a `Repeat` is handed over to it: `again` launches such
+calls, forward and backward, and gives back None where it cannot. Then everything is as without it.
+
+Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
+E value width. A ``request`` is a `lln.functional.request.Request`, a ``plan`` a
+`lln.functional.plan.Plan`; this layer lies below both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lln.kernels.launching import compiled_launcher, plain_launches
+from lln.kernels.launching.shapes import look_of, output_like, summary_heads, within_reach
+from lln.kernels.launching.sizes import overrides
+from lln.kernels.lln import lln_ops, run
+from lln.kernels.moments import moment_ops
+from lln.tracing import is_watched
+
+if TYPE_CHECKING:
+    from lln.kernels.launching.recipes import Recipe
+    from lln.kernels.summaries.lln_call import LLNCall
+
+# Beyond this many kinds the oldest are dropped.
+MOST_REPEATS = 4096
+
+# The arguments of the launches by name, in the order in which `Repeat` lists them.
+_SHARED = ("p_q", "p_k", "p_v", "p_alpha", "p_beta", "p_mask", "p_starts")
+_NUMBERS = ("alpha", "beta", "mix", "seed")
+_FORWARD = (*_SHARED, *_NUMBERS, "p_m", "p_o", "p_log_mass", "p_centroid")
+_BACKWARD = (
+    *(*_SHARED, *_NUMBERS, "p_m", "p_g", "p_log_mass", "p_centroid"),
+    *("p_dq", "p_dk", "p_dv", "p_dalpha", "p_dbeta", "p_dmix"),
+)
+_MATCH = ("p_q", "p_k", "p_mask", "p_starts", "p_results")
+
+# False where a kind of call cannot be repeated this way.
+_known: dict[Hashable, Any] = {}
+
+# The compiled launcher's ``attend`` once it is loaded; takes what `arguments_of` gives.
+again: Callable[..., Tensor | None] | None = None
+# The kinds of calls as it knows them.
+LLN, LLN_DIAG = 0, 1
+
+
+def kind_of(request: Any, impl: str) -> Hashable:
+    """What decides how a call is launched; None for calls that are not repeated this way."""
+    query, key, value, alpha, beta, mask = *request[1:6], request.key_mask
+    if not _on_gpu(query) or is_watched(query) or request.kind not in ("lln", "lln_diag"):
+        return None
+    if request.bounds is not None or request.dropout_p or isinstance(request.mix, Tensor):
+        return None
+    forms = _form(alpha), _form(beta)
+    plain = type(query) is type(key) is type(value) is Tensor
+    if "other" in forms or not plain or not (mask is None or type(mask) is Tensor):
+        return None
+    tracked = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
+    looks = (look_of(query), look_of(key), look_of(value), look_of(mask))
+    how = (request.matching, request.block_size, request.scale, request.is_causal)
+    return (request.kind, impl, query.device, tracked, *looks, *forms, *how)
+
+
+def repeat_of(kind: Hashable) -> Repeat | None:
+    """The way for calls of this kind, if one of them ran before and nobody watches launches."""
+    repeat = _known.get(kind) if kind is not None else None
+    return repeat if repeat and repeat.is_free() else None
+
+
+def remember(kind: Hashable, request: Any, impl: str, plan: Any) -> None:
+    """Prepare later calls of a kind, after one of them has run the long way."""
+    if kind is None or kind in _known:
+        return
+    if len(_known) >= MOST_REPEATS:
+        del _known[next(iter(_known))]
+    repeat = _known[kind] = _prepare(request, plan) or False
+    if repeat:
+        hand_over(repeat, request, impl)
+
+
+def arguments_of(request: Any, impl: str) -> tuple[Any, ...] | None:
+    """The arguments of `again`; None for calls that it does not know."""
+    if request.bounds is not None or request.kind not in ("lln", "lln_diag"):
+        return None
+    kind = LLN if request.kind == "lln" else LLN_DIAG
+    # Groups of query heads are allowed: the call has been checked.
+    return (kind, *request[1:13], True, impl)
+
+
+def run_compiled(request: Any, impl: str) -> Tensor | None:
+    """A checked call by the compiled launcher; None where that cannot be."""
+    arguments = None if again is None else arguments_of(request, impl)
+    return None if arguments is None or again is None else again(*arguments)
+
+
+def hand_over(repeat: Repeat, request: Any, impl: str) -> None:
+    """Let the compiled launcher take later calls like this one, if there is one."""
+    global again
+    launcher = compiled_launcher.load(differentiate_by_the_long_way)
+    if launcher is None:
+        return
+    again = launcher.attend
+    shared, arguments = repeat.compiled(launcher), arguments_of(request, impl)
+    if shared is not None and arguments is not None:
+        launcher.learn(*arguments, (repeat, *shared))
+
+
+def differentiate_by_the_long_way(
+    repeat: Repeat, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], kept: Any
+) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """A backward pass that the compiled launcher leaves to Python.
+
+    Returns:
+        Gradients of query, key and value, and the launches of later passes like this one in the
+        compiled launcher's form; None where there are none.
+    """
+    made = repeat.differentiate(gradient, tensors, numbers, kept)
+    if made is None:
+        log_mass, centroid = kept
+        asked = (False, False, False)
+        found = lln_ops.gradients(gradient, (*tensors, *numbers), log_mass, centroid, asked)
+        made = found[0], found[1], found[2]
+        repeat.learn(gradient, tensors, numbers)
+    launches = repeat.backwards.get(_looks(gradient, tensors))
+    launcher = compiled_launcher.load(differentiate_by_the_long_way)
+    compiled = launches.compiled(launcher) if launches and launcher is not None else None
+    return made[0], made[1], made[2], compiled
+
+
+class Repeat:
+    """How to launch calls of one kind."""
+
+    def __init__(
+        self, call: LLNCall, matching: _Launches | None, forward: _Launches, tracked: bool
+    ) -> None:
+        """Take over what the calls share.
+
+        Args:
+            call: One of the calls; none of its tensors are kept.
+            matching: The launches that find α and β; None where they are given.
+            forward: The launches of the forward pass.
+            tracked: Whether a backward pass follows.
+        """
+        query, value = call.query, call.value
+        self.device, self.index = query.device, query.device.index
+        self.matching, self.forward, self.tracked = matching, forward, tracked
+        self.width, self.causal = value.shape[3], call.causal
+        self.scale, self.block_size = call.scale, call.block_size
+        self.heads = (call.samples, query.shape[1], 1, 1)
+        slots = (call.samples, call.summary_heads, query.shape[3])
+        keeps = tracked and not call.causal
+        self.kept = (slots, (*slots, self.width), value.dtype) if keeps else None
+        # By how the gradient of the output and the saved tensors lie in memory.
+        self.backwards: dict[Hashable, Any] = {}
+
+    def compiled(self, launcher: Any) -> tuple[Any, ...] | None:
+        """What the calls share, in the compiled launcher's form; None where it cannot launch."""
+        forward = self.forward.compiled(launcher)
+        matching = None if self.matching is None else self.matching.compiled(launcher)
+        if forward is None or (matching is None) != (self.matching is None):
+            return None
+        slots = 0 if self.kept is None else self.kept[0][1]
+        keeps = self.kept is not None
+        return matching, forward, self.causal, keeps, slots, self.block_size, self.scale
+
+    def is_free(self) -> bool:
+        """Whether launches go to the current device, and no profiler listens to them."""
+        from lln.kernels.launching import recipes
+
+        watched = recipes.launches_are_watched() or overrides
+        return not watched and torch.cuda.current_device() == self.index
+
+    def run(self, request: Any) -> Tensor:
+        """A call of this kind."""
+        query, key, value, alpha, beta = request[1:6]
+        mask = request.key_mask
+        if self.matching is not None:
+            results = torch.empty((5, *self.heads), dtype=torch.float32, device=self.device)
+            where = query.data_ptr()
+            marked = where if mask is None else mask.data_ptr()
+            self.matching.run(
+                [where, key.data_ptr(), marked, where, results.data_ptr()], self.device
+            )
+            alpha, beta = results[0], results[1]
+        alpha, alpha_number = (alpha, 1.0) if isinstance(alpha, Tensor) else (None, float(alpha))
+        beta, beta_number = (beta, 1.0) if isinstance(beta, Tensor) else (None, float(beta))
+        numbers = (alpha_number, beta_number, float(request.mix), self.block_size, self.scale)
+        numbers = (*numbers, 0.0, 0, self.causal, 0)
+        tensors = (query, key, value, alpha, beta, mask, None, None)
+        if self.tracked:
+            return run.attend_again(tensors, numbers, self)
+        return self.attend(tensors, numbers)[0]
+
+    def attend(
+        self, tensors: Sequence[Any], numbers: Sequence[Any]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Output, and for a backward pass the summary: as `launch_bidirectional.attend`."""
+        query = tensors[0]
+        out = output_like(query, self.width)
+        addresses = _addresses(tensors, numbers)
+        log_mass = centroid = None
+        begin = query.data_ptr()
+        kept = (begin, begin)
+        if self.kept is not None:
+            shape, wide, dtype = self.kept
+            log_mass = torch.empty(shape, dtype=torch.float32, device=self.device)
+            centroid = torch.empty(wide, dtype=dtype, device=self.device)
+            kept = (log_mass.data_ptr(), centroid.data_ptr())
+        written = out.data_ptr()
+        self.forward.run([*addresses, written, written, *kept], self.device)
+        return out, log_mass, centroid
+
+    def differentiate(
+        self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], kept: Sequence[Any]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Gradients of query, key and value; None where the long way has to be taken."""
+        launches = self.backwards.get(_looks(gradient, tensors))
+        if not launches or not self.is_free():
+            return None
+        query, key, value = tensors[:3]
+        made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        begin = gradient.data_ptr()
+        summary = [begin if side is None else side.data_ptr() for side in kept]
+        addresses = _addresses(tensors, numbers)
+        own = [side.data_ptr() for side in made]
+        addresses += [begin, begin, *summary, *own, begin, begin, begin]
+        launches.run(addresses, self.device)
+        return made
+
+    def learn(self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
+        """Prepare later backward passes with gradients like this one, after the long way."""
+        looks = _looks(gradient, tensors)
+        if looks in self.backwards:
+            return
+        from lln.kernels.causal import launch_causal
+        from lln.kernels.lln import launch_bidirectional
+        from lln.kernels.summaries.lln_call import LLNCall
+
+        launcher = launch_causal if self.causal else launch_bidirectional
+        kind = launcher.backward_kind(LLNCall(*tensors, *numbers), gradient, (False, False, 0))
+        within = within_reach(gradient) is gradient
+        self.backwards[looks] = _launches(kind, _BACKWARD) if within else False
+
+
+class _Launches:
+    """The launches of a recipe, with addresses and numbers by position."""
+
+    def __init__(self, recipe: Recipe, names: Sequence[str]) -> None:
+        """``names`` are those of the arguments of `run`; the recipe's own memory follows them."""
+        from lln.kernels.launching import recipes
+
+        self.stream_of = recipes.current_stream
+        self.bytes, self.offsets = recipe.bytes, list(recipe.offsets.values())
+        # A later place wins: memory of the recipe stands before what the call brings.
+        places = {name: place for place, name in enumerate((*names, *recipe.offsets))}
+        self.recipe, self.names, self.places = recipe, len(names), places
+        # Made when first asked for; False where it cannot be.
+        self.form: Any = None
+        self.steps = [
+            (
+                step.launch,
+                step.whole_grid,
+                step.code,
+                [None if isinstance(one, recipes.Place) else one for one in step.arguments],
+                [(index, places[name]) for index, name in step.fills],
+            )
+            for step in recipe.steps
+        ]
+
+    def compiled(self, launcher: Any) -> Any:
+        """The launches in the compiled launcher's form; None where it cannot take them."""
+        if self.form is None:
+            sizes_of = compiled_launcher.sizes_of
+            try:
+                plain = plain_launches.describe(self.recipe, self.names, self.places, sizes_of)
+                self.form = False if plain is None else launcher.launches(*plain)
+                reason = "does not know the parameters of a kernel"
+            except Exception as error:  # A version of Triton that we do not know.
+                self.form = False
+                reason = f"cannot read a kernel ({type(error).__name__}: {error})"
+            if self.form is False:
+                compiled_launcher.refuse(reason)
+        return self.form or None
+
+    def run(self, addresses: list[Any], device: torch.device) -> None:
+        """Launch everything on the device's current stream."""
+        if self.bytes:
+            space = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+            begin = space.data_ptr()
+            addresses += [begin + offset for offset in self.offsets]
+        stream = self.stream_of(device)
+        for launch, grid, code, fixed, fills in self.steps:
+            arguments = fixed.copy()
+            for index, place in fills:
+                arguments[index] = addresses[place]
+            launch(*grid, stream, *code, *arguments)
+
+
+def _prepare(request: Any, plan: Any) -> Repeat | None:
+    """A `Repeat` from the recipes that a call of the same kind has left; None = not possible."""
+    if plan.impl != "triton" or plan.diagonal not in (None, "joint"):
+        return None
+    from lln.kernels.causal import launch_causal
+    from lln.kernels.lln import launch_bidirectional
+    from lln.kernels.moments import launch_moments
+    from lln.kernels.summaries.lln_call import LLNCall
+
+    query, key, value, alpha, beta = request[1:6]
+    if value.shape[3] > plan.value_width or min(query.numel(), value.numel()) == 0:
+        return None
+    if any(within_reach(side) is not side for side in (query, key, value)):
+        return None
+    mask, heads = request.key_mask, (query.shape[0], query.shape[1], 1, 1)
+    if mask is not None and not mask.is_contiguous():
+        return None
+    matching = None
+    if alpha is None:
+        if request.matching == "paper":
+            return None
+        curve = moment_ops.curve_of(query.shape[3], request.matching)
+        kind = launch_moments.kind_of(query, key, mask, curve)
+        matching = _launches(kind, _MATCH)
+        if matching is None:
+            return None
+        results = torch.empty((5, *heads), dtype=torch.float32, device=query.device)
+        alpha, beta = results[0], results[1]
+    alphas = alpha if isinstance(alpha, Tensor) else None
+    betas = beta if isinstance(beta, Tensor) else None
+    for side in (alphas, betas):
+        flat = side is None or (side.dtype == torch.float32 and side.is_contiguous())
+        if not flat or (side is not None and tuple(side.shape) != heads):
+            return None
+    slots = query.shape[1] if request.is_causal else summary_heads(query, key, betas)
+    if slots != key.shape[1]:
+        # Gradients of keys and values are summed over a group afterwards.
+        return None
+    blocks = plan.block_size if plan.diagonal == "joint" else 0
+    scale = query.shape[3] ** -0.5 if request.scale is None else float(request.scale)
+    numbers = (1.0, 1.0, 1.0, blocks, scale if blocks else 1.0, 0.0, 0, request.is_causal, 0)
+    call = LLNCall(query, key, value, alphas, betas, mask, None, None, *numbers)
+    tracked = torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value))
+    launcher = launch_causal if request.is_causal else launch_bidirectional
+    forward = _launches(launcher.forward_kind(call, tracked), _FORWARD)
+    return None if forward is None else Repeat(call, matching, forward, tracked)
+
+
+def _launches(kind: Hashable, names: Sequence[str]) -> _Launches | None:
+    """The launches of a recipe that has run; None if there is none."""
+    from lln.kernels.launching import recipes
+
+    recipe = recipes.recipe_of(kind)
+    return None if recipe is None else _Launches(recipe, names)
+
+
+def _addresses(tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+    """The arguments that forward and backward share; what is not there is never read."""
+    query, key, value, alpha, beta, mask = tensors[:6]
+    begin = query.data_ptr()
+    return [
+        begin,
+        key.data_ptr(),
+        value.data_ptr(),
+        begin if alpha is None else alpha.data_ptr(),
+        begin if beta is None else beta.data_ptr(),
+        begin if mask is None else mask.data_ptr(),
+        begin,
+        numbers[0],
+        numbers[1],
+        numbers[2],
+        0,
+    ]
+
+
+def _looks(gradient: Tensor, tensors: Sequence[Any]) -> Hashable:
+    """What decides a backward pass; hooks may bring saved tensors back with other strides."""
+    return tuple([look_of(side) for side in (gradient, *tensors[:6])])
+
+
+def _form(side: float | Tensor | None) -> Hashable:
+    """Of α or β: None, a number, how a tensor lies in memory, or ``"other"``."""
+    if side is None:
+        return None
+    if type(side) is float or type(side) is int:
+        return "number"
+    if type(side) is Tensor and not side.requires_grad:
+        return look_of(side)
+    return "other"
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda

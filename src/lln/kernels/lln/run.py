@@ -1,0 +1,136 @@
+"""Calls of the kernels: seeds, slices of wide values, and autograd.
+
+Ordinary calls use an ``autograd.Function``: an operator with a Python gradient costs 0.2 ms before
+it starts, more than the kernels take. Under a compiler, a transform or a dispatch mode, calls go
+through the operators of `lln.kernels.lln.lln_ops`.
+
+Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
+E value width, n packed sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.eager.dropout import drop_keys
+from lln.kernels.launching.kernel_arguments import tensor_or_number
+from lln.kernels.launching.operators import once_differentiable
+from lln.kernels.launching.shapes import within_reach
+from lln.kernels.lln import lln_ops, slices
+from lln.tracing import is_capturing, is_watched
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    value_width: int,
+    key_mask: Tensor | None = None,
+    mix: float | Tensor = 1.0,
+    block_size: int = 0,
+    scale: float = 1.0,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    bounds: Tensor | None = None,
+    longest: int = 0,
+    added: slices.AddedBlocks | None = None,
+) -> Tensor:
+    """LLN attention by the kernels: ``[B, H, T, E]`` in the dtype of query.
+
+    Args:
+        query: ``[B, H, T, D]``; packed sequences come as one sample.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
+        alpha: A number or a tensor that broadcasts to ``[B, H, 1, 1]`` (packed: ``[n, H, 1, 1]``).
+        beta: Likewise, or to ``[B, Hk, 1, 1]``.
+        value_width: Channels of the values per launch; wider ones are read in slices.
+        key_mask: bool ``[B, S]``.
+        mix: A number or a tensor that broadcasts to ``[B, H, T, E]``.
+        block_size: Tokens in a block of the diagonal part; 0 = no diagonal part.
+        scale: Factor of the diagonal part's scores.
+        dropout_p: Probability to drop a key.
+        is_causal: Whether row i sees keys 0 … i only.
+        bounds: Integers ``[n + 1]``, the bounds of packed sequences.
+        longest: Length of the longest packed sequence, or more; 0 = not packed.
+        added: A diagonal part to add in place, in ordinary calls.
+    """
+    query, key, value = within_reach(query), within_reach(key), within_reach(value)
+    if dropout_p > 0 and is_capturing():
+        # The seed is a constant in a CUDA graph: every replay would drop the same keys.
+        value, dropout_p = drop_keys(value, dropout_p), 0.0
+    alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])
+    # With one β for all heads, the query heads of a group can share a summary of keys and values.
+    beta_t, beta_number = tensor_or_number(beta, key.shape[1])
+    mix_t, mix_number = tensor_or_number(mix, None)
+    seed = int(torch.randint(0, 2**31 - 1, ()).item()) if dropout_p > 0 else 0
+    numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
+    numbers = (*numbers, is_causal, longest)
+    if value.shape[-1] <= value_width and added is None:
+        return _attend(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
+    tensors = (query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds)
+    if is_watched(query):
+        parts = slices.cut(tensors, value_width)
+        return torch.cat([_attend(*part, *numbers) for _, part in parts], -1)
+    return slices.attend(tensors, numbers, value_width, added)
+
+
+class _Attend(torch.autograd.Function):
+    """`lln.kernels.lln.lln_ops.attend_saving` with less overhead.
+
+    The numbers come as one argument, then a `repeats.Repeat` or None. Both ways save
+    the same tensors: when checkpointing repeats a forward, it may be the other one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, numbers, repeat = inputs
+        if repeat is None:
+            out, log_mass, centroid = lln_ops.forward((*tensors, *numbers), save=True)
+        else:
+            out, log_mass, centroid = repeat.attend(tensors, numbers)
+        ctx.save_for_backward(*tensors, log_mass, centroid)
+        ctx.numbers, ctx.repeat = numbers, repeat
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        (gradient,) = grad_outputs
+        if gradient is None:
+            return (None,) * (lln_ops.TENSORS + 2)
+        *tensors, log_mass, centroid = ctx.saved_tensors
+        numbers, repeat = ctx.numbers, ctx.repeat
+        if repeat is not None:
+            made = repeat.differentiate(gradient, tensors, numbers, (log_mass, centroid))
+            if made is not None:
+                return *made, *(None,) * (lln_ops.TENSORS - 1)
+        asked = lln_ops.asked_gradients(ctx)
+        found = lln_ops.gradients(gradient, (*tensors, *numbers), log_mass, centroid, asked)
+        if repeat is not None:
+            repeat.learn(gradient, tensors, numbers)
+        dq, dk, dv, dalpha, dbeta, dmix = found
+        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None, None
+
+
+def _attend(*arguments: Any) -> Tensor:
+    """One call with or without gradient, through the operator where the call is traced."""
+    tensors = arguments[: lln_ops.TENSORS]
+    tracked = slices.is_tracked(tensors)
+    if is_watched(arguments[0]):
+        return lln_ops.attend_saving(*arguments)[0] if tracked else lln_ops.attend(*arguments)
+    if not tracked:
+        return lln_ops.forward(arguments, save=False)[0]
+    return _Attend.apply(*tensors, arguments[lln_ops.TENSORS :], None)
+
+
+def attend_again(tensors: Sequence[Any], numbers: tuple[Any, ...], repeat: Any) -> Tensor:
+    """A call with gradient by the launches of an earlier one (`lln.kernels.lln.repeats`)."""
+    return _Attend.apply(*tensors, numbers, repeat)

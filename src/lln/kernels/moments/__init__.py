@@ -1,0 +1,1 @@
+"""The statistics of moment matching, and α and β from them."""

@@ -1,0 +1,1 @@
+"""The passes of LLN attention: keys and values into a summary, queries that read one."""

@@ -1,0 +1,294 @@
+"""The two halves of LLN attention apart: keys into a summary, queries that read a summary.
+
+`launch_bidirectional` runs both in one call. Here something may happen between them: ranks that
+hold parts of a sequence merge their summaries (`lln.parallel`). The kernels are the same; the
+summary and its gradients are float32 whatever the inputs, because they travel and are added up.
+
+Dimension legend: B samples, H query heads, Hk key heads, SH summary heads, T queries, S keys, D
+head width, E value width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.kernels.launching.recipes import Recipe, follow, over_tiles
+from lln.kernels.launching.shapes import output_like
+from lln.kernels.launching.sizes import Sizes
+from lln.kernels.launching.stretches import cdiv
+from lln.kernels.summaries import triton_forward as fwd
+from lln.kernels.summaries.gradients import beta_gradient, finish_gradients
+from lln.kernels.summaries.launch_passes import (
+    WHOLE_GRADIENT,
+    WHOLE_SUMMARY,
+    key_grad_step,
+    query_grad_steps,
+    summary_shares,
+    summary_steps,
+)
+from lln.kernels.summaries.lln_call import LLNCall, live_of, values_of
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    alpha: tuple[Tensor | None, float] = (None, 1.0),
+    beta: tuple[Tensor | None, float] = (None, 1.0),
+) -> LLNCall:
+    """A call of bidirectional LLN attention without blocks and dropout."""
+    tensors = (query, key, value, alpha[0], beta[0], mask, None, None)
+    return LLNCall(*tensors, alpha[1], beta[1], 1.0, 0, 1.0, 0.0, 0, causal=False, longest=0)
+
+
+# Keys into a summary
+
+
+def _key_call(
+    key: Tensor, value: Tensor, beta: Tensor | None, mask: Tensor | None, beta_number: float
+) -> LLNCall:
+    """In place of queries it has keys: no kernel of this half looks at them."""
+    heads = key.shape[1] if beta is None else beta.shape[1]
+    stand_in = key[:, :1].expand(-1, heads, -1, -1)
+    return _call(stand_in, key, value, mask, beta=(beta, beta_number))
+
+
+def summarise(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]`` in float32.
+
+    Args:
+        arguments: key ``[B, Hk, S, D]`` with S > 0, value ``[B, Hk, S, E]``, β ``[·, Hk or H, 1,
+            1]`` or None, key mask or None, β as a number.
+    """
+    call = _key_call(*arguments)
+    value, slots = call.value, call.summary_heads
+    shape = (call.samples, slots, call.key.shape[3])
+    log_mass = torch.empty(shape, dtype=torch.float32, device=value.device)
+    centroid = log_mass.new_empty((*shape, value.shape[3]))
+    live = live_of(call, call.query, slots)
+    live["p_log_mass"], live["p_centroid"] = log_mass, centroid
+    follow(
+        ("summarise", call.looks(), call.options()),
+        call.family("summarise"),
+        live,
+        value.device,
+        lambda: call.sizes(slots),
+        lambda chosen: _write_summarise(call, live, chosen),
+    )
+    return log_mass, centroid
+
+
+def _write_summarise(call: LLNCall, live: dict[str, Any], chosen: Sizes) -> Recipe:
+    programs, keys, tile = call.samples * call.summary_heads, call.key.shape[2], chosen.summarise
+    widest = max(chosen.width, chosen.value_width)
+    values = values_of(call, chosen, live, call.summary_heads, widest)
+    shares = summary_shares(chosen)
+    stretch = tile.stretch(keys, tile.tokens, programs, chosen.cores, shares, parts=True)
+    splits = cdiv(keys, stretch)
+    values |= {"program_tokens": stretch, "EVEN": _is_even(call, keys, tile.tokens)}
+    return Recipe(*summary_steps(programs, chosen, values, splits))
+
+
+def summarise_backward(
+    dlog_mass: Tensor, dcentroid: Tensor, log_mass: Tensor, centroid: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of key, value and, if asked for, β.
+
+    Args:
+        dlog_mass: ``[B, SH, D]`` in float32, as the next three.
+        dcentroid: ``[B, SH, D, E]``.
+        log_mass: What `summarise` returned.
+        centroid: Likewise.
+        rest: The arguments of `summarise`, and whether β needs a gradient.
+    """
+    *arguments, beta_grad = rest
+    call = _key_call(*arguments)
+    key, value, slots = call.key, call.value, call.summary_heads
+    dk, dv = (side.new_empty(call.samples, slots, *side.shape[2:]) for side in (key, value))
+    live = live_of(call, call.query, slots)
+    live |= {"p_log_mass": log_mass, "p_centroid": centroid, "p_dk": dk, "p_dv": dv}
+    # The kernel has places for queries and their gradients, for blocks on the diagonal.
+    live |= {"p_g": value, "p_dq": call.query, "p_dmix": value, "p_dbeta": value}
+    live["p_shift"] = (dlog_mass - (centroid * dcentroid).sum(-1)).contiguous()
+    live["p_dc"] = dcentroid.mT.to(value.dtype).contiguous()
+    parts = None
+    if beta_grad:
+        _, programs = _key_stretch(call, call.sizes(slots))
+        parts = log_mass.new_empty(call.samples, slots, programs, 3)
+        live["p_dbeta"] = parts
+    follow(
+        ("summarise_backward", beta_grad, call.looks(), call.options()),
+        call.family("summarise_backward"),
+        live,
+        value.device,
+        lambda: call.sizes(slots),
+        lambda chosen: _write_key_grad(call, live, beta_grad, chosen),
+    )
+    dbeta = None
+    if parts is not None:
+        # All tokens and slots: what g adds up to where other tokens share the summary.
+        total = dlog_mass.sum(-1, dtype=torch.float64)[..., None]
+        dbeta = beta_gradient(parts, key.shape[3], total)
+    made = finish_gradients(call, (dk, dk, dv, None, dbeta, None), slots // key.shape[1])
+    return made[1], made[2], made[4]
+
+
+def _key_stretch(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
+    """Tokens per program, and programs per summary; the same if sizes shrink later."""
+    keys, tile = call.key.shape[2], chosen.key_grad
+    heads = call.samples * call.summary_heads
+    stretch = tile.stretch(keys, tile.tokens, heads, chosen.cores)
+    return stretch, cdiv(keys, stretch)
+
+
+def _write_key_grad(call: LLNCall, live: dict[str, Any], beta_grad: bool, chosen: Sizes) -> Recipe:
+    slots, keys, tile = call.summary_heads, call.key.shape[2], chosen.key_grad
+    stretch, programs = _key_stretch(call, call.sizes(slots))
+    values = values_of(call, chosen, live, slots) | WHOLE_GRADIENT
+    values |= {"ALPHA_GRAD": False, "BETA_GRAD": beta_grad, "MIX_GRAD": 0, "SPLIT": False}
+    values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
+    values["EVEN"] = _is_even(call, keys, tile.tokens)
+    return Recipe([key_grad_step(call.samples * slots, chosen, values, programs)], {})
+
+
+# Queries that read a summary
+
+
+def _query_call(
+    query: Tensor,
+    value: Tensor,
+    slots: int,
+    alpha: Tensor | None,
+    mask: Tensor | None,
+    alpha_number: float,
+) -> LLNCall:
+    """In place of keys it has queries, in place of values something ``[B, H, T, E]``."""
+    return _call(query, query[:, :slots], value[:, :slots], mask, alpha=(alpha, alpha_number))
+
+
+def read(
+    query: Tensor,
+    alpha: Tensor | None,
+    log_mass: Tensor,
+    centroid: Tensor,
+    mask: Tensor | None,
+    alpha_number: float,
+) -> Tensor:
+    """Output ``[B, H, T, E]`` in the dtype of query.
+
+    Args:
+        query: ``[B, H, T, D]``, T > 0.
+        alpha: ``[·, H, 1, 1]``; None = ``alpha_number``.
+        log_mass: ``[B, SH, D]`` in float32.
+        centroid: ``[B, SH, D, E]`` in float32.
+        mask: bool ``[B, T]``, False = whatever the query holds has no effect; None = all count.
+        alpha_number: α where it is one number.
+    """
+    out, slots = output_like(query, centroid.shape[3]), log_mass.shape[1]
+    call = _query_call(query, out, slots, alpha, mask, alpha_number)
+    live = live_of(call, out, slots)
+    live["p_o"], live["p_log_mass"] = out, log_mass.contiguous()
+    live["p_centroid"] = centroid.to(query.dtype).contiguous()
+    follow(
+        ("read", slots, call.looks(), call.options()),
+        call.family("read"),
+        live,
+        query.device,
+        lambda: call.sizes(slots),
+        lambda chosen: _write_read(call, live, slots, chosen),
+    )
+    return out
+
+
+def _write_read(call: LLNCall, live: dict[str, Any], slots: int, chosen: Sizes) -> Recipe:
+    (heads, tokens), tile = call.query.shape[1:3], chosen.read
+    programs = call.samples * heads
+    values = values_of(call, chosen, live, slots, max(chosen.width, chosen.value_width))
+    stretch = tile.stretch(tokens, tile.tokens, programs, chosen.cores)
+    values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
+    values |= {
+        "EVEN": _is_even(call, tokens, tile.tokens),
+        "PLAIN": chosen.is_turned,
+        "AHEAD": False,
+    }
+    grid = (cdiv(tokens, stretch), programs)
+    return Recipe([over_tiles(fwd.read_kernel, grid, values | WHOLE_SUMMARY, tile)], {})
+
+
+def read_backward(
+    gradient: Tensor,
+    query: Tensor,
+    alpha: Tensor | None,
+    log_mass: Tensor,
+    centroid: Tensor,
+    mask: Tensor | None,
+    alpha_number: float,
+    alpha_grad: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Gradients of query, α (if asked for), log-mass and centroid; the last two in float32.
+
+    Args:
+        gradient: ``[B, H, T, E]``.
+        query: This and the next five as in `read`.
+        alpha: See above.
+        log_mass: See above.
+        centroid: See above.
+        mask: See above.
+        alpha_number: See above.
+        alpha_grad: Whether α needs a gradient.
+    """
+    slots = log_mass.shape[1]
+    call = _query_call(query, gradient, slots, alpha, mask, alpha_number)
+    low = centroid.to(query.dtype).contiguous()
+    dq, shift = torch.empty_like(query), torch.empty_like(log_mass, memory_format=_DENSE)
+    dc = shift.new_empty(*shift.shape[:2], centroid.shape[3], shift.shape[2])
+    live = live_of(call, gradient, slots)
+    live |= {"p_log_mass": log_mass.contiguous(), "p_centroid": low, "p_g": gradient}
+    live |= {"p_dq": dq, "p_shift": shift, "p_dc": dc, "p_dalpha": gradient}
+    parts = None
+    if alpha_grad:
+        _, programs = _query_stretch(call, call.sizes(slots))
+        parts = shift.new_empty(call.samples, query.shape[1], programs)
+        live["p_dalpha"] = parts
+    follow(
+        ("read_backward", alpha_grad, slots, call.looks(gradient), call.options()),
+        call.family("read_backward"),
+        live,
+        query.device,
+        lambda: call.sizes(slots),
+        lambda chosen: _write_query_grad(call, live, slots, alpha_grad, chosen),
+    )
+    dcentroid = dc.mT
+    dlog_mass = shift + (low.float() * dcentroid).sum(-1)
+    made = finish_gradients(call, (dq, dq, dq, parts, None, None), 1)
+    return dq, made[3], dlog_mass, dcentroid
+
+
+_DENSE = torch.contiguous_format
+
+
+def _query_stretch(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
+    """Tokens per program, and programs per head; the same if sizes shrink later."""
+    (heads, tokens), tile = call.query.shape[1:3], chosen.query_grad
+    programs, parts = call.samples * heads, not chosen.is_turned
+    stretch = tile.stretch(tokens, tile.tokens, programs, chosen.cores, parts=parts)
+    return stretch, cdiv(tokens, stretch)
+
+
+def _write_query_grad(
+    call: LLNCall, live: dict[str, Any], slots: int, alpha_grad: bool, chosen: Sizes
+) -> Recipe:
+    batch, (heads, tokens), tile = call.samples, call.query.shape[1:3], chosen.query_grad
+    stretch, splits = _query_stretch(call, call.sizes(slots))
+    values = values_of(call, chosen, live, slots)
+    values |= {"ALPHA_GRAD": alpha_grad, "SPLIT": False, "program_tokens": stretch}
+    values["EVEN"] = _is_even(call, tokens, tile.tokens)
+    return Recipe(*query_grad_steps(batch * heads, chosen, values, splits))
+
+
+def _is_even(call: LLNCall, tokens: int, tile: int) -> bool:
+    return call.mask is None and tokens % tile == 0
