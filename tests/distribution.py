@@ -16,7 +16,7 @@ LIBRARY = "src/lln/cpu/_passes.so"
 
 
 def files_of(folder, root):
-    """Files under a folder of the checkout, without what Python, a build and editors leave there."""
+    """Files under a folder of the checkout, without what builds, Python and editors leave there."""
     found = {
         path.relative_to(root).as_posix()
         for path in (root / folder).rglob("*")
