@@ -100,8 +100,13 @@ release: $(VENV)/.stamp-release  ## build wheel and sdist, check them, try the w
 	$(PYTHON) -m venv $(EMPTY)
 	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
 	cd $(EMPTY) && bin/lln --version && bin/lln doctor && bin/python $(CURDIR)/tests/readme.py $(CURDIR)/README.md
+	cd $(EMPTY) && bin/lln doctor | grep '^cpu passes *compiled'
 	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[hf,instruments]"
 	cd $(EMPTY) && bin/python $(CURDIR)/tests/readme.py --all $(CURDIR)/README.md
+# As on a machine without a compiler.
+	CXX=none $(EMPTY)/bin/python -m pip install --quiet --force-reinstall --no-deps dist/*.tar.gz
+	cd $(EMPTY) && bin/lln doctor | grep '^cpu passes .*installed without them'
+	cd $(EMPTY) && bin/python $(CURDIR)/tests/readme.py $(CURDIR)/README.md
 
 clean:  ## remove .venv, .oldest, .newest, caches and build output
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache .coverage htmlcov
@@ -117,6 +122,8 @@ $(NEWEST)/bin/python:
 	$(PYTHON) -m venv $(NEWEST)
 
 # The stamps depend on what they install from, so a second run does nothing.
+$(VENV)/.stamp-run $(VENV)/.stamp-dev: hatch_build.py src/lln/cpu/building.py $(wildcard src/lln/cpu/cpp/*)
+
 $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[instruments]'
 	@touch $@

@@ -3,7 +3,7 @@
 On a machine that is shared with others, times change from second to second, and what is timed later
 is not comparable. Here the calls of one length take turns in a new order every time, so all of them
 see the same machine, and ratios hold although times do not. PyTorch's passes, the compiled ones
-(`lln build-cpu`) and, if given, an older tree have a process each, in rounds.
+and, if given, an older tree have a process each, in rounds.
 
 With ``--example`` they are the calls of README instead, α and β not given, with PyTorch's passes.
 Their times are those of the processor on one thread, which other programs change little.
@@ -185,7 +185,7 @@ def turns_table(content: dict[str, Any]) -> str:
     old = f"; *before* is commit `{content['before'][:10]}`" if content["before"] else ""
     caption = (
         f"Times faster than SDPA in turn with it ({named}); *plain*: PyTorch's passes, *compiled*: "
-        f"those of `lln build-cpu`{old}. Float32, B = 1, H = {HEADS}, D = {WIDTH}, freed memory is "
+        f"those in C++{old}. Float32, B = 1, H = {HEADS}, D = {WIDTH}, freed memory is "
         f"kept; the middle of {len(content['ways']['plain'])} rounds. {setup['device']}, "
         f"{setup['threads']} threads, torch {setup['torch']}; {source(setup)}."
     )
@@ -254,15 +254,15 @@ def main() -> None:
 
         fill(PAGE, SECTION, turns_table(json.loads(RESULTS.read_text("utf-8"))))
         return
-    from lln.cpu import compiled_passes
+    from lln.cpu import building
     from lln.files import compact_json, write_atomically
     from lln.studies.bench.environment import describe
 
     found = ways(given.old)
     if given.example:
         found = {"plain": {**found["plain"], "OMP_NUM_THREADS": "1"}}
-    if "compiled" in found and not compiled_passes.library().exists():
-        raise SystemExit("There are no compiled passes to compare; `lln build-cpu` makes them.")
+    if "compiled" in found and not building.LIBRARY.exists():
+        raise SystemExit("There are no compiled passes to compare; `make setup` makes them.")
     kind = ["--example"] if given.example else ["--old OLD/src"] if given.old else []
     words = [COMMAND, *kind, f"--seconds {given.seconds:g}"]
     content: dict[str, Any] = {

@@ -66,12 +66,12 @@ def fill_cpu() -> None:
         draw_speed(cpu, FIGURES / "cpu_speed.svg")
     for suffix in ("", "-x86"):
         plain, compiled = read(f"cpu{suffix}"), read(f"cpu{suffix}-compiled")
-        command = missing("lln bench --device cpu", f"cpu{suffix}")
+        command = missing("LLN_CPU=torch lln bench --device cpu", f"cpu{suffix}")
         fill(BENCHMARKS, f"cpu-speed{suffix}", cpu_table(plain) if plain else command)
-        command = missing("lln build-cpu; lln bench --device cpu", f"cpu{suffix}-compiled")
+        command = missing("lln bench --device cpu", f"cpu{suffix}-compiled")
         fill(BENCHMARKS, f"cpu-compiled{suffix}", cpu_table(compiled) if compiled else command)
     compiled = read("cpu-compiled")
-    command = missing("lln build-cpu; lln bench --device cpu", "cpu-compiled")
+    command = missing("lln bench --device cpu", "cpu-compiled")
     causal = causal_cpu_table(cpu, compiled) if cpu and compiled else command
     fill(BENCHMARKS, "cpu-causal", causal)
 

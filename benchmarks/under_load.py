@@ -4,7 +4,7 @@ Quiet phases and phases with busy programs alternate; within a phase the calls t
 order every round, so that all of them see the same load: a scheduler gives less time to a program
 that has just had much, so it matters which call comes before. A slow-down is the mean time of a
 busy phase over that of the quiet phase before it, and the middle one of all pairs counts. PyTorch's
-passes and the compiled ones (`lln build-cpu`) have a process each.
+passes and the compiled ones have a process each.
 """
 
 from __future__ import annotations
@@ -157,12 +157,12 @@ def main() -> None:
     programs = given.programs or len(os.sched_getaffinity(0))
     if given.case is not None:
         found = measure(programs, given.seconds, given.pairs)
-        from lln.cpu import compiled_passes
+        from lln.cpu import library
 
-        used = compiled_passes.why_not() or "compiled"
+        used = library.why_not() or "compiled"
         given.case.write_text(json.dumps({"pairs": found, "passes": used}), "utf-8")
         return
-    from lln.cpu import compiled_passes
+    from lln.cpu import building
     from lln.files import compact_json, write_atomically
     from lln.studies.bench.environment import describe
 
@@ -170,10 +170,10 @@ def main() -> None:
     setup = describe("cpu", " ".join([COMMAND, *words]))
     sizes = {"programs": programs, "seconds": given.seconds, "pairs": given.pairs}
     content: dict[str, Any] = {"setup": setup, **sizes, "runs": {}}
-    has_both = compiled_passes.library().exists()
+    has_both = building.LIBRARY.exists()
     for name, environment in PASSES.items():
         if name == "compiled" and not has_both:
-            print("Without compiled passes: `lln build-cpu` makes them.")
+            print("Without compiled passes: `make setup` makes them.")
             continue
         with tempfile.TemporaryDirectory() as folder:
             case = Path(folder) / "case.json"

@@ -13,7 +13,6 @@ PACKAGE = SOURCE / "lln"
 LOOSE = {
     "errors",
     "files",
-    "native",
     "observers",
     "precision",
     "printing",

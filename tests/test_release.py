@@ -57,22 +57,47 @@ def checkout(tmp_path):
 
 
 def test_a_wheel_holds_the_package_and_nothing_else(checkout):
-    wheel = checkout / "lln.whl"
+    wheel = checkout / "lln-0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in ("lln/a.py", "lln-0.dist-info/METADATA", "tests/test_a.py"):
             archive.writestr(name, "")
     assert distribution.faults_of_wheel(wheel, checkout) == [
-        "lln.whl lacks lln/page.html",
-        "lln.whl has tests/test_a.py, which is not in src",
+        f"{wheel.name} lacks lln/page.html",
+        f"{wheel.name} has tests/test_a.py, which is not in src",
     ]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_wheel_for_one_platform_holds_its_library(is_there, checkout):
+    library = checkout / distribution.LIBRARY
+    library.parent.mkdir()
+    library.write_text("of this checkout")
+    wheel = checkout / "lln-0-py3-none-manylinux_2_29_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("a.py", "page.html", *(["cpu/_passes.so"] if is_there else [])):
+            archive.writestr(f"lln/{name}", "")
+    faults = [] if is_there else [f"{wheel.name} lacks lln/cpu/_passes.so"]
+    assert distribution.faults_of_wheel(wheel, checkout) == faults
+
+
+@pytest.mark.parametrize(
+    ("tags", "fault"),
+    [([], None), (["v0.1.0"], None), (["nightly"], None), (["v0.2.0"], "must be 0.2.0")],
+)
+def test_a_tagged_commit_has_the_version_of_its_tag(tags, fault, tmp_path):
+    faults = distribution.faults_of_version(tmp_path / "lln-0.1.0-py3-none-any.whl", tags)
+    assert [fault in one for one in faults] == ([] if fault is None else [True])
 
 
 def test_a_source_distribution_holds_what_tests_read(checkout):
     sdist = checkout / "lln.tar.gz"
     with tarfile.open(sdist, "w:gz") as archive:
+        (checkout / distribution.LIBRARY).parent.mkdir()
+        (checkout / distribution.LIBRARY).write_text("of this checkout")
         for name in ("src", *distribution.SINGLE[1:]):
             archive.add(checkout / name, f"lln-0/{name}")
     assert distribution.faults_of_sdist(sdist, checkout) == [
         "lln.tar.gz lacks Makefile",
         "lln.tar.gz lacks tests/test_a.py",
+        f"lln.tar.gz has {distribution.LIBRARY}",
     ]

@@ -5,11 +5,9 @@ import torch
 import torch.utils.flop_counter
 from tests.cpu.conftest import NAMES
 from tests.eager.test_few_passes import NUMBERS
-from typer.testing import CliRunner
 
 import lln
-from lln.cli.app import app
-from lln.cpu import compiled_passes
+from lln.cpu import library
 from lln.eager import few_passes
 from lln.errors import MemoryShortageError
 from lln.observers import add_observer, remove_observer
@@ -113,7 +111,7 @@ def test_concentrated_weights(size, taken, monkeypatch):
     query, key, value = (side.detach() for side in sides_of())
     sides = [(size * query).requires_grad_(), (size * key).requires_grad_(), value.requires_grad_()]
     with monkeypatch.context() as without:
-        without.setattr(compiled_passes, "_found", "switched off by this test")
+        without.setattr(library, "_found", "switched off by this test")
         plain = outcome(sides)
     assert not taken
     check(sides, eager=plain)
@@ -143,7 +141,7 @@ def test_peaks_that_are_rounded(sizes, numbers, width, block_size, taken, monkey
     options |= MATCHED if numbers == "matched" else {}
     sides = [side.requires_grad_() for side in sides]
     with monkeypatch.context() as without:
-        without.setattr(compiled_passes, "_found", "switched off by this test")
+        without.setattr(library, "_found", "switched off by this test")
         plain = outcome(sides, **options)
     assert not taken
     check(sides, eager=plain, **options)
@@ -543,7 +541,7 @@ def test_no_memory_is_an_error(taken, without_memory, monkeypatch):
     """With a library whose requests for memory all fail."""
     sides, causal = sides_of(), {"is_causal": True}
     graphs = attention(sides, 16), attention(sides, **causal)
-    monkeypatch.setattr(compiled_passes, "_found", without_memory)
+    monkeypatch.setattr(library, "_found", without_memory)
     calls = [lambda graph=graph: graph.sum().backward() for graph in graphs]
     calls += [lambda: attention(sides, 16), lambda: attention(sides, **causal)]
     calls += [lambda: attention(sides, **MATCHED), lambda: lln.match_moments(*sides[:2])]
@@ -553,76 +551,3 @@ def test_no_memory_is_an_error(taken, without_memory, monkeypatch):
             call()
     assert set(taken) == set(NAMES)
     assert issubclass(MemoryShortageError, MemoryError)
-
-
-def test_a_missing_compiler_is_one_sentence(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path))
-    with pytest.raises(lln.BackendUnavailableError, match=r"no C\+\+ compiler found"):
-        compiled_passes.build()
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_command_builds_what_doctor_then_uses(library, monkeypatch, tmp_path):
-    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path))
-    monkeypatch.delenv("LLN_CPU", raising=False)
-    done = CliRunner().invoke(app, ["build-cpu"], catch_exceptions=False)
-    assert done.exit_code == 0
-    assert "is ready" in done.output
-    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
-    monkeypatch.setattr(compiled_passes, "_found", None)
-    done = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
-    assert done.exit_code == 0
-    assert "cpu passes   compiled" in done.output
-
-
-def test_a_compiler_that_fails_says_why(monkeypatch, tmp_path):
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\necho 'passes.cpp: error: too modern' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path / "made"))
-    with pytest.raises(lln.BackendUnavailableError, match="too modern; g"):
-        compiled_passes.build()
-    assert not list((tmp_path / "made").iterdir())
-
-
-def test_a_broken_library_warns_once_and_torch_computes(monkeypatch, tmp_path):
-    monkeypatch.setenv("LLN_BUILD_FOLDER", str(tmp_path))
-    monkeypatch.delenv("LLN_CPU", raising=False)
-    monkeypatch.setattr(compiled_passes, "_found", None)
-    assert "lln build-cpu" in compiled_passes.why_not()
-    monkeypatch.setattr(compiled_passes, "_found", None)
-    compiled_passes.library().write_text("not a library")
-    with pytest.warns(UserWarning, match="lln computes with PyTorch's operations"):
-        assert attention(sides_of()).isfinite().all()
-    assert attention(sides_of()).isfinite().all()
-    assert "cannot be used" in compiled_passes.why_not()
-
-
-def test_it_can_be_switched_off(monkeypatch):
-    monkeypatch.setenv("LLN_CPU", "torch")
-    monkeypatch.setattr(compiled_passes, "_found", None)
-    assert compiled_passes.load() is None
-    assert "LLN_CPU=torch" in compiled_passes.why_not()
-
-
-def test_another_processor_has_another_library(monkeypatch, tmp_path):
-    own = compiled_passes.library()
-    facts = tmp_path / "cpuinfo"
-    facts.write_text("processor\t: 0\nflags\t\t: fpu avx9\n")
-    monkeypatch.setattr(compiled_passes, "_PROCESSOR", facts)
-    compiled_passes._processor.cache_clear()
-    try:
-        assert compiled_passes._processor() == "flags\t\t: fpu avx9"
-        assert compiled_passes.library().name != own.name
-    finally:
-        compiled_passes._processor.cache_clear()
-
-
-def test_without_torchs_threads_the_library_is_not_opened(monkeypatch, tmp_path):
-    nothing = tmp_path / "maps"
-    nothing.write_text("")
-    monkeypatch.setattr(compiled_passes, "_LOADED", nothing)
-    with pytest.raises(OSError, match="no OpenMP library"):
-        compiled_passes.open_library(tmp_path / "none.so")

@@ -6,7 +6,7 @@ from tests.cpu.test_compiled_passes import check, check_further_gradients, outco
 from tests.eager.test_few_passes import NUMBERS
 
 import lln
-from lln.cpu import compiled_passes
+from lln.cpu import compiled_passes, library
 
 BOTH = ["forward_causal", "backward_causal"]
 CAUSAL = {"is_causal": True, "alpha": 0.7, "beta": 1.3}
@@ -15,7 +15,7 @@ CAUSAL = {"is_causal": True, "alpha": 0.7, "beta": 1.3}
 def by_torch(monkeypatch, call):
     """What a call gives without the compiled passes."""
     with monkeypatch.context() as without:
-        without.setattr(compiled_passes, "_found", "switched off by this test")
+        without.setattr(library, "_found", "switched off by this test")
         return call()
 
 

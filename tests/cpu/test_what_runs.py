@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import lln
-from lln.cpu import compiled_passes
+from lln.cpu import library
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.functional import run as running
 from lln.functional.plan import choose_matching
@@ -62,23 +62,23 @@ COMPILED_AS_DOCUMENTED = [*COMPILED, "paper"]
 
 
 class Watched:
-    """A library, and which of its functions were called."""
+    """The functions of a library, and which of them were called."""
 
-    def __init__(self, library):
-        self.library, self.called = library, []
+    def __init__(self, functions):
+        self.functions, self.called = functions, []
 
     def __getattr__(self, name):
         def call(*given):
             self.called.append(name)
-            return getattr(self.library, name)(*given)
+            return getattr(self.functions, name)(*given)
 
         return call
 
 
 @pytest.fixture
-def watched(library, monkeypatch):
-    found = Watched(library)
-    monkeypatch.setattr(compiled_passes, "_found", found)
+def watched(functions, monkeypatch):
+    found = Watched(functions)
+    monkeypatch.setattr(library, "_found", found)
     return found
 
 
@@ -145,7 +145,7 @@ def test_cpu_refuses_what_the_passes_do_not_compute(kind, watched):
 
 
 def test_cpu_is_refused_without_compiled_passes(monkeypatch):
-    monkeypatch.setattr(compiled_passes, "_found", "LLN_CPU=torch switches them off")
+    monkeypatch.setattr(library, "_found", "LLN_CPU=torch switches them off")
     with pytest.raises(BackendUnavailableError, match="has no compiled passes here: LLN_CPU"):
         CALLS["lln"](sides_of(), impl="cpu")
     with pytest.raises(BackendUnavailableError, match="impl='cpu' has no compiled passes"):

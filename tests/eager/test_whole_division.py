@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lln
+from lln.cpu.building import find_compiler
 from lln.eager.whole_division import divided
-from lln.native import find_compiler
 
 GIVEN = {"alpha": 1.0, "beta": 1.0}
 KEYS = {"block_size": 16, "keys": 4, "offset": -1.0, **GIVEN}

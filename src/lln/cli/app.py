@@ -109,27 +109,6 @@ def build_launcher() -> None:
     typer.echo(f"{compiled_launcher.build()} is ready; `lln doctor` says whether it is used.")
 
 
-@app.command(rich_help_panel=START)
-def build_cpu() -> None:
-    """Compile LLN's passes for this CPU: calls in float32 then take less time.
-
-    PyTorch takes one pass over memory for each operation. The compiled passes take a tile of a head
-    through all of them while it is in the cache: LLN, causal or not, LLN + Diag and moment
-    matching, forward and backward, also with a mask if the call is not causal. They know calls with
-    as many heads of queries as of keys, in heads of 16, 32, 48, … channels and blocks of as many
-    tokens; PyTorch computes the others. Results differ by rounding only.
-
-    Needs a C++ compiler under Linux; takes a few seconds, once for every kind of processor. The
-    library goes to `~/.cache/lln`, or where `LLN_BUILD_FOLDER` says. Programs use it from their
-    next start, `LLN_CPU=torch` does without it, and `lln doctor` checks it and says whether it is
-    used. To remove it, delete the file.
-    """
-    from lln.cpu import compiled_passes
-
-    typer.echo(f"compiling {compiled_passes.SOURCE.name} …")
-    typer.echo(f"{compiled_passes.build()} is ready; `lln doctor` checks it.")
-
-
 @app.command(rich_help_panel=MODELS)
 def inspect(
     model: Annotated[

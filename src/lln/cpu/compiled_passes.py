@@ -1,9 +1,8 @@
-"""The compiled passes: where they are kept, how they are built, and when they are used.
+"""Calls of the compiled passes, without gradients.
 
 The C++ in ``cpp`` computes what `lln.eager.few_passes`, `lln.eager.causal_walk` and
-`lln.matching.moments` compute with PyTorch, head by head from cache. It is compiled only when the
-user asks for it (``lln build-cpu``), into a folder of the user's cache; from then on calls on a CPU
-use it (`lln.functional.compiled_calls`). Without it, or with ``LLN_CPU=torch``, PyTorch computes.
+`lln.matching.moments` compute with PyTorch, head by head from cache;
+`lln.functional.compiled_calls` says which calls.
 
 Dimension legend: B batch, H heads, n heads of all samples, T queries, S keys, D head width,
 E value width.
@@ -11,35 +10,16 @@ E value width.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import os
-import platform
-import re
 import struct
-import warnings
 from collections.abc import Sequence
-from ctypes import c_bool, c_void_p
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lln.errors import BackendUnavailableError, MemoryShortageError
-from lln.native import cache_folder, compile_with, is_there, need_compiler, put_in_place, trusted
+from lln.cpu import library
+from lln.errors import MemoryShortageError
 
-FOLDER = Path(__file__).with_name("cpp")
-SOURCE = FOLDER / "passes.cpp"
-# For this processor and no other: `library` tells them apart.
-_COMPILE = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp")
-_COMPILE += ("-fno-math-errno", "-fno-trapping-math", "-w", "-c")
-# What Linux knows about the processor and about the libraries of this program.
-_PROCESSOR, _LOADED = Path("/", "proc", "cpuinfo"), Path("/", "proc", "self", "maps")
-# Numbers of pointers that they take.
-_FUNCTIONS = {"lln_forward": 7, "lln_backward": 9, "lln_match": 4}
-_FUNCTIONS |= {"lln_causal_forward": 8, "lln_causal_backward": 11}
 # Channels and tokens of a block come in groups of as many.
 GROUP = 16
 
@@ -83,120 +63,6 @@ def packed_curve(coefficients: Sequence[float], limits: tuple[float, float], flo
         floor: Smaller spreads are rounding noise.
     """
     return _CURVE.pack(*coefficients, *limits, floor)
-
-
-def library() -> Path:
-    """Where the library for this processor and this source is, or would be."""
-    digest = hashlib.sha256()
-    for path in sorted(FOLDER.iterdir()):
-        digest.update(path.read_bytes())
-    digest.update(" ".join((platform.machine(), _processor(), *_COMPILE)).encode())
-    return cache_folder() / f"cpu-{digest.hexdigest()[:16]}.so"
-
-
-@cache
-def _processor() -> str:
-    """What tells processors apart that do not know the same instructions."""
-    try:
-        lines = _PROCESSOR.read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return ""
-    kept = ("flags", "Features", "model", "model name", "CPU part", "CPU variant")
-    return "; ".join(sorted({line for line in lines if line.split("\t")[0].strip() in kept}))
-
-
-def build() -> Path:
-    """Compile the passes for this processor.
-
-    Returns:
-        The library.
-
-    Raises:
-        BackendUnavailableError: With the reason, and what to do about it.
-    """
-    if platform.system() != "Linux":
-        raise BackendUnavailableError(
-            f"the compiled passes are for Linux, not for {platform.system()}; everything runs "
-            "without them."
-        )
-    return put_in_place(library(), _compile)
-
-
-def _compile(target: Path) -> None:
-    compiler, middle = need_compiler(), str(target.with_suffix(".o"))
-    # Linked without OpenMP: PyTorch has its own, and two of them would not share their threads.
-    steps = [[*_COMPILE, str(SOURCE), "-o", middle], ["-shared", middle, "-o", str(target)]]
-    for words in steps:
-        complaint = compile_with([compiler, *words])
-        if complaint is not None:
-            raise BackendUnavailableError(
-                f"{compiler} cannot compile {SOURCE.name}: {complaint}; g++ 10 or later can."
-            )
-
-
-def is_switched_off() -> bool:
-    """Whether the user wants PyTorch's own operations."""
-    return os.environ.get("LLN_CPU") == "torch"
-
-
-# None: not looked for yet. Otherwise the library, or why there is none.
-_found: Any = None
-
-
-def load() -> Any:
-    """The library; None where it is not to be used."""
-    global _found
-    if _found is None:
-        _found = why_absent() or _load()
-    return None if isinstance(_found, str) else _found
-
-
-def why_not() -> str | None:
-    """Why PyTorch computes, in words; None if the compiled passes do."""
-    load()
-    return _found if isinstance(_found, str) else None
-
-
-def why_absent() -> str | None:
-    """The same, before the library is opened."""
-    if is_switched_off():
-        return "LLN_CPU=torch switches the compiled passes off"
-    if not is_there(library):
-        return "`lln build-cpu` compiles faster passes for this processor"
-    return None
-
-
-def _load() -> Any:
-    path = library()
-    try:
-        return open_library(trusted(path))
-    except (OSError, AttributeError) as error:
-        reason = f"{path} cannot be used ({error})"
-    warnings.warn(
-        f"lln computes with PyTorch's operations, which take longer: {reason}; `lln build-cpu` "
-        "compiles it again, LLN_CPU=torch does without it.",
-        stacklevel=2,
-    )
-    return reason
-
-
-def open_library(path: Path) -> Any:
-    """The functions of a library, on PyTorch's threads."""
-    ctypes.CDLL(_openmp(), mode=ctypes.RTLD_GLOBAL)
-    found = ctypes.CDLL(str(path))
-    for name, count in _FUNCTIONS.items():
-        function = getattr(found, name)
-        function.argtypes, function.restype = [c_void_p] * count, c_bool
-    return found
-
-
-def _openmp() -> str:
-    """The OpenMP library that PyTorch uses."""
-    for line in _LOADED.read_text("utf-8", "replace").splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if re.fullmatch(r"lib(gomp|iomp5|omp)\b.*", Path(path).name):
-            return path
-    raise OSError("PyTorch has loaded no OpenMP library")
 
 
 def employs_threads(heads: int) -> bool:
@@ -330,7 +196,7 @@ def _ask(name: str, asked: _Asked, sides: Sequence[Tensor], *others: Tensor | by
     rows = [_rows(side) for side in sides]
     places = [_SIDE.pack(side.data_ptr(), *side.stride()[:3]) for side in rows]
     ends = [side.data_ptr() if isinstance(side, Tensor) else side for side in others]
-    if not getattr(load(), name)(asked.call, *places, *ends):
+    if not getattr(library.load(), name)(asked.call, *places, *ends):
         raise MemoryShortageError(
             "the compiled passes got no memory for their own work; use smaller batches or fewer "
             "threads (torch.set_num_threads)."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.cpu import compiled_passes
+from lln.cpu import compiled_passes, library
 from lln.cpu.compiled_passes import GROUP
 from lln.functional.request import Request
 from lln.precision import accumulation_dtype
@@ -16,8 +16,8 @@ def why_absent(*sides: object) -> str | None:
     """Why compiled passes compute nothing of these tensors, whatever the call; None if they can."""
     if not is_untraced_on_cpu(*sides):
         return "takes ordinary tensors on a CPU, outside compilers, transforms and dispatch modes"
-    if compiled_passes.load() is None:
-        return f"has no compiled passes here: {compiled_passes.why_not()}"
+    if library.load() is None:
+        return f"has no compiled passes here: {library.why_not()}"
     return None
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lln.cpu import compiled_passes
+from lln.cpu import compiled_passes, library
 from lln.matching.curves import SPREAD_FLOOR, spread_curve
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -16,7 +16,7 @@ from lln.tracing import is_untraced_on_cpu
 
 def can_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> bool:
     """Whether `compiled_temperatures` knows a call."""
-    if not is_untraced_on_cpu(query, key, key_mask) or compiled_passes.load() is None:
+    if not is_untraced_on_cpu(query, key, key_mask) or library.load() is None:
         return False
     if accumulation_dtype(query.dtype) != torch.float32 or query.shape[3] % compiled_passes.GROUP:
         return False

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from lln.cpu import compiled_passes
+from lln.cpu import library
 from lln.eager.load import read_load
 from lln.functional.dense import lln_diag_attention
 from lln.functional.plan import Plan, plan_call
@@ -50,12 +50,10 @@ def examine(echo: Callable[[str], object]) -> bool:
     if torch.backends.mps.is_available():
         devices.append("mps")
     are_right = all([_check(device, echo) for device in devices])
-    reason = compiled_passes.why_not()
-    used = (
-        "compiled; LLN_CPU=torch uses PyTorch"
-        if reason is None
-        else f"PyTorch's operations; {reason}"
-    )
+    reason = library.why_not()
+    used = f"PyTorch's operations; {reason}"
+    if reason is None:
+        used = f"compiled, {library.load().instructions}; LLN_CPU=torch uses PyTorch"
     echo(f"{'cpu passes':<12} {used}")
     # Behind the checks: the launcher is loaded when a kernel is first repeated.
     reason = compiled_launcher.why_not()
@@ -74,7 +72,7 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
     are_right = True
     for impl in ("eager", "cpu", "triton"):
         try:
-            if impl == "cpu" and (device != "cpu" or compiled_passes.load() is None):
+            if impl == "cpu" and (device != "cpu" or library.load() is None):
                 continue
             reason = why_unavailable(inputs[0].to(device)) if impl == "triton" else None
             if reason is not None:

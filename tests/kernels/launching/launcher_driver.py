@@ -16,9 +16,9 @@ import torch
 from tests.kernels.common import ON_GPU
 from torch import Tensor
 
+from lln.cpu.building import find_compiler
 from lln.kernels.launching import compiled_launcher
 from lln.kernels.launching.recipes import Place
-from lln.native import find_compiler
 
 
 class Attribute(ctypes.Structure):

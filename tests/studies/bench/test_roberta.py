@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from lln import reference
 from lln.cli import app
+from lln.cpu.building import find_compiler
 from lln.errors import InvalidInputError
-from lln.native import find_compiler
 from lln.studies.bench import roberta_bench
 from lln.studies.bench.roberta import SYSTEMS, Roberta, RobertaSize, TrainingStep, naive_softmax
 from lln.studies.bench.roberta_bench import Cell, filling_tokens, measure_cell, plan

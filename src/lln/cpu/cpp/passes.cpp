@@ -11,14 +11,17 @@
 #include "causal.h"
 #include "matching.h"
 
+// The library has each function once per instruction set, `lln_forward_avx2` and so on.
+#define JOINED(name, set) name##_##set
+#define NAMED(name, set) JOINED(name, set)
+#define EXPORTED(name) __attribute__((visibility("default"))) bool NAMED(name, LLN_SET)
+
 extern "C" {
 
 // Output ``[B, H, T, E]`` and summaries ``[B · H, D, E + 2]``, both contiguous. With a curve
 // temperatures are matched on the way, where queries and keys have to come into the cache anyway.
-__attribute__((visibility("default"))) bool lln_forward(const Call* call, const Side* query,
-                                                        const Side* key, const Side* value,
-                                                        const Curve* curve, float* out,
-                                                        float* summary) {
+EXPORTED(lln_forward)(const Call* call, const Side* query, const Side* key, const Side* value,
+                      const Curve* curve, float* out, float* summary) {
   const int64_t all_heads = call->batch * call->heads;
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
@@ -52,11 +55,9 @@ __attribute__((visibility("default"))) bool lln_forward(const Call* call, const 
 }
 
 // Gradients of query, key and value, contiguous, from that of the output and the summaries.
-__attribute__((visibility("default"))) bool lln_backward(const Call* call, const Side* query,
-                                                         const Side* key, const Side* value,
-                                                         const Side* gradient, float* summary,
-                                                         float* to_query, float* to_key,
-                                                         float* to_value) {
+EXPORTED(lln_backward)(const Call* call, const Side* query, const Side* key, const Side* value,
+                       const Side* gradient, float* summary, float* to_query, float* to_key,
+                       float* to_value) {
   const int64_t all_heads = call->batch * call->heads;
   const int64_t width = call->width, values = call->value_width, block = call->block;
   const int64_t lln = width * (2 + TILE + 2 * values);
@@ -94,10 +95,9 @@ __attribute__((visibility("default"))) bool lln_backward(const Call* call, const
 
 // Causal LLN: output, then the normaliser and the shift of every row, ``[B · H, T]`` each, and the
 // smallest normaliser of every head: with a small one, or NaN, its output is not to be used.
-__attribute__((visibility("default"))) bool lln_causal_forward(const Call* call, const Side* query,
-                                                               const Side* key, const Side* value,
-                                                               float* out, float* norm,
-                                                               float* shift, float* least) {
+EXPORTED(lln_causal_forward)(const Call* call, const Side* query, const Side* key,
+                             const Side* value, float* out, float* norm, float* shift,
+                             float* least) {
   const int64_t all_heads = call->batch * call->heads, tokens = call->queries;
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
@@ -115,10 +115,10 @@ __attribute__((visibility("default"))) bool lln_causal_forward(const Call* call,
 }
 
 // Its gradients, contiguous.
-__attribute__((visibility("default"))) bool lln_causal_backward(
-    const Call* call, const Side* query, const Side* key, const Side* value, const Side* gradient,
-    const float* out, const float* norm, float* shift, float* to_query, float* to_key,
-    float* to_value) {
+EXPORTED(lln_causal_backward)(const Call* call, const Side* query, const Side* key,
+                              const Side* value, const Side* gradient, const float* out,
+                              const float* norm, float* shift, float* to_query, float* to_key,
+                              float* to_value) {
   const int64_t all_heads = call->batch * call->heads, tokens = call->queries;
   const int64_t width = call->width, values = call->value_width;
   const int64_t tiles = (tokens + TILE - 1) / TILE;
@@ -143,8 +143,7 @@ __attribute__((visibility("default"))) bool lln_causal_backward(
 }
 
 // α and β of every head by moment matching, as `lln.matching.moments` defines it.
-__attribute__((visibility("default"))) bool lln_match(const Call* call, const Side* query,
-                                                      const Side* key, const Curve* curve) {
+EXPORTED(lln_match)(const Call* call, const Side* query, const Side* key, const Curve* curve) {
   const int64_t all_heads = call->batch * call->heads;
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))

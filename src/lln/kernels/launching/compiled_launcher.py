@@ -24,8 +24,15 @@ import torch
 from lln import observers
 from lln.errors import BackendUnavailableError
 from lln.kernels.launching import plain_launches
+from lln.kernels.launching.build_folder import (
+    cache_folder,
+    compile_with,
+    is_there,
+    need_compiler,
+    put_in_place,
+    trusted,
+)
 from lln.kernels.launching.sizes import overrides
-from lln.native import cache_folder, compile_with, is_there, need_compiler, put_in_place, trusted
 
 SOURCE = Path(__file__).with_name("launcher.cpp")
 # The name that the module's initialisation function carries.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import lln
-from lln.cpu import compiled_passes
+from lln.cpu import library
 from lln.eager.load import read_load
 from lln.errors import InvalidInputError
 from lln.kernels.launching import compiled_launcher
@@ -46,7 +46,7 @@ def describe(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton") if on_gpu else None,
-        "cpu_passes": None if on_gpu else "torch" if compiled_passes.why_not() else "compiled",
+        "cpu_passes": None if on_gpu else "torch" if library.why_not() else "compiled",
         "launcher": ("python" if compiled_launcher.why_not() else "compiled") if on_gpu else None,
         "lln": lln.__version__,
         "commit": named or commit(),

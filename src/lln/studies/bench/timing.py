@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lln.cpu import compiled_passes
+from lln.cpu import library
 from lln.studies.bench.cases import Case
 from lln.studies.bench.operations import Operation
 from lln.studies.bench.spread import Timed, timed
@@ -61,7 +61,7 @@ def measure(
     on_gpu = inputs[0].is_cuda
     found: dict[str, Any] = {}
     # Not for compiled functions or passes: under the mode that counts tensors they would not run.
-    by_library = operation.kind == "lln" and compiled_passes.load() is not None
+    by_library = operation.kind == "lln" and library.load() is not None
     if on_gpu or not (operation.is_compiled or by_library):
         upstream = inputs[0].nbytes if case.backward else 0
         peak = held + upstream + peak_bytes(call, on_gpu)

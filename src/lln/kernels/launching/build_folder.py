@@ -1,21 +1,16 @@
-"""Libraries that are compiled on the user's machine: where they are kept, and how they get there.
-
-Nothing is compiled unless the user asks for it (``lln build-launcher``, ``lln build-cpu``).
-"""
+"""Where libraries are kept that the user has asked to compile, and how they get there."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lln.cpu.building import find_compiler, first_error
 from lln.errors import BackendUnavailableError
-
-_COMPILERS = ("c++", "g++", "clang++")
 
 
 def cache_folder() -> Path:
@@ -70,14 +65,8 @@ def trusted(path: Path) -> Path:
     return real
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, or the first of the usual ones that is installed."""
-    given = os.environ.get("CXX")
-    return shutil.which(given) if given else next(filter(None, map(shutil.which, _COMPILERS)), None)
-
-
 def need_compiler() -> str:
-    """The same.
+    """The C++ compiler.
 
     Raises:
         BackendUnavailableError: If there is none.
@@ -93,11 +82,7 @@ def need_compiler() -> str:
 def compile_with(words: Sequence[str]) -> str | None:
     """Run a compiler; what it complains of first, None if it succeeds."""
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode == 0:
-        return None
-    lines = done.stderr.splitlines()
-    errors = [line for line in lines if "error" in line]
-    return (errors or lines or ["no message"])[0]
+    return None if done.returncode == 0 else first_error(done.stderr)
 
 
 def put_in_place(target: Path, make: Callable[[Path], None]) -> Path:
