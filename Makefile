@@ -60,7 +60,7 @@ test-newest: | $(NEWEST)/bin/python  ## run Hugging Face and core tests with the
 
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
 	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py \
-		tests/parallel/test_on_gpu.py tests/studies/bench/test_roberta.py
+		tests/parallel/test_on_gpu.py lab/tests/bench/test_roberta.py
 
 # What takes too long for every change; hypothesis marks the property tests itself.
 nightly: $(VENV)/.stamp-nightly $(OLDEST)/.stamp  ## run the slow tests, more examples per property, short benchmarks

@@ -9,11 +9,9 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from lln.checks import reading
 from lln.checks.reading import read_lines, read_utf8
-from lln.cli import app
 from lln.errors import InvalidInputError, LLNError, WriteError
 from lln.files import (
     check_apart,
@@ -49,61 +47,6 @@ def test_what_is_no_file_is_refused_and_left(special):
     with pytest.raises(InvalidInputError, match=f"^--out must name a file, got the {special.stem}"):
         check_file(special, "--out")
     assert special.lstat().st_ino == before
-
-
-COMMANDS = {
-    "bench": ("bench", "--device", "cpu", "--lengths", "16", "--operations", "lln"),
-    "bench roberta": ("bench", "roberta", "--device", "cpu", "--lengths", "16", "--layers", "1"),
-    "bench peers": ("bench", "peers", "--device", "cpu", "--lengths", "16", "--systems", "lln"),
-    "fit": ("fit", "--quick"),
-    "demo": ("demo", "--quick", "--seconds", "1"),
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_commands_refuse_what_is_no_file_as_out(command, special):
-    done = CliRunner().invoke(app, [*command, "--out", str(special)])
-    assert isinstance(done.exception, InvalidInputError)
-    assert str(done.exception).startswith("--out must name a file, got the ")
-
-
-@pytest.mark.parametrize("command", [*COMMANDS, "figure", "inspect"])
-def test_commands_refuse_a_place_that_cannot_be_written_before_any_work(
-    command, tmp_path, monkeypatch
-):
-    def work(*args, **kwargs):
-        raise AssertionError("work was begun")
-
-    for name in (
-        "lln.studies.bench.command.Bench._measure_all",
-        "lln.studies.fitting.command.fit_constants",
-        "lln.studies.demo.command.load_corpus",
-        "lln.studies.figures.temperature_sweep.concentration",
-        "lln.studies.inspection.command.read_text",
-    ):
-        monkeypatch.setattr(name, work, raising=False)
-    words = {"figure": ("figure", "2", "--quick"), "inspect": ("inspect", "model")} | COMMANDS
-    (tmp_path / "file").write_text("kept")
-    out = tmp_path / "file" / "below" / "page.html"
-    done = CliRunner().invoke(app, [*words[command], "--out", str(out)])
-    assert isinstance(done.exception, InvalidInputError), done.exception
-    assert str(done.exception).startswith("--out ")
-    assert "cannot be written: Not a directory" in str(done.exception)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("suffix", [".html", ".json"])
-def test_inspect_looks_at_both_its_files(tmp_path, suffix):
-    os.mkfifo(tmp_path / f"lln-inspect{suffix}")
-    done = CliRunner().invoke(app, ["inspect", "model", "--out", str(tmp_path)])
-    assert str(done.exception).startswith("--out must name a file, got the pipe")
-
-
-def test_the_training_of_figure_1_is_no_pipe(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    arguments = ["figure", "1", "--out", str(tmp_path), "--work", str(tmp_path / "pipe")]
-    done = CliRunner().invoke(app, arguments)
-    assert str(done.exception).startswith("--work must name a file, got the pipe")
 
 
 def test_a_link_stays_one(tmp_path):

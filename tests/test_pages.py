@@ -32,15 +32,8 @@ def test_the_tutorial_on_building_tells_the_truth_about_its_losses():
     assert losses["Diag alone"] > 1.0
 
 
-def test_the_tutorial_on_studying_runs(tmp_path):
-    pytest.importorskip("scipy")
-    names = run("docs/tutorials/study.md", {})
-    assert len(list(names["log"].records())) == 4
-    assert list((tmp_path / "runs/1").iterdir())
-
-
 def test_files_that_pages_name_exist():
-    folders = ("src", "tests", "examples", "experiments", "benchmarks", "docs")
+    folders = ("src", "tests", "examples", "lab", "docs")
     known = {
         f"/{path.relative_to(ROOT)}" for name in folders for path in (ROOT / name).rglob("*.py")
     }

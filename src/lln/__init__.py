@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lln import instruments as instruments
     from lln import integrations as integrations
     from lln import parallel as parallel
-    from lln import peers as peers
     from lln import testing as testing
 
 __version__ = "0.1.0.dev0"
@@ -68,7 +67,7 @@ __all__ = [
     "reference",
 ]
 
-_LOADED_WHEN_USED = ("instruments", "integrations", "parallel", "peers", "testing")
+_LOADED_WHEN_USED = ("instruments", "integrations", "parallel", "testing")
 
 
 # Hidden from type checkers, which would take every misspelt name for one that is found here.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lln.printing import brief
+from lln.checks.printing import brief
 from lln.tracing import is_compiling
 
 

@@ -4,19 +4,12 @@ import pytest
 import torch
 
 import lln
-from lln import InvalidInputError, instruments, peers
+from lln import InvalidInputError, instruments
 from lln.checks.names import check_choice, check_choices, did_you_mean
 from lln.instruments.measurements import Measurements
 from lln.integrations.settings import Settings
-from lln.peers.listing import check_names
-from lln.studies.bench import suites
-from lln.studies.bench.command import Options
-from lln.studies.bench.roberta_bench import run_roberta
-from lln.studies.figures import command
 
 QUERY, KEY, VALUE = torch.randn(3, 1, 2, 4, 8).unbind()
-FIGURE = {"out": None, "results": None, "device": "cpu", "quick": True, "echo": print}
-SIZES = {"embed_dim": 16, "num_heads": 2, "max_len": 8}
 
 
 @pytest.mark.parametrize(
@@ -37,28 +30,6 @@ SIZES = {"embed_dim": 16, "num_heads": 2, "max_len": 8}
         (lambda: Settings(sliding_window="sofmax"), "'softmax'"),
         (lambda: Settings(attached=True, mix="scael"), "'scale'"),
         (lambda: Settings.of(type("C", (), {"lln": {"matchin": "paper"}})), "'matching'"),
-        (lambda: peers.build("perfomer", **SIZES), "'performer'"),
-        (lambda: peers.build("LLN-Diag", **SIZES), "'lln_diag'"),
-        (lambda: peers.card("nystrom_former"), "'nystromformer'"),
-        (lambda: peers.build("performer", **SIZES, feature=4), "'features'"),
-        (lambda: peers.build("performer", **SIZES, kernel="rel"), "'relu'"),
-        (lambda: peers.build("performer", **SIZES, compat="skyforme"), "'skyformer'"),
-        (lambda: peers.build("linformer", **SIZES, compat="skyforme"), "'skyformer'"),
-        (lambda: peers.build("linformer", **SIZES, shared="headwize"), "'headwise'"),
-        (lambda: peers.build("hedgehog", **SIZES, form="sofmax"), "'softmax'"),
-        (lambda: peers.build("lion_s", **SIZES, features="sillu"), "'silu'"),
-        (lambda: peers.build("flash", **SIZES, scale="chunks"), "'chunk'"),
-        (lambda: peers.build("transnormer_t1", **SIZES, compat="release"), "'released'"),
-        (lambda: peers.build("skyformer", **SIZES, compat="orginal"), "'original'"),
-        (lambda: peers.build("rfa", **SIZES, compat="release"), "'released'"),
-        (lambda: peers.build("nystromformer", **SIZES, compat="release"), "'released'"),
-        (lambda: peers.build("synthesizer", **SIZES, variant="dens"), "'dense'"),
-        (lambda: peers.build("sparse_transformer", **SIZES, pattern="stride"), "'strided'"),
-        (lambda: peers.Encoder("lln", depth=1, **SIZES, norm="pree"), "'pre'"),
-        (lambda: command.run("theorie", **FIGURE), "'theory'"),
-        (lambda: check_names(["sofmax"], "--systems"), "softmax"),
-        (lambda: suites.choose_cases("cpu", operations=["llnn"]), "lln"),
-        (lambda: run_roberta(Options(print), systems=["lnl"]), "lln"),
     ],
 )
 def test_a_name_misspelt_is_answered_with_the_one_that_was_meant(call, meant):
@@ -100,12 +71,6 @@ def test_none_counts_only_where_it_may_be_chosen():
     check_choice("compat", None, (None, "fla"))
     with pytest.raises(InvalidInputError, match="got None"):
         check_choice("form", None, ("softmax", "exp"))
-
-
-def test_an_unknown_attention_near_nothing_gets_every_name():
-    with pytest.raises(InvalidInputError) as caught:
-        peers.build("magic", **SIZES)
-    assert all(name in str(caught.value) for name in peers.available())
 
 
 def test_capitals_and_hyphens_do_not_hide_a_name():

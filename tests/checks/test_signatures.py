@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import lln
-import lln.peers
 from lln import InvalidInputError, LLNError, UnexpectedArgumentError
 from lln.checks.signatures import explain_misfits
 
@@ -171,8 +170,6 @@ def test_what_only_torchs_attention_has_is_refused_in_the_name_of_the_class(cls,
         (lambda: lln.LLNCore(2, 8, matchin="paper"), ("LLNCore", "'matching'")),
         (lambda: lln.LLNDiagCore(2, 8, matchin="paper"), ("LLNDiagCore", "'matching'", "join")),
         (lambda: lln.LLNDiagCore(2, 8, colour="red"), ("LLNDiagCore has no argument 'colour'",)),
-        (lambda: lln.peers.build("lln"), ("build needs embed_dim, num_heads and max_len",)),
-        (lambda: lln.peers.Encoder("lln", depth=1), ("Encoder needs embed_dim",)),
     ],
 )
 def test_constructors_name_the_class_that_was_called(build, fragments):

@@ -6,7 +6,7 @@ import pytest
 
 from lln.eager import load as module
 from lln.eager.load import Load, LoadWatch, read_load
-from lln.studies import doctor
+from lln.testing import doctor
 
 # user nice system idle iowait irq softirq steal guest guest_nice
 STAT = """cpu  0 0 0 0 0 0 0 0 0 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lln
-from lln import InvalidInputError, instruments, peers
+from lln import InvalidInputError, instruments
 
 B, H, T, D = 2, 4, 6, 8
 GENERATOR = torch.Generator().manual_seed(0)
@@ -17,7 +17,6 @@ ARRAY = np.ones((B, H, T, D), dtype=np.float32)
 P = torch.full((B, H, T, T), 1 / T)
 SIZES = {"embed_dim": H * D, "num_heads": H, "max_len": 8}
 LAYER = lln.LLNAttention(H * D, H, batch_first=True)
-ENCODER = peers.Encoder("elu", depth=1, **SIZES)
 
 
 def summary(**changed):
@@ -37,7 +36,6 @@ def empty(**changed):
         (lambda: lln.lln_diag_attention(Q, K, V, mix=ARRAY), "mix .* got ndarray"),
         (lambda: lln.calibrate(Q, K, rows=ARRAY), "rows .* got ndarray"),
         (lambda: lln.LLNCore(H, D, momentum=Q), "momentum .* got Tensor"),
-        (lambda: peers.build("lln", embed_dim=X, num_heads=2, max_len=8), "embed_dim .* Tensor"),
         # Flags
         (lambda: lln.lln_attention(Q, K, V, is_causal=Q), "is_causal must be True or False"),
         (lambda: lln.lln_attention(Q, K, V, is_causal="no"), "is_causal must be .* got 'no'"),
@@ -104,19 +102,6 @@ def empty(**changed):
         (lambda: instruments.of_matrix.spectral_gap(ARRAY), "matrix must be .* got ndarray"),
         (lambda: instruments.capture(LAYER, instruments=None), "instruments must be .* NoneType"),
         (lambda: instruments.capture(LAYER, instruments=3), "instruments must be .* int"),
-        # Peers
-        (lambda: peers.build("lln", **SIZES, layer=X), "layer must be .* got Tensor"),
-        (lambda: peers.Encoder("lln", depth=None, **SIZES), "depth must be .* got None"),
-        (lambda: peers.Encoder("lln", depth=True, **SIZES), "depth must be .* got True"),
-        (lambda: peers.Encoder("lln", depth=1, **SIZES, vocabulary=True), "vocabulary .* True"),
-        (lambda: ENCODER([1.0]), "x must be a tensor .* got list"),
-        (lambda: ENCODER(X[0]), r"x must be a tensor .* got \[6, 32\]"),
-        (lambda: ENCODER(X.double()), "x is torch.float64 and the weights"),
-        (lambda: ENCODER(X.to_sparse()), r"x\.to_dense\(\)"),
-        (lambda: ENCODER(X, key_mask=P[0, 0]), "key_mask must be bool"),
-        (lambda: peers.masked_mean([1.0]), "hidden must be .* got list"),
-        (lambda: peers.masked_mean(X[0, 0]), r"hidden must be .* got \[32\]"),
-        (lambda: peers.masked_mean(X, [True]), "key_mask must be bool"),
     ],
 )
 def test_misuse_gets_a_sentence(call, said):

@@ -355,8 +355,8 @@ def test_recovery_runs_on_one_thread_where_that_is_faster(monkeypatch, tmp_path)
     from typer.testing import CliRunner
 
     from lln import cli
+    from lln.cli import threads
     from lln.integrations import folders
-    from lln.studies.report import threads
 
     before, seen = torch.get_num_threads(), []
     monkeypatch.setattr(threads, "_probe", lambda: 1.0 if torch.get_num_threads() == 1 else 10.0)

@@ -1,10 +1,8 @@
 """The simulated times: what they count, how they grow, and that the page shows them."""
 
-import json
 from dataclasses import replace
 
 import pytest
-from tests.pages import ROOT, needs_pages
 from tests.parallel.splits import inputs_of, shard_of
 from tests.parallel.test_cost import Counter
 
@@ -77,12 +75,3 @@ def test_every_assumption_counts():
 def test_ulysses_has_no_more_ranks_than_heads():
     with pytest.raises(lln.InvalidInputError, match="16 key heads cannot be divided between 32"):
         layer_time("ulysses", shape_of(2**20, 32))
-
-
-@needs_pages
-def test_the_page_and_the_results_are_what_the_simulation_says():
-    from benchmarks.parallel_cost import RESULTS, cases, times_table
-
-    rows = cases()
-    assert json.loads((ROOT / RESULTS).read_text("utf-8"))["cases"] == rows
-    assert times_table(rows) in (ROOT / "docs/parallel.md").read_text("utf-8")

@@ -1,5 +1,5 @@
-"""The command line: ``lln demo | inspect | figure | bench | peers | convert | recover | …``."""
+"""The command line: ``lln doctor | convert | recover | …``, and what its commands share."""
 
-from lln.cli.app import app, main
+from lln.cli.app import app, main, with_commands
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "with_commands"]

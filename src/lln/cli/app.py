@@ -1,26 +1,40 @@
-"""The command line: ``lln demo | inspect | figure | bench | peers | convert | recover | …``."""
+"""The command line: ``lln doctor | convert | recover | …``, and the commands of the laboratory."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from copy import copy
+from importlib import metadata
 from typing import Annotated
 
+import click
 import typer
+from typer.core import TyperGroup
 
-from lln.cli.bench_commands import bench_app
 from lln.cli.model_commands import convert, recover
-from lln.cli.peer_commands import peers
-from lln.errors import LLNError
+from lln.errors import BackendUnavailableError, LLNError
 
-_TEXT = (
-    "A text file, or a folder of text files, to train on. Default: the source code of Python's "
-    "standard library."
-)
-START, MODELS, MEASURE = "Start here", "Your Hugging Face model", "Measure and compare"
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+START, MODELS = "Start here", "Your Hugging Face model"
+# Functions that take the app and add commands to it: the laboratory has one.
+COMMANDS = "lln.commands"
+OF_THE_LABORATORY = ("bench", "demo", "figure", "fit", "inspect", "peers")
+
+
+class _Group(TyperGroup):
+    """Says of a command that is not installed what to install."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in OF_THE_LABORATORY:
+            raise BackendUnavailableError(
+                f'`lln {cmd_name}` comes with the laboratory; run pip install "lln[lab]".'
+            )
+        return found
+
 
 app = typer.Typer(
     name="lln",
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,11 +42,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help=(
         "Linear Log-Normal (LLN) attention: as concentrated as softmax, in linear time.\n\n"
-        "Start with `lln demo` (a page with plots, two minutes). `lln doctor` says what this "
-        "machine can run, `lln bench` how fast. For your own model: `lln inspect` measures its "
-        "attention, `lln convert` replaces it with LLN attention, and `lln recover` does so and "
-        "trains the model back."
+        "`lln doctor` says what this machine can run. For your own model: `lln convert` replaces "
+        "its attention with LLN attention, and `lln recover` does so and trains the model back."
     ),
+    epilog=f'`pip install "lln[lab]"` adds {", ".join(OF_THE_LABORATORY)}.',
 )
 
 
@@ -48,43 +61,12 @@ def _options(
 
 
 @app.command(rich_help_panel=START)
-def demo(
-    out: Annotated[
-        Path,
-        typer.Option(help="Where to write the page. Its numbers go into a JSON file next to it."),
-    ] = Path("lln-demo.html"),
-    data: Annotated[Path | None, typer.Option(help=_TEXT)] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(help="Rough time for the whole demo. Default: 110, or 10 with --quick."),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A short version, under half a minute.")
-    ] = False,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page when done.")] = False,
-) -> None:
-    """Show what LLN attention is: one self-contained HTML page with measured plots.
-
-    Three parts: how concentrated softmax, LLN and plain kernels are; the time of LLN and softmax
-    at growing sequence lengths, with the crossover marked; a small encoder trained on real text
-    with softmax, LLN, block-diagonal, LLN + block-diagonal attention and exact keys.
-
-    Ctrl-C leaves a valid page with what has been measured so far.
-    """
-    from lln.studies.demo import run_demo
-
-    run_demo(
-        out=out, data=data, seconds=seconds, quick=quick, open_browser=open_browser, echo=typer.echo
-    )
-
-
-@app.command(rich_help_panel=START)
 def doctor() -> None:
     """Say what this machine can run and how busy it is, and check it on a small example.
 
     Exits with 1 if attention gives a wrong result on this machine.
     """
-    from lln.studies.doctor import examine
+    from lln.testing.doctor import examine
 
     if not examine(typer.echo):
         raise typer.Exit(1)
@@ -109,126 +91,26 @@ def build_launcher() -> None:
     typer.echo(f"{compiled_launcher.build()} is ready; `lln doctor` says whether it is used.")
 
 
-@app.command(rich_help_panel=MODELS)
-def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with a Hugging Face model, or a hub name in the local cache."
-        ),
-    ],
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text to run it on. Default: documentation of Python's standard library."
-        ),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder for lln-inspect.html and lln-inspect.json.")
-    ] = Path("."),
-    tokens: Annotated[
-        int, typer.Option(help="Tokens per sequence: at least 8, better 64 or more.")
-    ] = 512,
-    samples: Annotated[
-        int, typer.Option(help="Number of sequences; the report shows medians over them.")
-    ] = 1,
-    heads: Annotated[
-        str | None,
-        typer.Option(help="Heads to show in detail, as LAYER.HEAD,... Default: the extremes."),
-    ] = None,
-) -> None:
-    """Measure a model's attention: one self-contained HTML report, and its numbers as JSON.
-
-    For every layer and head: temperature, entropy, spectral gap and how log-normal the weights
-    are, compared with the paper's theory; where the theory's Gaussian assumptions fail; which LLN
-    attention could replace the head. Nothing is downloaded.
-
-    Ctrl-C leaves a valid page with the layers measured so far.
-    """
-    from lln.studies.inspection import run_inspect
-
-    run_inspect(model, out, text=text, tokens=tokens, samples=samples, heads=heads, echo=typer.echo)
-
-
 app.command(rich_help_panel=MODELS)(convert)
 app.command(rich_help_panel=MODELS)(recover)
-app.command(rich_help_panel=MEASURE)(peers)
 
 
-@app.command(rich_help_panel=MEASURE)
-def figure(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="A figure of the paper: 1, 2, 5a, 5b, 6a, 6b or 7; or theory: its claims."
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the picture (PNG and SVG).")] = Path(
-        "figures"
-    ),
-    results: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the numbers (JSON). Default: the folder of --out."),
-    ] = None,
-    device: Device = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="A coarse version, in seconds.")] = False,
-    data: Annotated[Path | None, typer.Option(help=f"Figure 1: {_TEXT}")] = None,
-    work: Annotated[
-        Path,
-        typer.Option(
-            help="Figure 1: file for the training state; an interrupted run resumes from it."
-        ),
-    ] = Path("lln-figure-1.pt"),
-) -> None:
-    """Measure one analysis figure of the paper again; draw it like the paper and in our own way.
-
-    Figure 1 trains a small RoBERTa (minutes), 2 compares attention kernels, 5a and theory test the
-    paper's predictions, 5b and 7 show moment matching, 6a and 6b sums of log-normals. The numbers
-    are saved with the picture.
-    """
-    from lln.studies.figures.command import run
-
-    places = {"out": out, "results": results, "data": data, "work": work}
-    run(name, device=device, quick=quick, echo=typer.echo, **places)
+def with_commands(*additions: Callable[[typer.Typer], object]) -> typer.Typer:
+    """The command line with the commands that these functions add to it."""
+    whole = copy(app)
+    whole.info, whole.registered_groups = copy(app.info), [*app.registered_groups]
+    whole.registered_commands = [*app.registered_commands]
+    # Once, although whoever runs a checkout may also have it installed.
+    for add_to in dict.fromkeys(additions):
+        add_to(whole)
+    return whole
 
 
-@app.command(rich_help_panel=MEASURE)
-def fit(
-    out: Annotated[
-        Path,
-        typer.Option(help="Where to write the constants. The library keeps those it came with."),
-    ] = Path("constants.json"),
-    figures: Annotated[
-        Path | None, typer.Option(help="Folder for the paper's Figures 5b and 7 (PNG and SVG).")
-    ] = None,
-    device: Device = "cpu",
-    seeds: Annotated[int, typer.Option(help="Independent draws per grid point.")] = 3,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A coarse grid, about a minute on a laptop.")
-    ] = False,
-    work: Annotated[
-        Path,
-        typer.Option(help="File for the measurements so far; an interrupted fit resumes from it."),
-    ] = Path("lln-fit.jsonl"),
-) -> None:
-    """Fit the constants of moment matching again from scratch (appendix A.7).
-
-    Draws Gaussian queries and keys, measures softmax and LLN attention on them, solves for the
-    spread s at which both agree, and fits the curves s(p, D, N). Prints our values next to the
-    published ones and checks the fit on fresh draws.
-    """
-    from lln.studies.fitting.command import run
-
-    run(out, figures, device, seeds, quick, work, echo=typer.echo)
-
-
-app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
-
-
-def main() -> None:
+def main(*additions: Callable[[typer.Typer], object]) -> None:
     """Run the command line; errors raised on purpose are one sentence, not a traceback."""
     try:
-        app()
+        installed = [entry.load() for entry in metadata.entry_points(group=COMMANDS)]
+        with_commands(*additions, *installed)()
     except LLNError as error:
         typer.secho(f"lln: {error}", fg=typer.colors.RED, err=True)
         raise SystemExit(2) from None

@@ -157,8 +157,8 @@ def convert(
     """
     from lln.checks.names import check_choice
     from lln.integrations.folders import convert_folder
+    from lln.integrations.progress import step_bar
     from lln.integrations.settings import ATTENTIONS
-    from lln.progress import step_bar
 
     # Before the weights are loaded, which can take long.
     check_choice("attention", attention, ATTENTIONS)
@@ -260,10 +260,10 @@ def recover(
     `torchrun --nproc-per-node 2 --no-python lln recover ...`.
     """
     from lln.checks.names import check_choice
+    from lln.cli.threads import faster_threads
     from lln.integrations.folders import recover_folder
+    from lln.integrations.progress import step_bar
     from lln.integrations.settings import ATTENTIONS
-    from lln.progress import step_bar
-    from lln.studies.report.threads import faster_threads
 
     if attention is None:
         attention = "lln_diag" if target_quality is None else "lln_keys"

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.names import shown
+from lln.checks.printing import brief
 from lln.checks.tensors import check_recorder, check_tensor
 from lln.eager.infinity import as_nan
 from lln.eager.products import multiply
 from lln.errors import InvalidInputError
 from lln.precision import accumulation_dtype, without_autocast
-from lln.printing import brief
 from lln.tracing import is_untraced_on_cpu, values_are_readable
 
 # Stands for log 0. Finite, because −inf − (−inf) is NaN in the gradient of a fully masked head.

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lln.checks.printing import written
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.files import replacing
 from lln.instruments.robust_ends import robust_ends
-from lln.printing import written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

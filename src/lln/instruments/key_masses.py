@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.checks.printing import brief
 from lln.errors import InvalidInputError
 from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.chosen_keys import ChosenKeys
 from lln.instruments.head_groups import head_groups, measure_all
 from lln.instruments.rows import MOST_ROWS, TILE
 from lln.instruments.unmasked_heads import UnmaskedHeads
-from lln.printing import brief
 
 KEYS = (16, 32, 64, 128, 256)
 

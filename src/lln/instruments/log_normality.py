@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lln.checks.printing import brief
 from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.head_groups import measure_all
 from lln.instruments.instrument import instrument
 from lln.instruments.merged_moments import EntryMoments, entry_moments
 from lln.instruments.rows import AttentionRows, Rows
-from lln.printing import brief
 
 _TAIL = (1e-4, 1e-3, 5e-3)
 _PERCENTS = tuple(percent / 100 for percent in range(1, 100))

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lln.checks.names import did_you_mean
+from lln.checks.printing import brief, written
 from lln.errors import InvalidInputError
 from lln.files import write_atomically
 from lln.instruments.head_maps import draw_maps, save_figure
 from lln.instruments.run_log import json_ready
-from lln.printing import brief, written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

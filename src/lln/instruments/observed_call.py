@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.checks.printing import brief
 from lln.eager.run import repeat_heads
 from lln.instruments import of_matrix
 from lln.instruments.entropy import entropy
@@ -24,7 +25,6 @@ from lln.instruments.spectral_gap import spectral_gap
 from lln.instruments.temperature import temperature
 from lln.instruments.variance import variance
 from lln.precision import without_autocast
-from lln.printing import brief
 
 INSTRUMENTS: dict[str, Callable[..., Any]] = {
     "temperature": temperature,

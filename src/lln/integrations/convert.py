@@ -32,6 +32,7 @@ from lln.integrations.conversion_report import Conversion, relative_change
 from lln.integrations.eval_mode import evaluating
 from lln.integrations.model_state import undone_on_error
 from lln.integrations.own_attention import refuse_own_attention
+from lln.integrations.progress import step_bar
 from lln.integrations.settings import (
     ATTENTIONS,
     Settings,
@@ -43,7 +44,6 @@ from lln.integrations.surgeon import Surgeon
 from lln.integrations.target import OnStep, TargetSearch, check_target
 from lln.integrations.transformers import register
 from lln.integrations.trial_batch import check_inputs, example_inputs
-from lln.progress import step_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -28,6 +28,7 @@ from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.call_surgeon import CallSurgeon
 from lln.integrations.conversion_report import Conversion
+from lln.integrations.progress import step_bar
 from lln.integrations.sdpa import attach_described, describe
 from lln.integrations.settings import (
     ATTENTIONS,
@@ -37,7 +38,6 @@ from lln.integrations.settings import (
     kept_offset,
 )
 from lln.integrations.target import OnStep, check_target
-from lln.progress import step_bar
 
 __all__ = ["attach_described", "convert", "describe"]
 

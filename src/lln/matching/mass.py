@@ -19,7 +19,7 @@ from torch import Tensor
 from lln.matching.moments import Moments, temperatures
 
 # Slots that carry only what is left beside exact keys do so best at half the spread that would
-# match the entropy of softmax (experiments/results/keys_prototype.json).
+# match the entropy of softmax (lab/results/experiments/keys_prototype.json).
 REST_FACTOR = 0.5
 
 

@@ -35,7 +35,7 @@ class Machine:
         softmax_rate: Operations per second of fused softmax attention, forward and backward: about
             what the fastest of docs/benchmarks.md has on one H200.
         linear_rate: Of the local passes of ``lln`` and ``lln_diag``: what a rank among several has
-            on one H200 (benchmarks/results/parallel-layer.json, a million tokens of ``lln``).
+            on one H200 (lab/results/benchmarks/parallel-layer.json, a million tokens of ``lln``).
         keys_rate: Of those of ``lln_keys``: the same, of its million tokens.
         node_ranks: Ranks in a node.
         node_bandwidth: Bytes per second that a rank sends inside its node.

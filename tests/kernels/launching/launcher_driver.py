@@ -64,7 +64,7 @@ def built(folder):
     if find_compiler() is None:
         pytest.skip("the launcher is compiled by a C++ compiler, and there is none here")
     if ON_GPU and compiled_launcher.library().exists():
-        # As `benchmarks.launcher` has built it.
+        # As `lln_lab.benchmarks.launcher` has built it.
         return compiled_launcher.library()
     os.environ["LLN_BUILD_FOLDER"] = str(folder)
     with open(folder / "lock", "w") as lock:

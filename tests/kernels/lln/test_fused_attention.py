@@ -22,8 +22,8 @@ import lln
 from lln.eager.dropout import drop_keys
 from lln.kernels.launching import limits, sizes
 from lln.kernels.summaries.triton_backward_ranges import centred_queries
-from lln.studies.doctor import examine
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
+from lln.testing.doctor import examine
 
 NIGHT = pytest.mark.slow
 

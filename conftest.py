@@ -1,0 +1,47 @@
+"""What every test starts from: fixed seeds, a hypothesis profile, poisoned memory on request."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+from lln.testing import poison_empty
+from lln.testing.processor import facts
+
+settings.register_profile("local", deadline=None, max_examples=25)
+settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("nightly", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))
+
+# Whatever was compiled on this machine; tests/kernels/launching/test_launcher.py and
+# tests/cpu/test_compiled_passes.py have their own.
+os.environ["LLN_LAUNCHER"] = "python"
+os.environ.setdefault("LLN_CPU", "torch")
+
+# Parallel workers already fill the cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_report_header():
+    """Where these tests ran: sums and refusals differ from machine to machine."""
+    return [f"{name}: {fact}" for name, fact in facts().items()]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Keep every test that was found, before -m leaves some out, for tests/test_targets.py."""
+    config.found_tests = list(items)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned():
+    """Fresh memory holds NaN while the test runs."""
+    with poison_empty():
+        yield

@@ -1,0 +1,1 @@
+"""The laboratory beside ``lln``: rivals, benchmarks, experiments, demo and reports."""

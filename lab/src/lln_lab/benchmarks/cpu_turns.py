@@ -1,0 +1,306 @@
+"""Attentions on a CPU in turn with softmax.
+
+    python -m lln_lab.benchmarks.cpu_turns --old OLD/src
+
+On a machine that is shared with others, times change from second to second, and what is timed later
+is not comparable. Here the calls of one length take turns in a new order every time, so all of them
+see the same machine, and ratios hold although times do not. PyTorch's passes, the compiled ones
+and, if given, an older tree have a process each, in rounds.
+
+With ``--example`` they are the calls of README instead, α and β not given, with PyTorch's passes.
+Their times are those of the processor on one thread, which other programs change little.
+
+The processes keep what they have freed. By default the C library may return it to the system after
+every call and ask for it again page by page; whether it does depends on what else the program has
+allocated, and can cost as much as the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+# Nothing of lln is imported here: the tree on the path may be an old one.
+
+COMMAND = "python -m lln_lab.benchmarks.cpu_turns"
+RESULTS = Path("lab/results/benchmarks/cpu-turns-x86.json")
+EXAMPLE = Path("lab/results/benchmarks/cpu-example-x86.json")
+PAGE, SECTION = Path("docs/benchmarks.md"), "cpu-turns-x86"
+LENGTHS, EXAMPLE_LENGTHS = (128, 256, 512, 1024, 2048, 4096), (256, 1024, 4096)
+HEADS, WIDTH = 12, 64
+PASSES = ("forward", "fwd + bwd")
+# What the others are compared with, and what causal ones are.
+BASES = ("softmax", "softmax causal")
+# Turns that a length gets at least, however long they take.
+FEWEST = 3
+# Times of one round: pass, length and call → milliseconds.
+Times = dict[str, float]
+
+
+def attentions() -> dict[str, Callable[..., Any]]:
+    """Name → attention over query, key and value in float32."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    import lln
+
+    given = {"alpha": 2.0, "beta": 2.0}
+    return {
+        "softmax": scaled_dot_product_attention,
+        "lln": partial(lln.lln_attention, **given),
+        "lln matched": lln.lln_attention,
+        "lln_diag": partial(lln.lln_diag_attention, **given),
+        "softmax causal": partial(scaled_dot_product_attention, is_causal=True),
+        "lln causal": partial(lln.lln_attention, is_causal=True, **given),
+    }
+
+
+def example() -> dict[str, Callable[..., Any]]:
+    """The attentions that README shows and recommends, with the options that it gives."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    import lln
+
+    return {
+        "softmax": scaled_dot_product_attention,
+        "lln_diag": lln.lln_diag_attention,
+        "lln_keys": lln.lln_keys_attention,
+        "diag": partial(lln.block_diagonal_attention, block_size=64),
+        "keys by query": partial(lln.lln_keys_attention, select="query", offset=-1e4),
+    }
+
+
+def take_turns(
+    calls: dict[str, Callable[[], Any]], seconds: float, clock: Callable[[], float] | None = None
+) -> Times:
+    """The middle of every call's times, in milliseconds, by the clock on the wall or another."""
+    clock = clock or time.perf_counter
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    order, shuffle = list(calls), Random(0).shuffle
+    for call in calls.values():
+        call()
+    end, turns = time.perf_counter() + seconds, 0
+    while turns < FEWEST or time.perf_counter() < end:
+        shuffle(order)
+        for name in order:
+            start = clock()
+            calls[name]()
+            spent[name].append(clock() - start)
+        turns += 1
+    return {name: 1e3 * median(times) for name, times in spent.items()}
+
+
+def measure(lengths: list[int], seconds: float, is_example: bool = False) -> Times:
+    """One round of the tree and the passes that this process has."""
+    import torch
+
+    kinds, clock = (example(), time.process_time) if is_example else (attentions(), None)
+    found: Times = {}
+    for tokens in lengths:
+        sides = [torch.randn(1, HEADS, tokens, WIDTH, requires_grad=True) for _ in range(3)]
+        gradient = torch.randn(1, HEADS, tokens, WIDTH)
+
+        def forward(attend: Callable[..., Any], sides: Any = sides) -> Any:
+            with torch.no_grad():
+                return attend(*sides)
+
+        def both(attend: Callable[..., Any], sides: Any = sides, gradient: Any = gradient) -> Any:
+            return torch.autograd.grad(attend(*sides), sides, gradient)
+
+        for name, run in zip(PASSES, (forward, both), strict=True):
+            calls = {call: partial(run, attend) for call, attend in kinds.items()}
+            times = take_turns(calls, seconds, clock)
+            found |= {f"{name} {tokens} {call}": spent for call, spent in times.items()}
+    return found
+
+
+# Beside the older package, which has no laboratory of ours.
+LAB = Path(__file__).resolve().parents[2]
+# Of the GNU C library: no memory is returned.
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_MAX_": "0"}
+
+
+def ways(old: Path | None) -> dict[str, dict[str, str]]:
+    """Which passes compute → the environment of their process."""
+    plain = {**KEEPS_MEMORY, "LLN_CPU": "torch"}
+    found = (
+        {}
+        if old is None
+        else {"before": {**plain, "PYTHONPATH": f"{old.resolve()}{os.pathsep}{LAB}"}}
+    )
+    return {**found, "plain": plain, "compiled": KEEPS_MEMORY}
+
+
+def commit_of(tree: Path) -> str:
+    """The commit that an older tree is at."""
+    command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise SystemExit(
+            f"{tree} is no tree of a repository; use `git worktree add FOLDER COMMIT`."
+        )
+    return found.stdout.strip()
+
+
+def ratio(content: dict[str, Any], way: str, case: str, call: str, base: str) -> float:
+    """How many times as long the base takes as a call: the middle of all rounds."""
+    rounds = content["ways"][way]
+    return median(times[f"{case} {base}"] / times[f"{case} {call}"] for times in rounds)
+
+
+def turns_table(content: dict[str, Any]) -> str:
+    """Times of softmax, and how many times faster the others are, for each kind of passes."""
+    from lln_lab.benchmarks.markdown import source, table
+
+    def as_ms(time: float) -> str:
+        return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
+
+    def cell(case: str, call: str, base: str) -> str:
+        found = [ratio(content, way, case, call, base) for way in content["ways"]]
+        return ", ".join(f"{one:.1f}×" for one in found)
+
+    lines = []
+    for name in PASSES:
+        for tokens in content["lengths"]:
+            case = f"{name} {tokens}"
+            every = [times for rounds in content["ways"].values() for times in rounds]
+            softmax = [median(one[f"{case} {base}"] for one in every) for base in BASES]
+            adds = [ratio(content, way, case, "lln", "lln matched") for way in content["ways"]]
+            lines.append(
+                [
+                    f"{tokens:,}",
+                    name,
+                    as_ms(softmax[0]),
+                    *(cell(case, call, BASES[0]) for call in ("lln", "lln matched", "lln_diag")),
+                    ", ".join(f"{100 * (one - 1):.0f} %" for one in adds),
+                    as_ms(softmax[1]),
+                    cell(case, "lln causal", BASES[1]),
+                ]
+            )
+    heads = ["N", "pass", "SDPA ms", "LLN", "LLN, matched", "LLN + Diag", "matching adds"]
+    heads += ["causal SDPA ms", "LLN, causal"]
+    setup, named = content["setup"], ", ".join(content["ways"])
+    old = f"; *before* is commit `{content['before'][:10]}`" if content["before"] else ""
+    caption = (
+        f"Times faster than SDPA in turn with it ({named}); *plain*: PyTorch's passes, *compiled*: "
+        f"those in C++{old}. Float32, B = 1, H = {HEADS}, D = {WIDTH}, freed memory is "
+        f"kept; the middle of {len(content['ways']['plain'])} rounds. {setup['device']}, "
+        f"{setup['threads']} threads, torch {setup['torch']}; {source(setup)}."
+    )
+    return table(heads, lines, caption)
+
+
+def example_table(content: dict[str, Any]) -> str:
+    """Milliseconds of what README shows, and how many times faster than softmax it is."""
+    from lln_lab.benchmarks.markdown import source, table
+
+    titles = {"lln_diag": "LLN + Diag", "lln_keys": "exact keys", "scratch": "from scratch"}
+    rounds: list[Times] = []
+    for times in content["ways"]["plain"]:
+        cases = [f"{name} {tokens}" for name in PASSES for tokens in content["lengths"]]
+        # Layers of the two kinds alternate.
+        both = [(times[f"{case} diag"], times[f"{case} keys by query"]) for case in cases]
+        means = {f"{case} scratch": sum(two) / 2 for case, two in zip(cases, both, strict=True)}
+        rounds.append(times | means)
+    own = {"ways": {"plain": rounds}}
+    lines = []
+    for tokens in content["lengths"]:
+        cells = [f"{tokens:,}"]
+        for name in PASSES:
+            case = f"{name} {tokens}"
+            cells.append(_milliseconds(median(times[f"{case} softmax"] for times in rounds)))
+            for call in titles:
+                spent = _milliseconds(median(times[f"{case} {call}"] for times in rounds))
+                cells.append(f"{spent} ({ratio(own, 'plain', case, call, BASES[0]):.1f}×)")
+        lines.append(cells)
+    heads = ["N"]
+    for name in PASSES:
+        heads += [f"softmax, {name}", *titles.values()]
+    setup = content["setup"]
+    caption = (
+        "Milliseconds of one processor (times faster than softmax; below 1 it is slower) in a "
+        "fresh installation, without compiled passes; α and β matched, float32, B = 1, "
+        f"H = {HEADS}, D = {WIDTH}. *From scratch*: the mean of the two layers that alternate. "
+        f"Freed memory is kept. {setup['device']}, torch {setup['torch']}; {source(setup)}."
+    )
+    return table(heads, lines, caption)
+
+
+def _milliseconds(time: float) -> str:
+    return f"{time:,.{0 if time >= 100 else 1 if time >= 10 else 2}f}"
+
+
+def main() -> None:
+    """Measure in rounds, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--old", type=Path, help="folder that holds an older lln package")
+    parser.add_argument("--example", action="store_true", help="the calls of README")
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per length, pass and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", action="store_true", help=f"only write the table into {PAGE}")
+    parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    lengths = given.lengths or list(EXAMPLE_LENGTHS if given.example else LENGTHS)
+    if given.case is not None:
+        times = measure(lengths, given.seconds, given.example)
+        given.case.write_text(json.dumps(times), "utf-8")
+        return
+    if given.report:
+        from lln_lab.benchmarks.markdown import fill
+
+        fill(PAGE, SECTION, turns_table(json.loads(RESULTS.read_text("utf-8"))))
+        return
+    from lln.cpu import building
+    from lln.files import compact_json, write_atomically
+    from lln_lab.bench.environment import describe
+
+    found = ways(given.old)
+    if given.example:
+        found = {"plain": {**found["plain"], "OMP_NUM_THREADS": "1"}}
+    if "compiled" in found and not building.LIBRARY.exists():
+        raise SystemExit("There are no compiled passes to compare; `make setup` makes them.")
+    kind = ["--example"] if given.example else ["--old OLD/src"] if given.old else []
+    words = [COMMAND, *kind, f"--seconds {given.seconds:g}"]
+    content: dict[str, Any] = {
+        "setup": describe("cpu", " ".join([*words, f"--rounds {given.rounds}"]))
+        | ({"threads": 1} if given.example else {}),
+        "before": commit_of(given.old) if given.old else None,
+        "lengths": lengths,
+        "ways": {way: [] for way in found},
+    }
+    options = [*(["--example"] if given.example else []), f"--seconds={given.seconds}"]
+    options += ["--lengths", *map(str, lengths)]
+    for number in range(given.rounds):
+        for way, environment in found.items():
+            print(f"round {number + 1} of {given.rounds}: {way}", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                case = Path(folder) / "case.json"
+                command = [
+                    sys.executable,
+                    "-m",
+                    "lln_lab.benchmarks.cpu_turns",
+                    f"--case={case}",
+                    *options,
+                ]
+                subprocess.run(command, check=True, env=os.environ | environment)
+                content["ways"][way].append(json.loads(case.read_text("utf-8")))
+        write_atomically(
+            given.out or (EXAMPLE if given.example else RESULTS), compact_json(content)
+        )
+    print(example_table(content) if given.example else turns_table(content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Write the tables of the docs from the results: ``python -m lln_lab.experiments.report``.
+
+Nothing between their marks is written by hand; this program puts it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from lln.checks.printing import written
+from lln_lab.benchmarks.markdown import commit_of, commits_of, fill
+from lln_lab.experiments.catalogue import EXPERIMENTS
+from lln_lab.experiments.cells import read_all
+from lln_lab.experiments.cost import cost_table
+from lln_lab.experiments.curve_figure import draw_curves
+from lln_lab.experiments.keys_table import conversion, decoder, selection, speed
+from lln_lab.experiments.keys_training import report_table
+from lln_lab.experiments.recovery_table import quality, recovery
+from lln_lab.experiments.report_page import section
+from lln_lab.experiments.step_table import training_steps
+from lln_lab.experiments.tables import table
+from lln_lab.experiments.temperature_figure import draw_temperatures
+
+RESULTS = Path("lab/results/experiments")
+COSTS = Path("lab/results/benchmarks/instruments.json")
+PAGE = Path("docs/instruments.md")
+FINDINGS = Path("docs/findings.md")
+FIGURES = Path("docs/figures")
+
+ATTENTION = {
+    "softmax": "softmax",
+    "paper": "LLN, paper's constants",
+    "variance": "LLN, variance matched",
+    "entropy": "LLN, entropy matched",
+    "unmatched": "LLN, α = β = 1",
+    "elu": "ELU + 1",
+    "relu": "ReLU",
+    "quadratic": "quadratic",
+}
+
+
+def main() -> None:
+    """Read the results and fill the marked sections."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    theory = json.loads((RESULTS / "figure-theory.json").read_text("utf-8"))
+    figure_2 = json.loads((RESULTS / "figure-2.json").read_text("utf-8"))
+    figure_1 = json.loads((RESULTS / "figure-1.json").read_text("utf-8"))
+    fill(PAGE, "figure-1", training(figure_1))
+    fill(PAGE, "figure-2", distances(figure_2))
+    for name, write in (
+        ("theorem-3-3", theorem_3_3),
+        ("proposition-3-1", proposition_3_1),
+        ("equation-28", equation_28),
+        ("equation-32", equation_32),
+        ("shape", shape),
+        ("temperature", temperature),
+        ("small-print", small_print),
+    ):
+        fill(PAGE, name, write(theory) + "\n\n" + made_by(theory, name != "proposition-3-1"))
+    found = json.loads((RESULTS / "minilm_recovery.json").read_text("utf-8"))
+    mixed = json.loads((RESULTS / "minilm_recovery_mixed.json").read_text("utf-8"))
+    fill(Path("README.md"), "quality", quality(found, mixed))
+    fill(Path("docs/huggingface.md"), "recovery", recovery(found))
+    fill(Path("docs/huggingface.md"), "recovery-mixed", recovery(mixed))
+    found = json.loads((RESULTS / "minilm_recovery_2048.json").read_text("utf-8"))
+    fill(Path("docs/huggingface.md"), "recovery-long", recovery(found))
+    steps = json.loads((RESULTS / "roberta_step.json").read_text("utf-8"))
+    fill(Path("docs/huggingface.md"), "steps", training_steps(steps))
+    page = Path("docs/exact_keys.md")
+    found = json.loads((RESULTS / "keys_prototype.json").read_text("utf-8"))
+    fill(page, "key-selection", selection(found))
+    found = json.loads((RESULTS / "keys_conversion.json").read_text("utf-8"))
+    fill(page, "key-conversion", conversion(found))
+    found = json.loads((RESULTS / "decoder_conversion.json").read_text("utf-8"))
+    fill(Path("docs/tutorials/decoder.md"), "key-decoder", decoder(found))
+    for device in ("cuda", "query-cuda", "cpu", "cpu-x86"):
+        found = json.loads(Path(f"lab/results/benchmarks/keys-{device}.json").read_text("utf-8"))
+        fill(page, f"key-speed-{device}", speed(found))
+    fill(page, "key-training", from_scratch(RESULTS / "keys_training"))
+    found = json.loads((RESULTS / "gates.json").read_text("utf-8"))
+    fill(Path("docs/experiments.md"), "gates", gates(found))
+    fill_findings()
+    fill(PAGE, "costs", costs(json.loads(COSTS.read_text("utf-8"))))
+
+
+def gates(found: dict[str, Any]) -> str:
+    """Whether softmax has learned what a table asks, per table; a number per seed."""
+    rows = [
+        [
+            *(name, one["measure"], one["needed"]),
+            ", ".join(f"{value:.3g}" for value in one["of_seeds"]),
+            "yes" if one["met"] else "no",
+        ]
+        for name, one in found.items()
+    ]
+    setups = [one["setup"] for one in read_all(RESULTS / "cells", "gates", "gpu")]
+    devices = ", ".join(sorted({setup["device"] for setup in setups}))
+    return (
+        f"{table(['recipe', 'measured', 'needed', 'reached, per seed', 'met'], rows)}\n\n"
+        f"{devices}; {commits_of(setups)}; made by `python -m lln_lab.experiments.gates run`, "
+        "`baselines` and `summary`."
+    )
+
+
+def fill_findings() -> None:
+    """Tables of the experiments that were run; the first run had another recipe."""
+    for name, experiment in EXPERIMENTS.items():
+        cells = read_all(RESULTS / "cells", name, "small")
+        text = section(experiment, "small", cells) if cells else "*Not run yet.*"
+        fill(FINDINGS, name, text)
+    costs = cost_table(EXPERIMENTS["lra"], "small", RESULTS / "cells")
+    fill(FINDINGS, "lra-costs", costs or "*Not run yet.*")
+    for name, task in (
+        ("table1", "mlm"),
+        ("distance", "recall-512"),
+        ("distance", "repeated-2048"),
+    ):
+        cells = read_all(RESULTS / "cells", name, "small")
+        drawn = [one for one in cells if one["cell"]["task"] == task]
+        draw_curves(drawn, FIGURES / f"{name}_{task}")
+    cells = read_all(RESULTS / "cells", "temperature", "small")
+    draw_temperatures(cells, FIGURES / "temperature")
+    for name in ("table3", "lra"):
+        cells = read_all(RESULTS / "first_cells", name, "small")
+        fill(FINDINGS, f"first-{name}", section(EXPERIMENTS[name], "small", cells))
+
+
+def from_scratch(folder: Path) -> str:
+    """What every kind of layer learns from scratch."""
+    found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+    first = found[0]
+    sizes, setup = first["config"]["sizes"], first["setup"]
+    seeds = ", ".join(str(seed) for seed in sorted({one["config"]["seed"] for one in found}))
+    return (
+        f"{report_table(found, with_cost=False)}\n\nMasked language model on English Wikipedia, "
+        f"{sizes['layers']} layers, {sizes['width']} wide, {sizes['heads']} heads, blocks of "
+        f"{sizes['block']}, {first['config']['batch_tokens']:,} tokens per step; validation loss "
+        "in nats, mean ± standard deviation over the seeds. *A / B*: layers alternate. "
+        f"{setup['device']}, torch {setup['torch']}; seeds {seeds}; "
+        f"{commits_of([one['setup'] for one in found])}; made by "
+        "`python -m lln_lab.experiments.keys_training many`."
+    )
+
+
+def made_by(results: dict[str, Any], one_length: bool = True) -> str:
+    """Where the numbers come from; tables over several lengths name them in their heads."""
+    made = results["made_by"]
+    length = f"N = {results['tokens']}, " if one_length else ""
+    return (
+        f"d = {results['head_width']}, {length}{results['draws']} draws; made by "
+        f"`{made['command']}`, torch {made['torch']}, {commit_of(made)}."
+    )
+
+
+def training(results: dict[str, Any]) -> str:
+    """Figure 1: where every layer starts and where it ends."""
+    rows = []
+    for layer in range(results["size"]["layers"]):
+        ends = []
+        for name in ("temperature", "entropy", "spectral_gap"):
+            curve = results[name][layer]
+            ends.append(f"{curve[0]:.2f} → {curve[-1]:.2f}")
+        rows.append([str(layer + 1), *ends])
+    text = table(["layer", "temperature", "entropy, bits", "spectral gap"], rows)
+    size, made = results["size"], results["made_by"]
+    return (
+        f"{text}\n\n{size['layers']} layers, one head of {size['width']}, {size['length']} bytes "
+        f"of {results['corpus']} per sequence, {results['batch']} sequences per update, "
+        f"{results['steps']:,} updates, seed {results['seed']}; medians over {results['held_out']} "
+        f"held-out sequences. Held-out loss {results['held_out_loss'][0]:.2f} → "
+        f"{results['held_out_loss'][-1]:.2f} nats per byte, byte frequencies alone "
+        f"{results['unigram_loss']:.2f}. Made by `{made['command']}`, torch {made['torch']}, "
+        f"{commit_of(made)}."
+    )
+
+
+def distances(results: dict[str, Any]) -> str:
+    """Figure 2 as two numbers per kernel."""
+    found = results["distance_to_softmax"]
+    rows = [
+        [ATTENTION[name], f"{own['entropy_bits']:.3f}", f"{own['spectral_gap']:.3f}"]
+        for name, own in sorted(found.items(), key=lambda item: item[1]["entropy_bits"])
+    ]
+    text = table(["attention", "entropy, bits", "spectral gap"], rows)
+    ends = results["score_variance"][0], results["score_variance"][-1]
+    grid = f"{len(results['score_variance'])} values of p, evenly spaced in ln p on "
+    return f"{text}\n\nMean distance to softmax over {grid}{list(ends)}; {made_by(results)}"
+
+
+def theorem_3_3(results: dict[str, Any]) -> str:
+    """Both sides of Theorem 3.3."""
+    rows = [
+        [
+            ATTENTION[row["attention"]],
+            f"{row['score_variance']:g}",
+            f"{row['second_eigenvalue']:.3f}",
+            f"{row['first_singular_value']:.3f}",
+            f"{row['ratio']:.1f}",
+            f"{row['departure_from_normality']:.2f}",
+        ]
+        for row in results["theorem_3_3"]
+    ]
+    head = ["attention", "p", "\\|λ₂\\|", "σ₁(P̄)", "ratio", "departure from normality"]
+    return table(head, rows)
+
+
+def proposition_3_1(results: dict[str, Any]) -> str:
+    """Error of the predicted mean by p / ln N."""
+    found = results["proposition_3_1_mean"]
+    lengths = sorted({row["tokens"] for row in found})
+    multiples = sorted({row["score_variance_over_ln_n"] for row in found})
+    errors = {(row["tokens"], row["score_variance_over_ln_n"]): row["error"] for row in found}
+    rows = [
+        [f"{multiple:g}", *(written(errors[tokens, multiple], "+.3f") for tokens in lengths)]
+        for multiple in multiples
+    ]
+    return table(["p / ln N", *(f"N = {tokens}" for tokens in lengths)], rows)
+
+
+def equation_28(results: dict[str, Any]) -> str:
+    """Fenton's variance over the measured one."""
+    rows = [
+        [
+            f"{row['variance']:g}",
+            f"{row['measured']:.4f}",
+            f"{row['predicted']:.4f}",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in results["equation_28"]
+    ]
+    return table(["σ̃²", "measured", "Eq. (28)", "ratio"], rows)
+
+
+def equation_32(results: dict[str, Any]) -> str:
+    """Numerator, denominator, their covariance, and what it adds up to."""
+    names = ("numerator", "denominator", "covariance", "equation_32", "measured")
+    rows = [
+        [f"{row['s']:g}", f"{row['sum_variance']:.1f}", *(f"{row[name]:.3f}" for name in names)]
+        for row in results["equation_32"]
+    ]
+    head = ["s", "σ̃²", "numerator", "denominator", "covariance", "Eq. (32)", "measured"]
+    return table(head, rows)
+
+
+def shape(results: dict[str, Any]) -> str:
+    """Skew inside a row and the share of popular keys."""
+    rows = [
+        [
+            ATTENTION[row["attention"]],
+            f"{row['score_variance']:g}",
+            written(row["skew_in_a_row"], "+.2f"),
+            f"{100 * row['column_share_of_variance']:.1f} %",
+        ]
+        for row in results["shape_of_log_p"]
+    ]
+    return table(["attention", "p", "skew of log P in a row", "variance that is a column's"], rows)
+
+
+def temperature(results: dict[str, Any]) -> str:
+    """Equations (5) and (11) beside the measured temperature."""
+    names = ("softmax_equation_5", "softmax_measured", "lln_equation_11", "lln_measured")
+    rows = [
+        [f"{row['score_variance']:g}", *(f"{row[name]:.3f}" for name in names)]
+        for row in results["temperature"]
+    ]
+    head = ["p", "softmax, Eq. (5)", "measured", "LLN, Eq. (11)", "measured"]
+    return table(head, rows)
+
+
+def small_print(results: dict[str, Any]) -> str:
+    """Eq. (27) and the derivative in the proof of Theorem 3.2."""
+    narrow, slope = results["equation_27"], results["theorem_3_2_slope"]
+    rows = [
+        [
+            f"Eq. (27), σ̃² = {narrow['variance']:g}, {narrow['terms']} terms",
+            f"{narrow['equation_27']:.3g}",
+            f"{narrow['of_its_logarithm']:.3g} (the sum itself: {narrow['of_the_sum']:.3g})",
+            f"σ̃²/n = {narrow['narrow_limit']:.3g}",
+        ],
+        [
+            "dH/dτ of Theorem 3.2",
+            f"{slope['as_printed']:.4f}",
+            f"{slope['finite_difference']:.4f}",
+            f"with 1/ln 2: {slope['with_the_factor']:.4f}",
+        ],
+    ]
+    return table(["claim", "as printed", "measured", "corrected"], rows)
+
+
+def costs(results: dict[str, Any]) -> str:
+    """Time against dense eigenvalues, and time and memory of a long sequence."""
+    gaps = [
+        [
+            f"`{row['kind']}`",
+            f"{1000 * row['seconds']:.0f} ms",
+            f"{row['dense_seconds']:.1f} s",
+            f"{row['times_faster']:.0f}",
+            "< 1e-15" if row["error"] < 1e-15 else f"{row['error']:.0e}",
+        ]
+        for row in results["gaps"]
+    ]
+    long = [
+        [
+            f"`{row['instrument']}`, `{row['kind']}`",
+            f"{row['seconds']:.1f} s",
+            f"{row['peak_bytes'] / 2**20:.0f} MiB",
+        ]
+        for row in results["long"]
+    ]
+    tokens = results["long"][0]["tokens"]
+    made = results["environment"]
+    return "\n\n".join(
+        [
+            table(
+                ["gap at N = 2,048", "ours", "all eigenvalues", "times faster", "difference"], gaps
+            ),
+            table([f"one head of {tokens:,} tokens", "time", "peak of the process"], long),
+            f"d = 64, one thread of {made['device']}, torch {made['torch']}; importing torch alone "
+            f"takes some 230 MiB. Load {made['load_average']:.1f} on {made['processors']} "
+            f"processors at the start. Made by `{made['command']}`, {commit_of(made)}.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Whether the code that was measured is that of its commit."""
+
+from lln.testing import processor
+from lln_lab.bench import environment
+
+
+def test_changes_are_unknown_without_a_checkout_unless_a_commit_is_named(monkeypatch):
+    said: dict[str, str] = {}
+    monkeypatch.setattr(processor, "output_of", lambda *words: said.get((*words, "")[1], ""))
+    assert environment.describe("cpu", "c")["changed"] is None
+    # Unless whoever copied them names the commit that they are a clean copy of.
+    monkeypatch.setenv("LLN_COMMIT", "4567")
+    assert environment.describe("cpu", "c")["changed"] is False
+    # Where there is a checkout of that commit, it is asked.
+    said |= {"ls-files": "src/lln/__init__.py", "rev-parse": "4567", "status": " M src/lln/a.py"}
+    assert environment.describe("cpu", "c")["changed"] is True

@@ -1,1 +1,0 @@
-"""The code behind the ``lln`` commands: benchmarks, figures, demo, fits, inspections and pages."""

@@ -1,5 +1,0 @@
-"""Fits the moment-matching constants from scratch: draw Gaussian inputs, measure, fit."""
-
-from lln.studies.fitting.fit import FitConfig, fit_constants
-
-__all__ = ["FitConfig", "fit_constants"]
