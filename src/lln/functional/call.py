@@ -18,7 +18,9 @@ class Call(NamedTuple):
     """A call of attention.
 
     Attributes:
-        kind: ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
+        kind: ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``; ``"decode"``, one token after
+            others; or what a module asks for by itself, the ``"moments"`` or ``"temperatures"`` of
+            queries and keys.
         query: ``[B, H, T, D]``, or packed ``[T, H, D]``.
         key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
         value: ``[B, Hk, S, E]``, or packed ``[T, Hk, E]``.
@@ -38,6 +40,7 @@ class Call(NamedTuple):
             ``[B, H, G, K]`` (packed: ``[H, G, K]``); once chosen by query for the kernels, lists.
         select: How keys are chosen: ``"block"``, ``"query"`` or ``"half"``.
         group_size: Queries that share their chosen keys.
+        summary: Of ``"decode"``: the `KeySummary` of all tokens so far.
         offset: What is added to the logits of the slots; a number, or broadcasts to
             ``[B, H, 1, 1]``; None = by mass matching.
     """
@@ -62,6 +65,7 @@ class Call(NamedTuple):
     select: str = "block"
     group_size: int = 0
     offset: Any = None
+    summary: Any = None
 
     def replace(self, **changes: Any) -> Call:
         """The same call with some fields changed, by their names."""

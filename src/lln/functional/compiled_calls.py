@@ -28,6 +28,8 @@ def why_unknown(call: Call) -> str | None:
     reason = why_absent(query, key, value, *numbers, mask, call.bounds)
     if reason is not None:
         return reason
+    if call.kind == "lln_keys":
+        return "has no passes for exact keys"
     if call.kind not in ("lln", "lln_diag"):
         return "computes lln_attention and lln_diag_attention only"
     if accumulation_dtype(query.dtype) != torch.float32:

@@ -8,15 +8,14 @@ heads.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lln import checks
-from lln.eager.summary import KeySummary, heads_of
-from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.functional.plan import choose_implementation
-from lln.kernels.decode.decode_ops import fused_decode
-from lln.precision import cast_for_autocast, without_autocast
+from lln.eager.summary import KeySummary
+from lln.errors import InvalidInputError
+from lln.functional import ways
+from lln.functional.call import Call
+from lln.precision import cast_for_autocast
 
 
 def decode_step(
@@ -62,39 +61,8 @@ def decode_step(
     if not isinstance(summary, KeySummary):
         raise InvalidInputError(f"summary must be a KeySummary, got {type(summary).__name__}.")
     checks.check_temperature("alpha", alpha, query.shape[0], (query.shape[1],), query.device)
-    chosen = choose_implementation(impl, query)
-    if chosen in ("reference", "cpu"):
-        raise InvalidInputError(f"decode_step has no impl={chosen!r}; use 'eager' or 'triton'.")
-    fits = chosen == "triton" and _fits_kernel(query, key, value, summary, alpha)
-    if impl == "triton" and not fits:
-        raise BackendUnavailableError(
-            "impl='triton' decodes without gradients from a contiguous float32 summary whose heads "
-            "are those of key or query; use impl='eager', or impl='auto' to let lln choose."
-        )
-    if not fits:
-        return summary.append(key, value).read(query, alpha)
-    sides = (query, key, value, summary.log_mass, summary.centroid)
-    with without_autocast(query):
-        out, summary.log_mass, summary.centroid = fused_decode(*sides, alpha, summary.beta)
-    return out
-
-
-def _fits_kernel(
-    query: Tensor, key: Tensor, value: Tensor, summary: KeySummary, alpha: float | Tensor
-) -> bool:
-    """Whether the kernel can run: the summary fits the token, and nothing needs a gradient."""
-    tensors = (query, key, value, summary.log_mass, summary.centroid, alpha, summary.beta)
-    if torch.is_grad_enabled() and any(
-        isinstance(side, Tensor) and side.requires_grad for side in tensors
-    ):
-        return False
-    heads = summary.log_mass.shape[1]
-    return (
-        summary.log_mass.dtype == torch.float32
-        and summary.log_mass.is_contiguous()
-        and summary.centroid.is_contiguous()
-        and summary.centroid.device == query.device
-        and tuple(summary.centroid.shape) == (query.shape[0], heads, query.shape[3], value.shape[3])
-        and heads in (key.shape[1], query.shape[1])
-        and heads_of(summary.beta) in (1, heads)
-    )
+    checks.check_impl(impl)
+    if impl in ("reference", "cpu"):
+        raise InvalidInputError(f"decode_step has no impl={impl!r}; use 'eager' or 'triton'.")
+    call = Call("decode", query, key, value, alpha, summary=summary)
+    return ways.prepare(call, impl).run(call)

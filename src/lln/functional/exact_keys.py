@@ -17,9 +17,9 @@ from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, chec
 from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.eager.key_blocks import blocks_in, fit_blocks
+from lln.functional import ways
 from lln.functional.call import Call
 from lln.functional.key_calls import choose_for
-from lln.functional.plan import plan_call
 from lln.functional.run import attend
 from lln.precision import cast_for_autocast, without_autocast
 from lln.tracing import is_compiling
@@ -281,7 +281,7 @@ def choose_keys(
         group_size=group,
     )
     with torch.no_grad(), without_autocast(query):
-        chosen = choose_for(call, plan_call(call, impl)).long()
+        chosen = choose_for(call, ways.prepare(call, impl).impl).long()
     # A trace for every length may have one block more, see `dense_blocks`.
     groups = blocks_in(query.shape[2], block_size, key_mask is not None) * (block_size // group)
     return chosen[:, :, :groups] if is_compiling() else chosen

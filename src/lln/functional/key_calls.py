@@ -1,4 +1,4 @@
-"""Calls with exact keys: what is missing is matched and chosen, then the plan is executed.
+"""Calls with exact keys: what is missing is matched and chosen, then the call is computed.
 
 Dimension legend: as in `lln.functional.call`; G groups of queries, K keys per group.
 """
@@ -19,7 +19,6 @@ from lln.eager.packing import per_tile
 from lln.eager.selection import choose, drop_repeats, picked_lists, seen_keys
 from lln.functional.call import Call
 from lln.functional.match import measure_heads
-from lln.functional.plan import Plan
 from lln.kernels.keys.keys_ops import fused_choice, fused_keys, fused_lists
 from lln.kernels.keys.lists import Lists
 from lln.matching.mass import keys_temperatures, mass_offset
@@ -37,15 +36,15 @@ def with_all_keys(call: Call) -> Call:
     return call.replace(select="block", group_size=call.block_size)
 
 
-def complete(call: Call, plan: Plan) -> Call:
-    """The call with α, β, the offset and the indices of the keys in place."""
+def complete(call: Call, impl: str) -> Call:
+    """The call with α, β, the offset and the indices of the keys in place, found by ``impl``."""
     alpha, beta, offset = call.alpha, call.beta, call.offset
     if alpha is None or offset is None:
         measured = call
-        if plan.impl == "reference":
+        if impl == "reference":
             query, key = call.query.double(), call.key.double()
             measured = call.replace(query=query, key=key)
-        moments = _moments(measured, plan)
+        moments = _moments(measured, impl)
         if alpha is None:
             alpha, beta = _temperatures(measured, moments)
         if offset is None:
@@ -54,10 +53,10 @@ def complete(call: Call, plan: Plan) -> Call:
     keys: Any = call.keys
     if isinstance(keys, Tensor):
         keys = _usable(call, keys)
-    elif plan.impl == "triton" and call.select == "query" and call.bounds is None:
+    elif impl == "triton" and call.select == "query" and call.bounds is None:
         keys = _lists(call, keys)
     else:
-        keys = choose_for(call, plan)
+        keys = choose_for(call, impl)
     return call.replace(alpha=alpha, beta=beta, keys=keys, offset=offset)
 
 
@@ -112,7 +111,7 @@ def _by_kernels(call: Call, keys: int) -> Tensor:
     return drop_repeats(torch.cat([shared, own], -1))
 
 
-def choose_for(call: Call, plan: Plan) -> Tensor:
+def choose_for(call: Call, impl: str) -> Tensor:
     """Indices of the keys a call asks for by number: ``[B, H, G, K]``, packed ``[H, G, K]``."""
     assert isinstance(call.keys, int)
     options: dict[str, Any] = {"select": call.select, "group_size": call.group_size}
@@ -121,7 +120,7 @@ def choose_for(call: Call, plan: Plan) -> Tensor:
     query, key, keys = call.query, call.key, call.keys
     if call.bounds is None:
         few = call.select != "block" and keys >= query.shape[2]
-        if plan.selection == "triton" and not few:
+        if impl == "triton" and not few:
             return _by_kernels(call, keys)
         blocks = _dense_blocks(call)
         return choose(query, key, keys, blocks, key_mask=call.key_mask, **options)
@@ -134,12 +133,12 @@ def choose_for(call: Call, plan: Plan) -> Tensor:
     return _choose_one_by_one(query, key, keys, call, blocks, options)
 
 
-def attend_dense_keys(call: Call, plan: Plan) -> Tensor:
+def attend_dense_keys(call: Call, impl: str) -> Tensor:
     """A dense call: ``[B, H, T, E]``."""
     sides = (call.query, call.key, call.value, call.alpha, call.beta)
     keys = call.keys
     assert not isinstance(keys, int)
-    if plan.impl == "triton":
+    if impl == "triton":
         return fused_keys(
             *sides,
             call.offset,
@@ -159,12 +158,11 @@ def attend_dense_keys(call: Call, plan: Plan) -> Tensor:
         group_size=call.group_size,
         is_causal=call.is_causal,
         scale=call.scale,
-        impl=plan.impl,
-        rounded=call.query.dtype if plan.selection == "triton" else None,
+        impl=impl,
     )
 
 
-def attend_packed_keys(call: Call, plan: Plan) -> Tensor:
+def attend_packed_keys(call: Call, impl: str) -> Tensor:
     """A packed call in plain PyTorch or by the reference: ``[T, H, E]``."""
     assert isinstance(call.keys, Tensor)
     assert call.bounds is not None
@@ -174,7 +172,7 @@ def attend_packed_keys(call: Call, plan: Plan) -> Tensor:
     query, key = as_nan(query), as_nan(key)
     blocks, sequence = packed_blocks(bounds, tokens, call.block_size)
     indices = call.keys[None]
-    if plan.impl == "reference":
+    if impl == "reference":
         return _reference_one_by_one(call, query, key, value, indices)
     heads = query.shape[1]
     key, value = eager.repeat_heads(key, heads), eager.repeat_heads(value, heads)
@@ -200,9 +198,9 @@ def attend_packed_keys(call: Call, plan: Plan) -> Tensor:
     return out[0].transpose(0, 1).to(call.query.dtype)
 
 
-def _moments(call: Call, plan: Plan) -> Moments:
+def _moments(call: Call, impl: str) -> Moments:
     if call.bounds is None:
-        return measure_heads(call.query, call.key, call.key_mask, plan.impl)
+        return measure_heads(call.query, call.key, call.key_mask, impl)
     return packed_moments(call.query, call.key, call.bounds.long())
 
 

@@ -1,4 +1,4 @@
-"""Moments and matched temperatures α and β, by the implementation that the plan has chosen.
+"""Moments and matched temperatures α and β, by the implementation that was chosen.
 
 Both implementations give the statistics of `lln.matching.moments`; the kernel reads q and k once.
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.workers import cut_heads, over_threads
+from lln.functional.call import Call
 from lln.kernels.moments.moment_ops import fused_moments
 from lln.matching.compiled_matching import compiled_temperatures
 from lln.matching.moments import (
@@ -27,6 +28,23 @@ from lln.matching.moments import (
 
 # The axes along which query, key and the key mask can be cut into heads or samples.
 _AXES = {"heads": (-3, -3, None), "samples": (-4, -4, -2)}
+
+
+def with_temperatures(call: Call, impl: str) -> Call:
+    """The call with α and β in place.
+
+    Args:
+        call: A call without exact keys.
+        impl: What computes them, as in `match_inputs`.
+    """
+    if call.alpha is not None or call.kind == "diag":
+        return call
+    inputs, matching = (call.query, call.key), call.matching
+    if call.bounds is None:
+        alpha, beta = match_inputs(*inputs, matching, call.key_mask, impl)
+    else:
+        alpha, beta = match_packed(*inputs, call.bounds, call.longest or 0, matching, impl)
+    return call.replace(alpha=alpha, beta=beta)
 
 
 def match_inputs(

@@ -17,10 +17,17 @@ from torch import Tensor
 
 from lln.checks.bounds import read_bounds
 from lln.eager.padding import Padding, pad_sequences
+from lln.functional.announcing import announce_call
 from lln.functional.call import Call
-from lln.functional.key_calls import chosen_indices, complete, paper_temperatures, with_all_keys
-from lln.functional.plan import Plan
+from lln.functional.key_calls import (
+    attend_dense_keys,
+    chosen_indices,
+    complete,
+    paper_temperatures,
+    with_all_keys,
+)
 from lln.kernels.launching.limits import MAX_GRID
+from lln.observers import is_observed
 
 
 class PaddedCall(NamedTuple):
@@ -87,7 +94,15 @@ class PaddedCall(NamedTuple):
         return found
 
 
-def pad_call(call: Call, plan: Plan) -> PaddedCall:
+def attend_padded(call: Call, impl: str) -> Tensor:
+    """``[T, H, E]`` of a packed call with at least one token; waits for the bounds' values."""
+    padded = pad_call(call, impl)
+    if is_observed():
+        announce_call(padded.as_completed())
+    return padded.unpad([attend_dense_keys(group, impl) for group in padded.groups])
+
+
+def pad_call(call: Call, impl: str) -> PaddedCall:
     """Lay out a packed call with at least one token as dense ones, and complete those.
 
     Waits for the values of the bounds.
@@ -124,5 +139,5 @@ def pad_call(call: Call, plan: Plan) -> PaddedCall:
             bounds=None,
             longest=None,
         )
-        groups.append(complete(with_all_keys(dense), plan))
+        groups.append(complete(with_all_keys(dense), impl))
     return PaddedCall(call, padding, groups)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from lln.eager.run import repeat_heads
+from lln.functional import ways
 from lln.functional.call import Call
 from lln.functional.key_calls import chosen_indices, complete
-from lln.functional.match import match_inputs
-from lln.functional.plan import choose_matching, plan_call
+from lln.functional.statistics import matched_temperatures
 from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.chosen_keys import ChosenKeys, place_choices
 from lln.instruments.unmasked_heads import UnmaskedHeads
@@ -171,7 +171,7 @@ class _Choice:
             offset=inputs.offset,
         )
         with without_autocast(inputs.query), torch.no_grad():
-            call = complete(call, plan_call(call, "auto"))
+            call = complete(call, ways.prepare(call, "auto").impl)
         sizes = (inputs.batch, inputs.query.shape[1], device)
         self.temperatures = per_head(call.alpha, *sizes), per_head(call.beta, *sizes)
         self.offset = per_head(call.offset, *sizes)
@@ -207,8 +207,8 @@ def _temperatures(inputs: AttentionInputs, device: torch.device) -> tuple[Tensor
         query, key, matching = inputs.query, inputs.key, inputs.criterion
         with without_autocast(query), torch.no_grad():
             if inputs.cu_seqlens is None:
-                impl = choose_matching("auto", query, key, matching, inputs.key_mask)
-                alpha, beta = match_inputs(query, key, matching, inputs.key_mask, impl)
+                mask = inputs.key_mask
+                alpha, beta = matched_temperatures(query, key, matching, mask, "auto")
             else:
                 bounds, centred = inputs.cu_seqlens.long(), matching == "paper"
                 moments = packed_moments(query, key, bounds, centred=centred)

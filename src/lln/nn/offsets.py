@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from lln import checks
 from lln.checks.names import shown
 from lln.errors import CausalStatisticsError, InvalidInputError
-from lln.functional.match import measure_heads
-from lln.functional.plan import choose_implementation
+from lln.functional.statistics import measured_moments
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.matching.moments import Moments
 from lln.nn.temperatures import RunningStatistics, SampleStatistics, per_head
@@ -214,6 +213,6 @@ def _moments(
     """Those of the call; unit variances where it is causal."""
     if not is_causal:
         with without_autocast(query):
-            return measure_heads(query, key, key_mask, choose_implementation(impl, query))
+            return measured_moments(query, key, key_mask, impl)
     ones = torch.ones(1, query.shape[1], device=query.device)
     return Moments(ones, ones, ones[:, :1] * query.shape[2], torch.zeros_like(ones).bool())

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from lln import checks
 from lln.checks.names import check_choice, shown
 from lln.errors import CausalStatisticsError, InvalidInputError
-from lln.functional.match import match_inputs, measure_heads
-from lln.functional.plan import choose_implementation, choose_matching
+from lln.functional.statistics import matched_temperatures, measured_moments
 from lln.matching.curves import matched_spread
 from lln.matching.moments import Moments, temperatures
 from lln.precision import without_autocast
@@ -52,8 +51,7 @@ class SampleStatistics(nn.Module):
         """α, β of shape ``[B, H, 1, 1]`` (one value for all with ``"paper"``)."""
         self.check_causal(is_causal)
         with without_autocast(query):
-            impl = choose_matching(self.impl, query, key, self.criterion, key_mask)
-            return match_inputs(query, key, self.criterion, key_mask, impl)
+            return matched_temperatures(query, key, self.criterion, key_mask, self.impl)
 
     def check_causal(self, is_causal: bool) -> None:
         """Refuse a causal call."""
@@ -161,7 +159,7 @@ class RunningStatistics(nn.Module):
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         """Add a batch to the average and return the state to use for it."""
-        moments = measure_heads(query, key, key_mask, choose_implementation(self.impl, query))
+        moments = measured_moments(query, key, key_mask, self.impl)
         sums = _weighted_sums(moments, query, key, key_mask)
         if in_backward():
             return self._state_of_first_run(sums)

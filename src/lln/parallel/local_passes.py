@@ -19,8 +19,8 @@ from lln.eager.infinity import as_nan
 from lln.eager.run import join, widen
 from lln.eager.summary import read_heads, summarise_heads
 from lln.errors import BackendUnavailableError
+from lln.functional import ways
 from lln.functional.call import Call
-from lln.functional.plan import choose_implementation, plan_call
 from lln.kernels.blocks.block_ops import fused_blocks
 from lln.kernels.launching.limits import (
     MAX_GRID,
@@ -102,11 +102,11 @@ def check_local(call: Call, impl: str, operation: str) -> None:
     elif impl == "triton" and call.is_causal:
         reason = "has no kernel for a causal sequence on several ranks"
     elif impl == "triton" and call.kind == "lln_keys":
-        plan_call(call, impl)
+        ways.prepare(call, impl)
         if is_crowded(call.query.shape[0] * call.query.shape[1]):
             reason = f"has no kernel for exact keys of more than {MAX_GRID:,} heads"
     elif impl == "triton":
-        choose_implementation(impl, call.query)
+        _takes_kernels(call, impl)
     if reason is not None:
         raise BackendUnavailableError(f"impl={impl!r} {reason}; use impl='auto' in {operation}.")
 
@@ -115,7 +115,12 @@ def takes_keys(call: Call, impl: str) -> bool:
     """Whether this rank's part of a checked call with exact keys runs in the kernels."""
     if call.is_causal or is_crowded(call.query.shape[0] * call.query.shape[1]):
         return False
-    return plan_call(call, impl).impl == "triton"
+    return ways.prepare(call, impl).impl == "triton"
+
+
+def _takes_kernels(call: Call, impl: str) -> bool:
+    """Whether kernels summarise and read this rank's tokens."""
+    return ways.prepare(call.replace(kind="lln", block_size=0), impl).impl == "triton"
 
 
 def choose_passes(call: Call, impl: str, shards: Shards) -> LocalPasses:
@@ -127,7 +132,7 @@ def choose_passes(call: Call, impl: str, shards: Shards) -> LocalPasses:
     query, heads = call.query, call.query.shape[0] * call.query.shape[1]
     if call.is_causal or is_crowded(heads):
         return LocalPasses()
-    if choose_implementation(impl, query) != "triton":
+    if not _takes_kernels(call, impl):
         return LocalPasses()
     passes = LocalPasses(widest_value(query, heads, 0, False, False))
     size = call.block_size

@@ -119,6 +119,12 @@ def load(long_way: Callable[..., Any]) -> Any:
     return None if isinstance(_found, str) else _found
 
 
+def forget() -> None:
+    """Drop the calls that the launcher knows, if it was loaded."""
+    if _found is not None and not isinstance(_found, str):
+        _found.forget()
+
+
 def why_not() -> str | None:
     """Why calls are launched from Python, in words; None if the compiled launcher is used."""
     if _found is None:

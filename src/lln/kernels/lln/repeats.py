@@ -11,7 +11,7 @@ launcher (`compiled_launcher`), a `Repeat` is handed over to it: `again` launche
 calls, forward and backward, and gives back None where it cannot. Then everything is as without it.
 
 Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
-E value width. A ``request`` is a `lln.functional.call.Call`, a ``plan`` a
+E value width. A ``call`` is a `lln.functional.call.Call`, a ``plan`` a
 `lln.functional.plan.Plan`; this layer lies below both.
 """
 
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from lln.kernels.launching.recipes import Recipe
     from lln.kernels.summaries.lln_call import LLNCall
 
-# Beyond this many kinds the oldest are dropped.
-MOST_REPEATS = 4096
-
 # The arguments of the launches by name, in the order in which `Repeat` lists them.
 _SHARED = ("p_q", "p_k", "p_v", "p_alpha", "p_beta", "p_mask", "p_starts")
 _NUMBERS = ("alpha", "beta", "mix", "seed")
@@ -47,74 +44,37 @@ _BACKWARD = (
 )
 _MATCH = ("p_q", "p_k", "p_mask", "p_starts", "p_results")
 
-# False where a kind of call cannot be repeated this way.
-_known: dict[Hashable, Any] = {}
-
 # The compiled launcher's ``attend`` once it is loaded; takes what `arguments_of` gives.
 again: Callable[..., Tensor | None] | None = None
 # The kinds of calls as it knows them.
 LLN, LLN_DIAG = 0, 1
 
 
-def kind_of(request: Any, impl: str) -> Hashable:
-    """What decides how a call is launched; None for calls that are not repeated this way."""
-    query, key, value, alpha, beta, mask = *request[1:6], request.key_mask
-    if not _on_gpu(query) or is_watched(query) or request.kind not in ("lln", "lln_diag"):
-        return None
-    if request.bounds is not None or request.dropout_p or isinstance(request.mix, Tensor):
-        return None
-    forms = _form(alpha), _form(beta)
-    plain = type(query) is type(key) is type(value) is Tensor
-    if "other" in forms or not plain or not (mask is None or type(mask) is Tensor):
-        return None
-    tracked = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    )
-    looks = (look_of(query), look_of(key), look_of(value), look_of(mask))
-    how = (request.matching, request.block_size, request.scale, request.is_causal)
-    return (request.kind, impl, query.device, tracked, *looks, *forms, *how)
-
-
-def repeat_of(kind: Hashable) -> Repeat | None:
-    """The way for calls of this kind, if one of them ran before and nobody watches launches."""
-    repeat = _known.get(kind) if kind is not None else None
-    return repeat if repeat and repeat.is_free() else None
-
-
-def remember(kind: Hashable, request: Any, impl: str, plan: Any) -> None:
-    """Prepare later calls of a kind, after one of them has run the long way."""
-    if kind is None or kind in _known:
-        return
-    if len(_known) >= MOST_REPEATS:
-        del _known[next(iter(_known))]
-    repeat = _known[kind] = _prepare(request, plan) or False
-    if repeat:
-        hand_over(repeat, request, impl)
-
-
-def arguments_of(request: Any, impl: str) -> tuple[Any, ...] | None:
+def arguments_of(call: Any, impl: str) -> tuple[Any, ...] | None:
     """The arguments of `again`; None for calls that it does not know."""
-    if request.bounds is not None or request.kind not in ("lln", "lln_diag"):
+    if call.bounds is not None or call.kind not in ("lln", "lln_diag"):
         return None
-    kind = LLN if request.kind == "lln" else LLN_DIAG
+    kind = LLN if call.kind == "lln" else LLN_DIAG
+    sides = (*call.qkv, call.alpha, call.beta)
+    options = (call.matching, call.mix, call.block_size, call.scale)
     # Groups of query heads are allowed: the call has been checked.
-    return (kind, *request[1:13], True, impl)
+    return (kind, *sides, *options, call.key_mask, call.dropout_p, call.is_causal, True, impl)
 
 
-def run_compiled(request: Any, impl: str) -> Tensor | None:
+def run_compiled(call: Any, impl: str) -> Tensor | None:
     """A checked call by the compiled launcher; None where that cannot be."""
-    arguments = None if again is None else arguments_of(request, impl)
+    arguments = None if again is None else arguments_of(call, impl)
     return None if arguments is None or again is None else again(*arguments)
 
 
-def hand_over(repeat: Repeat, request: Any, impl: str) -> None:
+def hand_over(repeat: Repeat, call: Any, impl: str) -> None:
     """Let the compiled launcher take later calls like this one, if there is one."""
     global again
     launcher = compiled_launcher.load(differentiate_by_the_long_way)
     if launcher is None:
         return
     again = launcher.attend
-    shared, arguments = repeat.compiled(launcher), arguments_of(request, impl)
+    shared, arguments = repeat.compiled(launcher), arguments_of(call, impl)
     if shared is not None and arguments is not None:
         launcher.learn(*arguments, (repeat, *shared))
 
@@ -184,10 +144,10 @@ class Repeat:
         watched = recipes.launches_are_watched() or overrides
         return not watched and torch.cuda.current_device() == self.index
 
-    def run(self, request: Any) -> Tensor:
+    def run(self, call: Any) -> Tensor:
         """A call of this kind."""
-        query, key, value, alpha, beta = request[1:6]
-        mask = request.key_mask
+        query, key, value, alpha, beta = *call.qkv, call.alpha, call.beta
+        mask = call.key_mask
         if self.matching is not None:
             results = torch.empty((5, *self.heads), dtype=torch.float32, device=self.device)
             where = query.data_ptr()
@@ -198,7 +158,7 @@ class Repeat:
             alpha, beta = results[0], results[1]
         alpha, alpha_number = (alpha, 1.0) if isinstance(alpha, Tensor) else (None, float(alpha))
         beta, beta_number = (beta, 1.0) if isinstance(beta, Tensor) else (None, float(beta))
-        numbers = (alpha_number, beta_number, float(request.mix), self.block_size, self.scale)
+        numbers = (alpha_number, beta_number, float(call.mix), self.block_size, self.scale)
         numbers = (*numbers, 0.0, 0, self.causal, 0)
         tensors = (query, key, value, alpha, beta, mask, None, None)
         if self.tracked:
@@ -310,28 +270,34 @@ class _Launches:
             launch(*grid, stream, *code, *arguments)
 
 
-def _prepare(request: Any, plan: Any) -> Repeat | None:
-    """A `Repeat` from the recipes that a call of the same kind has left; None = not possible."""
-    if plan.impl != "triton" or plan.diagonal not in (None, "joint"):
+def repeat_of(call: Any, prepared: Any) -> Repeat | None:
+    """A `Repeat` from the recipes that a call of the same layout has left; None = not possible."""
+    if prepared.impl != "triton" or prepared.diagonal not in (None, "joint"):
+        return None
+    if call.kind not in ("lln", "lln_diag") or call.bounds is not None or call.dropout_p:
+        return None
+    if not _on_gpu(call.query) or is_watched(call.query) or isinstance(call.mix, Tensor):
+        return None
+    if any(type(side) not in (Tensor, type(None)) for side in (*call.qkv, call.key_mask)):
         return None
     from lln.kernels.causal import launch_causal
     from lln.kernels.lln import launch_bidirectional
     from lln.kernels.moments import launch_moments
     from lln.kernels.summaries.lln_call import LLNCall
 
-    query, key, value, alpha, beta = request[1:6]
-    if value.shape[3] > plan.value_width or min(query.numel(), value.numel()) == 0:
+    query, key, value, alpha, beta = *call.qkv, call.alpha, call.beta
+    if value.shape[3] > prepared.value_width or min(query.numel(), value.numel()) == 0:
         return None
     if any(within_reach(side) is not side for side in (query, key, value)):
         return None
-    mask, heads = request.key_mask, (query.shape[0], query.shape[1], 1, 1)
+    mask, heads = call.key_mask, (query.shape[0], query.shape[1], 1, 1)
     if mask is not None and not mask.is_contiguous():
         return None
     matching = None
     if alpha is None:
-        if request.matching == "paper":
+        if call.matching == "paper":
             return None
-        curve = moment_ops.curve_of(query.shape[3], request.matching)
+        curve = moment_ops.curve_of(query.shape[3], call.matching)
         kind = launch_moments.kind_of(query, key, mask, curve)
         matching = _launches(kind, _MATCH)
         if matching is None:
@@ -341,21 +307,23 @@ def _prepare(request: Any, plan: Any) -> Repeat | None:
     alphas = alpha if isinstance(alpha, Tensor) else None
     betas = beta if isinstance(beta, Tensor) else None
     for side in (alphas, betas):
+        if side is not None and (type(side) is not Tensor or side.requires_grad):
+            return None
         flat = side is None or (side.dtype == torch.float32 and side.is_contiguous())
         if not flat or (side is not None and tuple(side.shape) != heads):
             return None
-    slots = query.shape[1] if request.is_causal else summary_heads(query, key, betas)
+    slots = query.shape[1] if call.is_causal else summary_heads(query, key, betas)
     if slots != key.shape[1]:
         # Gradients of keys and values are summed over a group afterwards.
         return None
-    blocks = plan.block_size if plan.diagonal == "joint" else 0
-    scale = query.shape[3] ** -0.5 if request.scale is None else float(request.scale)
-    numbers = (1.0, 1.0, 1.0, blocks, scale if blocks else 1.0, 0.0, 0, request.is_causal, 0)
-    call = LLNCall(query, key, value, alphas, betas, mask, None, None, *numbers)
+    blocks = prepared.block_size if prepared.diagonal == "joint" else 0
+    scale = query.shape[3] ** -0.5 if call.scale is None else float(call.scale)
+    numbers = (1.0, 1.0, 1.0, blocks, scale if blocks else 1.0, 0.0, 0, call.is_causal, 0)
+    first = LLNCall(query, key, value, alphas, betas, mask, None, None, *numbers)
     tracked = torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value))
-    launcher = launch_causal if request.is_causal else launch_bidirectional
-    forward = _launches(launcher.forward_kind(call, tracked), _FORWARD)
-    return None if forward is None else Repeat(call, matching, forward, tracked)
+    launcher = launch_causal if call.is_causal else launch_bidirectional
+    forward = _launches(launcher.forward_kind(first, tracked), _FORWARD)
+    return None if forward is None else Repeat(first, matching, forward, tracked)
 
 
 def _launches(kind: Hashable, names: Sequence[str]) -> _Launches | None:
@@ -388,17 +356,6 @@ def _addresses(tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
 def _looks(gradient: Tensor, tensors: Sequence[Any]) -> Hashable:
     """What decides a backward pass; hooks may bring saved tensors back with other strides."""
     return tuple([look_of(side) for side in (gradient, *tensors[:6])])
-
-
-def _form(side: float | Tensor | None) -> Hashable:
-    """Of α or β: None, a number, how a tensor lies in memory, or ``"other"``."""
-    if side is None:
-        return None
-    if type(side) is float or type(side) is int:
-        return "number"
-    if type(side) is Tensor and not side.requires_grad:
-        return look_of(side)
-    return "other"
 
 
 def _on_gpu(tensor: Tensor) -> bool:

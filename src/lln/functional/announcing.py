@@ -1,0 +1,27 @@
+"""Tells observers of a completed call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lln.functional.call import Call
+from lln.functional.key_calls import chosen_indices
+from lln.observers import Announcement, announce, is_observed
+
+
+def announce_call(call: Call) -> None:
+    """Announce a call with everything in place, if anybody listens."""
+    if not is_observed():
+        return
+    parts: dict[str, Any] = {"key_mask": call.key_mask, "is_causal": call.is_causal}
+    parts["cu_seqlens"] = call.bounds
+    if call.kind != "diag":
+        parts |= {"alpha": call.alpha, "beta": call.beta}
+    if call.kind != "lln":
+        parts |= {"block_size": call.block_size, "scale": call.scale}
+    if call.kind == "lln_diag":
+        parts["mix"] = call.mix
+    if call.kind == "lln_keys":
+        parts |= {"offset": call.offset, "indices": chosen_indices(call)}
+        parts["group_size"] = call.group_size
+    announce(Announcement(call.kind, call.query, call.key, **parts))

@@ -1,0 +1,76 @@
+"""The way of the kernels for exact keys (`lln.kernels.keys`)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lln.functional.announcing import announce_call
+from lln.functional.call import Call
+from lln.functional.kernel_ways import KernelWay
+from lln.functional.key_calls import attend_dense_keys, complete
+from lln.functional.one_by_one import no_tokens
+from lln.functional.padded_keys import attend_padded
+from lln.functional.prepared import Prepared
+from lln.kernels.launching.limits import MAX_CHOSEN, why_no_keys
+from lln.tracing import has_values, is_capturing
+
+
+class KeyKernels(KernelWay):
+    """Exact keys are chosen and attended to by kernels; packed sequences are padded for them."""
+
+    name = "fused kernels for exact keys"
+    kinds = ("lln_keys",)
+
+    def why_not(self, call: Call) -> str | None:
+        """See `Way.why_not`."""
+        return super().why_not(call) or _why_not_taken(call) or _why_not_chosen(call)
+
+    def prepare(self, call: Call) -> Prepared:
+        """See `Way.prepare`."""
+        padded = ("sequences padded to similar lengths",) if call.bounds is not None else ()
+        return Prepared(self, call.block_size, rest=padded)
+
+    def describe(self, prepared: Prepared) -> str:
+        """A sentence on what computes a prepared call."""
+        padded = f", in {prepared.rest[0]}" if prepared.rest else ""
+        return (
+            "The fused kernels choose keys and attend to them, to "
+            f"blocks of {prepared.block_size} tokens and to the slots{padded}."
+        )
+
+    def run(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.run`."""
+        if call.bounds is not None and call.query.shape[0] > 0:
+            return attend_padded(call, self.impl)
+        call = complete(call, self.impl)
+        announce_call(call)
+        return attend_dense_keys(call, self.impl) if call.bounds is None else no_tokens(call)
+
+
+def _why_not_taken(call: Call) -> str | None:
+    """Why the kernels attend to no such blocks and groups."""
+    if call.is_causal:
+        return "has no kernel for causal attention with exact keys"
+    if call.bounds is not None:
+        if isinstance(call.keys, Tensor):
+            return "takes no indices of keys in packed sequences"
+        if not has_values(call.bounds):
+            return "reads cu_seqlens where keys are exact, which a compiler or transform hides"
+        if is_capturing():
+            return "reads cu_seqlens where keys are exact, which a CUDA graph cannot wait for"
+    # Chosen by query, keys are read beside whole blocks; indices are read group by group.
+    by_query = call.select == "query" and isinstance(call.keys, int)
+    group = call.block_size if by_query else call.group_size
+    return why_no_keys(call.query, call.value.shape[-1], call.block_size, group)
+
+
+def _why_not_chosen(call: Call) -> str | None:
+    """Why the kernels cannot choose so many keys."""
+    keys = call.keys
+    if not isinstance(keys, int):
+        return None
+    if keys > MAX_CHOSEN:
+        return f"chooses at most {MAX_CHOSEN} keys, not {keys}"
+    if call.select == "query" and keys == 0:
+        return "has no kernel for select='query' without keys"
+    return None

@@ -1,0 +1,72 @@
+"""Packed sequences as dense calls: all as one sample, or one call for each.
+
+Dimension legend: as in `lln.functional.call`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.functional.call import Call
+
+
+def as_sample(call: Call) -> Call:
+    """Packed ``[T, H, D]`` as the one sample ``[1, H, T, D]``."""
+    query, key, value = (side.transpose(0, 1)[None] for side in call.qkv)
+    mix = call.mix
+    if isinstance(mix, Tensor):
+        mix = mix.reshape((1,) * (3 - mix.dim()) + tuple(mix.shape)).transpose(0, 1)[None]
+    return call.replace(query=query, key=key, value=value, mix=mix)
+
+
+def no_tokens(call: Call) -> Tensor:
+    """The output ``[0, H, E]`` for no tokens, still connected to the inputs for autograd."""
+    query, key, value = call.qkv
+    zero = key.sum() * value.sum()
+    for side in (call.alpha, call.beta, call.offset):
+        if side is not None:
+            zero = zero * (side.sum() if isinstance(side, Tensor) else side)
+    rows = query.sum(-1, keepdim=True).expand(-1, -1, value.shape[-1])
+    return (rows * zero).to(query.dtype)
+
+
+def one_by_one(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
+    """Packed sequences ``[T, H, E]`` with one dense call for each; reads the bounds.
+
+    Args:
+        call: A packed call with at least one token.
+        attend: Computes a dense call ``[1, H, T, E]``.
+    """
+    assert call.bounds is not None
+    whole, outs = as_sample(call), []
+    lengths = call.bounds.diff().tolist()
+    # Split, because every slice would add a gradient of the whole length; copied, because views
+    # that are split off forbid the caller to change the whole afterwards.
+    sides = [_copied(side).split(lengths, 2) for side in whole.qkv]
+    mixes: Any = [whole.mix] * len(lengths)
+    if isinstance(whole.mix, Tensor) and whole.mix.shape[2] > 1:
+        mixes = _copied(whole.mix).split(lengths, 2)
+    for index, (query, key, value, mix) in enumerate(zip(*sides, mixes, strict=True)):
+        if lengths[index] == 0:
+            continue
+        alpha, beta = (_of_sequence(side, index) for side in (call.alpha, call.beta))
+        own = {"query": query, "key": key, "value": value, "alpha": alpha, "beta": beta}
+        dense = whole.replace(**own, mix=mix, bounds=None, longest=None)
+        outs.append(attend(dense)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def _copied(side: Tensor) -> Tensor:
+    """Head by head and row by row, as the products read it."""
+    return side.clone(memory_format=torch.contiguous_format)
+
+
+def _of_sequence(side: Any, index: int) -> Any:
+    """α or β ``[n, H, 1, 1]`` of one packed sequence."""
+    if not isinstance(side, Tensor) or side.dim() < 4 or side.shape[0] == 1:
+        return side
+    return side[index : index + 1]

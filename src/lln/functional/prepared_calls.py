@@ -1,0 +1,68 @@
+"""Decisions that later calls of the same layout find again, in Python and in the C++ launcher.
+
+A decision depends on how the tensors lie in memory, on types, devices and options, never on numbers
+in the tensors. The arguments of a call are checked before anything is looked up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.functional.call import Call
+from lln.functional.prepared import Prepared
+from lln.kernels.launching import compiled_launcher
+from lln.kernels.launching.shapes import look_of
+from lln.kernels.lln import repeats
+from lln.tracing import is_capturing, is_untraced, is_watched
+
+# Beyond this many layouts the oldest are dropped: every sequence length is another one.
+MOST_LAYOUTS = 4096
+
+_prepared: dict[Hashable, Prepared] = {}
+
+
+def layout_of(call: Call, impl: str) -> Hashable:
+    """What decides how a call runs; None for calls that are decided anew each time."""
+    query, key, value = call.qkv
+    if is_watched(query) or isinstance(call.keys, Tensor):
+        return None
+    sides = (key, value, call.alpha, call.beta, call.mix, call.key_mask, call.bounds, call.offset)
+    options = (call.kind, impl, call.matching, call.block_size, call.scale, call.dropout_p > 0)
+    keys = (call.keys, call.select, call.group_size, call.longest)
+    state = (query.device, torch.is_grad_enabled(), torch.get_num_threads(), is_capturing())
+    looks = [_look(side) for side in sides]
+    return (*options, call.is_causal, *keys, *state, is_untraced(*sides), _look(query), *looks)
+
+
+def find(layout: Hashable) -> Prepared | None:
+    """How an earlier call of this layout ran."""
+    return None if layout is None else _prepared.get(layout)
+
+
+def keep(layout: Hashable, call: Call, impl: str, prepared: Prepared) -> None:
+    """Keep how a call ran, with the launches that it left."""
+    if layout is None:
+        return
+    if len(_prepared) >= MOST_LAYOUTS:
+        del _prepared[next(iter(_prepared))]
+    repeat = repeats.repeat_of(call, prepared)
+    _prepared[layout] = prepared._replace(repeat=repeat)
+    if repeat is not None:
+        repeats.hand_over(repeat, call, impl)
+
+
+def clear() -> None:
+    """Forget all decisions, also those that the launcher in C++ holds."""
+    _prepared.clear()
+    compiled_launcher.forget()
+
+
+def _look(side: Any) -> Hashable:
+    """How a tensor lies in memory and whether it learns; of anything else its type."""
+    if isinstance(side, Tensor):
+        return type(side), side.requires_grad, look_of(side)
+    return type(side)

@@ -1,0 +1,91 @@
+"""The one place that decides how a call runs: an ordered list of ways.
+
+``impl="auto"`` takes the first way that can compute a call and pays there. Another value of
+``impl`` names its way, which is taken or refused with the reason, and never replaced. Everything
+that depends on shapes, types, devices and options is decided here; afterwards a way only guards
+itself against the numbers in the tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import NoReturn
+
+from lln.checks.arguments import IMPLEMENTATIONS, check_impl
+from lln.errors import BackendUnavailableError
+from lln.functional.call import Call
+from lln.functional.cpu_ways import (
+    CompiledMatching,
+    CompiledPasses,
+    PassesBesidePlainBlocks,
+    PlainMoments,
+)
+from lln.functional.kernel_ways import (
+    DecodeKernel,
+    Kernels,
+    KernelsBesidePlainBlocks,
+    KernelWay,
+    MomentKernel,
+    why_no_kernels,
+)
+from lln.functional.key_ways import KeyKernels
+from lln.functional.plain_ways import Plain, Reference
+from lln.functional.prepared import Prepared
+from lln.functional.way import Way
+
+WAYS: tuple[Way, ...] = (
+    Kernels(),
+    KernelsBesidePlainBlocks(),
+    KeyKernels(),
+    MomentKernel(),
+    DecodeKernel(),
+    CompiledPasses(),
+    PassesBesidePlainBlocks(),
+    CompiledMatching(),
+    PlainMoments(),
+    Plain(),
+    Reference(),
+)
+
+
+def prepare(call: Call, impl: str) -> Prepared:
+    """Decide how a checked call is computed, from shapes, dtypes, devices and options.
+
+    Args:
+        call: The call; kernels do not mind its α and β.
+        impl: ``"auto"``, or what names a way.
+
+    Raises:
+        InvalidInputError: If ``impl`` is none of these.
+        BackendUnavailableError: If the way that was asked for cannot compute the call.
+    """
+    if impl not in IMPLEMENTATIONS:
+        check_impl(impl)
+    way = choose(call, impl)
+    if impl == "auto" and call.query.device.type == "cuda" and not isinstance(way, KernelWay):
+        reason = why_no_kernels(call.query)
+        if reason is not None:
+            # Not repeated: Python shows a warning from the same line only once.
+            warnings.warn(
+                f"lln runs in plain PyTorch on cuda here: impl='triton' {reason}.", stacklevel=3
+            )
+    return way.prepare(call)
+
+
+def choose(call: Call, impl: str) -> Way:
+    """The first way that serves a call; see `prepare`."""
+    reason = "is not known for this call"
+    for way in WAYS:
+        if way.serves(call.kind, impl):
+            found = way.why_not(call)
+            if found is None and (impl != "auto" or way.pays(call)):
+                return way
+            reason = found or reason
+    refuse(impl, reason)
+
+
+def refuse(impl: str, reason: str) -> NoReturn:
+    """Say why a call cannot run as asked, and what to do."""
+    cure = "" if "; use " in reason else "; use impl='eager'"
+    advice = f"{cure}, or impl='auto' to let lln choose."
+    raise BackendUnavailableError(f"impl={impl!r} {reason}{advice}")
