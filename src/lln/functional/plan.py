@@ -15,7 +15,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lln.checks.arguments import IMPLEMENTATIONS, check_impl
-from lln.eager import few_passes
 from lln.errors import BackendUnavailableError
 from lln.functional import compiled_calls
 from lln.functional.request import Request
@@ -173,11 +172,7 @@ def _plan_on_cpu(request: Request, impl: str) -> Plan:
             reason = reason or "matches no packed sequences"
         if reason is not None:
             raise BackendUnavailableError(_refusal(impl, reason))
-    elif (
-        unknown is not None
-        or not compiled_calls.employs_threads(request)
-        or (apart is not None and _takes_plain_blocks(request))
-    ):
+    elif unknown is not None or not compiled_calls.employs_threads(request):
         sides = (request.query, request.key, request.key_mask)
         is_compiled = is_matched and matching is None and pays_to_match_compiled(*sides)
         return plain._replace(matching="cpu" if is_compiled else None)
@@ -185,13 +180,6 @@ def _plan_on_cpu(request: Request, impl: str) -> Plan:
         diagonal = "cpu"
     where = {"matching": matching, "is_guarded": request.is_causal}
     return Plan("cpu", diagonal, request.block_size, **where)
-
-
-def _takes_plain_blocks(request: Request) -> bool:
-    """Whether plain PyTorch is quicker with blocks than compiled passes without them."""
-    if request.is_causal or isinstance(request.mix, Tensor) or request.bounds is not None:
-        return False
-    return few_passes.takes_blocks(request.query, request.block_size, request.key_mask)
 
 
 def _refusal(impl: str, reason: str) -> str:

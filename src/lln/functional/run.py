@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.cpu import compiled_passes
-from lln.eager import few_passes, packing
+from lln.cpu import run as compiled
+from lln.eager import packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.tiling import cut_tiles
@@ -33,7 +33,6 @@ from lln.kernels.blocks.block_ops import fused_blocks
 from lln.kernels.lln import repeats
 from lln.kernels.lln.run import fused_attention
 from lln.kernels.lln.slices import AddedBlocks
-from lln.matching.compiled_matching import compiled_curve
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_compiling, is_sharded, is_untraced_on_cpu, is_watched
@@ -82,10 +81,9 @@ def _attend_once(request: Request, impl: str) -> Tensor:
         if request.kind == "lln_keys":
             request = complete(request, plan)
         elif request.kind != "diag":
-            out = None if is_observed() else _in_one_pass(request, plan)
-            if out is not None:
-                return out
-            if request.alpha is None:
+            # Compiled passes match temperatures on the way, unless somebody wants to see them.
+            is_left = plan.impl == "cpu" and plan.matching is None and not is_observed()
+            if request.alpha is None and not is_left:
                 request = _matched(request, plan)
         if is_observed():
             _announce(request)
@@ -110,34 +108,6 @@ def _matched(request: Request, plan: Plan) -> Request:
         alpha, beta = match_packed(query, key, request.bounds, longest, matching, impl)
     # Written out, because torch.compile can trace the constructor in all versions, not `_replace`.
     return Request(request.kind, query, key, request.value, alpha, beta, *request[6:])
-
-
-def _in_one_pass(request: Request, plan: Plan) -> Tensor | None:
-    """A usual call by compiled passes, which also match temperatures; None if it is another one.
-
-    They know more, but then there is something to prepare, as for PyTorch's operations.
-    """
-    if plan.impl != "cpu" or plan.diagonal == "eager" or plan.matching is not None:
-        return None
-    if request.bounds is not None or request.key_mask is not None or request.is_causal:
-        return None
-    sides = (request.query, request.key, request.value)
-    if request.dropout_p > 0 or request.query.dtype != torch.float32:
-        return None
-    blocks, is_matched = None, request.alpha is None
-    if request.kind == "lln_diag":
-        blocks = compiled_passes.Blocks(request.block_size, _scale(request), float(request.mix))
-
-    def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        own = request._replace(query=query, key=key, value=value)
-        by_torch = plan._replace(impl="eager", diagonal=plan.diagonal and "eager")
-        return _plain(_matched(own, plan) if is_matched else own, by_torch)
-
-    if not is_matched:
-        temperatures = (request.alpha, request.beta)
-        return few_passes.attend(*sides, *temperatures, blocks, by_steps, is_compiled=True)
-    curve = compiled_curve(request.query.shape[3], request.key.shape[2], request.matching)
-    return few_passes.attend_matched(*sides, curve, blocks, by_steps)
 
 
 def _announce(request: Request) -> None:
@@ -240,18 +210,18 @@ def _own_blocks(request: Request, value: Tensor, plan: Plan) -> Tensor:
 def _plain(request: Request, plan: Plan) -> Tensor:
     """A dense call in plain PyTorch, by compiled passes or by the reference."""
     sides = (request.query, request.key, request.value)
-    options: dict[str, Any] = {
-        "is_causal": request.is_causal,
-        "dropout_p": request.dropout_p,
-        "impl": plan.impl,
-    }
+    options: dict[str, Any] = {"is_causal": request.is_causal, "dropout_p": request.dropout_p}
     blocks = {"block_size": request.block_size, "scale": request.scale}
+    lln: dict[str, Any] = {"matching": request.matching}
+    engine: Any = compiled
+    if plan.impl != "cpu":
+        engine, lln, options["impl"] = eager, {}, plan.impl
     if request.kind == "diag":
-        return eager.short_range(*sides, request.key_mask, **blocks, **options)
+        return engine.short_range(*sides, request.key_mask, **blocks, **options)
     sides = (*sides, request.alpha, request.beta, request.key_mask)
     if request.kind == "lln":
-        return eager.long_range(*sides, **options)
-    return eager.both_ranges(*sides, request.mix, **blocks, **options, diagonal=plan.diagonal)
+        return engine.long_range(*sides, **lln, **options)
+    return engine.both_ranges(*sides, request.mix, **lln, **blocks, **options)
 
 
 def _scale(request: Request) -> float:
