@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from lln.functional import prepared_calls
 from lln.testing import poison_empty
 from lln.testing.processor import facts
 
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_decided():
+    """Tests put other chips and libraries in place, for which earlier decisions do not hold."""
+    prepared_calls.clear()
 
 
 @pytest.fixture

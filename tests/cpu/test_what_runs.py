@@ -7,8 +7,8 @@ from torch.profiler import ProfilerActivity, profile
 import lln
 from lln.cpu import library
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.functional import run as running
-from lln.functional.plan import choose_matching
+from lln.functional import ways
+from lln.functional.call import Call
 
 BOUNDS = torch.tensor([0, 40, 40, 96])
 MASK = torch.arange(96) < torch.tensor([[96], [40]])
@@ -37,6 +37,9 @@ CALLS = {
     "lln_diag, matched": lambda sides, **o: lln.lln_diag_attention(*sides, block_size=16, **o),
     "causal": lambda sides, **o: lln.lln_attention(*sides, **CAUSAL, **o),
     "packed": lambda sides, **o: lln.lln_attention_varlen(*packed(sides), BOUNDS, **GIVEN, **o),
+    "packed, matched": lambda sides, **o: lln.lln_diag_attention_varlen(
+        *packed(sides), BOUNDS, block_size=16, **o
+    ),
     # Compiled passes do not compute these, or only a part of them.
     "narrow": lambda sides, **o: lln.lln_attention(*(side[..., :20] for side in sides), **o),
     "odd values": lambda sides, **o: lln.lln_attention(*sides[:2], sides[2][..., :20], **o),
@@ -46,9 +49,6 @@ CALLS = {
         *sides, block_size=16, **CAUSAL, **o
     ),
     "masked causal": lambda sides, **o: lln.lln_attention(*sides, key_mask=MASK, **CAUSAL, **o),
-    "packed, matched": lambda sides, **o: lln.lln_diag_attention_varlen(
-        *packed(sides), BOUNDS, block_size=16, **o
-    ),
     "block_diagonal": lambda sides, **o: lln.block_diagonal_attention(*sides, block_size=16, **o),
     "keys": lambda sides, **o: lln.lln_keys_attention(*sides, keys=4, block_size=16, **o),
     "packed keys": lambda sides, **o: lln.lln_keys_attention_varlen(
@@ -85,13 +85,13 @@ def watched(functions, monkeypatch):
 @pytest.fixture
 def plans(monkeypatch):
     """The sentence of every plan."""
-    found, own = [], running.plan_call
+    found, own = [], ways.prepare
 
     def noted(*given):
         found.append(own(*given))
         return found[-1]
 
-    monkeypatch.setattr(running, "plan_call", noted)
+    monkeypatch.setattr(ways, "prepare", noted)
     return found
 
 
@@ -185,9 +185,9 @@ def test_modules_match_as_their_impl_says(impl, watched):
     assert layer(x)[0].isfinite().all()
     assert bool(watched.called) == (impl in ("auto", "cpu"))
     query, key = sides_of()[:2]
-    assert choose_matching("cpu", query, key, "variance", None) == "cpu"
+    assert ways.prepare(Call("temperatures", query, key, key), "cpu").impl == "cpu"
     with pytest.raises(BackendUnavailableError, match="impl='cpu' cannot match"):
-        choose_matching("cpu", query, key[:, :1], "variance", None)
+        ways.prepare(Call("temperatures", query, key[:, :1], key[:, :1]), "cpu")
 
 
 def test_nothing_is_computed_of_empty_tensors(watched):

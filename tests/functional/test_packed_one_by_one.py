@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lln
-from lln.functional import run
+from lln.functional import plain_ways
 
 LENGTHS = (5, 0, 1, 40, 0, 18)
 HEADS, WIDTH = 4, 6
@@ -45,8 +45,8 @@ def test_one_by_one_is_as_side_by_side(name, options, monkeypatch):
         given |= {"block_size": 8, "mix": mix.requires_grad_()}
     leaves = [*sides, *(side for side in given.values() if isinstance(side, torch.Tensor))]
     calls = []
-    own = run._one_by_one
-    monkeypatch.setattr(run, "_one_by_one", lambda *each: calls.append(each) or own(*each))
+    own = plain_ways.one_by_one
+    monkeypatch.setattr(plain_ways, "one_by_one", lambda *each: calls.append(each) or own(*each))
 
     def outcome():
         out = attend(*sides, BOUNDS, enable_gqa=True, impl="eager", **given)
@@ -55,7 +55,7 @@ def test_one_by_one_is_as_side_by_side(name, options, monkeypatch):
 
     found = outcome()
     assert len(calls) == 1
-    monkeypatch.setattr(run, "is_untraced_on_cpu", lambda *sides: False)
+    monkeypatch.setattr(plain_ways, "is_untraced_on_cpu", lambda *sides: False)
     expected = outcome()
     assert len(calls) == 1
     for one, other in zip(found, expected, strict=True):

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import lln
-from lln.functional import run as running
-from lln.functional.plan import Plan
+from lln.functional import padded_keys, ways
+from lln.functional.call import Call
+from lln.functional.key_ways import KeyKernels
+from lln.functional.plain_ways import Plain
+from lln.functional.way import Prepared
 from lln.observers import add_observer, remove_observer
 
 FP64 = torch.float64
@@ -25,21 +28,30 @@ LENGTHS = {
 }
 
 
+class Padded(Plain):
+    """Plain PyTorch, to which packed calls come padded as for the kernels."""
+
+    def run(self, call, prepared):
+        if call.query.shape[0] == 0:
+            return super().run(call, prepared)
+        return padded_keys.attend_padded(call, "eager")
+
+
 @pytest.fixture
 def padding(monkeypatch):
     """Calls are padded, as for the kernels; returns how many samples each dense call had."""
-    batches, attend = [], running.attend_dense_keys
+    batches, attend = [], padded_keys.attend_dense_keys
 
-    def count(request, plan):
-        batches.append(request.query.shape[0])
-        return attend(request, plan)
+    def count(call, impl):
+        batches.append(call.query.shape[0])
+        return attend(call, impl)
 
-    def plan(request, impl):
-        plain = impl != "auto" or request.bounds is None
-        return Plan("eager", None, request.block_size, selection="eager", is_padded=not plain)
+    def prepare(call, impl):
+        is_plain = impl != "auto" or call.bounds is None
+        return Prepared(Plain() if is_plain else Padded(), call.block_size)
 
-    monkeypatch.setattr(running, "plan_call", plan)
-    monkeypatch.setattr(running, "attend_dense_keys", count)
+    monkeypatch.setattr(ways, "prepare", prepare)
+    monkeypatch.setattr(padded_keys, "attend_dense_keys", count)
     return batches
 
 
@@ -240,8 +252,8 @@ def test_bounds_are_checked_when_they_are_read(padding, monkeypatch):
 
 
 def test_the_plan_explains_itself():
-    plan = Plan("triton", None, 64, selection="triton", is_padded=True)
-    assert str(plan) == (
+    packed = Call("lln_keys", *sides_of([5]), block_size=64, bounds=bounds_of([5]))
+    assert str(KeyKernels().prepare(packed)) == (
         "The fused kernels choose keys and attend to them, to blocks of 64 tokens and to the "
         "slots, in sequences padded to similar lengths."
     )

@@ -11,9 +11,8 @@ import torch
 from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
-from lln.functional import plan
+from lln.functional import kernel_ways, prepared_calls
 from lln.kernels.launching import limits
-from lln.kernels.lln import repeats
 from lln.testing import assert_close, make_qkv
 
 pytest.importorskip("triton")
@@ -56,8 +55,7 @@ def holes(batch, keys, seed=3):
 def limit_chips(monkeypatch, **less):
     """Every chip takes no more than that; see `lln.kernels.launching.limits.Chip`."""
     monkeypatch.setattr(limits, "CHIPS", tuple(chip._replace(**less) for chip in limits.CHIPS))
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(repeats, "_known", {})
+    prepared_calls.clear()
 
 
 def check_compiled(attend, batch, heads, lengths):
@@ -73,12 +71,8 @@ def check_compiled(attend, batch, heads, lengths):
 
 def let_auto_take_kernels(monkeypatch):
     """``impl="auto"`` takes the kernels also in the interpreter, as it does on a GPU."""
-    choose = plan.choose_implementation
-
-    def kernels(impl, query):
-        return "triton" if impl == "auto" else choose(impl, query)
-
-    monkeypatch.setattr(plan, "choose_implementation", kernels)
+    monkeypatch.setattr(kernel_ways.KernelWay, "pays", lambda way, call: True)
+    prepared_calls.clear()
 
 
 def run(inputs, extra, options, impl):

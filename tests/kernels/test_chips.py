@@ -17,6 +17,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 import lln
+from lln.functional import kernel_ways, prepared_calls
 from lln.kernels.keys import (
     launch_choice,
     launch_keys,
@@ -64,11 +65,9 @@ def plug_in(monkeypatch):
         monkeypatch.setattr(recipes, "_shrunk", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         monkeypatch.setattr(limits, "_known", {("cpu", None): shared})
-        monkeypatch.setattr("lln.functional.plan._plans", {})
+        prepared_calls.clear()
         monkeypatch.setattr(sizes, "multiprocessors", lambda device: 82)
-        monkeypatch.setattr(
-            "lln.functional.plan.choose_implementation", lambda impl, query: "triton"
-        )
+        monkeypatch.setattr(kernel_ways, "why_no_kernels", lambda query: None)
         return needs
 
     sizes._choose.cache_clear()

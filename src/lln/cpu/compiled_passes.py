@@ -2,7 +2,7 @@
 
 The C++ in ``cpp`` computes what `lln.eager.run`, `lln.eager.causal_walk` and
 `lln.matching.moments` compute with PyTorch, head by head from cache;
-`lln.functional.compiled_calls` says which calls.
+`lln.functional.cpu_ways` says which calls.
 
 Dimension legend: B batch, H heads, n heads of all samples, T queries, S keys, D head width,
 E value width.

@@ -1,7 +1,7 @@
 """Attention by the compiled passes: call for call what `lln.eager.run` computes with PyTorch.
 
 Inputs are checked, and whoever calls knows that the passes compute the call
-(`lln.functional.compiled_calls`). Arithmetic runs in float32; PyTorch computes second derivatives,
+(`lln.functional.cpu_ways`). Arithmetic runs in float32; PyTorch computes second derivatives,
 and heads of causal calls whose rows lose their digits.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,

@@ -6,13 +6,11 @@ from typing import Any
 
 from lln.functional.call import Call
 from lln.functional.key_calls import chosen_indices
-from lln.observers import Announcement, announce, is_observed
+from lln.observers import Announcement, announce
 
 
 def announce_call(call: Call) -> None:
-    """Announce a call with everything in place, if anybody listens."""
-    if not is_observed():
-        return
+    """Announce a call with everything in place; asked only while somebody listens."""
     parts: dict[str, Any] = {"key_mask": call.key_mask, "is_causal": call.is_causal}
     parts["cu_seqlens"] = call.bounds
     if call.kind != "diag":

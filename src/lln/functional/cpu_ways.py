@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from lln.cpu import compiled_passes
+from lln.cpu import compiled_passes, library
 from lln.cpu import run as compiled
-from lln.functional import compiled_calls
+from lln.cpu.compiled_passes import GROUP
+from lln.eager import run as eager
 from lln.functional.announcing import announce_call
 from lln.functional.call import Call
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens, one_by_one
 from lln.functional.plain_ways import attend_by_steps
-from lln.functional.prepared import Prepared
-from lln.functional.way import Way
+from lln.functional.way import Prepared, Way
 from lln.matching.compiled_matching import can_match_compiled
 from lln.observers import is_observed
+from lln.precision import accumulation_dtype
+from lln.tracing import is_untraced_on_cpu
 
 
 class CompiledPasses(Way):
@@ -27,7 +30,7 @@ class CompiledPasses(Way):
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
-        return compiled_calls.why_unknown(call) or compiled_calls.why_blocks_apart(call)
+        return _why_unknown(call) or _why_blocks_apart(call)
 
     def pays(self, call: Call) -> bool:
         """Where most threads get a head; packed sequences are computed in turn."""
@@ -52,7 +55,8 @@ class CompiledPasses(Way):
         """See `Way.run`; the passes match α and β themselves where nobody wants to see them."""
         if call.alpha is None and (call.matching == "paper" or is_observed()):
             call = with_temperatures(call, self.impl)
-        announce_call(call)
+        if is_observed():
+            announce_call(call)
         if call.bounds is None:
             return self.attend_dense(call, prepared)
         if call.query.shape[0] == 0:
@@ -62,6 +66,11 @@ class CompiledPasses(Way):
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
         del prepared
+        mask = call.key_mask
+        is_blind = mask is not None and not bool(mask.any(-1).all())
+        if is_blind or not all(side.numel() for side in call.qkv):
+            # Nothing to pass over.
+            return attend_by_steps(with_temperatures(call, "eager"), eager, impl="eager")
         return attend_by_steps(call, compiled, matching=call.matching)
 
 
@@ -74,7 +83,7 @@ class PassesBesidePlainBlocks(CompiledPasses):
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
-        return compiled_calls.why_unknown(call)
+        return _why_unknown(call)
 
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
@@ -95,7 +104,7 @@ class CompiledMatching(CompiledPasses):
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
-        absent = compiled_calls.why_absent(*call.qkv, call.key_mask)
+        absent = why_absent(*call.qkv, call.key_mask)
         if absent is not None or call.matching == "paper":
             return absent
         if not can_match_compiled(call.query, call.key, call.key_mask):
@@ -116,4 +125,53 @@ class PlainMoments(CompiledPasses):
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
-        return compiled_calls.why_absent(call.query)
+        return why_absent(call.query)
+
+
+def why_absent(*sides: object) -> str | None:
+    """Why compiled passes compute nothing of these tensors, whatever the call; None if they can."""
+    if not is_untraced_on_cpu(*sides):
+        return "takes ordinary tensors on a CPU, outside compilers, transforms and dispatch modes"
+    if library.load() is None:
+        return f"has no compiled passes here: {library.why_not()}"
+    return None
+
+
+def _why_unknown(call: Call) -> str | None:
+    """Why compiled passes do not compute LLN attention of a call; None if they do."""
+    query, key, value, mask = *call.qkv, call.key_mask
+    numbers = (call.alpha, call.beta)
+    reason = why_absent(query, key, value, *numbers, mask, call.bounds)
+    if reason is not None:
+        return reason
+    if call.kind == "lln_keys":
+        return "has no passes for exact keys"
+    if call.kind not in ("lln", "lln_diag"):
+        return "computes lln_attention and lln_diag_attention only"
+    if accumulation_dtype(query.dtype) != torch.float32:
+        return f"computes in float32, not {query.dtype}"
+    if query.shape[-1] % GROUP or value.shape[-1] % GROUP:
+        widths = f"{query.shape[-1]} and {value.shape[-1]}"
+        return f"takes widths that are multiples of {GROUP}, not {widths}"
+    if any(isinstance(side, Tensor) and side.requires_grad for side in numbers):
+        return "computes no gradients of alpha and beta"
+    if call.is_causal:
+        return None if mask is None else "takes no key_mask in causal calls"
+    if query.shape[1] != key.shape[1]:
+        return "takes as many key heads as query heads"
+    if mask is not None and not bool(mask.any(-1).all()):
+        return "needs a key to attend to in every sample"
+    return None
+
+
+def _why_blocks_apart(call: Call) -> str | None:
+    """Why PyTorch computes the blocks of a call whose LLN attention is compiled; None if not so."""
+    if not call.block_size:
+        return None
+    if call.is_causal:
+        return "has no passes for causal blocks"
+    if isinstance(call.mix, Tensor):
+        return "takes a mix that is one number"
+    if call.block_size % GROUP:
+        return f"takes a block_size that is a multiple of {GROUP}, not {call.block_size}"
+    return None

@@ -14,8 +14,7 @@ from lln.eager.summary import heads_of
 from lln.eager.tiling import cut_tiles
 from lln.functional.call import Call
 from lln.functional.one_by_one import as_sample
-from lln.functional.prepared import Prepared
-from lln.functional.way import Way
+from lln.functional.way import Prepared, Way
 from lln.kernels.blocks.block_ops import fused_blocks
 from lln.kernels.decode.decode_ops import fused_decode
 from lln.kernels.launching.limits import (

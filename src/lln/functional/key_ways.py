@@ -10,8 +10,9 @@ from lln.functional.kernel_ways import KernelWay
 from lln.functional.key_calls import attend_dense_keys, complete
 from lln.functional.one_by_one import no_tokens
 from lln.functional.padded_keys import attend_padded
-from lln.functional.prepared import Prepared
+from lln.functional.way import Prepared
 from lln.kernels.launching.limits import MAX_CHOSEN, why_no_keys
+from lln.observers import is_observed
 from lln.tracing import has_values, is_capturing
 
 
@@ -43,7 +44,8 @@ class KeyKernels(KernelWay):
         if call.bounds is not None and call.query.shape[0] > 0:
             return attend_padded(call, self.impl)
         call = complete(call, self.impl)
-        announce_call(call)
+        if is_observed():
+            announce_call(call)
         return attend_dense_keys(call, self.impl) if call.bounds is None else no_tokens(call)
 
 

@@ -12,8 +12,8 @@ from lln.functional.announcing import announce_call
 from lln.functional.call import Call
 from lln.functional.key_calls import attend_dense_keys, attend_packed_keys, complete
 from lln.functional.one_by_one import no_tokens, one_by_one
-from lln.functional.prepared import Prepared
-from lln.functional.way import Way
+from lln.functional.way import Prepared, Way
+from lln.observers import is_observed
 from lln.tracing import is_untraced_on_cpu
 
 
@@ -36,7 +36,8 @@ class Plain(Way):
         if call.kind != "lln_keys":
             return super().run(call, prepared)
         call = complete(call, self.impl)
-        announce_call(call)
+        if is_observed():
+            announce_call(call)
         if call.bounds is None:
             return attend_dense_keys(call, self.impl)
         return no_tokens(call) if call.query.shape[0] == 0 else attend_packed_keys(call, self.impl)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lln.functional.call import Call
-from lln.functional.prepared import Prepared
+from lln.functional.way import Prepared
 from lln.kernels.launching import compiled_launcher
 from lln.kernels.launching.shapes import look_of
 from lln.kernels.lln import repeats

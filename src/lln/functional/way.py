@@ -1,8 +1,8 @@
-"""A way to compute calls, as the list of ways (`lln.functional.ways`) asks it."""
+"""A way to compute calls, as the list of ways (`lln.functional.ways`) asks it; a decided call."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,7 +10,8 @@ from lln.functional.announcing import announce_call
 from lln.functional.call import Call
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens
-from lln.functional.prepared import Prepared
+from lln.observers import is_observed
+from lln.precision import without_autocast
 
 
 class Way:
@@ -60,7 +61,8 @@ class Way:
     def run(self, call: Call, prepared: Prepared) -> Tensor:
         """Match α and β where they are missing, tell observers, and attend."""
         call = with_temperatures(call, prepared.impl)
-        announce_call(call)
+        if is_observed():
+            announce_call(call)
         if call.bounds is None:
             return self.attend_dense(call, prepared)
         if call.query.shape[0] == 0:
@@ -74,3 +76,44 @@ class Way:
     def attend_packed(self, call: Call, prepared: Prepared) -> Any:
         """``[T, H, E]`` of packed sequences with at least one token, α and β known."""
         raise NotImplementedError
+
+
+class Prepared(NamedTuple):
+    """What `lln.functional.ways` found for calls of one layout; ``str`` says it in one sentence.
+
+    Attributes:
+        way: What computes the call.
+        block_size: Tokens in a block; for kernels at most the length of the longest sequence.
+        diagonal: For kernels what computes the blocks: ``"joint"``, those of LLN attention in the
+            same pass; ``"separate"``, kernels of their own; ``"added"``, kernels that go over
+            blocks tile by tile and add them in place; ``"eager"``, PyTorch; None if there are none.
+        value_width: Channels of the values that one launch of LLN attention takes.
+        block_value_width: The same for a launch of the kernels for blocks alone.
+        rest: What plain PyTorch computes beside compiled passes, in words.
+        repeat: The launches of the first such call, ready to be repeated; None if it left none.
+    """
+
+    way: Way
+    block_size: int = 0
+    diagonal: str | None = None
+    value_width: int = 0
+    block_value_width: int = 0
+    rest: tuple[str, ...] = ()
+    repeat: Any = None
+
+    @property
+    def impl(self) -> str:
+        """``"eager"``, ``"cpu"``, ``"triton"`` or ``"reference"``."""
+        return self.way.impl
+
+    def __str__(self) -> str:
+        """One sentence."""
+        return self.way.describe(self)
+
+    def run(self, call: Call) -> Tensor:
+        """Compute a call of this layout."""
+        if self.repeat is not None and self.repeat.is_free():
+            out: Tensor = self.repeat.run(call)
+            return out
+        with without_autocast(call.query):
+            return self.way.run(call, self)

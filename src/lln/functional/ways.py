@@ -30,8 +30,7 @@ from lln.functional.kernel_ways import (
 )
 from lln.functional.key_ways import KeyKernels
 from lln.functional.plain_ways import Plain, Reference
-from lln.functional.prepared import Prepared
-from lln.functional.way import Way
+from lln.functional.way import Prepared, Way
 
 WAYS: tuple[Way, ...] = (
     Kernels(),

@@ -13,7 +13,7 @@ from tests.kernels.common import (
 
 import lln
 from lln.functional.call import Call
-from lln.functional.plan import plan_call
+from lln.functional.ways import prepare
 from lln.kernels.blocks import launch_tiled
 from lln.kernels.launching import sizes
 from lln.kernels.launching.sizes import Tile
@@ -52,9 +52,9 @@ def added(monkeypatch):
 
 
 @pytest.fixture(params=[(32, 16), (16, 32)], ids=["long tiles", "short tiles"])
-def tiles(request, monkeypatch):
+def tiles(call, monkeypatch):
     """Tiles of a side, and of the other one."""
-    tokens, across = request.param
+    tokens, across = call.param
     for name in PASSES:
         monkeypatch.setitem(sizes.overrides, name, Tile(tokens, 4, 1, across=across))
 
@@ -157,16 +157,16 @@ def test_the_widest_heads_take_blocks_that_fit_a_tile_too(monkeypatch, added):
     """Beside LLN attention in one kernel their values would come in slices."""
     let_auto_take_kernels(monkeypatch)
     sides = make_qkv(1, 1, 40, 144, device=DEVICE, dtype=HALF[-1])
-    request = Call("lln_diag", *sides, mix=0.5, block_size=32)
-    plan = plan_call(request, "auto")
+    call = Call("lln_diag", *sides, mix=0.5, block_size=32)
+    plan = prepare(call, "auto")
     assert (plan.diagonal, plan.value_width) == ("added", 256)
     assert "others add blocks of 32 tokens, tile by tile" in str(plan)
-    assert plan_call(request._replace(is_causal=True), "auto").diagonal == "joint"
+    assert prepare(call.replace(is_causal=True), "auto").diagonal == "joint"
     mask = torch.ones(1, 40, dtype=torch.bool, device=DEVICE)
-    plan = plan_call(request._replace(key_mask=mask), "auto")
+    plan = prepare(call.replace(key_mask=mask), "auto")
     assert (plan.diagonal, plan.value_width) == ("joint", 128)
     gate = torch.rand(1, 1, 40, 1, device=DEVICE)
-    assert plan_call(request._replace(mix=gate), "auto").diagonal == "joint"
+    assert prepare(call.replace(mix=gate), "auto").diagonal == "joint"
     compare(HALF[-1], tokens=40, heads=1, width=144, value_width=144, block_size=32)
     assert added == ["add_blocks", "add_gradients"]
 

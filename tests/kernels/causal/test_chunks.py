@@ -5,10 +5,10 @@ import torch
 from tests.kernels.common import DEVICE, ON_GPU, compare, holes, upstream_of
 
 import lln
+from lln.functional import prepared_calls
 from lln.kernels.causal import launch_causal, launch_chunks
 from lln.kernels.launching import recipes, sizes
 from lln.kernels.launching.stretches import Tile
-from lln.kernels.lln import repeats
 from lln.testing import assert_close, make_qkv, poison_empty
 
 # Chunks are for bfloat16 and 64 channels; the interpreter does not have the one, and takes long
@@ -22,7 +22,7 @@ GIVEN = {"alpha": 2.0, "beta": 2.0}
 def chunks(request, monkeypatch):
     """Calls go by chunks, of 16 tokens in the interpreter; returns the cut of every recipe."""
     monkeypatch.setattr(recipes, "_recipes", {})
-    monkeypatch.setattr(repeats, "_known", {})
+    prepared_calls.clear()
     sizes.overrides["cores"] = 1
     if request.param == "stretches":
         sizes.overrides["cores"] = 512

@@ -13,7 +13,7 @@ from tests.kernels.keys.exact_keys import GIVEN, sizes_of_numbers
 import lln
 from lln import instruments
 from lln.functional.call import Call
-from lln.functional.plan import plan_call
+from lln.functional.ways import prepare
 from lln.kernels.keys import keys_ops
 from lln.observers import add_observer, remove_observer
 from lln.testing import assert_close, make_qkv, poison_empty
@@ -263,15 +263,13 @@ def request_of(**options):
 
 def test_auto_takes_the_kernels(monkeypatch):
     let_auto_take_kernels(monkeypatch)
-    plan = plan_call(request_of(), "auto")
+    plan = prepare(request_of(), "auto")
     assert plan.impl == "triton"
-    assert plan.is_padded
     assert "padded" in str(plan)
     others = ({"is_causal": True}, {"select": "half"}, {"block_size": 48}, {"keys": 300})
     for options in (*others, {"keys": torch.zeros(2, 3, 4)}, {"keys": 0, "select": "query"}):
-        plan = plan_call(request_of(**options), "auto")
+        plan = prepare(request_of(**options), "auto")
         assert str(plan) == "Plain PyTorch computes the call."
-        assert not plan.is_padded
 
 
 @pytest.mark.parametrize("select", ["block", "query"])
@@ -337,12 +335,12 @@ def test_what_the_kernels_do_not_take_is_refused(options, said):
 
 def test_lengths_that_cannot_be_read_are_refused(monkeypatch):
     hidden = Call("lln_keys", *sides_of([5, 20]), block_size=16, keys=4, group_size=16)
-    hidden = hidden._replace(bounds=torch.empty(3, dtype=torch.int32, device="meta"))
+    hidden = hidden.replace(bounds=torch.empty(3, dtype=torch.int32, device="meta"))
     with pytest.raises(lln.BackendUnavailableError, match="which a compiler or transform hides"):
-        plan_call(hidden, "triton")
-    monkeypatch.setattr("lln.functional.plan.is_capturing", lambda: True)
+        prepare(hidden, "triton")
+    monkeypatch.setattr("lln.functional.key_ways.is_capturing", lambda: True)
     with pytest.raises(lln.BackendUnavailableError, match="which a CUDA graph cannot wait for"):
-        plan_call(request_of(), "triton")
+        prepare(request_of(), "triton")
 
 
 @pytest.mark.slow

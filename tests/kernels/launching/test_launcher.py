@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lln
 from lln import observers
+from lln.functional import prepared_calls
+from lln.functional.way import Way
 from lln.kernels.launching import compiled_launcher, recipes
 from lln.kernels.launching.recipes import Step
 from lln.kernels.launching.sizes import overrides
@@ -61,11 +63,10 @@ def ways(module, monkeypatch):
     """The compiled launcher in use, with nothing known."""
     driver = None if ON_GPU else FakeDriver()
     ways = Ways(module, driver)
-    monkeypatch.setattr(repeats, "_known", {})
     monkeypatch.setattr(recipes, "_recipes", {})
     monkeypatch.setattr(repeats, "again", None)
     monkeypatch.delenv("LLN_LAUNCHER", raising=False)
-    watch(monkeypatch, lln.functional.run, "_attend_once", ways.calls)
+    watch(monkeypatch, Way, "run", ways.calls)
     watch(monkeypatch, repeats.Repeat, "run", ways.by_python)
     watch(monkeypatch, repeats, "differentiate_by_the_long_way", ways.backwards)
     monkeypatch.setattr(compiled_launcher, "_found", module)
@@ -120,7 +121,7 @@ def by_python(monkeypatch, attend, inputs, **how):
     """What Python alone gives, the long way."""
     with monkeypatch.context() as patch:
         patch.setattr(repeats, "again", None)
-        patch.setattr(repeats, "_known", {})
+        patch.setattr(prepared_calls, "_prepared", {})
         patch.setattr(compiled_launcher, "_found", "not now")
         return outcome(attend, inputs, **how)
 
@@ -186,7 +187,7 @@ def test_parts_of_one_projection(ways, monkeypatch):
     assert ways.count() == (1, 0, 1)
     with monkeypatch.context() as patch:
         patch.setattr(repeats, "again", None)
-        patch.setattr(repeats, "_known", {})
+        patch.setattr(prepared_calls, "_prepared", {})
         patch.setattr(compiled_launcher, "_found", "not now")
         expected = outcome_of_parts(attend, 2)
     assert are_equal(found[2], expected)

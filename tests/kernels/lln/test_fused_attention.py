@@ -20,6 +20,7 @@ from tests.kernels.common import (
 
 import lln
 from lln.eager.dropout import drop_keys
+from lln.functional import kernel_ways
 from lln.kernels.launching import limits, sizes
 from lln.kernels.summaries.triton_backward_ranges import centred_queries
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
@@ -385,9 +386,9 @@ def test_blocks_beside_the_kernels(monkeypatch):
 def test_blocks_in_a_kernel_beside_the_kernels(monkeypatch, dtype):
     """A chip with room for blocks and for a summary, but not for both at once."""
     limit_chips(monkeypatch, joint_tokens=0)
-    taken, blocks = [], lln.functional.run.fused_blocks
+    taken, blocks = [], kernel_ways.fused_blocks
     monkeypatch.setattr(
-        lln.functional.run, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
+        kernel_ways, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
     )
     compare(dtype, block_size=40, key_mask=holes(2, 70), extra={"alpha": 2.0, "beta": 2.0})
     compare(dtype, block_size=16, extra={"mix": torch.rand(2, 1, 70, 1)})

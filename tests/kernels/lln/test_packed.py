@@ -16,6 +16,7 @@ from tests.kernels.common import (
 )
 
 import lln
+from lln.functional import kernel_ways
 from lln.kernels.launching import limits, sizes
 from lln.testing import assert_close
 
@@ -135,9 +136,9 @@ def test_blocks_in_a_kernel_beside_the_kernels(monkeypatch, is_causal):
     """A chip with room for blocks and for a summary, but not for both at once."""
     limit_chips(monkeypatch, joint_tokens=0)
     monkeypatch.setattr(limits, "MAX_CAUSAL_BLOCK_BYTES", 0)
-    taken, blocks = [], lln.functional.run.fused_blocks
+    taken, blocks = [], kernel_ways.fused_blocks
     monkeypatch.setattr(
-        lln.functional.run, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
+        kernel_ways, "fused_blocks", lambda *a, **o: taken.append(1) or blocks(*a, **o)
     )
     mix = torch.rand(BOUNDS[-1], 2, 1)
     extra = {"alpha": 2.0, "beta": 2.0, "mix": mix}

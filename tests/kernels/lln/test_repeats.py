@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lln
 from lln import observers
+from lln.functional import prepared_calls
+from lln.functional.way import Way
 from lln.kernels.launching import recipes
 from lln.kernels.launching.recipes import Step
 from lln.kernels.launching.sizes import overrides
@@ -34,16 +36,15 @@ def at(address, dtype):
 @pytest.fixture(autouse=True)
 def long_ways(monkeypatch):
     """How many calls took the long way; launches by address also in the interpreter."""
-    monkeypatch.setattr(repeats, "_known", {})
     monkeypatch.setattr(recipes, "_recipes", {})
     taken = []
-    attend_once = lln.functional.run._attend_once
+    long_way = Way.run
 
-    def counted(request, impl):
-        taken.append(request.kind)
-        return attend_once(request, impl)
+    def counted(way, call, prepared):
+        taken.append(call.kind)
+        return long_way(way, call, prepared)
 
-    monkeypatch.setattr(lln.functional.run, "_attend_once", counted)
+    monkeypatch.setattr(Way, "run", counted)
     if ON_GPU:
         return taken
     record = Step.record
@@ -148,7 +149,7 @@ def test_the_same_bits(dtype, options, long_ways):
     found = [outcome(attend, inputs_of(seed, dtype=dtype)) for seed in seeds]
     assert len(long_ways) == 1
     for seed, sides in zip(seeds, found, strict=True):
-        repeats._known.clear()
+        prepared_calls.clear()
         expected = outcome(attend, inputs_of(seed, dtype=dtype))
         assert all(torch.equal(*pair) for pair in zip(sides, expected, strict=True)), seed
     assert len(long_ways) == 1 + len(seeds)
@@ -171,7 +172,7 @@ def test_other_shapes(options, how, long_ways):
     outcome(attend, inputs_of(0, **how))
     found = outcome(attend, inputs_of(1, **how))
     assert len(long_ways) == 1
-    repeats._known.clear()
+    prepared_calls.clear()
     expected = outcome(attend, inputs_of(1, **how))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
@@ -203,7 +204,7 @@ def test_parts_of_one_projection(long_ways, monkeypatch):
     # The first pass of the kind, and none after it.
     assert len(differentiated) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(repeats, "_known", {})
+        patch.setattr(prepared_calls, "_prepared", {})
         expected = outcome_of_parts(attend, 3)
     for side, other in zip(found[3], expected, strict=True):
         assert torch.equal(side, other)
@@ -339,4 +340,4 @@ def test_old_kinds_are_forgotten(monkeypatch):
     monkeypatch.setattr(repeats, "MOST_REPEATS", 2)
     for tokens in (3, 4, 5):
         with_options(**NUMBERS)(*inputs_of(0, tokens=tokens))
-    assert len(repeats._known) == 2
+    assert len(prepared_calls._prepared) == 2

@@ -5,8 +5,8 @@ import torch
 from tests.kernels.common import DEVICE, HALF, compare, holes
 
 import lln
+from lln.functional import prepared_calls
 from lln.kernels.launching import recipes, sizes
-from lln.kernels.lln import repeats
 from lln.testing import make_qkv
 
 QUERIES = {"query_rows_kernel", "slot_grad_kernel"}
@@ -24,7 +24,7 @@ def steps(monkeypatch):
         record(step, live)
 
     monkeypatch.setattr(recipes, "_recipes", {})
-    monkeypatch.setattr(repeats, "_known", {})
+    prepared_calls.clear()
     monkeypatch.setattr(recipes.Step, "record", note)
     return found
 

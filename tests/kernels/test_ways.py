@@ -7,7 +7,7 @@ from tests.kernels.common import DEVICE, let_auto_take_kernels, limit_chips
 import lln
 from lln.errors import BackendUnavailableError
 from lln.functional.call import Call
-from lln.functional.plan import plan_call
+from lln.functional.ways import prepare
 from lln.testing import make_qkv
 
 GIVEN = {"alpha": 2.0, "beta": 2.0}
@@ -118,11 +118,11 @@ def test_auto_runs_such_blocks_in_plain_pytorch(monkeypatch, name):
 
 def test_how_the_diagonal_runs(monkeypatch):
     let_auto_take_kernels(monkeypatch)
-    request = Call("lln_diag", *make_qkv(2, 2, 40, 16, device=DEVICE), mix=0.5, block_size=32)
-    assert plan_call(request, "auto").diagonal == "joint"
-    assert plan_call(request._replace(block_size=512), "auto").block_size == 40
+    call = Call("lln_diag", *make_qkv(2, 2, 40, 16, device=DEVICE), mix=0.5, block_size=32)
+    assert prepare(call, "auto").diagonal == "joint"
+    assert prepare(call.replace(block_size=512), "auto").block_size == 40
     limit_chips(monkeypatch, joint_tokens=0)
-    assert plan_call(request, "auto").diagonal == "beside"
+    assert prepare(call, "auto").diagonal == "separate"
     limit_chips(monkeypatch, block_tokens=16)
-    assert plan_call(request, "auto").diagonal == "eager"
-    assert plan_call(request._replace(kind="diag"), "auto").impl == "eager"
+    assert prepare(call, "auto").diagonal == "eager"
+    assert prepare(call.replace(kind="diag"), "auto").impl == "eager"
