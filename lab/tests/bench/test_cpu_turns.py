@@ -14,7 +14,6 @@ from lln_lab.benchmarks import cpu_turns
 from lln_lab.benchmarks.cpu_turns import (
     BASES,
     COMMAND,
-    PAGE,
     PASSES,
     RESULTS,
     example_table,
@@ -133,7 +132,6 @@ def test_an_older_tree_has_a_process_of_its_own(tmp_path):
         cpu_turns.commit_of(tmp_path)
 
 
-def test_the_published_table():
+def test_every_way_had_five_rounds():
     content = json.loads((ROOT / RESULTS).read_text("utf-8"))
-    assert turns_table(content) in (ROOT / PAGE).read_text("utf-8")
     assert all(len(rounds) == 5 for rounds in content["ways"].values())
