@@ -94,23 +94,13 @@ def _lists(request: Request, keys: int) -> Lists:
     return fused_lists(request.query, request.key, request.key_mask, keys, flip=flip)
 
 
-def _by_mean(request: Request, keys: int, group_size: int) -> Tensor:
-    """The keys of every group's mean query, by the kernels: int ``[B, H, G, K]``."""
-    sizes = {"block_size": request.block_size, "group_size": group_size}
-    flip = request.scale is not None and request.scale < 0
-    return fused_choice(request.query, request.key, request.key_mask, keys, **sizes, flip=flip)
-
-
 def _by_kernels(request: Request, keys: int) -> Tensor:
     """A dense choice by the kernels: ``[B, H, G, K]``."""
     if request.select == "query":
         return _spelt_out(request, _lists(request, keys))
-    if request.select == "block":
-        return _by_mean(request, keys, request.group_size)
-    size = request.block_size
-    shared = _by_mean(request, keys - keys // 2, size).long().repeat_interleave(size, 2)
-    own = _spelt_out(request, _lists(request, keys // 2))
-    return drop_repeats(torch.cat([shared, own], -1))
+    sizes = {"block_size": request.block_size, "group_size": request.group_size}
+    flip = request.scale is not None and request.scale < 0
+    return fused_choice(request.query, request.key, request.key_mask, keys, **sizes, flip=flip)
 
 
 def choose_for(request: Request, plan: Plan) -> Tensor:
@@ -161,7 +151,6 @@ def attend_dense_keys(request: Request, plan: Plan) -> Tensor:
         is_causal=request.is_causal,
         scale=request.scale,
         impl=plan.impl,
-        rounded=request.query.dtype if plan.selection == "triton" else None,
     )
 
 

@@ -76,8 +76,6 @@ class Plan(NamedTuple):
             return self._say_compiled()
         if self.matching == "cpu":
             return "Plain PyTorch computes the call, and compiled passes match α and β."
-        if self.impl == "eager" and self.selection == "triton":
-            return "The fused kernels choose keys, and plain PyTorch attends to them."
         if self.impl == "eager":
             return "Plain PyTorch computes the call."
         blocks = f"blocks of {self.block_size} tokens"
@@ -248,8 +246,6 @@ def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
     reason = None
     if request.is_causal:
         reason = "has no kernel for causal attention with exact keys"
-    elif request.select == "half":
-        reason = f"has no kernel for select={request.select!r}"
     elif request.bounds is not None:
         reason = _why_not_padded(request.bounds, request.keys)
     if reason is None:
@@ -269,17 +265,7 @@ def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
         return Plan("triton", *sizes, selection="triton", is_padded=is_padded)
     if impl == "triton":
         raise BackendUnavailableError(_refusal(impl, reason))
-    return plain._replace(selection="triton") if _chooses_halves(request) else plain
-
-
-def _chooses_halves(request: Request) -> bool:
-    """Whether the kernels choose both halves of ``select="half"``, though none reads them."""
-    query, keys, block = request.query, request.keys, request.block_size
-    if request.select != "half" or request.is_causal or request.bounds is not None:
-        return False
-    if not isinstance(keys, int) or not 2 <= keys <= MAX_CHOSEN:
-        return False
-    return why_no_keys(query, request.value.shape[-1], block, block) is None
+    return plain
 
 
 def _why_not_padded(bounds: Tensor, keys: object) -> str | None:
