@@ -55,11 +55,11 @@ test-oldest: $(OLDEST)/.stamp  ## run the Hugging Face tests with the oldest sup
 # Installed anew each time, because tomorrow's releases are newer.
 test-newest: | $(NEWEST)/bin/python  ## run Hugging Face and core tests with the newest torch and transformers (6 GB)
 	$(NEWEST)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check \
-		--upgrade --upgrade-strategy eager -e '.[dev,hf,instruments]'
+		--upgrade --upgrade-strategy eager -e '.[dev,hf,instruments]' -e ./lab
 	$(PYTEST_NEWEST) -m "not gpu and not slow" $(NEWEST_TESTS)
 
 test-gpu:  ## run the GPU tests with the python at hand, which brings its own torch
-	PYTHONPATH=src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py \
+	PYTHONPATH=src:lab/src $(PYTHON) -m pytest tests/kernels tests/instruments/test_gpu.py \
 		tests/parallel/test_on_gpu.py lab/tests/bench/test_roberta.py
 
 # What takes too long for every change; hypothesis marks the property tests itself.
@@ -92,16 +92,19 @@ check: setup  ## lint, formatting, types and import layers
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 
-release: $(VENV)/.stamp-release  ## build wheel and sdist, check them, try the wheel in an empty environment
+release: $(VENV)/.stamp-release  ## build wheels and sdists, check them, try them in an empty environment
 	rm -rf dist $(EMPTY)
 	$(BIN)/python -m build
+	$(BIN)/python -m build --outdir dist lab
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/distribution.py dist
 	$(PYTHON) -m venv $(EMPTY)
-	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt dist/lln-*.whl
 	cd $(EMPTY) && bin/lln --version && bin/lln doctor && bin/python $(CURDIR)/tests/readme.py $(CURDIR)/README.md
 	cd $(EMPTY) && bin/lln doctor | grep '^cpu passes *compiled'
-	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[hf,instruments]"
+	cd $(EMPTY) && bin/lln demo 2>&1 | grep 'pip install "lln\[lab\]"'
+	$(EMPTY)/bin/python -m pip install --quiet -c constraints.txt --find-links dist "$$(echo dist/lln-*.whl)[hf,lab]"
+	cd $(EMPTY) && bin/lln demo --quick
 	cd $(EMPTY) && bin/python $(CURDIR)/tests/readme.py --all $(CURDIR)/README.md
 # As on a machine without a compiler.
 	CXX=none $(EMPTY)/bin/python -m pip install --quiet --force-reinstall --no-deps dist/*.tar.gz
@@ -124,12 +127,12 @@ $(NEWEST)/bin/python:
 # The stamps depend on what they install from, so a second run does nothing.
 $(VENV)/.stamp-run $(VENV)/.stamp-dev: hatch_build.py src/lln/cpu/building.py $(wildcard src/lln/cpu/cpp/*)
 
-$(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[instruments]'
+$(VENV)/.stamp-run: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e . -e ./lab
 	@touch $@
 
-$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[dev,docs,hf,instruments,onnx,oracles,triton]' tensorboard
+$(VENV)/.stamp-dev: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev,docs,hf,instruments,onnx,tensorboard,triton]' -e './lab[oracles]'
 	@touch $(VENV)/.stamp-run $@
 
 # Trained weights. Alone: what these packages ask for beside them is not used.

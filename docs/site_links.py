@@ -1,7 +1,8 @@
 """Make links that work on GitHub work on the site too; mkdocs calls these functions.
 
 README, DESIGN, CONTRIBUTING and SECURITY stand at the top of the repository and become pages of the
-site. Other files that a page links to, an example for instance, become files of the site.
+site, and so do the tables that programs write. Other files that a page links to, an example for
+instance, become files of the site.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ PAGES = {
     "DESIGN.md": "design.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "lab/results/tables.md": "tables.md",
 }
 _SOURCES = {page: source for source, page in PAGES.items()}
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")

@@ -1,4 +1,4 @@
-"""Check what a wheel and a source distribution contain: ``python tests/distribution.py dist``."""
+"""Check what wheels and source distributions contain: ``python tests/distribution.py dist``."""
 
 import subprocess
 import sys
@@ -8,40 +8,51 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Tests read all of these.
-SOURCE = ("src", "tests", "examples", "benchmarks", "experiments", "docs")
+SOURCE = ("src", "tests", "examples", "lab", "docs")
 SINGLE = ("Makefile", "constraints.txt", "requirements-oldest.txt", "pyproject.toml", "README.md")
 SINGLE += ("hatch_build.py",)
+# What the wheel of the laboratory is built from.
+OF_THE_LABORATORY = ("lab/src", "lab/LICENSE", "lab/README.md", "lab/pyproject.toml")
 # Made by the compiler: in a wheel for one platform, never in the source.
 LIBRARY = "src/lln/cpu/_passes.so"
+
+
+def is_of_the_laboratory(distribution):
+    return distribution.name.startswith("lln_lab-")
 
 
 def files_of(folder, root):
     """Files under a folder of the checkout, without what builds, Python and editors leave there."""
     found = {
         path.relative_to(root).as_posix()
-        for path in (root / folder).rglob("*")
+        for path in (root / folder, *(root / folder).rglob("*"))
         if path.is_file() and path.suffix != ".pyc" and path.name != ".DS_Store"
     }
     return found - {LIBRARY}
 
 
 def faults_of_wheel(wheel, root=ROOT):
-    """The wheel holds src, whole, and nothing else but the library of its platform."""
+    """The wheel holds its src, whole, and nothing else but the library of its platform."""
+    source = "lab/src" if is_of_the_laboratory(wheel) else "src"
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {name.removeprefix("src/") for name in files_of("src", root)}
+    expected = {name.removeprefix(f"{source}/") for name in files_of(source, root)}
     if not wheel.name.endswith("-any.whl"):
         expected.add(LIBRARY.removeprefix("src/"))
     return [f"{wheel.name} lacks {name}" for name in sorted(expected - inside)] + [
-        f"{wheel.name} has {name}, which is not in src" for name in sorted(inside - expected)
+        f"{wheel.name} has {name}, which is not in {source}" for name in sorted(inside - expected)
     ]
 
 
 def faults_of_sdist(sdist, root=ROOT):
-    """The source distribution holds what the tests and the Makefile read."""
+    """The source distribution holds what the tests and the Makefile read, or the laboratory."""
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    expected = set(SINGLE).union(*(files_of(folder, root) for folder in SOURCE))
+    if is_of_the_laboratory(sdist):
+        names = set().union(*(files_of(name, root) for name in OF_THE_LABORATORY))
+        expected = {name.removeprefix("lab/") for name in names}
+    else:
+        expected = set(SINGLE).union(*(files_of(folder, root) for folder in SOURCE))
     faults = [f"{sdist.name} lacks {name}" for name in sorted(expected - inside)]
     return [*faults, f"{sdist.name} has {LIBRARY}"] if LIBRARY in inside else faults
 
@@ -62,10 +73,15 @@ def own_tags(root=ROOT):
 
 
 def main():
-    (wheel,), (sdist,) = (list(Path(sys.argv[1]).glob(kind)) for kind in ("*.whl", "*.tar.gz"))
-    faults = faults_of_wheel(wheel) + faults_of_sdist(sdist)
-    faults += faults_of_version(wheel, own_tags())
-    print("\n".join(faults) or f"{wheel.name} and {sdist.name} are complete")
+    folder = Path(sys.argv[1])
+    wheels, sdists = sorted(folder.glob("*.whl")), sorted(folder.glob("*.tar.gz"))
+    names = {path.name.split("-")[0] for path in (*wheels, *sdists)}
+    faults = [fault for wheel in wheels for fault in faults_of_wheel(wheel)]
+    faults += [fault for wheel in wheels for fault in faults_of_version(wheel, own_tags())]
+    faults += [fault for sdist in sdists for fault in faults_of_sdist(sdist)]
+    if (len(wheels), len(sdists), names) != (2, 2, {"lln", "lln_lab"}):
+        faults.append(f"{folder} must have a wheel and a source distribution of lln and of lln_lab")
+    print("\n".join(faults) or f"{', '.join(p.name for p in (*wheels, *sdists))} are complete")
     sys.exit(1 if faults else 0)
 
 

@@ -6,6 +6,9 @@ import zipfile
 import pytest
 from tests import distribution, readme
 
+import lln
+
+ROOT = distribution.ROOT
 SIZES = "\n```python\nsize = 2\n```\n"
 MISSING = "\n```python\nimport no_such_package\nmodel = no_such_package.load(size)\n```\n"
 LATER = "\n```python\nmodel(size)\n```\n"
@@ -89,6 +92,24 @@ def test_a_tagged_commit_has_the_version_of_its_tag(tags, fault, tmp_path):
     assert [fault in one for one in faults] == ([] if fault is None else [True])
 
 
+def test_the_laboratory_is_checked_against_its_own_folder(checkout):
+    (checkout / "lab/src/lln_lab").mkdir(parents=True)
+    for name in ("src/lln_lab/a.py", "LICENSE", "README.md", "pyproject.toml", "results.json"):
+        (checkout / "lab" / name).write_text("")
+    wheel = checkout / "lln_lab-0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("lln/a.py", "")
+    assert distribution.faults_of_wheel(wheel, checkout) == [
+        f"{wheel.name} lacks lln_lab/a.py",
+        f"{wheel.name} has lln/a.py, which is not in lab/src",
+    ]
+    sdist = checkout / "lln_lab-0.tar.gz"
+    with tarfile.open(sdist, "w:gz") as archive:
+        for name in ("LICENSE", "README.md", "pyproject.toml"):
+            archive.add(checkout / "lab" / name, f"lln_lab-0/{name}")
+    assert distribution.faults_of_sdist(sdist, checkout) == [f"{sdist.name} lacks src/lln_lab/a.py"]
+
+
 def test_a_source_distribution_holds_what_tests_read(checkout):
     sdist = checkout / "lln.tar.gz"
     with tarfile.open(sdist, "w:gz") as archive:
@@ -101,3 +122,11 @@ def test_a_source_distribution_holds_what_tests_read(checkout):
         "lln.tar.gz lacks tests/test_a.py",
         f"lln.tar.gz has {distribution.LIBRARY}",
     ]
+
+
+def test_both_distributions_have_one_version():
+    core, lab = ((ROOT / place / "pyproject.toml").read_text("utf-8") for place in ("", "lab"))
+    assert f'lab = ["lln-lab=={lln.__version__}"]' in core
+    assert f'version = "{lln.__version__}"' in lab
+    assert f'"lln[instruments]=={lln.__version__}"' in lab
+    assert (ROOT / "LICENSE").read_bytes() == (ROOT / "lab/LICENSE").read_bytes()

@@ -40,7 +40,7 @@ def selections_of(target):
         env=environment,
     ).stdout
     parser = argparse.ArgumentParser()
-    parser.add_argument("paths", nargs="*", default=["tests"])
+    parser.add_argument("paths", nargs="*", default=["tests", "lab/tests"])
     parser.add_argument("-m", dest="expression", default="True")
     parser.add_argument("--ignore", action="append", default=[])
     parser.add_argument("-n", "--timeout")

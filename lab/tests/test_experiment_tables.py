@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from lln_lab.benchmarks.markdown import TABLES
 from lln_lab.experiments.cells import read_all
 from lln_lab.experiments.gates import GATED, gate_of
 from lln_lab.experiments.keys_table import conversion, decoder, selection
@@ -19,7 +20,7 @@ def test_the_published_recovery_table_is_the_one_of_its_results():
         json.loads(RESULTS.with_stem(f"minilm_recovery{name}").read_text("utf-8"))
         for name in ("", "_mixed", "_2048")
     )
-    page = (ROOT / "docs/huggingface.md").read_text("utf-8")
+    page = (ROOT / TABLES).read_text("utf-8")
     assert all(recovery(found) in page for found in (results, mixed, long))
     assert quality(results, mixed) in (ROOT / "README.md").read_text("utf-8")
     assert {name.split()[0] for name in results["rows"]} == NAMES.keys()

@@ -20,6 +20,7 @@ from lab.tests.findings import (
     values,
 )
 
+from lln_lab.benchmarks.markdown import TABLES
 from lln_lab.experiments.catalogue import EXPERIMENTS
 from lln_lab.experiments.cells import read_all
 from lln_lab.experiments.cost import cost_table
@@ -32,7 +33,7 @@ QUERY = "lln_keys@select=query,offset=-1e4"
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_tables_are_those_of_the_cells(name):
-    text = (ROOT / "docs/findings.md").read_text("utf-8")
+    text = (ROOT / TABLES).read_text("utf-8")
     parts = {name: "cells", f"first-{name}": "first_cells"}
     for mark, folder in parts.items():
         found = read_all(RESULTS / folder, name, "small")
@@ -45,13 +46,13 @@ def test_tables_are_those_of_the_cells(name):
 
 
 def test_no_best_row_is_bold_as_the_page_says():
-    text = (ROOT / "docs/findings.md").read_text("utf-8")
+    text = (ROOT / TABLES).read_text("utf-8").split("\n## Experiments")[1]
     assert not re.search(r"\| \*\*[-\d]", text)
     says("nothing is bold")
 
 
 def test_which_columns_claim_nothing():
-    text = (ROOT / "docs/findings.md").read_text("utf-8").split("## An earlier recipe")[0]
+    text = (ROOT / TABLES).read_text("utf-8").split("## An earlier recipe")[0]
     lines = re.findall(r"^\*\*Claims nothing\*\*: (.*)$", text, re.MULTILINE)
     named = re.findall(r"(?:^|; )([^(;]*) \(", "; ".join(lines))
     found = Counter(task for part in named for task in part.split(", "))

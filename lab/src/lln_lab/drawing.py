@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lln.errors import BackendUnavailableError
 from lln.files import replacing
 
 if TYPE_CHECKING:
@@ -38,11 +37,7 @@ def save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) 
         path: Where they go, with or without a suffix; missing folders are created.
         size: Width and height in inches.
         draw: Fills the empty figure.
-
-    Raises:
-        BackendUnavailableError: If matplotlib is not installed.
     """
-    check_matplotlib()
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -56,13 +51,3 @@ def save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) 
             with replacing(place) as file:
                 figure.savefig(file, format=place.suffix[1:], dpi=150, metadata=metadata)
     return written
-
-
-def check_matplotlib() -> None:
-    """If matplotlib is missing, say how to install it, before anything is measured."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise BackendUnavailableError(
-            "figures need matplotlib; install it with pip install 'lln[instruments]'."
-        )

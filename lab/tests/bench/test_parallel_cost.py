@@ -4,6 +4,7 @@ import json
 
 from tests.pages import ROOT, needs_pages
 
+from lln_lab.benchmarks.markdown import TABLES
 from lln_lab.benchmarks.parallel_cost import RESULTS, cases, times_table
 
 
@@ -11,4 +12,4 @@ from lln_lab.benchmarks.parallel_cost import RESULTS, cases, times_table
 def test_the_page_and_the_results_are_what_the_simulation_says():
     rows = cases()
     assert json.loads((ROOT / RESULTS).read_text("utf-8"))["cases"] == rows
-    assert times_table(rows) in (ROOT / "docs/parallel.md").read_text("utf-8")
+    assert times_table(rows) in (ROOT / TABLES).read_text("utf-8")

@@ -1,13 +1,12 @@
 """Every figure from the command to the files, and the claims its numbers carry."""
 
-import importlib.util
 import json
 import math
 
 import pytest
 import torch
 
-from lln import BackendUnavailableError, InvalidInputError
+from lln import InvalidInputError
 from lln.files import compact_json
 from lln_lab.figures import evidence, matched_moments, softmax_moments, sums, temperature_sweep
 from lln_lab.figures.command import FIGURES, rounded, run
@@ -18,7 +17,6 @@ QUICK = Setting(quick=True)
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_measured_and_drawn(name, tmp_path):
-    pytest.importorskip("matplotlib")
     said = []
     out, results = tmp_path / "pictures", tmp_path / "numbers"
     run(name, out=out, results=results, device="cpu", quick=True, echo=said.append)
@@ -40,7 +38,6 @@ def numbers(record):
 
 
 def test_numbers_go_beside_the_picture_by_default(tmp_path):
-    pytest.importorskip("matplotlib")
     run("6A", out=tmp_path, results=None, device="cpu", quick=True, echo=lambda line: None)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["figure-6a.json", "figure-6a.png", "figure-6a.svg"]
@@ -53,13 +50,6 @@ def test_numbers_go_beside_the_picture_by_default(tmp_path):
 def test_mistakes(name, device, sentence, tmp_path):
     with pytest.raises(InvalidInputError, match=sentence):
         run(name, out=tmp_path, results=None, device=device, quick=True, echo=print)
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_matplotlib_nothing_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'lln\[instruments\]'"):
-        run("2", out=tmp_path, results=None, device="cpu", quick=True, echo=print)
     assert not list(tmp_path.iterdir())
 
 

@@ -231,7 +231,6 @@ def test_an_interrupted_command_says_that_it_continues(tmp_path, monkeypatch, ca
 
 @pytest.mark.slow
 def test_figures_are_written(tmp_path):
-    pytest.importorskip("matplotlib")
     from lln_lab.figures.matched_moments import draw_figures
 
     written = draw_figures(SHIPPED, tmp_path / "figures")

@@ -1,12 +1,7 @@
-"""Pages: templates that escape, packages that may be missing, files that keep up."""
-
-import importlib.util
+"""Pages: templates that escape, files that keep up."""
 
 import pytest
 
-from lln.errors import BackendUnavailableError
-from lln_lab.demo import run_demo
-from lln_lab.inspection import run_inspect
 from lln_lab.inspection.page import render_page
 from lln_lab.inspection.study import StudiedLayer, Study
 from lln_lab.report import page_file
@@ -30,21 +25,6 @@ def test_a_name_that_is_missing_in_a_template_is_an_error():
 
     with pytest.raises(UndefinedError):
         _environment().from_string("{{ nothing }}").render()
-
-
-@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
-@pytest.mark.parametrize("command", [run_demo, lambda out: run_inspect("model", out)])
-def test_a_missing_package_is_one_sentence_before_any_work(tmp_path, monkeypatch, package, command):
-    find = importlib.util.find_spec
-
-    def without(name, *rest):
-        return None if name == package else find(name, *rest)
-
-    monkeypatch.setattr(importlib.util, "find_spec", without)
-    with pytest.raises(BackendUnavailableError) as error:
-        command(tmp_path / "out")
-    assert str(error.value) == (f"the page needs {package}; run pip install 'lln[instruments]'.")
-    assert not list(tmp_path.iterdir())
 
 
 def test_drawing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from importlib import metadata
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 from typer.core import TyperGroup
 
 from lln.cli.model_commands import convert, recover
 from lln.errors import BackendUnavailableError, LLNError
+
+if TYPE_CHECKING:
+    import click
 
 START, MODELS = "Start here", "Your Hugging Face model"
 # Functions that take the app and add commands to it: the laboratory has one.

@@ -149,7 +149,7 @@ def _open_tensorboard(
         if wanted is None:
             return None
         raise BackendUnavailableError(
-            "TensorBoard is not installed; run pip install 'lln[experiments]', or pass "
+            "TensorBoard is not installed; run pip install 'lln[tensorboard]', or pass "
             "tensorboard=False."
         ) from error
     # TensorBoard hides the events of steps that will be written again.

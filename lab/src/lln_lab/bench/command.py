@@ -22,7 +22,6 @@ from lln_lab.bench.record import Record
 from lln_lab.bench.result_rows import Row
 from lln_lab.bench.spread import noise_note
 from lln_lab.bench.terminal_tables import Table, show_table
-from lln_lab.drawing import check_matplotlib
 
 Echo = Callable[[str], object]
 
@@ -65,8 +64,6 @@ class Options:
         device = check_device(self.device)
         check_least("--lengths", min(self.lengths or (1,)), 1)
         check_least("--threads", self.threads, 1)
-        if self.figure:
-            check_matplotlib()
         asked = seconds[device] if self.seconds is None else self.seconds
         return replace(self, device=device, repetition=check_seconds(asked))
 

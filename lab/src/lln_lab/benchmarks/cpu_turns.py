@@ -36,7 +36,7 @@ from typing import Any
 COMMAND = "python -m lln_lab.benchmarks.cpu_turns"
 RESULTS = Path("lab/results/benchmarks/cpu-turns-x86.json")
 EXAMPLE = Path("lab/results/benchmarks/cpu-example-x86.json")
-PAGE, SECTION = Path("docs/benchmarks.md"), "cpu-turns-x86"
+SECTION = "cpu-turns-x86"
 LENGTHS, EXAMPLE_LENGTHS = (128, 256, 512, 1024, 2048, 4096), (256, 1024, 4096)
 HEADS, WIDTH = 12, 64
 PASSES = ("forward", "fwd + bwd")
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="per length, pass and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--report", action="store_true", help=f"only write the table into {PAGE}")
+    parser.add_argument("--report", action="store_true", help="only write the table")
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     lengths = given.lengths or list(EXAMPLE_LENGTHS if given.example else LENGTHS)
@@ -258,9 +258,9 @@ def main() -> None:
         given.case.write_text(json.dumps(times), "utf-8")
         return
     if given.report:
-        from lln_lab.benchmarks.markdown import fill
+        from lln_lab.benchmarks.markdown import TABLES, fill
 
-        fill(PAGE, SECTION, turns_table(json.loads(RESULTS.read_text("utf-8"))))
+        fill(TABLES, SECTION, turns_table(json.loads(RESULTS.read_text("utf-8"))))
         return
     from lln.cpu import building
     from lln.files import compact_json, write_atomically

@@ -6,10 +6,8 @@ Short sequences take the GPU less time than Python takes to ask for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-PAGE = Path("docs/benchmarks.md")
 HEADS, WIDTH = 12, 64
 GIVEN = {"alpha": 2.0, "beta": 2.0}
 TITLES = {

@@ -8,6 +8,9 @@ from typing import Any
 
 from lln.files import write_atomically
 
+# Every table that no page of the documentation shows.
+TABLES = Path("lab/results/tables.md")
+
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str = "") -> str:
     """Headings, cells and, below, a caption."""

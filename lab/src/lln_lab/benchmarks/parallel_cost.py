@@ -13,12 +13,12 @@ from lln.errors import InvalidInputError
 from lln.files import compact_json, write_atomically
 from lln.parallel.cost import KINDS, LayerShape
 from lln.parallel.step_time import Machine, layer_time
-from lln_lab.benchmarks.markdown import fill, table
+from lln_lab.benchmarks.markdown import TABLES, fill, table
 from lln_lab.drawing import save
 
 COMMAND = "python -m lln_lab.benchmarks.parallel_cost"
 RESULTS = Path("lab/results/benchmarks/parallel-cost.json")
-FIGURE, PAGE = Path("docs/figures/parallel_cost.svg"), Path("docs/parallel.md")
+FIGURE = Path("docs/figures/parallel_cost.svg")
 RANKS = tuple(2**power for power in range(11))
 LENGTHS = (2**16, 2**20, 2**24, 100_000_000)
 HEADS, WIDTH = (16, 64), 64
@@ -144,7 +144,7 @@ def main() -> None:
         "cases": rows,
     }
     write_atomically(RESULTS, compact_json(content))
-    fill(PAGE, "parallel-times", times_table(rows))
+    fill(TABLES, "parallel-times", times_table(rows))
     draw(rows)
 
 

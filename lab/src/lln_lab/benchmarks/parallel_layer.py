@@ -29,10 +29,10 @@ import lln.parallel
 from lln.files import compact_json, write_atomically
 from lln.parallel import sharded, sharded_keys
 from lln_lab.bench.environment import describe
-from lln_lab.benchmarks.markdown import fill, source, table
+from lln_lab.benchmarks.markdown import TABLES, fill, source, table
 
 COMMAND = "python -m lln_lab.benchmarks.parallel_layer"
-RESULTS, PAGE = Path("lab/results/benchmarks/parallel-layer.json"), Path("docs/parallel.md")
+RESULTS = Path("lab/results/benchmarks/parallel-layer.json")
 HEADS, WIDTH = 12, 64
 LENGTHS = (65_536, 1_048_576)
 KINDS = ("lln", "lln_diag", "lln_keys")
@@ -247,7 +247,7 @@ def main() -> None:
             raise SystemExit("--device cpu needs --out: the results of this file are of a GPU")
         print(layer_table(run(given)))
     if given.out == RESULTS:
-        fill(PAGE, "parallel-layer", layer_table(json.loads(RESULTS.read_text("utf-8"))))
+        fill(TABLES, "parallel-layer", layer_table(json.loads(RESULTS.read_text("utf-8"))))
 
 
 if __name__ == "__main__":

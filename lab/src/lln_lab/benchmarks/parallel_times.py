@@ -29,10 +29,10 @@ from lln.parallel.cost import KINDS, LayerShape
 from lln.parallel.ranks import find_ranks
 from lln.parallel.step_time import Machine, layer_time
 from lln_lab.bench.environment import describe
-from lln_lab.benchmarks.markdown import fill, source, table
+from lln_lab.benchmarks.markdown import TABLES, fill, source, table
 from lln_lab.benchmarks.softmax_over_ranks import ring_attention, ulysses_attention
 
-RESULTS, PAGE = Path("lab/results/benchmarks/parallel-times.json"), Path("docs/parallel.md")
+RESULTS = Path("lab/results/benchmarks/parallel-times.json")
 HEADS, WIDTH = 4, 64
 LENGTHS = (2048, 4096, 8192, 16_384)
 # The rates of the machine come from these kinds at this length.
@@ -170,7 +170,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
             mp.spawn(work, (given.ranks, meeting, str(RESULTS), command), given.ranks)
-    fill(PAGE, "parallel-measured", times_table(json.loads(RESULTS.read_text("utf-8"))))
+    fill(TABLES, "parallel-measured", times_table(json.loads(RESULTS.read_text("utf-8"))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The attention systems in README and docs/peers.md: from their cards and from results files."""
+"""The attention systems in the documentation: from their cards and from results files."""
 
 from __future__ import annotations
 
@@ -53,17 +53,9 @@ def summary(results: dict | None) -> str:
     return text
 
 
-def efficiency(results: dict, figure: str) -> str:
-    """Markdown: figures and tables of one results file.
-
-    Args:
-        results: Of ``lln bench peers``.
-        figure: Where its figures lie, without what tells them apart.
-    """
-    parts = [
-        f"![Time of every system over the length](figures/{figure}_time.png)",
-        f"![Memory of every system over the length](figures/{figure}_memory.png)",
-    ]
+def efficiency(results: dict) -> str:
+    """Markdown: the tables of one results file of ``lln bench peers``."""
+    parts = []
     for part in (ALONE, FILLED):
         lines = _wide_table(results, part)
         if lines:

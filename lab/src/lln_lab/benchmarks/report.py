@@ -16,7 +16,7 @@ from lln_lab.bench.peers_figure import draw_peers
 from lln_lab.bench.roberta_figure import draw_roberta
 from lln_lab.bench.speed_figure import draw_speed
 from lln_lab.benchmarks import cpu_turns, peers
-from lln_lab.benchmarks.markdown import fill, table
+from lln_lab.benchmarks.markdown import TABLES, fill, table
 from lln_lab.benchmarks.speed_tables import (
     causal_cpu_table,
     cpu_table,
@@ -52,7 +52,7 @@ def main() -> None:
     fill_roberta()
     fill_peers()
     attempts = json.loads((RESULTS / "attempts.json").read_text())
-    fill(Path("docs/kernels.md"), "attempts", attempts_table(attempts))
+    fill(TABLES, "attempts", attempts_table(attempts))
     constants = json.loads(CONSTANTS.read_text())
     fill(Path("docs/method.md"), "validation", validation_table(constants["fit"]))
 
@@ -67,13 +67,14 @@ def fill_cpu() -> None:
     for suffix in ("", "-x86"):
         plain, compiled = read(f"cpu{suffix}"), read(f"cpu{suffix}-compiled")
         command = missing("LLN_CPU=torch lln bench --device cpu", f"cpu{suffix}")
-        fill(BENCHMARKS, f"cpu-speed{suffix}", cpu_table(plain) if plain else command)
+        page = TABLES if suffix else BENCHMARKS
+        fill(page, f"cpu-speed{suffix}", cpu_table(plain) if plain else command)
         command = missing("lln bench --device cpu", f"cpu{suffix}-compiled")
-        fill(BENCHMARKS, f"cpu-compiled{suffix}", cpu_table(compiled) if compiled else command)
+        fill(TABLES, f"cpu-compiled{suffix}", cpu_table(compiled) if compiled else command)
     compiled = read("cpu-compiled")
     command = missing("lln bench --device cpu", "cpu-compiled")
     causal = causal_cpu_table(cpu, compiled) if cpu and compiled else command
-    fill(BENCHMARKS, "cpu-causal", causal)
+    fill(TABLES, "cpu-causal", causal)
 
 
 def fill_gpu() -> None:
@@ -88,8 +89,8 @@ def fill_gpu() -> None:
     fill(README, "gpu-speed", summary)
     fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
     fla = read("cuda-fla")
-    fill(BENCHMARKS, "gpu-targets", targets_table(gpu, fla) if gpu else command)
-    fill(BENCHMARKS, "gpu-other", gpu_other_table(gpu) if gpu else command)
+    fill(TABLES, "gpu-targets", targets_table(gpu, fla) if gpu else command)
+    fill(TABLES, "gpu-other", gpu_other_table(gpu) if gpu else command)
 
 
 def fill_fla() -> None:
@@ -99,14 +100,14 @@ def fill_fla() -> None:
         "lln bench --device cuda --passes forward --operations lln_causal fla_causal_raw",
         "cuda-fla",
     )
-    fill(BENCHMARKS, "gpu-fla", fla_table(run) if run else command)
+    fill(TABLES, "gpu-fla", fla_table(run) if run else command)
 
 
 def fill_trees() -> None:
     """The kernels before and after, in turn on one machine."""
     trees = read("two_trees")
     command = missing("python -m lln_lab.benchmarks.two_trees OLD/src NEW/src", "two_trees")
-    fill(BENCHMARKS, "two-trees", trees_table(trees) if trees else command)
+    fill(TABLES, "two-trees", trees_table(trees) if trees else command)
 
 
 def fill_roberta() -> None:
@@ -117,7 +118,7 @@ def fill_roberta() -> None:
         draw_roberta(found, FIGURES / "roberta.svg")
     parts = {"batch 1": "roberta", "graph": "roberta-graph", "filled": "roberta-filled"}
     for part, section in parts.items():
-        fill(BENCHMARKS, section, roberta_table(found, part) if found else command)
+        fill(TABLES, section, roberta_table(found, part) if found else command)
     summary = roberta_summary([(found, part) for part in parts], STEPS) if found else command
     fill(BENCHMARKS, "roberta-summary", summary)
 
@@ -126,16 +127,16 @@ def fill_peers() -> None:
     """The page of the attention systems, and their number wherever it stands."""
     for page in (README, STUDY):
         fill(page, "systems", str(len(available())))
-    fill(PEERS, "cards", peers.cards_table())
-    fill(PEERS, "cards-in-full", peers.cards_in_full())
+    fill(TABLES, "cards", peers.cards_table())
+    fill(TABLES, "cards-in-full", peers.cards_in_full())
     for device in ("cuda", "cpu"):
         name = f"peers-{device}"
         results, section = read(name), missing(f"lln bench peers --device {device}", name)
         if results:
             for field, end in peers.TITLES.items():
                 draw_peers(results, FIGURES / f"peers_{device}_{end}.svg", field)
-            section = peers.efficiency(results, f"peers_{device}")
-        fill(PEERS, name, section)
+            section = peers.efficiency(results)
+        fill(TABLES, name, section)
     fill(PEERS, "summary", peers.summary(read("peers-cuda")))
 
 

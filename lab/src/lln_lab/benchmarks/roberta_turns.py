@@ -19,9 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lln_lab.benchmarks.host_calls import PAGE
 from lln_lab.benchmarks.launcher import LAUNCHERS, ROOT, build, used
-from lln_lab.benchmarks.markdown import fill, source
+from lln_lab.benchmarks.markdown import TABLES, fill, source
 from lln_lab.benchmarks.markdown import table as markdown_table
 
 COMMAND = "python -m lln_lab.benchmarks.roberta_turns"
@@ -129,13 +128,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help=f"only write the table into {PAGE}")
+    parser.add_argument("--report", action="store_true", help="only write the table")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.report:
-        fill(PAGE, "roberta-turns", turns_table(json.loads(RESULTS.read_text("utf-8"))))
+        fill(TABLES, "roberta-turns", turns_table(json.loads(RESULTS.read_text("utf-8"))))
         return
     if given.case is not None:
         rows = measure(tuple(given.lengths), given.turns, given.mode)

@@ -24,7 +24,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from lln_lab.benchmarks.markdown import fill, source, table
+from lln_lab.benchmarks.markdown import TABLES, fill, source, table
 
 COMMAND = "python -m lln_lab.benchmarks.under_load"
 RESULTS = Path("lab/results/benchmarks/under-load.json")
@@ -33,7 +33,6 @@ SECTIONS = {
     RESULTS: "under-load",
     RESULTS.with_name("under-load-x86.json"): "under-load-x86",
 }
-PAGE = Path("docs/benchmarks.md")
 LENGTHS, HEADS, WIDTH = (256, 512, 2048), 12, 64
 # Which passes compute: the environment variable that decides it.
 PASSES = {"plain": {"LLN_CPU": "torch"}, "compiled": {}}
@@ -147,12 +146,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="length of a phase")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of a quiet and a busy phase")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help=f"only write the tables into {PAGE}")
+    parser.add_argument("--report", action="store_true", help="only write the table")
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.report:
         for path, section in SECTIONS.items():
-            fill(PAGE, section, load_table(json.loads(path.read_text("utf-8"))))
+            fill(TABLES, section, load_table(json.loads(path.read_text("utf-8"))))
         return
     programs = given.programs or len(os.sched_getaffinity(0))
     if given.case is not None:

@@ -19,7 +19,6 @@ from lln_lab.demo.speed import Speed
 from lln_lab.demo.state import Clock, State, page_path
 from lln_lab.demo.trainees import Training
 from lln_lab.report.page_file import PageFile
-from lln_lab.report.rendering import check_page_packages
 
 SECONDS = 110.0
 QUICK_SECONDS = 10.0
@@ -53,14 +52,12 @@ def run_demo(
 
     Raises:
         InvalidInputError: One sentence if an argument cannot be used, before any work.
-        BackendUnavailableError: If jinja2 or matplotlib is not installed.
         KeyboardInterrupt: After Ctrl-C, once the page is written.
     """
     if seconds is None:
         seconds = QUICK_SECONDS if quick else SECONDS
     if not (math.isfinite(seconds) and seconds > 0):
         raise InvalidInputError(f"--seconds must be a positive number, got {seconds!r}.")
-    check_page_packages()
     page = page_path(out)
     corpus = load_corpus(data)
     echo(f"About {seconds:.0f} seconds of measurements; Ctrl-C ends early and keeps the results.")

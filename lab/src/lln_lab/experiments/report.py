@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.checks.printing import written
-from lln_lab.benchmarks.markdown import commit_of, commits_of, fill
+from lln_lab.benchmarks.markdown import TABLES, commit_of, commits_of, fill
 from lln_lab.experiments.catalogue import EXPERIMENTS
 from lln_lab.experiments.cells import read_all
 from lln_lab.experiments.cost import cost_table
@@ -26,8 +26,6 @@ from lln_lab.experiments.temperature_figure import draw_temperatures
 
 RESULTS = Path("lab/results/experiments")
 COSTS = Path("lab/results/benchmarks/instruments.json")
-PAGE = Path("docs/instruments.md")
-FINDINGS = Path("docs/findings.md")
 FIGURES = Path("docs/figures")
 
 ATTENTION = {
@@ -48,25 +46,25 @@ def main() -> None:
     theory = json.loads((RESULTS / "figure-theory.json").read_text("utf-8"))
     figure_2 = json.loads((RESULTS / "figure-2.json").read_text("utf-8"))
     figure_1 = json.loads((RESULTS / "figure-1.json").read_text("utf-8"))
-    fill(PAGE, "figure-1", training(figure_1))
-    fill(PAGE, "figure-2", distances(figure_2))
+    fill(TABLES, "figure-1", training(figure_1))
+    fill(TABLES, "figure-2", distances(figure_2))
     for name, write in (
         ("theorem-3-3", theorem_3_3),
         ("proposition-3-1", proposition_3_1),
         ("equation-28", equation_28),
         ("equation-32", equation_32),
         ("shape", shape),
-        ("temperature", temperature),
+        ("equation-5", temperature),
         ("small-print", small_print),
     ):
-        fill(PAGE, name, write(theory) + "\n\n" + made_by(theory, name != "proposition-3-1"))
+        fill(TABLES, name, write(theory) + "\n\n" + made_by(theory, name != "proposition-3-1"))
     found = json.loads((RESULTS / "minilm_recovery.json").read_text("utf-8"))
     mixed = json.loads((RESULTS / "minilm_recovery_mixed.json").read_text("utf-8"))
     fill(Path("README.md"), "quality", quality(found, mixed))
-    fill(Path("docs/huggingface.md"), "recovery", recovery(found))
-    fill(Path("docs/huggingface.md"), "recovery-mixed", recovery(mixed))
+    fill(TABLES, "recovery", recovery(found))
+    fill(TABLES, "recovery-mixed", recovery(mixed))
     found = json.loads((RESULTS / "minilm_recovery_2048.json").read_text("utf-8"))
-    fill(Path("docs/huggingface.md"), "recovery-long", recovery(found))
+    fill(TABLES, "recovery-long", recovery(found))
     steps = json.loads((RESULTS / "roberta_step.json").read_text("utf-8"))
     fill(Path("docs/huggingface.md"), "steps", training_steps(steps))
     page = Path("docs/exact_keys.md")
@@ -78,12 +76,12 @@ def main() -> None:
     fill(Path("docs/tutorials/decoder.md"), "key-decoder", decoder(found))
     for device in ("cuda", "query-cuda", "cpu", "cpu-x86"):
         found = json.loads(Path(f"lab/results/benchmarks/keys-{device}.json").read_text("utf-8"))
-        fill(page, f"key-speed-{device}", speed(found))
+        fill(TABLES, f"key-speed-{device}", speed(found))
     fill(page, "key-training", from_scratch(RESULTS / "keys_training"))
     found = json.loads((RESULTS / "gates.json").read_text("utf-8"))
     fill(Path("docs/experiments.md"), "gates", gates(found))
     fill_findings()
-    fill(PAGE, "costs", costs(json.loads(COSTS.read_text("utf-8"))))
+    fill(Path("docs/instruments.md"), "costs", costs(json.loads(COSTS.read_text("utf-8"))))
 
 
 def gates(found: dict[str, Any]) -> str:
@@ -110,9 +108,9 @@ def fill_findings() -> None:
     for name, experiment in EXPERIMENTS.items():
         cells = read_all(RESULTS / "cells", name, "small")
         text = section(experiment, "small", cells) if cells else "*Not run yet.*"
-        fill(FINDINGS, name, text)
+        fill(TABLES, name, text)
     costs = cost_table(EXPERIMENTS["lra"], "small", RESULTS / "cells")
-    fill(FINDINGS, "lra-costs", costs or "*Not run yet.*")
+    fill(TABLES, "lra-costs", costs or "*Not run yet.*")
     for name, task in (
         ("table1", "mlm"),
         ("distance", "recall-512"),
@@ -125,7 +123,7 @@ def fill_findings() -> None:
     draw_temperatures(cells, FIGURES / "temperature")
     for name in ("table3", "lra"):
         cells = read_all(RESULTS / "first_cells", name, "small")
-        fill(FINDINGS, f"first-{name}", section(EXPERIMENTS[name], "small", cells))
+        fill(TABLES, f"first-{name}", section(EXPERIMENTS[name], "small", cells))
 
 
 def from_scratch(folder: Path) -> str:

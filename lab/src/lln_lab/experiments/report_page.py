@@ -18,7 +18,7 @@ from lln_lab.experiments.experiment import Experiment
 from lln_lab.experiments.methods import Method
 from lln_lab.report import plot_area
 from lln_lab.report.chart import Chart, inline_svg
-from lln_lab.report.rendering import check_page_packages, render_text
+from lln_lab.report.rendering import render_text
 from lln_lab.report.theme import colour
 
 if TYPE_CHECKING:
@@ -188,7 +188,6 @@ def write_report(experiments: list[Experiment], scale: str, cells_folder: Path, 
         cells_folder: Where the results are.
         page: An ``.html`` file; the Markdown has the same name.
     """
-    check_page_packages()
     sections, texts = [], []
     for experiment in experiments:
         cells = read_all(cells_folder, experiment.name, scale)

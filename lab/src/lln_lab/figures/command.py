@@ -11,7 +11,7 @@ from lln.errors import InvalidInputError
 from lln.files import check_file, compact_json, write_atomically
 from lln.integrations.progress import progress_bar
 from lln.testing.processor import check_device
-from lln_lab.drawing import SUFFIXES, check_matplotlib, save
+from lln_lab.drawing import SUFFIXES, save
 from lln_lab.figures import (
     evidence,
     matched_moments,
@@ -82,7 +82,6 @@ def run(
             f"there is no figure {name!r}{meant}; choose from {', '.join(FIGURES)}."
         )
     check_device(device)
-    check_matplotlib()
     plan = FIGURES[name]
     path = (out if results is None else results) / f"figure-{name}.json"
     places = {out / f"figure-{name}{suffix}": "--out" for suffix in SUFFIXES}

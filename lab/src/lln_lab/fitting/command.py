@@ -13,7 +13,6 @@ from lln.files import check_file, check_folder, compact_json, write_atomically
 from lln.integrations.progress import progress_bar
 from lln.testing.processor import check_device
 from lln_lab.bench.terminal_tables import show_table
-from lln_lab.drawing import check_matplotlib
 from lln_lab.figures.matched_moments import draw_figures
 from lln_lab.fitting.fit import Constants, FitConfig, fit_constants, scale
 
@@ -64,7 +63,6 @@ def run(
     check_file(work, "--work")
     if figures is not None:
         check_folder(figures, "--figures")
-        check_matplotlib()
     command = f"lln fit --device {device} {'--quick' if quick else f'--seeds {seeds}'}"
     config = FitConfig(seeds=seeds, device=device, work=work, command=command)
     with progress_bar() as bar:

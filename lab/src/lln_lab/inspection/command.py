@@ -22,7 +22,6 @@ from lln_lab.inspection.study import INSTRUMENTS, Study, study_layer
 from lln_lab.inspection.text import read_text
 from lln_lab.report.page_environment import read_environment
 from lln_lab.report.page_file import PageFile
-from lln_lab.report.rendering import check_page_packages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,13 +66,12 @@ def run_inspect(
 
     Raises:
         InvalidInputError: One sentence if an argument cannot be used, or no attention is seen.
-        BackendUnavailableError: If transformers, jinja2 or matplotlib is not installed.
+        BackendUnavailableError: If transformers is not installed.
         KeyboardInterrupt: After Ctrl-C, once the page is written.
     """
     checks.check_count("--tokens", tokens, least=FEWEST_TOKENS)
     checks.check_count("--samples", samples)
     asked = parse_heads(heads)
-    check_page_packages()
     page = _page_path(out)
     content = read_text(text)
     local = _load(model)
@@ -187,7 +185,7 @@ def _load(model: str) -> LocalModel:
         from lln.integrations.local_model import load_local_model
     except ImportError as error:
         raise BackendUnavailableError(
-            "lln inspect reads Hugging Face models; run pip install 'lln[hf,instruments]'."
+            "lln inspect reads Hugging Face models; run pip install 'lln[hf]'."
         ) from error
     return load_local_model(model)
 

@@ -5,28 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from lln.errors import BackendUnavailableError
 from lln_lab.report.numbers import milliseconds, number
 from lln_lab.report.series import LOOKS
 from lln_lab.report.theme import theme_css
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-
-def check_page_packages() -> None:
-    """Refuse to start if a package for the page is missing.
-
-    Raises:
-        BackendUnavailableError: One sentence with what to install.
-    """
-    from importlib.util import find_spec
-
-    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
-    if missing:
-        raise BackendUnavailableError(
-            f"the page needs {' and '.join(missing)}; run pip install 'lln[instruments]'."
-        )
 
 
 def render(template: str, **content: object) -> str:
