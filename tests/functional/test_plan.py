@@ -9,8 +9,8 @@ import torch
 import lln
 from lln.functional import plan as planning
 from lln.functional import run as running
+from lln.functional.call import Call
 from lln.functional.plan import Plan, plan_call
-from lln.functional.request import Request
 from lln.testing import make_qkv
 
 CALLS = {
@@ -63,7 +63,7 @@ def test_a_plan_cannot_be_changed():
 @pytest.mark.parametrize("impl", ["auto", "eager", "reference"])
 @pytest.mark.parametrize("kind", CALLS)
 def test_on_a_cpu_everything_is_plain_or_the_reference(kind, impl):
-    request = Request(kind, *make_qkv(1, 2, 10, 8), block_size=0 if kind == "lln" else 4)
+    request = Call(kind, *make_qkv(1, 2, 10, 8), block_size=0 if kind == "lln" else 4)
     plan = plan_call(request, impl)
     chosen = "reference" if impl == "reference" else "eager"
     assert plan.impl == chosen

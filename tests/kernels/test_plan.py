@@ -6,8 +6,8 @@ from tests.kernels.common import DEVICE, let_auto_take_kernels, limit_chips
 
 import lln
 from lln.errors import BackendUnavailableError
+from lln.functional.call import Call
 from lln.functional.plan import plan_call
-from lln.functional.request import Request
 from lln.testing import make_qkv
 
 GIVEN = {"alpha": 2.0, "beta": 2.0}
@@ -118,7 +118,7 @@ def test_auto_runs_such_blocks_in_plain_pytorch(monkeypatch, name):
 
 def test_how_the_diagonal_runs(monkeypatch):
     let_auto_take_kernels(monkeypatch)
-    request = Request("lln_diag", *make_qkv(2, 2, 40, 16, device=DEVICE), mix=0.5, block_size=32)
+    request = Call("lln_diag", *make_qkv(2, 2, 40, 16, device=DEVICE), mix=0.5, block_size=32)
     assert plan_call(request, "auto").diagonal == "joint"
     assert plan_call(request._replace(block_size=512), "auto").block_size == 40
     limit_chips(monkeypatch, joint_tokens=0)

@@ -113,14 +113,14 @@ def test_lower_precision(pool, dtype):
 
 def statistics(group, rank, case):
     """What `lln.parallel` matches α and β to, without the attention around it."""
-    from lln.functional.request import Request
+    from lln.functional.call import Call
     from lln.parallel.agreement import agree
     from lln.parallel.ranks import find_ranks
     from lln.parallel.temperature_merge import measure_shards
 
     shard = shard_of(inputs_of(case), case, rank)
     sides = [shard[name] for name in ("query", "key", "value")]
-    request = Request("lln", *sides, key_mask=shard.get("key_mask"))
+    request = Call("lln", *sides, key_mask=shard.get("key_mask"))
     request, shards = agree(lambda: request, None, find_ranks(group, "test"), "test")
     found = measure_shards(request, shards, whole_tensor=False)()
     whole = measure_shards(request, shards, whole_tensor=True)()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lln.cpu import compiled_passes, library
 from lln.cpu.compiled_passes import GROUP
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
 
@@ -21,14 +21,14 @@ def why_absent(*sides: object) -> str | None:
     return None
 
 
-def why_unknown(request: Request) -> str | None:
+def why_unknown(call: Call) -> str | None:
     """Why compiled passes do not compute LLN attention of a call; None if they do."""
-    query, key, value, mask = *request[1:4], request.key_mask
-    numbers = (request.alpha, request.beta)
-    reason = why_absent(query, key, value, *numbers, mask, request.bounds)
+    query, key, value, mask = *call.qkv, call.key_mask
+    numbers = (call.alpha, call.beta)
+    reason = why_absent(query, key, value, *numbers, mask, call.bounds)
     if reason is not None:
         return reason
-    if request.kind not in ("lln", "lln_diag"):
+    if call.kind not in ("lln", "lln_diag"):
         return "computes lln_attention and lln_diag_attention only"
     if accumulation_dtype(query.dtype) != torch.float32:
         return f"computes in float32, not {query.dtype}"
@@ -37,7 +37,7 @@ def why_unknown(request: Request) -> str | None:
         return f"takes widths that are multiples of {GROUP}, not {widths}"
     if any(isinstance(side, Tensor) and side.requires_grad for side in numbers):
         return "computes no gradients of alpha and beta"
-    if request.is_causal:
+    if call.is_causal:
         return None if mask is None else "takes no key_mask in causal calls"
     if query.shape[1] != key.shape[1]:
         return "takes as many key heads as query heads"
@@ -46,20 +46,20 @@ def why_unknown(request: Request) -> str | None:
     return None
 
 
-def why_blocks_apart(request: Request) -> str | None:
+def why_blocks_apart(call: Call) -> str | None:
     """Why PyTorch computes the blocks of a call whose LLN attention is compiled; None if not so."""
-    if not request.block_size:
+    if not call.block_size:
         return None
-    if request.is_causal:
+    if call.is_causal:
         return "has no passes for causal blocks"
-    if isinstance(request.mix, Tensor):
+    if isinstance(call.mix, Tensor):
         return "takes a mix that is one number"
-    if request.block_size % GROUP:
-        return f"takes a block_size that is a multiple of {GROUP}, not {request.block_size}"
+    if call.block_size % GROUP:
+        return f"takes a block_size that is a multiple of {GROUP}, not {call.block_size}"
     return None
 
 
-def employs_threads(request: Request) -> bool:
+def employs_threads(call: Call) -> bool:
     """Whether most threads get a head at a time: packed sequences are computed in turn."""
-    samples = request.query.shape[0] if request.bounds is None else 1
-    return compiled_passes.employs_threads(samples * request.query.shape[1])
+    samples = call.query.shape[0] if call.bounds is None else 1
+    return compiled_passes.employs_threads(samples * call.query.shape[1])

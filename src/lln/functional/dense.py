@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.signatures import explain_misfits
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.functional.run import attend
 from lln.kernels.lln import repeats
 from lln.precision import cast_for_autocast
@@ -77,8 +77,8 @@ def lln_attention(
         torch.Size([2, 4, 10, 8])
     """
     if not is_compiling() and repeats.again is not None:
-        call = (repeats.LLN, query, key, value, alpha, beta, matching, 1.0, 0, None, key_mask)
-        out = repeats.again(*call, dropout_p, is_causal, enable_gqa, impl)
+        arguments = (repeats.LLN, query, key, value, alpha, beta, matching, 1.0, 0, None, key_mask)
+        out = repeats.again(*arguments, dropout_p, is_causal, enable_gqa, impl)
         if out is not None:
             return out
     query, key, value = cast_for_autocast(query, key, value)
@@ -89,7 +89,7 @@ def lln_attention(
     )
     if is_causal:
         checks.check_causal(is_causal, query.shape[2], key.shape[2])
-    request = Request(
+    call = Call(
         "lln",
         query,
         key,
@@ -101,7 +101,7 @@ def lln_attention(
         dropout_p=dropout_p,
         is_causal=is_causal,
     )
-    return attend(request, impl)
+    return attend(call, impl)
 
 
 @explain_misfits
@@ -143,7 +143,7 @@ def block_diagonal_attention(
     checks.check_blocks(block_size, scale)
     checks.check_dropout(dropout_p)
     checks.check_flag("is_causal", is_causal)
-    request = Request(
+    call = Call(
         "diag",
         query,
         key,
@@ -154,7 +154,7 @@ def block_diagonal_attention(
         dropout_p=dropout_p,
         is_causal=is_causal,
     )
-    return attend(request, impl)
+    return attend(call, impl)
 
 
 @explain_misfits
@@ -208,8 +208,19 @@ def lln_diag_attention(
         torch.Size([2, 4, 10, 8])
     """
     if not is_compiling() and repeats.again is not None:
-        call = (repeats.LLN_DIAG, query, key, value, alpha, beta, matching, mix, block_size, scale)
-        out = repeats.again(*call, key_mask, dropout_p, is_causal, enable_gqa, impl)
+        arguments = (
+            repeats.LLN_DIAG,
+            query,
+            key,
+            value,
+            alpha,
+            beta,
+            matching,
+            mix,
+            block_size,
+            scale,
+        )
+        out = repeats.again(*arguments, key_mask, dropout_p, is_causal, enable_gqa, impl)
         if out is not None:
             return out
     query, key, value = cast_for_autocast(query, key, value)
@@ -222,7 +233,7 @@ def lln_diag_attention(
     block_size = query.shape[-1] if block_size is None else block_size
     checks.check_blocks(block_size, scale)
     checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-    request = Request(
+    call = Call(
         "lln_diag",
         query,
         key,
@@ -237,4 +248,4 @@ def lln_diag_attention(
         dropout_p,
         is_causal,
     )
-    return attend(request, impl)
+    return attend(call, impl)

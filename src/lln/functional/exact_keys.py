@@ -17,9 +17,9 @@ from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, chec
 from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.eager.key_blocks import blocks_in, fit_blocks
+from lln.functional.call import Call
 from lln.functional.key_calls import choose_for
 from lln.functional.plan import plan_call
-from lln.functional.request import Request
 from lln.functional.run import attend
 from lln.precision import cast_for_autocast, without_autocast
 from lln.tracing import is_compiling
@@ -109,7 +109,7 @@ def lln_keys_attention(
     block_size, group = fit_blocks(block_size, group, tokens)
     groups = blocks_in(tokens, block_size, key_mask is not None) * (block_size // group)
     check_keys(keys, (batch, heads, groups), query.device)
-    request = Request(
+    call = Call(
         "lln_keys",
         query,
         key,
@@ -126,7 +126,7 @@ def lln_keys_attention(
         group_size=group,
         offset=offset,
     )
-    return attend(request, impl)
+    return attend(call, impl)
 
 
 @explain_misfits
@@ -190,7 +190,7 @@ def lln_keys_attention_varlen(
     block_size, group = fit_blocks(block_size, group, tokens)
     blocks = query.shape[0] // block_size + samples
     check_keys(keys, (query.shape[1], blocks * (block_size // group)), query.device)
-    request = Request(
+    call = Call(
         "lln_keys",
         query,
         key,
@@ -208,7 +208,7 @@ def lln_keys_attention_varlen(
         group_size=group,
         offset=offset,
     )
-    return attend(request, impl)
+    return attend(call, impl)
 
 
 @explain_misfits
@@ -267,7 +267,7 @@ def choose_keys(
     checks.check_count("keys", keys, 0)
     group = check_selection(select, group_size, block_size)
     block_size, group = fit_blocks(block_size, group, query.shape[2])
-    request = Request(
+    call = Call(
         "lln_keys",
         query,
         key,
@@ -281,7 +281,7 @@ def choose_keys(
         group_size=group,
     )
     with torch.no_grad(), without_autocast(query):
-        chosen = choose_for(request, plan_call(request, impl)).long()
+        chosen = choose_for(call, plan_call(call, impl)).long()
     # A trace for every length may have one block more, see `dense_blocks`.
     groups = blocks_in(query.shape[2], block_size, key_mask is not None) * (block_size // group)
     return chosen[:, :, :groups] if is_compiling() else chosen

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lln.errors import InvalidInputError
-from lln.functional.request import Request
+from lln.functional.call import Call
 
-# Axes of heads and samples, counted from the end, of what a request holds.
+# Axes of heads and samples, counted from the end, of what a call holds.
 _DENSE = {
     "query": (-3, -4),
     "key": (-3, -4),
@@ -37,11 +37,11 @@ _PACKED = {
 }
 
 
-def on_own_shards(request: Request, attend: Callable[[Request], Tensor]) -> Tensor:
+def on_own_shards(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
     """The attention of this rank's heads and samples, as a ``DTensor``.
 
     Args:
-        request: A checked call whose query is a ``DTensor``.
+        call: A checked call whose query is a ``DTensor``.
         attend: Computes a call of ordinary tensors.
 
     Raises:
@@ -49,16 +49,16 @@ def on_own_shards(request: Request, attend: Callable[[Request], Tensor]) -> Tens
     """
     from torch.distributed.tensor import DTensor
 
-    query: Any = request.query
-    axes = _DENSE if request.bounds is None else _PACKED
+    query: Any = call.query
+    axes = _DENSE if call.bounds is None else _PACKED
     divided = [_divided(placement, query, axes["query"]) for placement in query.placements]
-    _check(request, query, divided)
+    _check(call, query, divided)
     own = {
-        name: _own_part(getattr(request, name), name, query, divided, places)
+        name: _own_part(getattr(call, name), name, query, divided, places)
         for name, places in axes.items()
     }
-    out = attend(request._replace(**own))
-    shape = torch.Size((*query.shape[:-1], request.value.shape[-1]))
+    out = attend(call.replace(**own))
+    shape = torch.Size((*query.shape[:-1], call.value.shape[-1]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         out, query.device_mesh, query.placements, run_check=False, shape=shape, stride=stride
@@ -80,26 +80,26 @@ def _divided(placement: Any, query: Any, axes: tuple[int | None, int | None]) ->
     )
 
 
-def _check(request: Request, query: Any, divided: list[int | None]) -> None:
+def _check(call: Call, query: Any, divided: list[int | None]) -> None:
     from torch.distributed.tensor import DTensor
 
     for name in ("key", "value"):
-        side: Any = getattr(request, name)
+        side: Any = getattr(call, name)
         if not isinstance(side, DTensor) or side.placements != query.placements:
             found = list(side.placements) if isinstance(side, DTensor) else "an ordinary tensor"
             raise InvalidInputError(
                 f"{name} must be a DTensor placed as query, {list(query.placements)}, got {found}."
             )
-    heads, key_heads = query.shape[-3], request.key.shape[-3]
-    if request.bounds is not None:
-        heads, key_heads = query.shape[-2], request.key.shape[-2]
+    heads, key_heads = query.shape[-3], call.key.shape[-3]
+    if call.bounds is not None:
+        heads, key_heads = query.shape[-2], call.key.shape[-2]
     for ranks, part in zip(query.device_mesh.shape, divided, strict=True):
         if part == 0 and heads != key_heads and key_heads % ranks:
             raise InvalidInputError(
                 f"{key_heads} key heads cannot be divided between {ranks} ranks; repeat them, or "
                 "use fewer ranks."
             )
-    takes_all = request.matching == "paper" and request.alpha is None and request.kind != "diag"
+    takes_all = call.matching == "paper" and call.alpha is None and call.kind != "diag"
     if takes_all and any(part is not None for part in divided):
         raise InvalidInputError(
             "matching='paper' takes one statistic of the whole tensor, which lies on several "

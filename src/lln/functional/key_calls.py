@@ -1,6 +1,6 @@
 """Calls with exact keys: what is missing is matched and chosen, then the plan is executed.
 
-Dimension legend: as in `lln.functional.request`; G groups of queries, K keys per group.
+Dimension legend: as in `lln.functional.call`; G groups of queries, K keys per group.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lln.eager.key_attention import attend_keys, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
 from lln.eager.packing import per_tile
 from lln.eager.selection import choose, drop_repeats, picked_lists, seen_keys
+from lln.functional.call import Call
 from lln.functional.match import measure_heads
 from lln.functional.plan import Plan
-from lln.functional.request import Request
 from lln.kernels.keys.keys_ops import fused_choice, fused_keys, fused_lists
 from lln.kernels.keys.lists import Lists
 from lln.matching.mass import keys_temperatures, mass_offset
@@ -27,165 +27,162 @@ from lln.matching.moments import Moments, packed_moments, tensor_moments
 from lln.precision import accumulation_dtype
 
 
-def with_all_keys(request: Request) -> Request:
+def with_all_keys(call: Call) -> Call:
     """With no more tokens than keys every way takes all, and that of a block does so quickly."""
-    keys, query = request.keys, request.query
-    if request.select == "block" or request.bounds is not None or not isinstance(keys, int):
-        return request
+    keys, query = call.keys, call.query
+    if call.select == "block" or call.bounds is not None or not isinstance(keys, int):
+        return call
     if keys < query.shape[2]:
-        return request
-    return Request(*request[:15], keys, "block", request.block_size, request.offset)
+        return call
+    return call.replace(select="block", group_size=call.block_size)
 
 
-def complete(request: Request, plan: Plan) -> Request:
-    """The request with α, β, the offset and the indices of the keys in place."""
-    alpha, beta, offset = request.alpha, request.beta, request.offset
+def complete(call: Call, plan: Plan) -> Call:
+    """The call with α, β, the offset and the indices of the keys in place."""
+    alpha, beta, offset = call.alpha, call.beta, call.offset
     if alpha is None or offset is None:
-        measured = request
+        measured = call
         if plan.impl == "reference":
-            query, key = request.query.double(), request.key.double()
-            measured = Request(request.kind, query, key, *request[3:])
+            query, key = call.query.double(), call.key.double()
+            measured = call.replace(query=query, key=key)
         moments = _moments(measured, plan)
         if alpha is None:
             alpha, beta = _temperatures(measured, moments)
         if offset is None:
-            width = request.query.shape[-1]
-            offset = mass_offset(moments, alpha, beta, width, request.scale)
-    keys: Any = request.keys
+            width = call.query.shape[-1]
+            offset = mass_offset(moments, alpha, beta, width, call.scale)
+    keys: Any = call.keys
     if isinstance(keys, Tensor):
-        keys = _usable(request, keys)
-    elif plan.impl == "triton" and request.select == "query" and request.bounds is None:
-        keys = _lists(request, keys)
+        keys = _usable(call, keys)
+    elif plan.impl == "triton" and call.select == "query" and call.bounds is None:
+        keys = _lists(call, keys)
     else:
-        keys = choose_for(request, plan)
-    first = (request.kind, *request[1:4], alpha, beta, *request[6:15])
-    return Request(*first, keys, request.select, request.group_size, offset)
+        keys = choose_for(call, plan)
+    return call.replace(alpha=alpha, beta=beta, keys=keys, offset=offset)
 
 
-def _usable(request: Request, indices: Tensor) -> Tensor:
+def _usable(call: Call, indices: Tensor) -> Tensor:
     """A caller's indices without repeated ones, and -1 for those that a group may not see."""
     indices = drop_repeats(indices.long())
-    if request.bounds is not None:
+    if call.bounds is not None:
         return indices
-    mask, causal = request.key_mask, request.is_causal
-    seen = seen_keys(indices, _dense_blocks(request), request.group_size, mask, causal)
+    mask, causal = call.key_mask, call.is_causal
+    seen = seen_keys(indices, _dense_blocks(call), call.group_size, mask, causal)
     return torch.where(seen, indices, -1)
 
 
-def chosen_indices(request: Request) -> Any:
-    """The indices ``[B, H, G, K]`` of a completed request, whatever form its keys have."""
-    keys = request.keys
-    return _spelt_out(request, keys) if isinstance(keys, Lists) else keys
+def chosen_indices(call: Call) -> Any:
+    """The indices ``[B, H, G, K]`` of a completed call, whatever form its keys have."""
+    keys = call.keys
+    return _spelt_out(call, keys) if isinstance(keys, Lists) else keys
 
 
-def _spelt_out(request: Request, lists: Lists) -> Tensor:
+def _spelt_out(call: Call, lists: Lists) -> Tensor:
     """The keys that every query sees by lists, one by one: ``[B, H, G, K]``."""
     first, second = (table.unsqueeze(2) for table in (lists.keys[0], lists.keys[-1]))
     features = lists.features.transpose(2, 3)
-    found = picked_lists(first, second, features, _dense_blocks(request), request.key_mask)
+    found = picked_lists(first, second, features, _dense_blocks(call), call.key_mask)
     # Of an odd number the second list has an empty place, which was sorted to the end.
     odd = lists.keys.shape[0] - 1
     return found[..., : found.shape[-1] - odd]
 
 
-def _lists(request: Request, keys: int) -> Lists:
+def _lists(call: Call, keys: int) -> Lists:
     """The keys of every feature, by the kernels."""
-    flip = request.scale is not None and request.scale < 0
-    return fused_lists(request.query, request.key, request.key_mask, keys, flip=flip)
+    flip = call.scale is not None and call.scale < 0
+    return fused_lists(call.query, call.key, call.key_mask, keys, flip=flip)
 
 
-def _by_mean(request: Request, keys: int, group_size: int) -> Tensor:
+def _by_mean(call: Call, keys: int, group_size: int) -> Tensor:
     """The keys of every group's mean query, by the kernels: int ``[B, H, G, K]``."""
-    sizes = {"block_size": request.block_size, "group_size": group_size}
-    flip = request.scale is not None and request.scale < 0
-    return fused_choice(request.query, request.key, request.key_mask, keys, **sizes, flip=flip)
+    sizes = {"block_size": call.block_size, "group_size": group_size}
+    flip = call.scale is not None and call.scale < 0
+    return fused_choice(call.query, call.key, call.key_mask, keys, **sizes, flip=flip)
 
 
-def _by_kernels(request: Request, keys: int) -> Tensor:
+def _by_kernels(call: Call, keys: int) -> Tensor:
     """A dense choice by the kernels: ``[B, H, G, K]``."""
-    if request.select == "query":
-        return _spelt_out(request, _lists(request, keys))
-    if request.select == "block":
-        return _by_mean(request, keys, request.group_size)
-    size = request.block_size
-    shared = _by_mean(request, keys - keys // 2, size).long().repeat_interleave(size, 2)
-    own = _spelt_out(request, _lists(request, keys // 2))
+    if call.select == "query":
+        return _spelt_out(call, _lists(call, keys))
+    if call.select == "block":
+        return _by_mean(call, keys, call.group_size)
+    size = call.block_size
+    shared = _by_mean(call, keys - keys // 2, size).long().repeat_interleave(size, 2)
+    own = _spelt_out(call, _lists(call, keys // 2))
     return drop_repeats(torch.cat([shared, own], -1))
 
 
-def choose_for(request: Request, plan: Plan) -> Tensor:
-    """Indices of the keys a request asks for by number: ``[B, H, G, K]``, packed ``[H, G, K]``."""
-    assert isinstance(request.keys, int)
-    options: dict[str, Any] = {"select": request.select, "group_size": request.group_size}
-    options["is_causal"] = request.is_causal
-    options["flip"] = request.scale is not None and request.scale < 0
-    query, key, keys = request.query, request.key, request.keys
-    if request.bounds is None:
-        few = request.select != "block" and keys >= query.shape[2]
+def choose_for(call: Call, plan: Plan) -> Tensor:
+    """Indices of the keys a call asks for by number: ``[B, H, G, K]``, packed ``[H, G, K]``."""
+    assert isinstance(call.keys, int)
+    options: dict[str, Any] = {"select": call.select, "group_size": call.group_size}
+    options["is_causal"] = call.is_causal
+    options["flip"] = call.scale is not None and call.scale < 0
+    query, key, keys = call.query, call.key, call.keys
+    if call.bounds is None:
+        few = call.select != "block" and keys >= query.shape[2]
         if plan.selection == "triton" and not few:
-            return _by_kernels(request, keys)
-        blocks = _dense_blocks(request)
-        return choose(query, key, keys, blocks, key_mask=request.key_mask, **options)
+            return _by_kernels(call, keys)
+        blocks = _dense_blocks(call)
+        return choose(query, key, keys, blocks, key_mask=call.key_mask, **options)
     query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
     if query.shape[2] == 0:
         return torch.full((query.shape[1], 0, 0), -1, dtype=torch.int64, device=query.device)
-    blocks, _ = packed_blocks(request.bounds.long(), query.shape[2], request.block_size)
-    if request.select == "block":
+    blocks, _ = packed_blocks(call.bounds.long(), query.shape[2], call.block_size)
+    if call.select == "block":
         return choose(query, key, keys, blocks, key_mask=None, **options)[0]
-    return _choose_one_by_one(query, key, keys, request, blocks, options)
+    return _choose_one_by_one(query, key, keys, call, blocks, options)
 
 
-def attend_dense_keys(request: Request, plan: Plan) -> Tensor:
+def attend_dense_keys(call: Call, plan: Plan) -> Tensor:
     """A dense call: ``[B, H, T, E]``."""
-    sides = (request.query, request.key, request.value, request.alpha, request.beta)
-    keys = request.keys
+    sides = (call.query, call.key, call.value, call.alpha, call.beta)
+    keys = call.keys
     assert not isinstance(keys, int)
     if plan.impl == "triton":
         return fused_keys(
             *sides,
-            request.offset,
+            call.offset,
             keys,
-            key_mask=request.key_mask,
-            block_size=request.block_size,
-            group_size=request.group_size,
-            scale=request.scale,
+            key_mask=call.key_mask,
+            block_size=call.block_size,
+            group_size=call.group_size,
+            scale=call.scale,
         )
     assert isinstance(keys, Tensor)
     return eager.exact_keys(
         *sides,
-        request.offset,
+        call.offset,
         keys,
-        request.key_mask,
-        block_size=request.block_size,
-        group_size=request.group_size,
-        is_causal=request.is_causal,
-        scale=request.scale,
+        call.key_mask,
+        block_size=call.block_size,
+        group_size=call.group_size,
+        is_causal=call.is_causal,
+        scale=call.scale,
         impl=plan.impl,
-        rounded=request.query.dtype if plan.selection == "triton" else None,
+        rounded=call.query.dtype if plan.selection == "triton" else None,
     )
 
 
-def attend_packed_keys(request: Request, plan: Plan) -> Tensor:
+def attend_packed_keys(call: Call, plan: Plan) -> Tensor:
     """A packed call in plain PyTorch or by the reference: ``[T, H, E]``."""
-    assert isinstance(request.keys, Tensor)
-    assert request.bounds is not None
-    bounds = request.bounds.long()
-    dtype, tokens = accumulation_dtype(request.query.dtype), request.query.shape[0]
-    query, key, value = (side.to(dtype).transpose(0, 1)[None] for side in request[1:4])
+    assert isinstance(call.keys, Tensor)
+    assert call.bounds is not None
+    bounds = call.bounds.long()
+    dtype, tokens = accumulation_dtype(call.query.dtype), call.query.shape[0]
+    query, key, value = (side.to(dtype).transpose(0, 1)[None] for side in call.qkv)
     query, key = as_nan(query), as_nan(key)
-    blocks, sequence = packed_blocks(bounds, tokens, request.block_size)
-    indices = request.keys[None]
+    blocks, sequence = packed_blocks(bounds, tokens, call.block_size)
+    indices = call.keys[None]
     if plan.impl == "reference":
-        return _reference_one_by_one(request, query, key, value, indices)
+        return _reference_one_by_one(call, query, key, value, indices)
     heads = query.shape[1]
     key, value = eager.repeat_heads(key, heads), eager.repeat_heads(value, heads)
-    per_block = [
-        per_tile(side, sequence, query) for side in (request.alpha, request.beta, request.offset)
-    ]
+    per_block = [per_tile(side, sequence, query) for side in (call.alpha, call.beta, call.offset)]
     alpha, beta, offset = (
         side.unsqueeze(0) if isinstance(side, Tensor) else side for side in per_block
     )
-    slots = slots_of_blocks(key, value, beta, blocks, None, sequence, request.is_causal)
+    slots = slots_of_blocks(key, value, beta, blocks, None, sequence, call.is_causal)
     out = attend_keys(
         query,
         key,
@@ -195,56 +192,56 @@ def attend_packed_keys(request: Request, plan: Plan) -> Tensor:
         offset,
         indices,
         blocks,
-        group_size=request.group_size,
+        group_size=call.group_size,
         key_mask=None,
-        is_causal=request.is_causal,
-        scale=request.scale,
+        is_causal=call.is_causal,
+        scale=call.scale,
     )
-    return out[0].transpose(0, 1).to(request.query.dtype)
+    return out[0].transpose(0, 1).to(call.query.dtype)
 
 
-def _moments(request: Request, plan: Plan) -> Moments:
-    if request.bounds is None:
-        return measure_heads(request.query, request.key, request.key_mask, plan.impl)
-    return packed_moments(request.query, request.key, request.bounds.long())
+def _moments(call: Call, plan: Plan) -> Moments:
+    if call.bounds is None:
+        return measure_heads(call.query, call.key, call.key_mask, plan.impl)
+    return packed_moments(call.query, call.key, call.bounds.long())
 
 
-def _temperatures(request: Request, moments: Moments) -> tuple[Tensor, Tensor]:
-    if request.matching == "paper":
-        return paper_temperatures(request)
-    return keys_temperatures(moments, request.query.shape[-1], request.matching)
+def _temperatures(call: Call, moments: Moments) -> tuple[Tensor, Tensor]:
+    if call.matching == "paper":
+        return paper_temperatures(call)
+    return keys_temperatures(moments, call.query.shape[-1], call.matching)
 
 
-def paper_temperatures(request: Request) -> tuple[Tensor, Tensor]:
+def paper_temperatures(call: Call) -> tuple[Tensor, Tensor]:
     """α and β of ``matching="paper"``, ``[1, 1, 1, 1]``: one statistic over all tokens."""
-    query, key = request.query, request.key
-    if request.bounds is not None:
+    query, key = call.query, call.key
+    if call.bounds is not None:
         query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-    moments = tensor_moments(query, key, request.key_mask)
+    moments = tensor_moments(query, key, call.key_mask)
     return keys_temperatures(moments, query.shape[-1], "paper")
 
 
-def _dense_blocks(request: Request) -> KeyBlocks:
-    batch, _, tokens, _ = request.query.shape
-    device = request.query.device
-    return dense_blocks(batch, tokens, request.block_size, request.key_mask, device)
+def _dense_blocks(call: Call) -> KeyBlocks:
+    batch, _, tokens, _ = call.query.shape
+    device = call.query.device
+    return dense_blocks(batch, tokens, call.block_size, call.key_mask, device)
 
 
 def _choose_one_by_one(
     query: Tensor,
     key: Tensor,
     keys: int,
-    request: Request,
+    call: Call,
     blocks: KeyBlocks,
     options: dict[str, Any],
 ) -> Tensor:
     """Choices by features, which are ranked within a sequence; waits for the bounds' values."""
-    assert request.bounds is not None
-    size = request.block_size
+    assert call.bounds is not None
+    size = call.block_size
     found = torch.full((query.shape[1], blocks.place.shape[1] * size, keys), -1, dtype=torch.int64)
     found = found.to(query.device)
     block = 0
-    for start, end in pairwise(request.bounds.tolist()):
+    for start, end in pairwise(call.bounds.tolist()):
         if start == end:
             continue
         own_query, own_key = (side[:, :, start:end] for side in (query, key))
@@ -257,14 +254,14 @@ def _choose_one_by_one(
 
 
 def _reference_one_by_one(
-    request: Request, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
+    call: Call, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
 ) -> Tensor:
     """Packed sequences by the reference: one dense call per sequence."""
-    assert request.bounds is not None
-    rows = request.block_size // request.group_size
+    assert call.bounds is not None
+    rows = call.block_size // call.group_size
     outs, block = [], 0
-    for number, (start, end) in enumerate(pairwise(request.bounds.tolist())):
-        count = -(-(end - start) // request.block_size)
+    for number, (start, end) in enumerate(pairwise(call.bounds.tolist())):
+        count = -(-(end - start) // call.block_size)
         chosen = indices[:, :, block * rows : (block + count) * rows]
         chosen = torch.where((chosen >= start) & (chosen < end), chosen - start, -1)
         block += count
@@ -272,7 +269,7 @@ def _reference_one_by_one(
             side[number : number + 1]
             if isinstance(side, Tensor) and side.dim() == 4 and side.shape[0] > 1
             else side
-            for side in (request.alpha, request.beta, request.offset)
+            for side in (call.alpha, call.beta, call.offset)
         )
         own_query, own_key, own_value = (side[:, :, start:end] for side in (query, key, value))
         out = eager.exact_keys(
@@ -284,11 +281,11 @@ def _reference_one_by_one(
             offset,
             chosen,
             None,
-            block_size=request.block_size,
-            group_size=request.group_size,
-            is_causal=request.is_causal,
-            scale=request.scale,
+            block_size=call.block_size,
+            group_size=call.group_size,
+            is_causal=call.is_causal,
+            scale=call.scale,
             impl="reference",
         )
-        outs.append(out[0].transpose(0, 1).to(request.query.dtype))
+        outs.append(out[0].transpose(0, 1).to(call.query.dtype))
     return torch.cat(outs)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lln import checks
 from lln.checks.bounds import check_bounds
 from lln.checks.signatures import explain_misfits
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.functional.run import attend
 from lln.precision import cast_for_autocast
 
@@ -69,7 +69,7 @@ def lln_attention_varlen(
     checks.check_options(
         query, key, samples, alpha, beta, matching, dropout_p=dropout_p, is_causal=is_causal
     )
-    request = Request(
+    call = Call(
         "lln",
         query,
         key,
@@ -82,7 +82,7 @@ def lln_attention_varlen(
         bounds=cu_seqlens,
         longest=longest,
     )
-    return attend(request, impl)
+    return attend(call, impl)
 
 
 @explain_misfits
@@ -141,7 +141,7 @@ def lln_diag_attention_varlen(
     block_size = query.shape[-1] if block_size is None else block_size
     checks.check_blocks(block_size, scale)
     checks.check_mix(mix, (*query.shape[:2], value.shape[-1]), query.device)
-    request = Request(
+    call = Call(
         "lln_diag",
         query,
         key,
@@ -158,4 +158,4 @@ def lln_diag_attention_varlen(
         cu_seqlens,
         longest,
     )
-    return attend(request, impl)
+    return attend(call, impl)

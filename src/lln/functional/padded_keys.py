@@ -4,7 +4,7 @@ Sequences of similar length are padded to one batch and run as a dense call does
 counted from the first valid token, so they are those of the packed sequence. What a dense call
 matches and chooses it matches and chooses for every sample, so each sequence gets its own.
 
-Dimension legend: as in `lln.functional.request`; b sequences in a group, L tokens of its longest,
+Dimension legend: as in `lln.functional.call`; b sequences in a group, L tokens of its longest,
 G groups of queries, K keys per group of queries.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lln.checks.bounds import read_bounds
 from lln.eager.padding import Padding, pad_sequences
+from lln.functional.call import Call
 from lln.functional.key_calls import chosen_indices, complete, paper_temperatures, with_all_keys
 from lln.functional.plan import Plan
-from lln.functional.request import Request
 from lln.kernels.launching.limits import MAX_GRID
 
 
@@ -29,19 +29,19 @@ class PaddedCall(NamedTuple):
     Attributes:
         packed: The call itself, with the temperatures that all sequences share.
         padding: Where its tokens went.
-        groups: A completed dense request for every group of sequences.
+        groups: A completed dense call for every group of sequences.
     """
 
-    packed: Request
+    packed: Call
     padding: Padding
-    groups: list[Request]
+    groups: list[Call]
 
     def unpad(self, outs: list[Tensor]) -> Tensor:
         """The outputs ``[b, H, L, E]`` of the groups → ``[T, H, E]``."""
         return self.padding.unpad(outs)
 
-    def as_completed(self) -> Request:
-        """The packed request with α, β, the offset and the chosen keys of the groups.
+    def as_completed(self) -> Call:
+        """The packed call with α, β, the offset and the chosen keys of the groups.
 
         An empty sequence has neither: its α and β are 1, as for moments without any spread.
         """
@@ -52,7 +52,7 @@ class PaddedCall(NamedTuple):
             else getattr(packed, name)
             for name, fill in (("alpha", 1.0), ("beta", 1.0), ("offset", 0.0))
         }
-        return packed._replace(**joined, keys=self._indices())
+        return packed.replace(**joined, keys=self._indices())
 
     def _joined(self, parts: list[Tensor], fill: float) -> Tensor:
         """``[b, H, 1, 1]`` of every group → ``[n, H, 1, 1]``."""
@@ -87,33 +87,33 @@ class PaddedCall(NamedTuple):
         return found
 
 
-def pad_call(request: Request, plan: Plan) -> PaddedCall:
+def pad_call(call: Call, plan: Plan) -> PaddedCall:
     """Lay out a packed call with at least one token as dense ones, and complete those.
 
     Waits for the values of the bounds.
     """
-    assert request.bounds is not None
-    assert isinstance(request.keys, int)
-    tokens, heads, _ = request.query.shape
+    assert call.bounds is not None
+    assert isinstance(call.keys, int)
+    tokens, heads, _ = call.query.shape
     padding = pad_sequences(
-        read_bounds(request.bounds, tokens),
-        request.block_size,
+        read_bounds(call.bounds, tokens),
+        call.block_size,
         # The kernels have the heads of all samples along an axis of their grids.
-        max(1, MAX_GRID // (heads + request.key.shape[1])),
+        max(1, MAX_GRID // (heads + call.key.shape[1])),
         # Sequences with no more tokens than keys see all of them, which is another choice.
-        request.keys if request.select == "query" else 0,
-        request.query.device,
+        call.keys if call.select == "query" else 0,
+        call.query.device,
     )
-    if request.alpha is None and request.matching == "paper":
+    if call.alpha is None and call.matching == "paper":
         # One statistic over the tokens of all sequences.
-        alpha, beta = paper_temperatures(request)
-        request = request._replace(alpha=alpha, beta=beta)
-    sides = zip(*(padding.pad(side) for side in request[1:4]), strict=True)
-    scalars = (request.alpha, request.beta, request.offset)
+        alpha, beta = paper_temperatures(call)
+        call = call.replace(alpha=alpha, beta=beta)
+    sides = zip(*(padding.pad(side) for side in call.qkv), strict=True)
+    scalars = (call.alpha, call.beta, call.offset)
     numbers = zip(*(padding.divide(side) for side in scalars), strict=True)
     groups = []
     for group, (query, key, value), own in zip(padding.groups, sides, numbers, strict=True):
-        dense = request._replace(
+        dense = call.replace(
             query=query,
             key=key,
             value=value,
@@ -125,4 +125,4 @@ def pad_call(request: Request, plan: Plan) -> PaddedCall:
             longest=None,
         )
         groups.append(complete(with_all_keys(dense), plan))
-    return PaddedCall(request, padding, groups)
+    return PaddedCall(call, padding, groups)

@@ -15,10 +15,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lln.checks.arguments import IMPLEMENTATIONS, check_impl
-from lln.eager import few_passes
 from lln.errors import BackendUnavailableError
 from lln.functional import compiled_calls
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.kernels.launching.limits import (
     MAX_CHOSEN,
     MAX_WIDTH,
@@ -116,34 +115,34 @@ class Plan(NamedTuple):
 _plans: dict[tuple[object, ...], Plan] = {}
 
 
-def plan_call(request: Request, impl: str) -> Plan:
+def plan_call(call: Call, impl: str) -> Plan:
     """Decide how a call is computed, from shapes, dtype, device and options.
 
     Args:
-        request: The call; for kernels its α and β do not matter.
+        call: The call; for kernels its α and β do not matter.
         impl: ``"auto"``, ``"eager"``, ``"cpu"``, ``"triton"`` or ``"reference"``.
 
     Raises:
         BackendUnavailableError: If ``"cpu"`` or ``"triton"`` was asked for and cannot run a part of
             the call.
     """
-    query = request.query
+    query = call.query
     chosen = choose_implementation(impl, query)
-    if request.kind == "lln_keys":
-        return _plan_keys(request, impl, chosen)
+    if call.kind == "lln_keys":
+        return _plan_keys(call, impl, chosen)
     if chosen == "cpu" or (impl == "auto" and chosen == "eager"):
-        return _plan_on_cpu(request, impl)
+        return _plan_on_cpu(call, impl)
     if chosen != "triton":
-        diagonal = chosen if request.block_size else None
-        return Plan(chosen, diagonal, request.block_size)
-    is_masked, is_packed = request.key_mask is not None, request.bounds is not None
-    samples = request.bounds.shape[0] - 1 if request.bounds is not None else query.shape[0]
+        diagonal = chosen if call.block_size else None
+        return Plan(chosen, diagonal, call.block_size)
+    is_masked, is_packed = call.key_mask is not None, call.bounds is not None
+    samples = call.bounds.shape[0] - 1 if call.bounds is not None else query.shape[0]
     heads, rows, learns, has_channels = samples * query.shape[1], 0, False, False
-    has_gate = isinstance(request.mix, Tensor)
-    if request.block_size:
-        rows = min(request.block_size, _longest(request))
-        learns, has_channels = request.mix_learns, request.mix_has_channels
-    how = (request.kind, rows, request.is_causal, learns, has_channels, has_gate)
+    has_gate = isinstance(call.mix, Tensor)
+    if call.block_size:
+        rows = min(call.block_size, _longest(call))
+        learns, has_channels = call.mix_learns, call.mix_has_channels
+    how = (call.kind, rows, call.is_causal, learns, has_channels, has_gate)
     how = (*how, is_masked, is_packed)
     if is_compiling():
         return _plan_kernels(query, heads, impl, *how)
@@ -155,43 +154,32 @@ def plan_call(request: Request, impl: str) -> Plan:
     return _plans[known]
 
 
-def _plan_on_cpu(request: Request, impl: str) -> Plan:
+def _plan_on_cpu(call: Call, impl: str) -> Plan:
     """By compiled passes where they know the call, and under ``"auto"`` where they pay."""
-    diagonal, matching = "eager" if request.block_size else None, None
-    plain = Plan("eager", diagonal, request.block_size)
-    unknown = compiled_calls.why_unknown(request)
+    diagonal, matching = "eager" if call.block_size else None, None
+    plain = Plan("eager", diagonal, call.block_size)
+    unknown = compiled_calls.why_unknown(call)
     # Sizes come after that: a trace must not depend on them.
-    if unknown is None and not all(side.numel() for side in request[1:4]):
+    if unknown is None and not all(side.numel() for side in call.qkv):
         return plain
-    apart = compiled_calls.why_blocks_apart(request)
-    is_matched = request.kind != "diag" and request.alpha is None
-    if is_matched and (request.matching == "paper" or request.bounds is not None):
+    apart = compiled_calls.why_blocks_apart(call)
+    is_matched = call.kind != "diag" and call.alpha is None
+    if is_matched and (call.matching == "paper" or call.bounds is not None):
         matching = "eager"
     if impl == "cpu":
         reason = unknown or apart
-        if matching is not None and request.bounds is not None:
+        if matching is not None and call.bounds is not None:
             reason = reason or "matches no packed sequences"
         if reason is not None:
             raise BackendUnavailableError(_refusal(impl, reason))
-    elif (
-        unknown is not None
-        or not compiled_calls.employs_threads(request)
-        or (apart is not None and _takes_plain_blocks(request))
-    ):
-        sides = (request.query, request.key, request.key_mask)
+    elif unknown is not None or not compiled_calls.employs_threads(call):
+        sides = (call.query, call.key, call.key_mask)
         is_compiled = is_matched and matching is None and pays_to_match_compiled(*sides)
         return plain._replace(matching="cpu" if is_compiled else None)
     if diagonal is not None and apart is None:
         diagonal = "cpu"
-    where = {"matching": matching, "is_guarded": request.is_causal}
-    return Plan("cpu", diagonal, request.block_size, **where)
-
-
-def _takes_plain_blocks(request: Request) -> bool:
-    """Whether plain PyTorch is quicker with blocks than compiled passes without them."""
-    if request.is_causal or isinstance(request.mix, Tensor) or request.bounds is not None:
-        return False
-    return few_passes.takes_blocks(request.query, request.block_size, request.key_mask)
+    where = {"matching": matching, "is_guarded": call.is_causal}
+    return Plan("cpu", diagonal, call.block_size, **where)
 
 
 def _refusal(impl: str, reason: str) -> str:
@@ -238,48 +226,48 @@ def _plan_kernels(
     return Plan("triton", "beside" if own else "eager", rows, width, own)
 
 
-def _plan_keys(request: Request, impl: str, chosen: str) -> Plan:
+def _plan_keys(call: Call, impl: str, chosen: str) -> Plan:
     """The plan of a call with exact keys; the kernels take no causal calls."""
-    plain = Plan("eager", None, request.block_size, selection="eager")
+    plain = Plan("eager", None, call.block_size, selection="eager")
     if chosen == "cpu":
         raise BackendUnavailableError(_refusal(impl, "has no passes for exact keys"))
     if chosen != "triton":
         return plain._replace(impl=chosen)
     reason = None
-    if request.is_causal:
+    if call.is_causal:
         reason = "has no kernel for causal attention with exact keys"
-    elif request.select == "half":
-        reason = f"has no kernel for select={request.select!r}"
-    elif request.bounds is not None:
-        reason = _why_not_padded(request.bounds, request.keys)
+    elif call.select == "half":
+        reason = f"has no kernel for select={call.select!r}"
+    elif call.bounds is not None:
+        reason = _why_not_padded(call.bounds, call.keys)
     if reason is None:
-        width = request.value.shape[-1]
+        width = call.value.shape[-1]
         # Chosen by query, keys are read beside whole blocks; indices are read group by group.
-        by_query = request.select == "query" and isinstance(request.keys, int)
-        group = request.block_size if by_query else request.group_size
-        reason = why_no_keys(request.query, width, request.block_size, group)
-    keys = request.keys
+        by_query = call.select == "query" and isinstance(call.keys, int)
+        group = call.block_size if by_query else call.group_size
+        reason = why_no_keys(call.query, width, call.block_size, group)
+    keys = call.keys
     if reason is None and isinstance(keys, int) and keys > MAX_CHOSEN:
         reason = f"chooses at most {MAX_CHOSEN} keys, not {keys}"
-    if reason is None and request.select == "query" and isinstance(keys, int) and keys == 0:
+    if reason is None and call.select == "query" and isinstance(keys, int) and keys == 0:
         reason = "has no kernel for select='query' without keys"
     if reason is None:
-        is_padded = request.bounds is not None
-        sizes = (None, request.block_size)
+        is_padded = call.bounds is not None
+        sizes = (None, call.block_size)
         return Plan("triton", *sizes, selection="triton", is_padded=is_padded)
     if impl == "triton":
         raise BackendUnavailableError(_refusal(impl, reason))
-    return plain._replace(selection="triton") if _chooses_halves(request) else plain
+    return plain._replace(selection="triton") if _chooses_halves(call) else plain
 
 
-def _chooses_halves(request: Request) -> bool:
+def _chooses_halves(call: Call) -> bool:
     """Whether the kernels choose both halves of ``select="half"``, though none reads them."""
-    query, keys, block = request.query, request.keys, request.block_size
-    if request.select != "half" or request.is_causal or request.bounds is not None:
+    query, keys, block = call.query, call.keys, call.block_size
+    if call.select != "half" or call.is_causal or call.bounds is not None:
         return False
     if not isinstance(keys, int) or not 2 <= keys <= MAX_CHOSEN:
         return False
-    return why_no_keys(query, request.value.shape[-1], block, block) is None
+    return why_no_keys(query, call.value.shape[-1], block, block) is None
 
 
 def _why_not_padded(bounds: Tensor, keys: object) -> str | None:
@@ -348,8 +336,8 @@ def choose_matching(
     return "cpu" if pays else chosen
 
 
-def _longest(request: Request) -> int:
+def _longest(call: Call) -> int:
     """Tokens of the longest sequence, at least 1; the block size where that is unknown."""
-    if request.bounds is None:
-        return max(request.query.shape[2], 1)
-    return request.block_size if request.longest is None else max(request.longest, 1)
+    if call.bounds is None:
+        return max(call.query.shape[2], 1)
+    return call.block_size if call.longest is None else max(call.longest, 1)

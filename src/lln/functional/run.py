@@ -2,7 +2,7 @@
 
 Every entry point and every module calls `attend` here, after checking its inputs.
 
-Dimension legend: as in `lln.functional.request`.
+Dimension legend: as in `lln.functional.call`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.cpu import compiled_passes
-from lln.eager import few_passes, packing
+from lln.cpu import run as compiled
+from lln.eager import packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.tiling import cut_tiles
+from lln.functional.call import Call
 from lln.functional.head_shards import on_own_shards
 from lln.functional.key_calls import (
     attend_dense_keys,
@@ -28,272 +29,231 @@ from lln.functional.key_calls import (
 from lln.functional.match import match_inputs, match_packed
 from lln.functional.padded_keys import pad_call
 from lln.functional.plan import Plan, plan_call
-from lln.functional.request import Request
 from lln.kernels.blocks.block_ops import fused_blocks
 from lln.kernels.lln import repeats
 from lln.kernels.lln.run import fused_attention
 from lln.kernels.lln.slices import AddedBlocks
-from lln.matching.compiled_matching import compiled_curve
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_compiling, is_sharded, is_untraced_on_cpu, is_watched
 
 
-def attend(request: Request, impl: str) -> Tensor:
+def attend(call: Call, impl: str) -> Tensor:
     """Plan a checked call, match its temperatures, announce it and run it.
 
     Args:
-        request: The call.
+        call: The call.
         impl: ``"auto"``, ``"eager"``, ``"cpu"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``[B, H, T, E]``, or packed ``[T, H, E]``, in the dtype of query.
     """
-    if request.block_size:
-        tokens = request.query.shape[2] if request.bounds is None else request.longest
-        request = request.fitted(request.query.shape[0] if tokens is None else tokens)
+    call = call.with_fitted_blocks()
     if is_compiling() or is_observed():
-        return _attend_once(request, impl)
-    out = repeats.run_compiled(request, impl)
+        return _attend_once(call, impl)
+    out = repeats.run_compiled(call, impl)
     if out is not None:
         return out
-    kind = repeats.kind_of(request, impl)
+    kind = repeats.kind_of(call, impl)
     repeat = repeats.repeat_of(kind)
     if repeat is not None:
         if repeats.again is not None:
-            repeats.hand_over(repeat, request, impl)
-        return repeat.run(request)
-    out = _attend_once(request, impl)
+            repeats.hand_over(repeat, call, impl)
+        return repeat.run(call)
+    out = _attend_once(call, impl)
     if kind is not None:
-        repeats.remember(kind, request, impl, plan_call(request, impl))
+        repeats.remember(kind, call, impl, plan_call(call, impl))
     return out
 
 
-def _attend_once(request: Request, impl: str) -> Tensor:
+def _attend_once(call: Call, impl: str) -> Tensor:
     """A call that relies on no earlier one."""
-    if is_sharded(request.query):
-        return on_own_shards(request, lambda own: attend(own, impl))
-    if request.kind == "lln_keys":
-        request = with_all_keys(request)
-    plan = plan_call(request, impl)
-    with without_autocast(request.query):
-        if plan.is_padded and request.query.shape[0] > 0:
-            return _padded(request, plan)
-        if request.kind == "lln_keys":
-            request = complete(request, plan)
-        elif request.kind != "diag":
-            out = None if is_observed() else _in_one_pass(request, plan)
-            if out is not None:
-                return out
-            if request.alpha is None:
-                request = _matched(request, plan)
+    if is_sharded(call.query):
+        return on_own_shards(call, lambda own: attend(own, impl))
+    if call.kind == "lln_keys":
+        call = with_all_keys(call)
+    plan = plan_call(call, impl)
+    with without_autocast(call.query):
+        if plan.is_padded and call.query.shape[0] > 0:
+            return _padded(call, plan)
+        if call.kind == "lln_keys":
+            call = complete(call, plan)
+        elif call.kind != "diag":
+            # Compiled passes match temperatures on the way, unless somebody wants to see them.
+            is_left = plan.impl == "cpu" and plan.matching is None and not is_observed()
+            if call.alpha is None and not is_left:
+                call = _matched(call, plan)
         if is_observed():
-            _announce(request)
-        return _run(request, plan)
+            _announce(call)
+        return _run(call, plan)
 
 
-def _padded(request: Request, plan: Plan) -> Tensor:
+def _padded(call: Call, plan: Plan) -> Tensor:
     """Packed sequences with exact keys as dense samples."""
-    call = pad_call(request, plan)
+    padded = pad_call(call, plan)
     if is_observed():
-        _announce(call.as_completed())
-    return call.unpad([attend_dense_keys(group, plan) for group in call.groups])
+        _announce(padded.as_completed())
+    return padded.unpad([attend_dense_keys(group, plan) for group in padded.groups])
 
 
-def _matched(request: Request, plan: Plan) -> Request:
-    query, key, matching = request.query, request.key, request.matching
+def _matched(call: Call, plan: Plan) -> Call:
+    query, key, matching = call.query, call.key, call.matching
     impl = plan.matching or plan.impl
-    if request.bounds is None:
-        alpha, beta = match_inputs(query, key, matching, request.key_mask, impl)
+    if call.bounds is None:
+        alpha, beta = match_inputs(query, key, matching, call.key_mask, impl)
     else:
-        longest = request.longest or 0
-        alpha, beta = match_packed(query, key, request.bounds, longest, matching, impl)
-    # Written out, because torch.compile can trace the constructor in all versions, not `_replace`.
-    return Request(request.kind, query, key, request.value, alpha, beta, *request[6:])
+        longest = call.longest or 0
+        alpha, beta = match_packed(query, key, call.bounds, longest, matching, impl)
+    return call.replace(alpha=alpha, beta=beta)
 
 
-def _in_one_pass(request: Request, plan: Plan) -> Tensor | None:
-    """A usual call by compiled passes, which also match temperatures; None if it is another one.
-
-    They know more, but then there is something to prepare, as for PyTorch's operations.
-    """
-    if plan.impl != "cpu" or plan.diagonal == "eager" or plan.matching is not None:
-        return None
-    if request.bounds is not None or request.key_mask is not None or request.is_causal:
-        return None
-    sides = (request.query, request.key, request.value)
-    if request.dropout_p > 0 or request.query.dtype != torch.float32:
-        return None
-    blocks, is_matched = None, request.alpha is None
-    if request.kind == "lln_diag":
-        blocks = compiled_passes.Blocks(request.block_size, _scale(request), float(request.mix))
-
-    def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        own = request._replace(query=query, key=key, value=value)
-        by_torch = plan._replace(impl="eager", diagonal=plan.diagonal and "eager")
-        return _plain(_matched(own, plan) if is_matched else own, by_torch)
-
-    if not is_matched:
-        temperatures = (request.alpha, request.beta)
-        return few_passes.attend(*sides, *temperatures, blocks, by_steps, is_compiled=True)
-    curve = compiled_curve(request.query.shape[3], request.key.shape[2], request.matching)
-    return few_passes.attend_matched(*sides, curve, blocks, by_steps)
+def _announce(call: Call) -> None:
+    parts: dict[str, Any] = {"key_mask": call.key_mask, "is_causal": call.is_causal}
+    parts["cu_seqlens"] = call.bounds
+    if call.kind != "diag":
+        parts |= {"alpha": call.alpha, "beta": call.beta}
+    if call.kind != "lln":
+        parts |= {"block_size": call.block_size, "scale": call.scale}
+    if call.kind == "lln_diag":
+        parts["mix"] = call.mix
+    if call.kind == "lln_keys":
+        parts |= {"offset": call.offset, "indices": chosen_indices(call)}
+        parts["group_size"] = call.group_size
+    announce(Announcement(call.kind, call.query, call.key, **parts))
 
 
-def _announce(request: Request) -> None:
-    parts: dict[str, Any] = {"key_mask": request.key_mask, "is_causal": request.is_causal}
-    parts["cu_seqlens"] = request.bounds
-    if request.kind != "diag":
-        parts |= {"alpha": request.alpha, "beta": request.beta}
-    if request.kind != "lln":
-        parts |= {"block_size": request.block_size, "scale": request.scale}
-    if request.kind == "lln_diag":
-        parts["mix"] = request.mix
-    if request.kind == "lln_keys":
-        parts |= {"offset": request.offset, "indices": chosen_indices(request)}
-        parts["group_size"] = request.group_size
-    announce(Announcement(request.kind, request.query, request.key, **parts))
-
-
-def _run(request: Request, plan: Plan) -> Tensor:
-    if request.bounds is None and request.kind == "lln_keys":
-        return attend_dense_keys(request, plan)
-    if request.bounds is None:
-        return _by_kernels(request, plan) if plan.impl == "triton" else _plain(request, plan)
-    if request.query.shape[0] == 0:
-        return _nothing(request)
-    if request.kind == "lln_keys":
-        return attend_packed_keys(request, plan)
+def _run(call: Call, plan: Plan) -> Tensor:
+    if call.bounds is None and call.kind == "lln_keys":
+        return attend_dense_keys(call, plan)
+    if call.bounds is None:
+        return _by_kernels(call, plan) if plan.impl == "triton" else _plain(call, plan)
+    if call.query.shape[0] == 0:
+        return _nothing(call)
+    if call.kind == "lln_keys":
+        return attend_packed_keys(call, plan)
     # On a CPU nobody waits to learn the lengths, and tiles of equal size take many times longer.
-    own = (*request[1:6], request.mix, request.bounds)
+    own = (*call.qkv, call.alpha, call.beta, call.mix, call.bounds)
     is_plain = plan.impl in ("eager", "cpu")
     if plan.impl == "reference" or (is_plain and is_untraced_on_cpu(*own)):
-        return _one_by_one(request, request.bounds, plan)
+        return _one_by_one(call, call.bounds, plan)
     if plan.impl == "triton":
-        return _by_kernels(_as_sample(request), plan)[0].transpose(0, 1)
+        return _by_kernels(_as_sample(call), plan)[0].transpose(0, 1)
     names = ("alpha", "beta", "mix", "block_size", "scale", "dropout_p", "is_causal", "longest")
-    options = {name: getattr(request, name) for name in names}
-    return packing.attend(request.query, request.key, request.value, request.bounds, **options)
+    options = {name: getattr(call, name) for name in names}
+    return packing.attend(call.query, call.key, call.value, call.bounds, **options)
 
 
-def _by_kernels(request: Request, plan: Plan) -> Tensor:
+def _by_kernels(call: Call, plan: Plan) -> Tensor:
     """A call by the kernels; packed sequences go in as one sample together with their bounds."""
-    query, key, value = request.query, request.key, request.value
-    if request.kind == "diag":
-        return _own_blocks(request, drop_keys(value, request.dropout_p), plan)
+    query, key, value = call.query, call.key, call.value
+    if call.kind == "diag":
+        return _own_blocks(call, drop_keys(value, call.dropout_p), plan)
     lln: dict[str, Any] = {
-        "alpha": request.alpha,
-        "beta": request.beta,
-        "key_mask": request.key_mask,
-        "is_causal": request.is_causal,
+        "alpha": call.alpha,
+        "beta": call.beta,
+        "key_mask": call.key_mask,
+        "is_causal": call.is_causal,
         "value_width": plan.value_width,
     }
-    if request.bounds is not None:
-        lln |= {"bounds": request.bounds, "longest": request.longest or query.shape[2]}
+    if call.bounds is not None:
+        lln |= {"bounds": call.bounds, "longest": call.longest or query.shape[2]}
     if plan.diagonal is None:
-        return fused_attention(query, key, value, dropout_p=request.dropout_p, **lln)
+        return fused_attention(query, key, value, dropout_p=call.dropout_p, **lln)
     if plan.diagonal == "joint":
-        blocks = {"mix": request.mix, "block_size": plan.block_size, "scale": _scale(request)}
-        return fused_attention(query, key, value, dropout_p=request.dropout_p, **blocks, **lln)
+        blocks = {"mix": call.mix, "block_size": plan.block_size, "scale": call.factor}
+        return fused_attention(query, key, value, dropout_p=call.dropout_p, **blocks, **lln)
     # The same keys are dropped from both parts.
-    value = drop_keys(value, request.dropout_p)
-    if _adds_in_place(request, plan):
-        sizes = (plan.block_size, _scale(request), request.is_causal)
-        return fused_attention(
-            query, key, value, added=AddedBlocks(float(request.mix), sizes), **lln
-        )
+    value = drop_keys(value, call.dropout_p)
+    if _adds_in_place(call, plan):
+        sizes = (plan.block_size, call.factor, call.is_causal)
+        return fused_attention(query, key, value, added=AddedBlocks(float(call.mix), sizes), **lln)
     long_range = fused_attention(query, key, value, **lln)
-    short_range = _own_blocks(request, value, plan)
-    if not isinstance(request.mix, Tensor):
+    short_range = _own_blocks(call, value, plan)
+    if not isinstance(call.mix, Tensor):
         # PyTorch's interpolation computes half types in float32 and rounds once.
-        return eager.join(long_range, short_range, request.mix)
+        return eager.join(long_range, short_range, call.mix)
     dtype = accumulation_dtype(query.dtype)
-    return eager.join(long_range.to(dtype), short_range.to(dtype), request.mix).to(query.dtype)
+    return eager.join(long_range.to(dtype), short_range.to(dtype), call.mix).to(query.dtype)
 
 
-def _adds_in_place(request: Request, plan: Plan) -> bool:
+def _adds_in_place(call: Call, plan: Plan) -> bool:
     """Whether the diagonal part goes to the same memory; a watched call needs two operators."""
-    within = request.value.shape[-1] <= plan.block_value_width
-    return plan.diagonal == "added" and within and not is_watched(request.query)
+    within = call.value.shape[-1] <= plan.block_value_width
+    return plan.diagonal == "added" and within and not is_watched(call.query)
 
 
-def _own_blocks(request: Request, value: Tensor, plan: Plan) -> Tensor:
+def _own_blocks(call: Call, value: Tensor, plan: Plan) -> Tensor:
     """The diagonal part apart from the LLN kernels: by another kernel, or in PyTorch."""
-    query, key = request.query, request.key
-    options: dict[str, Any] = {"block_size": plan.block_size, "is_causal": request.is_causal}
+    query, key = call.query, call.key
+    options: dict[str, Any] = {"block_size": plan.block_size, "is_causal": call.is_causal}
     if plan.diagonal in ("beside", "added"):
-        options |= {"scale": _scale(request), "value_width": plan.block_value_width}
-        if request.bounds is None:
-            return fused_blocks(query, key, value, key_mask=request.key_mask, **options)
-        tiles = cut_tiles(request.bounds.long(), query.shape[2], plan.block_size)
+        options |= {"scale": call.factor, "value_width": plan.block_value_width}
+        if call.bounds is None:
+            return fused_blocks(query, key, value, key_mask=call.key_mask, **options)
+        tiles = cut_tiles(call.bounds.long(), query.shape[2], plan.block_size)
         packed = (side[0].transpose(0, 1) for side in (query, key, value))
         q, k, v = (tiles.gather(side).transpose(0, 1) for side in packed)
         out = fused_blocks(q, k, v, key_mask=tiles.valid, **options)
         return tiles.scatter(out.transpose(0, 1)).transpose(0, 1)[None]
-    options["scale"] = request.scale
-    if request.bounds is None:
-        return eager.short_range(query, key, value, request.key_mask, impl="eager", **options)
+    options["scale"] = call.scale
+    if call.bounds is None:
+        return eager.short_range(query, key, value, call.key_mask, impl="eager", **options)
     q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
-    return packing.short_range(q, k, v, request.bounds, **options).transpose(0, 1)[None]
+    return packing.short_range(q, k, v, call.bounds, **options).transpose(0, 1)[None]
 
 
-def _plain(request: Request, plan: Plan) -> Tensor:
+def _plain(call: Call, plan: Plan) -> Tensor:
     """A dense call in plain PyTorch, by compiled passes or by the reference."""
-    sides = (request.query, request.key, request.value)
-    options: dict[str, Any] = {
-        "is_causal": request.is_causal,
-        "dropout_p": request.dropout_p,
-        "impl": plan.impl,
-    }
-    blocks = {"block_size": request.block_size, "scale": request.scale}
-    if request.kind == "diag":
-        return eager.short_range(*sides, request.key_mask, **blocks, **options)
-    sides = (*sides, request.alpha, request.beta, request.key_mask)
-    if request.kind == "lln":
-        return eager.long_range(*sides, **options)
-    return eager.both_ranges(*sides, request.mix, **blocks, **options, diagonal=plan.diagonal)
+    sides = (call.query, call.key, call.value)
+    options: dict[str, Any] = {"is_causal": call.is_causal, "dropout_p": call.dropout_p}
+    blocks = {"block_size": call.block_size, "scale": call.scale}
+    lln: dict[str, Any] = {"matching": call.matching}
+    engine: Any = compiled
+    if plan.impl != "cpu":
+        engine, lln, options["impl"] = eager, {}, plan.impl
+    if call.kind == "diag":
+        return engine.short_range(*sides, call.key_mask, **blocks, **options)
+    sides = (*sides, call.alpha, call.beta, call.key_mask)
+    if call.kind == "lln":
+        return engine.long_range(*sides, **lln, **options)
+    return engine.both_ranges(*sides, call.mix, **lln, **blocks, **options)
 
 
-def _scale(request: Request) -> float:
-    return request.query.shape[-1] ** -0.5 if request.scale is None else float(request.scale)
-
-
-def _as_sample(request: Request) -> Request:
+def _as_sample(call: Call) -> Call:
     """Packed ``[T, H, D]`` as the one sample ``[1, H, T, D]``."""
-    query, key, value = (side.transpose(0, 1)[None] for side in request[1:4])
-    mix = request.mix
+    query, key, value = (side.transpose(0, 1)[None] for side in call.qkv)
+    mix = call.mix
     if isinstance(mix, Tensor):
         mix = mix.reshape((1,) * (3 - mix.dim()) + tuple(mix.shape)).transpose(0, 1)[None]
-    rest = (request.alpha, request.beta, request.matching, mix, *request[8:])
-    return Request(request.kind, query, key, value, *rest)
+    return call.replace(query=query, key=key, value=value, mix=mix)
 
 
-def _nothing(request: Request) -> Tensor:
+def _nothing(call: Call) -> Tensor:
     """The output ``[0, H, E]`` for no tokens, still connected to the inputs for autograd."""
-    query, key, value = request[1:4]
+    query, key, value = call.qkv
     zero = key.sum() * value.sum()
-    for side in (request.alpha, request.beta, request.offset):
+    for side in (call.alpha, call.beta, call.offset):
         if side is not None:
             zero = zero * (side.sum() if isinstance(side, Tensor) else side)
     rows = query.sum(-1, keepdim=True).expand(-1, -1, value.shape[-1])
     return (rows * zero).to(query.dtype)
 
 
-def _one_by_one(request: Request, bounds: Tensor, plan: Plan) -> Tensor:
+def _one_by_one(call: Call, bounds: Tensor, plan: Plan) -> Tensor:
     """Packed sequences with one dense call for each."""
-    whole, outs = _as_sample(request), []
+    whole, outs = _as_sample(call), []
     lengths = bounds.diff().tolist()
     # Split, because every slice would add a gradient of the whole length; copied, because views
     # that are split off forbid the caller to change the whole afterwards.
-    sides = [_copied(side).split(lengths, 2) for side in whole[1:4]]
+    sides = [_copied(side).split(lengths, 2) for side in whole.qkv]
     mixes: Any = [whole.mix] * len(lengths)
     if isinstance(whole.mix, Tensor) and whole.mix.shape[2] > 1:
         mixes = _copied(whole.mix).split(lengths, 2)
     for index, (query, key, value, mix) in enumerate(zip(*sides, mixes, strict=True)):
         if lengths[index] == 0:
             continue
-        alpha, beta = (_of_sequence(side, index) for side in (request.alpha, request.beta))
-        dense = whole._replace(query=query, key=key, value=value, alpha=alpha, beta=beta, mix=mix)
+        alpha, beta = (_of_sequence(side, index) for side in (call.alpha, call.beta))
+        dense = whole.replace(query=query, key=key, value=value, alpha=alpha, beta=beta, mix=mix)
         outs.append(_plain(dense, plan)[0].transpose(0, 1))
     return torch.cat(outs)
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from lln.eager.run import repeat_heads
+from lln.functional.call import Call
 from lln.functional.key_calls import chosen_indices, complete
 from lln.functional.match import match_inputs
 from lln.functional.plan import choose_matching, plan_call
-from lln.functional.request import Request
 from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.chosen_keys import ChosenKeys, place_choices
 from lln.instruments.unmasked_heads import UnmaskedHeads
@@ -152,7 +152,7 @@ class _Choice:
 
     def __init__(self, inputs: AttentionInputs, device: torch.device) -> None:
         self.inputs = inputs
-        request = Request(
+        call = Call(
             "lln_keys",
             inputs.query.detach(),
             inputs.key.detach(),
@@ -171,11 +171,11 @@ class _Choice:
             offset=inputs.offset,
         )
         with without_autocast(inputs.query), torch.no_grad():
-            request = complete(request, plan_call(request, "auto"))
+            call = complete(call, plan_call(call, "auto"))
         sizes = (inputs.batch, inputs.query.shape[1], device)
-        self.temperatures = per_head(request.alpha, *sizes), per_head(request.beta, *sizes)
-        self.offset = per_head(request.offset, *sizes)
-        self.indices = chosen_indices(request).to(device).long()
+        self.temperatures = per_head(call.alpha, *sizes), per_head(call.beta, *sizes)
+        self.offset = per_head(call.offset, *sizes)
+        self.indices = chosen_indices(call).to(device).long()
 
     def of_samples(self, at: slice, places: Tensor, block: int) -> ChosenKeys:
         """Those of some samples, whose tokens at ``places`` count and begin with a block."""

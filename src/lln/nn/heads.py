@@ -16,7 +16,7 @@ from lln.checks.signatures import check_options, explain_misfits
 from lln.eager.dropout import drop_keys
 from lln.eager.run import repeat_heads
 from lln.errors import InvalidInputError
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.functional.run import attend
 from lln.nn.temperatures import make_statistics
 from lln.precision import cast_for_autocast
@@ -110,7 +110,7 @@ class LLNCore(nn.Module):
         block_size: int = 0,
     ) -> Tensor:
         """Run a call of checked inputs by this module's implementation."""
-        request = Request(
+        call = Call(
             kind,
             query,
             key,
@@ -123,7 +123,7 @@ class LLNCore(nn.Module):
             dropout_p=dropout_p,
             is_causal=is_causal,
         )
-        return attend(request, self.impl)
+        return attend(call, self.impl)
 
     def _checked(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool

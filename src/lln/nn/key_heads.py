@@ -15,7 +15,7 @@ from lln.checks.key_options import KEYS_MATCHING, check_selection
 from lln.checks.names import check_choice
 from lln.checks.signatures import check_options, explain_misfits
 from lln.errors import InvalidInputError
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.functional.run import attend
 from lln.matching.curves import matched_spread
 from lln.matching.mass import REST_FACTOR
@@ -126,7 +126,7 @@ class LLNKeysCore(LLNCore):
         sources = (self.statistics, self.offset)
         sides = (query, key, key_mask, is_causal, self.matching, self.impl)
         alpha, beta, offset = numbers_of_call(*sources, *sides)
-        request = Request(
+        call = Call(
             "lln_keys",
             query,
             key,
@@ -142,7 +142,7 @@ class LLNKeysCore(LLNCore):
             group_size=group,
             offset=offset,
         )
-        return attend(request, self.impl)
+        return attend(call, self.impl)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from lln.checks.arguments import FLOAT_DTYPES
 from lln.checks.names import shown
 from lln.errors import InvalidInputError, LLNError, PeerError
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.parallel.collectives import gather
 from lln.parallel.ranks import Bounds, Ranks
 from lln.tracing import is_compiling
@@ -89,12 +89,12 @@ class Shards(NamedTuple):
 
 
 def agree(
-    check: Callable[[], Request], lengths: Sequence[int] | None, ranks: Ranks, operation: str
-) -> tuple[Request, Shards]:
+    check: Callable[[], Call], lengths: Sequence[int] | None, ranks: Ranks, operation: str
+) -> tuple[Call, Shards]:
     """Check this rank's arguments and compare them with the other ranks'.
 
     Args:
-        check: Checks the arguments and makes a request of them.
+        check: Checks the arguments and makes a call of them.
         lengths: The number of keys of every rank; None = ask them in every call.
         ranks: The group.
         operation: The name of the entry point.
@@ -103,31 +103,31 @@ def agree(
         InvalidInputError: If this rank's arguments do not fit, or differ from other ranks'.
         PeerError: If another rank refused its arguments.
     """
-    request, shards = _agree(check, lengths, ranks, operation)
-    return request.fitted(shards.bounds.tokens), shards
+    call, shards = _agree(check, lengths, ranks, operation)
+    return call.with_fitted_blocks(shards.bounds.tokens), shards
 
 
 def _agree(
-    check: Callable[[], Request], lengths: Sequence[int] | None, ranks: Ranks, operation: str
-) -> tuple[Request, Shards]:
+    check: Callable[[], Call], lengths: Sequence[int] | None, ranks: Ranks, operation: str
+) -> tuple[Call, Shards]:
     if lengths is None:
         return _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
     first = (ranks.name, operation)
 
-    def check_lengths() -> Request:
-        request = check()
-        given_bounds(lengths, request.key, ranks)
-        return request
+    def check_lengths() -> Call:
+        call = check()
+        given_bounds(lengths, call.key, ranks)
+        return call
 
     if is_compiling() or _TRUSTS.get() or first in _COMPARED:
-        request = check_lengths()
+        call = check_lengths()
     else:
-        request, found = _ask(check_lengths, ranks, operation)  # pyright: ignore[reportCallIssue]
+        call, found = _ask(check_lengths, ranks, operation)  # pyright: ignore[reportCallIssue]
         _check_known(found, lengths)
         _COMPARED.add(first)
-    masked = request.key_mask is not None
-    bounds = given_bounds(lengths, request.key, ranks)
-    return request, Shards(ranks, operation, bounds, None, masked, masked)
+    masked = call.key_mask is not None
+    bounds = given_bounds(lengths, call.key, ranks)
+    return call, Shards(ranks, operation, bounds, None, masked, masked)
 
 
 @contextmanager
@@ -141,20 +141,20 @@ def trusting() -> Iterator[None]:
 
 
 @torch.compiler.disable
-def _ask(check: Callable[[], Request], ranks: Ranks, operation: str) -> tuple[Request, Shards]:
+def _ask(check: Callable[[], Call], ranks: Ranks, operation: str) -> tuple[Call, Shards]:
     error: LLNError | None = None
-    request: Request | None = None
+    call: Call | None = None
     try:
-        request = check()
+        call = check()
     except LLNError as caught:
         error = caught
     facts = [1, *[0] * (FACTS - 1)]
-    if request is not None:
-        facts = [*_own_facts(request), *_common_facts(request)]
-    device = _device(ranks, None if request is None else request.query)
+    if call is not None:
+        facts = [*_own_facts(call), *_common_facts(call)]
+    device = _device(ranks, None if call is None else call.query)
     told = torch.tensor(facts, dtype=torch.int64, device=device)
     everyone = gather(told, ranks, f"{operation}: comparing the ranks' arguments").tolist()
-    if request is None:
+    if call is None:
         assert error is not None
         raise error
     _compare(everyone, operation)
@@ -164,7 +164,7 @@ def _ask(check: Callable[[], Request], ranks: Ranks, operation: str) -> tuple[Re
     padded = masked and bool(own[bounds.first_rank]["begins with padding"])
     queries = tuple(one["queries"] for one in own)
     everywhere = all(one["masked"] for one in own)
-    return request, Shards(ranks, operation, bounds, queries, masked, padded, everywhere)
+    return call, Shards(ranks, operation, bounds, queries, masked, padded, everywhere)
 
 
 def _check_known(found: Shards, lengths: Sequence[int]) -> None:
@@ -182,37 +182,37 @@ def _check_known(found: Shards, lengths: Sequence[int]) -> None:
         )
 
 
-def _own_facts(request: Request) -> list[int]:
-    mask = request.key_mask
+def _own_facts(call: Call) -> list[int]:
+    mask = call.key_mask
     padded = mask is not None and mask.shape[1] > 0 and not bool(mask[:, 0].all())
-    return [0, request.query.shape[2], request.key.shape[2], int(mask is not None), int(padded)]
+    return [0, call.query.shape[2], call.key.shape[2], int(mask is not None), int(padded)]
 
 
-def _common_facts(request: Request) -> list[int]:
-    query, key, value = request.query, request.key, request.value
-    sides = (query, key, value, request.alpha, request.beta, request.offset, request.mix)
+def _common_facts(call: Call) -> list[int]:
+    query, key, value = call.query, call.key, call.value
+    sides = (query, key, value, call.alpha, call.beta, call.offset, call.mix)
     learning = [
         torch.is_grad_enabled() and isinstance(side, Tensor) and side.requires_grad
         for side in sides
     ]
     return [
-        _KINDS.index(request.kind),
+        _KINDS.index(call.kind),
         query.shape[0],
         query.shape[1],
         key.shape[1],
         query.shape[3],
         value.shape[3],
         FLOAT_DTYPES.index(query.dtype),
-        int(request.is_causal),
-        _MATCHING.index(request.matching),
-        _encode(request.alpha),
-        _encode(request.beta),
-        _encode(request.offset),
-        request.block_size,
-        _encode(request.scale),
-        request.keys if isinstance(request.keys, int) else -1,
-        _SELECT.index(request.select),
-        request.group_size,
+        int(call.is_causal),
+        _MATCHING.index(call.matching),
+        _encode(call.alpha),
+        _encode(call.beta),
+        _encode(call.offset),
+        call.block_size,
+        _encode(call.scale),
+        call.keys if isinstance(call.keys, int) else -1,
+        _SELECT.index(call.select),
+        call.group_size,
         sum(needed << place for place, needed in enumerate(learning)),
     ]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lln.eager.diagonal import block_diagonal
 from lln.eager.run import repeat_heads, widen
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.parallel.agreement import Shards
 from lln.parallel.local_passes import LocalPasses
 from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
@@ -27,13 +27,13 @@ class DiagonalPart:
     and the rows of their outputs.
     """
 
-    def __init__(self, request: Request, passes: LocalPasses, shards: Shards) -> None:
+    def __init__(self, call: Call, passes: LocalPasses, shards: Shards) -> None:
         """Start to borrow the tokens of blocks that begin on this rank."""
-        self._request, self._passes, self._shards = request, passes, shards
-        self._by_kernels = bool(passes.block_width and request.query.shape[2])
+        self._call, self._passes, self._shards = call, passes, shards
+        self._by_kernels = bool(passes.block_width and call.query.shape[2])
         if not self._by_kernels:
-            self._blocks = lay_blocks(request, shards)
-            self._sides = borrow_sides(request, self._blocks)
+            self._blocks = lay_blocks(call, shards)
+            self._sides = borrow_sides(call, self._blocks)
 
     def compute(self) -> Callable[[], Tensor]:
         """Compute the blocks, and start to give the rows of borrowed tokens back.
@@ -41,13 +41,13 @@ class DiagonalPart:
         What is returned waits for this rank's rows ``[B, H, T, E]``.
         """
         if self._by_kernels:
-            out = self._passes.blocks(self._request)
+            out = self._passes.blocks(self._call)
             return lambda: out
         return self._blocks.give_back(self._attend())
 
     def _attend(self) -> Tensor:
         """``[B, H, X, E]`` in plain PyTorch, in the accumulation dtype."""
-        request, blocks = self._request, self._blocks
+        call, blocks = self._call, self._blocks
         query, key, value, mask = self._sides()
         query, key, value = widen(query, key, value, mask, 0.0)
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
@@ -61,19 +61,19 @@ class DiagonalPart:
             key,
             value,
             blocks.size,
-            scale=request.scale,
+            scale=call.scale,
             key_mask=mask,
             first=first,
-            is_causal=request.is_causal,
+            is_causal=call.is_causal,
         )
 
 
-def borrow_sides(request: Request, blocks: WholeBlocks) -> Callable[[], Sides]:
+def borrow_sides(call: Call, blocks: WholeBlocks) -> Callable[[], Sides]:
     """Query, key and value ``[B, H, X, …]`` and the key mask ``[B, X]`` of whole blocks.
 
     It starts to borrow; what is returned waits.
     """
-    query, key, value, mask = request.query, request.key, request.value, request.key_mask
+    query, key, value, mask = call.query, call.key, call.value, call.key_mask
     sides = [query, key, value]
     if blocks.is_crossed and blocks.shards.masked:
         if mask is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.kernels.keys.sharded_keys_ops import fused_keys_apart
 from lln.parallel.key_rows import FarRows
 from lln.parallel.summary_merge import RankSummaries
@@ -20,7 +20,7 @@ from lln.parallel.whole_blocks import WholeBlocks
 
 
 def read_by_kernels(
-    request: Request,
+    call: Call,
     layout: WholeBlocks,
     blocks: KeyBlocks,
     counted: Tensor | None,
@@ -30,35 +30,35 @@ def read_by_kernels(
     """The rows of the blocks that begin on this rank, in the dtype of query: ``[B, H, X, E]``.
 
     Args:
-        request: With the tokens borrowed, and α, β and the offset in place.
+        call: With the tokens borrowed, and α, β and the offset in place.
         layout: How the blocks lie on the ranks.
         blocks: Those of this rank, at least one.
         counted: bool ``[B, X]``, which tokens belong to them and are not masked; None = all.
         far: Waits for what their groups chose.
         summaries: Waits for those of all ranks.
     """
-    query, key, value = request.query, request.key, request.value
+    query, key, value = call.query, call.key, call.value
     if layout.is_crossed:
         # The kernels count blocks from the first token, which may belong to another rank's.
         query, key, value = (blocks.gather(side).flatten(2, 3) for side in (query, key, value))
         counted = blocks.valid(counted).flatten(1)
-    slots, number = _slots(summaries(), request.beta)
+    slots, number = _slots(summaries(), call.beta)
     key, value, indices = far(key.dtype).behind(key, value)
-    assert request.alpha is not None
-    assert request.offset is not None
+    assert call.alpha is not None
+    assert call.offset is not None
     out = fused_keys_apart(
         query,
         key,
         value,
-        request.alpha,
-        request.offset,
+        call.alpha,
+        call.offset,
         slots,
         indices,
         key_mask=counted,
         held=layout.shards.bounds.tokens if counted is None else number,
         block_size=layout.size,
-        group_size=request.group_size,
-        scale=request.scale,
+        group_size=call.group_size,
+        scale=call.scale,
     )
     if layout.is_crossed:
         out = blocks.scatter(out.unflatten(2, blocks.place.shape[1:]))

@@ -19,8 +19,8 @@ from lln.eager.infinity import as_nan
 from lln.eager.run import join, widen
 from lln.eager.summary import read_heads, summarise_heads
 from lln.errors import BackendUnavailableError
+from lln.functional.call import Call
 from lln.functional.plan import choose_implementation, plan_call
-from lln.functional.request import Request
 from lln.kernels.blocks.block_ops import fused_blocks
 from lln.kernels.launching.limits import (
     MAX_GRID,
@@ -45,37 +45,35 @@ class LocalPasses(NamedTuple):
     width: int = 0
     block_width: int = 0
 
-    def summarise(self, request: Request, beta: float | Tensor) -> tuple[Tensor, Tensor]:
+    def summarise(self, call: Call, beta: float | Tensor) -> tuple[Tensor, Tensor]:
         """Log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]`` of this rank's keys."""
-        key, value, mask = request.key, request.value, request.key_mask
+        key, value, mask = call.key, call.value, call.key_mask
         if self.width and key.shape[2]:
             return fused_summary(key, value, beta, mask, self.width)
         return summarise_heads(as_nan(key), value, beta, mask)
 
-    def read(
-        self, request: Request, alpha: float | Tensor, log_mass: Tensor, centroid: Tensor
-    ) -> Tensor:
+    def read(self, call: Call, alpha: float | Tensor, log_mass: Tensor, centroid: Tensor) -> Tensor:
         """``[B, H, T, E]``: this rank's queries read a summary.
 
         In the dtype of query by kernels, else in the accumulation dtype.
         """
-        query, mask = request.query, request.key_mask
+        query, mask = call.query, call.key_mask
         if self.width and query.shape[2]:
-            mask = mask if query.shape[2] == request.key.shape[2] else None
+            mask = mask if query.shape[2] == call.key.shape[2] else None
             return fused_read(query, alpha, log_mass, centroid, mask, self.width)
-        query, *_ = widen(query, request.key, request.value, mask, 0.0)
+        query, *_ = widen(query, call.key, call.value, mask, 0.0)
         return read_heads(query, alpha, log_mass, centroid)
 
-    def blocks(self, request: Request) -> Tensor:
+    def blocks(self, call: Call) -> Tensor:
         """``[B, H, T, E]`` in the dtype of query: blocks that all lie on their rank."""
-        query = request.query
-        scale = query.shape[-1] ** -0.5 if request.scale is None else float(request.scale)
+        query = call.query
+        scale = query.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
         return fused_blocks(
             query,
-            request.key,
-            request.value,
+            call.key,
+            call.value,
             key_mask=None,
-            block_size=min(request.block_size, query.shape[2]),
+            block_size=min(call.block_size, query.shape[2]),
             scale=scale,
             is_causal=False,
             value_width=self.block_width,
@@ -91,7 +89,7 @@ class LocalPasses(NamedTuple):
         return join(long_range.to(dtype), short_range.to(dtype), mix)
 
 
-def check_local(request: Request, impl: str, operation: str) -> None:
+def check_local(call: Call, impl: str, operation: str) -> None:
     """Refuse implementations that cannot read the summaries of other ranks.
 
     Raises:
@@ -101,38 +99,38 @@ def check_local(request: Request, impl: str, operation: str) -> None:
     reason = None
     if impl in ("reference", "cpu"):
         reason = "cannot read the summaries of other ranks"
-    elif impl == "triton" and request.is_causal:
+    elif impl == "triton" and call.is_causal:
         reason = "has no kernel for a causal sequence on several ranks"
-    elif impl == "triton" and request.kind == "lln_keys":
-        plan_call(request, impl)
-        if is_crowded(request.query.shape[0] * request.query.shape[1]):
+    elif impl == "triton" and call.kind == "lln_keys":
+        plan_call(call, impl)
+        if is_crowded(call.query.shape[0] * call.query.shape[1]):
             reason = f"has no kernel for exact keys of more than {MAX_GRID:,} heads"
     elif impl == "triton":
-        choose_implementation(impl, request.query)
+        choose_implementation(impl, call.query)
     if reason is not None:
         raise BackendUnavailableError(f"impl={impl!r} {reason}; use impl='auto' in {operation}.")
 
 
-def takes_keys(request: Request, impl: str) -> bool:
+def takes_keys(call: Call, impl: str) -> bool:
     """Whether this rank's part of a checked call with exact keys runs in the kernels."""
-    if request.is_causal or is_crowded(request.query.shape[0] * request.query.shape[1]):
+    if call.is_causal or is_crowded(call.query.shape[0] * call.query.shape[1]):
         return False
-    return plan_call(request, impl).impl == "triton"
+    return plan_call(call, impl).impl == "triton"
 
 
-def choose_passes(request: Request, impl: str, shards: Shards) -> LocalPasses:
+def choose_passes(call: Call, impl: str, shards: Shards) -> LocalPasses:
     """What this rank computes by kernels.
 
     Raises:
         BackendUnavailableError: If ``impl="triton"`` was asked for and blocks have no kernel.
     """
-    query, heads = request.query, request.query.shape[0] * request.query.shape[1]
-    if request.is_causal or is_crowded(heads):
+    query, heads = call.query, call.query.shape[0] * call.query.shape[1]
+    if call.is_causal or is_crowded(heads):
         return LocalPasses()
     if choose_implementation(impl, query) != "triton":
         return LocalPasses()
     passes = LocalPasses(widest_value(query, heads, 0, False, False))
-    size = request.block_size
+    size = call.block_size
     if not size:
         return passes
     starts, ends = shards.bounds

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lln.errors import InvalidInputError
+from lln.functional.call import Call
 from lln.functional.head_shards import on_own_shards
-from lln.functional.request import Request
 from lln.parallel.ranks import Ranks
 
 
 def attend_own_heads(
-    request: Request,
+    call: Call,
     ranks: Ranks,
     attend: Callable[..., Tensor],
     names: tuple[str, ...],
@@ -28,16 +28,16 @@ def attend_own_heads(
     """A call of ``DTensor`` sides whose heads or samples are divided, as a ``DTensor``.
 
     Args:
-        request: The checked call.
+        call: The checked call.
         ranks: The group that shares the sequence.
         attend: The entry point, which gets the ordinary tensors of this rank's heads.
-        names: What it takes of the request besides query, key and value.
+        names: What it takes of the call besides query, key and value.
         others: What it takes besides.
 
     Raises:
         InvalidInputError: If heads are divided between ranks that share the sequence.
     """
-    query: Any = request.query
+    query: Any = call.query
     members = set(dist.get_process_group_ranks(ranks.group()))
     for axis, placement in enumerate(query.placements):
         holders = dist.get_process_group_ranks(query.device_mesh.get_group(axis))
@@ -48,7 +48,7 @@ def attend_own_heads(
                 "another axis of the mesh, and give to_local() of what is divided by tokens."
             )
     return on_own_shards(
-        request,
+        call,
         lambda own: attend(
             own.query,
             own.key,

@@ -18,7 +18,7 @@ from lln.eager.dropout import drop_keys
 from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.eager.summary import read_heads
 from lln.functional import dense
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards, agree, given_bounds
 from lln.parallel.compiled import outside_graphs
@@ -107,7 +107,7 @@ def lln_attention(
         )
     query, key, value = cast_for_autocast(query, key, value)
 
-    def check() -> Request:
+    def check() -> Call:
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
         checks.check_key_mask(key_mask, key)
         checks.check_options(
@@ -122,7 +122,7 @@ def lln_attention(
         )
         if is_causal:
             checks.check_causal(is_causal, query.shape[2], key.shape[2])
-        request = Request(
+        call = Call(
             "lln",
             query,
             key,
@@ -134,21 +134,21 @@ def lln_attention(
             dropout_p=dropout_p,
             is_causal=is_causal,
         )
-        check_local(request, impl, operation)
-        return request
+        check_local(call, impl, operation)
+        return call
 
     if is_sharded(query):
         others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
         return attend_own_heads(check(), ranks, lln_attention, _OPTIONS, **others)
-    request, shards = agree(check, lengths, ranks, operation)
+    call, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
-        passes = choose_passes(request, impl, shards)
-        matched = _temperatures(request, shards)
+        passes = choose_passes(call, impl, shards)
+        matched = _temperatures(call, shards)
         # The values are dropped once, for the summary and what is read beside it.
-        request = request._replace(value=drop_keys(value, dropout_p))
+        call = call.replace(value=drop_keys(value, dropout_p))
         found = matched()
-        summaries = gather_summaries(*passes.summarise(request, found[1]), shards)
-        return _long_range(request, *found, passes, shards, summaries).to(query.dtype)
+        summaries = gather_summaries(*passes.summarise(call, found[1]), shards)
+        return _long_range(call, *found, passes, shards, summaries).to(query.dtype)
 
 
 @explain_misfits
@@ -221,7 +221,7 @@ def lln_diag_attention(
         )
     query, key, value = cast_for_autocast(query, key, value)
 
-    def check() -> Request:
+    def check() -> Call:
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
         checks.check_self_attention(query, key, operation)
         checks.check_key_mask(key_mask, key)
@@ -230,7 +230,7 @@ def lln_diag_attention(
         size = query.shape[-1] if block_size is None else block_size
         checks.check_blocks(size, scale)
         checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-        request = Request(
+        call = Call(
             "lln_diag",
             query,
             key,
@@ -245,24 +245,24 @@ def lln_diag_attention(
             dropout_p,
             is_causal,
         )
-        check_local(request, impl, operation)
-        return request
+        check_local(call, impl, operation)
+        return call
 
     if is_sharded(query):
         others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
         return attend_own_heads(check(), ranks, lln_diag_attention, _DIAGONAL, **others)
-    request, shards = agree(check, lengths, ranks, operation)
+    call, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
-        passes = choose_passes(request, impl, shards)
-        matched = _temperatures(request, shards)
+        passes = choose_passes(call, impl, shards)
+        matched = _temperatures(call, shards)
         # The same keys are dropped from both parts, also where a block is on another rank.
-        request = request._replace(value=drop_keys(value, dropout_p))
+        call = call.replace(value=drop_keys(value, dropout_p))
         # What one part sends travels while the other is computed; backward likewise.
-        diagonal = DiagonalPart(request, passes, shards)
+        diagonal = DiagonalPart(call, passes, shards)
         found = matched()
-        summaries = gather_summaries(*passes.summarise(request, found[1]), shards)
+        summaries = gather_summaries(*passes.summarise(call, found[1]), shards)
         short_range = diagonal.compute()
-        long_range = _long_range(request, *found, passes, shards, summaries)
+        long_range = _long_range(call, *found, passes, shards, summaries)
         return passes.join(long_range, short_range(), mix).to(query.dtype)
 
 
@@ -279,16 +279,16 @@ def is_alone(ranks: Ranks, lengths: Sequence[int] | None, key: Tensor) -> bool:
     return True
 
 
-def _temperatures(request: Request, shards: Shards) -> Callable[[], tuple[Any, Any]]:
+def _temperatures(call: Call, shards: Shards) -> Callable[[], tuple[Any, Any]]:
     """Start to match α and β, if they are not given; what is returned waits for the statistics."""
-    if request.alpha is not None:
-        return lambda: (request.alpha, request.beta)
-    moments = measure_shards(request, shards, whole_tensor=request.matching == "paper")
-    return lambda: temperatures(moments(), request.query.shape[-1], request.matching)
+    if call.alpha is not None:
+        return lambda: (call.alpha, call.beta)
+    moments = measure_shards(call, shards, whole_tensor=call.matching == "paper")
+    return lambda: temperatures(moments(), call.query.shape[-1], call.matching)
 
 
 def _long_range(
-    request: Request,
+    call: Call,
     alpha: float | Tensor,
     beta: float | Tensor,
     passes: LocalPasses,
@@ -296,10 +296,10 @@ def _long_range(
     summaries: Callable[[], RankSummaries],
 ) -> Tensor:
     """LLN attention of this rank's queries; asks for the summaries as late as it can."""
-    if not request.is_causal:
-        return passes.read(request, alpha, *summaries().merged())
-    sides = (request.query, request.key, request.value)
-    query, key, value = widen(*sides, request.key_mask, 0.0)
+    if not call.is_causal:
+        return passes.read(call, alpha, *summaries().merged())
+    sides = (call.query, call.key, call.value)
+    query, key, value = widen(*sides, call.key_mask, 0.0)
     heads = query.shape[1]
 
     def before() -> tuple[Tensor, Tensor]:
@@ -310,4 +310,4 @@ def _long_range(
         return read_heads(query, alpha, *before())
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta = (repeat_temperature(side, heads, query.dtype) for side in (alpha, beta))
-    return causal_attention(query, key, value, alpha, beta, request.key_mask, before)
+    return causal_attention(query, key, value, alpha, beta, call.key_mask, before)

@@ -22,7 +22,7 @@ from lln.eager.key_blocks import KeyBlocks
 from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.errors import InvalidInputError
 from lln.functional import exact_keys
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.kernels.launching.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards, agree
@@ -123,7 +123,7 @@ def lln_keys_attention(
         )
     query, key, value = cast_for_autocast(query, key, value)
 
-    def check() -> Request:
+    def check() -> Call:
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
         checks.check_self_attention(query, key, operation)
         checks.check_key_mask(key_mask, key)
@@ -144,7 +144,7 @@ def lln_keys_attention(
                 f"{operation} chooses the keys itself, got indices; give keys as a number."
             )
         checks.check_count("keys", keys, 0)
-        request = Request(
+        call = Call(
             "lln_keys",
             query,
             key,
@@ -161,74 +161,74 @@ def lln_keys_attention(
             group_size=size,
             offset=offset,
         )
-        check_local(request, impl, operation)
-        return request
+        check_local(call, impl, operation)
+        return call
 
     if is_sharded(query):
         others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
         return attend_own_heads(check(), ranks, lln_keys_attention, _OPTIONS, **others)
-    request, shards = agree(check, lengths, ranks, operation)
+    call, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
-        by_kernels = takes_keys(request, impl)
-        return _attend(request, shards, by_kernels).to(query.dtype)
+        by_kernels = takes_keys(call, impl)
+        return _attend(call, shards, by_kernels).to(query.dtype)
 
 
-def _matched(request: Request, shards: Shards) -> Callable[[], tuple[Any, Any, Any]]:
+def _matched(call: Call, shards: Shards) -> Callable[[], tuple[Any, Any, Any]]:
     """Start to match α, β and the offset where they are not given; what is returned waits."""
-    alpha, beta, offset = request.alpha, request.beta, request.offset
-    width = request.query.shape[-1]
+    alpha, beta, offset = call.alpha, call.beta, call.offset
+    width = call.query.shape[-1]
     if alpha is not None and offset is not None:
         return lambda: (alpha, beta, offset)
-    moments = whole = measure_shards(request, shards, whole_tensor=False)
-    if alpha is None and request.matching == "paper":
-        whole = measure_shards(request, shards, whole_tensor=True)
+    moments = whole = measure_shards(call, shards, whole_tensor=False)
+    if alpha is None and call.matching == "paper":
+        whole = measure_shards(call, shards, whole_tensor=True)
 
     def finish() -> tuple[Any, Any, Any]:
         found = moments()
         factors: tuple[Any, Any] = alpha, beta
         if alpha is None:
             own = found if whole is moments else whole()
-            factors = keys_temperatures(own, width, request.matching)
+            factors = keys_temperatures(own, width, call.matching)
         if offset is not None:
             return *factors, offset
-        return *factors, mass_offset(found, *factors, width, request.scale)
+        return *factors, mass_offset(found, *factors, width, call.scale)
 
     return finish
 
 
-def _attend(request: Request, shards: Shards, by_kernels: bool) -> Tensor:
+def _attend(call: Call, shards: Shards, by_kernels: bool) -> Tensor:
     """The attention of this rank's tokens, in the dtype of query or the accumulation dtype.
 
     What travels does so while the rank computes the next thing that does not need it: statistics
     while it borrows tokens and adds up queries, mean queries while it summarises, summaries while
     it chooses keys and fetches them.
     """
-    matched = _matched(request, shards)
-    layout = lay_blocks(request, shards)
-    query, key, value, mask = borrow_sides(request, layout)()
+    matched = _matched(call, shards)
+    layout = lay_blocks(call, shards)
+    query, key, value, mask = borrow_sides(call, layout)()
     own, blocks = layout.owned(), layout.place()
     valid = own if mask is None else own & mask
     # Where no block crosses ranks, no token belongs to another rank's block.
     counted = valid if layout.is_crossed or mask is not None else None
-    assert isinstance(request.keys, int)
-    keys = min(request.keys, shards.bounds.tokens)
+    assert isinstance(call.keys, int)
+    keys = min(call.keys, shards.bounds.tokens)
     means = gather_means(
         query,
         layout,
         blocks,
         valid,
         counted,
-        group_size=request.group_size,
-        flip=request.scale is not None and request.scale < 0,
+        group_size=call.group_size,
+        flip=call.scale is not None and call.scale < 0,
         by_kernels=by_kernels,
     )
     lending, given = lend_rows(key, value, shards), key
     alpha, beta, offset = matched()
     if not by_kernels:
         query, key, value = widen(query, key, value, mask, 0.0)
-    request = request._replace(query=query, key=key, value=value)
-    request = request._replace(alpha=alpha, beta=beta, offset=offset)
-    summaries = _summaries(request, valid, counted, shards, by_kernels)
+    call = call.replace(query=query, key=key, value=value)
+    call = call.replace(alpha=alpha, beta=beta, offset=offset)
+    summaries = _summaries(call, valid, counted, shards, by_kernels)
     choice = choose_together(
         means(),
         given,
@@ -237,43 +237,43 @@ def _attend(request: Request, shards: Shards, by_kernels: bool) -> Tensor:
         blocks,
         valid,
         counted,
-        group_size=request.group_size,
-        is_causal=request.is_causal,
+        group_size=call.group_size,
+        is_causal=call.is_causal,
         by_kernels=by_kernels,
     )
     longest = max(layout.extended(rank) for rank in range(shards.ranks.size))
     far = fetch_rows(lending, given, choice, longest, shards)
     if blocks.place.shape[1] == 0:
-        out = _nothing(query, request, (*summaries(), far(query.dtype).rows))
+        out = _nothing(query, call, (*summaries(), far(query.dtype).rows))
     elif by_kernels:
-        out = read_by_kernels(request, layout, blocks, counted, far, summaries)
+        out = read_by_kernels(call, layout, blocks, counted, far, summaries)
     else:
-        out = _read(query, key, value, request, layout, blocks, valid, choice, far, summaries)
+        out = _read(query, key, value, call, layout, blocks, valid, choice, far, summaries)
     # Ranks need not compute alike, but what they send each other must have one dtype.
     return layout.give_back(out.to(accumulation_dtype(out.dtype)) if layout.is_crossed else out)()
 
 
 def _summaries(
-    request: Request, valid: Tensor, counted: Tensor | None, shards: Shards, by_kernels: bool
+    call: Call, valid: Tensor, counted: Tensor | None, shards: Shards, by_kernels: bool
 ) -> Callable[[], RankSummaries]:
     """What every rank's blocks hold; ``sums`` are the sum of the keys and their number.
 
     It starts to gather; what is returned waits.
 
     Args:
-        request: With the tokens borrowed.
+        call: With the tokens borrowed.
         valid: bool ``[B, X]``, which tokens belong to this rank's blocks and are not masked.
         counted: The same; None = all are.
         shards: The group.
         by_kernels: Whether the kernels summarise.
     """
-    key, dtype = request.key, accumulation_dtype(request.key.dtype)
-    query, passes = request.query, LocalPasses()
+    key, dtype = call.key, accumulation_dtype(call.key.dtype)
+    query, passes = call.query, LocalPasses()
     if by_kernels:
         heads = query.shape[0] * query.shape[1]
         passes = LocalPasses(widest_value(query, heads, 0, False, False))
-    assert request.beta is not None
-    log_mass, centroid = passes.summarise(request._replace(key_mask=counted), request.beta)
+    assert call.beta is not None
+    log_mass, centroid = passes.summarise(call.replace(key_mask=counted), call.beta)
     held = key if counted is None else torch.where(counted[:, None, :, None], key, 0.0)
     total = held.sum(2, dtype=dtype)
     total = total.repeat_interleave(log_mass.shape[1] // max(key.shape[1], 1), 1)
@@ -286,7 +286,7 @@ def _read(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    request: Request,
+    call: Call,
     layout: WholeBlocks,
     blocks: KeyBlocks,
     valid: Tensor,
@@ -295,13 +295,13 @@ def _read(
     summaries: Callable[[], RankSummaries],
 ) -> Tensor:
     """The rows of the blocks that begin on this rank: ``[B, H, X, E]``."""
-    heads, is_causal = query.shape[1], request.is_causal
+    heads, is_causal = query.shape[1], call.is_causal
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta, offset = (
         side.unsqueeze(2) if isinstance(side, Tensor) else side
         for side in (
             repeat_temperature(number, heads, query.dtype)
-            for number in (request.alpha, request.beta, request.offset)
+            for number in (call.alpha, call.beta, call.offset)
         )
     )
     there = blocks.valid(valid)
@@ -322,10 +322,10 @@ def _read(
         slots = _slots(log_mass, centroid, total / count.clamp_min(1), beta)
         whole = count[:, 0].long()
         rest, held = whole - held, whole.expand_as(held)
-    rows = layout.size // request.group_size
+    rows = layout.size // call.group_size
     seen = choice.seen.sum(-1).unflatten(2, (held.shape[1], rows))
-    share = share_of(held, rest, seen, request.group_size, query.dtype)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if request.scale is None else request.scale
+    share = share_of(held, rest, seen, call.group_size, query.dtype)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
     return attend_rows(
         query,
         key,
@@ -337,8 +337,8 @@ def _read(
         far(query.dtype).spread(query.shape[-1]),
         choice.seen,
         blocks,
-        valid=None if blocks.is_plain and request.key_mask is None else there,
-        group_size=request.group_size,
+        valid=None if blocks.is_plain and call.key_mask is None else there,
+        group_size=call.group_size,
         is_causal=is_causal,
         scale=scale,
     )
@@ -351,11 +351,11 @@ def _slots(log_mass: Tensor, centroid: Tensor, centre: Tensor, beta: float | Ten
     return centred.unsqueeze(2), centroid.unsqueeze(2), centre.unsqueeze(2)
 
 
-def _nothing(query: Tensor, request: Request, sides: tuple[Tensor, ...]) -> Tensor:
+def _nothing(query: Tensor, call: Call, sides: tuple[Tensor, ...]) -> Tensor:
     """The output of a rank without tokens, ``[B, H, 0, E]``, still connected to the others."""
     zero = query.new_zeros(())
-    for side in (*sides, request.alpha, request.offset):
+    for side in (*sides, call.alpha, call.offset):
         if isinstance(side, Tensor):
             zero = zero + side.sum()
-    rows = query.sum(-1, keepdim=True).expand(-1, -1, -1, request.value.shape[-1])
+    rows = query.sum(-1, keepdim=True).expand(-1, -1, -1, call.value.shape[-1])
     return rows * zero

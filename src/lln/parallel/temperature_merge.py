@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lln.errors import InvalidInputError
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.matching.moments import Moments
 from lln.matching.partial_moments import (
     merge_heads,
@@ -22,20 +22,18 @@ from lln.parallel.agreement import Shards
 from lln.parallel.journeys import gather_later
 
 
-def measure_shards(
-    request: Request, shards: Shards, *, whole_tensor: bool
-) -> Callable[[], Moments]:
+def measure_shards(call: Call, shards: Shards, *, whole_tensor: bool) -> Callable[[], Moments]:
     """Moments of the whole sequence: ``[B, H]``, or ``[1, 1]`` of the whole tensor.
 
     It starts to gather those of the shards; what is returned waits for them.
 
     Args:
-        request: This rank's call.
+        call: This rank's call.
         shards: The group.
         whole_tensor: Whether one statistic is taken over everything, as in the authors' code.
     """
-    query, key, mask = request.query, request.key, request.key_mask
-    masks_queries = _is_self_attention(request, shards)
+    query, key, mask = call.query, call.key, call.key_mask
+    masks_queries = _is_self_attention(call, shards)
     purpose = shards.purpose("merging the statistics")
     if whole_tensor:
         part = part_of_tensor(query, key, mask, masks_queries=masks_queries)
@@ -46,10 +44,10 @@ def measure_shards(
     return lambda: merge_heads(parts(), query, key)
 
 
-def _is_self_attention(request: Request, shards: Shards) -> bool:
+def _is_self_attention(call: Call, shards: Shards) -> bool:
     """Whether there are as many queries as keys: the key mask then counts for the queries."""
     if shards.queries is None:
-        return request.query.shape[2] == request.key.shape[2]
+        return call.query.shape[2] == call.key.shape[2]
     starts, ends = shards.bounds
     keys = tuple(end - start for start, end in zip(starts, ends, strict=True))
     if keys == shards.queries:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lln.eager.diagonal import first_tokens
 from lln.eager.key_blocks import KeyBlocks, blocks_in
-from lln.functional.request import Request
+from lln.functional.call import Call
 from lln.parallel.agreement import Shards
 from lln.parallel.collectives import gather
 from lln.parallel.journeys import exchange_later
@@ -187,14 +187,14 @@ class WholeBlocks:
         return (token >= begin) & (start < self.tokens)
 
 
-def lay_blocks(request: Request, shards: Shards) -> WholeBlocks:
+def lay_blocks(call: Call, shards: Shards) -> WholeBlocks:
     """How the blocks of a call lie on the ranks; asks them for the first valid tokens if needed."""
-    size, batch, device = request.block_size, request.query.shape[0], request.query.device
+    size, batch, device = call.block_size, call.query.shape[0], call.query.device
     starts, ends = shards.bounds
     shifted = any(start % size for start, end in zip(starts, ends, strict=True) if end > start)
     phase = torch.zeros(batch, dtype=torch.int64, device=device)
     if shards.padded:
-        phase = _first_valid(batch, request.key_mask, shards, device) % size
+        phase = _first_valid(batch, call.key_mask, shards, device) % size
     return WholeBlocks(shards, size, phase, shifted or shards.padded)
 
 

@@ -9,9 +9,9 @@ import torch
 
 from lln.cpu import library
 from lln.eager.load import read_load
+from lln.functional.call import Call
 from lln.functional.dense import lln_diag_attention
 from lln.functional.plan import Plan, plan_call
-from lln.functional.request import Request
 from lln.kernels.launching import compiled_launcher
 from lln.kernels.launching.limits import why_unavailable
 from lln.testing.failures import in_one_line
@@ -95,4 +95,4 @@ def _usual_plan(device: str) -> Plan:
     """How `lln.lln_diag_attention` runs with ``impl="auto"``; nothing is computed."""
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     side = torch.empty((), dtype=dtype, device=device).expand(1, 12, 4096, 64)
-    return plan_call(Request("lln_diag", side, side, side, mix=0.5, block_size=64), "auto")
+    return plan_call(Call("lln_diag", side, side, side, mix=0.5, block_size=64), "auto")

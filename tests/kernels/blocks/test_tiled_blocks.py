@@ -12,8 +12,8 @@ from tests.kernels.common import (
 )
 
 import lln
+from lln.functional.call import Call
 from lln.functional.plan import plan_call
-from lln.functional.request import Request
 from lln.kernels.blocks import launch_tiled
 from lln.kernels.launching import sizes
 from lln.kernels.launching.sizes import Tile
@@ -157,7 +157,7 @@ def test_the_widest_heads_take_blocks_that_fit_a_tile_too(monkeypatch, added):
     """Beside LLN attention in one kernel their values would come in slices."""
     let_auto_take_kernels(monkeypatch)
     sides = make_qkv(1, 1, 40, 144, device=DEVICE, dtype=HALF[-1])
-    request = Request("lln_diag", *sides, mix=0.5, block_size=32)
+    request = Call("lln_diag", *sides, mix=0.5, block_size=32)
     plan = plan_call(request, "auto")
     assert (plan.diagonal, plan.value_width) == ("added", 256)
     assert "others add blocks of 32 tokens, tile by tile" in str(plan)

@@ -12,8 +12,8 @@ from tests.kernels.keys.exact_keys import GIVEN, sizes_of_numbers
 
 import lln
 from lln import instruments
+from lln.functional.call import Call
 from lln.functional.plan import plan_call
-from lln.functional.request import Request
 from lln.kernels.keys import keys_ops
 from lln.observers import add_observer, remove_observer
 from lln.testing import assert_close, make_qkv, poison_empty
@@ -258,7 +258,7 @@ def request_of(**options):
         "keys": 4,
         "bounds": bounds_of([5, 20]),
     } | options
-    return Request("lln_keys", *sides, 0.8, 0.9, offset=-1.0, **options)
+    return Call("lln_keys", *sides, 0.8, 0.9, offset=-1.0, **options)
 
 
 def test_auto_takes_the_kernels(monkeypatch):
@@ -336,7 +336,7 @@ def test_what_the_kernels_do_not_take_is_refused(options, said):
 
 
 def test_lengths_that_cannot_be_read_are_refused(monkeypatch):
-    hidden = Request("lln_keys", *sides_of([5, 20]), block_size=16, keys=4, group_size=16)
+    hidden = Call("lln_keys", *sides_of([5, 20]), block_size=16, keys=4, group_size=16)
     hidden = hidden._replace(bounds=torch.empty(3, dtype=torch.int32, device="meta"))
     with pytest.raises(lln.BackendUnavailableError, match="which a compiler or transform hides"):
         plan_call(hidden, "triton")

@@ -14,7 +14,7 @@ from lln.eager.key_blocks import fit_blocks
 from lln.kernels.keys.lists import Lists
 
 
-class Request(NamedTuple):
+class Call(NamedTuple):
     """A call of attention.
 
     Attributes:
@@ -63,14 +63,51 @@ class Request(NamedTuple):
     group_size: int = 0
     offset: Any = None
 
-    def fitted(self, tokens: int) -> Request:
-        """With blocks that do not reach far beyond the longest sequence, of so many tokens."""
+    def replace(self, **changes: Any) -> Call:
+        """The same call with some fields changed, by their names."""
+        # Not `_replace`, which torch.compile cannot trace in all versions.
+        values = dict(zip(FIELDS, self, strict=True))
+        values.update(changes)
+        return Call(**values)
+
+    def with_fitted_blocks(self, longest: int | None = None) -> Call:
+        """With blocks that do not reach far beyond the longest sequence, if that is known."""
+        if not self.block_size:
+            return self
+        tokens = longest
+        if tokens is None:
+            tokens = self.query.shape[2] if self.bounds is None else self.longest
+        tokens = self.query.shape[0] if tokens is None else tokens
         size, group = fit_blocks(self.block_size, self.group_size or 1, tokens)
         if size == self.block_size:
             return self
-        # Written out, because torch.compile can trace the constructor in all versions.
-        group = group if self.group_size else 0
-        return Request(*self[:8], size, *self[9:17], group, self.offset)
+        return self.replace(block_size=size, group_size=group if self.group_size else 0)
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def samples(self) -> int:
+        """How many samples, or packed sequences."""
+        return self.query.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
+
+    @property
+    def factor(self) -> float:
+        """What the scores of softmax attention are multiplied with."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+
+    @property
+    def block_rows(self) -> int:
+        """Tokens in the longest block, at least 1; 0 where there are no blocks."""
+        if not self.block_size:
+            return 0
+        if self.bounds is None:
+            longest: int = self.query.shape[2]
+        else:
+            longest = self.block_size if self.longest is None else self.longest
+        return min(self.block_size, max(longest, 1))
 
     @property
     def mix_learns(self) -> bool:
@@ -81,3 +118,6 @@ class Request(NamedTuple):
     def mix_has_channels(self) -> bool:
         """Whether mix differs from channel to channel."""
         return isinstance(self.mix, Tensor) and self.mix.dim() > 0 and self.mix.shape[-1] != 1
+
+
+FIELDS = Call._fields
