@@ -5,13 +5,14 @@ from pathlib import Path
 
 from lln_lab.benchmarks import host_calls
 from lln_lab.benchmarks.launcher import RESULTS, launcher_table
+from lln_lab.benchmarks.markdown import TABLES
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_published_table_is_the_one_of_its_results():
     content = json.loads((ROOT / RESULTS).read_text("utf-8"))
-    assert launcher_table(content) in (ROOT / host_calls.PAGE).read_text("utf-8")
+    assert launcher_table(content) in (ROOT / TABLES).read_text("utf-8")
     for runs in content["runs"].values():
         assert all(case.get("equal", True) for run in runs for case in run["cases"].values())
     assert {run["launcher"] for run in content["runs"]["compiled"]} == {"compiled"}

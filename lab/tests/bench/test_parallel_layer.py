@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lln_lab.benchmarks import parallel_layer
-from lln_lab.benchmarks.parallel_layer import PAGE, RESULTS, WAYS, compared, in_turn, layer_table
+from lln_lab.benchmarks.markdown import TABLES
+from lln_lab.benchmarks.parallel_layer import RESULTS, WAYS, compared, in_turn, layer_table
 
 ROOT = Path(__file__).parents[3]
 SETUP = {"device": "GPU", "command": "make", "commit": "abc"}
@@ -26,7 +27,7 @@ def table_of(rows):
 
 def test_the_published_table_is_the_one_of_its_results():
     content = json.loads((ROOT / RESULTS).read_text("utf-8"))
-    assert layer_table(content) in (ROOT / PAGE).read_text("utf-8")
+    assert layer_table(content) in (ROOT / TABLES).read_text("utf-8")
 
 
 def test_old_results_keep_the_ratio_of_their_times():

@@ -36,7 +36,8 @@ FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/matching/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
 STUDY = Path("docs/tutorials/study.md")
-# What README shows of a GPU.
+# What README shows of a CPU and of a GPU.
+CPU_LENGTHS = (256, 1024, 4096)
 GPU_LENGTHS = (512, 4096, 65536)
 # And the summary of the training steps.
 STEPS = (512, 4096, 16384)
@@ -58,10 +59,13 @@ def main() -> None:
 
 
 def fill_cpu() -> None:
-    """The figure and the tables of both CPUs, and what README's own calls take."""
+    """The figure and the tables of both CPUs, and what README shows of one."""
     cpu, example = read("cpu"), read(cpu_turns.EXAMPLE.stem)
     command = missing(f"{cpu_turns.COMMAND} --example", cpu_turns.EXAMPLE.stem)
-    fill(README, "cpu-speed", cpu_turns.example_table(example) if example else command)
+    fill(BENCHMARKS, "cpu-example", cpu_turns.example_table(example) if example else command)
+    turns = read(cpu_turns.RESULTS.stem)
+    command = missing(cpu_turns.COMMAND, cpu_turns.RESULTS.stem)
+    fill(README, "cpu-speed", cpu_turns.passes_table(turns, CPU_LENGTHS) if turns else command)
     if cpu:
         draw_speed(cpu, FIGURES / "cpu_speed.svg")
     for suffix in ("", "-x86"):
