@@ -4,7 +4,6 @@ import pytest
 
 from lln.cpu import building, compiled_passes
 from lln.cpu import library as opening
-from lln.eager import workers
 
 NAMES = ("forward", "backward", "match", "forward_causal", "backward_causal")
 
@@ -48,9 +47,6 @@ def without_memory(functions, tmp_path_factory):
 def taken(functions, monkeypatch):
     """The compiled passes in use; what they are asked for."""
     monkeypatch.setattr(opening, "_found", functions)
-    # As on a busy machine: these passes are not cut into pieces even there.
-    monkeypatch.setattr(workers, "_is_crowded", lambda threads: True)
-    monkeypatch.setattr(workers, "_FEWEST", 0)
     calls = []
 
     def count(name):

@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.utils.flop_counter
 from tests.cpu.conftest import NAMES
-from tests.eager.test_few_passes import NUMBERS
+from tests.eager.test_further_gradients import NUMBERS
 
 import lln
 from lln.cpu import library
-from lln.eager import few_passes
 from lln.errors import MemoryShortageError
 from lln.observers import add_observer, remove_observer
 from lln.testing.tolerances import budget, largest_error
@@ -231,8 +230,12 @@ def test_a_temperature_that_changes_before_the_backward_pass_is_an_error(
     out = attention(sides, impl=impl, **options | {name: number})
     (before,) = torch.autograd.grad(out.sum(), sides[1], retain_graph=True)
     number += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(out.sum(), sides)
+    if impl == "eager" and number.dtype == torch.float64:
+        # PyTorch keeps a copy of its own, rounded to the type of the queries.
+        assert torch.equal(torch.autograd.grad(out.sum(), sides)[1], before)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out.sum(), sides)
     assert before.isfinite().all()
     assert bool(taken) == (impl == "cpu")
 
@@ -472,11 +475,10 @@ def test_who_looks_on_sees_matched_temperatures(taken):
         {"matching": "paper"},
     ],
 )
-def test_matched_calls_that_take_two_passes(options, taken):
+def test_matched_calls_take_one_pass(options, taken):
     sides = [side.detach() for side in sides_of()]
     assert lln.lln_attention(*sides, **options).isfinite().all()
-    assert "forward" in taken
-    assert taken == ["forward"] if "matching" in options else ["match", "forward"]
+    assert taken == ["forward"]
 
 
 @pytest.mark.parametrize(
@@ -502,16 +504,10 @@ def test_other_types_blocks_and_groups_are_computed_by_torch(taken):
     assert not taken
 
 
-@pytest.mark.parametrize("with_blocks", [False, True])
-def test_blocks_that_it_does_not_know(with_blocks, taken, monkeypatch):
-    """Then LLN alone is compiled, unless PyTorch's products are fast enough to take both."""
-    monkeypatch.setattr(few_passes, "WITH_BLOCKS", with_blocks)
+def test_blocks_that_it_does_not_know(taken):
+    """Then LLN alone is compiled."""
     sides = sides_of()
     attention(sides, 24)
-    assert taken == ([] if with_blocks else ["forward"])
-    taken.clear()
-    # A short last block.
-    attention(sides, 64)
     assert taken == ["forward"]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.cpu.test_compiled_passes import check, check_further_gradients, outcome, sides_of
-from tests.eager.test_few_passes import NUMBERS
+from tests.eager.test_further_gradients import NUMBERS
 
 import lln
 from lln.cpu import compiled_passes, library

@@ -1,6 +1,6 @@
 """Calls of the compiled passes, without gradients.
 
-The C++ in ``cpp`` computes what `lln.eager.few_passes`, `lln.eager.causal_walk` and
+The C++ in ``cpp`` computes what `lln.eager.run`, `lln.eager.causal_walk` and
 `lln.matching.moments` compute with PyTorch, head by head from cache;
 `lln.functional.compiled_calls` says which calls.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.cpu import compiled_passes
-from lln.eager.block_softmax import by_autograd
+from lln.cpu.compiled_attention import by_autograd
 from lln.eager.causal_walk import Inputs
 from lln.eager.products import per_head
 from lln.eager.saved_numbers import save, saved

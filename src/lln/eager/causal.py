@@ -14,8 +14,7 @@ right but several times slower, so it runs only for chunks with a normaliser bel
 for all chunks where control flow may not depend on values (``torch.compile``, ``torch.export``,
 ``torch.func``, CUDA graphs).
 
-On a CPU `lln.eager.causal_walk` computes the fast form chunk by chunk, and its gradients;
-`lln.cpu.compiled_walk` does so in C++, for ``impl="cpu"``.
+On a CPU `lln.eager.causal_walk` computes the fast form chunk by chunk, and its gradients.
 
 Dimension legend: n chunks, c tokens in a chunk, D head width, E value width, ``...`` leading.
 """
@@ -29,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.cpu.compiled_walk import walk_compiled
 from lln.eager.causal_walk import Inputs, WalkedAttention, walk
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift, whole_parts
@@ -72,7 +70,6 @@ def causal_attention(
     beta: float | Tensor,
     key_mask: Tensor | None = None,
     before: Before | None = None,
-    is_compiled: bool = False,
 ) -> Tensor:
     """Eq. (8) with every row's sum running over the keys up to itself: ``[B, H, T, E]``.
 
@@ -85,11 +82,8 @@ def causal_attention(
         key_mask: bool ``[B, T]``.
         before: Gives the summary of earlier tokens, which every row sees: log-mass ``[B, H, D]``
             and centroid ``[B, H, D, E]``. Called late, because it may wait for other processes.
-        is_compiled: Whether compiled passes compute it, in a call that they know.
     """
     inputs = Inputs(query, key, value, alpha, beta, key_mask)
-    if is_compiled:
-        return walk_compiled(inputs, GUARD[query.dtype], lambda own: causal_attention(*own))
     if before is None and is_untraced_on_cpu(*inputs):
         walked = walk(inputs, GUARD[query.dtype])
         if walked is not None:

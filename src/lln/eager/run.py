@@ -1,7 +1,6 @@
-"""Attention without kernels: plain PyTorch, compiled passes, or the N×N reference.
+"""Attention without kernels: plain PyTorch, or the N×N reference.
 
-Inputs are already checked and α, β known. Arithmetic runs in the accumulation dtype; on a busy CPU
-each thread takes a share of the heads (`lln.eager.workers`), and compiled passes wait only once.
+Inputs are already checked and α, β known. Arithmetic runs in the accumulation dtype.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width.
@@ -16,8 +15,6 @@ import torch
 from torch import Tensor
 
 from lln import reference
-from lln.cpu.compiled_passes import Blocks
-from lln.eager import few_passes
 from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
@@ -25,16 +22,8 @@ from lln.eager.infinity import as_nan
 from lln.eager.key_attention import attend_keys, slots_of_blocks, slots_of_heads
 from lln.eager.key_blocks import dense_blocks
 from lln.eager.summary import read_heads, summarise_heads
-from lln.eager.workers import cut_heads, share_out
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
-
-# The axes along which query, key, value, α, β, the key mask and the mix can be cut.
-_LLN_AXES = {"heads": (-3, -3, -3, -3, -3, None), "samples": (-4, -4, -4, -4, -4, -2)}
-_DIAG_AXES = {"heads": (-3, -3, -3, None), "samples": (-4, -4, -4, -2)}
-_LLN_DIAG_AXES = {name: (*axes, axes[0]) for name, axes in _LLN_AXES.items()}
-# For exact keys: query, key, value, α, β, offset, indices and the key mask.
-_KEYS_AXES = {"heads": (-3,) * 7 + (None,), "samples": (-4,) * 7 + (-2,)}
 
 # Larger numbers in padded queries are treated as garbage, not as queries.
 _PADDING_LIMIT = 1e18
@@ -51,14 +40,14 @@ def long_range(
 ) -> Tensor:
     """LLN attention in the dtype of query."""
     sides = (query, key, value, alpha, beta, key_mask)
-    return _run(_long_range, sides, key_mask, _LLN_AXES, options)
+    return _run(_long_range, sides, key_mask, options)
 
 
 def short_range(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, **options: Any
 ) -> Tensor:
     """Block-diagonal attention in the dtype of query."""
-    return _run(_short_range, (query, key, value, key_mask), key_mask, _DIAG_AXES, options)
+    return _run(_short_range, (query, key, value, key_mask), key_mask, options)
 
 
 def both_ranges(
@@ -73,7 +62,7 @@ def both_ranges(
 ) -> Tensor:
     """LLN and block-diagonal attention combined, in the dtype of query."""
     sides = (query, key, value, alpha, beta, key_mask, mix)
-    return _run(_both_ranges, sides, key_mask, _LLN_DIAG_AXES, options)
+    return _run(_both_ranges, sides, key_mask, options)
 
 
 def exact_keys(
@@ -92,26 +81,19 @@ def exact_keys(
     Indices hold only keys that a group may see, or -1.
     """
     sides = (query, key, value, alpha, beta, offset, indices, key_mask)
-    return _run(_exact_keys, sides, key_mask, _KEYS_AXES, options)
+    return _run(_exact_keys, sides, key_mask, options)
 
 
 def _run(
     attend: Callable[..., Tensor],
     sides: tuple[Any, ...],
     key_mask: Tensor | None,
-    axes: dict[str, tuple[int | None, ...]],
     options: dict[str, Any],
 ) -> Tensor:
     """One call; ``sides`` are its tensor arguments, starting with query, key and value."""
     query, key, value, *rest = sides
-    wide = _widened(query, key, value, key_mask, options.pop("dropout_p", 0.0))
-    cut = cut_heads(query, key, axes) if options["impl"] == "eager" else None
-
-    def attend_finite(query: Tensor, key: Tensor, *others: Any) -> Tensor:
-        # Here, where a thread looks at its own heads only, and nobody waits for the others.
-        return attend(as_nan(query), as_nan(key), *others, **options)
-
-    out = share_out(attend_finite, (*wide, *rest), cut)
+    wide = widen(query, key, value, key_mask, options.pop("dropout_p", 0.0))
+    out = attend(*wide, *rest, **options)
     return out if out.dtype == query.dtype else out.to(query.dtype)
 
 
@@ -144,11 +126,11 @@ def widen(
 
     Dropped keys' values and bad padded queries are 0, infinity in queries and keys is NaN.
     """
-    query, key, value = _widened(query, key, value, key_mask, dropout_p)
+    query, key, value = widen_inputs(query, key, value, key_mask, dropout_p)
     return as_nan(query), as_nan(key), value
 
 
-def _widened(
+def widen_inputs(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, with infinity as it is."""
@@ -175,25 +157,16 @@ def _long_range(
     impl: str,
 ) -> Tensor:
     """LLN attention in the accumulation dtype."""
-    heads, is_compiled = query.shape[1], impl == "cpu"
+    heads = query.shape[1]
     if impl != "reference" and not is_causal:
-        sides = (query, key, value)
-
-        def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
-
-        if is_compiled or (key_mask is None and few_passes.suits(*sides, alpha, beta)):
-            call = (*sides, alpha, beta, None, by_steps, key_mask, is_compiled)
-            return few_passes.attend(*call)
-        return by_steps(*sides)
+        return read_heads(query, alpha, *summarise_heads(key, value, beta, key_mask))
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     dtype = torch.float64 if impl == "reference" else query.dtype
     alpha, beta = (repeat_temperature(scale, heads, dtype) for scale in (alpha, beta))
     if impl != "reference":
         if query.shape[2] == 0:
             return (query * alpha) @ (key * beta).mT @ value
-        call = (query, key, value, alpha, beta, key_mask)
-        return causal_attention(*call, is_compiled=is_compiled)
+        return causal_attention(query, key, value, alpha, beta, key_mask)
     keep = _kept_pairs(query, key, key_mask, is_causal)
     return reference.lln_attention(query, key, value, alpha, beta, keep=keep)
 
@@ -234,31 +207,12 @@ def _both_ranges(
     scale: float | None,
     is_causal: bool,
     impl: str,
-    diagonal: str,
 ) -> Tensor:
-    """LLN and block-diagonal attention combined, in the accumulation dtype.
-
-    ``impl`` computes the first and ``diagonal`` the second; ``"cpu"`` both or the first.
-    """
-    sides, is_compiled = (query, key, value), diagonal == "cpu"
-
-    def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        sides = (query, key, value)
-        how: dict[str, Any] = {"is_causal": is_causal, "impl": "eager" if is_compiled else impl}
-        long_range = _long_range(*sides, alpha, beta, key_mask, **how)
-        how |= {"block_size": block_size, "scale": scale}
-        how["impl"] = "reference" if impl == "reference" else "eager"
-        return join(long_range, _short_range(*sides, key_mask, **how), mix)
-
-    is_plain = impl == "eager" and not is_causal and not isinstance(mix, Tensor)
-    is_plain = is_plain and few_passes.suits(*sides, alpha, beta)
-    # The length comes last: a trace must not depend on it.
-    if is_compiled or (is_plain and few_passes.takes_blocks(query, block_size, key_mask)):
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        blocks = Blocks(block_size, factor, float(mix))
-        call = (*sides, alpha, beta, blocks, by_steps, key_mask, is_compiled)
-        return few_passes.attend(*call)
-    return by_steps(*sides)
+    """LLN and block-diagonal attention combined, in the accumulation dtype."""
+    how: dict[str, Any] = {"is_causal": is_causal, "impl": impl}
+    long_range = _long_range(query, key, value, alpha, beta, key_mask, **how)
+    how |= {"block_size": block_size, "scale": scale}
+    return join(long_range, _short_range(query, key, value, key_mask, **how), mix)
 
 
 def _exact_keys(
@@ -276,12 +230,8 @@ def _exact_keys(
     scale: float | None,
     is_causal: bool,
     impl: str,
-    rounded: torch.dtype | None = None,
 ) -> Tensor:
-    """Attention over own block, chosen keys and slots, in the accumulation dtype.
-
-    ``rounded`` is a dtype that weights may be rounded to, as in the kernels.
-    """
+    """Attention over own block, chosen keys and slots, in the accumulation dtype."""
     batch, heads, tokens, _ = query.shape
     grouped_key, grouped_value = key, value
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
@@ -317,7 +267,7 @@ def _exact_keys(
     else:
         slots = slots_of_heads(grouped_key, grouped_value, beta, key_mask, heads)
     options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
-    options |= {"group_size": group_size, "are_seen": True, "rounded": rounded}
+    options |= {"group_size": group_size, "are_seen": True}
     return attend_keys(query, key, value, alpha, slots, offset, indices, blocks, **options)
 
 

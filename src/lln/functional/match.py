@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lln.eager.workers import cut_heads, over_threads
 from lln.kernels.moments.moment_ops import fused_moments
 from lln.matching.compiled_matching import compiled_temperatures
 from lln.matching.moments import (
@@ -24,9 +23,6 @@ from lln.matching.moments import (
     packed_moments,
     tensor_moments,
 )
-
-# The axes along which query, key and the key mask can be cut into heads or samples.
-_AXES = {"heads": (-3, -3, None), "samples": (-4, -4, -2)}
 
 
 def match_inputs(
@@ -48,24 +44,9 @@ def match_inputs(
     if impl == "triton":
         results = fused_moments(query, key, key_mask, None, matching, 0)
         return results[0], results[1]
-
     if impl == "cpu":
         return compiled_temperatures(query, key, key_mask, matching)
-
-    def match(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        return head_temperatures(query, key, mask, matching)
-
-    cut = cut_heads(query, key, _AXES)
-    if cut is None:
-        return match(query, key, key_mask)
-
-    def job(index: int) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return match(*cut.pieces_of((query.detach(), key.detach(), key_mask), index))
-
-    found = over_threads([partial(job, index) for index in range(cut.pieces)])
-    alpha, beta = (torch.cat(parts, cut.axes[0] or 0) for parts in zip(*found, strict=True))
-    return alpha, beta
+    return head_temperatures(query, key, key_mask, matching)
 
 
 def _measured(query: Tensor, key: Tensor, impl: str) -> tuple[Tensor, Tensor]:

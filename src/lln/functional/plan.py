@@ -15,7 +15,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lln.checks.arguments import IMPLEMENTATIONS, check_impl
-from lln.eager import few_passes
 from lln.errors import BackendUnavailableError
 from lln.functional import compiled_calls
 from lln.functional.call import Call
@@ -76,8 +75,6 @@ class Plan(NamedTuple):
             return self._say_compiled()
         if self.matching == "cpu":
             return "Plain PyTorch computes the call, and compiled passes match α and β."
-        if self.impl == "eager" and self.selection == "triton":
-            return "The fused kernels choose keys, and plain PyTorch attends to them."
         if self.impl == "eager":
             return "Plain PyTorch computes the call."
         blocks = f"blocks of {self.block_size} tokens"
@@ -173,11 +170,7 @@ def _plan_on_cpu(call: Call, impl: str) -> Plan:
             reason = reason or "matches no packed sequences"
         if reason is not None:
             raise BackendUnavailableError(_refusal(impl, reason))
-    elif (
-        unknown is not None
-        or not compiled_calls.employs_threads(call)
-        or (apart is not None and _takes_plain_blocks(call))
-    ):
+    elif unknown is not None or not compiled_calls.employs_threads(call):
         sides = (call.query, call.key, call.key_mask)
         is_compiled = is_matched and matching is None and pays_to_match_compiled(*sides)
         return plain._replace(matching="cpu" if is_compiled else None)
@@ -185,13 +178,6 @@ def _plan_on_cpu(call: Call, impl: str) -> Plan:
         diagonal = "cpu"
     where = {"matching": matching, "is_guarded": call.is_causal}
     return Plan("cpu", diagonal, call.block_size, **where)
-
-
-def _takes_plain_blocks(call: Call) -> bool:
-    """Whether plain PyTorch is quicker with blocks than compiled passes without them."""
-    if call.is_causal or isinstance(call.mix, Tensor) or call.bounds is not None:
-        return False
-    return few_passes.takes_blocks(call.query, call.block_size, call.key_mask)
 
 
 def _refusal(impl: str, reason: str) -> str:
@@ -248,8 +234,6 @@ def _plan_keys(call: Call, impl: str, chosen: str) -> Plan:
     reason = None
     if call.is_causal:
         reason = "has no kernel for causal attention with exact keys"
-    elif call.select == "half":
-        reason = f"has no kernel for select={call.select!r}"
     elif call.bounds is not None:
         reason = _why_not_padded(call.bounds, call.keys)
     if reason is None:
@@ -269,17 +253,7 @@ def _plan_keys(call: Call, impl: str, chosen: str) -> Plan:
         return Plan("triton", *sizes, selection="triton", is_padded=is_padded)
     if impl == "triton":
         raise BackendUnavailableError(_refusal(impl, reason))
-    return plain._replace(selection="triton") if _chooses_halves(call) else plain
-
-
-def _chooses_halves(call: Call) -> bool:
-    """Whether the kernels choose both halves of ``select="half"``, though none reads them."""
-    query, keys, block = call.query, call.keys, call.block_size
-    if call.select != "half" or call.is_causal or call.bounds is not None:
-        return False
-    if not isinstance(keys, int) or not 2 <= keys <= MAX_CHOSEN:
-        return False
-    return why_no_keys(query, call.value.shape[-1], block, block) is None
+    return plain
 
 
 def _why_not_padded(bounds: Tensor, keys: object) -> str | None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.cpu import compiled_passes
-from lln.eager import few_passes, packing
+from lln.cpu import run as compiled
+from lln.eager import packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.tiling import cut_tiles
@@ -33,7 +33,6 @@ from lln.kernels.blocks.block_ops import fused_blocks
 from lln.kernels.lln import repeats
 from lln.kernels.lln.run import fused_attention
 from lln.kernels.lln.slices import AddedBlocks
-from lln.matching.compiled_matching import compiled_curve
 from lln.observers import Announcement, announce, is_observed
 from lln.precision import accumulation_dtype, without_autocast
 from lln.tracing import is_compiling, is_sharded, is_untraced_on_cpu, is_watched
@@ -80,10 +79,9 @@ def _attend_once(call: Call, impl: str) -> Tensor:
         if call.kind == "lln_keys":
             call = complete(call, plan)
         elif call.kind != "diag":
-            out = None if is_observed() else _in_one_pass(call, plan)
-            if out is not None:
-                return out
-            if call.alpha is None:
+            # Compiled passes match temperatures on the way, unless somebody wants to see them.
+            is_left = plan.impl == "cpu" and plan.matching is None and not is_observed()
+            if call.alpha is None and not is_left:
                 call = _matched(call, plan)
         if is_observed():
             _announce(call)
@@ -107,34 +105,6 @@ def _matched(call: Call, plan: Plan) -> Call:
         longest = call.longest or 0
         alpha, beta = match_packed(query, key, call.bounds, longest, matching, impl)
     return call.replace(alpha=alpha, beta=beta)
-
-
-def _in_one_pass(call: Call, plan: Plan) -> Tensor | None:
-    """A usual call by compiled passes, which also match temperatures; None if it is another one.
-
-    They know more, but then there is something to prepare, as for PyTorch's operations.
-    """
-    if plan.impl != "cpu" or plan.diagonal == "eager" or plan.matching is not None:
-        return None
-    if call.bounds is not None or call.key_mask is not None or call.is_causal:
-        return None
-    sides = (call.query, call.key, call.value)
-    if call.dropout_p > 0 or call.query.dtype != torch.float32:
-        return None
-    blocks, is_matched = None, call.alpha is None
-    if call.kind == "lln_diag":
-        blocks = compiled_passes.Blocks(call.block_size, call.factor, float(call.mix))
-
-    def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        own = call.replace(query=query, key=key, value=value)
-        by_torch = plan._replace(impl="eager", diagonal=plan.diagonal and "eager")
-        return _plain(_matched(own, plan) if is_matched else own, by_torch)
-
-    if not is_matched:
-        temperatures = (call.alpha, call.beta)
-        return few_passes.attend(*sides, *temperatures, blocks, by_steps, is_compiled=True)
-    curve = compiled_curve(call.query.shape[3], call.key.shape[2], call.matching)
-    return few_passes.attend_matched(*sides, curve, blocks, by_steps)
 
 
 def _announce(call: Call) -> None:
@@ -235,18 +205,18 @@ def _own_blocks(call: Call, value: Tensor, plan: Plan) -> Tensor:
 def _plain(call: Call, plan: Plan) -> Tensor:
     """A dense call in plain PyTorch, by compiled passes or by the reference."""
     sides = (call.query, call.key, call.value)
-    options: dict[str, Any] = {
-        "is_causal": call.is_causal,
-        "dropout_p": call.dropout_p,
-        "impl": plan.impl,
-    }
+    options: dict[str, Any] = {"is_causal": call.is_causal, "dropout_p": call.dropout_p}
     blocks = {"block_size": call.block_size, "scale": call.scale}
+    lln: dict[str, Any] = {"matching": call.matching}
+    engine: Any = compiled
+    if plan.impl != "cpu":
+        engine, lln, options["impl"] = eager, {}, plan.impl
     if call.kind == "diag":
-        return eager.short_range(*sides, call.key_mask, **blocks, **options)
+        return engine.short_range(*sides, call.key_mask, **blocks, **options)
     sides = (*sides, call.alpha, call.beta, call.key_mask)
     if call.kind == "lln":
-        return eager.long_range(*sides, **options)
-    return eager.both_ranges(*sides, call.mix, **blocks, **options, diagonal=plan.diagonal)
+        return engine.long_range(*sides, **lln, **options)
+    return engine.both_ranges(*sides, call.mix, **lln, **blocks, **options)
 
 
 def _as_sample(call: Call) -> Call:

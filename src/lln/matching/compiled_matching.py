@@ -35,15 +35,19 @@ def compiled_temperatures(
     query: Tensor, key: Tensor, key_mask: Tensor | None, criterion: str
 ) -> tuple[Tensor, Tensor]:
     """`head_temperatures` by compiled passes, with a key to attend to in every sample."""
-    keys = [key.shape[2]] if key_mask is None else key_mask.sum(-1).tolist()
-    curves = [compiled_curve(query.shape[-1], number, criterion) for number in keys]
+    curves = compiled_curves(key, key_mask, criterion)
     query, key = query.to(torch.float32), key.to(torch.float32)
     return compiled_passes.match(query, key, curves, key_mask)
 
 
+def compiled_curves(key: Tensor, key_mask: Tensor | None, criterion: str) -> list[bytes]:
+    """The curves of keys ``[B, H, S, D]``, as compiled passes take them; with a mask B of them."""
+    numbers = [key.shape[2]] if key_mask is None else key_mask.sum(-1).tolist()
+    return [_compiled_curve(key.shape[-1], number, criterion) for number in numbers]
+
+
 @cache
-def compiled_curve(head_width: int, keys: int, criterion: str) -> bytes:
-    """The curve in the form that compiled passes take."""
+def _compiled_curve(head_width: int, keys: int, criterion: str) -> bytes:
     curve = spread_curve(head_width, criterion)
     least, most = curve.n_range
     x = math.log(min(max(keys, least), most) / 1024)

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -199,8 +199,33 @@ def turns_table(content: dict[str, Any]) -> str:
     return table(heads, lines, caption)
 
 
+def passes_table(content: dict[str, Any], lengths: Sequence[int]) -> str:
+    """Milliseconds of softmax, and how many times faster the compiled passes are: for README."""
+    from lln_lab.markdown import source, table
+
+    titles = {"lln": "LLN", "lln matched": "LLN, matched", "lln_diag": "LLN + Diag"}
+    lines, heads = [], ["N"]
+    for name in PASSES:
+        heads += [f"softmax, {name}", *titles.values()]
+    for tokens in lengths:
+        cells = [f"{tokens:,}"]
+        for name in PASSES:
+            case = f"{name} {tokens}"
+            every = [times[f"{case} softmax"] for times in content["ways"]["compiled"]]
+            cells.append(f"{_milliseconds(median(every))} ms")
+            cells += [f"{ratio(content, 'compiled', case, call, BASES[0]):.1f}×" for call in titles]
+        lines.append(cells)
+    setup = content["setup"]
+    caption = (
+        "Milliseconds of softmax, and times faster than it, in turn with it; compiled passes, α "
+        f"and β given where not matched, float32, B = 1, H = {HEADS}, D = {WIDTH}. "
+        f"{setup['device']}, {setup['threads']} threads, torch {setup['torch']}; {source(setup)}."
+    )
+    return table(heads, lines, caption)
+
+
 def example_table(content: dict[str, Any]) -> str:
-    """Milliseconds of what README shows, and how many times faster than softmax it is."""
+    """Milliseconds of what README recommends, and how many times faster than softmax it is."""
     from lln_lab.markdown import source, table
 
     titles = {"lln_diag": "LLN + Diag", "lln_keys": "exact keys", "scratch": "from scratch"}
@@ -227,8 +252,8 @@ def example_table(content: dict[str, Any]) -> str:
         heads += [f"softmax, {name}", *titles.values()]
     setup = content["setup"]
     caption = (
-        "Milliseconds of one processor (times faster than softmax; below 1 it is slower) in a "
-        "fresh installation, without compiled passes; α and β matched, float32, B = 1, "
+        "Milliseconds of one processor (times faster than softmax; below 1 it is slower), all "
+        "by PyTorch's operations, without compiled passes; α and β matched, float32, B = 1, "
         f"H = {HEADS}, D = {WIDTH}. *From scratch*: the mean of the two layers that alternate. "
         f"Freed memory is kept. {setup['device']}, torch {setup['torch']}; {source(setup)}."
     )

@@ -47,7 +47,8 @@ README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path(
 STUDY, METHOD, PARALLEL = (
     Path(f"docs/{name}.md") for name in ("tutorials/study", "method", "parallel")
 )
-# What README shows of a GPU.
+# What README shows of a CPU and of a GPU.
+CPU_LENGTHS = (256, 1024, 4096)
 GPU_LENGTHS = (512, 4096, 65536)
 # And the summary of the training steps.
 STEPS = (512, 4096, 16384)
@@ -80,10 +81,15 @@ def sections() -> Iterator[Section]:
 
 
 def of_cpus() -> Iterator[Section]:
-    """The tables of both CPUs, and what README's own calls take."""
+    """The tables of both CPUs, and what README shows of one."""
     cpu, example = read("cpu"), read(cpu_turns.EXAMPLE.stem)
     command = missing(f"{cpu_turns.COMMAND} --example", cpu_turns.EXAMPLE.stem)
-    yield Section(README, "cpu-speed", cpu_turns.example_table(example) if example else command)
+    text = cpu_turns.example_table(example) if example else command
+    yield Section(BENCHMARKS, "cpu-example", text)
+    turns = read(cpu_turns.RESULTS.stem)
+    command = missing(cpu_turns.COMMAND, cpu_turns.RESULTS.stem)
+    text = cpu_turns.passes_table(turns, CPU_LENGTHS) if turns else command
+    yield Section(README, "cpu-speed", text)
     for suffix in ("", "-x86"):
         plain, compiled = read(f"cpu{suffix}"), read(f"cpu{suffix}-compiled")
         command = missing("LLN_CPU=torch lln bench --device cpu", f"cpu{suffix}")

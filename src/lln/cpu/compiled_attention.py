@@ -1,0 +1,133 @@
+"""Attention by the compiled passes as a step of autograd.
+
+The passes compute outputs and first gradients. Second derivatives and batches of gradients go
+through ``by_torch``, which computes the same with PyTorch's own gradients.
+
+Dimension legend: see `lln.cpu.compiled_passes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.cpu import compiled_passes
+from lln.cpu.compiled_passes import Blocks
+from lln.eager.products import per_head
+from lln.eager.saved_numbers import save, saved
+from lln.tracing import is_batched
+
+# Takes query, key, value, α and β.
+ByTorch = Callable[[Tensor, Tensor, Tensor, Any, Any], Tensor]
+
+
+def attend_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_mask: Tensor | None,
+    blocks: Blocks | None,
+    by_torch: ByTorch,
+) -> Tensor:
+    """LLN attention, alone or mixed with blocks: ``[B, H, T, E]``.
+
+    Args:
+        query: ``[B, H, T, D]`` in float32.
+        key: ``[B, H, S, D]``.
+        value: ``[B, H, S, E]``.
+        alpha: A number, one entry, or ``[1 or B, 1 or H, 1, 1]``; without a gradient.
+        beta: Likewise.
+        key_mask: bool ``[B, S]``, True = attend, with a key in every sample.
+        blocks: The short range, whose tokens are the queries; None = LLN alone.
+        by_torch: Computes the same.
+    """
+    return _attend((query, key, value), (alpha, beta), key_mask, blocks, (), by_torch)
+
+
+def attend_matched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    curves: Sequence[bytes],
+    key_mask: Tensor | None,
+    blocks: Blocks | None,
+    by_torch: ByTorch,
+) -> Tensor:
+    """`attend_compiled` with temperatures that the same pass matches.
+
+    Args:
+        query: ``[B, H, T, D]`` in float32.
+        key: ``[B, H, S, D]``.
+        value: ``[B, H, S, E]``.
+        curves: One `compiled_passes.packed_curve`, with a mask one for every sample.
+        key_mask: As in `attend_compiled`; if T = S, it says which queries are measured, too.
+        blocks: As in `attend_compiled`.
+        by_torch: Likewise.
+    """
+    alpha = query.new_empty((*query.shape[:2], 1, 1))
+    numbers = alpha, torch.empty_like(alpha)
+    return _attend((query, key, value), numbers, key_mask, blocks, curves, by_torch)
+
+
+def by_autograd(
+    attend: Callable[..., Tensor],
+    sides: Sequence[Tensor],
+    needs: Sequence[bool],
+    gradient: Tensor,
+) -> list[Tensor | None]:
+    """Gradients of ``attend(*sides)``, for the sides that need one; differentiable if asked for."""
+    wanted = [side for side, need in zip(sides, needs, strict=True) if need]
+    further = torch.is_grad_enabled()
+    with torch.enable_grad():
+        again = attend(*sides)
+    made = iter(torch.autograd.grad(again, wanted, gradient, create_graph=further))
+    return [next(made) if need else None for need in needs]
+
+
+def _attend(
+    sides: tuple[Tensor, Tensor, Tensor],
+    numbers: tuple[Any, Any],
+    key_mask: Tensor | None,
+    blocks: Blocks | None,
+    curves: Sequence[bytes],
+    by_torch: ByTorch,
+) -> Tensor:
+    if torch.is_grad_enabled() and any(side.requires_grad for side in sides):
+        return _CompiledAttention.apply(*sides, *numbers, key_mask, blocks, curves, by_torch)
+    numbers = per_head(numbers[0], sides[0]), per_head(numbers[1], sides[0])
+    return compiled_passes.forward(*sides, *numbers, blocks, key_mask, curves=curves)[0]
+
+
+class _CompiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        query, key, value, alpha, beta, key_mask, ctx.blocks, curves, ctx.by_torch = given
+        numbers = per_head(alpha, query), per_head(beta, query)
+        call = (query, key, value, *numbers, ctx.blocks, key_mask, True, curves)
+        out, made = compiled_passes.forward(*call)
+        save(ctx, (alpha, beta, key_mask), query, key, value, *made)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        alpha, beta, key_mask, *others = saved(ctx)
+        sides, made, needs = others[:3], others[3:], ctx.needs_input_grad[:3]
+        found: Sequence[Tensor | None]
+        if torch.is_grad_enabled() or is_batched(gradient):
+
+            def again(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                return ctx.by_torch(query, key, value, alpha, beta)
+
+            found = by_autograd(again, sides, needs, gradient)
+        else:
+            numbers = per_head(alpha, sides[0]), per_head(beta, sides[0])
+            call = (gradient, *sides, *made, *numbers, ctx.blocks, key_mask)
+            every = compiled_passes.backward(*call)
+            found = [one if need else None for one, need in zip(every, needs, strict=True)]
+        return (*found, *(None for _ in ctx.needs_input_grad[3:]))
