@@ -34,7 +34,7 @@ def test_the_tutorial_on_building_tells_the_truth_about_its_losses():
 
 def test_files_that_pages_name_exist():
     folders = ("src", "tests", "examples", "lab", "docs")
-    known = {
+    known = {f"/{path.name}" for path in ROOT.glob("*.py")} | {
         f"/{path.relative_to(ROOT)}" for name in folders for path in (ROOT / name).rglob("*.py")
     }
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):

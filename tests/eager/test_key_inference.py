@@ -16,7 +16,7 @@ CALLS = [
     {"tokens": 64, "block_size": 16, "keys": 64},
     {"tokens": 64, "block_size": 16, "keys": 0},
     {"tokens": 50, "block_size": 8, "keys": 6, "width": 24, "value_width": 40, "key_heads": 1},
-    {"tokens": 50, "block_size": 8, "keys": 6, "select": "half"},
+    {"tokens": 50, "block_size": 8, "keys": 6, "select": "query"},
 ]
 
 

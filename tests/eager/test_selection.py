@@ -7,7 +7,7 @@ from lln import choose_keys, lln_keys_attention
 from lln.eager import selection
 from lln.testing import make_qkv
 
-SELECTIONS = ["block", "query", "half"]
+SELECTIONS = ["block", "query"]
 GIVEN = {"alpha": 0.8, "beta": 1.1, "offset": -2.5}
 
 
@@ -44,13 +44,11 @@ def slowly(query, key, keys, *, block, group, select, mask=None, causal=False, f
             own_key = key[sample, head * key.shape[1] // heads]
             for number in range(groups):
                 here = number * group // block
-                # All rows of a block choose together in "half".
-                mean = block if select == "half" else group
-                start = number * group // mean * mean - gap
-                if causal and mean > 1:
+                start = number * group - gap
+                if causal and group > 1:
                     # The group's own mean holds later queries.
-                    start -= mean
-                rows = [row for row in range(start, start + mean) if 0 <= row < tokens]
+                    start -= group
+                rows = [row for row in range(start, start + group) if 0 <= row < tokens]
                 counted = [row for row in rows if valid[row]]
                 others = {
                     place
@@ -58,21 +56,19 @@ def slowly(query, key, keys, *, block, group, select, mask=None, causal=False, f
                     if valid[place] and (home[place] < here if causal else home[place] != here)
                 }
                 listed = []
-                if select != "query":
+                if select == "block":
                     total = sum((query[sample, head, row] for row in counted), query.new_zeros(()))
                     scores = (own_key * total / max(len(counted), 1)).sum(-1).tolist()
-                    share = wanted if select == "block" else wanted - wanted // 2
-                    listed += best(scores, share, others)
+                    listed += best(scores, wanted, others)
                 row = number - gap
-                if select != "block" and 0 <= row < tokens:
-                    share = wanted if select == "query" else wanted // 2
+                if select == "query" and 0 <= row < tokens:
                     # Not causal, all tokens share their lists, and a block leaves out its own.
                     ranked = (
                         others if causal else {place for place in range(tokens) if valid[place]}
                     )
                     # Whatever a masked query holds counts as zero.
                     asks = query[sample, head, row] * float(valid[row])
-                    own = by_features(asks, own_key, share, ranked)
+                    own = by_features(asks, own_key, wanted, ranked)
                     listed += [place for place in own if place in others]
                 # As many keys as tokens are all keys, whoever chooses.
                 listed = sorted(others if keys >= tokens else set(listed))
@@ -102,7 +98,7 @@ def masks(kind, batch, tokens):
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @pytest.mark.parametrize("kind", [None, "holes", "left", "all"])
 @pytest.mark.parametrize(
-    ("select", "group"), [("block", 8), ("block", 2), ("block", 1), ("query", 1), ("half", 1)]
+    ("select", "group"), [("block", 8), ("block", 2), ("block", 1), ("query", 1)]
 )
 @pytest.mark.parametrize("keys", [1, 5, 100])
 def test_the_choice_is_that_of_a_slow_loop(keys, select, group, kind, causal):
@@ -143,13 +139,11 @@ def test_equal_scores_are_taken_in_the_order_of_positions(dtype, causal):
         assert found == [first, *([[0, 1, 2, 3, 37]] * 3), [0, 1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize("select", ["query", "half"])
-def test_equal_features_are_taken_in_the_order_of_positions(select):
+def test_equal_features_are_taken_in_the_order_of_positions():
     query = torch.tensor([3.0, 2.0, 1.0, 0.5]).expand(1, 1, 24, 4)
     key = torch.ones(1, 1, 24, 4)
-    found = choose_keys(query, key, 8, block_size=8, select=select)[0, 0]
-    wanted = {"query": [-1] * 8, "half": [8, 9, 10, 11, -1, -1, -1, -1]}[select]
-    assert found[0].tolist() == wanted
+    found = choose_keys(query, key, 8, block_size=8, select="query")[0, 0]
+    assert found[0].tolist() == [-1] * 8
     assert found[-1].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
 
 

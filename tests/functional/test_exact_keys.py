@@ -19,7 +19,7 @@ from lln.testing import LAYOUTS, assert_close, make_qkv
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPES = [FP64, FP32, BF16, FP16]
-SELECTIONS = ["block", "query", "half"]
+SELECTIONS = ["block", "query"]
 MASKS = ["right", "left", "holes", "one_row", "all"]
 LENGTHS = [0, 1, 2, 15, 63, 64, 65, 130, 257]
 GIVEN = {"alpha": 0.8, "beta": 1.1, "offset": -2.5}
@@ -182,7 +182,7 @@ def test_scales(scale, select):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
-    check(sizes(), FP32, layout=layout, select="half", mask="left")
+    check(sizes(), FP32, layout=layout, select="query", mask="left")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
@@ -190,7 +190,7 @@ def test_layouts(layout):
 def test_reference_implementation_takes_the_same_arguments(mask, causal):
     inputs = make_qkv(2, 4, 45, 8, key_heads=2, value_width=5)
     options = {**GIVEN, "beta": torch.rand(2, 2, 1, 1) + 0.5, "enable_gqa": True}
-    options |= {"block_size": 8, "keys": 5, "is_causal": causal, "select": "half"}
+    options |= {"block_size": 8, "keys": 5, "is_causal": causal, "select": "query"}
     options["key_mask"] = None if mask is None else make_mask(mask, 2, 45)
     found, wanted = (
         lln_keys_attention(*inputs, **options, impl=impl) for impl in ("eager", "reference")
@@ -253,29 +253,27 @@ def test_every_key_exact_is_softmax(mask, block, keys):
 @pytest.mark.parametrize("mask", [None, "left", "holes"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("keys", [50, 51, 1000])
-@pytest.mark.parametrize("select", ["query", "half"])
-def test_as_many_keys_as_tokens_are_all_of_them(select, keys, causal, mask):
+def test_as_many_keys_as_tokens_are_all_of_them(keys, causal, mask):
     """Two lists of half as many would leave some out; a choice and a call must agree."""
     query, key, value = make_qkv(2, 2, 50, 8, dtype=FP64)
     key_mask = None if mask is None else make_mask(mask, 2, 50)
     keep = torch.ones(50, 50, dtype=torch.bool)
     keep = keep.tril() if causal else keep
     keep = keep if mask is None else keep & key_mask[:, None, None]
-    options = {"block_size": 8, "key_mask": key_mask, "is_causal": causal}
-    chosen = choose_keys(query, key, keys, select=select, **options)
+    options = {"block_size": 8, "select": "query", "key_mask": key_mask, "is_causal": causal}
+    chosen = choose_keys(query, key, keys, **options)
     options |= GIVEN if causal else {}
     wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=keep).nan_to_num(0.0)
     for given in (keys, chosen):
-        found = lln_keys_attention(query, key, value, keys=given, select=select, **options)
+        found = lln_keys_attention(query, key, value, keys=given, **options)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("select", ["query", "half"])
-def test_packed_sequences_shorter_than_the_keys_see_all(select):
+def test_packed_sequences_shorter_than_the_keys_see_all():
     query, key, value = (side[0].transpose(0, 1) for side in make_qkv(1, 2, 50, 8, dtype=FP64))
     bounds = torch.tensor([0, 20, 50])
     found = lln_keys_attention_varlen(
-        query, key, value, bounds, block_size=8, keys=40, select=select
+        query, key, value, bounds, block_size=8, keys=40, select="query"
     )
     for start, end in ((0, 20), (20, 50)):
         sides = (side[start:end].transpose(0, 1) for side in (query, key, value))
@@ -457,9 +455,7 @@ def test_large_numbers_are_finite():
     assert lln_keys_attention(query, key, value, block_size=8, keys=4).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("select", "group_size"), [("block", 1), ("block", 8), ("query", None), ("half", None)]
-)
+@pytest.mark.parametrize(("select", "group_size"), [("block", 1), ("block", 8), ("query", None)])
 @pytest.mark.parametrize("side", [0, 1, 2], ids=["query", "key", "value"])
 def test_causal_rows_see_no_later_block(select, group_size, side):
     """Of later queries in their own block, those that share their choice may count; see below."""
@@ -486,10 +482,9 @@ def test_causal_rows_see_no_later_huge_key():
     assert torch.equal(found[:, :, :60], wanted[:, :, :60])
 
 
-@pytest.mark.parametrize("select", ["block", "half"])
-def test_causal_rows_see_no_later_query(select):
+def test_causal_rows_see_no_later_query():
     sides = make_qkv(1, 2, 40, 8, dtype=FP64)
-    options = {**GIVEN, "is_causal": True, "block_size": 8, "keys": 4, "select": select}
+    options = {**GIVEN, "is_causal": True, "block_size": 8, "keys": 4}
     wanted = lln_keys_attention(*sides, **options)
     changed = [tensor.clone() for tensor in sides]
     changed[0][:, :, 33:] = 3 * torch.randn(1, 2, 7, 8, dtype=FP64)

@@ -32,7 +32,7 @@ FUNCTIONS = {
     "diag": lambda q, k, v: lln.lln_diag_attention(q, k, v, block_size=BLOCK),
     "block": lambda q, k, v: lln.block_diagonal_attention(q, k, v, block_size=BLOCK),
     "causal": lambda q, k, v: lln.lln_attention(q, k, v, **CAUSAL),
-    "keys": lambda q, k, v: lln.lln_keys_attention(q, k, v, **KEYS, select="half"),
+    "keys": lambda q, k, v: lln.lln_keys_attention(q, k, v, **KEYS, select="query"),
     "varlen": lambda q, k, v, bounds: lln.lln_attention_varlen(q, k, v, bounds),
     "diag_varlen": lambda q, k, v, bounds: lln.lln_diag_attention_varlen(q, k, v, bounds),
     "causal_varlen": lambda q, k, v, bounds: lln.lln_attention_varlen(q, k, v, bounds, **CAUSAL),
@@ -265,7 +265,6 @@ def test_exports_packed_with_a_dynamic_length(name):
     [
         ("block", False),
         pytest.param("query", False, marks=pytest.mark.slow),
-        pytest.param("half", False, marks=pytest.mark.slow),
         pytest.param("block", True, marks=pytest.mark.slow),
     ],
 )
@@ -433,7 +432,7 @@ FIXED_FUNCTIONS = {
     "varlen": lln.lln_attention_varlen,
     "diag_varlen": lln.lln_diag_attention_varlen,
     "causal_varlen": lambda *a, **o: lln.lln_attention_varlen(*a, is_causal=True, **o),
-    "keys": lambda *a, **o: lln.lln_keys_attention(*a, offset=-2.0, select="half", **KEYS, **o),
+    "keys": lambda *a, **o: lln.lln_keys_attention(*a, offset=-2.0, select="query", **KEYS, **o),
     "keys_varlen": lambda *a, **o: lln.lln_keys_attention_varlen(*a, offset=-2.0, **KEYS, **o),
 }
 

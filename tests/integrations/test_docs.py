@@ -41,6 +41,26 @@ def test_the_tutorial_on_converting_runs(given):
     assert names["report"].done == ["layers", "output"]
 
 
+def test_how_to_train_runs(given):
+    given["labels"] = [number % 2 for number in range(len(given["texts"]))]
+    *whole, lora = blocks("docs/how_to/train.md")
+    for block in whole:
+        exec(block, given)
+    assert given["model"].config._attn_implementation == "lln_keys"
+    pytest.importorskip("peft")
+    exec(lora, given)
+    found, expected = (
+        given[name].eval()(**given["sample"]).logits for name in ("again", "adapted")
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_how_to_pack_and_how_to_read_long_documents_run(given):
+    hidden = run("docs/how_to/pack.md", {})["hidden"]
+    assert hidden.shape == (1, 455, 64)
+    assert run("docs/how_to/long_documents.md", given)["before"] > 0
+
+
 def test_the_guide_runs(given, monkeypatch):
     few_steps = functools.partial(recovery.recover, layer_steps=2, end_steps=2, batch_size=4)
     monkeypatch.setattr(recovery, "recover", few_steps)

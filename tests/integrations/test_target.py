@@ -227,7 +227,7 @@ def test_the_ladder_ends_with_the_first_number_that_is_all(sharp):
         (300, (0, 16, 32, 64, 128, 256), (0, 16, 32, 64, 128, 256)),
     ):
         sides = torch.randn(3, 1, 2, tokens, 4)
-        for select, expected in (("block", by_block), ("query", by_query), ("half", by_query)):
+        for select, expected in (("block", by_block), ("query", by_query)):
             settings = Settings(block_size=8, select=select)
             call = AttentionCall(sharp, "lln_keys", settings, None, *sides)
             assert ladder_of(call) == expected, (tokens, select)

@@ -18,7 +18,7 @@ from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.tracing import values_are_readable
 
 KEYS_MATCHING = ("rest", *MATCHING_CRITERIA)
-SELECTIONS = ("block", "query", "half")
+SELECTIONS = ("block", "query")
 
 
 def check_selection(select: str, group_size: int | None, block_size: int) -> int:

@@ -67,7 +67,6 @@ def attend_keys(
     is_causal: bool,
     scale: float | None,
     are_seen: bool = False,
-    rounded: torch.dtype | None = None,
 ) -> Tensor:
     """The attention above: ``[B, H, T, E]``.
 
@@ -86,7 +85,6 @@ def attend_keys(
         is_causal: Whether row i sees keys 0 … i only.
         scale: Factor of the scores; None = 1/√D.
         are_seen: Whether indices hold only keys that a group may see, so that none is left out.
-        rounded: A dtype that weights may be rounded to, as in the kernels; None = not at all.
     """
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     seen = indices >= 0
@@ -98,7 +96,7 @@ def attend_keys(
     if not is_causal and fits_mask(*sides, **sizes, scale=factor):
         return attend_masked(
             query, key, value, alpha, slots, share + offset, indices, seen, blocks,
-            key_mask=key_mask, scale=factor, rounded=rounded,
+            key_mask=key_mask, scale=factor,
         )  # fmt: skip
     if fits_inference(*sides, scale=factor, is_causal=is_causal):
         return attend_without_gradients(

@@ -8,10 +8,6 @@ Slots become D more keys (`lln.eager.key_attention` has the formula). Queries ge
 one and their level/scale: a slot with the vector [μ + αe_f/scale, (L_f - βμ_f)/scale, 1] then has
 its logit as a score, so that all gradients come from the same pass.
 
-Where the caller lets weights be rounded, bfloat16 queries and keys are multiplied as such on a GPU,
-three times as fast. What the two more channels hold is large and must not be rounded: it is split
-into a sum of two bfloat16 numbers.
-
 Dimension legend: see `lln.eager.key_attention`; R queries at once, S = T + D keys with the slots.
 """
 
@@ -33,9 +29,6 @@ MOST_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 # How many scores take the time of one row that is copied (measured at 64 channels).
 SCORES_PER_ROW = 80
-
-# Where bfloat16 numbers are multiplied sooner than float32 ones.
-ROUNDING = ["cuda"]
 
 # Slots are scaled by the inverse, which must not overflow.
 LEAST_SCALE = 1e-6
@@ -79,7 +72,6 @@ def attend_masked(
     *,
     key_mask: Tensor | None,
     scale: float,
-    rounded: torch.dtype | None,
 ) -> Tensor:
     """The attention of `lln.eager.key_attention.attend_keys`: ``[B, H, T, E]``.
 
@@ -95,7 +87,6 @@ def attend_masked(
         blocks: Where the tokens lie.
         key_mask: bool ``[B, T]``, True = attend.
         scale: Factor of the scores, above zero.
-        rounded: A dtype that weights may be rounded to, as in the kernels; None = not at all.
     """
     tokens, width, value_width = query.shape[2], query.shape[3], value.shape[3]
     log_mass, centroid, centre = (side.squeeze(2) for side in slots)
@@ -110,20 +101,15 @@ def attend_masked(
         some = key_mask.any(-1)[:, None, None]
         log_mass = torch.where(some, log_mass, 0.0)
         level = torch.where(some.unsqueeze(-1), level, 0.0)
-    rounds = rounded == torch.bfloat16 and query.device.type in ROUNDING
-    kind = torch.bfloat16 if rounds else query.dtype
     vectors = factor * (torch.eye(width, device=query.device) / scale) + centre.unsqueeze(-2)
-    known = _summands((log_mass / scale).unsqueeze(-1), kind)
-    levels = _summands(level / scale, kind)
-    rows = torch.cat([query, *map(torch.ones_like, levels), *levels], -1)
-    linear = torch.cat([vectors, *known, *map(torch.ones_like, known)], -1)
+    known, level = (log_mass / scale).unsqueeze(-1), level / scale
+    rows = torch.cat([query, torch.ones_like(level), level], -1)
+    linear = torch.cat([vectors, known, torch.ones_like(known)], -1)
     keys = torch.cat([F.pad(key, (0, linear.shape[-1] - width)), linear], 2)
     values = torch.cat([value, centroid], 2)
     # The fused attention wants one width.
     most = aligned(max(keys.shape[-1], value_width), query.device)
-    rows, keys, values = (
-        F.pad(side, (0, most - side.shape[-1])).to(kind) for side in (rows, keys, values)
-    )
+    rows, keys, values = (F.pad(side, (0, most - side.shape[-1])) for side in (rows, keys, values))
     # Who is not seen points at a slot, which every query sees.
     chosen = torch.where(seen, indices, tokens)
     if not blocks.is_plain:
@@ -134,15 +120,7 @@ def attend_masked(
     near = torch.where(blocks.valid(key_mask), blocks.place, tokens)
     near = near.gather(1, blocks.home.unsqueeze(-1).expand(-1, -1, near.shape[2]))
     out = _Masked.apply(rows, keys, values, chosen, near[:, None], scale)
-    return out[..., :value_width].to(query.dtype)
-
-
-def _summands(numbers: Tensor, kind: torch.dtype) -> list[Tensor]:
-    """Tensors whose sum is this one, and that lose little when they are rounded to a dtype."""
-    if kind == numbers.dtype:
-        return [numbers]
-    rounded = numbers.to(kind).to(numbers.dtype)
-    return [rounded, numbers - rounded]
+    return out[..., :value_width]
 
 
 def _masks(chosen: Tensor, near: Tensor, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -196,14 +174,14 @@ class _Masked(torch.autograd.Function):
                 (rows, keys, values), chosen, near, ctx.scale, gradient
             ), *_NONE
         dq: list[Tensor] = []
-        dk, dv = (torch.zeros_like(side, dtype=torch.float32) for side in (keys, values))
+        dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
         for norm, (part, mask) in zip(norms, _masks(chosen, near, keys), strict=True):
             own = (rows[:, :, part], keys, values, mask, out[:, :, part], norm)
             found = softmax_attention_gradients(gradient[:, :, part], *own, ctx.scale)
             dq.append(found[0])
             dk += found[1]
             dv += found[2]
-        return torch.cat(dq, 2), dk.to(keys.dtype), dv.to(values.dtype), *_NONE
+        return torch.cat(dq, 2), dk, dv, *_NONE
 
 
 # The gradients of what says where keys are, and of the scale.
@@ -217,10 +195,10 @@ def _plain_gradients(
     rows, keys, values = sides
     with torch.enable_grad():
         weights = [
-            (rows[:, :, part].float() @ keys.mT.float() * scale + mask.clone()).softmax(-1)
+            (rows[:, :, part] @ keys.mT * scale + mask.clone()).softmax(-1)
             for part, mask in _masks(chosen, near, keys)
         ]
-        out = (torch.cat(weights, 2) @ values.float()).to(rows.dtype)
+        out = torch.cat(weights, 2) @ values
         wanted = [side for side in sides if side.requires_grad]
         found = iter(torch.autograd.grad(out, wanted, gradient, create_graph=True))
     return tuple(next(found) if side.requires_grad else None for side in sides)

@@ -230,12 +230,8 @@ def _exact_keys(
     scale: float | None,
     is_causal: bool,
     impl: str,
-    rounded: torch.dtype | None = None,
 ) -> Tensor:
-    """Attention over own block, chosen keys and slots, in the accumulation dtype.
-
-    ``rounded`` is a dtype that weights may be rounded to, as in the kernels.
-    """
+    """Attention over own block, chosen keys and slots, in the accumulation dtype."""
     batch, heads, tokens, _ = query.shape
     grouped_key, grouped_value = key, value
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
@@ -271,7 +267,7 @@ def _exact_keys(
     else:
         slots = slots_of_heads(grouped_key, grouped_value, beta, key_mask, heads)
     options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
-    options |= {"group_size": group_size, "are_seen": True, "rounded": rounded}
+    options |= {"group_size": group_size, "are_seen": True}
     return attend_keys(query, key, value, alpha, slots, offset, indices, blocks, **options)
 
 

@@ -2,8 +2,8 @@
 
 ``"block"`` scores every key with the mean query of the group; a causal group of several queries
 takes the mean of the group before it, because its own holds later queries. ``"query"`` gives every
-query the keys that are largest in its two strongest features; ``"half"`` takes half of each. No
-choice carries a gradient. Equal scores are taken in the order of positions, so results repeat.
+query the keys that are largest in its two strongest features. No choice carries a gradient. Equal
+scores are taken in the order of positions, so results repeat.
 
 Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, n blocks, W tokens
 in a block, G groups, g queries in a group, K keys per group.
@@ -45,8 +45,8 @@ def choose(
         key: ``[B, Hk, T, D]``.
         keys: K.
         blocks: Where the tokens lie.
-        select: ``"block"``, ``"query"`` or ``"half"``.
-        group_size: g, a divisor of W; 1 for ``"query"`` and ``"half"``.
+        select: ``"block"`` or ``"query"``.
+        group_size: g, a divisor of W; 1 for ``"query"``.
         key_mask: bool ``[B, T]``; masked keys are never chosen, masked queries do not count.
         is_causal: Whether only keys of earlier blocks may be chosen.
         flip: Whether the softmax scores have a negative factor.
@@ -66,14 +66,7 @@ def choose(
         return torch.full(shape, -1, dtype=torch.int64, device=query.device)
     if select == "block":
         return _by_mean(query, key, keys, blocks, group_size, key_mask, is_causal)
-    if select == "query":
-        return _by_features(query, key, keys, blocks, key_mask, is_causal)
-    by_mean = _by_mean(query, key, keys - keys // 2, blocks, size, key_mask, is_causal)
-    by_mean = by_mean.repeat_interleave(size, 2)
-    if keys < 2:
-        return by_mean
-    own = _by_features(query, key, keys // 2, blocks, key_mask, is_causal)
-    return drop_repeats(torch.cat([by_mean, own], -1))
+    return _by_features(query, key, keys, blocks, key_mask, is_causal)
 
 
 def drop_repeats(indices: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Call(NamedTuple):
         longest: Length of the longest packed sequence, or more; None = unknown.
         keys: Of ``"lln_keys"``: how many keys to choose per group of queries, or their indices
             ``[B, H, G, K]`` (packed: ``[H, G, K]``); once chosen by query for the kernels, lists.
-        select: How keys are chosen: ``"block"``, ``"query"`` or ``"half"``.
+        select: How keys are chosen: ``"block"`` or ``"query"``.
         group_size: Queries that share their chosen keys.
         summary: Of ``"decode"``: the `KeySummary` of all tokens so far.
         offset: What is added to the logits of the slots; a number, or broadcasts to

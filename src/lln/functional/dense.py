@@ -59,7 +59,7 @@ def lln_attention(
         impl: ``"eager"`` (plain PyTorch), ``"cpu"`` (compiled passes), ``"triton"`` or
             ``"reference"`` (N×N in float64): every part of the call runs that way, or it is
             refused. ``"auto"`` uses kernels or compiled passes where they can run and plain PyTorch
-            for the rest (`lln.functional.plan`).
+            for the rest (`lln.functional.ways`).
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query (the autocast dtype under autocast). A sequence

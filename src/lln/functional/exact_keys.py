@@ -237,9 +237,9 @@ def choose_keys(
         select: ``"block"``: the keys with the largest products with the group's mean query (causal:
             that of the group before it, whose queries are all earlier);
             ``"query"``: for every query the K/2 keys that are largest in each of its two strongest
-            features of [q, -q]; ``"half"``: half by the block's mean query, half by features.
+            features of [q, -q].
         group_size: Queries that share their keys, a divisor of the block size; None = a block for
-            ``"block"``, 1 for the others.
+            ``"block"``, 1 for ``"query"``.
         key_mask: bool ``[B, T]``; masked keys are never chosen, masked queries do not count.
         is_causal: Whether only keys of earlier blocks may be chosen.
         scale: Factor of the softmax scores; a negative one turns the choice around.

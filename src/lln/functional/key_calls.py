@@ -92,23 +92,13 @@ def _lists(call: Call, keys: int) -> Lists:
     return fused_lists(call.query, call.key, call.key_mask, keys, flip=flip)
 
 
-def _by_mean(call: Call, keys: int, group_size: int) -> Tensor:
-    """The keys of every group's mean query, by the kernels: int ``[B, H, G, K]``."""
-    sizes = {"block_size": call.block_size, "group_size": group_size}
-    flip = call.scale is not None and call.scale < 0
-    return fused_choice(call.query, call.key, call.key_mask, keys, **sizes, flip=flip)
-
-
 def _by_kernels(call: Call, keys: int) -> Tensor:
     """A dense choice by the kernels: ``[B, H, G, K]``."""
     if call.select == "query":
         return _spelt_out(call, _lists(call, keys))
-    if call.select == "block":
-        return _by_mean(call, keys, call.group_size)
-    size = call.block_size
-    shared = _by_mean(call, keys - keys // 2, size).long().repeat_interleave(size, 2)
-    own = _spelt_out(call, _lists(call, keys // 2))
-    return drop_repeats(torch.cat([shared, own], -1))
+    sizes = {"block_size": call.block_size, "group_size": call.group_size}
+    flip = call.scale is not None and call.scale < 0
+    return fused_choice(call.query, call.key, call.key_mask, keys, **sizes, flip=flip)
 
 
 def choose_for(call: Call, impl: str) -> Tensor:

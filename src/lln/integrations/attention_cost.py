@@ -92,8 +92,8 @@ class AttentionShape:
         block = min(self.block_size, tokens)
         exact = block + min(keys, tokens - block)
         slots = 2 * self.width * (self.value_width + 1)
-        shared = {"block": self.group_size, "half": self.block_size}.get(self.select)
-        scored = 0.0 if shared is None or keys == 0 else tokens * self.width / shared
+        is_scored = self.select == "block" and keys > 0
+        scored = tokens * self.width / self.group_size if is_scored else 0.0
         selection = scored / 2 if self.is_causal else scored
         return exact * (self.width + self.value_width) + slots + selection
 

@@ -33,7 +33,7 @@ class LLNKeysCore(LLNCore):
         head_dim: D.
         keys: How many keys outside its block every group of queries sees one by one.
         block_size: Tokens in a block.
-        select: How keys are chosen: ``"block"``, ``"query"`` or ``"half"`` (see
+        select: How keys are chosen: ``"block"`` or ``"query"`` (see
             `lln.choose_keys`).
         group_size: Queries that share their keys; None = a block for ``"block"``, 1 for the others
             and in causal calls, where a choice made for several queries would show the later ones

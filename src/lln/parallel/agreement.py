@@ -29,7 +29,7 @@ from lln.tracing import is_compiling
 
 _KINDS = ("lln", "lln_diag", "lln_keys")
 _MATCHING = ("rest", "variance", "entropy", "paper")
-_SELECT = ("block", "query", "half")
+_SELECT = ("block", "query")
 
 # What all ranks must have in common, and how a number of it is shown.
 _COMMON: dict[str, Callable[[int], object]] = {

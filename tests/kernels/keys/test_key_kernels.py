@@ -166,7 +166,6 @@ def test_compiled():
     ("options", "said"),
     [
         ({"is_causal": True}, "causal"),
-        ({"select": "half"}, "select='half'"),
         ({"block_size": 48}, "blocks of 48"),
         ({"group_size": 8}, "groups of 8"),
         ({"keys": 300}, "at most 256"),

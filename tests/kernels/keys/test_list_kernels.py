@@ -287,8 +287,7 @@ def test_softmax_where_every_key_is_exact():
 @pytest.mark.parametrize(
     ("keys", "key_heads", "scale", "masked"), [(6, 2, {}, True), (5, 1, {"scale": -0.3}, False)]
 )
-def test_the_kernels_choose_both_halves(monkeypatch, keys, key_heads, scale, masked):
-    """No kernel reads half and half, but "auto" lets the kernels choose."""
+def test_the_kernels_choose_in_both_ways(monkeypatch, keys, key_heads, scale, masked):
     let_auto_take_kernels(monkeypatch)
     launches = []
 
@@ -303,10 +302,13 @@ def test_the_kernels_choose_both_halves(monkeypatch, keys, key_heads, scale, mas
 
     count(launch_choice, "choose")
     count(launch_list_choice, "choose_lists")
-    options = {"block_size": 16, "select": "half", "enable_gqa": True, **scale}
+    options = {"block_size": 16, "enable_gqa": True, **scale}
     query, key, _ = coarse(40, WIDTH, torch.float32, key_heads=key_heads)
     options["key_mask"] = holes(2, 40) if masked else None
-    found = lln.choose_keys(query, key, keys, **options)
-    assert launches == ["choose", "choose_lists"]
-    assert torch.equal(found, lln.choose_keys(query, key, keys, impl="eager", **options))
-    assert len(launches) == 2
+    for select, launch in (("block", "choose"), ("query", "choose_lists")):
+        options["select"] = select
+        found = lln.choose_keys(query, key, keys, **options)
+        assert launches == [launch]
+        assert torch.equal(found, lln.choose_keys(query, key, keys, impl="eager", **options))
+        assert launches == [launch]
+        launches.clear()

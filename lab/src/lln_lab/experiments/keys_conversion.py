@@ -44,7 +44,6 @@ ROWS = {
     "keys 32": {"attention": "lln_keys", "keys": 32},
     "keys 64": {"attention": "lln_keys", "keys": 64},
     "keys 64, groups of 16": {"attention": "lln_keys", "keys": 64, "group_size": 16},
-    "keys 64, half by query": {"attention": "lln_keys", "keys": 64, "select": "half"},
     "keys 128": {"attention": "lln_keys", "keys": 128},
 }
 

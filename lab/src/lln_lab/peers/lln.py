@@ -163,7 +163,7 @@ class LLNKeys(LLN):
     Args:
         keys: How many keys outside its block a group of queries sees one by one.
         block_size: Tokens in a block.
-        select: How keys are chosen: ``"block"``, ``"query"`` or ``"half"`` (see
+        select: How keys are chosen: ``"block"`` or ``"query"`` (see
             `lln.choose_keys`); a causal layer takes ``"block"`` only.
         group_size: Queries that share their keys; None = a block for ``"block"``, 1 for the others
             and in a causal layer.

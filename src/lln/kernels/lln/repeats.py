@@ -11,8 +11,8 @@ launcher (`compiled_launcher`), a `Repeat` is handed over to it: `again` launche
 calls, forward and backward, and gives back None where it cannot. Then everything is as without it.
 
 Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
-E value width. A ``call`` is a `lln.functional.call.Call`, a ``plan`` a
-`lln.functional.plan.Plan`; this layer lies below both.
+E value width. A ``call`` is a `lln.functional.call.Call`, what is ``prepared`` a
+`lln.functional.way.Prepared`; this layer lies below both.
 """
 
 from __future__ import annotations
