@@ -52,9 +52,9 @@ def added(monkeypatch):
 
 
 @pytest.fixture(params=[(32, 16), (16, 32)], ids=["long tiles", "short tiles"])
-def tiles(call, monkeypatch):
+def tiles(request, monkeypatch):
     """Tiles of a side, and of the other one."""
-    tokens, across = call.param
+    tokens, across = request.param
     for name in PASSES:
         monkeypatch.setitem(sizes.overrides, name, Tile(tokens, 4, 1, across=across))
 
