@@ -37,7 +37,7 @@ from lln_lab.experiments.keys_training_data import (
 )
 from lln_lab.experiments.keys_training_model import MaskedEncoder, ModelSizes, Variant
 from lln_lab.experiments.side_by_side import Job, run_side_by_side
-from lln_lab.experiments.tables import table
+from lln_lab.markdown import table
 
 # α, β and g are single numbers with far to go; weights are not.
 SCALARS = ("alpha", "beta", "offset")
