@@ -1,28 +1,20 @@
-"""Tables of experiments in the docs are those their results give."""
+"""Tables of experiments: how their cells come about."""
 
 import json
 from pathlib import Path
 
-from lln_lab.benchmarks.markdown import TABLES
 from lln_lab.experiments.cells import read_all
 from lln_lab.experiments.gates import GATED, gate_of
-from lln_lab.experiments.keys_table import conversion, decoder, selection
-from lln_lab.experiments.recovery_table import NAMES, quality, recovery
-from lln_lab.experiments.report import gates
+from lln_lab.experiments.keys_table import conversion
+from lln_lab.experiments.recovery_table import NAMES, recovery
 from lln_lab.experiments.step_table import training_steps
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "lab/results/experiments/minilm_recovery.json"
 
 
-def test_the_published_recovery_table_is_the_one_of_its_results():
-    results, mixed, long = (
-        json.loads(RESULTS.with_stem(f"minilm_recovery{name}").read_text("utf-8"))
-        for name in ("", "_mixed", "_2048")
-    )
-    page = (ROOT / TABLES).read_text("utf-8")
-    assert all(recovery(found) in page for found in (results, mixed, long))
-    assert quality(results, mixed) in (ROOT / "README.md").read_text("utf-8")
+def test_every_attention_that_was_recovered_has_a_name():
+    results = json.loads(RESULTS.read_text("utf-8"))
     assert {name.split()[0] for name in results["rows"]} == NAMES.keys()
 
 
@@ -40,11 +32,6 @@ def test_cells_are_means_over_the_seeds():
     assert "| LLN | 2 | 0.110 → 0.210 → 0.310 ± 0.014 |" in text
 
 
-def test_the_published_table_of_training_steps_is_the_one_of_its_results():
-    results = json.loads((ROOT / "lab/results/experiments/roberta_step.json").read_text("utf-8"))
-    assert training_steps(results) in (ROOT / "docs/huggingface.md").read_text("utf-8")
-
-
 def test_training_steps_that_were_not_run_are_empty():
     results = json.loads((ROOT / "lab/results/experiments/roberta_step.json").read_text("utf-8"))
     rows = {
@@ -58,19 +45,8 @@ def test_training_steps_that_were_not_run_are_empty():
     assert lines[4] == "| LLN, running |  |  |"
 
 
-def test_the_published_tables_of_exact_keys_are_those_of_their_results():
-    for name, write, page in (
-        ("keys_prototype", selection, "exact_keys.md"),
-        ("keys_conversion", conversion, "exact_keys.md"),
-        ("decoder_conversion", decoder, "tutorials/decoder.md"),
-    ):
-        results = json.loads((ROOT / f"lab/results/experiments/{name}.json").read_text("utf-8"))
-        assert write(results) in (ROOT / "docs" / page).read_text("utf-8")
-
-
-def test_the_published_gates_are_those_of_their_cells():
+def test_gates_are_those_of_their_cells():
     found = json.loads((ROOT / "lab/results/experiments/gates.json").read_text("utf-8"))
-    assert gates(found) in (ROOT / "docs/experiments.md").read_text("utf-8")
     cells = read_all(ROOT / "lab/results/experiments/cells", "gates", "gpu")
     for name, rule in GATED.items():
         own = [one for one in cells if one["cell"]["task"] == name]

@@ -5,7 +5,6 @@ import re
 import statistics
 from collections import Counter
 
-import pytest
 from lab.tests.findings import (
     RESULTS,
     ROOT,
@@ -20,29 +19,11 @@ from lab.tests.findings import (
     values,
 )
 
-from lln_lab.benchmarks.markdown import TABLES
-from lln_lab.experiments.catalogue import EXPERIMENTS
-from lln_lab.experiments.cells import read_all
-from lln_lab.experiments.cost import cost_table
-from lln_lab.experiments.report_page import section
+from lln_lab.markdown import TABLES
 
 KERNELS = ("elu", "performer", "cosformer", "hedgehog")
 RIVALS = (*KERNELS, "nystromformer")
 QUERY = "lln_keys@select=query,offset=-1e4"
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_tables_are_those_of_the_cells(name):
-    text = (ROOT / TABLES).read_text("utf-8")
-    parts = {name: "cells", f"first-{name}": "first_cells"}
-    for mark, folder in parts.items():
-        found = read_all(RESULTS / folder, name, "small")
-        if not found:
-            continue
-        written = text.split(f"<!-- {mark}: begin -->\n")[1].split(f"\n<!-- {mark}: end")[0]
-        assert written == section(EXPERIMENTS[name], "small", found)
-    if name == "lra":
-        assert cost_table(EXPERIMENTS[name], "small", RESULTS / "cells") in text
 
 
 def test_no_best_row_is_bold_as_the_page_says():

@@ -22,7 +22,6 @@ from lln_lab.benchmarks.cpu_turns import (
     ratio,
     turns_table,
 )
-from lln_lab.benchmarks.markdown import TABLES
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("softmax", "lln", "lln matched", "lln_diag", "softmax causal", "lln causal")
@@ -106,7 +105,7 @@ def test_the_first_screen_of_readme_repeats_its_table():
     assert len(numbers) == 4
     for number in numbers:
         assert f"{number}×" in rest, number
-    content = json.loads(EXAMPLE.read_text("utf-8"))
+    content = json.loads((ROOT / EXAMPLE).read_text("utf-8"))
     table = example_table(content)
     said = "0.3 times as fast as softmax at 256 tokens, 1.2 at 1,024 and 4.1 at 4,096"
     assert said in rest
@@ -150,7 +149,6 @@ def test_an_older_tree_has_a_process_of_its_own(tmp_path):
         cpu_turns.commit_of(tmp_path)
 
 
-def test_the_published_table():
+def test_every_way_had_five_rounds():
     content = json.loads((ROOT / RESULTS).read_text("utf-8"))
-    assert turns_table(content) in (ROOT / TABLES).read_text("utf-8")
     assert all(len(rounds) == 5 for rounds in content["ways"].values())

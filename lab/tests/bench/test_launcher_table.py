@@ -1,18 +1,16 @@
-"""The table of both launchers: the published one, and how its cells come about."""
+"""The table of both launchers: how its cells come about."""
 
 import json
 from pathlib import Path
 
 from lln_lab.benchmarks import host_calls
 from lln_lab.benchmarks.launcher import RESULTS, launcher_table
-from lln_lab.benchmarks.markdown import TABLES
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_published_table_is_the_one_of_its_results():
+def test_both_launchers_gave_the_same_bits():
     content = json.loads((ROOT / RESULTS).read_text("utf-8"))
-    assert launcher_table(content) in (ROOT / TABLES).read_text("utf-8")
     for runs in content["runs"].values():
         assert all(case.get("equal", True) for run in runs for case in run["cases"].values())
     assert {run["launcher"] for run in content["runs"]["compiled"]} == {"compiled"}

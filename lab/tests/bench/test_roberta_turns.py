@@ -1,17 +1,15 @@
-"""The table of RoBERTa's steps in turn: the published one, and how its cells come about."""
+"""The table of RoBERTa's steps in turn: how its cells come about."""
 
 import json
 from pathlib import Path
 
-from lln_lab.benchmarks.markdown import TABLES
 from lln_lab.benchmarks.roberta_turns import RESULTS, SYSTEMS, turns_table
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_published_table_is_the_one_of_its_results():
+def test_the_launchers_are_those_that_were_asked_for():
     content = json.loads((ROOT / RESULTS).read_text("utf-8"))
-    assert turns_table(content) in (ROOT / TABLES).read_text("utf-8")
     assert content["runs"]["compiled"]["launcher"] == "compiled"
     assert content["runs"]["python"]["launcher"].startswith("python")
 

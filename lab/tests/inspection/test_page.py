@@ -8,7 +8,7 @@ import pytest
 from lab.tests.drawings import cells, draw
 
 from lln.instruments.key_masses import KEYS
-from lln_lab.experiments import inspect_minilm
+from lln_lab.experiments.inspect_minilm import NUMBERS
 from lln_lab.inspection.choice import Chosen
 from lln_lab.inspection.findings import findings
 from lln_lab.inspection.key_needs import keys_sentence, mass_rows, mass_table
@@ -25,7 +25,7 @@ MINUS_ZERO = re.compile(r"[-−]0(\.0*)?(?![\d.])")
 
 @pytest.fixture(scope="module")
 def minilm():
-    return read_study(inspect_minilm.NUMBERS)
+    return read_study(NUMBERS)
 
 
 @pytest.fixture

@@ -36,7 +36,6 @@ from typing import Any
 COMMAND = "python -m lln_lab.benchmarks.cpu_turns"
 RESULTS = Path("lab/results/benchmarks/cpu-turns-x86.json")
 EXAMPLE = Path("lab/results/benchmarks/cpu-example-x86.json")
-SECTION = "cpu-turns-x86"
 LENGTHS, EXAMPLE_LENGTHS = (128, 256, 512, 1024, 2048, 4096), (256, 1024, 4096)
 HEADS, WIDTH = 12, 64
 PASSES = ("forward", "fwd + bwd")
@@ -160,7 +159,7 @@ def ratio(content: dict[str, Any], way: str, case: str, call: str, base: str) ->
 
 def turns_table(content: dict[str, Any]) -> str:
     """Times of softmax, and how many times faster the others are, for each kind of passes."""
-    from lln_lab.benchmarks.markdown import source, table
+    from lln_lab.markdown import source, table
 
     def as_ms(time: float) -> str:
         return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
@@ -202,7 +201,7 @@ def turns_table(content: dict[str, Any]) -> str:
 
 def passes_table(content: dict[str, Any], lengths: Sequence[int]) -> str:
     """Milliseconds of softmax, and how many times faster the compiled passes are: for README."""
-    from lln_lab.benchmarks.markdown import source, table
+    from lln_lab.markdown import source, table
 
     titles = {"lln": "LLN", "lln matched": "LLN, matched", "lln_diag": "LLN + Diag"}
     lines, heads = [], ["N"]
@@ -227,7 +226,7 @@ def passes_table(content: dict[str, Any], lengths: Sequence[int]) -> str:
 
 def example_table(content: dict[str, Any]) -> str:
     """Milliseconds of what README recommends, and how many times faster than softmax it is."""
-    from lln_lab.benchmarks.markdown import source, table
+    from lln_lab.markdown import source, table
 
     titles = {"lln_diag": "LLN + Diag", "lln_keys": "exact keys", "scratch": "from scratch"}
     rounds: list[Times] = []
@@ -266,7 +265,7 @@ def _milliseconds(time: float) -> str:
 
 
 def main() -> None:
-    """Measure in rounds, or write the table."""
+    """Measure in rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--old", type=Path, help="folder that holds an older lln package")
     parser.add_argument("--example", action="store_true", help="the calls of README")
@@ -274,18 +273,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="per length, pass and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--report", action="store_true", help="only write the table")
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     lengths = given.lengths or list(EXAMPLE_LENGTHS if given.example else LENGTHS)
     if given.case is not None:
         times = measure(lengths, given.seconds, given.example)
         given.case.write_text(json.dumps(times), "utf-8")
-        return
-    if given.report:
-        from lln_lab.benchmarks.markdown import TABLES, fill
-
-        fill(TABLES, SECTION, turns_table(json.loads(RESULTS.read_text("utf-8"))))
         return
     from lln.cpu import building
     from lln.files import compact_json, write_atomically

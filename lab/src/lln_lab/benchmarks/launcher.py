@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lln_lab.benchmarks import host_calls
-from lln_lab.benchmarks.markdown import TABLES, fill, source
-from lln_lab.benchmarks.markdown import table as markdown_table
 from lln_lab.benchmarks.two_trees import host_ms
+from lln_lab.markdown import source
+from lln_lab.markdown import table as markdown_table
 
 COMMAND = "python -m lln_lab.benchmarks.launcher"
 RESULTS = Path("lab/results/benchmarks/launcher.json")
@@ -189,12 +189,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512])
     parser.add_argument("--no-tests", action="store_true", help="only build and measure")
     parser.add_argument("--test-seconds", type=float, default=80.0, help="at most, for the tests")
-    parser.add_argument("--report", action="store_true", help="only write the table")
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.report:
-        fill(TABLES, "launcher", launcher_table(json.loads(RESULTS.read_text("utf-8"))))
-        return
     if given.case is not None:
         one_process(given.case, tuple(given.lengths))
         return

@@ -13,8 +13,8 @@ from lln.errors import InvalidInputError
 from lln.files import compact_json, write_atomically
 from lln.parallel.cost import KINDS, LayerShape
 from lln.parallel.step_time import Machine, layer_time
-from lln_lab.benchmarks.markdown import TABLES, fill, table
 from lln_lab.drawing import save
+from lln_lab.markdown import table
 
 COMMAND = "python -m lln_lab.benchmarks.parallel_cost"
 RESULTS = Path("lab/results/benchmarks/parallel-cost.json")
@@ -134,7 +134,7 @@ def draw(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    """Simulate, and write everything that shows it."""
+    """Simulate, and keep the times."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     rows = cases()
     content = {
@@ -144,8 +144,7 @@ def main() -> None:
         "cases": rows,
     }
     write_atomically(RESULTS, compact_json(content))
-    fill(TABLES, "parallel-times", times_table(rows))
-    draw(rows)
+    print(times_table(rows))
 
 
 if __name__ == "__main__":

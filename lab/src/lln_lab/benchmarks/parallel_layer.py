@@ -10,7 +10,6 @@ calls one after the other, host included; memory is the peak of a forward and a 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ import lln.parallel
 from lln.files import compact_json, write_atomically
 from lln.parallel import sharded, sharded_keys
 from lln_lab.bench.environment import describe
-from lln_lab.benchmarks.markdown import TABLES, fill, source, table
+from lln_lab.markdown import source, table
 
 COMMAND = "python -m lln_lab.benchmarks.parallel_layer"
 RESULTS = Path("lab/results/benchmarks/parallel-layer.json")
@@ -227,10 +226,9 @@ def run(given: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    """Measure, or with --report write the table of what was measured."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="only write the table")
     parser.add_argument("--device", choices=BACKENDS, default="cuda")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
@@ -240,14 +238,11 @@ def main() -> None:
         "--seconds", type=float, default=SECONDS, help="after which no round begins"
     )
     given = parser.parse_args()
-    if not given.report:
-        if given.device == "cuda" and not torch.cuda.is_available():
-            raise SystemExit("needs a CUDA device, or --device cpu; --report writes the last table")
-        if given.device == "cpu" and given.out == RESULTS:
-            raise SystemExit("--device cpu needs --out: the results of this file are of a GPU")
-        print(layer_table(run(given)))
-    if given.out == RESULTS:
-        fill(TABLES, "parallel-layer", layer_table(json.loads(RESULTS.read_text("utf-8"))))
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA device, or --device cpu")
+    if given.device == "cpu" and given.out == RESULTS:
+        raise SystemExit("--device cpu needs --out: the results of this file are of a GPU")
+    print(layer_table(run(given)))
 
 
 if __name__ == "__main__":

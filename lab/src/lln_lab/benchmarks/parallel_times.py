@@ -29,8 +29,8 @@ from lln.parallel.cost import KINDS, LayerShape
 from lln.parallel.ranks import find_ranks
 from lln.parallel.step_time import Machine, layer_time
 from lln_lab.bench.environment import describe
-from lln_lab.benchmarks.markdown import TABLES, fill, source, table
 from lln_lab.benchmarks.softmax_over_ranks import ring_attention, ulysses_attention
+from lln_lab.markdown import source, table
 
 RESULTS = Path("lab/results/benchmarks/parallel-times.json")
 HEADS, WIDTH = 4, 64
@@ -160,17 +160,15 @@ def times_table(content: dict) -> str:
 
 
 def main() -> None:
-    """Measure, or with --report write the table of what was measured."""
+    """Measure, and keep the times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="how many processes")
-    parser.add_argument("--report", action="store_true", help="only write the table")
     given = parser.parse_args()
-    if not given.report:
-        command = f"python -m lln_lab.benchmarks.parallel_times --ranks {given.ranks}"
-        with tempfile.TemporaryDirectory() as folder:
-            meeting = f"file://{folder}/meeting"
-            mp.spawn(work, (given.ranks, meeting, str(RESULTS), command), given.ranks)
-    fill(TABLES, "parallel-measured", times_table(json.loads(RESULTS.read_text("utf-8"))))
+    command = f"python -m lln_lab.benchmarks.parallel_times --ranks {given.ranks}"
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/meeting"
+        mp.spawn(work, (given.ranks, meeting, str(RESULTS), command), given.ranks)
+    print(times_table(json.loads(RESULTS.read_text("utf-8"))))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from lln.files import compact_json, write_atomically
 from lln_lab.bench.environment import describe
-from lln_lab.benchmarks.markdown import fill, source, table
+from lln_lab.markdown import source, table
 
-RESULTS, PAGE = Path("lab/results/benchmarks/parallel-training.json"), Path("docs/parallel.md")
+RESULTS = Path("lab/results/benchmarks/parallel-training.json")
 EXAMPLE = "examples/context_parallel.py"
 TOKENS, STEPS = 131_072, 3
 KINDS = ("lln", "lln_diag")
@@ -66,22 +66,19 @@ def losses_table(content: dict) -> str:
 
 
 def main() -> None:
-    """Train, or with --report write the table of what was found."""
+    """Train, and keep the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3], help="1 is needed")
-    parser.add_argument("--report", action="store_true", help="only write the table")
     given = parser.parse_args()
-    if not given.report:
-        rows = []
-        for kind in KINDS:
-            for ranks in given.ranks:
-                rows.append(train(kind, ranks))
-                print(rows[-1], flush=True)
-        ranks = " ".join(map(str, given.ranks))
-        command = f"python -m lln_lab.benchmarks.parallel_training --ranks {ranks}"
-        content = {"setup": describe("cpu", command), "tokens": TOKENS, "steps": STEPS}
-        write_atomically(RESULTS, compact_json({**content, "rows": rows}))
-    fill(PAGE, "parallel-training", losses_table(json.loads(RESULTS.read_text("utf-8"))))
+    rows = []
+    for kind in KINDS:
+        for ranks in given.ranks:
+            rows.append(train(kind, ranks))
+            print(rows[-1], flush=True)
+    ranks = " ".join(map(str, given.ranks))
+    command = f"python -m lln_lab.benchmarks.parallel_training --ranks {ranks}"
+    content = {"setup": describe("cpu", command), "tokens": TOKENS, "steps": STEPS}
+    write_atomically(RESULTS, compact_json({**content, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from lln_lab.benchmarks.launcher import LAUNCHERS, ROOT, build, used
-from lln_lab.benchmarks.markdown import TABLES, fill, source
-from lln_lab.benchmarks.markdown import table as markdown_table
+from lln_lab.markdown import source
+from lln_lab.markdown import table as markdown_table
 
 COMMAND = "python -m lln_lab.benchmarks.roberta_turns"
 RESULTS = Path("lab/results/benchmarks/roberta-turns.json")
@@ -123,19 +123,15 @@ def in_process(out: Path, name: str, tokens: int, turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure with both launchers, or write the table."""
+    """Measure with both launchers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="only write the table")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.report:
-        fill(TABLES, "roberta-turns", turns_table(json.loads(RESULTS.read_text("utf-8"))))
-        return
     if given.case is not None:
         rows = measure(tuple(given.lengths), given.turns, given.mode)
         given.case.write_text(json.dumps({"rows": rows, "launcher": used()}), "utf-8")

@@ -24,15 +24,10 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from lln_lab.benchmarks.markdown import TABLES, fill, source, table
+from lln_lab.markdown import source, table
 
 COMMAND = "python -m lln_lab.benchmarks.under_load"
 RESULTS = Path("lab/results/benchmarks/under-load.json")
-# Results, and the section of the page that shows them: one for each kind of processor.
-SECTIONS = {
-    RESULTS: "under-load",
-    RESULTS.with_name("under-load-x86.json"): "under-load-x86",
-}
 LENGTHS, HEADS, WIDTH = (256, 512, 2048), 12, 64
 # Which passes compute: the environment variable that decides it.
 PASSES = {"plain": {"LLN_CPU": "torch"}, "compiled": {}}
@@ -140,19 +135,14 @@ def load_table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure with both kinds of passes, or write the table."""
+    """Measure with both kinds of passes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, help="busy programs; default: one per core")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of a phase")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of a quiet and a busy phase")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="only write the table")
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.report:
-        for path, section in SECTIONS.items():
-            fill(TABLES, section, load_table(json.loads(path.read_text("utf-8"))))
-        return
     programs = given.programs or len(os.sched_getaffinity(0))
     if given.case is not None:
         found = measure(programs, given.seconds, given.pairs)

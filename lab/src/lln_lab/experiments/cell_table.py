@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from lln_lab.experiments.experiment import Column
 from lln_lab.experiments.methods import Method, all_methods
-from lln_lab.experiments.tables import table
+from lln_lab.markdown import table
 
 SIGNIFICANT = 0.05
 # Name of a baseline → measure → value, by task.

@@ -19,14 +19,13 @@ from lln.checks.reading import read_json
 from lln.files import compact_json, write_atomically
 from lln.integrations.progress import progress_bar
 from lln_lab.bench.environment import describe
-from lln_lab.benchmarks.markdown import commits_of
 from lln_lab.experiments.cells import Cell
 from lln_lab.experiments.experiment import Experiment
 from lln_lab.experiments.hosts import started_host
 from lln_lab.experiments.methods import Method, all_methods
 from lln_lab.experiments.prepared import prepared_task
-from lln_lab.experiments.tables import table
 from lln_lab.experiments.tasks.task import as_batch
+from lln_lab.markdown import commits_of, table
 
 WARM_UP, MEASURED = 8, 30
 

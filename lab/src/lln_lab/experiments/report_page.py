@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lln.files import write_atomically
-from lln_lab.benchmarks.markdown import commit_of, commits_of
 from lln_lab.experiments.cell_table import Baselines, cell_grid, cell_table
 from lln_lab.experiments.cells import PUBLISHED, read_all
 from lln_lab.experiments.claims import captions
 from lln_lab.experiments.experiment import Experiment
 from lln_lab.experiments.methods import Method
+from lln_lab.markdown import commit_of, commits_of
 from lln_lab.report import plot_area
 from lln_lab.report.chart import Chart, inline_svg
 from lln_lab.report.rendering import render_text

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln_lab.benchmarks.markdown import commit_of
-from lln_lab.experiments.tables import table
+from lln_lab.markdown import commit_of, table
 
 NAMES = {
     "sdpa": "softmax (SDPA)",

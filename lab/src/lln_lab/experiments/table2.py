@@ -13,8 +13,7 @@ from pathlib import Path
 from lln.checks.reading import read_json
 from lln_lab.bench.result_rows import ROW_FORM
 from lln_lab.bench.roberta_table import CELL_FORM, tables_of
-from lln_lab.benchmarks.markdown import commit_of
-from lln_lab.experiments.tables import table
+from lln_lab.markdown import commit_of, table
 
 NAME = "table2"
 TITLE = "Table 2: memory and time of a training step of RoBERTa-base"

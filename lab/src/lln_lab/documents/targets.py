@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lln_lab.bench.compare import fastest
 from lln_lab.bench.result_rows import Row
-from lln_lab.benchmarks.markdown import table
+from lln_lab.markdown import table
 
 TOKENS = 65536
 GRAPH, PYTHON = "graph_milliseconds", "milliseconds"

@@ -1,13 +1,12 @@
-"""Write figures and tables of README and docs: ``python -m lln_lab.benchmarks.report``.
+"""Sections and figures of the benchmarks, from ``lab/results/benchmarks``.
 
-Nothing between their marks is written by hand; this program puts it there. Results that are not
-there yet leave their section with the command that makes them.
+Results that are not there yet leave their section with the command that makes them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from lln_lab.bench.compare import add_ratios
@@ -15,9 +14,18 @@ from lln_lab.bench.operations import OPERATIONS
 from lln_lab.bench.peers_figure import draw_peers
 from lln_lab.bench.roberta_figure import draw_roberta
 from lln_lab.bench.speed_figure import draw_speed
-from lln_lab.benchmarks import cpu_turns, peers
-from lln_lab.benchmarks.markdown import TABLES, fill, table
-from lln_lab.benchmarks.speed_tables import (
+from lln_lab.benchmarks import (
+    cpu_turns,
+    launcher,
+    parallel_cost,
+    parallel_layer,
+    parallel_times,
+    parallel_training,
+    roberta_turns,
+    under_load,
+)
+from lln_lab.documents import peer_tables
+from lln_lab.documents.speed_tables import (
     causal_cpu_table,
     cpu_table,
     fla_table,
@@ -28,120 +36,133 @@ from lln_lab.benchmarks.speed_tables import (
     speed_summary,
     trees_table,
 )
-from lln_lab.benchmarks.targets import main_rows, targets_table
+from lln_lab.documents.targets import main_rows, targets_table
+from lln_lab.markdown import TABLES, Section, table
 from lln_lab.peers import available
 
 RESULTS = Path("lab/results/benchmarks")
 FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/matching/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
-STUDY = Path("docs/tutorials/study.md")
+STUDY, METHOD, PARALLEL = (
+    Path(f"docs/{name}.md") for name in ("tutorials/study", "method", "parallel")
+)
 # What README shows of a CPU and of a GPU.
 CPU_LENGTHS = (256, 1024, 4096)
 GPU_LENGTHS = (512, 4096, 65536)
 # And the summary of the training steps.
 STEPS = (512, 4096, 16384)
+PARTS = {"batch 1": "roberta", "graph": "roberta-graph", "filled": "roberta-filled"}
+# Page, marks, results and table of the benchmarks that have one table each.
+SINGLE = (
+    (TABLES, "attempts", "attempts", lambda found: attempts_table(found)),
+    (TABLES, "cpu-turns-x86", "cpu-turns-x86", cpu_turns.turns_table),
+    (TABLES, "launcher", "launcher", launcher.launcher_table),
+    (TABLES, "roberta-turns", "roberta-turns", roberta_turns.turns_table),
+    (TABLES, "under-load", "under-load", under_load.load_table),
+    (TABLES, "under-load-x86", "under-load-x86", under_load.load_table),
+    (TABLES, "parallel-times", "parallel-cost", lambda it: parallel_cost.times_table(it["cases"])),
+    (TABLES, "parallel-measured", "parallel-times", parallel_times.times_table),
+    (TABLES, "parallel-layer", "parallel-layer", parallel_layer.layer_table),
+    (PARALLEL, "parallel-training", "parallel-training", parallel_training.losses_table),
+)
 
 
-def main() -> None:
-    """Read the results, write the figures and the marked sections."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    fill_cpu()
-    fill_gpu()
-    fill_fla()
-    fill_trees()
-    fill_roberta()
-    fill_peers()
-    attempts = json.loads((RESULTS / "attempts.json").read_text())
-    fill(TABLES, "attempts", attempts_table(attempts))
+def sections() -> Iterator[Section]:
+    """What the pages say of every benchmark."""
+    yield from of_cpus()
+    yield from of_gpu()
+    yield from of_training_steps()
+    yield from of_peers()
+    for page, name, results, write in SINGLE:
+        yield Section(page, name, write(json.loads((RESULTS / f"{results}.json").read_text())))
     constants = json.loads(CONSTANTS.read_text())
-    fill(Path("docs/method.md"), "validation", validation_table(constants["fit"]))
+    yield Section(METHOD, "validation", validation_table(constants["fit"]))
 
 
-def fill_cpu() -> None:
-    """The figure and the tables of both CPUs, and what README shows of one."""
+def of_cpus() -> Iterator[Section]:
+    """The tables of both CPUs, and what README shows of one."""
     cpu, example = read("cpu"), read(cpu_turns.EXAMPLE.stem)
     command = missing(f"{cpu_turns.COMMAND} --example", cpu_turns.EXAMPLE.stem)
-    fill(BENCHMARKS, "cpu-example", cpu_turns.example_table(example) if example else command)
+    text = cpu_turns.example_table(example) if example else command
+    yield Section(BENCHMARKS, "cpu-example", text)
     turns = read(cpu_turns.RESULTS.stem)
     command = missing(cpu_turns.COMMAND, cpu_turns.RESULTS.stem)
-    fill(README, "cpu-speed", cpu_turns.passes_table(turns, CPU_LENGTHS) if turns else command)
-    if cpu:
-        draw_speed(cpu, FIGURES / "cpu_speed.svg")
+    text = cpu_turns.passes_table(turns, CPU_LENGTHS) if turns else command
+    yield Section(README, "cpu-speed", text)
     for suffix in ("", "-x86"):
         plain, compiled = read(f"cpu{suffix}"), read(f"cpu{suffix}-compiled")
         command = missing("LLN_CPU=torch lln bench --device cpu", f"cpu{suffix}")
         page = TABLES if suffix else BENCHMARKS
-        fill(page, f"cpu-speed{suffix}", cpu_table(plain) if plain else command)
+        yield Section(page, f"cpu-speed{suffix}", cpu_table(plain) if plain else command)
         command = missing("lln bench --device cpu", f"cpu{suffix}-compiled")
-        fill(TABLES, f"cpu-compiled{suffix}", cpu_table(compiled) if compiled else command)
+        text = cpu_table(compiled) if compiled else command
+        yield Section(TABLES, f"cpu-compiled{suffix}", text)
     compiled = read("cpu-compiled")
     command = missing("lln bench --device cpu", "cpu-compiled")
     causal = causal_cpu_table(cpu, compiled) if cpu and compiled else command
-    fill(TABLES, "cpu-causal", causal)
+    yield Section(TABLES, "cpu-causal", causal)
 
 
-def fill_gpu() -> None:
-    """The figures and all tables of the GPU's operations."""
-    gpu = read("cuda")
+def of_gpu() -> Iterator[Section]:
+    """All tables of the GPU's operations."""
+    gpu, fla, trees = read("cuda"), read("cuda-fla"), read("two_trees")
     summary = command = missing("lln bench --device cuda", "cuda")
     if gpu:
-        draw_speed(gpu, FIGURES / "gpu_speed.svg")
-        draw_speed(gpu, FIGURES / "gpu_speed_causal.svg", "causal")
         setting = "bfloat16, H = 12, D = 64, B·N = 65,536; softmax is the better of flash and cuDNN"
         summary = speed_summary(gpu, main_rows(gpu), GPU_LENGTHS, setting)
-    fill(README, "gpu-speed", summary)
-    fill(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
-    fla = read("cuda-fla")
-    fill(TABLES, "gpu-targets", targets_table(gpu, fla) if gpu else command)
-    fill(TABLES, "gpu-other", gpu_other_table(gpu) if gpu else command)
-
-
-def fill_fla() -> None:
-    """Causal attention against flash-linear-attention, in a run of their own."""
-    run = read("cuda-fla")
+    yield Section(README, "gpu-speed", summary)
+    yield Section(BENCHMARKS, "gpu-speed", gpu_table(gpu) if gpu else command)
+    yield Section(TABLES, "gpu-targets", targets_table(gpu, fla) if gpu else command)
+    yield Section(TABLES, "gpu-other", gpu_other_table(gpu) if gpu else command)
+    # Causal attention against flash-linear-attention, in a run of their own.
     command = missing(
         "lln bench --device cuda --passes forward --operations lln_causal fla_causal_raw",
         "cuda-fla",
     )
-    fill(TABLES, "gpu-fla", fla_table(run) if run else command)
-
-
-def fill_trees() -> None:
-    """The kernels before and after, in turn on one machine."""
-    trees = read("two_trees")
+    yield Section(TABLES, "gpu-fla", fla_table(fla) if fla else command)
+    # The kernels before and after, in turn on one machine.
     command = missing("python -m lln_lab.benchmarks.two_trees OLD/src NEW/src", "two_trees")
-    fill(TABLES, "two-trees", trees_table(trees) if trees else command)
+    yield Section(TABLES, "two-trees", trees_table(trees) if trees else command)
 
 
-def fill_roberta() -> None:
+def of_training_steps() -> Iterator[Section]:
     """Training steps: over the length, as CUDA graphs, and with many sequences in a batch."""
     found = read("roberta")
     command = missing("lln bench roberta --device cuda --tokens 65536", "roberta")
-    if found:
-        draw_roberta(found, FIGURES / "roberta.svg")
-    parts = {"batch 1": "roberta", "graph": "roberta-graph", "filled": "roberta-filled"}
-    for part, section in parts.items():
-        fill(TABLES, section, roberta_table(found, part) if found else command)
-    summary = roberta_summary([(found, part) for part in parts], STEPS) if found else command
-    fill(BENCHMARKS, "roberta-summary", summary)
+    for part, name in PARTS.items():
+        yield Section(TABLES, name, roberta_table(found, part) if found else command)
+    summary = roberta_summary([(found, part) for part in PARTS], STEPS) if found else command
+    yield Section(BENCHMARKS, "roberta-summary", summary)
 
 
-def fill_peers() -> None:
+def of_peers() -> Iterator[Section]:
     """The page of the attention systems, and their number wherever it stands."""
     for page in (README, STUDY):
-        fill(page, "systems", str(len(available())))
-    fill(TABLES, "cards", peers.cards_table())
-    fill(TABLES, "cards-in-full", peers.cards_in_full())
+        yield Section(page, "systems", str(len(available())))
+    yield Section(TABLES, "cards", peer_tables.cards_table())
+    yield Section(TABLES, "cards-in-full", peer_tables.cards_in_full())
     for device in ("cuda", "cpu"):
         name = f"peers-{device}"
-        results, section = read(name), missing(f"lln bench peers --device {device}", name)
-        if results:
-            for field, end in peers.TITLES.items():
+        results, text = read(name), missing(f"lln bench peers --device {device}", name)
+        yield Section(TABLES, name, peer_tables.efficiency(results) if results else text)
+    yield Section(PEERS, "summary", peer_tables.summary(read("peers-cuda")))
+
+
+def draw() -> None:
+    """The figures of all results that are there."""
+    if cpu := read("cpu"):
+        draw_speed(cpu, FIGURES / "cpu_speed.svg")
+    if gpu := read("cuda"):
+        draw_speed(gpu, FIGURES / "gpu_speed.svg")
+        draw_speed(gpu, FIGURES / "gpu_speed_causal.svg", "causal")
+    if found := read("roberta"):
+        draw_roberta(found, FIGURES / "roberta.svg")
+    for device in ("cuda", "cpu"):
+        if results := read(f"peers-{device}"):
+            for field, end in peer_tables.TITLES.items():
                 draw_peers(results, FIGURES / f"peers_{device}_{end}.svg", field)
-            section = peers.efficiency(results)
-        fill(TABLES, name, section)
-    fill(PEERS, "summary", peers.summary(read("peers-cuda")))
+    parallel_cost.draw(json.loads(parallel_cost.RESULTS.read_text("utf-8"))["cases"])
 
 
 def read(name: str) -> dict | None:
@@ -232,7 +253,3 @@ def validation_table(fit: dict) -> str:
         f"from {p}, {drawn['seeds']} seeds. Made by `{fit['command']}` on {fit['device']}."
     )
     return table(heads, lines, caption)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,8 @@
 """The report: sections filled from results, targets met or missed, cells not run left empty."""
 
-import json
 from pathlib import Path
 
-import pytest
-
-from lln_lab.benchmarks import report
-from lln_lab.benchmarks.markdown import TABLES, source
-from lln_lab.benchmarks.speed_tables import (
+from lln_lab.documents.speed_tables import (
     cpu_table,
     fla_table,
     gpu_other_table,
@@ -17,7 +12,8 @@ from lln_lab.benchmarks.speed_tables import (
     speed_summary,
     trees_table,
 )
-from lln_lab.benchmarks.targets import TARGETS, targets_table
+from lln_lab.documents.targets import TARGETS, targets_table
+from lln_lab.markdown import source
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {
@@ -279,68 +275,3 @@ def test_roberta_summary_leaves_what_was_not_run_empty():
     assert lines[2] == "| softmax (SDPA) | 20.0 |  | 9.0 |  | 30.0 |  |"
     assert lines[3] == "| LLN | 40.0 (0.50×) |  | 6.0 (1.50×) |  | 15.0 (2.00×) |  |"
     assert lines[5] == "| Diag alone |  |  |  |  |  |  |"
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A copy of the files that the report reads and writes."""
-    pages = ("benchmarks", "method", "peers", "tutorials/study")
-    for name in ("README.md", str(TABLES), *(f"docs/{page}.md" for page in pages)):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
-    for path in [*(ROOT / "lab/results/benchmarks").glob("*.json"), ROOT / report.CONSTANTS]:
-        copy = tmp_path / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(path.read_text("utf-8"), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["report"])
-    # Drawn in the tests of `lln bench peers`; here it would take most of the time.
-    monkeypatch.setattr(report, "draw_peers", lambda *_: [])
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_report_fills_every_section_and_changes_nothing_twice(checkout):
-    report.main()
-    texts = {path: path.read_text("utf-8") for path in checkout.rglob("*.md")}
-    readme = texts[checkout / "README.md"]
-    page, rest = texts[checkout / "docs/benchmarks.md"], texts[checkout / TABLES]
-    for text, names in (
-        (readme, ("cpu-speed", "gpu-speed")),
-        (page, ("cpu-speed", "gpu-speed", "roberta-summary")),
-        (rest, ("cpu-speed-x86", "gpu-targets", "gpu-other")),
-        (rest, ("roberta", "roberta-graph", "roberta-filled")),
-    ):
-        for name in names:
-            section = text.split(f"<!-- {name}: begin -->")[1].split(f"<!-- {name}: end -->")[0]
-            assert section.strip(), name
-    report.main()
-    assert texts == {path: path.read_text("utf-8") for path in checkout.rglob("*.md")}
-    assert (checkout / "docs/figures/gpu_speed.svg").exists()
-
-
-def test_published_sections_are_those_the_report_writes(checkout):
-    report.main()
-    for path in checkout.rglob("*.md"):
-        written = path.read_text("utf-8")
-        assert written == (ROOT / path.relative_to(checkout)).read_text("utf-8"), path
-
-
-def test_results_that_are_missing_leave_the_command_that_makes_them(checkout):
-    for name in ("cpu", "cuda", "roberta", "roberta-filled", "peers-cpu", "peers-cuda"):
-        (checkout / f"lab/results/benchmarks/{name}.json").unlink(missing_ok=True)
-    report.main()
-    readme = (checkout / "README.md").read_text("utf-8")
-    assert "`lln bench --device cuda --out lab/results/benchmarks/cuda.json`" in readme
-    assert not (checkout / "docs/figures").exists()
-
-
-@pytest.mark.slow
-def test_a_roberta_file_fills_its_sections(checkout):
-    cell = {"part": "batch 1", "system": "lln", "batch": 1, "tokens": 512, "status": "timed"}
-    cell |= {"milliseconds": 25.2, "peak_bytes": 4.04e9}
-    path = checkout / "lab/results/benchmarks/roberta.json"
-    path.write_text(json.dumps(results(cell)))
-    report.main()
-    assert "| ms, LLN | 25.2 |" in (checkout / TABLES).read_text("utf-8")
-    assert (checkout / "docs/figures/roberta.png").exists()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from lln.errors import InvalidInputError
 from lln.files import write_atomically
 
 # Every table that no page of the documentation shows.
@@ -42,10 +43,31 @@ def commits_of(environments: Sequence[dict[str, Any]], what: str = "cells") -> s
     return f"{said} in src" + (f", not recorded for {unknown}" if unknown else "")
 
 
-def fill(path: Path, name: str, section: str) -> None:
-    """Put a section between its marks in a file, on lines of its own if the marks are."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = path.read_text("utf-8").split(begin)
-    inside, after = rest.split(end)
-    edge = "\n" if inside.startswith("\n") else ""
-    write_atomically(path, f"{before}{begin}{edge}{section}{edge}{end}{after}")
+class Section(NamedTuple):
+    """A part of a page that a program writes.
+
+    Attributes:
+        page: The Markdown file, from the top of the checkout.
+        name: That of its marks, ``<!-- name: begin -->`` and ``<!-- name: end -->``.
+        text: What belongs between them.
+    """
+
+    page: Path
+    name: str
+    text: str
+
+
+def fill(sections: Iterable[Section]) -> None:
+    """Put sections between their marks, on lines of their own if the marks are."""
+    pages: dict[Path, str] = {}
+    for page, name, text in sections:
+        content = pages[page] if page in pages else page.read_text("utf-8")
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if (count := content.count(begin)) != 1:
+            raise InvalidInputError(f"{page} needs {begin} once, has it {count} times.")
+        before, rest = content.split(begin)
+        inside, after = rest.split(end)
+        edge = "\n" if inside.startswith("\n") else ""
+        pages[page] = f"{before}{begin}{edge}{text}{edge}{end}{after}"
+    for page, content in pages.items():
+        write_atomically(page, content)

@@ -7,7 +7,7 @@ import re
 from lln_lab import peers
 from lln_lab.bench.peers_cells import ALONE, FILLED, FRAME
 from lln_lab.bench.peers_table import TABLES, batch_of, systems_of, table_of
-from lln_lab.benchmarks.markdown import source, table
+from lln_lab.markdown import source, table
 from lln_lab.peers import listing
 
 TITLES = {"milliseconds": "time", "peak_bytes": "memory"}

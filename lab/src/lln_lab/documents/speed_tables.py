@@ -7,8 +7,8 @@ from lln_lab.bench.operations import OPERATIONS
 from lln_lab.bench.result_rows import Row
 from lln_lab.bench.roberta import SYSTEMS
 from lln_lab.bench.roberta_table import as_milliseconds, table_of, title_of
-from lln_lab.benchmarks.markdown import source, table
-from lln_lab.benchmarks.targets import GRAPH, PYTHON, main_rows
+from lln_lab.documents.targets import GRAPH, PYTHON, main_rows
+from lln_lab.markdown import source, table
 
 CPU_COLUMNS = ("sdpa", "lln", "lln_matched", "lln_diag")
 PASSES = ((False, "forward"), (True, "fwd + bwd"))
@@ -110,7 +110,7 @@ def trees_table(results: dict) -> str:
 
 
 def _call(name: str) -> str:
-    """ "lln_diag_64 D = 32 4096" → "LLN + Diag, blocks of 64, D = 32, N = 4,096"."""
+    """From "lln_diag_64 D = 32 4096" to "LLN + Diag, blocks of 64, D = 32, N = 4,096"."""
     kind, *words = name.split()
     title = {
         "lln": "LLN",

@@ -1,32 +1,11 @@
-"""Write the tables of the docs from the results: ``python -m lln_lab.experiments.report``.
-
-Nothing between their marks is written by hand; this program puts it there.
-"""
+"""Tables of the paper's figures and claims, and of what the instruments cost."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 from lln.checks.printing import written
-from lln_lab.benchmarks.markdown import TABLES, commit_of, commits_of, fill
-from lln_lab.experiments.catalogue import EXPERIMENTS
-from lln_lab.experiments.cells import read_all
-from lln_lab.experiments.cost import cost_table
-from lln_lab.experiments.curve_figure import draw_curves
-from lln_lab.experiments.keys_table import conversion, decoder, selection, speed
-from lln_lab.experiments.keys_training import report_table
-from lln_lab.experiments.recovery_table import quality, recovery
-from lln_lab.experiments.report_page import section
-from lln_lab.experiments.step_table import training_steps
-from lln_lab.experiments.tables import table
-from lln_lab.experiments.temperature_figure import draw_temperatures
-
-RESULTS = Path("lab/results/experiments")
-COSTS = Path("lab/results/benchmarks/instruments.json")
-FIGURES = Path("docs/figures")
+from lln_lab.markdown import commit_of, table
 
 ATTENTION = {
     "softmax": "softmax",
@@ -38,109 +17,6 @@ ATTENTION = {
     "relu": "ReLU",
     "quadratic": "quadratic",
 }
-
-
-def main() -> None:
-    """Read the results and fill the marked sections."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    theory = json.loads((RESULTS / "figure-theory.json").read_text("utf-8"))
-    figure_2 = json.loads((RESULTS / "figure-2.json").read_text("utf-8"))
-    figure_1 = json.loads((RESULTS / "figure-1.json").read_text("utf-8"))
-    fill(TABLES, "figure-1", training(figure_1))
-    fill(TABLES, "figure-2", distances(figure_2))
-    for name, write in (
-        ("theorem-3-3", theorem_3_3),
-        ("proposition-3-1", proposition_3_1),
-        ("equation-28", equation_28),
-        ("equation-32", equation_32),
-        ("shape", shape),
-        ("equation-5", temperature),
-        ("small-print", small_print),
-    ):
-        fill(TABLES, name, write(theory) + "\n\n" + made_by(theory, name != "proposition-3-1"))
-    found = json.loads((RESULTS / "minilm_recovery.json").read_text("utf-8"))
-    mixed = json.loads((RESULTS / "minilm_recovery_mixed.json").read_text("utf-8"))
-    fill(Path("README.md"), "quality", quality(found, mixed))
-    fill(TABLES, "recovery", recovery(found))
-    fill(TABLES, "recovery-mixed", recovery(mixed))
-    found = json.loads((RESULTS / "minilm_recovery_2048.json").read_text("utf-8"))
-    fill(TABLES, "recovery-long", recovery(found))
-    steps = json.loads((RESULTS / "roberta_step.json").read_text("utf-8"))
-    fill(Path("docs/huggingface.md"), "steps", training_steps(steps))
-    page = Path("docs/exact_keys.md")
-    found = json.loads((RESULTS / "keys_prototype.json").read_text("utf-8"))
-    fill(page, "key-selection", selection(found))
-    found = json.loads((RESULTS / "keys_conversion.json").read_text("utf-8"))
-    fill(page, "key-conversion", conversion(found))
-    found = json.loads((RESULTS / "decoder_conversion.json").read_text("utf-8"))
-    fill(Path("docs/tutorials/decoder.md"), "key-decoder", decoder(found))
-    for device in ("cuda", "query-cuda", "cpu", "cpu-x86"):
-        found = json.loads(Path(f"lab/results/benchmarks/keys-{device}.json").read_text("utf-8"))
-        fill(TABLES, f"key-speed-{device}", speed(found))
-    fill(page, "key-training", from_scratch(RESULTS / "keys_training"))
-    found = json.loads((RESULTS / "gates.json").read_text("utf-8"))
-    fill(Path("docs/experiments.md"), "gates", gates(found))
-    fill_findings()
-    fill(Path("docs/instruments.md"), "costs", costs(json.loads(COSTS.read_text("utf-8"))))
-
-
-def gates(found: dict[str, Any]) -> str:
-    """Whether softmax has learned what a table asks, per table; a number per seed."""
-    rows = [
-        [
-            *(name, one["measure"], one["needed"]),
-            ", ".join(f"{value:.3g}" for value in one["of_seeds"]),
-            "yes" if one["met"] else "no",
-        ]
-        for name, one in found.items()
-    ]
-    setups = [one["setup"] for one in read_all(RESULTS / "cells", "gates", "gpu")]
-    devices = ", ".join(sorted({setup["device"] for setup in setups}))
-    return (
-        f"{table(['recipe', 'measured', 'needed', 'reached, per seed', 'met'], rows)}\n\n"
-        f"{devices}; {commits_of(setups)}; made by `python -m lln_lab.experiments.gates run`, "
-        "`baselines` and `summary`."
-    )
-
-
-def fill_findings() -> None:
-    """Tables of the experiments that were run; the first run had another recipe."""
-    for name, experiment in EXPERIMENTS.items():
-        cells = read_all(RESULTS / "cells", name, "small")
-        text = section(experiment, "small", cells) if cells else "*Not run yet.*"
-        fill(TABLES, name, text)
-    costs = cost_table(EXPERIMENTS["lra"], "small", RESULTS / "cells")
-    fill(TABLES, "lra-costs", costs or "*Not run yet.*")
-    for name, task in (
-        ("table1", "mlm"),
-        ("distance", "recall-512"),
-        ("distance", "repeated-2048"),
-    ):
-        cells = read_all(RESULTS / "cells", name, "small")
-        drawn = [one for one in cells if one["cell"]["task"] == task]
-        draw_curves(drawn, FIGURES / f"{name}_{task}")
-    cells = read_all(RESULTS / "cells", "temperature", "small")
-    draw_temperatures(cells, FIGURES / "temperature")
-    for name in ("table3", "lra"):
-        cells = read_all(RESULTS / "first_cells", name, "small")
-        fill(TABLES, f"first-{name}", section(EXPERIMENTS[name], "small", cells))
-
-
-def from_scratch(folder: Path) -> str:
-    """What every kind of layer learns from scratch."""
-    found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
-    first = found[0]
-    sizes, setup = first["config"]["sizes"], first["setup"]
-    seeds = ", ".join(str(seed) for seed in sorted({one["config"]["seed"] for one in found}))
-    return (
-        f"{report_table(found, with_cost=False)}\n\nMasked language model on English Wikipedia, "
-        f"{sizes['layers']} layers, {sizes['width']} wide, {sizes['heads']} heads, blocks of "
-        f"{sizes['block']}, {first['config']['batch_tokens']:,} tokens per step; validation loss "
-        "in nats, mean ± standard deviation over the seeds. *A / B*: layers alternate. "
-        f"{setup['device']}, torch {setup['torch']}; seeds {seeds}; "
-        f"{commits_of([one['setup'] for one in found])}; made by "
-        "`python -m lln_lab.experiments.keys_training many`."
-    )
 
 
 def made_by(results: dict[str, Any], one_length: bool = True) -> str:
@@ -321,7 +197,3 @@ def costs(results: dict[str, Any]) -> str:
             f"processors at the start. Made by `{made['command']}`, {commit_of(made)}.",
         ]
     )
-
-
-if __name__ == "__main__":
-    main()
