@@ -12,8 +12,7 @@ from lln_lab.experiments.catalogue import EXPERIMENTS
 from lln_lab.experiments.cells import read_all
 from lln_lab.experiments.cost import cost_table
 from lln_lab.experiments.curve_figure import draw_curves
-from lln_lab.experiments.keys_table import conversion, decoder, selection, speed
-from lln_lab.experiments.keys_training import report_table
+from lln_lab.experiments.keys_table import conversion, decoder, from_scratch, selection, speed
 from lln_lab.experiments.recovery_table import quality, recovery
 from lln_lab.experiments.report_page import section
 from lln_lab.experiments.step_table import training_steps
@@ -66,7 +65,10 @@ def exact_keys() -> Iterator[Section]:
     page = DOCS / "exact_keys.md"
     yield Section(page, "key-selection", selection(read("keys_prototype")))
     yield Section(page, "key-conversion", conversion(read("keys_conversion")))
-    yield Section(page, "key-training", from_scratch(RESULTS / "keys_training"))
+    trained = [
+        read(f"keys_training/{p.stem}") for p in sorted((RESULTS / "keys_training").glob("*.json"))
+    ]
+    yield Section(page, "key-training", from_scratch(trained))
     decoders = decoder(read("decoder_conversion"))
     yield Section(DOCS / "tutorials/decoder.md", "key-decoder", decoders)
     for device in ("cuda", "query-cuda", "cpu", "cpu-x86"):
@@ -121,21 +123,4 @@ def gates(found: dict[str, Any]) -> str:
         f"{table(['recipe', 'measured', 'needed', 'reached, per seed', 'met'], rows)}\n\n"
         f"{devices}; {commits_of(setups)}; made by `python -m lln_lab.experiments.gates run`, "
         "`baselines` and `summary`."
-    )
-
-
-def from_scratch(folder: Path) -> str:
-    """What every kind of layer learns from scratch."""
-    found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
-    first = found[0]
-    sizes, setup = first["config"]["sizes"], first["setup"]
-    seeds = ", ".join(str(seed) for seed in sorted({one["config"]["seed"] for one in found}))
-    return (
-        f"{report_table(found, with_cost=False)}\n\nMasked language model on English Wikipedia, "
-        f"{sizes['layers']} layers, {sizes['width']} wide, {sizes['heads']} heads, blocks of "
-        f"{sizes['block']}, {first['config']['batch_tokens']:,} tokens per step; validation loss "
-        "in nats, mean ± standard deviation over the seeds. *A / B*: layers alternate. "
-        f"{setup['device']}, torch {setup['torch']}; seeds {seeds}; "
-        f"{commits_of([one['setup'] for one in found])}; made by "
-        "`python -m lln_lab.experiments.keys_training many`."
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
+import statistics
 from typing import Any
 
-from lln_lab.markdown import commit_of, table
+from lln_lab.markdown import commit_of, commits_of, table
 
 # Rows of lab/results/experiments/keys_conversion.json in the order of the table.
 CONVERTED = {
@@ -98,6 +101,50 @@ def selection(results: dict[str, Any]) -> str:
         "on its own activations; slots of keys that are not centred, offset found on other texts; "
         "3 to 4 texts. Made by `python -m lln_lab.experiments.keys_prototype`, "
         f"{commit_of(results['setup'])}."
+    )
+
+
+def from_scratch(results: list[dict]) -> str:
+    """Mean ± standard deviation over the seeds, and how far from diag to diag/softmax that is."""
+    groups: dict[tuple, list[dict]] = {}
+    for result in results:
+        config = result["config"]
+        own = re.search(r"\+keys(\d+)", config["variant"])
+        keys = int(own[1]) if own else config["sizes"]["keys"]
+        place = (config["sizes"]["length"], config["steps"], config["variant"], keys)
+        groups.setdefault(place, []).append(result)
+    means = {
+        place: statistics.mean(one["valid_loss"] for one in group)
+        for place, group in groups.items()
+    }
+
+    def end(length: int, steps: int, name: str) -> float:
+        found = [mean for place, mean in means.items() if place[:3] == (length, steps, name)]
+        return found[0] if found else math.nan
+
+    rows = []
+    for place in sorted(groups, key=lambda place: (place[:2], means[place])):
+        length, steps, name, keys = place
+        losses = [one["valid_loss"] for one in groups[place]]
+        spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+        diag, softmax = end(length, steps, "diag"), end(length, steps, "diag/softmax")
+        way = (diag - means[place]) / (diag - softmax) if diag != softmax else math.nan
+        cells = [name, keys, length, steps, len(losses), f"{means[place]:.3f}{spread}"]
+        cells.append("" if math.isnan(way) else f"{way:.0%}")
+        rows.append([str(cell) for cell in cells])
+    head = "layers,K,tokens,steps,seeds,validation loss,diag → diag/softmax"
+    first = results[0]
+    sizes, setup = first["config"]["sizes"], first["setup"]
+    seeds = ", ".join(str(seed) for seed in sorted({one["config"]["seed"] for one in results}))
+    return (
+        f"{table(head.split(','), rows)}\n\nMasked language model on English Wikipedia, "
+        f"{sizes['layers']} layers, {sizes['width']} wide, {sizes['heads']} heads, blocks of "
+        f"{sizes['block']}, {first['config']['batch_tokens']:,} tokens per step; validation loss "
+        "in nats, mean ± standard deviation over the seeds. *A / B*: layers alternate. "
+        f"{setup['device']}, torch {setup['torch']}; seeds {seeds}; "
+        f"{commits_of([one['setup'] for one in results])}; made by "
+        "`lln_lab.experiments.keys_training` of these commits; `python -m lln_lab.experiments run "
+        "keys` trains such models today."
     )
 
 
