@@ -92,9 +92,8 @@ def attend(mask=None):
 def attend_backward(mask=None):
     for arguments in attend_saving(mask, wanted=False):
         out, *summary = lln_ops.attend_saving(*arguments)
-        tensors, numbers = arguments[: lln_ops.TENSORS], arguments[lln_ops.TENSORS :]
         asked = [arguments[place] is not None for place in (3, 4, 6)]
-        yield gradient_like(out), *tensors, *summary, *numbers, *asked
+        yield gradient_like(out), *arguments, *summary, *asked
 
 
 def attend_blocks(mask=None):
@@ -130,14 +129,14 @@ def summarise(mask=None):
 def summarise_backward(mask=None):
     for arguments in summarise(mask):
         given = plain(*arguments)
-        found = summary_ops._summarise(*given)
+        found = summary_ops.summarise(*given)
         gradients = [gradient_like(side) for side in found]
-        yield *gradients, *found, *given, given[2] is not None
+        yield *gradients, *given, *found, given[2] is not None
 
 
 def read_summary(mask=None):
     query, key, value = sides_of()
-    summary = summary_ops._summarise(*plain(key, value), None, None, 0.9)
+    summary = summary_ops.summarise(*plain(key, value), None, None, 0.9)
     learned = [side.requires_grad_() for side in summary]
     yield query, *numbers_of(heads=(2,)), *learned, mask, 1.0
     yield query, None, *learned, mask, 0.8
@@ -146,7 +145,7 @@ def read_summary(mask=None):
 def read_summary_backward(mask=None):
     for arguments in read_summary(mask):
         given = plain(*arguments)
-        yield gradient_like(summary_ops._read(*given)), *given, given[1] is not None
+        yield gradient_like(summary_ops.read_summary(*given)), *given, given[1] is not None
 
 
 CASES = {
@@ -190,7 +189,7 @@ def laid_out_otherwise():
         tensors = *sides, alpha, beta, None, heads_first(2, 2, tokens, channels), None
         numbers = *NUMBERS[:2], 0.5, BLOCK, 0.5, 0.0, 0, is_causal, 0
         out, *summary = lln_ops.attend_saving(*tensors, *numbers)
-        yield "attend_backward", gradient_like(out), *tensors, *summary, *numbers, *[True] * 3
+        yield "attend_backward", gradient_like(out), *tensors, *numbers, *summary, *[True] * 3
     query, key, value = sides
     choice = keys_ops.fused_choice(
         query, key, None, 3, block_size=BLOCK, group_size=BLOCK, flip=False
@@ -199,10 +198,10 @@ def laid_out_otherwise():
     found = keys_ops.attend_keys(*given)
     yield "attend_keys_backward", gradient_like(found[0]), *given, *found
     given = key, value, beta, None, 1.0
-    summary = summary_ops._summarise(*given)
-    yield "summarise_backward", *map(gradient_like, summary), *summary, *given, True
+    summary = summary_ops.summarise(*given)
+    yield "summarise_backward", *map(gradient_like, summary), *given, *summary, True
     given = query, alpha, *summary, None, 1.0
-    yield "read_summary_backward", gradient_like(summary_ops._read(*given)), *given, True
+    yield "read_summary_backward", gradient_like(summary_ops.read_summary(*given)), *given, True
 
 
 def test_gradients_of_numbers_lie_as_the_fakes_say():

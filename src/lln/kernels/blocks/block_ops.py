@@ -5,6 +5,7 @@ Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,15 +13,13 @@ import torch
 from torch import Tensor
 
 from lln.kernels.launching.limits import blocks_fit
-from lln.kernels.launching.operators import once_differentiable, operator
+from lln.kernels.launching.operators import Operation, call, with_gradients
 from lln.kernels.launching.shapes import output_like, within_reach
-from lln.tracing import is_watched
 
 _BLOCKS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, int block_size, float scale, "
     "bool causal"
 )
-BLOCK_TENSORS, BLOCK_NUMBERS = 4, 3
 
 
 @cache
@@ -41,12 +40,6 @@ def forward_blocks(*arguments: Any) -> Tensor:
     """Output for the arguments of `attend_blocks`."""
     call = _block_launches()[2](*arguments)
     return _launches_of(call).attend_blocks(call)
-
-
-def gradients_of_blocks(gradient: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    call = _block_launches()[2](*arguments)
-    return _launches_of(call).attend_blocks_backward(call, within_reach(gradient))
 
 
 def add_blocks(tensors: Any, numbers: Any, out: Tensor, mix: float) -> None:
@@ -70,42 +63,20 @@ def add_block_gradients(
     tiled.add_gradients(kind(*tensors, None, *numbers), within_reach(gradient), made, mix)
 
 
-@operator("attend_blocks", _BLOCKS)
-def attend_blocks(*arguments: Any) -> Tensor:
-    """Softmax attention inside blocks of tokens."""
-    return forward_blocks(*arguments)
+def _gradients(
+    gradients: Sequence[Tensor], inputs: Sequence[Any], *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = _block_launches()[2](*inputs)
+    return _launches_of(call).attend_blocks_backward(call, within_reach(gradients[0]))
 
 
-@attend_blocks.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return output_like(query, value.shape[-1])
 
 
-@operator("attend_blocks_backward", f"Tensor gradient, {_BLOCKS}", results=3)
-def attend_blocks_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    return gradients_of_blocks(*arguments)
-
-
-@attend_blocks_backward.register_fake
-def _(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def save_blocks(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the inputs; the backward recomputes the softmax rows."""
-    ctx.save_for_backward(*inputs[:BLOCK_TENSORS])
-    ctx.numbers = inputs[BLOCK_TENSORS:]
-
-
-def _backward_blocks(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    found = attend_blocks_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
-    return *found, None, *(None,) * BLOCK_NUMBERS
-
-
-attend_blocks.register_autograd(_backward_blocks, setup_context=save_blocks)
+# The backward recomputes the softmax rows.
+_OPERATION = Operation(4, forward_blocks, _gradients, of=(0, 1, 2), alike=lambda *_: (0, 1, 2))
+attend_blocks = with_gradients("attend_blocks", _BLOCKS, _OPERATION, _fake)
 
 
 def fused_blocks(
@@ -132,25 +103,10 @@ def fused_blocks(
         value_width: Channels of the values per launch.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
-    attend = attend_blocks if is_watched(query) else _AttendBlocks.apply
-    numbers = (block_size, scale, is_causal)
+    rest = (key_mask, block_size, scale, is_causal)
     if value.shape[-1] <= value_width:
-        return attend(query, key, value, key_mask, *numbers)
+        return call(_OPERATION, attend_blocks, query, key, value, *rest)
     # In slices, because an output channel depends only on the same channel of the values.
     parts = value.split(value_width, -1)
-    return torch.cat([attend(query, key, part, key_mask, *numbers) for part in parts], -1)
-
-
-class _AttendBlocks(torch.autograd.Function):
-    """`attend_blocks` with less overhead."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        save_blocks(ctx, inputs, inputs[0])
-        return forward_blocks(*inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        found = gradients_of_blocks(grad_outputs[0], *ctx.saved_tensors, *ctx.numbers)
-        return *found, None, *(None,) * BLOCK_NUMBERS
+    made = [call(_OPERATION, attend_blocks, query, key, part, *rest) for part in parts]
+    return torch.cat(made, -1)

@@ -39,20 +39,18 @@ def append_and_read(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return launch(*arguments)
 
 
-@operator(
-    "decode",
-    "Tensor query, Tensor key, Tensor value, Tensor log_mass, Tensor centroid, Tensor? alpha, "
-    "Tensor? beta, float alpha_number, float beta_number",
-    results=3,
-)
-def decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`append_and_read` as an operator."""
-    return append_and_read(*arguments)
-
-
-@decode.register_fake
-def _(
+def _fake(
     query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor, centroid: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = query.new_empty(*query.shape[:3], value.shape[3])
     return out, torch.empty_like(log_mass), torch.empty_like(centroid)
+
+
+decode = operator(
+    "decode",
+    "Tensor query, Tensor key, Tensor value, Tensor log_mass, Tensor centroid, Tensor? alpha, "
+    "Tensor? beta, float alpha_number, float beta_number",
+    append_and_read,
+    _fake,
+    results=3,
+)

@@ -9,6 +9,7 @@ E value width, G groups, K keys per group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from lln.eager.key_blocks import blocks_in
 from lln.kernels.keys.lists import Lists, list_shapes
 from lln.kernels.launching.kernel_arguments import tensor_or_number
-from lln.kernels.launching.operators import once_differentiable, operator
+from lln.kernels.launching.operators import Operation, call, operator, with_gradients
 from lln.kernels.launching.shapes import output_like, summary_heads, within_reach
 from lln.tracing import is_watched
 
@@ -31,7 +32,6 @@ _NUMBERS = (
     "float alpha_number, float beta_number, float offset_number, int block_size, int group_size, "
     "float scale"
 )
-TENSORS, NUMBERS = _TENSORS.count(",") + 1, _NUMBERS.count(",") + 1
 
 
 def fused_choice(
@@ -99,9 +99,7 @@ def fused_keys(
         chosen, of_lists = indices.to(torch.int32).contiguous(), (None,) * 4
     tensors = (query, key, value, alpha_t, beta_t, offset_t, chosen, key_mask, *of_lists)
     numbers = (alpha_number, beta_number, offset_number, block_size, group_size, factor)
-    if is_watched(query):
-        return attend_keys(*tensors, *numbers)[0]
-    return _AttendKeys.apply(*tensors, numbers)
+    return call(_ATTEND, attend_keys, *tensors, *numbers)
 
 
 def _choose(*arguments: Any) -> Tensor:
@@ -116,22 +114,24 @@ def _choose_lists(*arguments: Any) -> tuple[Tensor, ...]:
     return choose_lists(*arguments)
 
 
-def _forward(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     from lln.kernels.keys.keys_call import KeysCall
     from lln.kernels.keys.launch_keys import attend
 
-    return attend(KeysCall(*arguments))
+    return attend(KeysCall(*inputs))
 
 
-def _gradients(gradient: Tensor, arguments: tuple[Any, ...], saved: Any) -> tuple[Any, ...]:
+def _gradients(
+    gradients: Sequence[Tensor], inputs: Sequence[Any], saved: Sequence[Tensor], _: Any
+) -> tuple[Any, ...]:
     """Gradients of query, key, value, α, β and offset; None for those that are numbers."""
     from lln.kernels.keys.keys_call import KeysCall
     from lln.kernels.keys.launch_keys import attend_backward
 
-    call = KeysCall(*arguments)
-    dq, dk, dv, *numbers = attend_backward(call, within_reach(gradient), *saved)
-    sides = (call.alpha, call.beta, call.offset)
-    return dq, dk, dv, *(folded(*pair) for pair in zip(numbers, sides, strict=True))
+    call = KeysCall(*inputs)
+    dq, dk, dv, *numbers = attend_backward(call, within_reach(gradients[0]), *saved)
+    tensors = (call.alpha, call.beta, call.offset)
+    return dq, dk, dv, *(folded(*pair) for pair in zip(numbers, tensors, strict=True))
 
 
 def folded(gradient: Tensor | None, side: Tensor | None) -> Tensor | None:
@@ -143,37 +143,7 @@ def folded(gradient: Tensor | None, side: Tensor | None) -> Tensor | None:
     return gradient.sum_to_size(side.shape).to(side.dtype)
 
 
-class _AttendKeys(torch.autograd.Function):
-    """`attend_keys` with less overhead; the numbers come as one argument."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, numbers = inputs
-        out, *saved = _forward((*tensors, *numbers))
-        ctx.save_for_backward(*tensors, out, *saved)
-        ctx.numbers = numbers
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        tensors, saved = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
-        found = _gradients(grad_outputs[0], (*tensors, *ctx.numbers), saved)
-        return *found, *(None,) * (TENSORS - len(found) + 1)
-
-
-@operator(
-    "choose_keys",
-    "Tensor query, Tensor key, Tensor? key_mask, int keys, int block_size, int group_size, "
-    "bool flip",
-)
-def choose_keys(*arguments: Any) -> Tensor:
-    """`fused_choice` as an operator."""
-    return _choose(*arguments)
-
-
-@choose_keys.register_fake
-def _(
+def _fake_choice(
     query: Tensor,
     key: Tensor,
     key_mask: Tensor | None,
@@ -187,16 +157,16 @@ def _(
     return query.new_empty(shape, dtype=torch.int32)
 
 
-@operator(
-    "choose_lists", "Tensor query, Tensor key, Tensor? key_mask, int keys, bool flip", results=5
+choose_keys = operator(
+    "choose_keys",
+    "Tensor query, Tensor key, Tensor? key_mask, int keys, int block_size, int group_size, "
+    "bool flip",
+    _choose,
+    _fake_choice,
 )
-def choose_lists(*arguments: Any) -> tuple[Tensor, ...]:
-    """`fused_lists` as an operator."""
-    return _choose_lists(*arguments)
 
 
-@choose_lists.register_fake
-def _(
+def _fake_lists(
     query: Tensor, key: Tensor, key_mask: Tensor | None, keys: int, flip: bool
 ) -> tuple[Tensor, ...]:
     return tuple(
@@ -205,14 +175,16 @@ def _(
     )
 
 
-@operator("attend_keys", f"{_TENSORS}, {_NUMBERS}", results=6)
-def attend_keys(*arguments: Any) -> tuple[Tensor, ...]:
-    """Output, and what the backward needs: see `lln.kernels.keys.launch_keys.attend`."""
-    return _forward(arguments)
+choose_lists = operator(
+    "choose_lists",
+    "Tensor query, Tensor key, Tensor? key_mask, int keys, bool flip",
+    _choose_lists,
+    _fake_lists,
+    results=5,
+)
 
 
-@attend_keys.register_fake
-def _(
+def _fake_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -237,42 +209,11 @@ def _(
     )
 
 
-@operator(
-    "attend_keys_backward",
-    f"Tensor gradient, {_TENSORS}, {_NUMBERS}, Tensor out, Tensor lse, Tensor levels, "
-    "Tensor log_mass, Tensor centroid, Tensor centre",
-    results=6,
+# The results are those of `lln.kernels.keys.launch_keys.attend`.
+_ATTEND = Operation(
+    _TENSORS.count(",") + 1, _forward, _gradients, of=(0, 1, 2, 3, 4, 5), kept=slice(6),
+    alike=lambda *_: (0, 1, 2),
+)  # fmt: skip
+attend_keys = with_gradients(
+    "attend_keys", f"{_TENSORS}, {_NUMBERS}", _ATTEND, _fake_attention, results=6
 )
-def attend_keys_backward(gradient: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, and of α, β and offset (empty for numbers)."""
-    found = _gradients(gradient, arguments[: TENSORS + NUMBERS], arguments[TENSORS + NUMBERS :])
-    return tuple(gradient.new_empty(0) if side is None else side for side in found)
-
-
-@attend_keys_backward.register_fake
-def _(gradient: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    query, key, value, *numbers = arguments[:6]
-    return (
-        *(torch.empty_like(side) for side in (query, key, value)),
-        *(
-            gradient.new_empty(0) if side is None else side.new_empty(side.shape)
-            for side in numbers
-        ),
-    )
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS], *output)
-    ctx.numbers = inputs[TENSORS:]
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
-    tensors, saved = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
-    found = attend_keys_backward(gradient, *tensors, *ctx.numbers, *saved)
-    sides = tensors[:6]
-    grads = (None if side is None else one for one, side in zip(found, sides, strict=True))
-    return *grads, *(None,) * (TENSORS - len(sides) + NUMBERS)
-
-
-attend_keys.register_autograd(_backward, setup_context=_save)

@@ -10,6 +10,7 @@ head width, E value width, n blocks, G groups, A groups of the whole sequence, K
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lln.kernels.keys.keys_ops import folded
 from lln.kernels.launching.kernel_arguments import tensor_or_number
-from lln.kernels.launching.operators import once_differentiable
+from lln.kernels.launching.operators import Operation, launched
 from lln.kernels.launching.shapes import within_reach
 
 
@@ -123,38 +124,31 @@ def fused_keys_apart(
     counts, number = (held.to(torch.int32), 0) if isinstance(held, Tensor) else (None, held)
     tensors = (query, key, value, alpha_t, offset_t, *slots, chosen, key_mask, counts)
     numbers = (alpha_number, offset_number, block_size, group_size, factor, number)
-    return _AttendApart.apply(*tensors, numbers)
+    return launched(_OPERATION, *tensors, *numbers)
 
 
-class _AttendApart(torch.autograd.Function):
-    """`fused_keys_apart`; the numbers come as one argument."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, numbers = inputs
-        out, *saved = _launches().attend(_call(tensors, numbers))
-        ctx.save_for_backward(*tensors, out, *saved)
-        ctx.numbers = numbers
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        *tensors, out, lse, levels = ctx.saved_tensors
-        call, gradient = _call(tensors, ctx.numbers), within_reach(grad_outputs[0])
-        dq, dk, dv, dalpha, doffset, *of_summary = _launches().attend_backward(
-            call, gradient, out, lse, levels
-        )
-        scalars = (folded(dalpha, call.alpha), folded(doffset, call.offset))
-        found = (dq, dk, dv, *scalars, *of_summary)
-        return *found, *(None,) * (len(tensors) + 1 - len(found))
+def _attend(*inputs: Any) -> tuple[Tensor, ...]:
+    return _launches().attend(_call(inputs))
 
 
-def _call(tensors: Any, numbers: tuple[Any, ...]) -> Any:
+def _gradients(
+    gradients: Sequence[Tensor], inputs: Sequence[Any], saved: Sequence[Tensor], _: Any
+) -> tuple[Tensor | None, ...]:
+    call = _call(inputs)
+    found = _launches().attend_backward(call, within_reach(gradients[0]), *saved)
+    dq, dk, dv, dalpha, doffset, *of_summary = found
+    scalars = (folded(dalpha, call.alpha), folded(doffset, call.offset))
+    return dq, dk, dv, *scalars, *of_summary
+
+
+_OPERATION = Operation(11, _attend, _gradients, of=tuple(range(8)), kept=slice(3))
+
+
+def _call(inputs: Sequence[Any]) -> Any:
     from lln.kernels.keys.keys_call import KeysCall, Outside
 
-    query, key, value, alpha, offset, log_mass, centroid, centre, chosen, mask, held = tensors
-    alpha_number, offset_number, block_size, group_size, scale, number = numbers
+    query, key, value, alpha, offset, log_mass, centroid, centre, chosen, mask, held = inputs[:11]
+    alpha_number, offset_number, block_size, group_size, scale, number = inputs[11:]
     summary = (log_mass.contiguous(), centroid.to(value.dtype).contiguous(), centre.contiguous())
     sides = (query, key, value, alpha, None, offset, chosen, mask, None, None, None, None)
     # β is in the log-masses already.

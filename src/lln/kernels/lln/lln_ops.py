@@ -11,13 +11,14 @@ sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lln.kernels.launching.operators import operator
+from lln.kernels.launching.operators import Operation, operator, with_gradients
 from lln.kernels.launching.shapes import output_like, summary_heads, within_reach
 
 if TYPE_CHECKING:
@@ -32,9 +33,7 @@ _CALL_NUMBERS = (
     "float alpha_number, float beta_number, float mix_number, int block_size, float scale, "
     "float dropout_p, int seed, bool causal, int longest"
 )
-_SUMMARY = "Tensor log_mass, Tensor centroid"
-_ASKED = "bool alpha_grad, bool beta_grad, bool mix_grad"
-TENSORS, NUMBERS = _CALL_TENSORS.count(",") + 1, _CALL_NUMBERS.count(",") + 1
+TENSORS = _CALL_TENSORS.count(",") + 1
 
 
 @cache
@@ -81,35 +80,39 @@ def gradients(
     return launch.attend_backward(call, within_reach(gradient), log_mass, centroid, asked, dv)
 
 
-@operator("attend", f"{_CALL_TENSORS}, {_CALL_NUMBERS}")
-def attend(*arguments: Any) -> Tensor:
-    """LLN attention (with the diagonal part if block_size > 0), saving nothing for a backward."""
-    return forward(arguments, save=False)[0]
+def asked_gradients(ctx: Any) -> tuple[bool, bool, bool]:
+    """Whether the backward pass needs the gradients of alpha, beta and mix."""
+    needs = ctx.needs_input_grad
+    return needs[3], needs[4], needs[6]
 
 
-@attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def _attend(*inputs: Any) -> Tensor:
+    return forward(inputs, save=False)[0]
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return output_like(query, value.shape[-1])
 
 
-@operator("attend_saving", f"{_CALL_TENSORS}, {_CALL_NUMBERS}", results=3)
-def attend_saving(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+# LLN attention (with the diagonal part if block_size > 0), saving nothing for a backward.
+attend = operator("attend", f"{_CALL_TENSORS}, {_CALL_NUMBERS}", _attend, _fake)
+
+
+def _attend_saving(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The same, with the summary: log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]``.
 
     A causal call has no such summary: both are empty.
     """
-    out, log_mass, centroid = forward(arguments, save=True)
+    out, log_mass, centroid = forward(inputs, save=True)
     if log_mass is None or centroid is None:
-        log_mass, centroid = _empty_summary(*arguments, samples=0)
+        log_mass, centroid = _empty_summary(*inputs, samples=0)
     return out, log_mass, centroid
 
 
-@attend_saving.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, _, value, *_, bounds = arguments[:TENSORS]
+def _fake_saving(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, _, value, *_, bounds = inputs[:TENSORS]
     samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
-    is_causal = arguments[-2]
-    summary = _empty_summary(*arguments, samples=0 if is_causal else samples)
+    summary = _empty_summary(*inputs, samples=0 if _is_causal(inputs) else samples)
     return output_like(query, value.shape[-1]), *summary
 
 
@@ -121,59 +124,28 @@ def _empty_summary(
     return log_mass, value.new_empty((*shape, value.shape[-1]))
 
 
-@operator(
-    "attend_backward",
-    f"Tensor gradient, {_CALL_TENSORS}, {_SUMMARY}, {_CALL_NUMBERS}, {_ASKED}",
-    results=6,
-)
-def attend_backward(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, alpha, beta, mix; the last three empty unless needed."""
-    tensors, summary, numbers = rest[:TENSORS], rest[TENSORS : TENSORS + 2], rest[TENSORS + 2 : -3]
-    found = gradients(gradient, (*tensors, *numbers), summary[0], summary[1], rest[-3:])
-    # An operator must return tensors, and no tensor twice.
-    return tuple(_none(gradient) if side is None else side for side in found)
+def _gradients(
+    found: Sequence[Tensor], inputs: Sequence[Any], summary: Sequence[Tensor], asked: Any
+) -> Gradients:
+    return gradients(found[0], tuple(inputs), *summary, tuple(asked))
 
 
-@attend_backward.register_fake
-def _(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    query, key, value, alpha, beta, _, mix, _, log_mass, _ = rest[: TENSORS + 2]
-    asked = zip((alpha, beta, mix), rest[-3:], strict=True)
-    extra = [
-        side.new_empty(side.shape) if wanted and side is not None else _none(query)
-        for side, wanted in asked
-    ]
-    is_causal = rest[-5]
-    slots = query.shape[1] if is_causal else log_mass.shape[1]
-    shared = slots == key.shape[1]
-    dk, dv = (torch.empty_like(t) if shared else t.new_empty(t.shape) for t in (key, value))
-    return torch.empty_like(query), dk, dv, *extra
+def _alike(inputs: Sequence[Any], summary: Sequence[Any]) -> tuple[int, ...]:
+    """Query, and keys and values where every key head has one summary."""
+    query, key = inputs[:2]
+    slots = query.shape[1] if _is_causal(inputs) else summary[0].shape[1]
+    return (0, 1, 2) if slots == key.shape[1] else (0,)
 
 
-def _none(like: Tensor) -> Tensor:
-    return like.new_empty((0,), dtype=torch.float32)
+def _is_causal(inputs: Sequence[Any]) -> bool:
+    return inputs[-2]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS], *output[1:])
-    ctx.numbers = inputs[TENSORS:]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if gradient is None:
-        return (None,) * (TENSORS + NUMBERS)
-    asked = asked_gradients(ctx)
-    found = attend_backward(gradient, *ctx.saved_tensors, *ctx.numbers, *asked)
-    alpha, beta, mix = (
-        side if wanted else None for side, wanted in zip(found[3:], asked, strict=True)
-    )
-    return *found[:3], alpha, beta, None, mix, None, *(None,) * NUMBERS
-
-
-def asked_gradients(ctx: Any) -> tuple[bool, bool, bool]:
-    """Whether the backward pass needs the gradients of alpha, beta and mix."""
-    needs = ctx.needs_input_grad
-    return needs[3], needs[4], needs[6]
-
-
-attend_saving.register_autograd(_backward, setup_context=_save)
+_SAVING = Operation(
+    TENSORS, _attend_saving, _gradients, of=(*range(5), 6), on_demand=(3, 4, 6), kept=slice(1, 3),
+    alike=_alike,
+)  # fmt: skip
+attend_saving = with_gradients(
+    "attend_saving", f"{_CALL_TENSORS}, {_CALL_NUMBERS}", _SAVING, _fake_saving, results=3,
+    backward_name="attend_backward",
+)  # fmt: skip

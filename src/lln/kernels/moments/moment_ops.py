@@ -6,7 +6,6 @@ Dimension legend: B batch, H query heads, Hk key heads, D head width, n packed s
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,18 +51,16 @@ def statistics(
 curve_of = cache(spread_curve)
 
 
-@operator(
-    "match",
-    "Tensor query, Tensor key, Tensor? key_mask, Tensor? bounds, str criterion, int longest",
-)
-def match(*arguments: Any) -> Tensor:
-    """`statistics` as an operator."""
-    return statistics(*arguments)
-
-
-@match.register_fake
-def _(
+def _fake(
     query: Tensor, key: Tensor, key_mask: Tensor | None, bounds: Tensor | None, *_: object
 ) -> Tensor:
     samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
     return query.new_empty((5, samples, query.shape[1], 1, 1), dtype=torch.float32)
+
+
+match = operator(
+    "match",
+    "Tensor query, Tensor key, Tensor? key_mask, Tensor? bounds, str criterion, int longest",
+    statistics,
+    _fake,
+)
