@@ -7,7 +7,6 @@ from torch import Tensor
 
 from lln.cpu import compiled_passes, library
 from lln.cpu import run as compiled
-from lln.cpu.compiled_passes import GROUP
 from lln.eager import run as eager
 from lln.functional.announcing import announce_call
 from lln.functional.call import Call
@@ -22,7 +21,7 @@ from lln.tracing import is_untraced_on_cpu
 
 
 class CompiledPasses(Way):
-    """LLN attention and its blocks, a head per thread."""
+    """LLN attention, blocks, or both; a head per thread."""
 
     name = "compiled passes"
     impl = "cpu"
@@ -30,7 +29,14 @@ class CompiledPasses(Way):
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
-        return _why_unknown(call) or _why_blocks_apart(call)
+        reason = why_absent(*call.qkv, call.alpha, call.beta, call.key_mask, call.bounds, call.mix)
+        if reason is not None:
+            return reason
+        if call.kind == "lln_keys":
+            return "computes no exact keys"
+        if accumulation_dtype(call.query.dtype) != torch.float32:
+            return f"computes in float32, not {call.query.dtype}"
+        return None
 
     def pays(self, call: Call) -> bool:
         """Where most threads get a head; packed sequences are computed in turn."""
@@ -40,9 +46,9 @@ class CompiledPasses(Way):
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
         rest: tuple[str, ...] = ()
-        if call.is_causal:
+        if call.is_causal and call.kind != "diag":
             rest = ("heads whose rows lose their digits",)
-        elif call.alpha is None and call.matching == "paper":
+        elif call.kind != "diag" and call.alpha is None and call.matching == "paper":
             rest = ("α and β",)
         return Prepared(self, call.block_size, rest=rest)
 
@@ -53,7 +59,7 @@ class CompiledPasses(Way):
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.run`; the passes match α and β themselves where nobody wants to see them."""
-        if call.alpha is None and (call.matching == "paper" or is_observed()):
+        if call.matching == "paper" or is_observed():
             call = with_temperatures(call, self.impl)
         if is_observed():
             announce_call(call)
@@ -66,34 +72,10 @@ class CompiledPasses(Way):
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
         del prepared
-        mask = call.key_mask
-        is_blind = mask is not None and not bool(mask.any(-1).all())
-        if is_blind or not all(side.numel() for side in call.qkv):
+        if not all(side.numel() for side in call.qkv):
             # Nothing to pass over.
             return attend_by_steps(with_temperatures(call, "eager"), eager, impl="eager")
         return attend_by_steps(call, compiled, matching=call.matching)
-
-
-class PassesBesidePlainBlocks(CompiledPasses):
-    """LLN attention by compiled passes, and blocks that they do not know by PyTorch."""
-
-    name = "compiled passes, blocks in plain PyTorch"
-    kinds = ("lln_diag",)
-    is_whole = False
-
-    def why_not(self, call: Call) -> str | None:
-        """See `Way.why_not`."""
-        return _why_unknown(call)
-
-    def prepare(self, call: Call) -> Prepared:
-        """See `Way.prepare`."""
-        made = super().prepare(call)
-        return made._replace(rest=(*made.rest, f"blocks of {call.block_size} tokens"))
-
-    def describe(self, prepared: Prepared) -> str:
-        """A sentence on what computes a prepared call."""
-        rest = " and ".join(prepared.rest)
-        return f"Compiled passes compute LLN attention, and plain PyTorch {rest}."
 
 
 class CompiledMatching(CompiledPasses):
@@ -134,44 +116,4 @@ def why_absent(*sides: object) -> str | None:
         return "takes ordinary tensors on a CPU, outside compilers, transforms and dispatch modes"
     if library.load() is None:
         return f"has no compiled passes here: {library.why_not()}"
-    return None
-
-
-def _why_unknown(call: Call) -> str | None:
-    """Why compiled passes do not compute LLN attention of a call; None if they do."""
-    query, key, value, mask = *call.qkv, call.key_mask
-    numbers = (call.alpha, call.beta)
-    reason = why_absent(query, key, value, *numbers, mask, call.bounds)
-    if reason is not None:
-        return reason
-    if call.kind == "lln_keys":
-        return "has no passes for exact keys"
-    if call.kind not in ("lln", "lln_diag"):
-        return "computes lln_attention and lln_diag_attention only"
-    if accumulation_dtype(query.dtype) != torch.float32:
-        return f"computes in float32, not {query.dtype}"
-    if query.shape[-1] % GROUP or value.shape[-1] % GROUP:
-        widths = f"{query.shape[-1]} and {value.shape[-1]}"
-        return f"takes widths that are multiples of {GROUP}, not {widths}"
-    if any(isinstance(side, Tensor) and side.requires_grad for side in numbers):
-        return "computes no gradients of alpha and beta"
-    if call.is_causal:
-        return None if mask is None else "takes no key_mask in causal calls"
-    if query.shape[1] != key.shape[1]:
-        return "takes as many key heads as query heads"
-    if mask is not None and not bool(mask.any(-1).all()):
-        return "needs a key to attend to in every sample"
-    return None
-
-
-def _why_blocks_apart(call: Call) -> str | None:
-    """Why PyTorch computes the blocks of a call whose LLN attention is compiled; None if not so."""
-    if not call.block_size:
-        return None
-    if call.is_causal:
-        return "has no passes for causal blocks"
-    if isinstance(call.mix, Tensor):
-        return "takes a mix that is one number"
-    if call.block_size % GROUP:
-        return f"takes a block_size that is a multiple of {GROUP}, not {call.block_size}"
     return None

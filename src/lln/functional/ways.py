@@ -17,7 +17,6 @@ from lln.functional.call import Call
 from lln.functional.cpu_ways import (
     CompiledMatching,
     CompiledPasses,
-    PassesBesidePlainBlocks,
     PlainMoments,
 )
 from lln.functional.kernel_ways import (
@@ -39,7 +38,6 @@ WAYS: tuple[Way, ...] = (
     MomentKernel(),
     DecodeKernel(),
     CompiledPasses(),
-    PassesBesidePlainBlocks(),
     CompiledMatching(),
     PlainMoments(),
     Plain(),
