@@ -75,7 +75,8 @@ class CompiledPasses(Way):
         if not all(side.numel() for side in call.qkv):
             # Nothing to pass over.
             return attend_by_steps(with_temperatures(call, "eager"), eager, impl="eager")
-        return attend_by_steps(call, compiled, matching=call.matching)
+        how = {} if call.kind == "diag" else {"matching": call.matching}
+        return attend_by_steps(call, compiled, **how)
 
 
 class CompiledMatching(CompiledPasses):

@@ -49,10 +49,11 @@ def keep(layout: Hashable, call: Call, impl: str, prepared: Prepared) -> None:
         return
     if len(_prepared) >= MOST_LAYOUTS:
         del _prepared[next(iter(_prepared))]
-    repeat = repeats.repeat_of(call, prepared)
-    _prepared[layout] = prepared._replace(repeat=repeat)
-    if repeat is not None:
-        repeats.hand_over(repeat, call, impl)
+    if prepared.impl == "triton":
+        prepared = prepared._replace(repeat=repeats.repeat_of(call, prepared))
+        if prepared.repeat is not None:
+            repeats.hand_over(prepared.repeat, call, impl)
+    _prepared[layout] = prepared
 
 
 def clear() -> None:

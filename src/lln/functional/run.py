@@ -35,9 +35,10 @@ def attend(call: Call, impl: str) -> Tensor:
         call = with_all_keys(call)
     if is_compiling() or is_observed():
         return ways.prepare(call, impl).run(call)
-    out = repeats.run_compiled(call, impl)
-    if out is not None:
-        return out
+    if repeats.again is not None:
+        out = repeats.run_compiled(call, impl)
+        if out is not None:
+            return out
     layout = prepared_calls.layout_of(call, impl)
     prepared = prepared_calls.find(layout)
     if prepared is not None:
