@@ -22,7 +22,7 @@ def one_thread(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_guide_to_building_runs():
     run("docs/models.md", {})
-    assert len(blocks("docs/models.md")) == 11
+    assert len(blocks("docs/models.md")) == 10
 
 
 def test_the_tutorial_on_building_tells_the_truth_about_its_losses():

@@ -25,7 +25,7 @@ from lln_lab.bench.peers_cells import (
 from lln_lab.bench.peers_figure import draw_peers
 from lln_lab.bench.peers_table import TABLES, Measure, table_of
 from lln_lab.bench.spread import Timed
-from lln_lab.benchmarks.peers import efficiency, summary
+from lln_lab.documents.peer_tables import efficiency, summary
 
 TINY = LayerSize(32, 2, "float32")
 FEW = ("--systems", "softmax", "elu", FRAME)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from lln.errors import InvalidInputError
 from lln_lab import peers
-from lln_lab.benchmarks.peers import cards_in_full, cards_table
 from lln_lab.cli.peer_commands import FOLDED
+from lln_lab.documents.peer_tables import cards_in_full, cards_table
 from lln_lab.peers import listing
 from lln_lab.peers.columns import in_columns
 
