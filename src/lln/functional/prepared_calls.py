@@ -15,7 +15,7 @@ from torch import Tensor
 from lln.functional.call import Call
 from lln.functional.way import Prepared
 from lln.kernels.launching import compiled_launcher
-from lln.kernels.launching.shapes import look_of
+from lln.kernels.launching.shapes import layout_of
 from lln.kernels.lln import repeats
 from lln.tracing import is_capturing, is_untraced, is_watched
 
@@ -25,7 +25,7 @@ MOST_LAYOUTS = 4096
 _prepared: dict[Hashable, Prepared] = {}
 
 
-def layout_of(call: Call, impl: str) -> Hashable:
+def layout_of_call(call: Call, impl: str) -> Hashable:
     """What decides how a call runs; None for calls that are decided anew each time."""
     query, key, value = call.qkv
     if is_watched(query) or isinstance(call.keys, Tensor):
@@ -52,7 +52,7 @@ def keep(layout: Hashable, call: Call, impl: str, prepared: Prepared) -> None:
     if prepared.impl == "triton":
         prepared = prepared._replace(repeat=repeats.repeat_of(call, prepared))
         if prepared.repeat is not None:
-            repeats.hand_over(prepared.repeat, call, impl)
+            repeats.register_native(prepared.repeat, call, impl)
     _prepared[layout] = prepared
 
 
@@ -65,5 +65,5 @@ def clear() -> None:
 def _look(side: Any) -> Hashable:
     """How a tensor lies in memory and whether it learns; of anything else its type."""
     if isinstance(side, Tensor):
-        return type(side), side.requires_grad, look_of(side)
+        return type(side), side.requires_grad, layout_of(side)
     return type(side)

@@ -35,13 +35,15 @@ def attend(call: Call, impl: str) -> Tensor:
         call = with_all_keys(call)
     if is_compiling() or is_observed():
         return ways.prepare(call, impl).run(call)
-    if repeats.again is not None:
+    if repeats.try_fast_path is not None:
         out = repeats.run_compiled(call, impl)
         if out is not None:
             return out
-    layout = prepared_calls.layout_of(call, impl)
+    layout = prepared_calls.layout_of_call(call, impl)
     prepared = prepared_calls.find(layout)
     if prepared is not None:
+        if prepared.repeat is not None and repeats.try_fast_path is not None:
+            repeats.register_native(prepared.repeat, call, impl)
         return prepared.run(call)
     prepared = ways.prepare(call, impl)
     out = prepared.run(call)

@@ -7,7 +7,7 @@ unusual (a compiler, a transform, an observer, packed sequences, dropout, temper
 learn) has no kind, and takes the long way.
 
 Python itself is then most of what a short call costs. Where the user has built the compiled
-launcher (`compiled_launcher`), a `Repeat` is handed over to it: `again` launches such
+launcher (`compiled_launcher`), a `Repeat` is registered with it: `try_fast_path` launches such
 calls, forward and backward, and gives back None where it cannot. Then everything is as without it.
 
 Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lln.kernels.launching import compiled_launcher, plain_launches
-from lln.kernels.launching.shapes import look_of, output_like, summary_heads, within_reach
+from lln.kernels.launching.shapes import layout_of, output_like, summary_heads, within_reach
 from lln.kernels.launching.sizes import overrides
 from lln.kernels.lln import lln_ops, run
 from lln.kernels.moments import moment_ops
@@ -45,13 +45,13 @@ _BACKWARD = (
 _MATCH = ("p_q", "p_k", "p_mask", "p_starts", "p_results")
 
 # The compiled launcher's ``attend`` once it is loaded; takes what `arguments_of` gives.
-again: Callable[..., Tensor | None] | None = None
+try_fast_path: Callable[..., Tensor | None] | None = None
 # The kinds of calls as it knows them.
 LLN, LLN_DIAG = 0, 1
 
 
 def arguments_of(call: Any, impl: str) -> tuple[Any, ...] | None:
-    """The arguments of `again`; None for calls that it does not know."""
+    """The arguments of `try_fast_path`; None for calls that it does not know."""
     if call.bounds is not None or call.kind not in ("lln", "lln_diag"):
         return None
     kind = LLN if call.kind == "lln" else LLN_DIAG
@@ -63,17 +63,17 @@ def arguments_of(call: Any, impl: str) -> tuple[Any, ...] | None:
 
 def run_compiled(call: Any, impl: str) -> Tensor | None:
     """A checked call by the compiled launcher; None where that cannot be."""
-    arguments = None if again is None else arguments_of(call, impl)
-    return None if arguments is None or again is None else again(*arguments)
+    arguments = None if try_fast_path is None else arguments_of(call, impl)
+    return None if arguments is None or try_fast_path is None else try_fast_path(*arguments)
 
 
-def hand_over(repeat: Repeat, call: Any, impl: str) -> None:
+def register_native(repeat: Repeat, call: Any, impl: str) -> None:
     """Let the compiled launcher take later calls like this one, if there is one."""
-    global again
+    global try_fast_path
     launcher = compiled_launcher.load(differentiate_by_the_long_way)
     if launcher is None:
         return
-    again = launcher.attend
+    try_fast_path = launcher.attend
     shared, arguments = repeat.compiled(launcher), arguments_of(call, impl)
     if shared is not None and arguments is not None:
         launcher.learn(*arguments, (repeat, *shared))
@@ -95,7 +95,7 @@ def differentiate_by_the_long_way(
         found = lln_ops.gradients(gradient, (*tensors, *numbers), log_mass, centroid, asked)
         made = found[0], found[1], found[2]
         repeat.learn(gradient, tensors, numbers)
-    launches = repeat.backwards.get(_looks(gradient, tensors))
+    launches = repeat.backwards.get(_layouts(gradient, tensors))
     launcher = compiled_launcher.load(differentiate_by_the_long_way)
     compiled = launches.compiled(launcher) if launches and launcher is not None else None
     return made[0], made[1], made[2], compiled
@@ -162,13 +162,13 @@ class Repeat:
         numbers = (*numbers, 0.0, 0, self.causal, 0)
         tensors = (query, key, value, alpha, beta, mask, None, None)
         if self.tracked:
-            return run.attend_again(tensors, numbers, self)
-        return self.attend(tensors, numbers)[0]
+            return run.attend_by_repeat(tensors, numbers, self)
+        return self.launch_forward(tensors, numbers)[0]
 
-    def attend(
+    def launch_forward(
         self, tensors: Sequence[Any], numbers: Sequence[Any]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Output, and for a backward pass the summary: as `launch_bidirectional.attend`."""
+        """Output, and for a backward pass the summary: as `attend_bidirectional`."""
         query = tensors[0]
         out = output_like(query, self.width)
         addresses = _addresses(tensors, numbers)
@@ -188,7 +188,7 @@ class Repeat:
         self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], kept: Sequence[Any]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Gradients of query, key and value; None where the long way has to be taken."""
-        launches = self.backwards.get(_looks(gradient, tensors))
+        launches = self.backwards.get(_layouts(gradient, tensors))
         if not launches or not self.is_free():
             return None
         query, key, value = tensors[:3]
@@ -203,8 +203,8 @@ class Repeat:
 
     def learn(self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
         """Prepare later backward passes with gradients like this one, after the long way."""
-        looks = _looks(gradient, tensors)
-        if looks in self.backwards:
+        layouts = _layouts(gradient, tensors)
+        if layouts in self.backwards:
             return
         from lln.kernels.causal import launch_causal
         from lln.kernels.lln import launch_bidirectional
@@ -213,7 +213,7 @@ class Repeat:
         launcher = launch_causal if self.causal else launch_bidirectional
         kind = launcher.backward_kind(LLNCall(*tensors, *numbers), gradient, (False, False, 0))
         within = within_reach(gradient) is gradient
-        self.backwards[looks] = _launches(kind, _BACKWARD) if within else False
+        self.backwards[layouts] = _launches(kind, _BACKWARD) if within else False
 
 
 class _Launches:
@@ -353,9 +353,9 @@ def _addresses(tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _looks(gradient: Tensor, tensors: Sequence[Any]) -> Hashable:
+def _layouts(gradient: Tensor, tensors: Sequence[Any]) -> Hashable:
     """What decides a backward pass; hooks may bring saved tensors back with other strides."""
-    return tuple([look_of(side) for side in (gradient, *tensors[:6])])
+    return tuple([layout_of(side) for side in (gradient, *tensors[:6])])
 
 
 def _on_gpu(tensor: Tensor) -> bool:
