@@ -15,12 +15,13 @@ from lln.testing.tolerances import budget, largest_error
 GIVEN = {"alpha": 0.7, "beta": 1.3}
 
 
-def sides_of(tokens=96, keys=None, width=32, values=48, transposed=False):
-    """Query, key and value of two samples with three heads."""
-    sizes = ((tokens, width), (keys or tokens, width), (keys or tokens, values))
+def sides_of(tokens=96, keys=None, width=32, values=48, transposed=False, heads=3, key_heads=None):
+    """Query, key and value of two samples."""
+    sizes = ((tokens, width, heads), (keys or tokens, width, key_heads or heads))
+    sizes = (*sizes, (keys or tokens, values, key_heads or heads))
     sides = []
-    for length, channels in sizes:
-        side = torch.randn(2, length, 3, channels).transpose(1, 2)
+    for length, channels, own in sizes:
+        side = torch.randn(2, length, own, channels).transpose(1, 2)
         sides.append((side if transposed else side.contiguous()).requires_grad_())
     return sides
 
@@ -72,14 +73,17 @@ def test_lengths(tokens, taken):
     assert taken
 
 
-@pytest.mark.parametrize(("width", "values"), [(16, 16), (16, 64), (64, 16), (80, 80), (128, 128)])
+@pytest.mark.parametrize(
+    ("width", "values"),
+    [(16, 16), (16, 64), (64, 16), (80, 80), (128, 128), (1, 1), (20, 16), (16, 20), (72, 33)],
+)
 def test_widths(width, values, taken):
     check(sides_of(width=width, values=values))
     check(sides_of(width=width, values=values), block_size=48)
     assert taken == ["forward", "backward"] * 2
 
 
-@pytest.mark.parametrize("block_size", [32, 48, 64, 80, 160])
+@pytest.mark.parametrize("block_size", [32, 48, 64, 80, 160, 1, 3, 24, 70])
 def test_blocks(block_size, taken):
     check(sides_of(tokens=2 * block_size), block_size=block_size)
     assert taken
@@ -240,14 +244,114 @@ def test_a_temperature_that_changes_before_the_backward_pass_is_an_error(
     assert bool(taken) == (impl == "cpu")
 
 
-def test_a_sample_without_keys_is_computed_by_torch(taken):
+@pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.parametrize("options", [{}, {"alpha": None, "beta": None}])
+def test_a_sample_without_keys_is_zero(block_size, options, taken):
     mask = MASKS["some"].clone()
     mask[1] = False
     sides = sides_of(150)
-    assert attention(sides, key_mask=mask).isfinite().all()
-    assert attention(sides, 16, key_mask=mask).isfinite().all()
-    assert lln.match_moments(*sides[:2], key_mask=mask)[0].isfinite().all()
-    assert not taken
+    check(sides, block_size=block_size, key_mask=mask, **options)
+    found = outcome(sides, block_size=block_size, key_mask=mask, **options)
+    assert not any(side[1].any() for side in found)
+    alpha, beta = lln.match_moments(*sides[:2], key_mask=mask)
+    assert alpha[1].flatten().tolist() == beta[1].flatten().tolist() == [1.0] * 3
+    assert taken == ["forward", "backward"] * 2 + ["match"]
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"alpha": None, "beta": None},
+        {"is_causal": True},
+        {"beta": torch.linspace(0.5, 1.5, 12).view(2, 6, 1, 1)},
+        {"key_mask": MASKS["left"]},
+    ],
+)
+def test_grouped_queries(key_heads, block_size, options, taken):
+    sides = sides_of(150, width=20, heads=6, key_heads=key_heads)
+    check(sides, block_size=block_size, enable_gqa=True, **options)
+    assert set(taken) <= set(NAMES)
+    assert taken
+
+
+def test_a_temperature_for_every_key_head(taken):
+    beta = torch.tensor([0.5, 1.5]).view(1, 2, 1, 1)
+    sides = sides_of(heads=6, key_heads=2)
+    check(sides, beta=beta, enable_gqa=True)
+    check(sides, beta=beta, enable_gqa=True, is_causal=True)
+    check(sides, beta=beta, enable_gqa=True, block_size=24)
+    assert len(taken) == 6
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 20, 64, 2**40])
+@pytest.mark.parametrize("tokens", [1, 40, 143])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask", [None, "left", "some"])
+def test_blocks_alone(block_size, tokens, is_causal, mask, taken):
+    sides = sides_of(tokens, width=20, values=36, heads=4, key_heads=2)
+    options = {"block_size": block_size, "enable_gqa": True, "is_causal": is_causal}
+    if mask is not None:
+        options["key_mask"] = MASKS[mask][:, 150 - tokens :]
+    wide = [side.detach().double().requires_grad_() for side in sides]
+    found, expected = [], []
+    for given, impl, results in ((sides, "auto", found), (wide, "reference", expected)):
+        out = lln.block_diagonal_attention(*given, impl=impl, **options)
+        results += [out, *torch.autograd.grad(out.cos().sum(), given)]
+    size = max(side.abs().max().item() for side in expected[1:])
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        rest = {"backward": True, "magnitude": size} if place else {}
+        assert largest_error(one, other) <= budget(one, other, None, **rest)
+    assert taken == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_what_is_not_a_number_shows_in_its_block_only(bad, taken):
+    sides = [side.detach() for side in sides_of()]
+    sides[1][1, 2, 37, 3] = bad
+    out = lln.block_diagonal_attention(*sides, block_size=16)
+    rows = ~out.isfinite().all(-1)
+    assert rows[1, 2].nonzero().flatten().tolist() == list(range(32, 48))
+    assert rows.sum() == 16
+    assert taken == ["forward"]
+
+
+@pytest.mark.parametrize("shape", [(), (3, 1, 1), (1, 3, 96, 1), (48,)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mix_that_learns(shape, is_causal, taken):
+    mix = torch.full(shape, 0.3, requires_grad=True)
+    options = {"block_size": 24, "is_causal": is_causal, "mix": mix}
+    sides = sides_of()
+    check(sides, **options)
+    gradients = []
+    for given, impl in ((sides, "auto"), ([side.double() for side in sides], "reference")):
+        out = attention(given, impl=impl, **options)
+        gradients += torch.autograd.grad(out.square().sum(), mix)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
+    assert taken
+
+
+@pytest.mark.parametrize("block_size", [0, 24])
+@pytest.mark.parametrize("mask", [None, "some", "left"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(), (3, 1, 1), (2, 3, 1, 1)])
+def test_temperatures_that_learn(block_size, mask, is_causal, shape, taken):
+    options = {"block_size": block_size, "is_causal": is_causal}
+    options["key_mask"] = None if mask is None else MASKS[mask]
+    sides = sides_of(150)
+    if mask is not None:
+        sides[1].data[~MASKS[mask][:, None].expand(sides[1].shape[:3])] = float("nan")
+    alpha, beta = (torch.full(shape, one, requires_grad=True) for one in (0.7, 1.3))
+    check(sides, alpha=alpha, beta=beta, **options)
+    found = []
+    for given, impl in ((sides, "auto"), ([side.double() for side in sides], "reference")):
+        out = attention(given, impl=impl, alpha=alpha, beta=beta, **options)
+        found.append(torch.autograd.grad(out.square().sum(), (alpha, beta)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert taken
 
 
 def test_a_head_depends_on_no_other_and_on_no_number_of_threads(taken):
@@ -481,34 +585,12 @@ def test_matched_calls_take_one_pass(options, taken):
     assert taken == ["forward"]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ({}, {"alpha": torch.full((1, 3, 1, 1), 0.7, requires_grad=True)}),
-        ({"width": 20}, {}),
-        ({"values": 20}, {}),
-        ({}, {"impl": "reference"}),
-    ],
-)
-def test_other_calls_are_computed_by_torch(sizes, options, taken):
-    attention(sides_of(**sizes), **options)
-    assert not taken
-
-
-def test_other_types_blocks_and_groups_are_computed_by_torch(taken):
+def test_other_types_and_ways_are_not_compiled(taken):
     sides = sides_of()
     attention([side.double() for side in sides])
-    lln.lln_attention(sides[0], sides[1][:, :1], sides[2][:, :1], enable_gqa=True, **GIVEN)
-    lln.match_moments(sides[0], sides[1][:, :1])
+    attention(sides, impl="reference")
     lln.match_moments(*sides[:2], criterion="paper")
     assert not taken
-
-
-def test_blocks_that_it_does_not_know(taken):
-    """Then LLN alone is compiled."""
-    sides = sides_of()
-    attention(sides, 24)
-    assert taken == ["forward"]
 
 
 def test_whoever_traces_sees_torchs_operations(taken):
@@ -542,6 +624,7 @@ def test_no_memory_is_an_error(taken, without_memory, monkeypatch):
     calls += [lambda: attention(sides, 16), lambda: attention(sides, **causal)]
     calls += [lambda: attention(sides, **MATCHED), lambda: lln.match_moments(*sides[:2])]
     calls += [lambda: attention(sides, key_mask=torch.arange(96).expand(2, -1) < 90)]
+    calls += [lambda: lln.block_diagonal_attention(*sides, block_size=24)]
     for call in calls:
         with pytest.raises(MemoryShortageError, match="compiled passes got no memory"):
             call()

@@ -22,6 +22,12 @@ def packed(sides):
     return [side[0].transpose(0, 1) for side in sides]
 
 
+def grouped(sides, **options):
+    query, key, value = sides
+    few = (key[:, :1], value[:, :1])
+    return lln.lln_diag_attention(query, *few, block_size=16, enable_gqa=True, **options)
+
+
 def decode(query, key, value, **options):
     summary = lln.KeySummary.of(key, value, 1.3)
     sides = (side[:, :, :1] for side in (query, key, value))
@@ -37,11 +43,10 @@ CALLS = {
     "lln_diag, matched": lambda sides, **o: lln.lln_diag_attention(*sides, block_size=16, **o),
     "causal": lambda sides, **o: lln.lln_attention(*sides, **CAUSAL, **o),
     "packed": lambda sides, **o: lln.lln_attention_varlen(*packed(sides), BOUNDS, **GIVEN, **o),
-    # Compiled passes do not compute these, or only a part of them.
     "narrow": lambda sides, **o: lln.lln_attention(*(side[..., :20] for side in sides), **o),
     "odd values": lambda sides, **o: lln.lln_attention(*sides[:2], sides[2][..., :20], **o),
     "odd blocks": lambda sides, **o: lln.lln_diag_attention(*sides, block_size=20, **o),
-    "paper": lambda sides, **o: lln.lln_attention(*sides, matching="paper", **o),
+    "grouped": lambda sides, **o: grouped(sides, **o),
     "causal blocks": lambda sides, **o: lln.lln_diag_attention(
         *sides, block_size=16, **CAUSAL, **o
     ),
@@ -50,14 +55,19 @@ CALLS = {
         *packed(sides), BOUNDS, block_size=16, **o
     ),
     "block_diagonal": lambda sides, **o: lln.block_diagonal_attention(*sides, block_size=16, **o),
+    "no keys": lambda sides, **o: lln.lln_diag_attention(
+        *sides, block_size=16, key_mask=MASK & torch.tensor([[True], [False]]), **o
+    ),
+    # Of these PyTorch computes the statistics only, as it always does.
+    "paper": lambda sides, **o: lln.lln_attention(*sides, matching="paper", **o),
+    # Compiled passes do not compute these.
     "keys": lambda sides, **o: lln.lln_keys_attention(*sides, keys=4, block_size=16, **o),
     "packed keys": lambda sides, **o: lln.lln_keys_attention_varlen(
         *packed(sides), BOUNDS, keys=4, block_size=16, **o
     ),
     "decode": lambda sides, **o: decode(*sides, **o),
 }
-COMPILED = list(CALLS)[: list(CALLS).index("narrow")]
-# Of these PyTorch computes the statistics only, as it always does.
+COMPILED = list(CALLS)[: list(CALLS).index("paper")]
 COMPILED_AS_DOCUMENTED = [*COMPILED, "paper"]
 
 
@@ -129,10 +139,13 @@ def test_cpu_is_compiled(kind, watched, plans):
     def call():
         torch.autograd.grad(CALLS[kind](sides, impl="cpu").sum(), sides)
 
-    # Dropped values are zeroed by a product before the call.
-    assert not operations(call) & ARITHMETIC - ({"mul"} if "dropout" in kind else set())
+    # Dropped values are zeroed by a product before the call, and causal parts joined after it.
+    others = {"mul"} if kind in ("lln, dropout", "causal blocks") else set()
+    assert not operations(call) & ARITHMETIC - others
     assert {"lln_causal_forward", "lln_forward"} & set(watched.called)
     assert {"lln_causal_backward", "lln_backward"} & set(watched.called)
+    # Not even a part of it is computed otherwise.
+    assert not any("torch" in str(plan) for plan in plans) or "causal" in kind
     assert str(plans[0]).startswith("Compiled passes compute the call")
 
 
@@ -185,9 +198,9 @@ def test_modules_match_as_their_impl_says(impl, watched):
     assert layer(x)[0].isfinite().all()
     assert bool(watched.called) == (impl in ("auto", "cpu"))
     query, key = sides_of()[:2]
-    assert choose_matching("cpu", query, key, "variance", None) == "cpu"
+    assert choose_matching("cpu", query, key[:, :1], "variance", None) == "cpu"
     with pytest.raises(BackendUnavailableError, match="impl='cpu' cannot match"):
-        choose_matching("cpu", query, key[:, :1], "variance", None)
+        choose_matching("cpu", query.double(), key.double(), "variance", None)
 
 
 def test_nothing_is_computed_of_empty_tensors(watched):

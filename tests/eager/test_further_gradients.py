@@ -1,4 +1,4 @@
-"""Plain PyTorch's gradients of LLN and LLN + Diag: first, second and in batches."""
+"""Plain PyTorch's gradients of LLN, blocks and both: first, second and in batches."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import lln
 from lln.eager import products
 
-KINDS = pytest.mark.parametrize("kind", ["lln", "lln_diag"])
+KINDS = pytest.mark.parametrize("kind", ["lln", "diag", "lln_diag"])
 SOME = torch.linspace(0.5, 1.5, 6).view(2, 3, 1, 1)
 NUMBERS = {
     "numbers": (0.7, 1.3),
@@ -16,9 +16,15 @@ NUMBERS = {
 }
 
 
+BOTH = ("eager", "reference")
+
+
 def attention(kind, query, key, value, alpha=0.7, beta=1.3, impl="eager", **options):
     """A call with blocks of 8 tokens, if it has blocks."""
-    options |= {"alpha": alpha, "beta": beta, "impl": impl}
+    options["impl"] = impl
+    if kind == "diag":
+        return lln.block_diagonal_attention(query, key, value, block_size=8, **options)
+    options |= {"alpha": alpha, "beta": beta}
     if kind == "lln":
         return lln.lln_attention(query, key, value, **options)
     return lln.lln_diag_attention(query, key, value, block_size=8, **options)
@@ -58,14 +64,29 @@ def test_output_and_gradients(kind, numbers, transposed, takes_transposed, monke
         same(ours, torch.autograd.grad(expected, sides, gradient, retain_graph=True))
 
 
+MASK = torch.rand(2, 24, generator=torch.Generator().manual_seed(1)) > 0.4
+# One block has no key.
+MASK[0, 8:16] = False
+
+
+@KINDS
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_masked_and_causal_calls(kind, masked, is_causal):
+    options = {"key_mask": MASK if masked else None, "is_causal": is_causal}
+    sides = sides_of()
+    found, expected = (attention(kind, *sides, impl=impl, **options) for impl in BOTH)
+    same([found], [expected], atol=1e-14)
+    gradient = torch.randn_like(found)
+    same(*(torch.autograd.grad(out, sides, gradient) for out in (found, expected)), atol=1e-12)
+
+
 @pytest.mark.parametrize("mix", [0.0, 0.25, 1.0, torch.full((3, 1, 1), 0.5)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_mix_and_scale(mix, scale):
     sides = sides_of(tokens=21)
     options = {"mix": mix, "scale": scale}
-    found, expected = (
-        attention("lln_diag", *sides, impl=impl, **options) for impl in ("eager", "reference")
-    )
+    found, expected = (attention("lln_diag", *sides, impl=impl, **options) for impl in BOTH)
     same([found], [expected], atol=1e-14)
     gradient = torch.randn_like(found)
     same(*(torch.autograd.grad(out, sides, gradient) for out in (found, expected)))
@@ -73,7 +94,7 @@ def test_mix_and_scale(mix, scale):
 
 def test_other_lengths_of_keys():
     sides = sides_of(tokens=7, keys=19)
-    found, expected = (attention("lln", *sides, impl=impl) for impl in ("eager", "reference"))
+    found, expected = (attention("lln", *sides, impl=impl) for impl in BOTH)
     same([found], [expected], atol=1e-14)
     same(*(torch.autograd.grad(out.square().sum(), sides) for out in (found, expected)))
 
@@ -83,14 +104,17 @@ def test_other_lengths_of_keys():
 def test_only_the_gradients_that_are_needed(kind, wanted):
     sides = [side.detach() for side in sides_of()]
     leaves = [sides[place].requires_grad_() for place in wanted]
-    outs = [attention(kind, *sides, impl=impl).square().sum() for impl in ("eager", "reference")]
+    outs = [attention(kind, *sides, impl=impl).square().sum() for impl in BOTH]
     same(*(torch.autograd.grad(out, leaves) for out in outs))
 
 
 @KINDS
-def test_second_derivatives(kind):
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_second_derivatives(kind, masked, is_causal):
+    options = {"key_mask": MASK[:1, :16] if masked else None, "is_causal": is_causal}
     sides = [side[:1, :1, :16].detach().requires_grad_() for side in sides_of()]
-    torch.autograd.gradgradcheck(lambda *given: attention(kind, *given), sides)
+    torch.autograd.gradgradcheck(lambda *given: attention(kind, *given, **options), sides)
 
 
 @KINDS
@@ -113,9 +137,15 @@ def test_large_numbers_stay_finite(size):
     assert all(side.isfinite().all() for side in (out, *gradients))
 
 
-def test_forward_mode():
+@KINDS
+def test_forward_mode(kind):
     sides = [side.detach() for side in sides_of()]
-    _, tangent = torch.func.jvp(
-        lambda *given: attention("lln_diag", *given), tuple(sides), tuple(sides)
+    out, tangent = torch.func.jvp(
+        lambda *given: attention(kind, *given), tuple(sides), tuple(sides)
     )
     assert tangent.isfinite().all()
+    same([out], [attention(kind, *sides)], atol=1e-14)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(sides[0], sides[0])
+        out = attention(kind, dual, *sides[1:])
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None

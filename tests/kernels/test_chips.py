@@ -97,7 +97,7 @@ def fit_rank(dtype, width, masked):
     slots = [torch.randn(2, 2, width, *shape).requires_grad_() for shape in ((), (width,), ())]
     indices = torch.randint(300, 370, (2, 4, 10, 64))
     numbers = {"held": torch.tensor([900, 900]) if masked else 900, "key_mask": mask, **sizes}
-    out = sharded_keys_ops.fused_keys_apart(
+    out = sharded_keys_ops.fused_sharded_keys(
         query, key, value, 2.0, 0.0, slots, indices, scale=None, **numbers
     )
     torch.autograd.grad(out, (query, key, value, *slots), torch.ones_like(out))
@@ -188,7 +188,7 @@ def test_usual_calls_fit(plug_in, chip, call):
     fit(**call)
     own = call["width"] > 64
     expected = {"summarise_slots_kernel" if own else "summarise_kernel", "read_kernel"}
-    expected.add("key_turned_kernel" if own else "key_bwd_kernel")
+    expected.add("key_slot_major_kernel" if own else "key_bwd_kernel")
     assert {name for name, _ in needs} >= expected
     assert 0 < max(shared for _, shared in needs) <= CHIPS[chip][1]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lln.eager.load import Load
+from lln.testing.load import Load
 from lln_lab.bench import environment
 
 

@@ -9,7 +9,7 @@ import pytest
 from lab.tests.commands import app
 from typer.testing import CliRunner
 
-from lln.eager.load import Load
+from lln.testing.load import Load
 from lln_lab.bench import attention_bench, environment, timing
 from lln_lab.bench.attention_table import table_of, text_of
 from lln_lab.bench.crossover import Crossover, crossover

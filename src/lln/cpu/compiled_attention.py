@@ -38,11 +38,11 @@ def attend_compiled(
 
     Args:
         query: ``[B, H, T, D]`` in float32.
-        key: ``[B, H, S, D]``.
-        value: ``[B, H, S, E]``.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
         alpha: A number, one entry, or ``[1 or B, 1 or H, 1, 1]``; without a gradient.
         beta: Likewise.
-        key_mask: bool ``[B, S]``, True = attend, with a key in every sample.
+        key_mask: bool ``[B, S]``, True = attend.
         blocks: The short range, whose tokens are the queries; None = LLN alone.
         by_torch: Computes the same.
     """
@@ -62,8 +62,8 @@ def attend_matched(
 
     Args:
         query: ``[B, H, T, D]`` in float32.
-        key: ``[B, H, S, D]``.
-        value: ``[B, H, S, E]``.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
         curves: One `compiled_passes.packed_curve`, with a mask one for every sample.
         key_mask: As in `attend_compiled`; if T = S, it says which queries are measured, too.
         blocks: As in `attend_compiled`.
@@ -72,6 +72,27 @@ def attend_matched(
     alpha = query.new_empty((*query.shape[:2], 1, 1))
     numbers = alpha, torch.empty_like(alpha)
     return _attend((query, key, value), numbers, key_mask, blocks, curves, by_torch)
+
+
+def attend_blocks_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    blocks: Blocks,
+    by_torch: ByTorch,
+) -> Tensor:
+    """Softmax attention inside blocks: ``[B, H, T, E]``.
+
+    Args:
+        query: ``[B, H, T, D]`` in float32, without infinity.
+        key: ``[B, Hk, T, D]``, likewise.
+        value: ``[B, Hk, T, E]``.
+        key_mask: bool ``[B, T]``, True = attend.
+        blocks: With None for the share of LLN.
+        by_torch: Computes the same, whatever α and β it gets.
+    """
+    return _attend((query, key, value), (1.0, 1.0), key_mask, blocks, (), by_torch)
 
 
 def by_autograd(
@@ -110,14 +131,14 @@ class _CompiledAttention(torch.autograd.Function):
         numbers = per_head(alpha, query), per_head(beta, query)
         call = (query, key, value, *numbers, ctx.blocks, key_mask, True, curves)
         out, made = compiled_passes.forward(*call)
-        save(ctx, (alpha, beta, key_mask), query, key, value, *made)
+        save(ctx, (alpha, beta, key_mask, *(made or [None])), query, key, value)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        alpha, beta, key_mask, *others = saved(ctx)
-        sides, made, needs = others[:3], others[3:], ctx.needs_input_grad[:3]
+        alpha, beta, key_mask, summary, *sides = saved(ctx)
+        needs = ctx.needs_input_grad[:3]
         found: Sequence[Tensor | None]
         if torch.is_grad_enabled() or is_batched(gradient):
 
@@ -127,7 +148,7 @@ class _CompiledAttention(torch.autograd.Function):
             found = by_autograd(again, sides, needs, gradient)
         else:
             numbers = per_head(alpha, sides[0]), per_head(beta, sides[0])
-            call = (gradient, *sides, *made, *numbers, ctx.blocks, key_mask)
+            call = (gradient, *sides, summary, *numbers, ctx.blocks, key_mask)
             every = compiled_passes.backward(*call)
             found = [one if need else None for one, need in zip(every, needs, strict=True)]
         return (*found, *(None for _ in ctx.needs_input_grad[3:]))

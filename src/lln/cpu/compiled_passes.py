@@ -4,8 +4,11 @@ The C++ in ``cpp`` computes what `lln.eager.run`, `lln.eager.causal_walk` and
 `lln.matching.moments` compute with PyTorch, head by head from cache;
 `lln.functional.compiled_calls` says which calls.
 
-Dimension legend: B batch, H heads, n heads of all samples, T queries, S keys, D head width,
-E value width.
+Widths that are no multiple of `GROUP` are padded with zeros. Grouped query heads share a key head;
+its gradients are found for each of them and then added.
+
+Dimension legend: B batch, H query heads, Hk key heads, n query heads of all samples, T queries,
+S keys, D head width, E value width.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lln.cpu import library
 from lln.errors import MemoryShortageError
 
-# Channels and tokens of a block come in groups of as many.
+# Channels come in groups of as many.
 GROUP = 16
 
 
@@ -28,19 +32,21 @@ class Blocks(NamedTuple):
     """The short range of a call.
 
     Attributes:
-        size: b; compiled passes also know a last block that is shorter.
+        size: b; the last block may be shorter.
         scale: Factor of the scores.
-        mix: Share of LLN in the output.
+        mix: Share of LLN in the output; None = there are blocks alone.
+        is_causal: Whether a token sees only itself and earlier tokens of its block.
     """
 
     size: int
     scale: float
-    mix: float
+    mix: float | None
+    is_causal: bool = False
 
 
 # The structures of the source as bytes, which are filled faster than those of ctypes.
-# A call: seven sizes, where temperatures are, temperatures, blocks, and where the mask is.
-_CALL = struct.Struct("@7q2P2fq2fP")
+# A call: nine sizes, where temperatures are, temperatures, blocks, where the mask is, two answers.
+_CALL = struct.Struct("@9q2P2fq2fP2q")
 # A tensor: where it is, and its first three strides.
 _SIDE = struct.Struct("@P3q")
 # A curve: five coefficients, two limits and the floor.
@@ -85,21 +91,24 @@ def forward(
 
     Args:
         query: ``[B, H, T, D]``.
-        key: ``[B, H, S, D]``.
-        value: ``[B, H, S, E]``.
+        key: ``[B, Hk, S, D]``.
+        value: ``[B, Hk, S, E]``.
         alpha: A number, or ``[n or 1, 1, 1]``.
         beta: Likewise.
-        blocks: The short range; None = LLN alone.
-        key_mask: bool ``[B, S]``, True = attend, with a key in every sample.
+        blocks: The short range; None = LLN alone. Causal ones are alone.
+        key_mask: bool ``[B, S]``, True = attend.
         keeps: Whether the summary is asked for.
         curves: If there are any, α and β are matched as by `match`, and written to what is given.
     """
     heads = query.shape[0] * query.shape[1]
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    summary = query.new_empty((heads, value.shape[-1] + 2, query.shape[-1]))
+    width, sides = value.shape[-1], [_grouped(side) for side in (query, key, value)]
+    out = query.new_empty((*query.shape[:-1], sides[2].shape[-1]))
+    summary = None
+    if blocks is None or blocks.mix is not None:
+        summary = query.new_empty((heads, sides[2].shape[-1] + 2, sides[0].shape[-1]))
     call = _call(query, key, value, alpha, beta, blocks, key_mask, writes=bool(curves))
-    _ask("lln_forward", call, (query, key, value), b"".join(curves) or None, out, summary)
-    return out, [summary] if keeps else []
+    _ask("lln_forward", call, sides, b"".join(curves) or None, out, summary)
+    return _cut(out, width), [summary] if keeps and summary is not None else []
 
 
 def backward(
@@ -107,17 +116,18 @@ def backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    summary: Tensor,
+    summary: Tensor | None,
     alpha: float | Tensor,
     beta: float | Tensor,
     blocks: Blocks | None,
     key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; arguments as above."""
-    made = [side.new_empty(side.shape) for side in (query, key, value)]
+    sides = [_grouped(side) for side in (query, key, value, gradient)]
+    made = _gradients(sides)
     call = _call(query, key, value, alpha, beta, blocks, key_mask)
-    _ask("lln_backward", call, (query, key, value, gradient), summary, *made)
-    return made[0], made[1], made[2]
+    _ask("lln_backward", call, sides, summary, *made)
+    return _own(made[0], query), _own(made[1], key), _own(made[2], value)
 
 
 def forward_causal(
@@ -126,22 +136,25 @@ def forward_causal(
     value: Tensor,
     alpha: float | Tensor,
     beta: float | Tensor,
+    key_mask: Tensor | None = None,
 ) -> list[Tensor]:
     """The output of causal LLN, what `backward_causal` needs, and every head's least normaliser.
 
     Args:
         query: ``[B, H, T, D]``.
-        key: ``[B, H, T, D]``.
-        value: ``[B, H, T, E]``.
+        key: ``[B, Hk, T, D]``.
+        value: ``[B, Hk, T, E]``.
         alpha: A number, or ``[n or 1, 1, 1]``.
         beta: Likewise.
+        key_mask: bool ``[B, T]``, True = attend.
     """
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    width, sides = value.shape[-1], [_grouped(side) for side in (query, key, value)]
+    out = query.new_empty((*query.shape[:-1], sides[2].shape[-1]))
     norm, shift = (query.new_empty(query.shape[:-1]) for _ in range(2))
     least = query.new_empty(query.shape[0] * query.shape[1])
-    call = _call(query, key, value, alpha, beta, None)
-    _ask("lln_causal_forward", call, (query, key, value), out, norm, shift, least)
-    return [out, norm, shift, least]
+    call = _call(query, key, value, alpha, beta, None, key_mask)
+    _ask("lln_causal_forward", call, sides, out, norm, shift, least)
+    return [_cut(out, width), norm, shift, least]
 
 
 def backward_causal(
@@ -154,12 +167,14 @@ def backward_causal(
     shift: Tensor,
     alpha: float | Tensor,
     beta: float | Tensor,
+    key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; arguments as above."""
-    made = [side.new_empty(side.shape) for side in (query, key, value)]
-    call = _call(query, key, value, alpha, beta, None)
-    _ask("lln_causal_backward", call, (query, key, value, gradient), out, norm, shift, *made)
-    return made[0], made[1], made[2]
+    sides = [_grouped(side) for side in (query, key, value, gradient)]
+    made = _gradients(sides)
+    call = _call(query, key, value, alpha, beta, None, key_mask)
+    _ask("lln_causal_backward", call, sides, _grouped(out), norm, shift, *made)
+    return _own(made[0], query), _own(made[1], key), _own(made[2], value)
 
 
 def match(
@@ -169,15 +184,14 @@ def match(
 
     Args:
         query: ``[B, H, T, D]``.
-        key: ``[B, H, S, D]``.
+        key: ``[B, Hk, S, D]``.
         curves: One `packed_curve`, with a mask one for every sample.
-        key_mask: bool ``[B, S]``, True = attend, with a key in every sample; if T = S it counts for
-            the queries too.
+        key_mask: bool ``[B, S]``, True = attend; if T = S it counts for the queries too.
     """
     alpha = query.new_empty((*query.shape[:2], 1, 1))
     beta = torch.empty_like(alpha)
     call = _call(query, key, key, alpha, beta, None, key_mask, writes=True)
-    _ask("lln_match", call, (query, key), b"".join(curves))
+    _ask("lln_match", call, (_grouped(query), _grouped(key)), b"".join(curves))
     return alpha, beta
 
 
@@ -203,6 +217,36 @@ def _ask(name: str, asked: _Asked, sides: Sequence[Tensor], *others: Tensor | by
         )
 
 
+def _whole(width: int) -> int:
+    """The least multiple of `GROUP` from a width on."""
+    return -(-width // GROUP) * GROUP
+
+
+def _grouped(side: Tensor) -> Tensor:
+    """The tensor with channels of zeros that make its width a multiple of `GROUP`."""
+    missing = -side.shape[-1] % GROUP
+    return F.pad(side, (0, missing)) if missing else side
+
+
+def _cut(side: Tensor, width: int) -> Tensor:
+    """The first channels, one row after the other in memory."""
+    return side if side.shape[-1] == width else side[..., :width].contiguous()
+
+
+def _gradients(sides: Sequence[Tensor]) -> list[Tensor]:
+    """Memory for the gradients of query, key and value: those of keys for every query head."""
+    heads = sides[0].shape[:2]
+    return [side.new_empty((*heads, *side.shape[2:])) for side in sides[:3]]
+
+
+def _own(gradient: Tensor, side: Tensor) -> Tensor:
+    """The gradient of a tensor from those of all channels and of all query heads."""
+    heads = side.shape[1]
+    if gradient.shape[1] != heads:
+        gradient = gradient.unflatten(1, (heads, -1)).sum(2)
+    return _cut(gradient, side.shape[-1])
+
+
 def _rows(side: Tensor) -> Tensor:
     """The tensor, copied only if its memory does not hold its rows as they are."""
     return side if side.stride(-1) == 1 and not side.is_neg() else side.resolve_neg().contiguous()
@@ -219,17 +263,20 @@ def _call(
     writes: bool = False,
 ) -> _Asked:
     """What the library is asked for; ``writes``: it finds the temperatures of all heads itself."""
-    size, scale, mix = blocks or (0, 1.0, 1.0)
+    size, scale, mix, is_causal = blocks or (0, 1.0, 1.0, False)
     # A block of all tokens is the largest that there is.
-    size = min(size, -(-query.shape[2] // GROUP) * GROUP)
+    size = min(size, query.shape[2])
     alphas, one_alpha, kept_alpha = _temperature(alpha, writes)
     betas, one_beta, kept_beta = _temperature(beta, writes)
     mask = None if key_mask is None else key_mask.contiguous()
     call = _CALL.pack(
-        *query.shape[:3],
+        *query.shape[:2],
+        key.shape[1],
+        query.shape[2],
         key.shape[2],
+        _whole(query.shape[3]),
         query.shape[3],
-        value.shape[3],
+        _whole(value.shape[3]),
         torch.get_num_threads(),
         alphas,
         betas,
@@ -237,8 +284,10 @@ def _call(
         one_beta,
         size,
         scale,
-        mix,
+        mix or 0.0,
         0 if mask is None else mask.data_ptr(),
+        mix is None,
+        is_causal,
     )
     return _Asked(call, (kept_alpha, kept_beta, mask))
 

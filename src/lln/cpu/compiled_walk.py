@@ -15,6 +15,7 @@ from lln.cpu import compiled_passes
 from lln.cpu.compiled_attention import by_autograd
 from lln.eager.causal_walk import Inputs
 from lln.eager.products import per_head
+from lln.eager.run import repeat_heads
 from lln.eager.saved_numbers import save, saved
 from lln.tracing import is_batched
 
@@ -25,14 +26,14 @@ def walk_compiled(inputs: Inputs, guard: float, by_torch: Callable[[Inputs], Ten
     What one sample holds changes nothing in another, not even its rounding.
 
     Args:
-        inputs: Of a call without a mask that `compiled_passes` know.
+        inputs: Of a call that `compiled_passes` know; key and value may have fewer heads.
         guard: The smallest normaliser of a row that has its digits.
         by_torch: Computes the same with PyTorch, differentiable any number of times.
     """
-    query, key, value, alpha, beta, _ = inputs
+    query, key, value, alpha, beta, key_mask = inputs
     with torch.no_grad():
         numbers = per_head(alpha, query), per_head(beta, query)
-        *found, least = compiled_passes.forward_causal(query, key, value, *numbers)
+        *found, least = compiled_passes.forward_causal(query, key, value, *numbers, key_mask)
     # NaN, too, goes the other way, which knows what each row may see of it.
     if not all(number >= guard for number in least.tolist()):
         return _join(inputs, least >= guard, guard, by_torch)
@@ -42,7 +43,7 @@ def walk_compiled(inputs: Inputs, guard: float, by_torch: Callable[[Inputs], Ten
     def again(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return by_torch(Inputs(query, key, value, *inputs[3:]))
 
-    return _CompiledWalk.apply(query, key, value, alpha, beta, found, again)
+    return _CompiledWalk.apply(query, key, value, alpha, beta, key_mask, found, again)
 
 
 def _join(
@@ -50,9 +51,11 @@ def _join(
 ) -> Tensor:
     """Heads that are held by the compiled walk, and the others by PyTorch, sample by sample."""
     places, parts = [is_held.nonzero().squeeze(-1)], []
+    batch, heads = inputs.query.shape[:2]
+    key, value = repeat_heads(inputs.key, heads), repeat_heads(inputs.value, heads)
+    inputs = inputs._replace(key=key, value=value)
     if places[0].numel():
         parts.append(walk_compiled(inputs.of_heads(places[0]), guard, by_torch))
-    batch, heads = inputs.query.shape[:2]
     for sample, lost in enumerate(~is_held.view(batch, heads)):
         if lost.any():
             places.append(lost.nonzero().squeeze(-1) + sample * heads)
@@ -64,21 +67,22 @@ def _join(
 class _CompiledWalk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        query, key, value, alpha, beta, (out, norm, shift), again = given
-        save(ctx, (alpha, beta), query, key, value, out, norm, shift)
+        query, key, value, alpha, beta, key_mask, (out, norm, shift), again = given
+        save(ctx, (alpha, beta, key_mask), query, key, value, out, norm, shift)
         ctx.again = again
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        alpha, beta, query, key, value, *kept = saved(ctx)
+        alpha, beta, key_mask, query, key, value, *kept = saved(ctx)
         sides, needs = (query, key, value), ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() or is_batched(gradient):
             found = by_autograd(ctx.again, sides, needs, gradient)
         else:
             numbers = per_head(alpha, query), per_head(beta, query)
             out, norm, shift = kept
-            made = compiled_passes.backward_causal(gradient, *sides, out, norm, shift, *numbers)
+            call = (gradient, *sides, out, norm, shift, *numbers, key_mask)
+            made = compiled_passes.backward_causal(*call)
             found = [one if need else None for one, need in zip(made, needs, strict=True)]
-        return (*found, None, None, None, None)
+        return (*found, *(None for _ in ctx.needs_input_grad[3:]))

@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
     key_mask: Tensor | None
 
     def of_heads(self, places: Tensor) -> Inputs:
-        """Some heads, counted over all samples, as samples with one head; there is no mask."""
+        """Some heads, counted over all samples, as samples with one head."""
 
         def pick(side: Any) -> Any:
             if not isinstance(side, Tensor) or side.numel() == 1:
@@ -74,8 +74,9 @@ class Inputs(NamedTuple):
             every = side.expand(*self.query.shape[:2], -1, -1)
             return every.flatten(0, 1)[places].unsqueeze(1)
 
-        query, key, value, alpha, beta, _ = self
-        return Inputs(pick(query), pick(key), pick(value), pick(alpha), pick(beta), None)
+        query, key, value, alpha, beta, mask = self
+        own = None if mask is None else mask[places // self.query.shape[1]]
+        return Inputs(pick(query), pick(key), pick(value), pick(alpha), pick(beta), own)
 
     def showing_infinity(self) -> Inputs:
         """With NaN for infinity in queries and keys: e^−∞ = 0 would hide it."""

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.eager import block_flash
-from lln.eager.block_softmax import BlockSoftmax
 from lln.eager.products import multiply
 from lln.eager.scan import whole_parts
 from lln.eager.summary import LOG_ZERO
 from lln.eager.whole_division import divided
-from lln.tracing import always_holds, is_compiling, is_untraced_on_cpu, values_are_readable
+from lln.tracing import always_holds, is_compiling, values_are_readable
 
 
 def attend_blocks(
@@ -40,35 +38,18 @@ def attend_blocks(
         is_causal: Whether a token sees only itself and earlier tokens of its block.
     """
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    masked = later = None
     if token_mask is not None:
         keep = token_mask.unsqueeze(-1)
         key, value = torch.where(keep, key, 0.0), torch.where(keep, value, 0.0)
-        masked = ~token_mask.unsqueeze(-2)
+    scores = multiply(query * scale, key.mT)
+    if token_mask is not None:
+        scores = scores.masked_fill(~token_mask.unsqueeze(-2), LOG_ZERO)
     if is_causal:
         tokens = query.shape[-2]
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
-    # Later keys are below masked ones: a row whose visible keys are all masked must weigh those.
-    levels = ((masked, LOG_ZERO), (later, 10 * LOG_ZERO))
-    hidden = [(where, level) for where, level in levels if where is not None]
-
-    def hide_in_place(scores: Tensor) -> Tensor:
-        for where, level in hidden:
-            scores.masked_fill_(where, level)
-        return scores
-
-    def by_steps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = multiply(query * scale, key.mT)
-        for where, level in hidden:
-            scores = scores.masked_fill(where, level)
-        return multiply(scores.softmax(-1), value)
-
-    sides = (query, key, value)
-    if min(side.numel() for side in sides) and is_untraced_on_cpu(*sides):
-        if token_mask is None and block_flash.suits(query, value):
-            return block_flash.BlockFlash.apply(*sides, scale, is_causal, by_steps)
-        return BlockSoftmax.apply(*sides, scale, hide_in_place, by_steps)
-    return by_steps(*sides)
+        # Below masked keys: a row whose visible keys are all masked must weigh those.
+        scores = scores.masked_fill(later, 10 * LOG_ZERO)
+    return multiply(scores.softmax(-1), value)
 
 
 def block_diagonal(

@@ -48,12 +48,6 @@ def per_head(number: float | Tensor, query: Tensor) -> float | Tensor:
     return number.reshape(-1, 1, 1)
 
 
-def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Left times right times a number, ``[n, ·, ·]`` each."""
-    # With beta = 0 the first tensor is not read.
-    return torch.baddbmm(left.new_empty(()), left, row_by_row(right), beta=0, alpha=scale)
-
-
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """``total += left @ right`` without a gradient, ``[n, ·, ·]`` each; returns the total."""
     if _TAKES_TRANSPOSED:

@@ -76,9 +76,9 @@ def lln_attention(
         >>> lln_attention(query, key, value).shape
         torch.Size([2, 4, 10, 8])
     """
-    if not is_compiling() and repeats.again is not None:
+    if not is_compiling() and repeats.try_fast_path is not None:
         arguments = (repeats.LLN, query, key, value, alpha, beta, matching, 1.0, 0, None, key_mask)
-        out = repeats.again(*arguments, dropout_p, is_causal, enable_gqa, impl)
+        out = repeats.try_fast_path(*arguments, dropout_p, is_causal, enable_gqa, impl)
         if out is not None:
             return out
     query, key, value = cast_for_autocast(query, key, value)
@@ -207,7 +207,7 @@ def lln_diag_attention(
         >>> lln_diag_attention(query, key, value, mix=gate).shape
         torch.Size([2, 4, 10, 8])
     """
-    if not is_compiling() and repeats.again is not None:
+    if not is_compiling() and repeats.try_fast_path is not None:
         arguments = (
             repeats.LLN_DIAG,
             query,
@@ -220,7 +220,7 @@ def lln_diag_attention(
             block_size,
             scale,
         )
-        out = repeats.again(*arguments, key_mask, dropout_p, is_causal, enable_gqa, impl)
+        out = repeats.try_fast_path(*arguments, key_mask, dropout_p, is_causal, enable_gqa, impl)
         if out is not None:
             return out
     query, key, value = cast_for_autocast(query, key, value)

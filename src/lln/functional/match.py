@@ -9,6 +9,7 @@ sequences.
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -71,10 +72,27 @@ def match_packed(
         query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
         results = fused_moments(query, key, None, cu_seqlens, matching, longest)
         return results[0], results[1]
+    if matching != "paper" and impl == "cpu":
+        return _match_in_turn(query, key, cu_seqlens, matching)
     query, key = _measured(query, key, impl)
     whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
     measure = partial(packed_moments, centred=matching == "paper")
     return matched(measure, query, key, whole.long(), criterion=matching)
+
+
+def _match_in_turn(
+    query: Tensor, key: Tensor, cu_seqlens: Tensor, matching: str
+) -> tuple[Tensor, Tensor]:
+    """α and β of packed sequences by compiled passes; 1 where there are no tokens."""
+    alpha = query.new_ones(cu_seqlens.shape[0] - 1, query.shape[1], 1, 1, dtype=torch.float32)
+    beta = alpha.clone()
+    for index, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        if start < end:
+            own = (side[start:end].transpose(0, 1)[None] for side in (query, key))
+            alpha[index], beta[index] = (
+                side[0] for side in compiled_temperatures(*own, None, matching)
+            )
+    return alpha, beta
 
 
 def measure_heads(query: Tensor, key: Tensor, key_mask: Tensor | None, impl: str) -> Moments:

@@ -101,13 +101,10 @@ class Plan(NamedTuple):
         rest = []
         if self.is_guarded:
             rest.append("heads whose rows lose their digits")
-        if self.diagonal == "eager":
-            rest.append(f"blocks of {self.block_size} tokens")
         if self.matching == "eager":
             rest.append("α and β")
-        what = "LLN attention" if self.diagonal == "eager" else "the call"
         others = f", and plain PyTorch {' and '.join(rest)}" if rest else ""
-        return f"Compiled passes compute {what}{others}."
+        return f"Compiled passes compute the call{others}."
 
 
 _plans: dict[tuple[object, ...], Plan] = {}
@@ -160,24 +157,19 @@ def _plan_on_cpu(call: Call, impl: str) -> Plan:
     # Sizes come after that: a trace must not depend on them.
     if unknown is None and not all(side.numel() for side in call.qkv):
         return plain
-    apart = compiled_calls.why_blocks_apart(call)
     is_matched = call.kind != "diag" and call.alpha is None
-    if is_matched and (call.matching == "paper" or call.bounds is not None):
+    if is_matched and call.matching == "paper":
         matching = "eager"
     if impl == "cpu":
-        reason = unknown or apart
-        if matching is not None and call.bounds is not None:
-            reason = reason or "matches no packed sequences"
-        if reason is not None:
-            raise BackendUnavailableError(_refusal(impl, reason))
+        if unknown is not None:
+            raise BackendUnavailableError(_refusal(impl, unknown))
     elif unknown is not None or not compiled_calls.employs_threads(call):
         sides = (call.query, call.key, call.key_mask)
-        is_compiled = is_matched and matching is None and pays_to_match_compiled(*sides)
+        is_compiled = is_matched and matching is None and call.bounds is None
+        is_compiled = is_compiled and pays_to_match_compiled(*sides)
         return plain._replace(matching="cpu" if is_compiled else None)
-    if diagonal is not None and apart is None:
-        diagonal = "cpu"
-    where = {"matching": matching, "is_guarded": call.is_causal}
-    return Plan("cpu", diagonal, call.block_size, **where)
+    where = {"matching": matching, "is_guarded": call.is_causal and call.kind != "diag"}
+    return Plan("cpu", diagonal and "cpu", call.block_size, **where)
 
 
 def _refusal(impl: str, reason: str) -> str:

@@ -57,12 +57,12 @@ def attend(call: Call, impl: str) -> Tensor:
     kind = repeats.kind_of(call, impl)
     repeat = repeats.repeat_of(kind)
     if repeat is not None:
-        if repeats.again is not None:
-            repeats.hand_over(repeat, call, impl)
+        if repeats.try_fast_path is not None:
+            repeats.register_native(repeat, call, impl)
         return repeat.run(call)
     out = _attend_once(call, impl)
     if kind is not None:
-        repeats.remember(kind, call, impl, plan_call(call, impl))
+        repeats.record(kind, call, impl, plan_call(call, impl))
     return out
 
 

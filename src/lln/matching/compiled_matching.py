@@ -18,11 +18,9 @@ def can_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = Non
     """Whether `compiled_temperatures` knows a call."""
     if not is_untraced_on_cpu(query, key, key_mask) or library.load() is None:
         return False
-    if accumulation_dtype(query.dtype) != torch.float32 or query.shape[3] % compiled_passes.GROUP:
+    if accumulation_dtype(query.dtype) != torch.float32:
         return False
-    if query.shape[1] != key.shape[1] or not (query.numel() and key.numel()):
-        return False
-    return key_mask is None or bool(key_mask.any(-1).all())
+    return bool(query.numel() and key.numel())
 
 
 def pays_to_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> bool:
@@ -34,7 +32,7 @@ def pays_to_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None =
 def compiled_temperatures(
     query: Tensor, key: Tensor, key_mask: Tensor | None, criterion: str
 ) -> tuple[Tensor, Tensor]:
-    """`head_temperatures` by compiled passes, with a key to attend to in every sample."""
+    """`lln.matching.moments.head_temperatures` by compiled passes."""
     curves = compiled_curves(key, key_mask, criterion)
     query, key = query.to(torch.float32), key.to(torch.float32)
     return compiled_passes.match(query, key, curves, key_mask)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
 from lln.functional.call import Call
-from lln.kernels.keys.sharded_keys_ops import fused_keys_apart
+from lln.kernels.keys.sharded_keys_ops import fused_sharded_keys
 from lln.parallel.key_rows import FarRows
 from lln.parallel.summary_merge import RankSummaries
 from lln.parallel.whole_blocks import WholeBlocks
@@ -46,7 +46,7 @@ def read_by_kernels(
     key, value, indices = far(key.dtype).behind(key, value)
     assert call.alpha is not None
     assert call.offset is not None
-    out = fused_keys_apart(
+    out = fused_sharded_keys(
         query,
         key,
         value,

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 
 from lln.cpu import library
-from lln.eager.load import read_load
 from lln.functional.call import Call
 from lln.functional.dense import lln_diag_attention
 from lln.functional.plan import Plan, plan_call
 from lln.kernels.launching import compiled_launcher
 from lln.kernels.launching.limits import why_unavailable
 from lln.testing.failures import in_one_line
+from lln.testing.load import read_load
 from lln.testing.processor import facts, version
 from lln.testing.tolerances import budget, largest_error
 

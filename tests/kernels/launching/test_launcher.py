@@ -63,7 +63,7 @@ def ways(module, monkeypatch):
     ways = Ways(module, driver)
     monkeypatch.setattr(repeats, "_known", {})
     monkeypatch.setattr(recipes, "_recipes", {})
-    monkeypatch.setattr(repeats, "again", None)
+    monkeypatch.setattr(repeats, "try_fast_path", None)
     monkeypatch.delenv("LLN_LAUNCHER", raising=False)
     watch(monkeypatch, lln.functional.run, "_attend_once", ways.calls)
     watch(monkeypatch, repeats.Repeat, "run", ways.by_python)
@@ -119,7 +119,7 @@ def watch(monkeypatch, owner, name, seen):
 def by_python(monkeypatch, attend, inputs, **how):
     """What Python alone gives, the long way."""
     with monkeypatch.context() as patch:
-        patch.setattr(repeats, "again", None)
+        patch.setattr(repeats, "try_fast_path", None)
         patch.setattr(repeats, "_known", {})
         patch.setattr(compiled_launcher, "_found", "not now")
         return outcome(attend, inputs, **how)
@@ -185,7 +185,7 @@ def test_parts_of_one_projection(ways, monkeypatch):
     found = [outcome_of_parts(attend, seed) for seed in (0, 1, 2)]
     assert ways.count() == (1, 0, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(repeats, "again", None)
+        patch.setattr(repeats, "try_fast_path", None)
         patch.setattr(repeats, "_known", {})
         patch.setattr(compiled_launcher, "_found", "not now")
         expected = outcome_of_parts(attend, 2)
@@ -328,7 +328,7 @@ def test_modes_and_subclasses_go_to_python(ways):
 
     seen, inputs, attend = [], inputs_of(0, requires_grad=False), with_options(**NUMBERS)
     attend(*inputs)
-    again = repeats.again
+    again = repeats.try_fast_path
     arguments = (0, *inputs, 1.5, 2, "variance", 1.0, 0, None, None, 0.0, False, True, "triton")
     assert again(*arguments) is not None
     with Watching():
@@ -352,7 +352,7 @@ def test_modes_and_subclasses_go_to_python(ways):
 def test_words_and_numbers_that_python_refuses(ways):
     inputs = inputs_of(0, requires_grad=False)
     lln.lln_attention(*inputs, **NUMBERS, impl="triton")
-    again = repeats.again
+    again = repeats.try_fast_path
     usual = [0, *inputs, 1.5, 2, "variance", 1.0, 0, None, None, 0.0, False, True, "triton"]
     assert again(*usual) is not None
     wrong = {4: (0.0, -1, float("nan"), float("inf"), True, None), 6: ("varianz", 3)}
@@ -387,17 +387,17 @@ def test_launch_hooks_are_called(ways):
         outcome(attend, inputs)
     out = attend(*inputs)
     arguments = (0, *inputs, 1.5, 2, "variance", 1.0, 0, None, None, 0.0, False, True, "triton")
-    assert repeats.again(*arguments) is not None
+    assert repeats.try_fast_path(*arguments) is not None
     before = len(ways.backwards)
     with hooked(ways.runtime, heard.append):
-        assert repeats.again(*arguments) is None
+        assert repeats.try_fast_path(*arguments) is None
         out.sum().backward()
     assert len(ways.backwards) == before + 1
     chain = types.SimpleNamespace(calls=[])
     with hooked(ways.runtime, chain):
-        assert repeats.again(*arguments) is not None
+        assert repeats.try_fast_path(*arguments) is not None
         chain.calls.append(heard.append)
-        assert repeats.again(*arguments) is None
+        assert repeats.try_fast_path(*arguments) is None
 
 
 def test_compiled_calls_never_ask(ways):

@@ -12,7 +12,7 @@ from lln.kernels.summaries.lln_call import LLNCall
 class Kernel:
     """Takes the place of a Triton kernel and of what it compiles to: notes every launch."""
 
-    arg_names = ("first", "second", "number", "room", "stride", "SIZE")
+    arg_names = ("first", "second", "number", "workspace", "stride", "SIZE")
     function, packed_metadata = "function", "metadata"
 
     def __init__(self):
@@ -41,18 +41,18 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def live_of(*tensors, number):
+def runtime_args(*tensors, number):
     first, second = tensors
     return {"first": first, "second": second, "number": number, "unused": object()}
 
 
 def test_repeated_launches_get_addresses_numbers_and_room(kernel):
     step = Step(kernel, (3, 2), {"stride": 7, "SIZE": 16, "OTHER": 1}, 4)
-    recipe = Recipe([step], {"spare": ((5,), torch.float32), "room": ((3,), torch.float32)})
+    recipe = Recipe([step], {"spare": ((5,), torch.float32), "workspace": ((3,), torch.float32)})
     cpu = torch.device("cpu")
     one, two, three, four = (torch.zeros(4) for _ in range(4))
-    recipe.run(live_of(one, two, number=0.5), cpu, first=True)
-    recipe.run(live_of(three, four, number=2.5), cpu, first=False)
+    recipe.run(runtime_args(one, two, number=0.5), cpu, first=True)
+    recipe.run(runtime_args(three, four, number=2.5), cpu, first=False)
     recorded, repeated = kernel.launches
     assert recorded[0] == "through Triton"
     assert recorded[2][:3] == (one, two, 0.5)
@@ -60,7 +60,7 @@ def test_repeated_launches_get_addresses_numbers_and_room(kernel):
     assert recorded[2][4:] == (7, 16)
     assert repeated[:2] == ("compiled", (3, 2, 1))
     assert repeated[2][:3] == (three.data_ptr(), four.data_ptr(), 2.5)
-    # Behind 256 bytes for the other piece of room, in one allocation.
+    # Behind 256 bytes for the other piece of workspace, in one allocation.
     assert repeated[2][3] % 4 == 0
     assert repeated[2][4:] == (7, 16)
     # The current stream, the code, and nobody to tell.
@@ -73,8 +73,8 @@ def test_who_watches_launches_hears_of_repeated_ones(kernel, monkeypatch, which,
     """Triton's launch tells profilers; ours, which does not, is taken where nobody listens."""
     knobs = pytest.importorskip("triton.knobs")
     step = Step(kernel, (3,), {"stride": 7, "SIZE": 16}, 4)
-    recipe = Recipe([step], {"room": ((3,), torch.float32)})
-    cpu, live = torch.device("cpu"), live_of(torch.zeros(4), torch.zeros(4), number=1)
+    recipe = Recipe([step], {"workspace": ((3,), torch.float32)})
+    cpu, live = torch.device("cpu"), runtime_args(torch.zeros(4), torch.zeros(4), number=1)
     recipe.run(live, cpu, first=True)
     hook = knobs.HookChain() if is_chain else print
     if is_chain:
@@ -93,8 +93,8 @@ def test_who_watches_launches_hears_of_repeated_ones(kernel, monkeypatch, which,
 def test_an_older_triton_launches_by_itself(kernel, monkeypatch):
     monkeypatch.setattr(recipes, "knobs", None)
     step = Step(kernel, (3,), {"stride": 7, "SIZE": 16}, 4)
-    recipe = Recipe([step], {"room": ((3,), torch.float32)})
-    live = live_of(torch.zeros(4), torch.zeros(4), number=1)
+    recipe = Recipe([step], {"workspace": ((3,), torch.float32)})
+    live = runtime_args(torch.zeros(4), torch.zeros(4), number=1)
     for first in (True, False):
         recipe.run(live, torch.device("cpu"), first=first)
     assert [launch[0] for launch in kernel.launches] == ["through Triton", "told"]
@@ -102,11 +102,11 @@ def test_an_older_triton_launches_by_itself(kernel, monkeypatch):
 
 def test_room_stands_before_what_the_call_brings(kernel):
     step = Step(kernel, (1,), {"stride": 7, "SIZE": 16}, 4)
-    recipe = Recipe([step], {"room": ((3,), torch.float32), "second": ((2,), torch.float32)})
+    recipe = Recipe([step], {"workspace": ((3,), torch.float32), "second": ((2,), torch.float32)})
     cpu = torch.device("cpu")
     one, two = torch.zeros(4), torch.zeros(4)
     for first in (True, False):
-        recipe.run(live_of(one, two, number=1), cpu, first=first)
+        recipe.run(runtime_args(one, two, number=1), cpu, first=first)
     assert kernel.launches[0][2][1] is not two
     assert kernel.launches[1][2][1] != two.data_ptr()
 
@@ -118,11 +118,11 @@ def test_every_tensor_of_a_call_shows_in_its_looks():
     scale, bounds = torch.zeros(3, 1, 1, 1), torch.tensor([0, 2, 5])
     mask = torch.zeros(2, 5, dtype=torch.bool)
     tensors = [heads, heads, heads, scale, scale, mask, heads, bounds]
-    looks = LLNCall(*tensors, *numbers).looks()
+    looks = LLNCall(*tensors, *numbers).layout_key()
     for index, tensor in enumerate(tensors):
         moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
         others = [*tensors[:index], moved, *tensors[index + 1 :]]
-        assert LLNCall(*others, *numbers).looks() != looks
+        assert LLNCall(*others, *numbers).layout_key() != looks
         others[index] = None
         if index > 2:
-            assert LLNCall(*others, *numbers).looks() != looks
+            assert LLNCall(*others, *numbers).layout_key() != looks

@@ -10,8 +10,8 @@ from lln.kernels.lln import repeats
 from lln.testing import make_qkv
 
 QUERIES = {"query_rows_kernel", "slot_grad_kernel"}
-OWN = {"summarise_slots_kernel", *QUERIES, "key_turned_kernel"}
-JOINED = {"summarise_slots_kernel", *QUERIES, "joint_turned_kernel"}
+OWN = {"summarise_slots_kernel", *QUERIES, "key_slot_major_kernel"}
+JOINED = {"summarise_slots_kernel", *QUERIES, "joint_slot_major_kernel"}
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_outputs_and_gradients(launched, name):
     compare(HALF[-1], **CALLS[name])
     own = {"mix per channel": {*QUERIES, "key_bwd_kernel"}}
     assert launched() >= own.get(name, JOINED if "blocks" in name else OWN)
-    assert launched().isdisjoint({"key_turned_kernel", "key_bwd_kernel"}) == ("blocks" in name)
+    assert launched().isdisjoint({"key_slot_major_kernel", "key_bwd_kernel"}) == ("blocks" in name)
     # Nothing is left to merge or to gather where one program has all tokens.
     assert ("merge_kernel" in launched()) == (CALLS[name].get("tokens", 70) > 64)
 
@@ -156,7 +156,7 @@ def test_the_same_as_by_the_usual_kernels(
     options |= {"dropout_p": drop, **blocks}
     found = []
     for turned in (False, True):
-        monkeypatch.setitem(sizes.overrides, "is_turned", turned)
+        monkeypatch.setitem(sizes.overrides, "is_slot_major", turned)
         monkeypatch.setitem(sizes.overrides, "is_joined", turned and kernels == JOINED)
         steps.clear()
         torch.manual_seed(3)
@@ -183,7 +183,7 @@ def sizes_of(dtype, width, value_width, block_size=0, samples=1, **options):
 
 def test_tiles_and_passes():
     """Other kernels keep their tiles, and large blocks a pass of their own."""
-    wide, own = torch.bfloat16, sizes.TURNED_TILES[128]["summarise"]
+    wide, own = torch.bfloat16, sizes.SLOT_MAJOR_TILES[128]["summarise"]
     assert sizes_of(wide, 128, 128).summarise == own
     for others in (sizes_of(wide, 128, 128, causal=True), sizes_of(wide, 64, 128)):
         assert others.summarise == sizes.WIDE_TILES[128]["summarise"] != own
@@ -195,19 +195,19 @@ def test_tiles_and_passes():
 def test_two_groups_only_where_every_head_has_a_program():
     enough = 4 * sizes.multiprocessors(torch.device("cpu"))
     few, many = (sizes_of(torch.bfloat16, 128, 128, samples=n) for n in (enough - 1, enough))
-    assert (few.summary_groups, few.summarise) == (1, sizes.TURNED_TILES[128]["summarise"])
+    assert (few.summary_groups, few.summarise) == (1, sizes.SLOT_MAJOR_TILES[128]["summarise"])
     assert (many.summary_groups, many.summarise) == (2, sizes.PAIR_TILE)
 
 
 def test_where_they_are_used():
-    def is_turned(dtype, width, value_width, causal=False):
-        return sizes_of(dtype, width, value_width, causal=causal).is_turned
+    def is_slot_major(dtype, width, value_width, causal=False):
+        return sizes_of(dtype, width, value_width, causal=causal).is_slot_major
 
-    assert is_turned(torch.bfloat16, 65, 16)
-    assert is_turned(torch.float16, 128, 128)
-    assert not is_turned(torch.float32, 128, 128)
-    assert not is_turned(torch.bfloat16, 64, 64)
-    assert not is_turned(torch.bfloat16, 64, 128)
-    assert is_turned(torch.bfloat16, 129, 64)
-    assert not is_turned(torch.bfloat16, 128, 256)
-    assert not is_turned(torch.bfloat16, 128, 128, causal=True)
+    assert is_slot_major(torch.bfloat16, 65, 16)
+    assert is_slot_major(torch.float16, 128, 128)
+    assert not is_slot_major(torch.float32, 128, 128)
+    assert not is_slot_major(torch.bfloat16, 64, 64)
+    assert not is_slot_major(torch.bfloat16, 64, 128)
+    assert is_slot_major(torch.bfloat16, 129, 64)
+    assert not is_slot_major(torch.bfloat16, 128, 256)
+    assert not is_slot_major(torch.bfloat16, 128, 128, causal=True)

@@ -13,9 +13,9 @@ import torch
 
 import lln
 from lln.cpu import library
-from lln.eager.load import read_load
 from lln.errors import InvalidInputError
 from lln.kernels.launching import compiled_launcher
+from lln.testing.load import read_load
 from lln.testing.processor import commit, processor, uncommitted, version
 
 # Measurements with different values of these must not be in one table.

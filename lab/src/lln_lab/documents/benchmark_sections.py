@@ -44,9 +44,7 @@ RESULTS = Path("lab/results/benchmarks")
 FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/matching/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
-STUDY, METHOD, PARALLEL = (
-    Path(f"docs/{name}.md") for name in ("tutorials/study", "method", "parallel")
-)
+STUDY, METHOD = (Path(f"docs/{name}.md") for name in ("tutorials/study", "method"))
 # What README shows of a CPU and of a GPU.
 CPU_LENGTHS = (256, 1024, 4096)
 GPU_LENGTHS = (512, 4096, 65536)
@@ -64,7 +62,7 @@ SINGLE = (
     (TABLES, "parallel-times", "parallel-cost", lambda it: parallel_cost.times_table(it["cases"])),
     (TABLES, "parallel-measured", "parallel-times", parallel_times.times_table),
     (TABLES, "parallel-layer", "parallel-layer", parallel_layer.layer_table),
-    (PARALLEL, "parallel-training", "parallel-training", parallel_training.losses_table),
+    (TABLES, "parallel-training", "parallel-training", parallel_training.losses_table),
 )
 
 

@@ -1,7 +1,15 @@
-// LLN attention, alone or with blocks of softmax; the formulas are those of `lln.eager.few_passes`.
+// LLN attention, blocks of softmax, or both. With e the weights of the keys and m the masses of the
+// slots,
 //
-// The summary of a head, ``[D, E + 2]``, holds C, the peaks of the keys and the masses m of the
-// slots.
+//     e = exp(β(k − peak))   m = Σ_j e_j       C = eᵀv / m        L = β peak + log m
+//     w = softmax(αq + L)    out = w C
+//
+// and with g the gradient of the output
+//
+//     dw = g Cᵀ      dC = wᵀ g      dz = w ∘ (dw − rowsum(w ∘ dw))      dq = α dz
+//     dv = e (dC / m)               dk = β e ∘ (v (dC / m)ᵀ + (Σ_i dz_i − rowsum(C ∘ dC)) / m)
+//
+// The summary of a head, ``[D, E + 2]``, holds C, the peaks and the masses.
 #pragma once
 
 #include <cmath>
@@ -79,14 +87,15 @@ void summarise(const Head& head, float* weight) {
   }
 }
 
-// L = β peak + log m.
+// L = β peak + log m; channels that are not the caller's weigh nothing.
 void find_levels(const Head& head, float* level) {
-  for (int64_t d = 0; d < head.call.width; ++d)
+  for (int64_t d = 0; d < head.call.channels; ++d)
     level[d] = head.beta * head.peak[d] + std::log(head.mass[d]);
+  for (int64_t d = head.call.channels; d < head.call.width; ++d) level[d] = NEVER;
 }
 
-// The keys and values of one block. A whole block without a mask is used where it lies; of others
-// the keys that are seen are gathered, and columns of scores are added to make whole groups.
+// The keys and values of one block. A whole block of groups without a mask is used where it lies; of
+// others the keys that are seen are gathered, and columns of scores are added to make whole groups.
 struct Block {
   // Its queries are start … end; the number of its keys, and of the columns of its scores.
   int64_t start, end, count, columns;
@@ -103,7 +112,7 @@ struct Block {
   Block(const Head& head, int64_t begin, float* room) {
     const Call& call = head.call;
     start = larger_of(begin, 0), end = fewer(begin + call.block, call.queries);
-    is_gathered = head.mask || end - start != call.block;
+    is_gathered = head.mask || end - start != call.block || call.block % 16;
     if (!is_gathered) {
       count = columns = call.block;
       k = head.k + start * head.k_row, v = head.v + start * head.v_row;
@@ -124,6 +133,14 @@ struct Block {
     std::memset(own_k + count * k_row, 0, 4 * (columns - count) * k_row);
     std::memset(own_v + count * v_row, 0, 4 * (columns - count) * v_row);
   }
+
+  // How many of its keys a query may see that lies so many tokens behind the start.
+  int64_t seen_from(int64_t row) const {
+    if (!is_gathered) return row + 1;
+    int64_t seen = 0;
+    while (seen < count && places[seen] <= start + row) ++seen;
+    return seen;
+  }
 };
 
 // Where the first block of a head begins, at or before token 0: blocks are counted from the first
@@ -135,29 +152,44 @@ int64_t first_block(const Head& head) {
   return over ? over - head.call.block : 0;
 }
 
+inline int64_t seen_of_row(const Head& head, const Block& block, int64_t t) {
+  return head.call.is_causal ? block.seen_from(t - block.start) : block.count;
+}
+
 // Softmax inside a block of the rows t … t + tokens, ``[tokens, columns]``; ``turned`` is its kᵀ.
 void weigh_block(const Head& head, const Block& block, int64_t t, int64_t tokens,
                  const float* turned, float* weight) {
   product(tokens, block.columns, head.call.width, {head.q + t * head.q_row, head.q_row, 1}, turned,
           block.columns, weight, block.columns, head.call.scale, false);
-  if (block.count < block.columns)
+  if (head.call.is_causal || block.count < block.columns)
     for (int64_t i = 0; i < tokens; ++i)
-      for (int64_t j = block.count; j < block.columns; ++j) weight[i * block.columns + j] = NEVER;
+      for (int64_t j = seen_of_row(head, block, t + i); j < block.columns; ++j)
+        weight[i * block.columns + j] = NEVER;
   softmax(tokens, block.columns, weight);
+  // A row that sees no key at all has weighed all of them alike.
+  if (head.call.is_causal)
+    for (int64_t i = 0; i < tokens; ++i)
+      for (int64_t j = seen_of_row(head, block, t + i); j < block.columns; ++j)
+        weight[i * block.columns + j] = 0;
 }
 
-void read(const Head& head, float* out, float* level, float* weight, float* turned,
-          float* block_room) {
+// Without keys, or with blocks alone, LLN adds nothing.
+void read(const Head& head, bool has_summary, float* out, float* level, float* weight,
+          float* turned, float* block_room) {
   const Call& call = head.call;
   const int64_t values = call.value_width;
-  find_levels(head, level);
   const float mix = call.block ? call.mix : 1.0f;
-  for (int64_t t = 0; t < call.queries; t += TILE) {
-    const int64_t tokens = fewer(TILE, call.queries - t);
-    weigh_queries(tokens, call.width, head.q + t * head.q_row, head.q_row, head.alpha, level,
-                  weight);
-    product(tokens, values, call.width, {weight, call.width, 1}, head.centroid, values,
-            out + t * values, values, mix, false);
+  if (has_summary) {
+    find_levels(head, level);
+    for (int64_t t = 0; t < call.queries; t += TILE) {
+      const int64_t tokens = fewer(TILE, call.queries - t);
+      weigh_queries(tokens, call.width, head.q + t * head.q_row, head.q_row, head.alpha, level,
+                    weight);
+      product(tokens, values, call.width, {weight, call.width, 1}, head.centroid, values,
+              out + t * values, values, mix, false);
+    }
+  } else {
+    std::memset(out, 0, sizeof(float) * call.queries * values);
   }
   if (!call.block) return;
   for (int64_t begin = first_block(head); begin < call.queries; begin += call.block) {
@@ -171,6 +203,13 @@ void read(const Head& head, float* out, float* level, float* weight, float* turn
               out + t * values, values, 1 - mix, true);
     }
   }
+}
+
+// Where LLN adds nothing; every entry of the three is written.
+void differentiate_nothing(const Call& call, const Gradients& to) {
+  std::memset(to.to_query, 0, sizeof(float) * call.queries * call.width);
+  std::memset(to.to_key, 0, sizeof(float) * call.keys * call.width);
+  std::memset(to.to_value, 0, sizeof(float) * call.keys * call.value_width);
 }
 
 // Gradients that come from LLN; every entry of the three is written.

@@ -14,15 +14,19 @@ struct Side {
 };
 
 // What to compute. Temperatures are one number each, or one for every head; matching writes them.
+// Query heads of a group share a key head. Widths are multiples of 16: of queries and keys only the
+// first channels are the caller's, the others are 0.
 struct Call {
-  int64_t batch, heads, queries, keys, width, value_width, threads;
+  int64_t batch, heads, key_heads, queries, keys, width, channels, value_width, threads;
   float *alphas, *betas;
   float alpha, beta;
   // Tokens of a block, 0 = LLN alone; factor of the scores; share of LLN.
   int64_t block;
   float scale, mix;
-  // Which keys are seen, ``[B, S]``; null = all. Not in causal calls.
+  // Which keys are seen, ``[B, S]``; null = all.
   const uint8_t* mask;
+  // Whether there are blocks alone, and whether a token of one sees earlier ones only.
+  int64_t has_blocks_alone, is_causal;
 };
 
 // log s as a polynomial in log p, where p is within the two limits; smaller spreads than the floor
@@ -35,6 +39,10 @@ struct Curve {
 }  // extern "C"
 
 namespace {
+
+inline int64_t key_head_of(const Call& call, int64_t head) {
+  return head / (call.heads / call.key_heads);
+}
 
 // One head: its temperatures, tensors and summary.
 struct Head {
@@ -50,15 +58,15 @@ struct Head {
 
 Head head_of(const Call& call, int64_t index, const Side& query, const Side& key,
              const Side& value, float* summary) {
-  const int64_t b = index / call.heads, h = index % call.heads;
-  // Causal calls have none.
+  const int64_t b = index / call.heads, h = index % call.heads, of_key = key_head_of(call, h);
+  // Causal calls and blocks alone have none.
   float* own = summary ? summary + index * call.width * (call.value_width + 2) : nullptr;
   return {call,
           call.alphas ? call.alphas[index] : call.alpha,
           call.betas ? call.betas[index] : call.beta,
           query.data + b * query.batch + h * query.head,
-          key.data + b * key.batch + h * key.head,
-          value.data + b * value.batch + h * value.head,
+          key.data + b * key.batch + of_key * key.head,
+          value.data + b * value.batch + of_key * value.head,
           query.token,
           key.token,
           value.token,

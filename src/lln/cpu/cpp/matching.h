@@ -97,8 +97,11 @@ struct Temperatures {
   float alpha, beta;
 };
 
-Temperatures match(const Rows& q, const Rows& k, int64_t width, const Curve& curve, Room& room) {
-  const double channels = static_cast<double>(width);
+Temperatures match(const Rows& q, const Rows& k, const Call& call, const Curve& curve,
+                   Room& room) {
+  if (!k.count) return {1.0f, 1.0f};
+  const int64_t width = call.width;
+  const double channels = static_cast<double>(call.channels);
   double query_variance = sum_of_squares(q.data, q.row, q.count, width);
   double key_variance = 0, of_mean = 0, none = 0;
   if (!std::isfinite(query_variance)) query_variance = wide_squares(q, width, false, none);
@@ -137,13 +140,13 @@ void match_head(const Call& call, int64_t index, const Side& query, const Side& 
   const int64_t b = index / call.heads, h = index % call.heads;
   const uint8_t* mask = call.mask ? call.mask + b * call.keys : nullptr;
   Rows q{query.data + b * query.batch + h * query.head, query.token, call.queries};
-  Rows k{key.data + b * key.batch + h * key.head, key.token, call.keys};
+  Rows k{key.data + b * key.batch + key_head_of(call, h) * key.head, key.token, call.keys};
   room.used = 0;
   if (mask) k = seen_rows(k, mask, call.width, room.take(call.keys * call.width));
   // A mask of as many queries as keys counts for both.
   if (mask && call.queries == call.keys)
     q = seen_rows(q, mask, call.width, room.take(call.keys * call.width));
-  const Temperatures found = match(q, k, call.width, mask ? curve[b] : *curve, room);
+  const Temperatures found = match(q, k, call, mask ? curve[b] : *curve, room);
   call.alphas[index] = found.alpha;
   call.betas[index] = found.beta;
 }

@@ -4,7 +4,7 @@
 // them while it is in the cache; the backward pass computes weights again instead of keeping them.
 // Every head is computed by one thread, so the result does not depend on the number of threads.
 // Threads wait for each other only once, at the end: beside other programs each wait is long.
-// Widths and block sizes are multiples of 16. Every function returns whether it got the memory for
+// Every function returns whether it got the memory for
 // its own work; if it did not, what it has written is not to be used.
 
 #include "bidirectional.h"
@@ -18,8 +18,9 @@
 
 extern "C" {
 
-// Output ``[B, H, T, E]`` and summaries ``[B · H, D, E + 2]``, both contiguous. With a curve
-// temperatures are matched on the way, where queries and keys have to come into the cache anyway.
+// Output ``[B, H, T, E]`` and summaries ``[B · H, D, E + 2]``, both contiguous; blocks alone have no
+// summary. With a curve temperatures are matched on the way, where queries and keys have to come
+// into the cache anyway.
 EXPORTED(lln_forward)(const Call* call, const Side* query, const Side* key, const Side* value,
                       const Curve* curve, float* out, float* summary) {
   const int64_t all_heads = call->batch * call->heads;
@@ -41,20 +42,23 @@ EXPORTED(lln_forward)(const Call* call, const Side* query, const Side* key, cons
       if (is_short(shortage, room, seen_room)) continue;
       if (curve) match_head(*call, index, *query, *key, curve, seen_room);
       const Head head = head_of(*call, index, *query, *key, *value, summary);
-      if (call->mask) {
+      bool has_summary = !call->has_blocks_alone;
+      if (has_summary && call->mask) {
         const SeenKeys seen(head, seen_room);
-        summarise(seen.of(head), weight);
-      } else {
+        has_summary = seen.call.keys > 0;
+        if (has_summary) summarise(seen.of(head), weight);
+      } else if (has_summary) {
         summarise(head, weight);
       }
-      read(head, out + index * call->queries * call->value_width, level, weight, turned,
-           block_room);
+      read(head, has_summary, out + index * call->queries * call->value_width, level,
+           weight, turned, block_room);
     }
   }
   return !shortage;
 }
 
-// Gradients of query, key and value, contiguous, from that of the output and the summaries.
+// Gradients of query, key and value, contiguous, from that of the output and the summaries. Those of
+// keys and values are one for every query head.
 EXPORTED(lln_backward)(const Call* call, const Side* query, const Side* key, const Side* value,
                        const Side* gradient, float* summary, float* to_query, float* to_key,
                        float* to_value) {
@@ -77,13 +81,19 @@ EXPORTED(lln_backward)(const Call* call, const Side* query, const Side* key, con
                          to_query + index * call->queries * width,
                          to_key + index * call->keys * width,
                          to_value + index * call->keys * values};
-      if (call->mask) {
+      if (call->has_blocks_alone) {
+        differentiate_nothing(*call, to);
+      } else if (call->mask) {
         const SeenKeys seen(head, seen_room);
         float* of_key = seen_room.take(call->keys * width);
         float* of_value = seen_room.take(call->keys * values);
-        differentiate(seen.of(head), {to.g, to.g_row, to.to_query, of_key, of_value}, room);
-        SeenKeys::spread(head, width, of_key, to.to_key);
-        SeenKeys::spread(head, values, of_value, to.to_value);
+        if (seen.call.keys) {
+          differentiate(seen.of(head), {to.g, to.g_row, to.to_query, of_key, of_value}, room);
+          SeenKeys::spread(head, width, of_key, to.to_key);
+          SeenKeys::spread(head, values, of_value, to.to_value);
+        } else {
+          differentiate_nothing(*call, to);
+        }
       } else {
         differentiate(head, to, room);
       }
@@ -125,7 +135,8 @@ EXPORTED(lln_causal_backward)(const Call* call, const Side* query, const Side* k
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
-    Room room(Walk::floats(*call) + values * (3 * TILE + width) + TILE * (TILE + 1) + 128);
+    Room room(Walk::floats(*call) + values * (4 * TILE + width) + TILE * (TILE + width + 1) +
+              256);
     Room peaks(tiles * width);
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {

@@ -30,16 +30,14 @@ def _block_launches() -> tuple[Any, Any, Any]:
     return launch_blocks, launch_tiled, launch_blocks.BlockCall
 
 
-def _launches_of(call: Any) -> Any:
-    whole, tiled, _ = _block_launches()
-    fits = blocks_fit(call.query, call.block_size, False, call.mask is not None)
-    return whole if fits else tiled
+def _fit(call: Any) -> bool:
+    return blocks_fit(call.query, call.block_size, False, call.mask is not None)
 
 
-def forward_blocks(*arguments: Any) -> Tensor:
-    """Output for the arguments of `attend_blocks`."""
-    call = _block_launches()[2](*arguments)
-    return _launches_of(call).attend_blocks(call)
+def _attend(*inputs: Any) -> Tensor:
+    whole, tiled, kind = _block_launches()
+    call = kind(*inputs)
+    return (whole.attend_whole_blocks if _fit(call) else tiled.attend_tiled_blocks)(call)
 
 
 def add_blocks(tensors: Any, numbers: Any, out: Tensor, mix: float) -> None:
@@ -66,8 +64,10 @@ def add_block_gradients(
 def _gradients(
     gradients: Sequence[Tensor], inputs: Sequence[Any], *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _block_launches()[2](*inputs)
-    return _launches_of(call).attend_blocks_backward(call, within_reach(gradients[0]))
+    whole, tiled, kind = _block_launches()
+    call = kind(*inputs)
+    launch = whole.whole_blocks_gradients if _fit(call) else tiled.tiled_blocks_gradients
+    return launch(call, within_reach(gradients[0]))
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -75,7 +75,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 # The backward recomputes the softmax rows.
-_OPERATION = Operation(4, forward_blocks, _gradients, of=(0, 1, 2), alike=lambda *_: (0, 1, 2))
+_OPERATION = Operation(4, _attend, _gradients, of=(0, 1, 2), alike=lambda *_: (0, 1, 2))
 attend_blocks = with_gradients("attend_blocks", _BLOCKS, _OPERATION, _fake)
 
 

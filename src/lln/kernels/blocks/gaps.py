@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 
 from lln.kernels.blocks.triton_gaps import LOOK, gap_kernel
-from lln.kernels.launching.recipes import Room, Step
+from lln.kernels.launching.recipes import Step, Workspace
 from lln.kernels.summaries.lln_call import LLNCall
 
 
-def find_gaps(samples: int, tokens: int, block_size: int) -> tuple[list[Step], Room]:
+def find_gaps(samples: int, tokens: int, block_size: int) -> tuple[list[Step], Workspace]:
     """The launch that writes ``p_starts``, and the memory for it."""
     values = {"tokens": tokens, "block_size": block_size, "LOOK": LOOK}
-    room: Room = {"p_starts": ((samples,), torch.int32)}
-    return [Step(gap_kernel, (samples,), values, 4)], room
+    workspace: Workspace = {"p_starts": ((samples,), torch.int32)}
+    return [Step(gap_kernel, (samples,), values, 4)], workspace
 
 
-def starts_of(call: LLNCall) -> tuple[list[Step], Room]:
+def starts_of(call: LLNCall) -> tuple[list[Step], Workspace]:
     """The same for a call; nothing where blocks begin with the sequences, as ``bounds`` say."""
     if not call.is_shifted:
         return [], {}

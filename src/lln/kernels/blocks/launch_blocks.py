@@ -13,8 +13,8 @@ from torch import Tensor
 from lln.kernels.blocks.gaps import find_gaps
 from lln.kernels.blocks.triton_blocks import blocks_bwd_kernel, blocks_fwd_kernel
 from lln.kernels.launching.kernel_arguments import mask_bytes, precision_of, strides_of
-from lln.kernels.launching.recipes import Recipe, follow, over_tiles
-from lln.kernels.launching.shapes import look_of, output_like
+from lln.kernels.launching.recipes import Recipe, launch_cached, over_tiles
+from lln.kernels.launching.shapes import layout_of, output_like
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 from lln.kernels.launching.stretches import Tile, cdiv
 
@@ -41,7 +41,7 @@ class BlockCall(NamedTuple):
     causal: bool
 
 
-def attend_blocks(call: BlockCall) -> Tensor:
+def attend_whole_blocks(call: BlockCall) -> Tensor:
     """Output ``[B, H, T, E]``."""
     out = output_like(call.query, call.value.shape[3])
     if out.numel() > 0:
@@ -49,7 +49,7 @@ def attend_blocks(call: BlockCall) -> Tensor:
     return out
 
 
-def attend_blocks_backward(call: BlockCall, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def whole_blocks_gradients(call: BlockCall, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     dq, dk, dv = (torch.empty_like(side) for side in (call.query, call.key, call.value))
     if gradient.numel() == 0:
@@ -72,7 +72,7 @@ def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Ten
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, tokens = query.shape[0], query.shape[2]
     tensors = {"p_q": query, "p_k": key, "p_v": value, **others}
-    seen = tuple([look_of(tensor) for tensor in (*tensors.values(), mask)])
+    seen = tuple([layout_of(tensor) for tensor in (*tensors.values(), mask)])
     options = (call.block_size, call.scale, call.causal)
     kind = (walker, "blocks", query.device, seen, options)
     family = (walker, "blocks", query.device, query.dtype, query.shape[3], value.shape[3])
@@ -108,9 +108,11 @@ def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Ten
             "PRECISION": precision_of(query, chosen.width),
             **strides_of(False, **tensors),
         }
-        before, room = ([], {}) if mask is None else find_gaps(batch, tokens, call.block_size)
-        return Recipe([*before, over_tiles(kernel, (splits * batch * heads,), values, tile)], room)
+        before, workspace = ([], {}) if mask is None else find_gaps(batch, tokens, call.block_size)
+        return Recipe(
+            [*before, over_tiles(kernel, (splits * batch * heads,), values, tile)], workspace
+        )
 
     byte_mask = mask_bytes(mask, query)
-    live = {**tensors, "p_mask": byte_mask, "p_starts": byte_mask}
-    follow(kind, (*family, call.block_size), live, query.device, choose, write)
+    runtime = {**tensors, "p_mask": byte_mask, "p_starts": byte_mask}
+    launch_cached(kind, (*family, call.block_size), runtime, query.device, choose, write)

@@ -17,20 +17,20 @@ from torch import Tensor
 from lln.kernels.blocks import triton_tiled_blocks as kernels
 from lln.kernels.blocks.launch_blocks import BlockCall
 from lln.kernels.launching.kernel_arguments import precision_of, strides_of
-from lln.kernels.launching.recipes import Recipe, Room, Step, follow, over_tiles
-from lln.kernels.launching.shapes import look_of, output_like
+from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_cached, over_tiles
+from lln.kernels.launching.shapes import layout_of, output_like
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 from lln.kernels.launching.stretches import Tile, cdiv
 
 
-def attend_blocks(call: BlockCall) -> Tensor:
+def attend_tiled_blocks(call: BlockCall) -> Tensor:
     """Output ``[B, H, T, E]``."""
     out = output_like(call.query, call.value.shape[3])
     add_blocks(call, out, None)
     return out
 
 
-def attend_blocks_backward(call: BlockCall, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def tiled_blocks_gradients(call: BlockCall, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     made = tuple(torch.empty_like(side) for side in (call.query, call.key, call.value))
     add_gradients(call, gradient, made, None)
@@ -52,7 +52,7 @@ def add_gradients(
 ) -> None:
     """The same with the gradients ``made`` of query, key and value."""
     batch, heads, tokens, _ = call.query.shape
-    rows: Room = dict.fromkeys(("p_norm", "p_level"), ((batch, heads, tokens), torch.float32))
+    rows: Workspace = dict.fromkeys(("p_norm", "p_level"), ((batch, heads, tokens), torch.float32))
 
     def write(chosen: Sizes, values: dict[str, Any]) -> Recipe:
         steps = [
@@ -89,7 +89,7 @@ def _launch(
             made.zero_()
         return
     tensors = {"p_q": query, "p_k": key, "p_v": value, **others}
-    looks = tuple([look_of(tensor) for tensor in tensors.values()])
+    layouts = tuple([layout_of(tensor) for tensor in tensors.values()])
     options = (call.block_size, call.scale, call.causal, mix is None)
 
     def choose() -> Sizes:
@@ -114,10 +114,10 @@ def _launch(
         }
         return write(chosen, values)
 
-    kind = (name, query.device, looks, options)
+    kind = (name, query.device, layouts, options)
     family = (name, query.device, query.dtype, query.shape[3], value.shape[3])
-    live = {**tensors, "mix": 0.0 if mix is None else mix}
-    follow(kind, (*family, call.block_size > 64), live, query.device, choose, write_for)
+    runtime = {**tensors, "mix": 0.0 if mix is None else mix}
+    launch_cached(kind, (*family, call.block_size > 64), runtime, query.device, choose, write_for)
 
 
 def _step(kernel: Any, call: BlockCall, tile: Tile, side: Tensor, values: dict[str, Any]) -> Step:

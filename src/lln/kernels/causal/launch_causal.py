@@ -23,40 +23,42 @@ from lln.kernels.causal.triton_walk_gathering import causal_gather_kernel
 from lln.kernels.causal.triton_walk_keys import causal_key_kernel
 from lln.kernels.causal.triton_walk_outputs import causal_fwd_kernel
 from lln.kernels.causal.triton_walk_queries import causal_query_kernel
-from lln.kernels.launching.recipes import Recipe, Room, Step, follow, over_tiles
+from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_cached, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import Tile, cdiv, walk_stretch
-from lln.kernels.summaries.gradients import finish_gradients, gradient_room, mix_shape
+from lln.kernels.summaries.gradients import allocate_gradients, finish_gradients, mix_shape
 from lln.kernels.summaries.launch_passes import summarise_steps
-from lln.kernels.summaries.lln_call import Gradients, LLNCall, live_of, mix_mode, values_of
+from lln.kernels.summaries.lln_call import Gradients, LLNCall, constant_args, mix_mode, runtime_args
 
 # What a weight is rounded to for a product. The exponent range of float16 is too small for
 # e^{x − max}, so float16 calls use TF32, which has as many digits.
 _LOW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: tl.float32}
 
 
-def attend(call: LLNCall, save: bool, out: Tensor | None = None) -> tuple[Tensor, None, None]:
+def attend_causal(
+    call: LLNCall, save: bool, out: Tensor | None = None
+) -> tuple[Tensor, None, None]:
     """Output ``[B, H, T, E]``; nothing but the inputs is saved."""
     query, heads = call.query, call.query.shape[1]
     kind = forward_kind(call, save, out)
     out = output_like(query, call.value.shape[3]) if out is None else out
     if out.numel() == 0:
         return out, None, None
-    live = live_of(call, out, heads)
-    live["p_o"] = out
-    follow(
+    runtime = runtime_args(call, out, heads)
+    runtime["p_o"] = out
+    launch_cached(
         kind,
         call.family("causal"),
-        live,
+        runtime,
         query.device,
         lambda: call.sizes(heads),
-        lambda chosen: _write_attend(call, live, chosen),
+        lambda chosen: _write_attend(call, runtime, chosen),
     )
     return out, None, None
 
 
-def attend_backward(
+def causal_gradients(
     call: LLNCall,
     gradient: Tensor,
     log_mass: Tensor | None,
@@ -76,30 +78,30 @@ def attend_backward(
         parts = (call.samples, heads, segments)
         of_alpha, of_beta = parts if alpha_grad else None, parts if beta_grad else None
         of_mix = mix_shape(mode, query, value.shape[3], parts)
-    live = live_of(call, gradient, heads)
-    made = gradient_room(call, gradient, live, heads, of_alpha, of_beta, of_mix, dv_out)
+    runtime = runtime_args(call, gradient, heads)
+    made = allocate_gradients(call, gradient, runtime, heads, of_alpha, of_beta, of_mix, dv_out)
     asked = (alpha_grad, beta_grad, mode)
-    follow(
+    launch_cached(
         backward_kind(call, gradient, asked, dv_out),
         call.family("causal backward"),
-        live,
+        runtime,
         query.device,
         lambda: call.sizes(heads),
-        lambda chosen: _write_backward(call, live, asked, chosen),
+        lambda chosen: _write_backward(call, runtime, asked, chosen),
     )
     return finish_gradients(call, made, heads // call.key.shape[1])
 
 
 def forward_kind(call: LLNCall, save: bool, out: Tensor | None = None) -> Hashable:
     """What decides the launches of a forward pass, which saves nothing in any case."""
-    return "causal", call.looks(out), call.options()
+    return "causal", call.layout_key(out), call.options()
 
 
 def backward_kind(
     call: LLNCall, gradient: Tensor, asked: tuple[bool, bool, int], dv: Tensor | None = None
 ) -> Hashable:
     """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
-    return "causal backward", *asked, call.looks(gradient, dv), call.options()
+    return "causal backward", *asked, call.layout_key(gradient, dv), call.options()
 
 
 def _segments(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
@@ -121,14 +123,14 @@ def _largest_tile(chosen: Sizes) -> int:
 
 
 def _values(
-    call: LLNCall, chosen: Sizes, live: dict[str, Any], segments: int, stretch: int
+    call: LLNCall, chosen: Sizes, runtime: dict[str, Any], segments: int, stretch: int
 ) -> dict[str, Any]:
     query = call.query
     even = call.mask is None and call.bounds is None
     even = even and query.shape[2] % _largest_tile(chosen) == 0
     if call.block_size and chosen.block_rows != chosen.walk.tokens:
         even = False
-    return values_of(call, chosen, live, query.shape[1]) | {
+    return constant_args(call, chosen, runtime, query.shape[1]) | {
         "LOW": _LOW[query.dtype],
         "EXP": tl.float64 if query.dtype == torch.float32 else tl.float32,
         "EVEN": even,
@@ -139,16 +141,16 @@ def _values(
     }
 
 
-def _start(call: LLNCall, chosen: Sizes, values: dict[str, Any]) -> tuple[list[Step], Room]:
+def _start(call: LLNCall, chosen: Sizes, values: dict[str, Any]) -> tuple[list[Step], Workspace]:
     """Launches and memory for the state before every stretch, and for marking lost stretches."""
     programs, segments = call.samples * call.query.shape[1], values["segments"]
-    steps, room = starts_of(call)
-    room |= {"p_lost": ((programs, segments), torch.int32)}
+    steps, workspace = starts_of(call)
+    workspace |= {"p_lost": ((programs, segments), torch.int32)}
     if segments == 1:
-        return steps, room | {f"{name}_before": ((1,), torch.float32) for name in STATE}
+        return steps, workspace | {f"{name}_before": ((1,), torch.float32) for name in STATE}
     more, parts = summarise_steps(programs, chosen, values, segments)
     scan = scan_step("", "_before", programs, chosen, values)
-    return [*steps, *more, scan], room | parts | {f"{n}_before": parts[n] for n in STATE}
+    return [*steps, *more, scan], workspace | parts | {f"{n}_before": parts[n] for n in STATE}
 
 
 def _walk(
@@ -163,16 +165,16 @@ def _walk(
     ]
 
 
-def _write_attend(call: LLNCall, live: dict[str, Any], chosen: Sizes) -> Recipe:
+def _write_attend(call: LLNCall, runtime: dict[str, Any], chosen: Sizes) -> Recipe:
     chunks = ChunkedCall.of(call, chosen)
     if chunks is not None:
-        values = _values(call, chosen, live, chunks.segments, chunks.stretch)
+        values = _values(call, chosen, runtime, chunks.segments, chunks.stretch)
         _, repair = _walk(causal_fwd_kernel, call, chosen, chosen.walk, _before(values))
         return chunks.forward(values, repair)
-    values = _values(call, chosen, live, *_segments(call, chosen))
-    steps, room = _start(call, chosen, values)
+    values = _values(call, chosen, runtime, *_segments(call, chosen))
+    steps, workspace = _start(call, chosen, values)
     own = _before(values)
-    return Recipe(steps + _walk(causal_fwd_kernel, call, chosen, chosen.walk, own), room)
+    return Recipe(steps + _walk(causal_fwd_kernel, call, chosen, chosen.walk, own), workspace)
 
 
 def _before(values: dict[str, Any]) -> dict[str, Any]:
@@ -180,12 +182,12 @@ def _before(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_backward(
-    call: LLNCall, live: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
+    call: LLNCall, runtime: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
 ) -> Recipe:
     query, heads = call.query, call.query.shape[1]
     chunks = None if any(asked) else ChunkedCall.of(call, chosen)
     if chunks is not None:
-        values = _values(call, chosen, live, chunks.segments, chunks.stretch)
+        values = _values(call, chosen, runtime, chunks.segments, chunks.stretch)
         values |= dict.fromkeys(("ALPHA_GRAD", "BETA_GRAD", "MIX_GRAD"), 0)
         _, of_query = _walk(causal_query_kernel, call, chosen, chosen.walk_query, _before(values))
         own = values | state_of("_after")
@@ -193,17 +195,19 @@ def _write_backward(
         return chunks.backward(values, of_query, of_key)
     # dα and dβ are allocated for the stretches of the first sizes, even if sizes shrank since.
     segments, stretch = _segments(call, call.sizes(heads))
-    values = _values(call, chosen, live, segments, stretch)
+    values = _values(call, chosen, runtime, segments, stretch)
     values |= dict(zip(("ALPHA_GRAD", "BETA_GRAD", "MIX_GRAD"), asked, strict=True))
-    steps, room = _start(call, chosen, values)
+    steps, workspace = _start(call, chosen, values)
     rows = query.shape[:3]
-    room |= {"p_z": (rows, exponent_type(query.dtype)), "p_delta": (rows, torch.float32)}
+    workspace |= {"p_z": (rows, exponent_type(query.dtype)), "p_delta": (rows, torch.float32)}
     own = _before(values)
     steps += _walk(causal_query_kernel, call, chosen, chosen.walk_query, own)
     later = "_before"
     if segments > 1:
         later = "_after"
-        room |= {name + suffix: room[name] for name in STATE for suffix in ("_own", later)}
+        workspace |= {
+            name + suffix: workspace[name] for name in STATE for suffix in ("_own", later)
+        }
         programs = call.samples * heads
         own = values | state_of("_own")
         gather, grid = causal_gather_kernel, (segments, programs)
@@ -211,4 +215,4 @@ def _write_backward(
         steps.append(scan_step("_own", later, programs, chosen, values))
     own = values | state_of(later)
     steps += _walk(causal_key_kernel, call, chosen, chosen.walk_key, own)
-    return Recipe(steps, room)
+    return Recipe(steps, workspace)

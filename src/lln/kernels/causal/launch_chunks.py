@@ -19,7 +19,7 @@ from lln.kernels.causal.triton_chunk_keys import chunk_key_kernel
 from lln.kernels.causal.triton_chunk_outputs import chunk_fwd_kernel
 from lln.kernels.causal.triton_chunk_queries import chunk_query_kernel
 from lln.kernels.causal.triton_chunk_states import chunk_gather_kernel, chunk_states_kernel
-from lln.kernels.launching.recipes import Place, Recipe, Room, Step, over_tiles
+from lln.kernels.launching.recipes import Place, Recipe, Step, Workspace, over_tiles
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
 from lln.kernels.summaries.lln_call import LLNCall
@@ -74,20 +74,20 @@ class ChunkedCall(NamedTuple):
     def forward(self, values: dict[str, Any], repair: Step) -> Recipe:
         """The launches of the forward pass; ``repair`` walks the stretches that are lost."""
         values = self._own(values)
-        steps, room = self._states(values)
+        steps, workspace = self._states(values)
         steps.append(self._over_chunks(chunk_fwd_kernel, values, "chunk"))
-        return Recipe([*steps, repair], room)
+        return Recipe([*steps, repair], workspace)
 
     def backward(self, values: dict[str, Any], query_repair: Step, key_repair: Step) -> Recipe:
         """The launches of the backward pass."""
         values = self._own(values)
-        steps, room = self._states(values)
+        steps, workspace = self._states(values)
         rows, chosen = self.call.query.shape[:3], self.chosen
-        room["p_z"] = rows, exponent_type(self.call.query.dtype)
-        room |= dict.fromkeys(("p_delta", "p_near", "p_level"), (rows, torch.float32))
-        room |= dict.fromkeys(("p_chunk_peak", "p_gather_mass"), room["p_chunk_top"])
-        room |= {f"{name}_own": room[name] for name in STATE}
-        room |= {f"{name}_after": room[f"{name}_before"] for name in STATE}
+        workspace["p_z"] = rows, exponent_type(self.call.query.dtype)
+        workspace |= dict.fromkeys(("p_delta", "p_near", "p_level"), (rows, torch.float32))
+        workspace |= dict.fromkeys(("p_chunk_peak", "p_gather_mass"), workspace["p_chunk_top"])
+        workspace |= {f"{name}_own": workspace[name] for name in STATE}
+        workspace |= {f"{name}_after": workspace[f"{name}_before"] for name in STATE}
         steps += [self._over_chunks(chunk_query_kernel, values, "chunk_query")]
         # Sums behind the chunks take the place of those before them, which nobody needs any more.
         behind = {"p_chunk_mass": Place("p_gather_mass")}
@@ -99,7 +99,7 @@ class ChunkedCall(NamedTuple):
             steps.append(scan_step("_own", "_after", self.programs, chosen, values))
         own = values | behind | state_of("_after")
         steps += [self._over_chunks(chunk_key_kernel, own, "chunk_key"), key_repair]
-        return Recipe(steps, room)
+        return Recipe(steps, workspace)
 
     def _own(self, values: dict[str, Any]) -> dict[str, Any]:
         """What differs from the values of the walks."""
@@ -110,20 +110,22 @@ class ChunkedCall(NamedTuple):
             **state_of("_before"),
         }
 
-    def _states(self, values: dict[str, Any]) -> tuple[list[Step], Room]:
+    def _states(self, values: dict[str, Any]) -> tuple[list[Step], Workspace]:
         """Launches and memory for the state before every chunk, and for marking lost stretches."""
         chosen, low = self.chosen, self.call.query.dtype
         slots = (self.programs, self.chunks, chosen.width)
         sums = low if low == torch.bfloat16 else torch.float32
-        room: Room = {f"p_chunk_{name}": (slots, torch.float32) for name in ("top", "mass")}
-        room["p_chunk_sum"] = (*slots, chosen.value_width), sums
-        room["p_lost"] = (self.programs, self.segments), torch.int32
+        workspace: Workspace = {
+            f"p_chunk_{name}": (slots, torch.float32) for name in ("top", "mass")
+        }
+        workspace["p_chunk_sum"] = (*slots, chosen.value_width), sums
+        workspace["p_lost"] = (self.programs, self.segments), torch.int32
         part = (self.programs, self.segments, chosen.width) if self.segments > 1 else (1,)
         whole = (*part, chosen.value_width) if self.segments > 1 else part
         shapes = zip(STATE, (part, part, whole), strict=True)
-        states: Room = {name: (shape, torch.float32) for name, shape in shapes}
-        room |= states | {f"{name}_before": states[name] for name in STATE}
-        room["p_sum_before"] = whole, sums
+        states: Workspace = {name: (shape, torch.float32) for name, shape in shapes}
+        workspace |= states | {f"{name}_before": states[name] for name in STATE}
+        workspace["p_sum_before"] = whole, sums
         grid = (self.segments, self.programs)
         own, tile = values | state_of(""), chosen.chunk_state
         if self.segments == 1 and self.programs < ROOMY_HEADS * chosen.cores:
@@ -131,7 +133,7 @@ class ChunkedCall(NamedTuple):
         steps = [over_tiles(chunk_states_kernel, grid, own, tile)]
         if self.segments > 1:
             steps.append(scan_step("", "_before", self.programs, chosen, values))
-        return steps, room
+        return steps, workspace
 
     def _over_chunks(self, kernel: Any, values: dict[str, Any], name: str) -> Step:
         grid = (self.chunks, self.programs)

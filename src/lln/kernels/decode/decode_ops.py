@@ -28,8 +28,8 @@ def fused_decode(
     alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])
     beta_t, beta_number = tensor_or_number(beta, log_mass.shape[1])
     launch = decode if is_watched(query) else append_and_read
-    sides = (query, key, value, log_mass, centroid, alpha_t, beta_t)
-    return launch(*sides, alpha_number, beta_number)
+    tensors = (query, key, value, log_mass, centroid, alpha_t, beta_t)
+    return launch(*tensors, alpha_number, beta_number)
 
 
 def append_and_read(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lln.kernels.decode.triton_decode import decode_kernel
 from lln.kernels.launching.kernel_arguments import flat_scale, strides_of
-from lln.kernels.launching.recipes import Recipe, Step, follow
-from lln.kernels.launching.shapes import look_of
+from lln.kernels.launching.recipes import Recipe, Step, launch_cached
+from lln.kernels.launching.shapes import layout_of
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 from lln.kernels.launching.stretches import cdiv
 
@@ -38,7 +38,7 @@ def decode(
     if out.numel() == 0:
         return out, new_log_mass, new_centroid
     alpha_flat, beta_flat = flat_scale(alpha, batch, query), flat_scale(beta, batch, query)
-    live = {
+    runtime = {
         "p_q": query,
         "p_k": key,
         "p_v": value,
@@ -52,9 +52,9 @@ def decode(
         "alpha": alpha_number,
         "beta": beta_number,
     }
-    sides = (query, key, value, alpha_flat, beta_flat, log_mass, centroid)
-    looks = tuple(look_of(tensor) for tensor in sides)
-    kind = ("decode", looks, query.device, alpha is None, beta is None)
+    tensors = (query, key, value, alpha_flat, beta_flat, log_mass, centroid)
+    layouts = tuple(layout_of(tensor) for tensor in tensors)
+    kind = ("decode", layouts, query.device, alpha is None, beta is None)
 
     def write(chosen: Sizes) -> Recipe:
         part = min(chosen.value_width, _SLICE)
@@ -76,5 +76,5 @@ def decode(
     def choose() -> Sizes:
         return choose_sizes(query, key, value, batch, slots, 0)
 
-    follow(kind, ("decode", query.device, width), live, query.device, choose, write)
+    launch_cached(kind, ("decode", query.device, width), runtime, query.device, choose, write)
     return out, new_log_mass, new_centroid

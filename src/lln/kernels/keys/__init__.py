@@ -1,1 +1,1 @@
-"""Exact keys beside the slots: choosing them, by groups or by query, and attending to them."""
+"""Attention with exact keys: choosing them, by groups or by query, and reading them."""

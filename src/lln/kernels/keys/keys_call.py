@@ -135,7 +135,7 @@ class KeysCall(NamedTuple):
         return flat_scale(beta, self.query.shape[0], self.query)
 
     @property
-    def side_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def masking(self) -> tuple[Tensor, Tensor, Tensor]:
         """The mask as bytes, where the first blocks begin, and how many keys a sample has."""
         mask, query = self.mask, self.query
         if mask is None:

@@ -116,9 +116,9 @@ def _choose_lists(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     from lln.kernels.keys.keys_call import KeysCall
-    from lln.kernels.keys.launch_keys import attend
+    from lln.kernels.keys.launch_keys import attend_exact_keys
 
-    return attend(KeysCall(*inputs))
+    return attend_exact_keys(KeysCall(*inputs))
 
 
 def _gradients(
@@ -126,10 +126,10 @@ def _gradients(
 ) -> tuple[Any, ...]:
     """Gradients of query, key, value, α, β and offset; None for those that are numbers."""
     from lln.kernels.keys.keys_call import KeysCall
-    from lln.kernels.keys.launch_keys import attend_backward
+    from lln.kernels.keys.launch_keys import exact_keys_gradients
 
     call = KeysCall(*inputs)
-    dq, dk, dv, *numbers = attend_backward(call, within_reach(gradients[0]), *saved)
+    dq, dk, dv, *numbers = exact_keys_gradients(call, within_reach(gradients[0]), *saved)
     tensors = (call.alpha, call.beta, call.offset)
     return dq, dk, dv, *(folded(*pair) for pair in zip(numbers, tensors, strict=True))
 
@@ -209,7 +209,7 @@ def _fake_attention(
     )
 
 
-# The results are those of `lln.kernels.keys.launch_keys.attend`.
+# The results are those of `lln.kernels.keys.launch_keys.attend_exact_keys`.
 _ATTEND = Operation(
     _TENSORS.count(",") + 1, _forward, _gradients, of=(0, 1, 2, 3, 4, 5), kept=slice(6),
     alike=lambda *_: (0, 1, 2),

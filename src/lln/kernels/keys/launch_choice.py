@@ -44,7 +44,7 @@ class BlockPlace(NamedTuple):
         """What the kernels are told of it."""
         return {"HAS_MASK": self.mask is not None, "SHIFTED": self.gaps is not None}
 
-    def sides(self, stand_in: Tensor) -> tuple[Tensor, Tensor]:
+    def tensors(self, stand_in: Tensor) -> tuple[Tensor, Tensor]:
         """The mask as bytes and the gaps; ``stand_in`` where there are none."""
         return mask_bytes(self.mask, stand_in), stand_in if self.gaps is None else self.gaps
 
@@ -96,7 +96,7 @@ def mean_queries(query: Tensor, place: BlockPlace, blocks: int, flip: bool) -> T
     with on_device(query.device):
         launch(
             keys_select.means_kernel, (blocks, batch * heads),
-            query, *place.sides(query), mean, tokens, heads, groups, size, *query.stride(),
+            query, *place.tensors(query), mean, tokens, heads, groups, size, *query.stride(),
             D=width, BD=max(16, power_of_two(width)), BW=max(16, size), GROUP=group_size,
             FLIP=flip, **place.flags, num_warps=4,
         )  # fmt: skip
@@ -125,7 +125,7 @@ def best_keys(
     best = torch.empty(chosen.shape if scored else 0, device=device)
     if chosen.numel() == 0 or tokens == 0:
         return chosen.fill_(-1), best.fill_(-torch.inf)
-    byte_mask, gaps = place.sides(mean)
+    byte_mask, gaps = place.tensors(mean)
     with on_device(device):
         rows = min(64, max(16, power_of_two(groups)))
         tiles = cdiv(groups, rows)

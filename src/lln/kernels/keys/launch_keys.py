@@ -34,17 +34,19 @@ _OF_BLOCKS = ("W", "D", "E", "BD", "BE", "BW", "R", "HAS_MASK", "EVEN", "PRECISI
 PAIR_SHARE = 0.17
 
 
-def attend(call: KeysCall) -> tuple[Tensor, ...]:
+def attend_exact_keys(call: KeysCall) -> tuple[Tensor, ...]:
     """Output ``[B, H, T, E]``, and what the backward needs.
 
     That is: log-normalisers ``[B, H, T]``, the slots' levels ``[B, H, G]``, log-mass, centroid and
     mean key.
     """
     summary = summarise(call)
-    return *read(call, summary), *summary
+    return *read_keys(call, summary), *summary
 
 
-def read(call: KeysCall, summary: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def read_keys(
+    call: KeysCall, summary: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-normalisers and the slots' levels, from log-mass, centroid and mean key."""
     query, key, value = call.query, call.key, call.value
     batch, heads, tokens, _ = query.shape
@@ -61,7 +63,7 @@ def read(call: KeysCall, summary: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor
     with on_device(query.device):
         launch(
             keys_read.keys_read_kernel, (groups * batch * heads,),
-            query, key, value, out, lse, levels, *summary, call.indices, *call.side_tensors,
+            query, key, value, out, lse, levels, *summary, call.indices, *call.masking,
             flat_scale(call.alpha, batch, query), call.flat_beta,
             flat_scale(call.offset, batch, query), call.alpha_number, call.beta_number,
             call.offset_number, call.scale, call.held, tokens, heads, groups, keys,
@@ -71,7 +73,7 @@ def read(call: KeysCall, summary: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor
     return out, lse, levels
 
 
-def attend_backward(
+def exact_keys_gradients(
     call: KeysCall,
     gradient: Tensor,
     out: Tensor,
@@ -92,7 +94,7 @@ def attend_backward(
     if query.numel() == 0:
         zero = torch.zeros((batch, heads, 1, 1), device=device)
         return dq, dk, dv, zero, zero[:, :slots], zero
-    sizes, sides, blocks = sizes_of(call), call.side_tensors, call.blocks
+    sizes, masking, blocks = sizes_of(call), call.masking, call.blocks
     delta = torch.empty_like(lse)
     summary = (log_mass, centroid, centre)
     parts, scalars = slot_gradients(call, gradient, out, dq, lse, levels, delta, summary)
@@ -116,14 +118,14 @@ def attend_backward(
         count = min(each, batch * key_heads - first)
         with on_device(device):
             if listed is not None:
-                some = (sides[:2], first * share, count * share, groups)
+                some = (masking[:2], first * share, count * share, groups)
                 launch_lists.gradients(listed, gradient, dq, lse, delta, pairs_of, *some)
             else:
-                some = (sides[:2], first * share, count * share)
+                some = (masking[:2], first * share, count * share)
                 far_gradients(call, gradient, dq, lse, delta, pairs_of, *some)
             launch(
                 keys_grad.keys_key_kernel, (blocks * count,), query, key, value, gradient, dk, dv,
-                lse, delta, log_mass, dc, shift, dcentre, *sides[:2], call.flat_beta, dbeta,
+                lse, delta, log_mass, dc, shift, dcentre, *masking[:2], call.flat_beta, dbeta,
                 *pairs_of, order, call.indices, starts, call.beta_number, call.scale, first,
                 tokens, heads, key_heads, groups, keys, blocks, *query.stride(), *key.stride(),
                 *value.stride(), *gradient.stride(), *dk.stride(), *dv.stride(), **near,
@@ -175,7 +177,7 @@ def slot_gradients(
     with on_device(device):
         launch(
             keys_grad.keys_slot_kernel, (batch * heads * splits,), query, out, gradient, dq, lse,
-            levels, delta, *summary, *call.side_tensors[:2],
+            levels, delta, *summary, *call.masking[:2],
             flat_scale(call.alpha, batch, query), call.flat_beta, dc, dl, dm, *scalars,
             call.alpha_number, call.beta_number, call.scale, tokens, heads, groups, splits,
             stretch * rows, *query.stride(), *out.stride(), *gradient.stride(), *dq.stride(),
@@ -193,7 +195,7 @@ def far_gradients(
     lse: Tensor,
     delta: Tensor,
     pairs: tuple[Tensor, Tensor],
-    sides: tuple[Tensor, Tensor],
+    masking: tuple[Tensor, Tensor],
     first: int,
     count: int,
 ) -> None:
@@ -206,7 +208,7 @@ def far_gradients(
         lse: Log-normalisers.
         delta: Row sums of gradient times output.
         pairs: Where dk and dv of every (group, chosen key) of these heads go.
-        sides: The mask as bytes, and where the first blocks begin.
+        masking: The mask as bytes, and where the first blocks begin.
         first: First of the heads.
         count: How many.
     """
@@ -215,7 +217,7 @@ def far_gradients(
     sizes = sizes_of(call)
     launch(
         keys_grad.keys_far_kernel, (count * groups,), query, key, value, gradient, dq, lse, delta,
-        call.indices, *sides, *pairs, call.scale, first, tokens, heads, groups, keys,
+        call.indices, *masking, *pairs, call.scale, first, tokens, heads, groups, keys,
         *query.stride(), *key.stride(), *value.stride(), *gradient.stride(), *dq.stride(),
         **{name: sizes[name] for name in _OF_BLOCKS}, BM=sizes["BM"], BK=sizes["BK"],
         GROUP=sizes["GROUP"], MORE=sizes["MORE"], STAGES=STAGES["chosen"],
@@ -237,7 +239,7 @@ def _sort_pairs(call: KeysCall) -> tuple[Tensor, Tensor]:
     if pairs:
         launch(
             keys_grad.pair_blocks_kernel, (cdiv(pairs, PAIRS_AT_ONCE), batch * heads),
-            call.indices, call.side_tensors[1], found, heads, pairs, call.blocks, last,
+            call.indices, call.masking[1], found, heads, pairs, call.blocks, last,
             W=call.block_size, BP=PAIRS_AT_ONCE, HAS_MASK=call.mask is not None, num_warps=4,
         )  # fmt: skip
     return in_order(found, last)

@@ -43,19 +43,19 @@ def read(
     part_lse = torch.empty((lines, 2 * tokens), device=device)
     part_seen = torch.empty((lines, 2 * tokens), dtype=torch.int32, device=device)
     parts = (part, part_lse, part_seen)
-    sizes, sides, rows = sizes_of(call), call.side_tensors, _rows("read", call)
+    sizes, masking, rows = sizes_of(call), call.masking, _rows("read", call)
     runs = _most_runs(call, rows)
     with on_device(device):
         launch(
             list_read.list_read_kernel, (runs * lines,), query, key, value, *parts,
-            *call.lists, *sides[:2], call.scale, tokens, heads, *_list_numbers(call, runs),
+            *call.lists, *masking[:2], call.scale, tokens, heads, *_list_numbers(call, runs),
             *query.stride(), *key.stride(), *value.stride(),
             **{name: sizes[name] for name in _OF_LISTS}, BM=rows, **_list_sizes(call),
             STAGES=STAGES["read"], num_warps=_warps(call),
         )  # fmt: skip
         launch(
             list_read.list_join_kernel, (call.blocks * lines,), query, key, value, out, lse, levels,
-            *summary, *parts, *sides, flat_scale(call.alpha, batch, query), call.flat_beta,
+            *summary, *parts, *masking, flat_scale(call.alpha, batch, query), call.flat_beta,
             flat_scale(call.offset, batch, query), call.alpha_number, call.beta_number,
             call.offset_number, call.scale, tokens, heads, call.blocks, *query.stride(),
             *key.stride(), *value.stride(), *out.stride(),
@@ -87,7 +87,7 @@ def gradients(
     lse: Tensor,
     delta: Tensor,
     pairs: tuple[Tensor, Tensor],
-    sides: tuple[Tensor, Tensor],
+    masking: tuple[Tensor, Tensor],
     first: int,
     count: int,
     runs: int,
@@ -101,7 +101,7 @@ def gradients(
         lse: Log-normalisers.
         delta: Row sums of gradient times output.
         pairs: Where dk and dv of every (run, key of its list) go.
-        sides: The mask as bytes, and where the first blocks begin.
+        masking: The mask as bytes, and where the first blocks begin.
         first: First of the heads.
         count: How many.
         runs: Runs of a head.
@@ -113,15 +113,15 @@ def gradients(
     strides = (*query.stride(), *key.stride(), *value.stride(), *gradient.stride())
     launch(
         list_grad.list_grad_kernel, (runs * count,), query, key, value, gradient, lse, delta, part,
-        *pairs, *call.lists, *sides, call.scale, first, tokens, heads,
+        *pairs, *call.lists, *masking, call.scale, first, tokens, heads,
         *_list_numbers(call, runs), *strides, **{name: sizes[name] for name in _OF_LISTS},
         EVEN=sizes["EVEN"], BM=_rows("grad", call), C=RUN, **_list_sizes(call),
         STAGES=STAGES["grad"], num_warps=_warps(call),
     )  # fmt: skip
     launch(
         list_grad.list_near_kernel, (call.blocks * count,), query, key, value, gradient, dq, lse,
-        delta, part, *sides, call.scale, first, tokens, heads, call.blocks, *strides, *dq.stride(),
-        **{name: sizes[name] for name in _OF_BLOCKS}, num_warps=warps("far", sizes),
+        delta, part, *masking, call.scale, first, tokens, heads, call.blocks, *strides,
+        *dq.stride(), **{name: sizes[name] for name in _OF_BLOCKS}, num_warps=warps("far", sizes),
     )  # fmt: skip
 
 

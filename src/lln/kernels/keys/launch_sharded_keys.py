@@ -20,7 +20,7 @@ from lln.kernels.keys.launch_keys import (
     far_gradients,
     heads_at_once,
     in_order,
-    read,
+    read_keys,
     short_dtype,
     slot_gradients,
 )
@@ -28,17 +28,17 @@ from lln.kernels.launching.recipes import on_device
 from lln.kernels.launching.stretches import cdiv
 
 
-def attend(call: KeysCall) -> tuple[Tensor, Tensor, Tensor]:
+def attend_sharded_keys(call: KeysCall) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[B, H, T, E]``, log-normalisers ``[B, H, T]`` and the slots' levels ``[B, H, G]``.
 
     Args:
         call: With T > 0 and a summary from outside.
     """
     assert call.outside is not None
-    return read(call, call.outside.summary)
+    return read_keys(call, call.outside.summary)
 
 
-def attend_backward(
+def sharded_keys_gradients(
     call: KeysCall, gradient: Tensor, out: Tensor, lse: Tensor, levels: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, α, offset, and of log-mass, centroid and mean key.
@@ -76,12 +76,12 @@ def _key_gradients(
     key_heads, behind, device = key.shape[1], key.shape[2] - tokens, query.device
     groups, keys = call.indices.shape[2:]
     dq, dk, dv = wanted
-    sizes, sides = sizes_of(call), call.side_tensors
+    sizes, masking = sizes_of(call), call.masking
     shape = {name: sizes[name] for name in ("W", "D", "E", "BD", "BE", "BW", "R", "PRECISION")}
     with on_device(device):
         launch(
             triton_sharded_keys.keys_own_kernel, (call.blocks * batch * key_heads,), query, key,
-            value, gradient, dk, dv, lse, delta, sides[0], call.scale, tokens, heads, key_heads,
+            value, gradient, dk, dv, lse, delta, masking[0], call.scale, tokens, heads, key_heads,
             call.blocks, *query.stride(), *key.stride(), *value.stride(), *gradient.stride(),
             *dk.stride(), *dv.stride(), **shape, HAS_MASK=sizes["HAS_MASK"], EVEN=sizes["EVEN"],
             num_warps=warps("key", sizes),
@@ -97,7 +97,7 @@ def _key_gradients(
     for first in range(0, batch * key_heads, each):
         count = min(each, batch * key_heads - first)
         with on_device(device):
-            some = (sides[:2], first * share, count * share)
+            some = (masking[:2], first * share, count * share)
             far_gradients(call, gradient, dq, lse, delta, pairs_of, *some)
             if not cuts:
                 continue

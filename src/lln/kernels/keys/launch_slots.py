@@ -14,10 +14,17 @@ from lln.kernels.keys import triton_keys_slots as keys_slots
 from lln.kernels.keys.keys_call import KeysCall
 from lln.kernels.keys.launch_choice import launch
 from lln.kernels.launching.limits import power_of_two
-from lln.kernels.launching.recipes import Recipe, Room, Step, follow, on_device, over_tiles
+from lln.kernels.launching.recipes import (
+    Recipe,
+    Step,
+    Workspace,
+    launch_cached,
+    on_device,
+    over_tiles,
+)
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
-from lln.kernels.summaries.lln_call import live_of, values_of
+from lln.kernels.summaries.lln_call import constant_args, runtime_args
 
 # Slots that a program merges or gathers.
 ROWS = 8
@@ -33,23 +40,23 @@ def summarise(call: KeysCall) -> tuple[Tensor, Tensor, Tensor]:
     if centroid.numel() == 0 or value.shape[2] == 0:
         return log_mass, centroid.zero_(), centre
     as_lln = call.as_lln
-    live = live_of(as_lln, query, slots)
-    live["p_log_mass"], live["p_centroid"], live["p_centre"] = log_mass, centroid, centre
-    live["p_held"] = call.side_tensors[2]
-    follow(
-        ("slots", as_lln.looks(), as_lln.options()),
+    runtime = runtime_args(as_lln, query, slots)
+    runtime["p_log_mass"], runtime["p_centroid"], runtime["p_centre"] = log_mass, centroid, centre
+    runtime["p_held"] = call.masking[2]
+    launch_cached(
+        ("slots", as_lln.layout_key(), as_lln.options()),
         as_lln.family("slots"),
-        live,
+        runtime,
         query.device,
         lambda: as_lln.sizes(slots),
-        lambda chosen: _write_summarise(call, live, chosen),
+        lambda chosen: _write_summarise(call, runtime, chosen),
     )
     return log_mass, centroid, centre
 
 
-def _write_summarise(call: KeysCall, live: dict[str, Any], chosen: Sizes) -> Recipe:
+def _write_summarise(call: KeysCall, runtime: dict[str, Any], chosen: Sizes) -> Recipe:
     as_lln, slots, keys = call.as_lln, call.summary_heads, call.key.shape[2]
-    values = values_of(as_lln, chosen, live, slots, max(chosen.width, chosen.value_width))
+    values = constant_args(as_lln, chosen, runtime, slots, max(chosen.width, chosen.value_width))
     programs = call.query.shape[0] * slots
     tile = chosen.summarise
     stretch = tile.stretch(keys, tile.tokens, programs, chosen.cores, parts=True)
@@ -57,11 +64,11 @@ def _write_summarise(call: KeysCall, live: dict[str, Any], chosen: Sizes) -> Rec
     values |= {"program_tokens": stretch, "splits": splits, "ROWS": ROWS}
     values["EVEN"] = call.mask is None and keys % tile.tokens == 0
     part = (programs, splits, chosen.width)
-    room: Room = {name: (part, torch.float32) for name in ("p_peak", "p_mass", "p_total")}
-    room["p_sum"] = (*part, chosen.value_width), torch.float32
+    workspace: Workspace = {name: (part, torch.float32) for name in ("p_peak", "p_mass", "p_total")}
+    workspace["p_sum"] = (*part, chosen.value_width), torch.float32
     summary = over_tiles(keys_slots.keys_summary_kernel, (splits, programs), values, tile)
     merge = Step(keys_slots.keys_merge_kernel, (chosen.width // ROWS, programs), values, 4)
-    return Recipe([summary, merge], room)
+    return Recipe([summary, merge], workspace)
 
 
 def gather(
@@ -83,7 +90,7 @@ def gather(
     with on_device(device):
         launch(
             keys_slots.keys_gather_kernel, (cdiv(width, ROWS), programs),
-            *parts, centroid, call.side_tensors[2], call.flat_beta, dc, dl, shift, dcentre,
+            *parts, centroid, call.masking[2], call.flat_beta, dc, dl, shift, dcentre,
             call.beta_number, call.key.shape[2], slots, splits,
             SR=lines // programs, D=width, E=value_width, BE=max(16, power_of_two(value_width)),
             ROWS=ROWS, HAS_BETA=call.beta is not None, HAS_MASK=call.mask is not None, num_warps=4,

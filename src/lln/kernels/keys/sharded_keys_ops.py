@@ -78,12 +78,12 @@ def fused_candidates(
         return found.float(), found
     choice = _choice()
     place = choice.BlockPlace(mask, _short(gaps), block_size, group_size)
-    sides = (mean.contiguous(), within_reach(key.detach()))
-    found, scores = choice.best_keys(*sides, place, keys, scored=True)
+    tensors = (mean.contiguous(), within_reach(key.detach()))
+    found, scores = choice.best_keys(*tensors, place, keys, scored=True)
     return scores, found
 
 
-def fused_keys_apart(
+def fused_sharded_keys(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -128,14 +128,14 @@ def fused_keys_apart(
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, ...]:
-    return _launches().attend(_call(inputs))
+    return _launches().attend_sharded_keys(_call(inputs))
 
 
 def _gradients(
     gradients: Sequence[Tensor], inputs: Sequence[Any], saved: Sequence[Tensor], _: Any
 ) -> tuple[Tensor | None, ...]:
     call = _call(inputs)
-    found = _launches().attend_backward(call, within_reach(gradients[0]), *saved)
+    found = _launches().sharded_keys_gradients(call, within_reach(gradients[0]), *saved)
     dq, dk, dv, dalpha, doffset, *of_summary = found
     scalars = (folded(dalpha, call.alpha), folded(doffset, call.offset))
     return dq, dk, dv, *scalars, *of_summary
@@ -150,11 +150,11 @@ def _call(inputs: Sequence[Any]) -> Any:
     query, key, value, alpha, offset, log_mass, centroid, centre, chosen, mask, held = inputs[:11]
     alpha_number, offset_number, block_size, group_size, scale, number = inputs[11:]
     summary = (log_mass.contiguous(), centroid.to(value.dtype).contiguous(), centre.contiguous())
-    sides = (query, key, value, alpha, None, offset, chosen, mask, None, None, None, None)
+    tensors = (query, key, value, alpha, None, offset, chosen, mask, None, None, None, None)
     # β is in the log-masses already.
     factors = (alpha_number, 0.0, offset_number)
     outside = Outside(*summary, held, number)
-    return KeysCall(*sides, *factors, block_size, group_size, scale, outside)
+    return KeysCall(*tensors, *factors, block_size, group_size, scale, outside)
 
 
 def _short(gaps: Tensor | None) -> Tensor | None:

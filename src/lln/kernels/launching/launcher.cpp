@@ -137,7 +137,7 @@ class Key {
     hash_ ^= hash_ >> 29;
   }
 
-  // The same as `lln.kernels.shapes.look_of`. At most four dimensions.
+  // The same as `lln.kernels.shapes.layout_of`. At most four dimensions.
   void look(const Tensor& side) {
     const auto sizes = side.sizes();
     const auto strides = side.strides();

@@ -80,32 +80,32 @@ class Step:
             self.arguments[self.kernel.arg_names.index("FOLLOWS")] = self.follows = True
             self.how["launch_pdl"] = True
 
-    def record(self, live: dict[str, Any]) -> None:
+    def record(self, runtime: dict[str, Any]) -> None:
         """Launch through Triton, which compiles, and keep what it compiled."""
-        compiled = self.kernel[self.grid](*self._filled(live), **self.how)
+        compiled = self.kernel[self.grid](*self._filled(runtime), **self.how)
         if not is_interpreted():
             self.compiled = compiled
             self.runner, self.launch = compiled[self.whole_grid], compiled.run
             # None: no launch metadata, no enter hook and no exit hook.
             self.code = (compiled.function, compiled.packed_metadata, None, None, None)
 
-    def repeat(self, live: dict[str, Any], stream: int | None) -> None:
+    def repeat(self, runtime: dict[str, Any], stream: int | None) -> None:
         """Launch what was compiled.
 
         Args:
-            live: Arguments by the names of the places.
+            runtime: Arguments by the names of the places.
             stream: Where to launch; None = launch through Triton, which also calls launch hooks.
         """
         if stream is None:
-            self.runner(*self._filled(live))
+            self.runner(*self._filled(runtime))
         else:
-            self.launch(*self.whole_grid, stream, *self.code, *self._filled(live))
+            self.launch(*self.whole_grid, stream, *self.code, *self._filled(runtime))
 
-    def _filled(self, live: dict[str, Any]) -> list[Any]:
+    def _filled(self, runtime: dict[str, Any]) -> list[Any]:
         # A copy, because the recipe must not keep the caller's tensors alive.
         arguments = self.arguments.copy()
         for index, name in self.fills:
-            arguments[index] = live[name]
+            arguments[index] = runtime[name]
         return arguments
 
 
@@ -118,49 +118,49 @@ def over_tiles(
 
 
 # Name → (shape, dtype) of every intermediate tensor.
-Room = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Workspace = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Recipe:
-    """The launches of one kind of call, and the room (temporary memory) they need."""
+    """The launches of one kind of call, and the workspace (temporary memory) they need."""
 
-    def __init__(self, steps: list[Step], room: Room) -> None:
-        """Lay out the room.
+    def __init__(self, steps: list[Step], workspace: Workspace) -> None:
+        """Lay out the workspace.
 
         Args:
             steps: The launches in order.
-            room: Temporary tensors; one with the name of a call's argument takes precedence.
+            workspace: Temporary tensors; one with the name of a call's argument takes precedence.
         """
-        self.steps, self.room = steps, room
+        self.steps, self.workspace = steps, workspace
         names = {name for step in steps for _, name in step.fills}
-        self.names = sorted(names - room.keys())
+        self.names = sorted(names - workspace.keys())
         # Which of the names are tensors; set when the recipe first runs.
         self.tensors: list[str] = []
         self.numbers: list[str] = []
         # One allocation for all, because each one costs more than computing addresses.
         self.offsets: dict[str, int] = {}
         self.bytes = 0
-        for name, (shape, dtype) in room.items():
+        for name, (shape, dtype) in workspace.items():
             self.offsets[name] = self.bytes
             self.bytes += cdiv(math.prod(shape) * dtype.itemsize, 256) * 256
 
-    def run(self, live: dict[str, Any], device: torch.device, *, first: bool) -> None:
+    def run(self, runtime: dict[str, Any], device: torch.device, *, first: bool) -> None:
         """Launch every step on the device's current stream."""
         space = torch.empty(self.bytes, dtype=torch.uint8, device=device) if self.bytes else None
         if first or self.steps[0].runner is None:
-            self.tensors = [name for name in self.names if isinstance(live[name], Tensor)]
-            self.numbers = [name for name in self.names if not isinstance(live[name], Tensor)]
-            live = live | self._tensors(space)
+            self.tensors = [name for name in self.names if isinstance(runtime[name], Tensor)]
+            self.numbers = [name for name in self.names if not isinstance(runtime[name], Tensor)]
+            runtime = runtime | self._tensors(space)
             with on_device(device):
                 if can_follow():
                     for step in self.steps[1:]:
                         step.follow()
                 for step in self.steps:
-                    step.record(live)
+                    step.record(runtime)
             return
-        addresses: dict[str, Any] = {name: live[name].data_ptr() for name in self.tensors}
+        addresses: dict[str, Any] = {name: runtime[name].data_ptr() for name in self.tensors}
         for name in self.numbers:
-            addresses[name] = live[name]
+            addresses[name] = runtime[name]
         if space is not None:
             begin = space.data_ptr()
             for name, offset in self.offsets.items():
@@ -175,9 +175,9 @@ class Recipe:
                 step.repeat(addresses, stream)
 
     def _tensors(self, space: Tensor | None) -> dict[str, Tensor]:
-        """The room as tensors."""
+        """The workspace as tensors."""
         tensors = {}
-        for name, (shape, dtype) in self.room.items():
+        for name, (shape, dtype) in self.workspace.items():
             if space is not None:
                 begin = self.offsets[name]
                 part = space[begin : begin + math.prod(shape) * dtype.itemsize]
@@ -190,10 +190,10 @@ _recipes: dict[Hashable, Recipe] = {}
 _shrunk: dict[Hashable, int] = {}
 
 
-def follow(
+def launch_cached(
     kind: Hashable,
     family: Hashable,
-    live: dict[str, Any],
+    runtime: dict[str, Any],
     device: torch.device,
     choose: Callable[[], Sizes],
     write: Callable[[Sizes], Recipe],
@@ -203,7 +203,7 @@ def follow(
     Args:
         kind: Everything that decides the launches.
         family: What decides whether sizes fit the chip; kinds of one family shrink together.
-        live: Arguments by the names of the places.
+        runtime: Arguments by the names of the places.
         device: Where the tensors are.
         choose: Chooses the sizes.
         write: Makes the recipe for them.
@@ -212,7 +212,7 @@ def follow(
         kind = (kind, tuple(overrides.items()))
     recipe = _recipes.get(kind)
     if recipe is not None:
-        recipe.run(live, device, first=False)
+        recipe.run(runtime, device, first=False)
         return
     chosen = choose()
     for _ in range(_shrunk.get(family, 0)):
@@ -220,7 +220,7 @@ def follow(
     while True:
         recipe = write(chosen)
         try:
-            recipe.run(live, device, first=True)
+            recipe.run(runtime, device, first=True)
             break
         except OutOfResources as error:
             less = smaller(chosen)

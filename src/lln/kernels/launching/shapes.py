@@ -17,7 +17,7 @@ def within_reach(tensor: Tensor) -> Tensor:
     return tensor if token < _FARTHEST and channel < _FARTHEST else tensor.contiguous()
 
 
-def look_of(tensor: Tensor | None) -> Hashable:
+def layout_of(tensor: Tensor | None) -> Hashable:
     """What a launch can depend on besides a tensor's values: shape, strides, type, alignment."""
     if tensor is None:
         return None

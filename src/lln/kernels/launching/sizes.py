@@ -58,7 +58,7 @@ WIDE_TILES = {
 }
 
 # Those of heads whose passes have kernels of their own, by another sweep.
-TURNED_TILES = {
+SLOT_MAJOR_TILES = {
     128: {
         "summarise": Tile(64, 4, 4, 2, resident=2),
         "read": Tile(64, 4, 2, 8, resident=3),
@@ -146,7 +146,7 @@ class Sizes:
         has_blocks: Whether there is a diagonal part.
         split_blocks: Whether its gradients have a separate pass: together with those of wide
             summaries they do not fit the registers.
-        is_turned: Whether the passes of wide heads have kernels of their own
+        is_slot_major: Whether the passes of wide heads have kernels of their own
             (`triton_wide_summary`, `triton_wide_queries` and `triton_slot_major_grads`).
         summary_slots: Slots that these kernels compute at once.
         summary_groups: How many times as many slots a program of the summary has.
@@ -185,7 +185,7 @@ class Sizes:
     block_rows: int
     has_blocks: bool
     split_blocks: bool
-    is_turned: bool
+    is_slot_major: bool
     summary_slots: int
     summary_groups: int
     is_joined: bool
@@ -287,7 +287,7 @@ def _choose(
         "block_rows": rows,
         "has_blocks": block_size > 0,
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
-        "is_turned": is_wide and width == widest and not (short or causal),
+        "is_slot_major": is_wide and width == widest and not (short or causal),
         "summary_slots": 64,
         "summary_groups": 1,
         # Wider heads and larger blocks leave no registers for both.
@@ -301,15 +301,15 @@ def _choose(
     if widest == 64 and dtype != torch.float32:
         chosen |= MIDDLE_TILES | (MIDDLE_BLOCK_TILES if block_tile == 64 else {})
     if is_wide:
-        chosen |= (TURNED_TILES if chosen["is_turned"] else WIDE_TILES)[widest]
+        chosen |= (SLOT_MAJOR_TILES if chosen["is_slot_major"] else WIDE_TILES)[widest]
         reading, updating = (3, 2) if widest == 128 else (2, 1)
         chosen["joint_read"] = Tile(block_tile, block_warps, reading, 8)
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
-        if chosen["is_turned"] and width == value_width == 256:
+        if chosen["is_slot_major"] and width == value_width == 256:
             chosen |= WIDEST_TILES
-        elif chosen["is_turned"] and summaries >= MANY_HEADS * cores:
+        elif chosen["is_slot_major"] and summaries >= MANY_HEADS * cores:
             chosen |= {"summary_groups": 2, "summarise": PAIR_TILE}
-        if chosen["is_turned"] and chosen["is_joined"] and block_tile == 64:
+        if chosen["is_slot_major"] and chosen["is_joined"] and block_tile == 64:
             chosen["joint_read"] = Tile(block_tile, 4, reading, 8, resident=1)
             chosen["ahead_read"] = Tile(block_tile, 4, 2, 8, resident=2)
             chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8, resident=1)

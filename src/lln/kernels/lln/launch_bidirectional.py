@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from lln.kernels.blocks.gaps import starts_of
-from lln.kernels.launching.recipes import Recipe, follow, over_tiles
+from lln.kernels.launching.recipes import Recipe, launch_cached, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
-from lln.kernels.lln import triton_slot_major_joint
+from lln.kernels.lln.triton_slot_major_joint import joint_slot_major_kernel
 from lln.kernels.summaries import triton_backward as bwd
 from lln.kernels.summaries import triton_forward as fwd
 from lln.kernels.summaries.gradients import (
+    allocate_gradients,
     beta_gradient,
     finish_gradients,
-    gradient_room,
     mix_shape,
 )
 from lln.kernels.summaries.launch_passes import (
@@ -38,10 +38,10 @@ from lln.kernels.summaries.launch_passes import (
     summary_shares,
     summary_steps,
 )
-from lln.kernels.summaries.lln_call import Gradients, LLNCall, live_of, mix_mode, values_of
+from lln.kernels.summaries.lln_call import Gradients, LLNCall, constant_args, mix_mode, runtime_args
 
 
-def attend(
+def attend_bidirectional(
     call: LLNCall, save: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output ``[B, H, T, E]``; if ``save``, log-mass ``[B, SH, D]``, centroid ``[B, SH, D, E]``."""
@@ -58,40 +58,40 @@ def attend(
             if made is not None:
                 made.zero_()
         return out.zero_(), log_mass, centroid
-    live = live_of(call, out, slots)
-    live["p_o"] = out
-    live["p_log_mass"], live["p_centroid"] = (log_mass, centroid) if save else (query, query)
-    follow(
+    runtime = runtime_args(call, out, slots)
+    runtime["p_o"] = out
+    runtime["p_log_mass"], runtime["p_centroid"] = (log_mass, centroid) if save else (query, query)
+    launch_cached(
         kind,
         call.family("attend"),
-        live,
+        runtime,
         query.device,
         lambda: call.sizes(slots),
-        lambda chosen: _write_attend(call, live, save, chosen),
+        lambda chosen: _write_attend(call, runtime, save, chosen),
     )
     return out, log_mass, centroid
 
 
 def forward_kind(call: LLNCall, save: bool, out: Tensor | None = None) -> Hashable:
     """What decides the launches of a forward pass; ``out`` is where to write, None = anew."""
-    return "attend", save, call.looks(out), call.options()
+    return "attend", save, call.layout_key(out), call.options()
 
 
 def backward_kind(
     call: LLNCall, gradient: Tensor, asked: tuple[bool, bool, int], dv: Tensor | None = None
 ) -> Hashable:
     """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
-    return "backward", *asked, call.looks(gradient, dv), call.options()
+    return "backward", *asked, call.layout_key(gradient, dv), call.options()
 
 
-def _write_attend(call: LLNCall, live: dict[str, Any], save: bool, chosen: Sizes) -> Recipe:
+def _write_attend(call: LLNCall, runtime: dict[str, Any], save: bool, chosen: Sizes) -> Recipe:
     batch, slots = call.samples, call.summary_heads
     heads, tokens, width = call.query.shape[1:]
-    values = values_of(call, chosen, live, slots, max(chosen.width, chosen.value_width))
+    values = constant_args(call, chosen, runtime, slots, max(chosen.width, chosen.value_width))
     blocks = call.block_size > 0
     reader = chosen.joint_read if blocks else chosen.read
     rows = chosen.block_rows if blocks else chosen.read.tokens
-    values |= _of_tiles(call, chosen) | {"tile_tokens": rows, "PLAIN": chosen.is_turned}
+    values |= _of_tiles(call, chosen) | {"tile_tokens": rows, "PLAIN": chosen.is_slot_major}
     # Masked values and a mix per channel do not leave the registers for values ahead.
     values["AHEAD"] = False
     if blocks and chosen.ahead_read is not None and call.mask is None and values["MIX"] < 3:
@@ -107,20 +107,20 @@ def _write_attend(call: LLNCall, live: dict[str, Any], save: bool, chosen: Sizes
     stretch = tile.stretch(longest_keys, tile.tokens, batch * slots, chosen.cores, shares, True)
     splits = cdiv(longest_keys, stretch)
     own = values | {"SHIFTED": False, "program_tokens": stretch}
-    steps, room = summary_steps(batch * slots, chosen, own, splits, chosen.folds)
+    steps, workspace = summary_steps(batch * slots, chosen, own, splits, chosen.folds)
     values |= {"parts": splits, "FOLDS": True} if chosen.folds else WHOLE_SUMMARY
     if not save:
         kept = (batch, slots, width)
-        room["p_log_mass"] = kept, torch.float32
-        room["p_centroid"] = (*kept, call.value.shape[3]), call.value.dtype
+        workspace["p_log_mass"] = kept, torch.float32
+        workspace["p_centroid"] = (*kept, call.value.shape[3]), call.value.dtype
     longest = call.reach(longest)
     stretch = reader.stretch(longest, rows, batch * heads, chosen.cores)
     grid = (cdiv(longest, stretch), batch * heads)
     steps.append(over_tiles(fwd.read_kernel, grid, values, reader, program_tokens=stretch))
-    return Recipe(before + steps, gaps | room)
+    return Recipe(before + steps, gaps | workspace)
 
 
-def attend_backward(
+def bidirectional_gradients(
     call: LLNCall,
     gradient: Tensor,
     log_mass: Tensor | None,
@@ -141,17 +141,17 @@ def attend_backward(
         of_alpha = (batch, heads, cut.query_programs) if alpha_grad else None
         of_beta = (batch, slots, cut.key_programs, 3) if beta_grad else None
         of_mix = mix_shape(mode, query, value.shape[3], (batch, heads, cut.key_programs))
-    live = live_of(call, gradient, slots)
-    live["p_log_mass"], live["p_centroid"] = log_mass, centroid
-    made = gradient_room(call, gradient, live, slots, of_alpha, of_beta, of_mix, dv_out)
+    runtime = runtime_args(call, gradient, slots)
+    runtime["p_log_mass"], runtime["p_centroid"] = log_mass, centroid
+    made = allocate_gradients(call, gradient, runtime, slots, of_alpha, of_beta, of_mix, dv_out)
     asked = (alpha_grad, beta_grad, mode)
-    follow(
+    launch_cached(
         backward_kind(call, gradient, asked, dv_out),
         call.family("backward"),
-        live,
+        runtime,
         query.device,
         lambda: call.sizes(slots),
-        lambda chosen: _write_backward(call, live, asked, chosen),
+        lambda chosen: _write_backward(call, runtime, asked, chosen),
     )
     dq, dk, dv, dalpha, dbeta, dmix = made
     if dbeta is not None:
@@ -175,7 +175,7 @@ def _is_split(chosen: Sizes, mode: int) -> bool:
 
 def _is_joined(chosen: Sizes, mode: int) -> bool:
     """Whether the diagonal's gradients share a pass with those of the keys, after the queries'."""
-    return chosen.is_turned and chosen.is_joined and _is_split(chosen, mode)
+    return chosen.is_slot_major and chosen.is_joined and _is_split(chosen, mode)
 
 
 def _cut(call: LLNCall, chosen: Sizes, mode: int) -> _Cut:
@@ -187,7 +187,7 @@ def _cut(call: LLNCall, chosen: Sizes, mode: int) -> _Cut:
     rows = chosen.block_rows if is_joint else walker.tokens
     keys = call.reach(keys) if is_joint else keys
     tile = chosen.query_grad
-    parts = not chosen.is_turned
+    parts = not chosen.is_slot_major
     stretch = tile.stretch(tokens, tile.tokens, batch * heads, chosen.cores, parts=parts)
     # Where passes fold, every program first sums up the parts of the gradients.
     few = chosen.folds
@@ -198,7 +198,7 @@ def _cut(call: LLNCall, chosen: Sizes, mode: int) -> _Cut:
 
 
 def _write_backward(
-    call: LLNCall, live: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
+    call: LLNCall, runtime: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
 ) -> Recipe:
     batch, slots, heads = call.samples, call.summary_heads, call.query.shape[1]
     keys, value_width = call.value.shape[2:]
@@ -206,7 +206,7 @@ def _write_backward(
     splits, key_splits, stretch, key_stretch = _cut(call, call.sizes(slots), mode)
     split, joined = _is_split(chosen, mode), _is_joined(chosen, mode)
     walker = chosen.joint_grad if call.block_size and not split else chosen.key_grad
-    values = values_of(call, chosen, live, slots) | _of_tiles(call, chosen)
+    values = constant_args(call, chosen, runtime, slots) | _of_tiles(call, chosen)
     values |= {"ALPHA_GRAD": alpha_grad, "BETA_GRAD": beta_grad, "MIX_GRAD": mode, "SPLIT": split}
     values["tile_tokens"] = chosen.block_rows
     before, gaps = starts_of(call)
@@ -216,19 +216,17 @@ def _write_backward(
         step = over_tiles(bwd.short_bwd_kernel, (batch * slots,), values, walker, **own)
         return Recipe([*before, step], gaps)
     own = values | {"program_tokens": stretch}
-    steps, room = query_grad_steps(batch * heads, chosen, own, splits, chosen.folds)
+    steps, workspace = query_grad_steps(batch * heads, chosen, own, splits, chosen.folds)
     folded = {"parts": heads // slots * splits, "FOLDS": True}
     values |= folded if chosen.folds else WHOLE_GRADIENT
-    room["p_shift"] = (batch, slots, call.query.shape[3]), torch.float32
-    room["p_dc"] = (batch, slots, value_width, call.query.shape[3]), call.value.dtype
+    workspace["p_shift"] = (batch, slots, call.query.shape[3]), torch.float32
+    workspace["p_dc"] = (batch, slots, value_width, call.query.shape[3]), call.value.dtype
     own = values | {"program_tokens": key_stretch}
     grid = (key_splits, batch * slots)
     if call.block_size and not split:
         steps.append(over_tiles(bwd.key_bwd_kernel, grid, own, walker))
     elif joined:
-        steps.append(
-            over_tiles(triton_slot_major_joint.joint_turned_kernel, grid, own, chosen.joint_grad)
-        )
+        steps.append(over_tiles(joint_slot_major_kernel, grid, own, chosen.joint_grad))
     else:
         own |= {"MIX": 0, "SPLIT": False, "SHIFTED": False}
         steps.append(key_grad_step(batch * slots, chosen, own, key_splits))
@@ -237,7 +235,7 @@ def _write_backward(
         stretch = tile.stretch(longest, chosen.block_rows, batch * slots, chosen.cores)
         grid = (cdiv(longest, stretch), batch * slots)
         steps.append(over_tiles(bwd.key_bwd_kernel, grid, values, tile, program_tokens=stretch))
-    return Recipe(before + steps, gaps | room)
+    return Recipe(before + steps, gaps | workspace)
 
 
 def _of_tiles(call: LLNCall, chosen: Sizes) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def _launches() -> tuple[Any, Any, Any]:
 def forward(
     arguments: tuple[Any, ...], save: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output, and with ``save`` the summary, for the arguments of `attend`.
+    """Output, and with ``save`` the summary, for the arguments of `attend_lln`.
 
     Args:
         arguments: Those of a call.
@@ -58,7 +58,8 @@ def forward(
     """
     causal, other, kind = _launches()
     call = kind(*arguments)
-    return (causal if call.causal else other).attend(call, save, out)
+    attend = causal.attend_causal if call.causal else other.attend_bidirectional
+    return attend(call, save, out)
 
 
 def gradients(
@@ -76,8 +77,8 @@ def gradients(
     """
     causal, other, kind = _launches()
     call = kind(*arguments)
-    launch = causal if call.causal else other
-    return launch.attend_backward(call, within_reach(gradient), log_mass, centroid, asked, dv)
+    launch = causal.causal_gradients if call.causal else other.bidirectional_gradients
+    return launch(call, within_reach(gradient), log_mass, centroid, asked, dv)
 
 
 def asked_gradients(ctx: Any) -> tuple[bool, bool, bool]:
@@ -95,7 +96,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 # LLN attention (with the diagonal part if block_size > 0), saving nothing for a backward.
-attend = operator("attend", f"{_CALL_TENSORS}, {_CALL_NUMBERS}", _attend, _fake)
+attend_lln = operator("attend", f"{_CALL_TENSORS}, {_CALL_NUMBERS}", _attend, _fake)
 
 
 def _attend_saving(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ unusual (a compiler, a transform, an observer, packed sequences, dropout, temper
 learn) has no kind, and takes the long way.
 
 Python itself is then most of what a short call costs. Where the user has built the compiled
-launcher (`compiled_launcher`), a `Repeat` is handed over to it: `again` launches such
+launcher (`compiled_launcher`), a `Repeat` is registered with it: `try_fast_path` launches such
 calls, forward and backward, and gives back None where it cannot. Then everything is as without it.
 
 Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lln.kernels.launching import compiled_launcher, plain_launches
-from lln.kernels.launching.shapes import look_of, output_like, summary_heads, within_reach
+from lln.kernels.launching.shapes import layout_of, output_like, summary_heads, within_reach
 from lln.kernels.launching.sizes import overrides
 from lln.kernels.lln import lln_ops, run
 from lln.kernels.moments import moment_ops
@@ -51,7 +51,7 @@ _MATCH = ("p_q", "p_k", "p_mask", "p_starts", "p_results")
 _known: dict[Hashable, Any] = {}
 
 # The compiled launcher's ``attend`` once it is loaded; takes what `arguments_of` gives.
-again: Callable[..., Tensor | None] | None = None
+try_fast_path: Callable[..., Tensor | None] | None = None
 # The kinds of calls as it knows them.
 LLN, LLN_DIAG = 0, 1
 
@@ -70,9 +70,9 @@ def kind_of(request: Any, impl: str) -> Hashable:
     tracked = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     )
-    looks = (look_of(query), look_of(key), look_of(value), look_of(mask))
+    layouts = (layout_of(query), layout_of(key), layout_of(value), layout_of(mask))
     how = (request.matching, request.block_size, request.scale, request.is_causal)
-    return (request.kind, impl, query.device, tracked, *looks, *forms, *how)
+    return (request.kind, impl, query.device, tracked, *layouts, *forms, *how)
 
 
 def repeat_of(kind: Hashable) -> Repeat | None:
@@ -81,7 +81,7 @@ def repeat_of(kind: Hashable) -> Repeat | None:
     return repeat if repeat and repeat.is_free() else None
 
 
-def remember(kind: Hashable, request: Any, impl: str, plan: Any) -> None:
+def record(kind: Hashable, request: Any, impl: str, plan: Any) -> None:
     """Prepare later calls of a kind, after one of them has run the long way."""
     if kind is None or kind in _known:
         return
@@ -89,11 +89,11 @@ def remember(kind: Hashable, request: Any, impl: str, plan: Any) -> None:
         del _known[next(iter(_known))]
     repeat = _known[kind] = _prepare(request, plan) or False
     if repeat:
-        hand_over(repeat, request, impl)
+        register_native(repeat, request, impl)
 
 
 def arguments_of(request: Any, impl: str) -> tuple[Any, ...] | None:
-    """The arguments of `again`; None for calls that it does not know."""
+    """The arguments of `try_fast_path`; None for calls that it does not know."""
     if request.bounds is not None or request.kind not in ("lln", "lln_diag"):
         return None
     kind = LLN if request.kind == "lln" else LLN_DIAG
@@ -103,17 +103,17 @@ def arguments_of(request: Any, impl: str) -> tuple[Any, ...] | None:
 
 def run_compiled(request: Any, impl: str) -> Tensor | None:
     """A checked call by the compiled launcher; None where that cannot be."""
-    arguments = None if again is None else arguments_of(request, impl)
-    return None if arguments is None or again is None else again(*arguments)
+    arguments = None if try_fast_path is None else arguments_of(request, impl)
+    return None if arguments is None or try_fast_path is None else try_fast_path(*arguments)
 
 
-def hand_over(repeat: Repeat, request: Any, impl: str) -> None:
+def register_native(repeat: Repeat, request: Any, impl: str) -> None:
     """Let the compiled launcher take later calls like this one, if there is one."""
-    global again
+    global try_fast_path
     launcher = compiled_launcher.load(differentiate_by_the_long_way)
     if launcher is None:
         return
-    again = launcher.attend
+    try_fast_path = launcher.attend
     shared, arguments = repeat.compiled(launcher), arguments_of(request, impl)
     if shared is not None and arguments is not None:
         launcher.learn(*arguments, (repeat, *shared))
@@ -135,7 +135,7 @@ def differentiate_by_the_long_way(
         found = lln_ops.gradients(gradient, (*tensors, *numbers), log_mass, centroid, asked)
         made = found[0], found[1], found[2]
         repeat.learn(gradient, tensors, numbers)
-    launches = repeat.backwards.get(_looks(gradient, tensors))
+    launches = repeat.backwards.get(_layouts(gradient, tensors))
     launcher = compiled_launcher.load(differentiate_by_the_long_way)
     compiled = launches.compiled(launcher) if launches and launcher is not None else None
     return made[0], made[1], made[2], compiled
@@ -202,13 +202,13 @@ class Repeat:
         numbers = (*numbers, 0.0, 0, self.causal, 0)
         tensors = (query, key, value, alpha, beta, mask, None, None)
         if self.tracked:
-            return run.attend_again(tensors, numbers, self)
-        return self.attend(tensors, numbers)[0]
+            return run.attend_by_repeat(tensors, numbers, self)
+        return self.launch_forward(tensors, numbers)[0]
 
-    def attend(
+    def launch_forward(
         self, tensors: Sequence[Any], numbers: Sequence[Any]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Output, and for a backward pass the summary: as `launch_bidirectional.attend`."""
+        """Output, and for a backward pass the summary: as `attend_bidirectional`."""
         query = tensors[0]
         out = output_like(query, self.width)
         addresses = _addresses(tensors, numbers)
@@ -228,7 +228,7 @@ class Repeat:
         self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], kept: Sequence[Any]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Gradients of query, key and value; None where the long way has to be taken."""
-        launches = self.backwards.get(_looks(gradient, tensors))
+        launches = self.backwards.get(_layouts(gradient, tensors))
         if not launches or not self.is_free():
             return None
         query, key, value = tensors[:3]
@@ -243,8 +243,8 @@ class Repeat:
 
     def learn(self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
         """Prepare later backward passes with gradients like this one, after the long way."""
-        looks = _looks(gradient, tensors)
-        if looks in self.backwards:
+        layouts = _layouts(gradient, tensors)
+        if layouts in self.backwards:
             return
         from lln.kernels.causal import launch_causal
         from lln.kernels.lln import launch_bidirectional
@@ -253,7 +253,7 @@ class Repeat:
         launcher = launch_causal if self.causal else launch_bidirectional
         kind = launcher.backward_kind(LLNCall(*tensors, *numbers), gradient, (False, False, 0))
         within = within_reach(gradient) is gradient
-        self.backwards[looks] = _launches(kind, _BACKWARD) if within else False
+        self.backwards[layouts] = _launches(kind, _BACKWARD) if within else False
 
 
 class _Launches:
@@ -385,9 +385,9 @@ def _addresses(tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _looks(gradient: Tensor, tensors: Sequence[Any]) -> Hashable:
+def _layouts(gradient: Tensor, tensors: Sequence[Any]) -> Hashable:
     """What decides a backward pass; hooks may bring saved tensors back with other strides."""
-    return tuple([look_of(side) for side in (gradient, *tensors[:6])])
+    return tuple([layout_of(side) for side in (gradient, *tensors[:6])])
 
 
 def _form(side: float | Tensor | None) -> Hashable:
@@ -397,7 +397,7 @@ def _form(side: float | Tensor | None) -> Hashable:
     if type(side) is float or type(side) is int:
         return "number"
     if type(side) is Tensor and not side.requires_grad:
-        return look_of(side)
+        return layout_of(side)
     return "other"
 
 

@@ -73,15 +73,15 @@ def fused_attention(
     numbers = (alpha_number, beta_number, mix_number, block_size, scale, dropout_p, seed)
     numbers = (*numbers, is_causal, longest)
     if value.shape[-1] <= value_width and added is None:
-        return _attend(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
+        return _attend_lln(query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds, *numbers)
     tensors = (query, key, value, alpha_t, beta_t, key_mask, mix_t, bounds)
     if is_watched(query):
         parts = slices.cut(tensors, value_width)
-        return torch.cat([_attend(*part, *numbers) for _, part in parts], -1)
-    return slices.attend(tensors, numbers, value_width, added)
+        return torch.cat([_attend_lln(*part, *numbers) for _, part in parts], -1)
+    return slices.attend_in_slices(tensors, numbers, value_width, added)
 
 
-class _Attend(torch.autograd.Function):
+class _AttendLLN(torch.autograd.Function):
     """`lln.kernels.lln.lln_ops.attend_saving` with less overhead.
 
     The numbers come as one argument, then a `repeats.Repeat` or None. Both ways save
@@ -94,7 +94,7 @@ class _Attend(torch.autograd.Function):
         if repeat is None:
             out, log_mass, centroid = lln_ops.forward((*tensors, *numbers), save=True)
         else:
-            out, log_mass, centroid = repeat.attend(tensors, numbers)
+            out, log_mass, centroid = repeat.launch_forward(tensors, numbers)
         ctx.save_for_backward(*tensors, log_mass, centroid)
         ctx.numbers, ctx.repeat = numbers, repeat
         ctx.set_materialize_grads(False)
@@ -120,17 +120,17 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, dalpha, dbeta, None, dmix, None, None, None
 
 
-def _attend(*arguments: Any) -> Tensor:
+def _attend_lln(*arguments: Any) -> Tensor:
     """One call with or without gradient, through the operator where the call is traced."""
     tensors = arguments[: lln_ops.TENSORS]
     tracked = slices.is_tracked(tensors)
     if is_watched(arguments[0]):
-        return lln_ops.attend_saving(*arguments)[0] if tracked else lln_ops.attend(*arguments)
+        return lln_ops.attend_saving(*arguments)[0] if tracked else lln_ops.attend_lln(*arguments)
     if not tracked:
         return lln_ops.forward(arguments, save=False)[0]
-    return _Attend.apply(*tensors, arguments[lln_ops.TENSORS :], None)
+    return _AttendLLN.apply(*tensors, arguments[lln_ops.TENSORS :], None)
 
 
-def attend_again(tensors: Sequence[Any], numbers: tuple[Any, ...], repeat: Any) -> Tensor:
+def attend_by_repeat(tensors: Sequence[Any], numbers: tuple[Any, ...], repeat: Any) -> Tensor:
     """A call with gradient by the launches of an earlier one (`lln.kernels.lln.repeats`)."""
-    return _Attend.apply(*tensors, numbers, repeat)
+    return _AttendLLN.apply(*tensors, numbers, repeat)

@@ -47,7 +47,7 @@ def cut(tensors: Sequence[Any], width: int) -> Iterator[tuple[slice, tuple[Any, 
         yield part, tuple(own)
 
 
-def attend(
+def attend_in_slices(
     tensors: Sequence[Any], numbers: tuple[Any, ...], width: int, blocks: AddedBlocks | None = None
 ) -> Tensor:
     """A call in slices, with or without gradient."""

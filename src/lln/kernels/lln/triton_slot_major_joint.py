@@ -97,7 +97,7 @@ def joint_grad_turned(
 
 
 @triton.jit(do_not_specialize=["seed"])
-def joint_turned_kernel(
+def joint_slot_major_kernel(
     p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_m, p_mask, p_beta, p_dbeta,
     p_log_mass, p_shift, p_dc, p_starts,
     beta, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, S, SH,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lln.kernels.launching.kernel_arguments import mask_bytes, strides_of
-from lln.kernels.launching.recipes import Recipe, Room, Step, follow, over_tiles
-from lln.kernels.launching.shapes import look_of
+from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_cached, over_tiles
+from lln.kernels.launching.shapes import layout_of
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 from lln.kernels.launching.stretches import cdiv
 from lln.kernels.moments.triton_moments import measure_kernel, temperature_kernel
@@ -50,7 +50,7 @@ def match(
         results[:2], results[2:4], results[4] = 1.0, 0.0, 1.0
         return results
     byte_mask = mask_bytes(mask, query)
-    live = {
+    runtime = {
         "p_q": query,
         "p_k": key,
         "p_mask": byte_mask,
@@ -67,7 +67,7 @@ def match(
     def choose() -> Sizes:
         return choose_sizes(query, key, key, samples, key.shape[1], 0, longest)
 
-    follow(kind, family, live, query.device, choose, write)
+    launch_cached(kind, family, runtime, query.device, choose, write)
     return results
 
 
@@ -80,9 +80,9 @@ def kind_of(
     longest: int = 0,
 ) -> Hashable:
     """What decides the launches of `match`."""
-    looks = tuple(look_of(tensor) for tensor in (query, key, mask_bytes(mask, query)))
+    layouts = tuple(layout_of(tensor) for tensor in (query, key, mask_bytes(mask, query)))
     packed = None if bounds is None else (bounds.shape[0], bounds.dtype)
-    return "match", looks, query.device, mask is None, packed, curve, longest
+    return "match", layouts, query.device, mask is None, packed, curve, longest
 
 
 # The curve's numbers, in the order in which `Curve` has them.
@@ -135,10 +135,10 @@ def _write(
     measure = over_tiles(measure_kernel, (splits, rows), values, tile)
     finish = Step(temperature_kernel, (samples * heads,), values, 1)
     part = (samples * key_heads, splits)
-    room: Room = {
+    workspace: Workspace = {
         "p_squares": ((samples * heads, splits), torch.float32),
         "p_counts": (part, torch.float32),
         "p_means": ((*part, chosen.width), torch.float32),
         "p_spreads": ((*part, chosen.width), torch.float32),
     }
-    return Recipe([measure, finish], room)
+    return Recipe([measure, finish], workspace)

@@ -56,22 +56,22 @@ def _total(parts: Tensor) -> Tensor:
     return parts.sum(-1, dtype=torch.float64)[..., None, None]
 
 
-def gradient_room(
+def allocate_gradients(
     call: LLNCall,
     gradient: Tensor,
-    live: dict[str, Any],
+    runtime: dict[str, Any],
     summaries: int,
     of_alpha: tuple[int, ...] | None,
     of_beta: tuple[int, ...] | None,
     of_mix: tuple[int, ...] | None,
     dv: Tensor | None = None,
 ) -> Gradients:
-    """Allocate the gradients, and add them to ``live``, the kernels' arguments.
+    """Allocate the gradients, and add them to ``runtime``, the kernels' arguments.
 
     Args:
         call: What to compute.
         gradient: Gradient of the output; its pointer is passed for gradients that are not needed.
-        live: See `lln.kernels.summaries.lln_call.live_of`.
+        runtime: See `lln.kernels.summaries.lln_call.runtime_args`.
         summaries: Number of summaries per sample.
         of_alpha: Shape of every program's part of dα; None = not needed.
         of_beta: The same for dβ.
@@ -81,13 +81,13 @@ def gradient_room(
     dq, dk = torch.empty_like(call.query), _per_summary(call.key, summaries)
     if dv is None or dv.shape[1] != summaries:
         dv = _per_summary(call.value, summaries)
-    live["p_g"], live["p_dq"], live["p_dk"], live["p_dv"] = gradient, dq, dk, dv
+    runtime["p_g"], runtime["p_dq"], runtime["p_dk"], runtime["p_dv"] = gradient, dq, dk, dv
     rest: list[Tensor | None] = []
     for name, shape in (("p_dalpha", of_alpha), ("p_dbeta", of_beta), ("p_dmix", of_mix)):
         side = None
         if shape is not None:
             side = torch.empty(shape, dtype=torch.float32, device=gradient.device)
-        live[name] = gradient if side is None else side
+        runtime[name] = gradient if side is None else side
         rest.append(side)
     return dq, dk, dv, rest[0], rest[1], rest[2]
 

@@ -1,7 +1,7 @@
 """The passes of LLN attention as launches: which kernels a pass is made of.
 
 A summary is the fixed-size state of keys and values (`lln.eager.summary`). Wide heads in 16-bit
-types have kernels of their own (`lln.kernels.launching.sizes.Sizes.is_turned`).
+types have kernels of their own (`lln.kernels.launching.sizes.Sizes.is_slot_major`).
 
 Dimension legend: see `lln.kernels.lln.launch_bidirectional`.
 """
@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from lln.kernels.launching.recipes import Place, Room, Step, over_tiles
+from lln.kernels.launching.recipes import Place, Step, Workspace, over_tiles
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
 from lln.kernels.summaries import triton_backward as bwd
 from lln.kernels.summaries import (
-    triton_slot_major_grads,
     triton_summaries,
     triton_wide_queries,
     triton_wide_summary,
 )
+from lln.kernels.summaries.triton_slot_major_grads import key_slot_major_kernel
 
 # What a kernel gets that takes a finished summary, or finished gradients of one.
 WHOLE_SUMMARY = {
@@ -36,7 +36,7 @@ WHOLE_GRADIENT = {
 
 def summary_steps(
     programs: int, chosen: Sizes, values: dict[str, Any], splits: int, folds: bool = False
-) -> tuple[list[Step], Room]:
+) -> tuple[list[Step], Workspace]:
     """Keys and values into ``p_log_mass`` and ``p_centroid``.
 
     Args:
@@ -46,9 +46,9 @@ def summary_steps(
         splits: Stretches of keys per summary.
         folds: Whether the next pass takes partial triton_summaries, one per stretch.
     """
-    if not chosen.is_turned:
-        steps, room = summarise_steps(programs, chosen, values, splits)
-        return steps if folds else [*steps, merge_step(programs, chosen, values, splits)], room
+    if not chosen.is_slot_major:
+        steps, workspace = summarise_steps(programs, chosen, values, splits)
+        return steps if folds else [*steps, merge_step(programs, chosen, values, splits)], workspace
     whole = splits == 1
     own: dict[str, Any] = {"WHOLE": whole, "SLOTS": chosen.summary_slots}
     own["GROUPS"] = chosen.summary_groups
@@ -68,10 +68,10 @@ def summary_steps(
 def summary_shares(chosen: Sizes) -> int:
     """Programs that share a stretch of keys: those of wide heads compute some of the slots."""
     slots = chosen.summary_slots * chosen.summary_groups
-    return chosen.width // slots if chosen.is_turned else 1
+    return chosen.width // slots if chosen.is_slot_major else 1
 
 
-def _partials(programs: int, chosen: Sizes, splits: int) -> Room:
+def _partials(programs: int, chosen: Sizes, splits: int) -> Workspace:
     part = (programs, splits, chosen.width)
     return {
         "p_peak": (part, torch.float32),
@@ -82,7 +82,7 @@ def _partials(programs: int, chosen: Sizes, splits: int) -> Room:
 
 def summarise_steps(
     programs: int, chosen: Sizes, values: dict[str, Any], splits: int
-) -> tuple[list[Step], Room]:
+) -> tuple[list[Step], Workspace]:
     """Partial summaries ``p_peak``, ``p_mass`` and ``p_sum`` of every stretch of keys."""
     kernel, grid = triton_summaries.summarise_kernel, (splits, programs)
     steps = [over_tiles(kernel, grid, values, chosen.summarise)]
@@ -98,7 +98,7 @@ def merge_step(programs: int, chosen: Sizes, values: dict[str, Any], splits: int
 
 def query_grad_steps(
     heads: int, chosen: Sizes, values: dict[str, Any], splits: int, folds: bool = False
-) -> tuple[list[Step], Room]:
+) -> tuple[list[Step], Workspace]:
     """Queries and dO into dq, ``p_shift`` and ``p_dc``.
 
     Args:
@@ -108,17 +108,17 @@ def query_grad_steps(
         splits: Stretches of queries per head.
         folds: Whether the next pass takes every stretch's part of shift and dC.
     """
-    if chosen.is_turned:
+    if chosen.is_slot_major:
         return _wide_query_steps(heads, chosen, values, splits)
     grid = (splits, heads)
     step = over_tiles(bwd.query_bwd_kernel, grid, values, chosen.query_grad)
-    gather, room = _gather(heads, chosen, values, splits)
-    return [step] if folds else [step, gather], room
+    gather, workspace = _gather(heads, chosen, values, splits)
+    return [step] if folds else [step, gather], workspace
 
 
 def _wide_query_steps(
     heads: int, chosen: Sizes, values: dict[str, Any], splits: int
-) -> tuple[list[Step], Room]:
+) -> tuple[list[Step], Workspace]:
     """The same for wide heads, in two passes; the second has its own stretches."""
     rows, tile = chosen.query_grad, chosen.slot_grad
     steps = [over_tiles(triton_wide_queries.query_rows_kernel, (splits, heads), values, rows)]
@@ -136,27 +136,29 @@ def _wide_query_steps(
     steps.append(over_tiles(triton_wide_queries.slot_grad_kernel, grid, values, tile, **own))
     # Packed sequences lie in one sample.
     count = (values["H"] if values["PACKED"] else heads) * values["T"]
-    room: Room = dict.fromkeys(("p_z", "p_mean"), ((count,), torch.float32))
+    workspace: Workspace = dict.fromkeys(("p_z", "p_mean"), ((count,), torch.float32))
     if whole:
-        return steps, room
+        return steps, workspace
     gather, parts = _gather(heads, chosen, values, splits)
-    return [*steps, gather], room | parts
+    return [*steps, gather], workspace | parts
 
 
-def _gather(heads: int, chosen: Sizes, values: dict[str, Any], splits: int) -> tuple[Step, Room]:
+def _gather(
+    heads: int, chosen: Sizes, values: dict[str, Any], splits: int
+) -> tuple[Step, Workspace]:
     """Every stretch's part of shift and dC into their sums, and the memory of the parts."""
     part = (heads, splits, chosen.width)
-    room: Room = {
+    workspace: Workspace = {
         "p_shift_parts": (part, torch.float32),
         "p_dc_parts": ((*part, chosen.value_width), torch.float32),
     }
     rows = min(8, chosen.value_width)
     grid = (chosen.value_width // rows, heads // values["R"])
     own = {"parts": values["R"] * splits, "ROWS": rows}
-    return Step(bwd.gather_kernel, grid, values | own, 4), room
+    return Step(bwd.gather_kernel, grid, values | own, 4), workspace
 
 
 def key_grad_step(programs: int, chosen: Sizes, values: dict[str, Any], splits: int) -> Step:
     """Keys, values, ``p_shift`` and ``p_dc`` into dk and dv, without a diagonal part."""
-    kernel = triton_slot_major_grads.key_turned_kernel if chosen.is_turned else bwd.key_bwd_kernel
+    kernel = key_slot_major_kernel if chosen.is_slot_major else bwd.key_bwd_kernel
     return over_tiles(kernel, (splits, programs), values, chosen.key_grad)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.launching.recipes import Recipe, follow, over_tiles
+from lln.kernels.launching.recipes import Recipe, launch_cached, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
@@ -29,7 +29,7 @@ from lln.kernels.summaries.launch_passes import (
     summary_shares,
     summary_steps,
 )
-from lln.kernels.summaries.lln_call import LLNCall, live_of, values_of
+from lln.kernels.summaries.lln_call import LLNCall, constant_args, runtime_args
 
 
 def _call(
@@ -69,23 +69,23 @@ def summarise(*arguments: Any) -> tuple[Tensor, Tensor]:
     shape = (call.samples, slots, call.key.shape[3])
     log_mass = torch.empty(shape, dtype=torch.float32, device=value.device)
     centroid = log_mass.new_empty((*shape, value.shape[3]))
-    live = live_of(call, call.query, slots)
-    live["p_log_mass"], live["p_centroid"] = log_mass, centroid
-    follow(
-        ("summarise", call.looks(), call.options()),
+    runtime = runtime_args(call, call.query, slots)
+    runtime["p_log_mass"], runtime["p_centroid"] = log_mass, centroid
+    launch_cached(
+        ("summarise", call.layout_key(), call.options()),
         call.family("summarise"),
-        live,
+        runtime,
         value.device,
         lambda: call.sizes(slots),
-        lambda chosen: _write_summarise(call, live, chosen),
+        lambda chosen: _write_summarise(call, runtime, chosen),
     )
     return log_mass, centroid
 
 
-def _write_summarise(call: LLNCall, live: dict[str, Any], chosen: Sizes) -> Recipe:
+def _write_summarise(call: LLNCall, runtime: dict[str, Any], chosen: Sizes) -> Recipe:
     programs, keys, tile = call.samples * call.summary_heads, call.key.shape[2], chosen.summarise
     widest = max(chosen.width, chosen.value_width)
-    values = values_of(call, chosen, live, call.summary_heads, widest)
+    values = constant_args(call, chosen, runtime, call.summary_heads, widest)
     shares = summary_shares(chosen)
     stretch = tile.stretch(keys, tile.tokens, programs, chosen.cores, shares, parts=True)
     splits = cdiv(keys, stretch)
@@ -109,24 +109,24 @@ def summarise_backward(
     call = _key_call(*arguments)
     key, value, slots = call.key, call.value, call.summary_heads
     dk, dv = (side.new_empty(call.samples, slots, *side.shape[2:]) for side in (key, value))
-    live = live_of(call, call.query, slots)
-    live |= {"p_log_mass": log_mass, "p_centroid": centroid, "p_dk": dk, "p_dv": dv}
+    runtime = runtime_args(call, call.query, slots)
+    runtime |= {"p_log_mass": log_mass, "p_centroid": centroid, "p_dk": dk, "p_dv": dv}
     # The kernel has places for queries and their gradients, for blocks on the diagonal.
-    live |= {"p_g": value, "p_dq": call.query, "p_dmix": value, "p_dbeta": value}
-    live["p_shift"] = (dlog_mass - (centroid * dcentroid).sum(-1)).contiguous()
-    live["p_dc"] = dcentroid.mT.to(value.dtype).contiguous()
+    runtime |= {"p_g": value, "p_dq": call.query, "p_dmix": value, "p_dbeta": value}
+    runtime["p_shift"] = (dlog_mass - (centroid * dcentroid).sum(-1)).contiguous()
+    runtime["p_dc"] = dcentroid.mT.to(value.dtype).contiguous()
     parts = None
     if beta_grad:
         _, programs = _key_stretch(call, call.sizes(slots))
         parts = log_mass.new_empty(call.samples, slots, programs, 3)
-        live["p_dbeta"] = parts
-    follow(
-        ("summarise_backward", beta_grad, call.looks(), call.options()),
+        runtime["p_dbeta"] = parts
+    launch_cached(
+        ("summarise_backward", beta_grad, call.layout_key(), call.options()),
         call.family("summarise_backward"),
-        live,
+        runtime,
         value.device,
         lambda: call.sizes(slots),
-        lambda chosen: _write_key_grad(call, live, beta_grad, chosen),
+        lambda chosen: _write_key_grad(call, runtime, beta_grad, chosen),
     )
     dbeta = None
     if parts is not None:
@@ -145,10 +145,12 @@ def _key_stretch(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
     return stretch, cdiv(keys, stretch)
 
 
-def _write_key_grad(call: LLNCall, live: dict[str, Any], beta_grad: bool, chosen: Sizes) -> Recipe:
+def _write_key_grad(
+    call: LLNCall, runtime: dict[str, Any], beta_grad: bool, chosen: Sizes
+) -> Recipe:
     slots, keys, tile = call.summary_heads, call.key.shape[2], chosen.key_grad
     stretch, programs = _key_stretch(call, call.sizes(slots))
-    values = values_of(call, chosen, live, slots) | WHOLE_GRADIENT
+    values = constant_args(call, chosen, runtime, slots) | WHOLE_GRADIENT
     values |= {"ALPHA_GRAD": False, "BETA_GRAD": beta_grad, "MIX_GRAD": 0, "SPLIT": False}
     values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
     values["EVEN"] = _is_even(call, keys, tile.tokens)
@@ -190,29 +192,29 @@ def read(
     """
     out, slots = output_like(query, centroid.shape[3]), log_mass.shape[1]
     call = _query_call(query, out, slots, alpha, mask, alpha_number)
-    live = live_of(call, out, slots)
-    live["p_o"], live["p_log_mass"] = out, log_mass.contiguous()
-    live["p_centroid"] = centroid.to(query.dtype).contiguous()
-    follow(
-        ("read", slots, call.looks(), call.options()),
+    runtime = runtime_args(call, out, slots)
+    runtime["p_o"], runtime["p_log_mass"] = out, log_mass.contiguous()
+    runtime["p_centroid"] = centroid.to(query.dtype).contiguous()
+    launch_cached(
+        ("read", slots, call.layout_key(), call.options()),
         call.family("read"),
-        live,
+        runtime,
         query.device,
         lambda: call.sizes(slots),
-        lambda chosen: _write_read(call, live, slots, chosen),
+        lambda chosen: _write_read(call, runtime, slots, chosen),
     )
     return out
 
 
-def _write_read(call: LLNCall, live: dict[str, Any], slots: int, chosen: Sizes) -> Recipe:
+def _write_read(call: LLNCall, runtime: dict[str, Any], slots: int, chosen: Sizes) -> Recipe:
     (heads, tokens), tile = call.query.shape[1:3], chosen.read
     programs = call.samples * heads
-    values = values_of(call, chosen, live, slots, max(chosen.width, chosen.value_width))
+    values = constant_args(call, chosen, runtime, slots, max(chosen.width, chosen.value_width))
     stretch = tile.stretch(tokens, tile.tokens, programs, chosen.cores)
     values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
     values |= {
         "EVEN": _is_even(call, tokens, tile.tokens),
-        "PLAIN": chosen.is_turned,
+        "PLAIN": chosen.is_slot_major,
         "AHEAD": False,
     }
     grid = (cdiv(tokens, stretch), programs)
@@ -246,21 +248,21 @@ def read_backward(
     low = centroid.to(query.dtype).contiguous()
     dq, shift = torch.empty_like(query), torch.empty_like(log_mass, memory_format=_DENSE)
     dc = shift.new_empty(*shift.shape[:2], centroid.shape[3], shift.shape[2])
-    live = live_of(call, gradient, slots)
-    live |= {"p_log_mass": log_mass.contiguous(), "p_centroid": low, "p_g": gradient}
-    live |= {"p_dq": dq, "p_shift": shift, "p_dc": dc, "p_dalpha": gradient}
+    runtime = runtime_args(call, gradient, slots)
+    runtime |= {"p_log_mass": log_mass.contiguous(), "p_centroid": low, "p_g": gradient}
+    runtime |= {"p_dq": dq, "p_shift": shift, "p_dc": dc, "p_dalpha": gradient}
     parts = None
     if alpha_grad:
         _, programs = _query_stretch(call, call.sizes(slots))
         parts = shift.new_empty(call.samples, query.shape[1], programs)
-        live["p_dalpha"] = parts
-    follow(
-        ("read_backward", alpha_grad, slots, call.looks(gradient), call.options()),
+        runtime["p_dalpha"] = parts
+    launch_cached(
+        ("read_backward", alpha_grad, slots, call.layout_key(gradient), call.options()),
         call.family("read_backward"),
-        live,
+        runtime,
         query.device,
         lambda: call.sizes(slots),
-        lambda chosen: _write_query_grad(call, live, slots, alpha_grad, chosen),
+        lambda chosen: _write_query_grad(call, runtime, slots, alpha_grad, chosen),
     )
     dcentroid = dc.mT
     dlog_mass = shift + (low.float() * dcentroid).sum(-1)
@@ -274,17 +276,17 @@ _DENSE = torch.contiguous_format
 def _query_stretch(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
     """Tokens per program, and programs per head; the same if sizes shrink later."""
     (heads, tokens), tile = call.query.shape[1:3], chosen.query_grad
-    programs, parts = call.samples * heads, not chosen.is_turned
+    programs, parts = call.samples * heads, not chosen.is_slot_major
     stretch = tile.stretch(tokens, tile.tokens, programs, chosen.cores, parts=parts)
     return stretch, cdiv(tokens, stretch)
 
 
 def _write_query_grad(
-    call: LLNCall, live: dict[str, Any], slots: int, alpha_grad: bool, chosen: Sizes
+    call: LLNCall, runtime: dict[str, Any], slots: int, alpha_grad: bool, chosen: Sizes
 ) -> Recipe:
     batch, (heads, tokens), tile = call.samples, call.query.shape[1:3], chosen.query_grad
     stretch, splits = _query_stretch(call, call.sizes(slots))
-    values = values_of(call, chosen, live, slots)
+    values = constant_args(call, chosen, runtime, slots)
     values |= {"ALPHA_GRAD": alpha_grad, "SPLIT": False, "program_tokens": stretch}
     values["EVEN"] = _is_even(call, tokens, tile.tokens)
     return Recipe(*query_grad_steps(batch * heads, chosen, values, splits))

@@ -17,7 +17,7 @@ from lln.kernels.launching.kernel_arguments import (
     precision_of,
     strides_of,
 )
-from lln.kernels.launching.shapes import look_of, summary_heads
+from lln.kernels.launching.shapes import layout_of, summary_heads
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 
 # Gradients of query, key, value, and of alpha, beta and mix where they are needed.
@@ -99,19 +99,19 @@ class LLNCall(NamedTuple):
         cut = (self.samples, summaries, self.block_size, self.longest)
         return choose_sizes(*tensors, *cut, causal=self.causal)
 
-    def looks(self, *others: Tensor | None) -> Hashable:
+    def layout_key(self, *others: Tensor | None) -> Hashable:
         """Shapes, strides, types and alignment of all tensors, which the launches depend on."""
         given = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, self.mix)
-        return tuple([look_of(tensor) for tensor in (*given, self.bounds, *others)])
+        return tuple([layout_of(tensor) for tensor in (*given, self.bounds, *others)])
 
     def no_gradients(self) -> Gradients:
         """Zeros of the shape of every gradient."""
-        sides = (self.query, self.key, self.value, self.alpha, self.beta, self.mix)
-        zeros = [None if side is None else torch.zeros_like(side) for side in sides]
+        tensors = (self.query, self.key, self.value, self.alpha, self.beta, self.mix)
+        zeros = [None if side is None else torch.zeros_like(side) for side in tensors]
         return zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], zeros[5]  # pyright: ignore
 
 
-def live_of(call: LLNCall, like: Tensor, summaries: int) -> dict[str, Any]:
+def runtime_args(call: LLNCall, like: Tensor, summaries: int) -> dict[str, Any]:
     """The arguments that differ from call to call, by their names in the kernels.
 
     Args:
@@ -141,20 +141,20 @@ def live_of(call: LLNCall, like: Tensor, summaries: int) -> dict[str, Any]:
 _WITH_STRIDES = ("p_q", "p_k", "p_v", "p_o", "p_g", "p_m", "p_dq", "p_dk", "p_dv")
 
 
-def values_of(
-    call: LLNCall, chosen: Sizes, live: dict[str, Any], summaries: int, widest: int = 0
+def constant_args(
+    call: LLNCall, chosen: Sizes, runtime: dict[str, Any], summaries: int, widest: int = 0
 ) -> dict[str, Any]:
     """The arguments that calls of one kind share, by their names in the kernels.
 
     Args:
         call: What to compute.
         chosen: Its sizes.
-        live: See `live_of`; every tensor's strides are among the values.
+        runtime: See `runtime_args`; every tensor's strides are among the values.
         summaries: Number of summaries per sample.
         widest: See `precision_of`.
     """
     (heads, tokens, width), keys = call.query.shape[1:], call.key.shape[2]
-    tensors = {name: live[name] for name in _WITH_STRIDES if name in live}
+    tensors = {name: runtime[name] for name in _WITH_STRIDES if name in runtime}
     strides = strides_of(call.bounds is not None, **tensors)
     if call.mix is None:
         strides |= dict.fromkeys(("stride_mb", "stride_mh", "stride_mt", "stride_md"), 0)

@@ -104,8 +104,8 @@ def _fake_summary(
 def _gradients_of_summary(
     gradients: Sequence[Tensor], inputs: Sequence[Any], summary: Sequence[Tensor], asked: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    sides = (side.contiguous() for side in gradients)
-    return _launches().summarise_backward(*sides, *summary, *inputs, *asked)
+    given = (side.contiguous() for side in gradients)
+    return _launches().summarise_backward(*given, *summary, *inputs, *asked)
 
 
 _SUMMARISE = Operation(

@@ -93,7 +93,7 @@ def load_key_side(
 
 
 @triton.jit(do_not_specialize=["seed"])
-def key_turned_kernel(
+def key_slot_major_kernel(
     p_k, p_v, p_dk, p_dv, p_mask, p_beta, p_dbeta, p_log_mass, p_shift, p_dc, p_starts,
     beta, seed, dropout_p, program_tokens, S, SH,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,

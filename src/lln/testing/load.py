@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,43 +90,3 @@ def _busy_seconds(cpus: set[int]) -> float | None:
             used = [int(number) for number in numbers[:8]]
             ticks += sum(used[:3]) + sum(used[5:])
     return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
-
-
-class LoadWatch:
-    """How many cores other programs keep busy, for callers that ask often and cannot wait.
-
-    The answer is the mean between the last two readings, which are at least some tenths of a second
-    apart; 0 before the second reading, and where the system does not report it.
-    """
-
-    def __init__(
-        self,
-        seconds: float = _SECONDS,
-        clock: Callable[[], float] = time.perf_counter,
-        others: Callable[[], float | None] | None = None,
-    ) -> None:
-        """Take the first reading.
-
-        Args:
-            seconds: Minimum time between two readings.
-            clock: Returns the time.
-            others: Returns the seconds that other programs have worked so far; None = measure.
-        """
-        self._seconds, self._clock, self._others = seconds, clock, others or _others_seconds
-        self._then, self._before = clock(), self._others()
-        self._busy = 0.0
-
-    def busy(self) -> float:
-        """Cores that other programs keep busy."""
-        now = self._clock()
-        if self._before is not None and now - self._then >= self._seconds:
-            after = self._others()
-            if after is not None:
-                self._busy = max(after - self._before, 0.0) / (now - self._then)
-                self._then, self._before = now, after
-        return self._busy
-
-
-def _others_seconds() -> float | None:
-    busy = _busy_seconds(own_cpus())
-    return None if busy is None else busy - time.process_time()

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from lln.eager import load as module
-from lln.eager.load import Load, LoadWatch, read_load
 from lln.testing import doctor
+from lln.testing import load as module
+from lln.testing.load import Load, read_load
 
 # user nice system idle iowait irq softirq steal guest guest_nice
 STAT = """cpu  0 0 0 0 0 0 0 0 0 0
@@ -119,15 +119,3 @@ def test_doctor_tells_of_a_failing_triton_in_one_line(monkeypatch, where):
     assert not doctor.examine(lines.append)
     assert lines[-4].startswith("cpu          right")
     assert lines[-3] == "cpu          FAILED: CompilationError: no room for a tile, impl 'triton'"
-
-
-def test_a_watch_looks_at_most_every_so_often():
-    """Other programs work 0, then 3 seconds in 2, then the system stops telling."""
-    times, worked = iter([10.0, 10.1, 12.0, 12.2, 15.0]), iter([5.0, 8.0, None])
-    watch = LoadWatch(0.5, clock=lambda: next(times), others=lambda: next(worked))
-    assert [watch.busy() for _ in range(4)] == [0.0, 1.5, 1.5, 1.5]
-
-
-def test_a_watch_of_a_system_that_does_not_tell_sees_nothing():
-    watch = LoadWatch(0.0, others=lambda: None)
-    assert watch.busy() == 0.0
