@@ -4,9 +4,7 @@ import json
 import os
 import re
 import time
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,24 +44,6 @@ def content():
     return {"setup": setup, "before": None, "lengths": [128], "ways": ways}
 
 
-def test_calls_take_turns_in_changing_order(monkeypatch):
-    order = []
-    calls = {name: lambda name=name: order.append(name) for name in ("one", "two")}
-    # Every look at the clock takes a second, so a turn of both takes five.
-    monkeypatch.setattr(cpu_turns, "time", SimpleNamespace(perf_counter=count().__next__))
-    assert cpu_turns.take_turns(calls, 100) == {"one": 1e3, "two": 1e3}
-    # Each is called once before the clock runs.
-    assert order[:2] == ["one", "two"]
-    turns = list(zip(order[2::2], order[3::2], strict=True))
-    # The fewest turns of all do not look at the clock.
-    assert len(turns) == 21
-    assert set(turns) == {("one", "two"), ("two", "one")}
-    order.clear()
-    # Long calls, too, are timed more than once.
-    cpu_turns.take_turns(calls, 0)
-    assert len(order) == 2 * (1 + cpu_turns.FEWEST)
-
-
 def test_every_length_pass_and_call_is_timed():
     found = cpu_turns.measure([16, 32], 0.0)
     assert found.keys() == {
@@ -77,8 +57,8 @@ def test_the_calls_of_readme_are_timed_by_the_processor(monkeypatch):
     clocks = []
     monkeypatch.setattr(
         cpu_turns,
-        "take_turns",
-        lambda calls, seconds, clock: clocks.append(clock) or {name: 1.0 for name in calls},
+        "milliseconds",
+        lambda call, clock: clocks.append(clock) or 1.0,
     )
     found = cpu_turns.measure([16], 0.0, is_example=True)
     assert set(clocks) == {time.process_time}

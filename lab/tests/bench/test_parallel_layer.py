@@ -3,7 +3,7 @@
 import pytest
 
 from lln_lab.benchmarks import parallel_layer
-from lln_lab.benchmarks.parallel_layer import WAYS, compared, in_turn, layer_table
+from lln_lab.benchmarks.parallel_layer import WAYS, compared, layer_table, turn_of
 
 SETUP = {"device": "GPU", "command": "make", "commit": "abc"}
 
@@ -30,19 +30,15 @@ def test_ratios_of_rounds_come_with_their_quartiles():
     assert "took turns" in page
 
 
-def test_every_way_has_its_turn_in_every_round(monkeypatch):
-    order = []
-
-    def timed(call, _):
-        order.append(call())
-        return {"top level": 2.0, "alone": 3.0, "several": 8.0}[order[-1]]
-
-    monkeypatch.setattr(parallel_layer, "milliseconds", timed)
-    calls = {way: (lambda way=way: way) for way in WAYS}
-    rounds = in_turn(calls, "cpu", rounds=5, seconds=0.0)
-    assert len(rounds) == 5
-    turns = [order[start : start + 3] for start in range(0, len(order), 3)]
-    assert len(turns) == 6
-    assert all(sorted(turn) == sorted(WAYS) for turn in turns)
-    assert {turn[0] for turn in turns} == set(WAYS)
+def test_ways_are_compared_round_by_round():
+    rounds = [{"top level": 2.0 * slow, "several": 8.0 * slow} for slow in (1, 5, 2)]
     assert compared(rounds, "several") == pytest.approx([4.0] * 3)
+
+
+def test_one_rank_goes_the_way_of_several_in_its_turn(monkeypatch):
+    seen = []
+    before = parallel_layer.sharded.is_alone
+    monkeypatch.setattr(parallel_layer, "CALLS", 2)
+    for way in WAYS:
+        turn_of(way, lambda: seen.append(parallel_layer.sharded.is_alone is before), "cpu")
+    assert seen == [True, True, True, True, False, False]

@@ -1,9 +1,7 @@
 """Slow-downs beside busy programs: turns, pairs of phases, the table."""
 
 import json
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,19 +16,11 @@ def pair(quiet, busy):
     return {"quiet": dict.fromkeys(names, quiet), "busy": dict.fromkeys(names, busy)}
 
 
-def test_calls_take_turns_in_changing_order(monkeypatch):
-    order = []
-    calls = {name: lambda name=name: order.append(name) for name in ("one", "two")}
-    # Every look at the clock takes a second, so a round takes five.
-    monkeypatch.setattr(under_load, "time", SimpleNamespace(perf_counter=count().__next__))
-    assert phase(calls, 100) == {"one": 1e3, "two": 1e3}
-    rounds = list(zip(order[::2], order[1::2], strict=True))
-    assert len(rounds) == 20
-    assert set(rounds) == {("one", "two"), ("two", "one")}
-    order.clear()
-    # Also a phase without time has a round.
-    phase(calls, 0)
-    assert sorted(order) == ["one", "two"]
+def test_a_phase_is_the_mean_of_its_rounds(monkeypatch):
+    times = iter([1.0, 3.0])
+    monkeypatch.setattr(under_load, "milliseconds", lambda call: next(times))
+    monkeypatch.setattr(under_load, "in_turn", lambda timed, _: [{"a": timed["a"]()} for _ in "12"])
+    assert phase({"a": print}, 1.0) == {"a": 2.0}
 
 
 def test_the_middle_pair_counts():

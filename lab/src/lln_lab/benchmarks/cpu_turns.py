@@ -21,17 +21,15 @@ import argparse
 import json
 import os
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import Any
 
 # Nothing of lln is imported here: the tree on the path may be an old one.
+from lln_lab.benchmarks.turns import forward_and_both, in_own_process, in_turn, milliseconds
 
 COMMAND = "python -m lln_lab.benchmarks.cpu_turns"
 RESULTS = Path("lab/results/benchmarks/cpu-turns-x86.json")
@@ -79,47 +77,26 @@ def example() -> dict[str, Callable[..., Any]]:
     }
 
 
-def take_turns(
-    calls: dict[str, Callable[[], Any]], seconds: float, clock: Callable[[], float] | None = None
-) -> Times:
-    """The middle of every call's times, in milliseconds, by the clock on the wall or another."""
-    clock = clock or time.perf_counter
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    order, shuffle = list(calls), Random(0).shuffle
-    for call in calls.values():
-        call()
-    end, turns = time.perf_counter() + seconds, 0
-    while turns < FEWEST or time.perf_counter() < end:
-        shuffle(order)
-        for name in order:
-            start = clock()
-            calls[name]()
-            spent[name].append(clock() - start)
-        turns += 1
-    return {name: 1e3 * median(times) for name, times in spent.items()}
-
-
 def measure(lengths: list[int], seconds: float, is_example: bool = False) -> Times:
-    """One round of the tree and the passes that this process has."""
+    """One round of the tree and the passes that this process has: the middle of all turns."""
     import torch
 
     kinds, clock = (example(), time.process_time) if is_example else (attentions(), None)
     found: Times = {}
     for tokens in lengths:
-        sides = [torch.randn(1, HEADS, tokens, WIDTH, requires_grad=True) for _ in range(3)]
-        gradient = torch.randn(1, HEADS, tokens, WIDTH)
-
-        def forward(attend: Callable[..., Any], sides: Any = sides) -> Any:
-            with torch.no_grad():
-                return attend(*sides)
-
-        def both(attend: Callable[..., Any], sides: Any = sides, gradient: Any = gradient) -> Any:
-            return torch.autograd.grad(attend(*sides), sides, gradient)
-
-        for name, run in zip(PASSES, (forward, both), strict=True):
-            calls = {call: partial(run, attend) for call, attend in kinds.items()}
-            times = take_turns(calls, seconds, clock)
-            found |= {f"{name} {tokens} {call}": spent for call, spent in times.items()}
+        inputs = [torch.randn(1, HEADS, tokens, WIDTH, requires_grad=True) for _ in range(3)]
+        upstream = torch.randn(1, HEADS, tokens, WIDTH)
+        both = {name: forward_and_both(attend, inputs, upstream) for name, attend in kinds.items()}
+        for place, passes in enumerate(PASSES):
+            timed = {
+                name: partial(milliseconds, calls[place], clock) for name, calls in both.items()
+            }
+            for warm_up in timed.values():
+                warm_up()
+            turns = in_turn(timed, seconds, FEWEST)
+            for name in timed:
+                middle = median(times[name] for times in turns)
+                found[f"{passes} {tokens} {name}"] = middle
     return found
 
 
@@ -303,17 +280,8 @@ def main() -> None:
     for number in range(given.rounds):
         for way, environment in found.items():
             print(f"round {number + 1} of {given.rounds}: {way}", flush=True)
-            with tempfile.TemporaryDirectory() as folder:
-                case = Path(folder) / "case.json"
-                command = [
-                    sys.executable,
-                    "-m",
-                    "lln_lab.benchmarks.cpu_turns",
-                    f"--case={case}",
-                    *options,
-                ]
-                subprocess.run(command, check=True, env=os.environ | environment)
-                content["ways"][way].append(json.loads(case.read_text("utf-8")))
+            words = ["lln_lab.benchmarks.cpu_turns", *options]
+            content["ways"][way].append(in_own_process(words, environment))
         write_atomically(
             given.out or (EXAMPLE if given.example else RESULTS), compact_json(content)
         )

@@ -29,7 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lln
 from lln.files import write_atomically
 from lln_lab.bench.environment import describe
-from lln_lab.benchmarks.graph_time import graph_ms
+from lln_lab.benchmarks.call_times import graph_ms
+from lln_lab.benchmarks.turns import forward_and_both
 
 HEADS, WIDTH, TOKENS = 12, 64, 65536
 GIVEN = {"alpha": 1.1, "beta": 1.1, "offset": -5.0}
@@ -58,15 +59,7 @@ def both_ways(
     attend: Callable[..., Any], inputs: list[torch.Tensor], time_of: Callable[..., float]
 ) -> dict[str, float]:
     """Times of the forward alone, and of forward and backward."""
-    upstream = torch.randn_like(inputs[0])
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return attend(*inputs)
-
-    def both() -> Any:
-        return torch.autograd.grad(attend(*inputs), inputs, upstream)
-
+    forward, both = forward_and_both(attend, inputs, torch.randn_like(inputs[0]))
     return {"forward": time_of(forward), "forward + backward": time_of(both)}
 
 

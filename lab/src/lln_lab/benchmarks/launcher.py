@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lln_lab.benchmarks import host_calls
-from lln_lab.benchmarks.two_trees import host_ms
+from lln_lab.benchmarks.call_times import host_ms
+from lln_lab.benchmarks.turns import forward_and_both, in_own_process
 from lln_lab.markdown import source
 from lln_lab.markdown import table as markdown_table
 
@@ -46,23 +47,16 @@ def measure(lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
             sides = [torch.randn(size, **how) for _ in range(4)]
             *inputs, sent = (side.requires_grad_(place < 3) for place, side in enumerate(sides))
 
-            def forward(attend: Any = attend, inputs: Any = inputs) -> Any:
-                with torch.no_grad():
-                    return (attend(*inputs),)
-
-            def both(attend: Any = attend, inputs: Any = inputs, sent: Any = sent) -> Any:
-                out = attend(*inputs)
-                return out, *torch.autograd.grad(out, inputs, sent)
-
+            both_calls = forward_and_both(attend, inputs, sent)
             equal = []
-            for call in (forward, both):
+            for call in both_calls:
                 first = call()
                 later = [call() for _ in range(3)]
                 pairs = [pair for sides in later for pair in zip(sides, first, strict=True)]
                 equal.append(all(torch.equal(*pair) for pair in pairs))
             # Nothing else is in memory while calls are timed.
             del first, later, pairs
-            case: dict[str, Any] = {"us": [1e3 * host_ms(call) for call in (forward, both)]}
+            case: dict[str, Any] = {"us": [1e3 * host_ms(call) for call in both_calls]}
             if not name.startswith("softmax"):
                 # Softmax may add up its gradients in any order.
                 case["equal"] = all(equal)
@@ -219,19 +213,13 @@ def main() -> None:
         for turn in range(given.rounds):
             for name in LAUNCHERS:
                 print(f"round {turn + 1}, {name}", flush=True)
-                out = Path(folder) / "case.json"
-                words = ["-m", "lln_lab.benchmarks.launcher", "--case", str(out)]
-                words += ["--lengths", *map(str, given.lengths)]
-                wanted = {"LLN_LAUNCHER": "python"} if name == "python" else {}
-                others = {key: value for key, value in os.environ.items() if key != "LLN_LAUNCHER"}
+                words = ["lln_lab.benchmarks.launcher", "--lengths", *map(str, given.lengths)]
+                wanted = {"LLN_LAUNCHER": "python" if name == "python" else None}
                 try:
-                    subprocess.run(
-                        [sys.executable, *words], cwd=ROOT, env=others | wanted, check=True
-                    )
+                    runs[name].append(in_own_process(words, wanted))
                 except subprocess.CalledProcessError as error:
                     keep(failed=f"{name}: exit code {error.returncode}")
                     continue
-                runs[name].append(json.loads(out.read_text("utf-8")))
                 keep(runs=runs, times={one: best_of(all_) for one, all_ in runs.items() if all_})
     if not content.get("times"):
         sys.exit(f"nothing was measured; {given.out} says why")

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -28,6 +29,7 @@ import lln.parallel
 from lln.files import compact_json, write_atomically
 from lln.parallel import sharded, sharded_keys
 from lln_lab.bench.environment import describe
+from lln_lab.benchmarks.turns import forward_and_both, in_turn
 from lln_lab.markdown import source, table
 
 COMMAND = "python -m lln_lab.benchmarks.parallel_layer"
@@ -61,40 +63,15 @@ def finish(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def milliseconds(call: Callable[[], Any], device: str, calls: int = CALLS) -> float:
-    """Of one call, in the mean of a few that each wait for their result."""
-    finish(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
+def turn_of(way: str, call: Callable[[], Any], device: str) -> float:
+    """Milliseconds of one call, in the mean of a few that each wait for their result."""
+    with going(way):
         finish(device)
-    return 1e3 * (time.perf_counter() - start) / calls
-
-
-def in_turn(
-    calls: dict[str, Callable[[], Any]], device: str, rounds: int, seconds: float
-) -> list[dict[str, float]]:
-    """The times of every way, round by round; the way that begins changes from round to round.
-
-    Args:
-        calls: What to time of every way.
-        device: ``"cpu"`` or ``"cuda"``.
-        rounds: How many rounds there are at most; two at least.
-        seconds: After which no round begins, if there were a few.
-    """
-    names, found = list(calls), []
-    end = time.perf_counter() + seconds
-    # The first round warms up.
-    for turn in range(max(rounds, 2) + 1):
-        if turn > FEWEST_ROUNDS and time.perf_counter() > end:
-            break
-        begin = turn % len(names)
-        times = {}
-        for way in (*names[begin:], *names[:begin]):
-            with going(way):
-                times[way] = milliseconds(calls[way], device)
-        found += [times] if turn else []
-    return found
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+            finish(device)
+        return 1e3 * (time.perf_counter() - start) / CALLS
 
 
 def compared(rounds: list[dict[str, float]], way: str) -> list[float]:
@@ -133,24 +110,21 @@ def measure(kind: str, tokens: int, given: argparse.Namespace) -> list[dict]:
     sides = [torch.randn(size, device=given.device, dtype=dtype) for _ in range(4)]
     *inputs, upstream = (side.requires_grad_(place < 3) for place, side in enumerate(sides))
 
-    def forward(way: str) -> Callable[[], Tensor]:
-        return torch.no_grad()(lambda: attention(kind, way, tokens)(*inputs))
-
-    def both(way: str) -> Callable[[], tuple[Tensor, ...]]:
-        attend = attention(kind, way, tokens)
-        return lambda: torch.autograd.grad(attend(*inputs), inputs, upstream)
-
+    calls = {way: forward_and_both(attention(kind, way, tokens), inputs, upstream) for way in WAYS}
     peaks: dict[str, float | None] = {}
-    for way in WAYS:
+    for way, (_, both) in calls.items():
         try:
             with going(way):
-                peaks[way] = peak_gib(both(way), given.device)
+                peaks[way] = peak_gib(both, given.device)
         except torch.OutOfMemoryError:
             print(f"{kind}, {tokens:,} tokens, {WAYS[way]}: too large", flush=True)
-    timed = {
-        name: in_turn({way: call(way) for way in peaks}, given.device, given.rounds, given.seconds)
-        for name, call in (("forward", forward), ("both", both))
-    }
+    timed = {}
+    for place, name in enumerate(("forward", "both")):
+        turns = {way: partial(turn_of, way, calls[way][place], given.device) for way in peaks}
+        for warm_up in turns.values():
+            warm_up()
+        most = max(given.rounds, 2)
+        timed[name] = in_turn(turns, given.seconds, min(FEWEST_ROUNDS, most), most)
     rows = []
     for way, peak in peaks.items():
         row: dict[str, Any] = {"kind": kind, "way": way, "tokens": tokens}

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+import math
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lln_lab.benchmarks.launcher import LAUNCHERS, ROOT, build, used
+from lln_lab.benchmarks.launcher import LAUNCHERS, build, used
+from lln_lab.benchmarks.turns import in_own_process, in_turn
 from lln_lab.markdown import source
 from lln_lab.markdown import table as markdown_table
 
@@ -60,12 +61,14 @@ def measure(lengths: tuple[int, ...], turns: int, mode: str | None) -> list[dict
             name: TrainingStep(RobertaSize(), ATTENTIONS[name][1], 1, tokens, "cuda", mode)
             for name in SYSTEMS
         }
-        times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
-        for turn in range(turns + 1):
-            for name, training in trainings.items():
-                taken = milliseconds(training, STEPS)
-                # The first turn compiles.
-                times[name] += [taken] if turn else []
+        timed = {
+            name: partial(milliseconds, training, STEPS) for name, training in trainings.items()
+        }
+        # The first turn compiles.
+        for warm_up in timed.values():
+            warm_up()
+        rounds = in_turn(timed, math.inf, most=turns)
+        times = {name: [found[name] for found in rounds] for name in SYSTEMS}
         for name, taken in times.items():
             row = {"system": name, "tokens": tokens, "best": min(taken), "median": median(taken)}
             rows.append(row)
@@ -111,15 +114,11 @@ def turns_table(content: dict[str, Any]) -> str:
     return markdown_table(["ms per step", *heads], lines, caption)
 
 
-def in_process(out: Path, name: str, tokens: int, turns: int) -> dict[str, Any]:
-    """What a process of its own measures at one length, which it leaves in ``out``."""
-    words = ["-m", "lln_lab.benchmarks.roberta_turns", "--case", str(out)]
-    words += ["--turns", str(turns), "--lengths", str(tokens)]
+def in_process(name: str, tokens: int, turns: int) -> dict[str, Any]:
+    """What a process of its own measures at one length."""
+    words = ["lln_lab.benchmarks.roberta_turns", "--turns", str(turns), "--lengths", str(tokens)]
     words += ["--mode", COMPILED] if name == COMPILED else []
-    others = {key: value for key, value in os.environ.items() if key != "LLN_LAUNCHER"}
-    wanted = {"LLN_LAUNCHER": "python"} if name == "python" else {}
-    subprocess.run([sys.executable, *words], cwd=ROOT, env=others | wanted, check=True)
-    return json.loads(out.read_text("utf-8"))
+    return in_own_process(words, {"LLN_LAUNCHER": "python" if name == "python" else None})
 
 
 def main() -> None:
@@ -152,7 +151,7 @@ def main() -> None:
             # A process per length: what was measured is kept if a later one is cut off.
             for tokens in given.lengths:
                 print(f"{name}, {tokens:,} tokens", flush=True)
-                found = in_process(Path(folder) / "case.json", name, tokens, given.turns)
+                found = in_process(name, tokens, given.turns)
                 run["rows"] += found["rows"]
                 run["launcher"] = found["launcher"]
                 write_atomically(given.out, compact_json(content))

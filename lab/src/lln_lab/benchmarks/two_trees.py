@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
-import time
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+# Nothing of lln is imported here: the tree on the path may be an old one.
+from lln_lab.benchmarks.turns import forward_and_both, in_own_process
+
+# Beside the trees, which may have no laboratory.
+LAB = Path(__file__).resolve().parents[2]
 LENGTHS = (512, 2048, 16384)
 TOKENS, HEADS, WIDTH = 65536, 12, 64
 GIVEN = {"alpha": 2.0, "beta": 2.0}
@@ -92,27 +94,11 @@ def softmax(*sides: Any, is_causal: bool = False) -> Any:
         return scaled_dot_product_attention(*sides, is_causal=is_causal)
 
 
-def host_ms(call: Callable[[], Any]) -> float:
-    """Milliseconds that the host spends on a call, at best."""
-    import torch
-
-    for _ in range(50):
-        call()
-    best = float("inf")
-    for _ in range(100):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(10):
-            call()
-        best = min(best, (time.perf_counter() - start) * 100)
-    return best
-
-
 def measure() -> dict[str, float]:
     """All times of the tree on the path."""
     import torch
 
-    from lln_lab.benchmarks.graph_time import graph_ms
+    from lln_lab.benchmarks.call_times import graph_ms, host_ms
 
     found = {}
     for name, (shape, attend) in cases().items():
@@ -128,13 +114,7 @@ def measure() -> dict[str, float]:
             ]
             sent = torch.randn_like(attend(*inputs))
 
-            def forward(attend: Any = attend, inputs: Any = inputs) -> Any:
-                with torch.no_grad():
-                    return attend(*inputs)
-
-            def both(attend: Any = attend, inputs: Any = inputs, sent: Any = sent) -> Any:
-                return torch.autograd.grad(attend(*inputs), inputs, sent)
-
+            forward, both = forward_and_both(attend, inputs, sent)
             found[f"{kind} {name} forward"] = time_of(forward)
             found[f"{kind} {name} forward + backward"] = time_of(both)
     return found
@@ -148,19 +128,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commits", nargs=2, metavar=("OLD", "NEW"), help="recorded with --out")
+    parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.case is not None:
+        given.case.write_text(json.dumps(measure()), "utf-8")
+        return
     rounds: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(given.rounds):
-            for name in rounds:
-                out = Path(folder) / "times.json"
-                script = "import json, sys; sys.path[:0] = sys.argv[1:3]; "
-                script += "from lln_lab.benchmarks import two_trees as two; "
-                script += "json.dump(two.measure(), open(sys.argv[3], 'w'))"
-                root = str(Path(__file__).parents[2])
-                words = [str(getattr(given, name)), root, str(out)]
-                subprocess.run([sys.executable, "-c", script, *words], check=True)
-                rounds[name].append(json.loads(out.read_text("utf-8")))
+    for _ in range(given.rounds):
+        for name, found in rounds.items():
+            path = f"{getattr(given, name)}{os.pathsep}{LAB}"
+            words = ["lln_lab.benchmarks.two_trees", str(given.old), str(given.new)]
+            found.append(in_own_process(words, {"PYTHONPATH": path}))
     best = {n: {k: min(r[k] for r in rs) for k in rs[0]} for n, rs in rounds.items()}
     for name, old in best["old"].items():
         new = best["new"][name]

@@ -14,16 +14,15 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from random import Random
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+from lln_lab.benchmarks.turns import in_own_process, in_turn, milliseconds
 from lln_lab.markdown import source, table
 
 COMMAND = "python -m lln_lab.benchmarks.under_load"
@@ -64,17 +63,9 @@ def calls() -> dict[str, Callable[[], Any]]:
 
 def phase(attentions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Mean milliseconds of every call, in turns."""
-    spent, rounds = dict.fromkeys(attentions, 0.0), 0
-    order, shuffle = list(attentions), Random(0).shuffle
-    end = time.perf_counter() + seconds
-    while rounds == 0 or time.perf_counter() < end:
-        shuffle(order)
-        for name in order:
-            start = time.perf_counter()
-            attentions[name]()
-            spent[name] += time.perf_counter() - start
-        rounds += 1
-    return {name: 1e3 * taken / rounds for name, taken in spent.items()}
+    timed = {name: partial(milliseconds, call) for name, call in attentions.items()}
+    rounds = in_turn(timed, seconds)
+    return {name: mean(times[name] for times in rounds) for name in timed}
 
 
 def measure(programs: int, seconds: float, pairs: int) -> list[dict[str, dict[str, float]]]:
@@ -164,18 +155,9 @@ def main() -> None:
         if name == "compiled" and not has_both:
             print("Without compiled passes: `make setup` makes them.")
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            case = Path(folder) / "case.json"
-            options = [f"--{option}={number}" for option, number in sizes.items()]
-            command = [
-                sys.executable,
-                "-m",
-                "lln_lab.benchmarks.under_load",
-                f"--case={case}",
-                *options,
-            ]
-            subprocess.run(command, check=True, env=os.environ | environment)
-            content["runs"][name] = json.loads(case.read_text("utf-8"))
+        options = [f"--{option}={number}" for option, number in sizes.items()]
+        words = ["lln_lab.benchmarks.under_load", *options]
+        content["runs"][name] = in_own_process(words, environment)
         write_atomically(given.out, compact_json(content))
         for call, ratio in slow_downs(content["runs"][name]["pairs"]).items():
             print(f"{name:10s} {call:16s} {ratio:.2f} times as long")
