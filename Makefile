@@ -47,7 +47,7 @@ test: setup  ## run the CPU tests and the examples in the docstrings
 	$(PYTEST) -m "not gpu and not slow" --ignore=tests/kernels
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not slow" tests/kernels
 	$(PYTEST) -m "not slow" tests/kernels/test_chips.py
-	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln
+	$(BIN)/python -m pytest --doctest-modules $(DOCTEST_SKIP) src/lln lab/src/lln_lab
 
 test-oldest: $(OLDEST)/.stamp  ## run the Hugging Face tests with the oldest supported transformers
 	$(PYTEST_OLDEST) -m "not gpu and not slow" $(OLDEST_LATER) $(OLDEST_TESTS)
