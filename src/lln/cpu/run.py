@@ -225,7 +225,7 @@ def _walk(
     alpha, beta = _of_heads(query, alpha), _of_heads(query, beta)
 
     def by_torch(inputs: Inputs) -> Tensor:
-        return eager.long_range(*inputs, is_causal=True, impl="eager")
+        return eager.long_range(*inputs, is_causal=True, impl="eager", walks=True)
 
     inputs = Inputs(query, key, value, alpha, beta, key_mask)
     return walk_compiled(inputs, GUARD[query.dtype], by_torch)

@@ -50,11 +50,11 @@ class CompiledPasses(Way):
             rest = ("heads whose rows lose their digits",)
         elif call.kind != "diag" and call.alpha is None and call.matching == "paper":
             rest = ("α and β",)
-        return Prepared(self, call.block_size, rest=rest)
+        return Prepared(self, call.block_size, how=rest)
 
     def describe(self, prepared: Prepared) -> str:
         """A sentence on what computes a prepared call."""
-        others = f", and plain PyTorch {' and '.join(prepared.rest)}" if prepared.rest else ""
+        others = f", and plain PyTorch {' and '.join(prepared.how)}" if prepared.how else ""
         return f"Compiled passes compute the call{others}."
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:
