@@ -87,10 +87,10 @@ def build_launcher() -> None:
     says. Programs use it from their next start, `LLN_LAUNCHER=python` does without it, and
     `lln doctor` says which one is used. To remove it, delete the file.
     """
-    from lln.kernels.launching import compiled_launcher
+    from lln.cli import launcher_build
 
-    typer.echo(f"compiling {compiled_launcher.SOURCE.name} …")
-    typer.echo(f"{compiled_launcher.build()} is ready; `lln doctor` says whether it is used.")
+    typer.echo("compiling launcher.cpp …")
+    typer.echo(f"{launcher_build.build()} is ready; `lln doctor` says whether it is used.")
 
 
 app.command(rich_help_panel=MODELS)(convert)
