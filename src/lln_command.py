@@ -17,7 +17,8 @@ _NEED_NO_TORCH = {"--help", "--version"}
 def main() -> None:
     """Run the command line."""
     words = sys.argv[1:]
-    if not words or _NEED_NO_TORCH.intersection(words):
+    # `python -m lln` has loaded it already.
+    if "lln" not in sys.modules and (not words or _NEED_NO_TORCH.intersection(words)):
         _put_off_loading()
     from lln.cli import main as run
 

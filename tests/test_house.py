@@ -21,6 +21,7 @@ LOOSE = {
     "tracing",
 }
 MOST_ROOMS = 12
+LONGEST_CHAIN_OF_ROOMS = 9
 MOST_GROUPS_OF_KERNELS, LONGEST_CHAIN_OF_GROUPS = 8, 7
 
 # A folder may have its own of these: they do the same there. ``run`` is what executes a call.
@@ -152,6 +153,14 @@ def test_the_top_of_the_package_is_small():
     loose = {path.stem for path in entries if path.suffix == ".py"}
     assert len(rooms) <= MOST_ROOMS, rooms
     assert loose == LOOSE | {"__init__", "__main__"}
+
+
+@each_package
+def test_rooms_lie_above_one_another(package):
+    modules = MODULES[package]
+    rooms = grouped({name: imports_of(name, modules, TREES[name]) for name in modules}, package)
+    assert circles(rooms) == []
+    assert len(longest_chain(rooms)) <= LONGEST_CHAIN_OF_ROOMS, longest_chain(rooms)
 
 
 def test_kernels_are_few_groups_above_one_another():

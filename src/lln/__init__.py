@@ -23,9 +23,9 @@ from lln.functional.decoding import decode_step
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.functional.exact_keys import choose_keys, lln_keys_attention, lln_keys_attention_varlen
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
+from lln.functional.statistics import match_moments
 from lln.matching.calibration import calibrate
 from lln.matching.key_calibration import calibrate_keys
-from lln.matching.moments import match_moments
 from lln.nn.heads import LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
 from lln.nn.multihead import LLNAttention, LLNDiagAttention, LLNKeysAttention

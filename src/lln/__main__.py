@@ -1,5 +1,5 @@
 """``python -m lln``: the command line, for when the ``lln`` program is not on the PATH."""
 
-from lln.cli import main
+from lln_command import main
 
 main()

@@ -4,6 +4,7 @@ import pytest
 
 from lln.cpu import building, compiled_passes
 from lln.cpu import library as opening
+from lln.functional import prepared_calls
 
 NAMES = ("forward", "backward", "match", "forward_causal", "backward_causal")
 
@@ -41,6 +42,21 @@ def without_memory(functions, tmp_path_factory):
     )
     path = building.build(folder / "passes.so", ("-O0", "-include", str(header)))
     return opening.open_library(path)
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """Computes a call as where there are no compiled passes."""
+
+    def run(call):
+        with monkeypatch.context() as without:
+            without.setattr(opening, "_found", "switched off by this test")
+            prepared_calls.clear()
+            found = call()
+        prepared_calls.clear()
+        return found
+
+    return run
 
 
 @pytest.fixture

@@ -109,13 +109,11 @@ def test_other_lengths_of_keys(tokens, keys, taken):
 
 
 @pytest.mark.parametrize("size", [30.0, 1e3])
-def test_concentrated_weights(size, taken, monkeypatch):
+def test_concentrated_weights(size, taken, by_torch):
     """Each slot is one key's and each query one slot's; peaks differ by far more than e^87."""
     query, key, value = (side.detach() for side in sides_of())
     sides = [(size * query).requires_grad_(), (size * key).requires_grad_(), value.requires_grad_()]
-    with monkeypatch.context() as without:
-        without.setattr(library, "_found", "switched off by this test")
-        plain = outcome(sides)
+    plain = by_torch(lambda: outcome(sides))
     assert not taken
     check(sides, eager=plain)
     assert taken
@@ -133,7 +131,7 @@ def test_large_numbers_stay_finite(size, taken):
 @pytest.mark.parametrize("numbers", ["given", "matched"])
 @pytest.mark.parametrize("width", [16, 64])
 @pytest.mark.parametrize("block_size", [0, 16])
-def test_peaks_that_are_rounded(sizes, numbers, width, block_size, taken, monkeypatch):
+def test_peaks_that_are_rounded(sizes, numbers, width, block_size, taken, by_torch):
     """βk is rounded by 64 at 10⁹; the largest key of a slot must still have weight 1."""
     if numbers == "matched":
         sizes = sizes[0], min(sizes[1], 1e5)
@@ -143,9 +141,7 @@ def test_peaks_that_are_rounded(sizes, numbers, width, block_size, taken, monkey
     options = {"block_size": block_size, "scale": 1e-20} if block_size else {}
     options |= MATCHED if numbers == "matched" else {}
     sides = [side.requires_grad_() for side in sides]
-    with monkeypatch.context() as without:
-        without.setattr(library, "_found", "switched off by this test")
-        plain = outcome(sides, **options)
+    plain = by_torch(lambda: outcome(sides, **options))
     assert not taken
     check(sides, eager=plain, **options)
     assert taken == ["forward", "backward"]

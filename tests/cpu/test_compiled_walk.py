@@ -12,17 +12,10 @@ from tests.cpu.test_compiled_passes import (
 from tests.eager.test_further_gradients import NUMBERS
 
 import lln
-from lln.cpu import compiled_passes, library
+from lln.cpu import compiled_passes
 
 BOTH = ["forward_causal", "backward_causal"]
 CAUSAL = {"is_causal": True, "alpha": 0.7, "beta": 1.3}
-
-
-def by_torch(monkeypatch, call):
-    """What a call gives without the compiled passes."""
-    with monkeypatch.context() as without:
-        without.setattr(library, "_found", "switched off by this test")
-        return call()
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
@@ -91,45 +84,45 @@ def test_what_is_masked_is_not_seen(bad, taken):
 
 
 @pytest.mark.parametrize("mask", ["left", "some"])
-def test_rows_of_masked_calls_that_lose_their_digits(mask, taken, monkeypatch):
+def test_rows_of_masked_calls_that_lose_their_digits(mask, taken, by_torch):
     sides = sides_of(150, heads=6)
     with torch.no_grad():
         sides[1][0, 1, 140] += 1e3
     sides[1].data[1, 2, 149] += 1e3
     options = {"is_causal": True, "key_mask": MASKS[mask] | (torch.arange(150) >= 135)}
-    plain = by_torch(monkeypatch, lambda: outcome(sides, **options))
+    plain = by_torch(lambda: outcome(sides, **options))
     assert not taken
     check(sides, eager=plain, **options)
     assert taken == ["forward_causal", "forward_causal", "backward_causal"]
 
 
 @pytest.mark.parametrize("step", [-150.0, 20.0, 150.0])
-def test_peaks_that_move_between_tiles(step, taken, monkeypatch):
+def test_peaks_that_move_between_tiles(step, taken, by_torch):
     """Steps of e^150: the state of earlier tiles vanishes, or that of later ones does."""
     query, key, value = (side.detach() for side in sides_of(200))
     key += step * torch.arange(200).div(64, rounding_mode="floor").unsqueeze(-1)
     sides = [side.requires_grad_() for side in (query, key, value)]
-    plain = by_torch(monkeypatch, lambda: outcome(sides, is_causal=True))
+    plain = by_torch(lambda: outcome(sides, is_causal=True))
     assert not taken
     check(sides, eager=plain, is_causal=True)
     assert taken == BOTH
 
 
 @pytest.mark.parametrize("size", [100.0, 1e3, 1e15])
-def test_rows_that_lose_their_digits_are_computed_by_torch(size, taken, monkeypatch):
+def test_rows_that_lose_their_digits_are_computed_by_torch(size, taken, by_torch):
     sides = sides_of(100)
     with torch.no_grad():
         sides[1][:, :, 40] += size
     found = outcome(sides, is_causal=True)
     assert taken == ["forward_causal"]
-    expected = by_torch(monkeypatch, lambda: outcome(sides, is_causal=True))
+    expected = by_torch(lambda: outcome(sides, is_causal=True))
     assert all(map(torch.equal, found, expected))
     assert all(side.isfinite().all() for side in found)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_what_is_not_a_number_goes_the_way_of_torch(bad, place, taken, monkeypatch):
+def test_what_is_not_a_number_goes_the_way_of_torch(bad, place, taken, by_torch):
     sides = [side.detach() for side in sides_of(150)]
     whole = lln.lln_attention(*sides, **CAUSAL)
     sides[place][1, 2, 70, 3] = bad
@@ -137,7 +130,7 @@ def test_what_is_not_a_number_goes_the_way_of_torch(bad, place, taken, monkeypat
     if place < 2:
         # Infinity as much as NaN: of e^−∞ = 0 nothing would be seen.
         sides[place][1, 2, 70, 3] = float("nan")
-    expected = by_torch(monkeypatch, lambda: lln.lln_attention(*sides, **CAUSAL))
+    expected = by_torch(lambda: lln.lln_attention(*sides, **CAUSAL))
     assert torch.equal(found.isfinite(), expected.isfinite())
     assert not found[1, 2, 70].isfinite().any() or place == 2
     # Earlier chunks see nothing of it.
@@ -203,12 +196,12 @@ def test_what_one_sample_holds_changes_no_bit_of_another_that_lost_digits(taken)
 
 
 @pytest.mark.parametrize("size", [1e9, 1e18])
-def test_peaks_that_are_rounded(size, taken, monkeypatch):
+def test_peaks_that_are_rounded(size, taken, by_torch):
     """βk is rounded by 64 at 10⁹. In every slot the first key is the largest."""
     query, key, value = (side.detach() for side in sides_of(130))
     key[:, :, 0] = 3 + key[:, :, 0].abs()
     sides = [side.requires_grad_() for side in (query, size * key.clamp(max=3.5), value)]
-    plain = by_torch(monkeypatch, lambda: outcome(sides, **CAUSAL))
+    plain = by_torch(lambda: outcome(sides, **CAUSAL))
     assert not taken
     check(sides, eager=plain, **CAUSAL)
     assert taken == BOTH

@@ -129,7 +129,7 @@ def test_eager_is_plain_pytorch(kind, learns, watched, plans):
 
     assert operations(call) & ARITHMETIC
     assert not watched.called
-    assert all(str(plan) == "Plain PyTorch computes the call." for plan in plans)
+    assert all(str(plan).startswith("Plain PyTorch computes the call") for plan in plans)
 
 
 @pytest.mark.parametrize("kind", COMPILED)

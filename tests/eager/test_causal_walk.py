@@ -6,6 +6,7 @@ from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
 from lln.eager import causal, causal_walk, products
+from lln.functional import plain_ways, prepared_calls
 from lln.testing import assert_close, make_qkv
 
 GIVEN = {"alpha": 1.7, "beta": 1.3, "is_causal": True}
@@ -26,8 +27,11 @@ def walks(monkeypatch):
 
 def by_scan(monkeypatch, attend):
     with monkeypatch.context() as without:
-        without.setattr(causal, "is_untraced_on_cpu", lambda *sides: False)
-        return attend()
+        without.setattr(plain_ways, "is_untraced_on_cpu", lambda *sides: False)
+        prepared_calls.clear()
+        found = attend()
+    prepared_calls.clear()
+    return found
 
 
 LONG = 64 * 33 + 3
@@ -159,9 +163,7 @@ def test_gradients(tokens, masked, walks, monkeypatch):
         torch.testing.assert_close(side, other, rtol=1e-10, atol=1e-11)
     found = gradients(*call, "eager", torch.float32, key_mask=mask)
     assert all(walked is not None for walked in walks)
-    with monkeypatch.context() as without:
-        without.setattr(causal, "is_untraced_on_cpu", lambda *sides: False)
-        plain = gradients(*call, "eager", torch.float32, key_mask=mask)
+    plain = by_scan(monkeypatch, lambda: gradients(*call, "eager", torch.float32, key_mask=mask))
     size = max(side.abs().max().item() for side in expected[:3])
     wide = [side.double() for side in inputs]
     keep = kept_pairs(mask, True, tokens, "cpu")

@@ -6,6 +6,7 @@ import torch
 import lln
 from lln import reference
 from lln.eager import key_attention, key_inference
+from lln.functional import plain_ways
 from lln.testing import assert_close, make_qkv
 
 GIVEN = {"alpha": 0.8, "beta": 0.9, "offset": -1.0}
@@ -32,7 +33,7 @@ def taken(monkeypatch):
 
     monkeypatch.setattr(key_attention, "attend_without_gradients", counted)
     # Short sequences would be computed by all scores and a mask.
-    monkeypatch.setattr(key_attention, "fits_mask", lambda *sides, **options: False)
+    monkeypatch.setattr(plain_ways, "can_mask", lambda *sides, **options: False)
     return calls
 
 

@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 
 import lln
 from lln.eager import key_attention, masked_keys
+from lln.functional import plain_ways, prepared_calls
 from lln.testing import assert_close, make_qkv
 
 CALLS = [
@@ -78,7 +79,8 @@ def test_it_gives_what_copied_keys_give(taken, monkeypatch, call, masked):
         options["key_mask"] = holes(call["tokens"])
     found = run(inputs, numbers, options)
     assert taken
-    monkeypatch.setattr(key_attention, "fits_mask", lambda *sides, **options: False)
+    monkeypatch.setattr(plain_ways, "can_mask", lambda *sides, **options: False)
+    prepared_calls.clear()
     plain = run(inputs, numbers, options)
     wide = [side.detach().double().requires_grad_() for side in inputs]
     wide_numbers = {name: side.double() for name, side in numbers.items()}
@@ -155,9 +157,11 @@ def test_what_it_does_not_compute_goes_another_way(taken, monkeypatch):
     run(wide, numbers, options)
     run(inputs, numbers, options | {"select": "block", "group_size": 2})
     # All scores of a long sequence take longer than a few keys: 64 + 16 against 16 + 8 + 16.
+    prepared_calls.clear()
     monkeypatch.setattr(masked_keys, "SCORES_PER_ROW", 1.9)
     run(inputs, numbers, options)
     assert not taken
+    prepared_calls.clear()
     monkeypatch.setattr(masked_keys, "SCORES_PER_ROW", 2)
     run(inputs, numbers, options)
     assert taken

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lln
-from lln.functional import plain_ways
+from lln.functional import plain_ways, prepared_calls
 
 LENGTHS = (5, 0, 1, 40, 0, 18)
 HEADS, WIDTH = 4, 6
@@ -56,6 +56,7 @@ def test_one_by_one_is_as_side_by_side(name, options, monkeypatch):
     found = outcome()
     assert len(calls) == 1
     monkeypatch.setattr(plain_ways, "is_untraced_on_cpu", lambda *sides: False)
+    prepared_calls.clear()
     expected = outcome()
     assert len(calls) == 1
     for one, other in zip(found, expected, strict=True):

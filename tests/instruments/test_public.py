@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lln import instruments
-from lln.instruments import of_matrix, theory
+from lln.instruments import of_matrix
 
 MEASURES = (
     "entropy",
@@ -20,6 +20,13 @@ MEASURES = (
     "variance",
 )
 OF_MATRIX = ("entropy", "log_normality", "spectral_gap", "temperature", "variance")
+
+
+def check_arguments_are_documented(function):
+    documentation = inspect.getdoc(function)
+    assert documentation
+    for parameter in inspect.signature(function).parameters:
+        assert re.search(rf"^\s+{parameter}: ", documentation, re.MULTILINE), parameter
 
 
 @pytest.mark.parametrize("name", MEASURES)
@@ -37,19 +44,11 @@ def test_every_instrument_takes_the_same_arguments(name):
     [
         *(getattr(instruments, name) for name in (*MEASURES, "gaussianity", "key_masses")),
         *(getattr(of_matrix, name) for name in OF_MATRIX),
-        *(
-            item
-            for name, item in vars(theory).items()
-            if inspect.isfunction(item) and item.__module__ == theory.__name__ and name[0] != "_"
-        ),
     ],
     ids=lambda function: f"{function.__module__}.{function.__name__}",
 )
 def test_arguments_are_documented(function):
-    documentation = inspect.getdoc(function)
-    assert documentation
-    for parameter in inspect.signature(function).parameters:
-        assert re.search(rf"^\s+{parameter}: ", documentation, re.MULTILINE), parameter
+    check_arguments_are_documented(function)
 
 
 @pytest.mark.parametrize("name", MEASURES)
@@ -64,7 +63,7 @@ def test_calls_that_do_not_fit_name_the_instrument(name):
 
 
 def test_names_are_exported():
-    assert set(MEASURES) | {"of_matrix", "theory"} <= set(instruments.__all__)
+    assert set(MEASURES) | {"of_matrix"} <= set(instruments.__all__)
     assert all(hasattr(instruments, name) for name in instruments.__all__)
 
 

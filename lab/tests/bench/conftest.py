@@ -1,6 +1,7 @@
-"""A machine that is idle, whatever runs beside the tests."""
+"""A machine that is idle, whatever runs beside the tests; and ranks, which are processes."""
 
 import pytest
+from tests.parallel.conftest import pool  # noqa: F401
 
 from lln.testing.load import Load
 from lln_lab.bench import environment

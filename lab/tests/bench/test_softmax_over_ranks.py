@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from tests.parallel.conftest import pool  # noqa: F401
-from tests.parallel.test_cost import Counter, sure
+from lab.tests.bench.test_traffic import Counter, sure
 
-from lln.parallel.cost import LayerShape, layer_traffic
 from lln_lab.benchmarks import softmax_over_ranks as rivals
+from lln_lab.benchmarks.traffic import LayerShape, layer_traffic
 
 
 def softmax_over_ranks(group, rank, kind):
@@ -28,7 +27,7 @@ def softmax_inputs():
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_what_we_compare_with_is_softmax_and_sends_what_the_model_says(pool, kind):  # noqa: F811
+def test_what_we_compare_with_is_softmax_and_sends_what_the_model_says(pool, kind):
     shape = LayerShape((6,) * 4, heads=4, width=5, batch=2, dtype=torch.float64)
     sides, upstream = softmax_inputs()
     sides = [side.requires_grad_() for side in sides]

@@ -127,9 +127,8 @@ def test_published_cells_come_from_a_commit(command, tmp_path, capsys, monkeypat
     assert main([*words, str(tmp_path / "results/cells")]) == 2
     assert "uncommitted changes" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
-    # Both the library and the laboratory count, but not the results.
-    assert [Path(place).name for place in asked[0]] == ["lln", "src"]
-    assert asked[0][2].startswith(":(exclude)")
+    # Both the library and the laboratory count, but not the results, which lie beside lab/src.
+    assert [Path(place).parts[-2:] for place in asked[0]] == [("src", "lln"), ("lab", "src")]
     monkeypatch.setattr(cells, "uncommitted", lambda *places: False)
     cells.check_publishable(tmp_path / "results/cells")
 
@@ -177,7 +176,7 @@ def test_table_2_is_measured_by_the_benchmark(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_processes_of_torchrun_share_every_batch(tmp_path):
-    shared = ["-m", "experiments", "run", "lra", "--scale", "smoke", "--task", "listops"]
+    shared = ["-m", "lln_lab.experiments", "run", "lra", "--scale", "smoke", "--task", "listops"]
     shared += ["--method", "lln", "--seed", "0", "--work", str(tmp_path / "work")]
     both = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     curves = []

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from lln.cpu.compiled_attention import attend_blocks_compiled, attend_compiled, attend_matched
+from lln.cpu.compiled_matching import compiled_curves
 from lln.cpu.compiled_passes import Blocks
 from lln.cpu.compiled_walk import walk_compiled
 from lln.eager import run as eager
 from lln.eager.causal import GUARD
 from lln.eager.causal_walk import Inputs
 from lln.eager.infinity import as_nan
-from lln.matching.compiled_matching import compiled_curves
 
 
 def long_range(
@@ -225,7 +225,7 @@ def _walk(
     alpha, beta = _of_heads(query, alpha), _of_heads(query, beta)
 
     def by_torch(inputs: Inputs) -> Tensor:
-        return eager.long_range(*inputs, is_causal=True, impl="eager")
+        return eager.long_range(*inputs, is_causal=True, impl="eager", walks=True)
 
     inputs = Inputs(query, key, value, alpha, beta, key_mask)
     return walk_compiled(inputs, GUARD[query.dtype], by_torch)

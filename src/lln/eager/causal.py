@@ -32,7 +32,7 @@ from lln.eager.causal_walk import Inputs, WalkedAttention, walk
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift, whole_parts
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise
-from lln.tracing import has_values, is_compiling, is_untraced_on_cpu
+from lln.tracing import has_values, is_compiling
 
 CHUNK = 64
 LEAF = 8
@@ -70,6 +70,8 @@ def causal_attention(
     beta: float | Tensor,
     key_mask: Tensor | None = None,
     before: Before | None = None,
+    *,
+    walks: bool = False,
 ) -> Tensor:
     """Eq. (8) with every row's sum running over the keys up to itself: ``[B, H, T, E]``.
 
@@ -82,9 +84,11 @@ def causal_attention(
         key_mask: bool ``[B, T]``.
         before: Gives the summary of earlier tokens, which every row sees: log-mass ``[B, H, D]``
             and centroid ``[B, H, D, E]``. Called late, because it may wait for other processes.
+        walks: Whether to go from chunk to chunk, which takes ordinary tensors on a CPU that nobody
+            traces, and no ``before``.
     """
     inputs = Inputs(query, key, value, alpha, beta, key_mask)
-    if before is None and is_untraced_on_cpu(*inputs):
+    if walks:
         walked = walk(inputs, GUARD[query.dtype])
         if walked is not None:
             return WalkedAttention.apply(*inputs, walked, _scanned)

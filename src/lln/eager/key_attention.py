@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from lln.eager.key_blocks import KeyBlocks
-from lln.eager.key_inference import attend_without_gradients, fits_inference
-from lln.eager.masked_keys import attend_masked, fits_mask
+from lln.eager.key_inference import attend_without_gradients
+from lln.eager.masked_keys import attend_masked
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift
 from lln.eager.selection import seen_keys
@@ -34,6 +34,10 @@ from lln.eager.summary import LOG_ZERO, key_exponents, summarise, summarise_head
 
 # L - βμ, C and μ.
 Slots = tuple[Tensor, Tensor, Tensor]
+
+# How chosen keys are read: copied for every group, which always works; by PyTorch's fused softmax,
+# without gradients; or with all scores and a mask that hides the other keys.
+COPIED, FUSED, MASKED = "", "by fused softmax", "by all scores and a mask"
 
 
 class Earlier(NamedTuple):
@@ -67,6 +71,7 @@ def attend_keys(
     is_causal: bool,
     scale: float | None,
     are_seen: bool = False,
+    reading: str = COPIED,
 ) -> Tensor:
     """The attention above: ``[B, H, T, E]``.
 
@@ -85,20 +90,19 @@ def attend_keys(
         is_causal: Whether row i sees keys 0 … i only.
         scale: Factor of the scores; None = 1/√D.
         are_seen: Whether indices hold only keys that a group may see, so that none is left out.
+        reading: How chosen keys are read; see `key_inference.can_fuse` and `masked_keys.can_mask`.
     """
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     seen = indices >= 0
     if not are_seen:
         seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
     share = log_share(seen, blocks, group_size, key_mask, is_causal, query.dtype)
-    sides = (query, key, value, alpha, *slots, offset)
-    sizes = {"indices": indices, "blocks": blocks, "slots": slots[0], "group_size": group_size}
-    if not is_causal and fits_mask(*sides, **sizes, scale=factor):
+    if reading == MASKED:
         return attend_masked(
             query, key, value, alpha, slots, share + offset, indices, seen, blocks,
             key_mask=key_mask, scale=factor,
         )  # fmt: skip
-    if fits_inference(*sides, scale=factor, is_causal=is_causal):
+    if reading == FUSED:
         return attend_without_gradients(
             query, key, value, alpha, slots, share + offset, indices, seen, blocks,
             valid=blocks.valid(key_mask), group_size=group_size, scale=factor,

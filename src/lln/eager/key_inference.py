@@ -18,14 +18,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lln.eager.key_blocks import KeyBlocks
 from lln.eager.summary import LOG_ZERO
+from lln.precision import accumulation_dtype
 from lln.tracing import has_values
 
 # Numbers of keys, and of values, that are laid out at once.
 MOST_NUMBERS = 1 << 20
 
 
-def fits_inference(*sides: object, scale: float, is_causal: bool) -> bool:
-    """Whether a call needs no gradient and `attend_without_gradients` computes it.
+def can_fuse(*sides: object, scale: float, is_causal: bool) -> bool:
+    """Whether `attend_without_gradients` computes a call.
 
     Args:
         sides: All tensors that could need a gradient; numbers among them do not.
@@ -35,7 +36,10 @@ def fits_inference(*sides: object, scale: float, is_causal: bool) -> bool:
     tensors = [side for side in sides if isinstance(side, Tensor)]
     if is_causal or scale <= 0 or not all(map(has_values, tensors)):
         return False
-    if any(side.device.type != "cpu" or side.dtype != torch.float32 for side in tensors):
+    if any(
+        side.device.type != "cpu" or accumulation_dtype(side.dtype) != torch.float32
+        for side in tensors
+    ):
         return False
     return not (torch.is_grad_enabled() and any(side.requires_grad for side in tensors))
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from lln.eager.fused_softmax import aligned, softmax_attention, softmax_attention_gradients
 from lln.eager.key_blocks import KeyBlocks
+from lln.precision import accumulation_dtype
 from lln.tracing import is_batched, is_untraced
 
 # Numbers of a mask that are laid out at once: in a CPU's caches, or enough to fill a GPU.
@@ -34,29 +35,35 @@ SCORES_PER_ROW = 80
 LEAST_SCALE = 1e-6
 
 
-def fits_mask(
-    *sides: object, indices: Tensor, blocks: KeyBlocks, slots: Tensor, group_size: int, scale: float
-) -> bool:
-    """Whether `attend_masked` computes a call, and in less time than keys take to be copied.
+def can_mask(*sides: object, is_causal: bool, scale: float) -> bool:
+    """Whether `attend_masked` computes a dense call.
 
     Args:
         sides: All tensors of the call that could need a gradient; numbers among them do not.
-        indices: int ``[B, H, G, K]``.
-        blocks: Where the tokens lie.
-        slots: L - βμ; one row of slots for all blocks, as only sequences that are not causal have.
-        group_size: g; queries that share keys are quicker with copies of them.
+        is_causal: Only sequences that are not causal have one row of slots for all blocks.
         scale: Factor of the scores.
     """
-    tokens, near, far = blocks.home.shape[1], blocks.place.shape[2], indices.shape[3]
-    width = slots.shape[-1]
-    scores, copied = tokens + width, near + far + width
-    if group_size > 1 or scores > SCORES_PER_ROW * copied:
-        return False
-    if slots.shape[2] != 1 or scale < LEAST_SCALE:
+    if is_causal or scale < LEAST_SCALE:
         return False
     tensors = [side for side in sides if isinstance(side, Tensor)]
-    fits = all(side.numel() and side.dtype == torch.float32 for side in tensors)
-    return fits and slots.device.type in MOST_NUMBERS and is_untraced(*tensors)
+    fits = all(
+        side.numel()
+        and accumulation_dtype(side.dtype) == torch.float32
+        and side.device.type in MOST_NUMBERS
+        for side in tensors
+    )
+    return fits and is_untraced(*tensors)
+
+
+def mask_pays(tokens: int, exact_keys: int, width: int) -> bool:
+    """Whether all scores take less time than copies of the keys, where every query has its own.
+
+    Args:
+        tokens: T.
+        exact_keys: How many keys a query sees, in its block and chosen.
+        width: D, as many slots.
+    """
+    return tokens + width <= SCORES_PER_ROW * (exact_keys + width)
 
 
 def attend_masked(

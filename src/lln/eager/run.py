@@ -19,7 +19,7 @@ from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
-from lln.eager.key_attention import attend_keys, slots_of_blocks, slots_of_heads
+from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks, slots_of_heads
 from lln.eager.key_blocks import dense_blocks
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
@@ -155,6 +155,7 @@ def _long_range(
     *,
     is_causal: bool,
     impl: str,
+    walks: bool = False,
 ) -> Tensor:
     """LLN attention in the accumulation dtype."""
     heads = query.shape[1]
@@ -166,7 +167,7 @@ def _long_range(
     if impl != "reference":
         if query.shape[2] == 0:
             return (query * alpha) @ (key * beta).mT @ value
-        return causal_attention(query, key, value, alpha, beta, key_mask)
+        return causal_attention(query, key, value, alpha, beta, key_mask, walks=walks)
     keep = _kept_pairs(query, key, key_mask, is_causal)
     return reference.lln_attention(query, key, value, alpha, beta, keep=keep)
 
@@ -207,10 +208,11 @@ def _both_ranges(
     scale: float | None,
     is_causal: bool,
     impl: str,
+    walks: bool = False,
 ) -> Tensor:
     """LLN and block-diagonal attention combined, in the accumulation dtype."""
     how: dict[str, Any] = {"is_causal": is_causal, "impl": impl}
-    long_range = _long_range(query, key, value, alpha, beta, key_mask, **how)
+    long_range = _long_range(query, key, value, alpha, beta, key_mask, walks=walks, **how)
     how |= {"block_size": block_size, "scale": scale}
     return join(long_range, _short_range(query, key, value, key_mask, **how), mix)
 
@@ -230,6 +232,7 @@ def _exact_keys(
     scale: float | None,
     is_causal: bool,
     impl: str,
+    reading: str = COPIED,
 ) -> Tensor:
     """Attention over own block, chosen keys and slots, in the accumulation dtype."""
     batch, heads, tokens, _ = query.shape
@@ -267,7 +270,7 @@ def _exact_keys(
     else:
         slots = slots_of_heads(grouped_key, grouped_value, beta, key_mask, heads)
     options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
-    options |= {"group_size": group_size, "are_seen": True}
+    options |= {"group_size": group_size, "are_seen": True, "reading": reading}
     return attend_keys(query, key, value, alpha, slots, offset, indices, blocks, **options)
 
 

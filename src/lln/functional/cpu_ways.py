@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lln.cpu import compiled_passes, library
 from lln.cpu import run as compiled
+from lln.cpu.compiled_matching import can_match_compiled
 from lln.eager import run as eager
 from lln.functional.announcing import announce_call
 from lln.functional.call import Call
@@ -14,7 +15,6 @@ from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens, one_by_one
 from lln.functional.plain_ways import attend_by_steps
 from lln.functional.way import Prepared, Way
-from lln.matching.compiled_matching import can_match_compiled
 from lln.observers import is_observed
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -50,11 +50,11 @@ class CompiledPasses(Way):
             rest = ("heads whose rows lose their digits",)
         elif call.kind != "diag" and call.alpha is None and call.matching == "paper":
             rest = ("α and β",)
-        return Prepared(self, call.block_size, rest=rest)
+        return Prepared(self, call.block_size, how=rest)
 
     def describe(self, prepared: Prepared) -> str:
         """A sentence on what computes a prepared call."""
-        others = f", and plain PyTorch {' and '.join(prepared.rest)}" if prepared.rest else ""
+        others = f", and plain PyTorch {' and '.join(prepared.how)}" if prepared.how else ""
         return f"Compiled passes compute the call{others}."
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln.eager import run as eager
 from lln.eager.infinity import as_nan
-from lln.eager.key_attention import attend_keys, slots_of_blocks
+from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
 from lln.eager.packing import per_tile
 from lln.eager.selection import choose, drop_repeats, picked_lists, seen_keys
@@ -123,8 +123,8 @@ def choose_for(call: Call, impl: str) -> Tensor:
     return _choose_one_by_one(query, key, keys, call, blocks, options)
 
 
-def attend_dense_keys(call: Call, impl: str) -> Tensor:
-    """A dense call: ``[B, H, T, E]``."""
+def attend_dense_keys(call: Call, impl: str, reading: str = COPIED) -> Tensor:
+    """A dense call: ``[B, H, T, E]``; plain PyTorch reads chosen keys as ``reading`` says."""
     sides = (call.query, call.key, call.value, call.alpha, call.beta)
     keys = call.keys
     assert not isinstance(keys, int)
@@ -149,10 +149,11 @@ def attend_dense_keys(call: Call, impl: str) -> Tensor:
         is_causal=call.is_causal,
         scale=call.scale,
         impl=impl,
+        reading=reading,
     )
 
 
-def attend_packed_keys(call: Call, impl: str) -> Tensor:
+def attend_packed_keys(call: Call, impl: str, reading: str = COPIED) -> Tensor:
     """A packed call in plain PyTorch or by the reference: ``[T, H, E]``."""
     assert isinstance(call.keys, Tensor)
     assert call.bounds is not None
@@ -184,6 +185,7 @@ def attend_packed_keys(call: Call, impl: str) -> Tensor:
         key_mask=None,
         is_causal=call.is_causal,
         scale=call.scale,
+        reading=reading,
     )
     return out[0].transpose(0, 1).to(call.query.dtype)
 

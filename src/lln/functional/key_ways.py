@@ -29,11 +29,11 @@ class KeyKernels(KernelWay):
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
         padded = ("sequences padded to similar lengths",) if call.bounds is not None else ()
-        return Prepared(self, call.block_size, rest=padded)
+        return Prepared(self, call.block_size, how=padded)
 
     def describe(self, prepared: Prepared) -> str:
         """A sentence on what computes a prepared call."""
-        padded = f", in {prepared.rest[0]}" if prepared.rest else ""
+        padded = f", in {prepared.how[0]}" if prepared.how else ""
         return (
             "The fused kernels choose keys and attend to them, to "
             f"blocks of {prepared.block_size} tokens and to the slots{padded}."

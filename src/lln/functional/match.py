@@ -14,9 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lln.cpu.compiled_matching import compiled_temperatures
 from lln.functional.call import Call
 from lln.kernels.moments.moment_ops import fused_moments
-from lln.matching.compiled_matching import compiled_temperatures
 from lln.matching.moments import (
     Moments,
     head_moments,

@@ -89,7 +89,7 @@ class Prepared(NamedTuple):
             blocks tile by tile and add them in place; ``"eager"``, PyTorch; None if there are none.
         value_width: Channels of the values that one launch of LLN attention takes.
         block_value_width: The same for a launch of the kernels for blocks alone.
-        rest: What plain PyTorch computes beside compiled passes, in words.
+        how: How the way goes about it, where there are several possibilities; in words.
         repeat: The launches of the first such call, ready to be repeated; None if it left none.
     """
 
@@ -98,7 +98,7 @@ class Prepared(NamedTuple):
     diagonal: str | None = None
     value_width: int = 0
     block_value_width: int = 0
-    rest: tuple[str, ...] = ()
+    how: tuple[str, ...] = ()
     repeat: Any = None
 
     @property

@@ -13,11 +13,10 @@ Each takes queries and keys and gives one number per head, ``[B, H]``:
 
 `capture` measures them inside a model while it runs, `ConcentrationLogger` through a training.
 
-`of_matrix` has the same for a row-stochastic matrix you already have, `theory` the paper's
-propositions and theorems as code.
+`of_matrix` has the same for a row-stochastic matrix you already have.
 """
 
-from lln.instruments import of_matrix, theory
+from lln.instruments import of_matrix
 from lln.instruments.capture import capture
 from lln.instruments.entropy import entropy
 from lln.instruments.gaussianity import Gaussianity, gaussianity
@@ -44,6 +43,5 @@ __all__ = [
     "score_variance",
     "spectral_gap",
     "temperature",
-    "theory",
     "variance",
 ]

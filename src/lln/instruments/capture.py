@@ -21,7 +21,6 @@ from lln.instruments.entrances import LOOKED_FOR, patches_for
 from lln.instruments.interception import Sighting
 from lln.instruments.measurements import Measurement, Measurements
 from lln.instruments.observed_call import INSTRUMENTS, SeenCall, measure, prepare
-from lln.nn.heads import LLNDiagCore
 
 DEFAULT_INSTRUMENTS = ("temperature", "entropy", "spectral_gap")
 
@@ -143,9 +142,8 @@ class capture(Measurements):
             return
         seen = prepare(layer, number, sighting)
         values, problem = measure(seen, self.instruments)
-        first_head = 0
-        if isinstance(module, LLNDiagCore) and module.join == "heads" and seen.kind == "diag":
-            first_head = module.lln_heads
+        # `lln.nn.heads.LLNDiagCore` may give blocks the last heads only.
+        first_head = getattr(module, "first_block_head", 0) if seen.kind == "diag" else 0
         numbers = {name: tensor for name, tensor in values.items() if tensor.dim() == 2}
         measured = Measurement(layer, number, seen.kind, *seen.tokens, first_head, numbers, problem)
         with self._lock:

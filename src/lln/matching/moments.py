@@ -15,18 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lln import checks
-from lln.checks.names import check_choice
-from lln.matching.compiled_matching import compiled_temperatures, pays_to_match_compiled
 from lln.matching.curves import SPREAD_FLOOR, matched_spread
-from lln.precision import accumulation_dtype, without_autocast
+from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu, values_are_readable
 
 # Entries whose squares are added in one row, in a vector's few accumulators: with more of them
 # rounding grows, with fewer PyTorch's norm takes twice as long.
 ROW = 1024
-
-SCOPES = ("head", "tensor")
 
 
 class Moments(NamedTuple):
@@ -46,53 +41,6 @@ class Moments(NamedTuple):
     key_variance: Tensor
     keys: Tensor
     degenerate: Tensor
-
-
-def match_moments(
-    query: Tensor,
-    key: Tensor,
-    *,
-    criterion: str = "variance",
-    scope: str = "head",
-    key_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """α and β that give LLN attention the concentration softmax attention has on these inputs.
-
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, S, D]``; H a multiple of Hk (GQA).
-        criterion: ``"variance"``: the variance of log P inside a row equals that of softmax
-            attention, for every D; ``"entropy"``: the mean row entropy does; ``"paper"``: the
-            authors' constants in Eq. (10), fitted at D = 64.
-        scope: ``"head"``: separate statistics for every sample and head, so that a sample never
-            depends on its batch-mates; ``"tensor"``: one standard deviation of the whole tensor, as
-            in the authors' code, kept for parity.
-        key_mask: bool ``[B, S]``, True = attend. Only valid tokens count; if T = S (self
-            attention) the mask applies to the queries too.
-
-    Returns:
-        ``(alpha, beta)``, each ``[B, H, 1, 1]`` (``[1, 1, 1, 1]`` for scope ``"tensor"``),
-        detached. Where the queries or keys are constant, both are 1. NaN or infinity in a valid
-        token makes them NaN or infinite, with scope ``"head"`` only for its sample and head.
-
-    Example:
-        >>> generator = torch.Generator().manual_seed(0)
-        >>> q, k = torch.randn(2, 1, 1, 512, 64, generator=generator)
-        >>> alpha, beta = match_moments(q, k)
-        >>> f"{alpha.item():.1f} {beta.item():.1f}"
-        '2.3 2.3'
-    """
-    checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
-    checks.check_key_mask(key_mask, key)
-    checks.check_matching(criterion)
-    check_choice("scope", scope, SCOPES)
-    with without_autocast(query):
-        is_usual = scope == "head" and criterion != "paper"
-        if is_usual and pays_to_match_compiled(query, key, key_mask):
-            return compiled_temperatures(query, key, key_mask, criterion)
-        if scope == "head":
-            return head_temperatures(query, key, key_mask, criterion)
-        return matched(tensor_moments, query, key, key_mask, criterion=criterion)
 
 
 def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> Moments:

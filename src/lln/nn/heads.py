@@ -211,6 +211,11 @@ class LLNDiagCore(LLNCore):
                 f"lln_heads must be between 0 and num_heads = {num_heads}, got {lln_heads}."
             )
 
+    @property
+    def first_block_head(self) -> int:
+        """Which head is the first that attends to blocks."""
+        return self.lln_heads if self.join == "heads" else 0
+
     @explain_misfits
     def forward(
         self,

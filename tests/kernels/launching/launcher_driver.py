@@ -16,6 +16,7 @@ import torch
 from tests.kernels.common import ON_GPU
 from torch import Tensor
 
+from lln.cli import launcher_build
 from lln.cpu.building import find_compiler
 from lln.kernels.launching import compiled_launcher
 from lln.kernels.launching.recipes import Place
@@ -71,7 +72,7 @@ def built(folder):
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = compiled_launcher.library()
         # On a GPU it is also timed; elsewhere compiling should not take long.
-        return path if path.exists() else compiled_launcher.build(() if ON_GPU else ("-O0",))
+        return path if path.exists() else launcher_build.build(() if ON_GPU else ("-O0",))
 
 
 def at(address, dtype):

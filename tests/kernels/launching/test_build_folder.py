@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import lln
+from lln.cli import launcher_build
 from lln.kernels.launching import build_folder, compiled_launcher
 
 
@@ -41,7 +42,7 @@ def test_a_home_that_cannot_be_found_has_no_library(monkeypatch):
     monkeypatch.setattr(Path, "home", without_home)
     assert not is_found()
     with pytest.raises(lln.BackendUnavailableError, match="home folder cannot be found; set LLN"):
-        compiled_launcher.build()
+        launcher_build.build()
 
 
 def test_a_home_that_cannot_be_searched_has_no_library(monkeypatch):
@@ -54,7 +55,7 @@ def test_an_impossible_build_folder_has_no_library(name, monkeypatch):
     monkeypatch.setenv("LLN_BUILD_FOLDER", name)
     assert not is_found()
     with pytest.raises(lln.BackendUnavailableError, match="LLN_BUILD_FOLDER"):
-        compiled_launcher.build()
+        launcher_build.build()
 
 
 @pytest.mark.parametrize("name", ["LLN_BUILD_FOLDER", "XDG_CACHE_HOME"])
@@ -62,7 +63,7 @@ def test_folders_that_depend_on_where_the_program_starts_are_refused(name, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(name, "here")
     with pytest.raises(lln.BackendUnavailableError, match=f"{name} must be an absolute path"):
-        compiled_launcher.build()
+        launcher_build.build()
     assert not is_found()
     assert not list(tmp_path.iterdir())
 

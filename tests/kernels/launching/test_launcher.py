@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lln
 from lln import observers
+from lln.cli import launcher_build
 from lln.functional import prepared_calls
 from lln.functional.way import Way
 from lln.kernels.launching import compiled_launcher, recipes
@@ -558,7 +559,7 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch, tmp_path):
     with pytest.raises(
         lln.BackendUnavailableError, match=r"no C\+\+ compiler found; install g\+\+"
     ):
-        compiled_launcher.build()
+        launcher_build.build()
     assert not list(tmp_path.iterdir())
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests.kernels.common import DEVICE, DTYPES, holes
 
+from lln import match_moments
 from lln.functional.match import match_inputs
 from lln.kernels.moments.moment_ops import fused_moments
-from lln.matching.moments import match_moments
 from lln.testing import make_qkv
 
 # What float32 sums of a few thousand terms can differ by.

@@ -86,11 +86,11 @@ def one_process(out: Path, lengths: tuple[int, ...]) -> None:
 def build(folder: Path) -> dict[str, Any]:
     """Compile the launcher; how long that took, or why it failed."""
     os.environ["LLN_BUILD_FOLDER"] = str(folder)
-    from lln.kernels.launching import compiled_launcher
+    from lln.cli import launcher_build
 
     start = time.perf_counter()
     try:
-        compiled_launcher.build()
+        launcher_build.build()
         failure = None
     except Exception as error:  # The rest of the run says what Python takes.
         failure = f"{type(error).__name__}: {error}"

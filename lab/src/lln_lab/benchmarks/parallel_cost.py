@@ -1,6 +1,6 @@
 """Simulate attention over ranks: ``python -m lln_lab.benchmarks.parallel_cost``.
 
-Nothing is measured: the times come from `lln.parallel.step_time`, and so do its assumptions.
+Nothing is measured: the times come from `lln_lab.benchmarks.step_time`, and so do its assumptions.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lln.errors import InvalidInputError
 from lln.files import compact_json, write_atomically
-from lln.parallel.cost import KINDS, LayerShape
-from lln.parallel.step_time import Machine, layer_time
+from lln_lab.benchmarks.step_time import Machine, layer_time
+from lln_lab.benchmarks.traffic import KINDS, LayerShape
 from lln_lab.drawing import save
 from lln_lab.markdown import table
 

@@ -4,7 +4,7 @@
 
 Processes with one thread each talk by Gloo. The machine is described by short measurements: the
 rates of three kinds at one length, the time of a small and of a large exchange. From these
-`lln.parallel.step_time` predicts all others, and the table shows both.
+`lln_lab.benchmarks.step_time` predicts all others, and the table shows both.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 import lln.parallel
 from lln.files import compact_json, write_atomically
 from lln.parallel.collectives import exchange
-from lln.parallel.cost import KINDS, LayerShape
 from lln.parallel.ranks import find_ranks
-from lln.parallel.step_time import Machine, layer_time
 from lln_lab.bench.environment import describe
 from lln_lab.benchmarks.softmax_over_ranks import ring_attention, ulysses_attention
+from lln_lab.benchmarks.step_time import Machine, layer_time
+from lln_lab.benchmarks.traffic import KINDS, LayerShape
 from lln_lab.markdown import source, table
 
 RESULTS = Path("lab/results/benchmarks/parallel-times.json")

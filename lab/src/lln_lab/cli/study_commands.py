@@ -144,6 +144,7 @@ def fit(
     spread s at which both agree, and fits the curves s(p, D, N). Prints our values next to the
     published ones and checks the fit on fresh draws.
     """
+    from lln_lab.figures.matched_moments import draw_figures
     from lln_lab.fitting.command import run
 
-    run(out, figures, device, seeds, quick, work, echo=typer.echo)
+    run(out, figures, device, seeds, quick, work, draw=draw_figures, echo=typer.echo)

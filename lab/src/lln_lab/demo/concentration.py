@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln import reference
-from lln.matching.moments import match_moments
+from lln import match_moments, reference
 from lln_lab.demo.state import Clock, Part, State
 
 KERNELS = ("softmax", "lln", "lln_entropy", "lln_unit", "elu", "relu", "quadratic")

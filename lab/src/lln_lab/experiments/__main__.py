@@ -85,7 +85,7 @@ def run_cells(options: argparse.Namespace) -> int:
         return table2.run_table2(options.scale, options.out)
     experiment = EXPERIMENTS[options.name]
     cells = _cells(experiment, options)
-    command = shlex.join(["python", "-m", "experiments", "run", *_without_folders(options)])
+    command = shlex.join(["python", "-m", "lln_lab.experiments", "run", *_without_folders(options)])
     if options.jobs > 1:
         return run_many(experiment, cells, options)
     count = run(
@@ -102,7 +102,7 @@ def time_steps(options: argparse.Namespace) -> int:
     check_publishable(options.out)
     experiment = EXPERIMENTS[options.name]
     cells = _cells(experiment, options)
-    words = ["python", "-m", "experiments", "time", *_without_folders(options)]
+    words = ["python", "-m", "lln_lab.experiments", "time", *_without_folders(options)]
     count = measure(
         experiment, cells, data=options.data, out=options.out, work=options.work,
         command=shlex.join(words),
@@ -120,7 +120,7 @@ def run_many(experiment: Experiment, cells: list[Cell], options: argparse.Namesp
     for cell in cells:
         if is_finished(cell, experiment.config(cell.scale, cell.task, cell.method), options.out):
             continue
-        words = [sys.executable, "-m", "experiments", "run", cell.experiment]
+        words = [sys.executable, "-m", "lln_lab.experiments", "run", cell.experiment]
         words += ["--scale", cell.scale, "--task", cell.task, "--method", cell.method]
         words += ["--seed", str(cell.seed), "--out", str(options.out), "--work", str(options.work)]
         words += ["--data", str(options.data)] if options.data else []

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lln import instruments, match_moments
-from lln.instruments import of_matrix, theory
+from lln.instruments import of_matrix
 from lln.matching.curves import matched_spread
+from lln_lab.figures import theory
 from lln_lab.figures.setting import Results, Setting
 from lln_lab.figures.style import LOOKS, NAMES, plain_ticks, title
 

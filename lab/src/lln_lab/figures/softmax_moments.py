@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from lln import instruments
-from lln.instruments import theory
+from lln_lab.figures import theory
 from lln_lab.figures.setting import Results, Setting
 from lln_lab.figures.style import title
 

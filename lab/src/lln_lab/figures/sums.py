@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lln.instruments import theory
+from lln_lab.figures import theory
 from lln_lab.figures.setting import Results, Setting
 from lln_lab.figures.style import plain_ticks, title
 

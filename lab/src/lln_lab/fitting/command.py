@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -13,10 +13,11 @@ from lln.files import check_file, check_folder, compact_json, write_atomically
 from lln.integrations.progress import progress_bar
 from lln.testing.processor import check_device
 from lln_lab.bench.terminal_tables import show_table
-from lln_lab.figures.matched_moments import draw_figures
 from lln_lab.fitting.fit import Constants, FitConfig, fit_constants, scale
 
 Echo = Callable[[str], None]
+# Draws the constants into a folder, on a device; gives back the files.
+Draw = Callable[[Constants, Path, str], Iterable[Path]]
 
 # Values of s at N = 1024 from an independent fit: (criterion, d, p, s). A fit that is not within
 # two per cent of them is wrong.
@@ -40,6 +41,7 @@ def run(
     quick: bool,
     work: Path,
     *,
+    draw: Draw,
     echo: Echo,
 ) -> None:
     """Fits the constants from scratch and writes them; an interrupted run can be resumed.
@@ -51,6 +53,7 @@ def run(
         seeds: Independent repetitions of the full grid.
         quick: A coarse grid and one seed, under a minute on two cores, to try the program.
         work: File of measurements, reused if it exists.
+        draw: Draws the figures.
         echo: Receives the report, line by line.
 
     Raises:
@@ -81,7 +84,7 @@ def run(
     report(constants, echo)
     echo(f"wrote {out}")
     if figures is not None:
-        for path in draw_figures(constants, figures, device):
+        for path in draw(constants, figures, device):
             echo(f"wrote {path}")
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lln import match_moments
 from lln.instruments import entropy, spectral_gap
 from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.head_groups import head_groups, measure_all
@@ -18,7 +19,7 @@ from lln.instruments.observed_call import SeenCall
 from lln.instruments.rows import AttentionRows
 from lln.instruments.unmasked_heads import UnmaskedHeads
 from lln.matching.calibration import LOG_SPREAD_RANGE, find_temperatures
-from lln.matching.moments import head_moments, match_moments
+from lln.matching.moments import head_moments
 
 BINS, REACH = 60, 5.0
 _STEPS = 12

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from lln.cpu.building import find_compiler, first_error
 from lln.errors import BackendUnavailableError
 
 
@@ -63,26 +61,6 @@ def trusted(path: Path) -> Path:
         if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_kept:
             raise PermissionError(f"{place} is writable for other users")
     return real
-
-
-def need_compiler() -> str:
-    """The C++ compiler.
-
-    Raises:
-        BackendUnavailableError: If there is none.
-    """
-    compiler = find_compiler()
-    if compiler is None:
-        raise BackendUnavailableError(
-            "no C++ compiler found; install g++ (Debian and Ubuntu: apt install g++), or set CXX."
-        )
-    return compiler
-
-
-def compile_with(words: Sequence[str]) -> str | None:
-    """Run a compiler; what it complains of first, None if it succeeds."""
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
-    return None if done.returncode == 0 else first_error(done.stderr)
 
 
 def put_in_place(target: Path, make: Callable[[Path], None]) -> Path:

@@ -1,4 +1,4 @@
-"""The compiled launcher: where it is kept, how it is built, and when it is used.
+"""The compiled launcher: where it is kept, and when it is used.
 
 ``launcher.cpp`` does in C++ what `repeats` does in Python. It is compiled only when the
 user asks for it (``lln build-launcher``), into a folder of the user's cache; from then on calls use
@@ -22,25 +22,15 @@ from typing import Any
 import torch
 
 from lln import observers
-from lln.errors import BackendUnavailableError
 from lln.kernels.launching import plain_launches
-from lln.kernels.launching.build_folder import (
-    cache_folder,
-    compile_with,
-    is_there,
-    need_compiler,
-    put_in_place,
-    trusted,
-)
+from lln.kernels.launching.build_folder import cache_folder, is_there, trusted
 from lln.kernels.launching.sizes import overrides
 
 SOURCE = Path(__file__).with_name("launcher.cpp")
 # The name that the module's initialisation function carries.
 _NAME = "lln_launcher"
-_OPTIONS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
-# Newer versions of torch need the first, older compilers know only the second.
-_STANDARDS = ("-std=c++20", "-std=c++17")
-_LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
+# What the compiler is told (`lln.cli.launcher_build`).
+OPTIONS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 # Of the driver, in the order in which ``configure`` takes them, behind the stream.
 _CONTEXT = ("cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent")
 
@@ -49,51 +39,8 @@ def library() -> Path:
     """Where the library for this Python, this torch and this source is, or would be."""
     digest = hashlib.sha256(SOURCE.read_bytes())
     tag = str(sysconfig.get_config_var("SOABI"))
-    digest.update(" ".join((torch.__version__, tag, platform.machine(), *_OPTIONS)).encode())
+    digest.update(" ".join((torch.__version__, tag, platform.machine(), *OPTIONS)).encode())
     return cache_folder() / f"launcher-{digest.hexdigest()[:16]}.so"
-
-
-def build(options: tuple[str, ...] = ()) -> Path:
-    """Compile the launcher for this Python and this torch.
-
-    Args:
-        options: More options for the compiler.
-
-    Returns:
-        The library.
-
-    Raises:
-        BackendUnavailableError: With the reason, and what to do about it.
-    """
-    if platform.system() != "Linux":
-        raise BackendUnavailableError(
-            f"the compiled launcher is for GPUs of NVIDIA under Linux, not for {platform.system()}."
-        )
-    return put_in_place(library(), lambda made: _compile(made, options))
-
-
-def _compile(target: Path, options: tuple[str, ...]) -> None:
-    compiler = need_compiler()
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").exists():
-        raise BackendUnavailableError(
-            f"Python.h is not in {headers}; install the headers of this Python (Debian and Ubuntu: "
-            "apt install python3-dev)."
-        )
-    home = Path(torch.__file__).parent
-    abi = int(torch.compiled_with_cxx11_abi())
-    words = [compiler, *_OPTIONS, *options, f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-    words += [f"-I{home / 'include'}", f"-I{headers}", str(SOURCE), "-o", str(target)]
-    words += [f"-L{home / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
-    reason = ""
-    for standard in _STANDARDS:
-        complaint = compile_with([*words, standard])
-        if complaint is None:
-            return
-        reason = reason or complaint
-    raise BackendUnavailableError(
-        f"{compiler} cannot compile {SOURCE.name} against torch {torch.__version__}: {reason}"
-    )
 
 
 def is_switched_off() -> bool:

@@ -3,7 +3,7 @@
 Three terms, each with its assumptions in `Machine`:
 
 - the local passes: floating-point operations / rate;
-- what travels: the bytes of `lln.parallel.cost` / bandwidth;
+- what travels: the bytes of `lln_lab.benchmarks.traffic` / bandwidth;
 - waiting: a latency for every collective.
 
 They are added up, except for ring attention, whose transfers are assumed to hide behind its passes
@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from lln.errors import InvalidInputError
-from lln.parallel.cost import LayerShape, layer_traffic
+from lln_lab.benchmarks.traffic import LayerShape, layer_traffic
 
 # A backward pass of softmax attention computes the scores again and has four more products for the
 # two of the forward pass; that of the linear passes has two products for each of theirs.
@@ -83,7 +83,7 @@ def layer_time(
     """The simulated time of one layer, bidirectional, in a training step.
 
     Args:
-        kind: As in `lln.parallel.cost.layer_traffic`.
+        kind: As in `lln_lab.benchmarks.traffic.layer_traffic`.
         shape: The sizes of the layer.
         machine: What is assumed; None = the defaults of `Machine`.
         rank: Which rank.

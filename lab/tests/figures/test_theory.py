@@ -1,14 +1,17 @@
 """Predictions against Monte Carlo, theorems under hypothesis, and where they fail."""
 
+import inspect
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.instruments.test_public import check_arguments_are_documented
 
 from lln import InvalidInputError, instruments
-from lln.instruments import of_matrix, theory
+from lln.instruments import of_matrix
+from lln_lab.figures import theory
 
 
 @st.composite
@@ -197,3 +200,16 @@ def test_equation_33_is_a_chord_of_a_curve():
     assert intercept == pytest.approx(-0.355, rel=0.25)
     middle = theory.broad_variance(2 * 1.7**2)
     assert middle > 1.1 * measured[2].item()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        item
+        for name, item in vars(theory).items()
+        if inspect.isfunction(item) and item.__module__ == theory.__name__ and name[0] != "_"
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_arguments_are_documented(function):
+    check_arguments_are_documented(function)

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from lab.tests.bench.test_traffic import Counter
 from tests.parallel.splits import inputs_of, shard_of
-from tests.parallel.test_cost import Counter
 
 import lln
 import lln.parallel
 from lln.parallel.agreement import trusting
-from lln.parallel.cost import KINDS, LayerShape, layer_traffic
-from lln.parallel.step_time import Machine, layer_time
+from lln_lab.benchmarks.step_time import Machine, layer_time
+from lln_lab.benchmarks.traffic import KINDS, LayerShape, layer_traffic
 
 
 def shape_of(tokens, ranks, **options):

@@ -23,12 +23,6 @@ def can_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = Non
     return bool(query.numel() and key.numel())
 
 
-def pays_to_match_compiled(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> bool:
-    """Whether it does, and most threads get a head."""
-    heads = query.shape[0] * query.shape[1]
-    return can_match_compiled(query, key, key_mask) and compiled_passes.employs_threads(heads)
-
-
 def compiled_temperatures(
     query: Tensor, key: Tensor, key_mask: Tensor | None, criterion: str
 ) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from tests.parallel.splits import TOGETHER, inputs_of, shard_of
 
 from lln.parallel import collectives
 from lln.parallel.agreement import trusting
-from lln.parallel.cost import KINDS, LayerShape, layer_traffic
+from lln_lab.benchmarks.traffic import KINDS, LayerShape, layer_traffic
 
 TOKENS = (8192, 65_536, 1_048_576)
 CASES = {
