@@ -44,6 +44,9 @@ WAYS: tuple[Way, ...] = (
     Reference(),
 )
 
+# What calls are called in the reason that nothing computes them.
+CALLED = {"lln_keys": "exact keys", "decode": "single steps of decoding"}
+
 
 def prepare(call: Call, impl: str) -> Prepared:
     """Decide how a checked call is computed, from shapes, dtypes, devices and options.
@@ -85,7 +88,7 @@ def why_not(call: Call, impl: str) -> str | None:
 
 def _first_way(call: Call, impl: str) -> Way | str:
     """The first way that serves a call, or the last reason against one."""
-    reason = "is not known for this call"
+    reason = f"computes no {CALLED.get(call.kind, call.kind)}"
     for way in WAYS:
         if way.serves(call.kind, impl):
             found = way.why_not(call)
