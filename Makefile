@@ -17,11 +17,12 @@ PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 # Keep compiled files, also where the environment says not to: otherwise every process compiles anew.
 export PYTHONDONTWRITEBYTECODE :=
 # Absolute, because some tests start Python in another folder.
-PYTEST_OLDEST := LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src" $(PYTEST)
+PYTEST_OLDEST := LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src:$(CURDIR)/lab/src" $(PYTEST)
 # Whatever looks into transformers itself; `lln inspect` goes through capture.
-OLDEST_TESTS := tests/integrations tests/instruments/test_capture_transformers.py
+OLDEST_TESTS := tests/integrations lab/tests/recovery tests/instruments/test_capture_transformers.py
 # Guides and whole conversions run at night; the tests of their parts run with every change.
-OLDEST_LATER := $(patsubst %,--ignore=tests/integrations/test_%.py,docs examples target timm_target)
+OLDEST_LATER := $(patsubst %,--ignore=tests/integrations/test_%.py,docs examples target timm_target) \
+	--ignore=lab/tests/recovery/test_documents.py
 
 # Of the core what depends most on the version of torch.
 NEWEST_TESTS := $(OLDEST_TESTS) tests/functional tests/matching tests/nn

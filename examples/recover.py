@@ -2,7 +2,8 @@
 
     python examples/recover.py     # a tiny model that first learns a task, half a minute
 
-The same for a checkpoint folder: ``lln recover FOLDER NEW_FOLDER --text text.txt``.
+The training is part of the laboratory, ``pip install "lln[hf,lab]"``. The same for a checkpoint
+folder: ``lln recover FOLDER NEW_FOLDER --text text.txt``.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM
 
 from lln.integrations.convert import convert
-from lln.integrations.recover import recover
+from lln_lab.recovery.recover import recover
 
 LENGTH, VOCABULARY, MASK = 32, 40, 3
 

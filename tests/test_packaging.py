@@ -263,7 +263,7 @@ def command(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--help",), ("convert", "recover", "doctor")),
+        (("--help",), ("convert", "doctor")),
         (("build-launcher", "--help"), ("C++ compiler", "LLN_LAUNCHER=python")),
         (("--version",), (f"lln {lln.__version__}",)),
     ],
@@ -316,7 +316,7 @@ def test_help_and_version_do_without_torch(words):
         assert "--help" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["bench", "demo", "figure", "fit", "inspect", "peers"])
+@pytest.mark.parametrize("name", ["bench", "demo", "figure", "fit", "inspect", "peers", "recover"])
 def test_a_command_of_the_laboratory_says_how_to_get_it(name, command, monkeypatch):
     monkeypatch.setattr(metadata, "entry_points", lambda **group: ())
     done = command(name, "--help")

@@ -40,7 +40,7 @@ def test_data_files_are_in_the_package():
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--help",), ("demo", "bench", "fit", "doctor")),
+        (("--help",), ("demo", "bench", "fit", "recover", "doctor")),
         (("demo", "--help"), ("--out", "--quick", "--seconds")),
         (("bench", "--help"), ("--lengths", "--resume", "roberta")),
         (("fit", "--help"), ("--device", "--seeds", "--figures")),

@@ -1,4 +1,4 @@
-"""Refusals of `lln convert` and `lln recover` say what to change, in words that Python shares."""
+"""Refusals of `lln convert` say what to change, in words that Python shares."""
 
 import inspect
 import re
@@ -10,7 +10,6 @@ from lln.cli import model_commands
 from lln.errors import InvalidInputError, UnexpectedArgumentError, UnsupportedModelError
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.convert import convert
-from lln.integrations.recover import recover
 
 
 @pytest.fixture
@@ -49,14 +48,10 @@ def test_convert_says_what_to_change(tiny, folders, options, said):
         convert(tiny("bert"), verbose=False, **options)
 
 
-@pytest.mark.parametrize("command", ["convert", "recover"])
-def test_a_mistyped_attention_is_refused_before_the_model_is_loaded(
-    folders, tmp_path, command, monkeypatch
-):
+def test_a_mistyped_attention_is_refused_before_the_model_is_loaded(folders, monkeypatch):
     monkeypatch.setattr("lln.integrations.folders.load_model", lambda *args: pytest.fail("loaded"))
-    arguments = [*folders("bert"), *([tmp_path / "text.txt"] if command == "recover" else [])]
     with pytest.raises(InvalidInputError, match=r"did you mean 'lln_keys'\?"):
-        getattr(model_commands, command)(*arguments, attention="lln_key")
+        model_commands.convert(*folders("bert"), attention="lln_key")
 
 
 def test_a_mistyped_argument_is_named(tiny):
@@ -138,7 +133,6 @@ def test_names_in_refusals_are_those_of_options():
     options = set(inspect.signature(model_commands.convert).parameters)
     assert {name for wrong, _ in WRONG for name in wrong} <= options
     assert {"calibrate", "layers"} <= options
-    assert "end_loss" in inspect.signature(model_commands.recover).parameters
 
 
 def test_layers_that_do_not_exist(tiny, folders):
@@ -155,13 +149,8 @@ def test_a_causal_model_without_calibration(tiny, folders):
         convert(tiny("gpt2"), "lln_diag", verbose=False)
 
 
-def test_a_causal_model_with_calibration_and_sample_statistics(tiny, text, folders, tmp_path):
-    source, target = folders("gpt2")
+def test_a_causal_model_with_calibration_and_sample_statistics(tiny, text):
     said = "future; choose statistics 'fixed', 'running' or"
-    with pytest.raises(InvalidInputError, match=said):
-        model_commands.recover(
-            source, target, tmp_path / "text.txt", statistics="sample", tokens=16
-        )
     with pytest.raises(InvalidInputError, match=said):
         convert(tiny("gpt2"), "lln_diag", calibrate=text(), statistics="sample", verbose=False)
 
@@ -186,28 +175,4 @@ def test_sliding_windows(tiny, folders):
             layers=[windowed],
             sliding_window="softmax",
             verbose=False,
-        )
-
-
-def test_recover_says_what_to_change(folders, tmp_path):
-    source, target = folders("bert")
-    with pytest.raises(InvalidInputError, match=r"^end_loss must be one of "):
-        model_commands.recover(source, target, tmp_path / "text.txt", tokens=16, end_loss="mse")
-    steps = {"layer_steps": 0, "end_steps": 1, "batch_size": 2}
-    with pytest.raises(InvalidInputError, match=r"^end_loss 'logits' does not fit BertModel"):
-        model_commands.recover(
-            source, target, tmp_path / "text.txt", tokens=16, end_loss="logits", **steps
-        )
-
-
-def test_a_checkpoint_of_another_model_names_the_work_folder(tiny, text, folders, tmp_path):
-    other = tiny("bert", hidden_size=16)
-    convert(other, "lln_diag", calibrate=text(), statistics="running", mix="gate", verbose=False)
-    inputs = {name: tensor[0] for name, tensor in text().items()}
-    steps = {"layer_steps": 1, "end_steps": 0, "batch_size": 1}
-    recover(other, [inputs], output_dir=tmp_path / "work", **steps)
-    source, target = folders("bert")
-    with pytest.raises(InvalidInputError, match="start anew in another folder"):
-        model_commands.recover(
-            source, target, tmp_path / "text.txt", tokens=16, work=tmp_path / "work", **steps
         )

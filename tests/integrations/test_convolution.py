@@ -13,7 +13,6 @@ from lln.errors import InvalidInputError
 from lln.integrations import timm
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.convert import convert
-from lln.integrations.recover import recover
 from lln.integrations.sharded_call import attend_sharded
 
 NAMES = [f"encoder.layer.{index}.attention.self" for index in range(2)]
@@ -76,20 +75,6 @@ def test_it_is_saved_and_loaded_with_the_folder(tiny, text, tmp_path):
     loaded.config.lln["convolution"] = 5
     with pytest.raises(InvalidInputError, match=r"\['convolution'\] was changed from 3 to 5"):
         loaded(**inputs)
-
-
-def test_recovery_trains_it_and_it_helps(tiny, text, tmp_path):
-    inputs = text(16, batch=8)
-    dataset = [{name: side[index] for name, side in inputs.items()} for index in range(8)]
-    options = {"layer_steps": 30, "end_steps": 0, "layer_learning_rate": 1e-2, "batch_size": 8}
-    after = {}
-    for size in (0, 5):
-        model = tiny("bert", initializer_range=0.4, **NO_DROPOUT)
-        convert(model, "lln", calibrate=inputs, convolution=size)
-        report = recover(model, dataset, output_dir=tmp_path / str(size), **options)
-        after[size] = sum(report.layers_after)
-    assert all(weight.abs().sum() > 0 for weight in filters(model))
-    assert after[5] < after[0]
 
 
 def test_weights_that_are_asked_for_are_those_of_the_attention(tiny, text):

@@ -2,12 +2,7 @@
 
 import copy
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -19,7 +14,6 @@ from lln.integrations import folders
 from lln.integrations.convert import convert
 from lln.integrations.loading import load_model, load_tokenizer
 from lln.integrations.local_model import load_local_model
-from lln.integrations.recover import _read, check_checkpoint, recover
 from lln.integrations.sdpa import attach_described
 
 # Trainer and torch warn about GPUs that are not there.
@@ -33,7 +27,7 @@ def kept(tmp_path_factory):
 
 @pytest.fixture
 def originals(tiny, text, save_with_tokenizer, kept):
-    """A plain checkpoint, converted ones, and a folder that recovery trains in: made once."""
+    """A plain checkpoint and converted ones: made once."""
     if not (kept / "plain").exists():
         model = tiny("bert")
         save_with_tokenizer(model, kept / "plain")
@@ -42,10 +36,6 @@ def originals(tiny, text, save_with_tokenizer, kept):
             converted = copy.deepcopy(model)
             convert(converted, attention, calibrate=text(), verbose=False)
             converted.save_pretrained(kept / attention)
-        data = [{name: tensor[0] for name, tensor in text().items()}] * 4
-        steps = {"layer_steps": 2, "end_steps": 0, "batch_size": 2, "save_steps": 1}
-        training = {"output_dir": kept / "work", "use_cpu": True, "disable_tqdm": True}
-        recover(converted, data, **steps, **training)
     return kept
 
 
@@ -55,16 +45,12 @@ def made(originals, tmp_path):
     return shutil.copytree(originals, tmp_path / "made")
 
 
-CHECKPOINT = "work/layers/checkpoint-1"
 FILES = {
     "plain/config.json": JSON_FILES,
     "plain/model.safetensors": OTHER_FILES,
     "plain/tokenizer.json": JSON_FILES,
     "parts/model.safetensors.index.json": JSON_FILES,
     "lln_keys/config.json": JSON_FILES,
-    "work/recovery.json": JSON_FILES,
-    f"{CHECKPOINT}/model.safetensors": OTHER_FILES,
-    f"{CHECKPOINT}/trainer_state.json": JSON_FILES,
 }
 
 
@@ -73,17 +59,12 @@ def test_a_damaged_file_is_one_sentence(file, damage, originals):
     path = originals / file
 
     def read():
-        if file.startswith("work/recovery"):
-            _read(path.parent)
-        elif file.startswith("work"):
-            check_checkpoint(load_model(originals / "lln_keys"), path.parent)
-        elif "tokenizer" in file:
+        if "tokenizer" in file:
             load_tokenizer(path.parent)("w1 w2 w3")
         else:
             model = load_model(path.parent)
-            folders._check_runs(path.parent, model, None)
+            folders.check_runs(path.parent, model, None)
 
-    # `check_checkpoint` compares names and sizes; numbers are read when training goes on.
     check_refusal(path, damage, read)
 
 
@@ -105,7 +86,7 @@ SIZES = ("attention", "num_heads", "head_dim", "value_dim")
 def test_wrong_settings_are_one_sentence(made, value):
     def run():
         try:
-            folders._check_runs(made / "lln_keys", load_model(made / "lln_keys"), None)
+            folders.check_runs(made / "lln_keys", load_model(made / "lln_keys"), None)
         except InvalidInputError as error:
             return str(error)
 
@@ -161,19 +142,7 @@ def test_an_index_that_points_nowhere_or_outside_is_refused(made, name):
 def test_tokens_that_the_model_does_not_know_are_named(made):
     batch = {"input_ids": torch.tensor([[3, 500]])}
     with pytest.raises(InvalidInputError, match=r"plain' gives token 500, and its model knows 99"):
-        folders._check_runs(made / "plain", load_model(made / "plain"), batch)
-
-
-@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_training_does_not_go_on_from_a_damaged_checkpoint(made, text, file):
-    model = load_model(made / "lln_keys")
-    shutil.rmtree(made / "work" / "layers" / "final")
-    (made / "work" / "recovery.json").unlink()
-    (made / "work" / "layers" / "checkpoint-2" / file).write_bytes(b"damaged")
-    data = [{name: tensor[0] for name, tensor in text().items()}] * 4
-    training = {"output_dir": made / "work", "use_cpu": True, "disable_tqdm": True}
-    with pytest.raises(InvalidInputError, match=r"checkpoint-2' cannot be read .*remove that fold"):
-        recover(model, data, layer_steps=3, end_steps=0, batch_size=2, save_steps=1, **training)
+        folders.check_runs(made / "plain", load_model(made / "plain"), batch)
 
 
 @pytest.mark.parametrize(
@@ -206,50 +175,3 @@ def test_code_in_a_folder_is_neither_run_nor_asked_for(made, monkeypatch):
         with pytest.raises(InvalidInputError, match="plain' cannot be loaded: "):
             load(folder)
     assert not seen.exists()
-
-
-@pytest.mark.slow
-def test_a_recovery_that_is_killed_again_and_again_ends_as_one_that_is_not(
-    tiny, tmp_path, save_with_tokenizer
-):
-    """Killed where it happens to be, also inside a checkpoint; every start goes on."""
-    save_with_tokenizer(tiny("bert"), tmp_path / "in")
-    lines = "\n".join(" ".join(f"w{(i * j) % 57 + 2}" for j in range(9)) for i in range(1, 99))
-    (tmp_path / "text.txt").write_text(lines)
-    options = ["--text", str(tmp_path / "text.txt"), "--tokens", "16", "--save-steps", "1"]
-    options += ["--layer-steps", "40", "--end-steps", "20", "--batch-size", "2"]
-
-    def start(name):
-        words = ["recover", str(tmp_path / "in"), str(tmp_path / name), *options]
-        return subprocess.Popen(
-            [sys.executable, "-m", "lln", *words],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            # Both train on one thread, so that their sums are the same.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-
-    def steps():
-        phases = {
-            phase: [int(path.name.split("-")[1]) for path in found]
-            for phase in ("layers", "output")
-            if (found := list((tmp_path / "out.work" / phase).glob("checkpoint-*")))
-        }
-        return max(phases["layers"], default=0) + max(phases.get("output", [0])) if phases else 0
-
-    for step in (1, 15, 30, 50):
-        process = start("out")
-        end = time.monotonic() + 200
-        while steps() < step and process.poll() is None:
-            assert time.monotonic() < end
-        process.kill()
-        assert process.communicate()[1] is not None
-        assert process.returncode == -signal.SIGKILL
-        assert not (tmp_path / "out").exists()
-    for name in ("out", "whole"):
-        process = start(name)
-        said = process.communicate(timeout=400)[1].decode()
-        assert process.returncode == 0, said
-    killed, whole = (load_model(tmp_path / name).state_dict() for name in ("out", "whole"))
-    for name, one in whole.items():
-        assert torch.equal(one, killed[name]), name

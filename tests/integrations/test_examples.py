@@ -105,22 +105,6 @@ def test_convert_checkpoint(tmp_path, capsys):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_recover():
-    assert set(run("recover", "--pretraining", "2", "--steps", "2")) == {
-        "softmax",
-        "converted",
-        "recovered",
-    }
-
-
-@pytest.mark.slow
-def test_recover_brings_accuracy_back():
-    right = run("recover")
-    assert right["softmax"] > 0.99
-    assert right["converted"] < 0.95
-    assert right["recovered"] > 0.99
-
-
 @pytest.mark.slow
 def test_export():
     assert run("export") < 1e-6

@@ -652,20 +652,20 @@ missing = {"transformers", "safetensors", "tokenizers", "huggingface_hub", "acce
 for folder in ("", *sys.argv[1:]):
     if folder:
         sys.path.insert(0, folder)
-    for name in "transformers convert cache recover folders masks trainer_callback".split():
+    for name in MODULES:
         for other in list(sys.modules):
-            if other.split(".")[0] in missing or other.startswith("lln.integrations"):
+            if other.split(".")[0] in missing or other.startswith(("lln.integrations", "lln_lab")):
                 del sys.modules[other]
         if not folder:
             sys.modules.update(dict.fromkeys(missing))
         try:
-            __import__(f"lln.integrations.{name}")
+            __import__(name)
         except Exception as error:
             print(type(error).__name__, error)
 """
 
 
-def test_without_a_transformers_that_works_a_sentence_says_what_to_install(tmp_path):
+def check_what_to_install(tmp_path, modules):
     """Not there, with all that comes with it; years old; installed, but broken."""
     for folder, source in {
         "old": "__version__ = '4.57.1'",
@@ -674,7 +674,13 @@ def test_without_a_transformers_that_works_a_sentence_says_what_to_install(tmp_p
         (tmp_path / folder / "transformers").mkdir(parents=True)
         (tmp_path / folder / "transformers" / "__init__.py").write_text(source)
     run = subprocess.run(
-        [sys.executable, "-c", IMPORTS, str(tmp_path / "old"), str(tmp_path / "broken")],
+        [
+            sys.executable,
+            "-c",
+            f"MODULES = {modules}\n{IMPORTS}",
+            str(tmp_path / "old"),
+            str(tmp_path / "broken"),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -686,8 +692,13 @@ def test_without_a_transformers_that_works_a_sentence_says_what_to_install(tmp_p
         "transformers is installed but cannot be imported: hub>=1.5,<2 is required; "
         "pip install --upgrade 'lln[hf]'.",
     )
-    expected = [f"BackendUnavailableError {sentence}" for sentence in sentences for _ in range(7)]
+    expected = [f"BackendUnavailableError {sentence}" for sentence in sentences for _ in modules]
     assert run.stdout.splitlines() == expected
+
+
+def test_without_a_transformers_that_works_a_sentence_says_what_to_install(tmp_path):
+    names = ["transformers", "convert", "cache", "folders", "masks", "trainer_callback"]
+    check_what_to_install(tmp_path, [f"lln.integrations.{name}" for name in names])
 
 
 def test_a_transformers_that_is_a_little_too_old_is_refused(monkeypatch):

@@ -16,7 +16,6 @@ from lln.integrations.attention_call import AttentionCall
 from lln.integrations.attention_cost import LENGTHS, measure_calls
 from lln.integrations.convert import convert
 from lln.integrations.output_quality import quality
-from lln.integrations.recover import recover
 from lln.integrations.settings import Settings
 from lln.integrations.target import ladder_of
 from lln.integrations.target_report import REPORT_FILE
@@ -164,26 +163,6 @@ def test_causal_models_reach_a_target(tiny, text):
     assert model(**text(60)).logits.isfinite().all()
 
 
-def test_recovery_trains_what_is_left(sharp, text, tmp_path):
-    inputs = text(40, batch=4)
-    options = {"layers": [0, 2], "block_size": 8, "statistics": "learned"}
-    convert(sharp, target=0.6, calibrate=inputs, **options)
-    chosen = [getattr(heads, "keys", None) for heads in attached(sharp)]
-    dataset = [{name: side[index] for name, side in inputs.items()} for index in range(4)]
-    report = recover(
-        sharp,
-        dataset,
-        output_dir=tmp_path,
-        layer_steps=5,
-        end_steps=10,
-        batch_size=4,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    assert report.after < report.before
-    assert [getattr(heads, "keys", None) for heads in attached(sharp)] == chosen
-
-
 def test_a_target_missed_on_held_out_data_is_said_with_the_fix(sharp, text):
     # Far longer than what the keys were chosen for.
     inputs, unseen = text(40), text(300, seed=1)
@@ -313,26 +292,3 @@ def test_the_command_splits_its_text_and_writes_the_report(
     # A conversion without a target does not keep the report of another.
     model_commands.convert(tmp_path / "out", tmp_path / "again", calibrate=tmp_path / "text.txt")
     assert not (tmp_path / "again" / REPORT_FILE).exists()
-
-
-def test_recovery_from_the_command_line_takes_a_target(tiny, tmp_path, save_with_tokenizer, capsys):
-    save_with_tokenizer(tiny("bert", **SHARP), tmp_path / "in")
-    words = " ".join(f"w{2 + index % 50}" for index in range(400))
-    (tmp_path / "text.txt").write_text("\n".join([words] * 4))
-    model_commands.recover(
-        tmp_path / "in",
-        tmp_path / "out",
-        text=tmp_path / "text.txt",
-        target_quality=0.8,
-        tokens=40,
-        block_size=8,
-        batch_size=2,
-        layer_steps=2,
-        end_steps=2,
-    )
-    assert "after recovery" in capsys.readouterr().out
-    written = json.loads((tmp_path / "out" / REPORT_FILE).read_text("utf-8"))
-    assert written["rows"][-1]["holdout"] is not None
-    loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
-    chosen = [getattr(heads, "keys", None) for heads in attached(loaded)]
-    assert chosen == list(written["choice"].values())

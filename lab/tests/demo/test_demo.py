@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lln import match_moments, reference
-from lln.cli.threads import faster_threads
 from lln.errors import InvalidInputError
 from lln.files import write_atomically
 from lln_lab.demo import corpus as corpus_module
@@ -26,6 +25,7 @@ from lln_lab.demo.speed import Speed
 from lln_lab.demo.state import Clock
 from lln_lab.demo.trainees import TRAINED, Training
 from lln_lab.report.chart import inline_svg
+from lln_lab.threads import faster_threads
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 

@@ -1,4 +1,4 @@
-"""The command line: ``lln doctor | convert | recover | …``, and what its commands share."""
+"""The command line: ``lln doctor | convert | …``, and what its commands share."""
 
 from lln.cli.app import app, main, with_commands
 

@@ -1,4 +1,4 @@
-"""The command line: ``lln doctor | convert | recover | …``, and the commands of the laboratory."""
+"""The command line: ``lln doctor | convert | …``, and the commands of the laboratory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperGroup
 
-from lln.cli.model_commands import convert, recover
+from lln.cli.model_commands import convert
 from lln.errors import BackendUnavailableError, LLNError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 START, MODELS = "Start here", "Your Hugging Face model"
 # Functions that take the app and add commands to it: the laboratory has one.
 COMMANDS = "lln.commands"
-OF_THE_LABORATORY = ("bench", "demo", "figure", "fit", "inspect", "peers")
+OF_THE_LABORATORY = ("bench", "demo", "figure", "fit", "inspect", "peers", "recover")
 
 
 class _Group(TyperGroup):
@@ -45,7 +45,7 @@ app = typer.Typer(
     help=(
         "Linear Log-Normal (LLN) attention: as concentrated as softmax, in linear time.\n\n"
         "`lln doctor` says what this machine can run. For your own model: `lln convert` replaces "
-        "its attention with LLN attention, and `lln recover` does so and trains the model back."
+        "its attention with LLN attention."
     ),
     epilog=f'`pip install "lln[lab]"` adds {", ".join(OF_THE_LABORATORY)}.',
 )
@@ -94,7 +94,6 @@ def build_launcher() -> None:
 
 
 app.command(rich_help_panel=MODELS)(convert)
-app.command(rich_help_panel=MODELS)(recover)
 
 
 def with_commands(*additions: Callable[[typer.Typer], object]) -> typer.Typer:

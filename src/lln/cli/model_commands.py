@@ -1,4 +1,7 @@
-"""The command line's changes to Hugging Face checkpoints: ``lln convert`` and ``lln recover``."""
+"""The command line's change to Hugging Face checkpoints: ``lln convert``.
+
+Options with names of their own are shared with ``lln recover``, of the laboratory.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-_STATISTICS = (
+STATISTICS = (
     "Where α and β come from: sample (each sequence itself), running (an average that training "
     "updates), fixed (the calibration), learned (trained, starting from the calibration)."
 )
 
-_ATTENTION = (
+ATTENTION = (
     "lln_keys: one softmax over blocks, chosen keys and LLN's slots; lln_diag: LLN mixed with "
     "softmax inside blocks; lln: LLN alone."
 )
@@ -30,11 +33,11 @@ Layers = Annotated[
     str | None,
     typer.Option(help="Layers to convert, as 0,1,2 or by name. Default: all of them."),
 ]
-_MIX = (
+MIX = (
     "Weight of LLN against the blocks: a number, or learned (gate: per token; ratio, scale: per "
     "channel), or heads: half of the heads use LLN, half use blocks."
 )
-Mix = Annotated[str, typer.Option(help=_MIX)]
+Mix = Annotated[str, typer.Option(help=MIX)]
 BlockSize = Annotated[
     int | None,
     typer.Option(
@@ -90,7 +93,7 @@ def convert(
     target: Annotated[
         Path, typer.Argument(metavar="NEW_FOLDER", help="Where to write the converted one.")
     ],
-    attention: Annotated[str, typer.Option(help=_ATTENTION)] = "lln_keys",
+    attention: Annotated[str, typer.Option(help=ATTENTION)] = "lln_keys",
     layers: Layers = None,
     target_quality: Target = None,
     calibrate: Annotated[
@@ -121,7 +124,7 @@ def convert(
     ] = 512,
     statistics: Annotated[
         str | None,
-        typer.Option(help=f"{_STATISTICS} Default: fixed with --calibrate, else sample."),
+        typer.Option(help=f"{STATISTICS} Default: fixed with --calibrate, else sample."),
     ] = None,
     matching: Annotated[
         str | None,
@@ -143,7 +146,8 @@ def convert(
     """Replace a checkpoint's attention with LLN, and check by running it that every layer uses it.
 
     Prints which layers changed and how far their outputs moved. A converted model is less accurate
-    until it is trained further: fine-tune it, or let `lln recover` convert and train the original.
+    until it is trained further: fine-tune it, or let `lln recover`, of the laboratory, convert and
+    train the original.
     Nothing is downloaded.
 
     Try `lln convert FOLDER NEW_FOLDER --calibrate text.txt` with a few dozen lines like those the
@@ -175,7 +179,7 @@ def convert(
             tokens=tokens,
             statistics=statistics,
             matching=matching,
-            mix=_number_or_name(mix),
+            mix=number_or_name(mix),
             block_size=block_size,
             keys=keys,
             select=select,
@@ -188,123 +192,8 @@ def convert(
         )
 
 
-def recover(
-    source: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A checkpoint with softmax attention.")
-    ],
-    target: Annotated[
-        Path, typer.Argument(metavar="NEW_FOLDER", help="Where to write the recovered model.")
-    ],
-    text: Annotated[
-        Path, typer.Option(help="Text to train on, no labels: a file or folder, .txt[.xz].")
-    ],
-    attention: Annotated[
-        str | None,
-        typer.Option(help=f"{_ATTENTION} Default: lln_keys with --target, else lln_diag."),
-    ] = None,
-    layers: Layers = None,
-    target_quality: Target = None,
-    statistics: Annotated[str, typer.Option(help=_STATISTICS)] = "running",
-    mix: Annotated[
-        str | None, typer.Option(help=f"{_MIX} Default: gate; lln_keys has no such weight.")
-    ] = None,
-    block_size: BlockSize = None,
-    keys: Keys = 64,
-    select: Select = "block",
-    group_size: GroupSize = None,
-    convolution: Convolution = 0,
-    sliding_window: SlidingWindow = "refuse",
-    tokens: Annotated[
-        int,
-        typer.Option(metavar="N", help="Length of a sample: train at the length you need.", min=2),
-    ] = 128,
-    batch_size: Annotated[
-        int, typer.Option(metavar="N", help="Samples per step and device.", min=1)
-    ] = 16,
-    layer_steps: Annotated[
-        int,
-        typer.Option(metavar="N", help="Steps that train each attention layer by itself.", min=0),
-    ] = 500,
-    end_steps: Annotated[
-        int, typer.Option(metavar="N", help="Steps that train on the model's output.", min=0)
-    ] = 500,
-    layer_learning_rate: Annotated[
-        float, typer.Option(metavar="X", help="Learning rate of --layer-steps.")
-    ] = 1e-3,
-    end_learning_rate: Annotated[
-        float, typer.Option(metavar="X", help="Learning rate of --end-steps.")
-    ] = 1e-4,
-    end_loss: Annotated[
-        str,
-        typer.Option(
-            help="What --end-steps compare: logits, hidden (the last hidden state), embedding (its "
-            "mean too), or auto: logits if there are any."
-        ),
-    ] = "auto",
-    save_steps: Annotated[
-        int, typer.Option(metavar="N", help="Steps between checkpoints.", min=1)
-    ] = 100,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed for the order of the data.")] = 0,
-    work: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints. Default: NEW_FOLDER.work.")
-    ] = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Convert a Hugging Face checkpoint and train it to imitate its softmax original.
-
-    First every attention layer learns the output of its softmax original, then the whole model
-    learns the original model's output. You can interrupt it: the same command resumes. Nothing is
-    downloaded.
-
-    Try `lln recover FOLDER NEW_FOLDER --text text.txt`; on several GPUs,
-    `torchrun --nproc-per-node 2 --no-python lln recover ...`.
-    """
-    from lln.checks.names import check_choice
-    from lln.cli.threads import faster_threads
-    from lln.integrations.folders import recover_folder
-    from lln.integrations.progress import step_bar
-    from lln.integrations.settings import ATTENTIONS
-
-    if attention is None:
-        attention = "lln_diag" if target_quality is None else "lln_keys"
-    check_choice("attention", attention, ATTENTIONS)
-    if mix is None:
-        mix = "0.5" if attention == "lln_keys" else "gate"
-    with faster_threads(typer.echo), step_bar(typer.echo) as show_step:
-        recover_folder(
-            source,
-            target,
-            attention=attention,
-            layers=layers,
-            text=text,
-            tokens=tokens,
-            work=work,
-            overwrite=overwrite,
-            echo=typer.echo,
-            target_quality=target_quality,
-            statistics=statistics,
-            mix=_number_or_name(mix),
-            block_size=block_size,
-            keys=keys,
-            select=select,
-            group_size=group_size,
-            convolution=convolution,
-            sliding_window=sliding_window,
-            training={
-                "batch_size": batch_size,
-                "layer_steps": layer_steps,
-                "end_steps": end_steps,
-                "layer_learning_rate": layer_learning_rate,
-                "end_learning_rate": end_learning_rate,
-                "end_loss": end_loss,
-                "save_steps": save_steps,
-                "seed": seed,
-                "on_step": show_step,
-            },
-        )
-
-
-def _number_or_name(text: str) -> float | str:
+def number_or_name(text: str) -> float | str:
+    """The value of an option that takes either."""
     try:
         return float(text)
     except ValueError:

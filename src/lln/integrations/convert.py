@@ -103,7 +103,7 @@ def convert(
         group_size: Queries that share them; None = a block for ``"block"``, else 1.
         convolution: Tokens under a depthwise convolution of the values, added to the output of
             every converted layer: an odd number, 0 = none. It starts at zero and changes nothing
-            until it is trained, as by `lln.integrations.recover`. For encoders.
+            until it is trained, as by `lln recover`. For encoders.
         sliding_window: What to do with layers that have one: ``"refuse"``, or ``"softmax"`` to
             leave them as they are.
         momentum: Of ``"running"``.

@@ -1,11 +1,10 @@
-"""Checkpoint folders: what `lln convert` and `lln recover` do with them.
+"""Checkpoint folders: what `lln convert` does with them; other commands share it.
 
 Nothing here reaches the network: a folder that is not there is an error, not a download.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,22 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lln.checks.reading import each_line, read_lines
+from lln.checks.reading import each_line
 from lln.errors import CalibrationWarning, InvalidInputError
-from lln.files import check_apart, check_folder, check_free, new_folder
+from lln.files import check_apart, check_free, new_folder
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.convert import convert
 from lln.integrations.loading import load_model, load_tokenizer, loading
 from lln.integrations.target_report import REPORT_FILE
 from lln.integrations.trial_batch import example_inputs
-from lln.integrations.work_folder import check_unlocked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Written by save_pretrained; everything else in a folder is copied as it is.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".h5", ".msgpack", ".onnx")
-_KEPT = "is left as it is"
+KEPT = "is left as it is"
 # Per token: a text of so many surely fills it.
 _CHARACTERS = 6
 
@@ -68,7 +66,7 @@ def convert_folder(
         echo: Prints a line.
         **options: As in `lln.integrations.convert.convert`.
     """
-    _check_places(source, target, overwrite)
+    check_places(source, target, overwrite)
     lines, unseen = (
         None if path is None else list(_enough(each_line(path, name), samples, tokens))
         for path, name in ((calibrate, "--calibrate"), (holdout, "--holdout"))
@@ -89,8 +87,8 @@ def convert_folder(
         batch = text_batch(source, lines[:samples], tokens)
     if target_quality is None and unseen is not None:
         held = text_batch(source, unseen[:samples], tokens)
-    _check_runs(source, model, batch)
-    report = _convert(
+    check_runs(source, model, batch)
+    report = convert_quietly(
         model,
         attention,
         layers=parse_layers(layers),
@@ -105,93 +103,14 @@ def convert_folder(
     if target_quality is not None and held is None:
         echo("nothing was held out: --calibrate has text for fewer than 4 samples.")
     with new_folder(target, overwrite, "NEW_FOLDER") as folder:
-        _save(model, report, source, folder)
+        save_converted(model, report, source, folder)
     echo(
         f"wrote {target}; load it with from_pretrained after "
         "lln.integrations.transformers.register()."
     )
 
 
-def recover_folder(
-    source: Path,
-    target: Path,
-    *,
-    attention: str,
-    layers: str | None,
-    text: Path,
-    target_quality: float | None = None,
-    tokens: int,
-    work: Path | None,
-    overwrite: bool,
-    echo: Callable[[str], None],
-    training: dict[str, Any],
-    **options: Any,
-) -> None:
-    """``lln recover``: load, convert, train to imitate the original, save.
-
-    Args:
-        source: A checkpoint folder with softmax attention.
-        target: Where to write the recovered model.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``; None = as `convert` chooses.
-        layers: Numbers or names, separated by commas; None = all.
-        text: To train on.
-        target_quality: ``target`` of `convert`: how good the model is to be before training.
-        tokens: Length of a training sample.
-        work: For checkpoints; None = beside ``target``.
-        overwrite: Whether ``target`` may exist.
-        echo: Prints a line.
-        training: As in `lln.integrations.recover.recover`.
-        **options: As in `lln.integrations.convert.convert`.
-    """
-    from lln.integrations.recover import recover
-
-    _check_places(source, target, overwrite)
-    if work is None:
-        # ``.`` and ``..`` have no name to lengthen.
-        named = target if target.name.strip(".") else target.resolve()
-        work = named.with_name(f"{named.name}.work")
-    # Of several processes that torchrun starts, one speaks and writes.
-    speaks = int(os.environ.get("RANK", "0")) == 0
-    say = echo if speaks else (lambda line: None)
-    check_apart(source, work, "--work", _KEPT)
-    check_apart(work, target, "NEW_FOLDER", "holds the checkpoints")
-    check_folder(work, "--work")
-    check_unlocked(work)
-    lines = read_lines(text, "--text")
-    model = load_model(source)
-    pieces = Pieces(source, lines, tokens)
-    calibration, held = pieces.batch(0, 16), None
-    if target_quality is not None:
-        calibration, held = _divided(pieces, 24)
-    _check_runs(source, model, calibration)
-    conversion = _convert(
-        model,
-        attention,
-        layers=parse_layers(layers),
-        calibrate=calibration,
-        target=target_quality,
-        holdout=held,
-        **options,
-    )
-
-    def tell(checkpoint: Path | None) -> None:
-        say(conversion.render(shutil.get_terminal_size((100, 24)).columns))
-        samples = f"{len(pieces)} sample{'s' * (len(pieces) != 1)} of {tokens} tokens at most"
-        begin = "where it resumes" if checkpoint is None else f"going on from {checkpoint}"
-        say(f"{samples}; checkpoints in {work}, {begin}.")
-
-    report = recover(model, pieces, output_dir=work, probe=calibration, on_start=tell, **training)
-    if speaks:
-        with new_folder(target, overwrite, "NEW_FOLDER") as folder:
-            _save(model, conversion, source, folder)
-    after = report.before if report.after is None else report.after
-    say(
-        f"output differs from softmax by {report.before:.1%} after conversion, {after:.1%} after "
-        f"recovery; wrote {target}."
-    )
-
-
-def _save(model: PreTrainedModel, report: Conversion, source: Path, folder: Path) -> None:
+def save_converted(model: PreTrainedModel, report: Conversion, source: Path, folder: Path) -> None:
     """Write a converted model, what its target found, and what lay beside the original."""
     model.save_pretrained(folder)
     if report.target is not None:
@@ -206,10 +125,10 @@ def _two_batches(
     pieces = Pieces(source, lines, tokens)
     if unseen is not None:
         return pieces.batch(0, samples), Pieces(source, unseen, tokens).batch(0, samples)
-    return _divided(pieces, samples)
+    return divided(pieces, samples)
 
 
-def _divided(pieces: Pieces, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+def divided(pieces: Pieces, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
     """The first samples, and the last quarter of them apart; None if they are fewer than four."""
     count = min(samples, len(pieces))
     held = count // 4
@@ -220,21 +139,21 @@ def _on(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
 
-def _convert(model: PreTrainedModel, attention: str, **options: Any) -> Conversion:
+def convert_quietly(model: PreTrainedModel, attention: str, **options: Any) -> Conversion:
     """Convert, and leave what it warns of to the table that the commands print."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
         return convert(model, attention, **options)
 
 
-def _check_places(source: Path, target: Path, overwrite: bool) -> None:
+def check_places(source: Path, target: Path, overwrite: bool) -> None:
     """Before anything is loaded: the source is kept and can be copied, the target be written."""
-    check_apart(source, target, "NEW_FOLDER", _KEPT)
+    check_apart(source, target, "NEW_FOLDER", KEPT)
     check_free(target, overwrite, "NEW_FOLDER")
     companions(source)
 
 
-def _check_runs(source: Path, model: PreTrainedModel, batch: dict[str, Tensor] | None) -> None:
+def check_runs(source: Path, model: PreTrainedModel, batch: dict[str, Tensor] | None) -> None:
     """Refuse a model that cannot run as it is: then its files are damaged, not our attention."""
     if batch is None:
         few = example_inputs(model)

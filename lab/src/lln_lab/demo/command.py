@@ -7,7 +7,6 @@ import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lln.cli.threads import faster_threads
 from lln.errors import InvalidInputError
 from lln.integrations.progress import progress_bar
 from lln_lab.demo.byte_encoder import EncoderSize
@@ -19,6 +18,7 @@ from lln_lab.demo.speed import Speed
 from lln_lab.demo.state import Clock, State, page_path
 from lln_lab.demo.trainees import Training
 from lln_lab.report.page_file import PageFile
+from lln_lab.threads import faster_threads
 
 SECONDS = 110.0
 QUICK_SECONDS = 10.0

@@ -3,7 +3,7 @@
     python -m lln_lab.experiments.minilm_recovery --data FOLDER  # train.txt[.xz], valid.txt[.xz]
 
 For every attention and seed the sentence encoder is converted, trained to imitate its softmax
-original on unlabelled text (`lln.integrations.recover`), and measured on held-out text against the
+original on unlabelled text (`lln_lab.recovery.recover`), and measured on held-out text against the
 original: the mean cosine of the embeddings, and Spearman's correlation of all pairwise
 similarities. Rows go to a JSON file as they are done; the same command goes on where it stopped.
 
@@ -35,11 +35,11 @@ from lln.checks.reading import read_lines
 from lln.integrations.convert import convert
 from lln.integrations.loading import load_model, load_tokenizer
 from lln.integrations.masks import slicing_mask
-from lln.integrations.recover import recover, softmax_teacher
 from lln_lab import peers
 from lln_lab.bench.environment import describe
 from lln_lab.experiments.cells import read_results
 from lln_lab.experiments.tasks.data_folder import text_file
+from lln_lab.recovery.recover import recover, softmax_teacher
 
 # Name of a row → how `convert` is called; None = not ours.
 ROWS = {

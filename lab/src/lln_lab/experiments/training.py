@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 
 from lln.errors import InvalidInputError
 from lln.integrations.transformers import transformers
-from lln.integrations.work_folder import last_checkpoint, saving
 from lln_lab.experiments.compiling import compile_encoder, explained
 from lln_lab.experiments.tasks.task import as_batch
+from lln_lab.recovery.work_folder import last_checkpoint, saving
 
 
 class Watcher(Protocol):

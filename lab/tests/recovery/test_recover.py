@@ -9,12 +9,13 @@ import textwrap
 import pytest
 import torch
 import transformers
+from tests.integrations.test_interface import check_what_to_install
 from torch.utils.data import Dataset
 
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.integrations.convert import convert
-from lln.integrations.recover import layer_names, load_checkpoint, recover, softmax_teacher
-from lln.integrations.recovery_loss import RecoveryLoss, divergence, measure, relative_error
+from lln_lab.recovery.recover import layer_names, load_checkpoint, recover, softmax_teacher
+from lln_lab.recovery.recovery_loss import RecoveryLoss, divergence, measure, relative_error
 
 # Trainer and torch warn about GPUs that are not there.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -247,6 +248,10 @@ def test_a_dataset_smaller_than_a_batch(tiny, tmp_path):
     assert report.done == ["layers", "output"]
 
 
+def test_without_transformers_a_sentence_says_what_to_install(tmp_path):
+    check_what_to_install(tmp_path, ["lln_lab.recovery.recover"])
+
+
 def test_without_accelerate_a_sentence_says_what_to_install(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(BackendUnavailableError, match=r"needs accelerate; pip install 'lln\[hf\]'"):
@@ -321,7 +326,7 @@ def test_two_processes_train_one_model(tiny, tmp_path):
             f"""
             import os, sys, torch, transformers
             from lln.integrations.transformers import register
-            from lln.integrations.recover import recover
+            from lln_lab.recovery.recover import recover
 
             register()
             torch.set_num_threads(1)
@@ -352,7 +357,7 @@ def test_two_processes_train_one_model(tiny, tmp_path):
 
 
 def test_command_recovers_a_folder(tiny, tmp_path, save_with_tokenizer):
-    from lln.integrations.folders import recover_folder
+    from lln_lab.recovery.recovered_folder import recover_folder
 
     save_with_tokenizer(tiny("bert"), tmp_path / "in")
     lines = "\n".join(" ".join(f"w{(i * j) % 57 + 2}" for j in range(9)) for i in range(1, 99))

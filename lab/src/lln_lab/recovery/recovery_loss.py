@@ -30,10 +30,10 @@ class RecoveryLoss(nn.Module):
 
     Args:
         student: The converted model; only this is trained and saved.
-        teacher: The original (see `lln.integrations.recover.softmax_teacher`).
+        teacher: The original (see `lln_lab.recovery.recover.softmax_teacher`).
         names: Attention modules, in the base model.
         phase: ``"layers"`` or ``"output"``.
-        end_loss: As in `lln.integrations.recover.recover`.
+        end_loss: As in `lln_lab.recovery.recover.recover`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ def check_end_loss(
     """Refuse an unknown loss, and one that a model of this kind has no output for.
 
     Args:
-        end_loss: As in `lln.integrations.recover.recover`.
+        end_loss: As in `lln_lab.recovery.recover.recover`.
         model: Runs once.
         inputs: For it.
     """

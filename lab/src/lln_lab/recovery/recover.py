@@ -1,7 +1,7 @@
 """Recovery training: teach a converted model to do what it did with softmax.
 
     from lln.integrations.convert import convert
-    from lln.integrations.recover import recover
+    from lln_lab.recovery.recover import recover
 
     convert(model, calibrate=batch, statistics="running")
     recover(model, dataset, output_dir="recovery")
@@ -36,10 +36,10 @@ from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.files import write_atomically, writing
 from lln.integrations.attached import KeptSoftmax, attach
 from lln.integrations.loading import indexed_files
-from lln.integrations.recovery_loss import OutputLoss, RecoveryLoss, check_end_loss, measure
 from lln.integrations.settings import Settings
 from lln.integrations.transformers import find_module, transformers
-from lln.integrations.work_folder import last_checkpoint, locked, saving
+from lln_lab.recovery.recovery_loss import OutputLoss, RecoveryLoss, check_end_loss, measure
+from lln_lab.recovery.work_folder import last_checkpoint, locked, saving
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
