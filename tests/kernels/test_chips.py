@@ -18,15 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 import lln
 from lln.functional import kernel_ways, prepared_calls
-from lln.kernels.keys import (
-    launch_choice,
-    launch_keys,
-    launch_list_choice,
-    launch_lists,
-    launch_sharded_keys,
-    launch_slots,
-    sharded_keys_ops,
-)
+from lln.kernels.keys import sharded_keys_ops
 from lln.kernels.launching import limits, plain_launches, recipes, sizes
 from lln.kernels.lln import repeats
 
@@ -102,26 +94,6 @@ def fit_rank(dtype, width, masked):
     torch.autograd.grad(out, (query, key, value, *slots), torch.ones_like(out))
 
 
-@pytest.fixture
-def needs_of(plug_in, monkeypatch):
-    """The shared memory of what is launched for exact keys, which is compiled only."""
-
-    def watch(chip):
-        plug_in(chip)
-        needs = []
-
-        def launch(kernel, grid, *arguments, **sizes):
-            needs.append(kernel.warmup(*arguments, grid=grid, **sizes).metadata.shared)
-
-        ways = (launch_choice, launch_keys, launch_slots, launch_sharded_keys)
-        for module in (*ways, launch_list_choice, launch_lists):
-            monkeypatch.setattr(module, "launch", launch)
-            monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
-        return needs
-
-    return watch
-
-
 each_size_of_keys = pytest.mark.parametrize(
     ("chip", "dtype", "width"),
     [
@@ -136,21 +108,21 @@ each_size_of_keys = pytest.mark.parametrize(
 @pytest.mark.slow
 @each_size_of_keys
 @pytest.mark.parametrize("select", ["block", "query"])
-def test_exact_keys_fit(needs_of, chip, dtype, width, select):
-    needs = needs_of(chip)
+def test_exact_keys_fit(plug_in, chip, dtype, width, select):
+    needs = plug_in(chip)
     fit_keys(dtype, width, select)
     assert len(needs) >= 8
-    assert max(needs) <= CHIPS[chip][1]
+    assert max(shared for _, shared in needs) <= CHIPS[chip][1]
 
 
 @pytest.mark.slow
 @each_size_of_keys
 @pytest.mark.parametrize("masked", [False, True])
-def test_exact_keys_of_a_rank_fit(needs_of, chip, dtype, width, masked):
-    needs = needs_of(chip)
+def test_exact_keys_of_a_rank_fit(plug_in, chip, dtype, width, masked):
+    needs = plug_in(chip)
     fit_rank(dtype, width, masked)
     assert len(needs) >= 10
-    assert max(needs) <= CHIPS[chip][1]
+    assert max(shared for _, shared in needs) <= CHIPS[chip][1]
 
 
 def fit(dtype, width, value_width=None, block_size=None, learnt_mix=False, **options):

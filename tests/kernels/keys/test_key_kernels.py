@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 from tests.kernels.common import DEVICE, DTYPES, HALF, ON_GPU, check_compiled, holes
-from tests.kernels.keys.exact_keys import GIVEN, compare, run
+from tests.kernels.keys.exact_keys import GIVEN, compare, run, set_size
 
 import lln
 from lln import reference
@@ -84,7 +84,7 @@ def test_pairs_in_several_slices(monkeypatch):
     inputs = make_qkv(1, 4, 34, 16, key_heads=2, device=DEVICE, requires_grad=True)
     options = {"block_size": 16, "keys": 8}
     whole = run(inputs, GIVEN, options, "triton")
-    monkeypatch.setattr(launch_keys, "PAIR_SHARE", 0.0)
+    set_size(monkeypatch, launch_keys, "PAIR_SHARE", 0.0)
     sliced = run(inputs, GIVEN, options, "triton")
     assert all(torch.equal(*pair) for pair in zip(whole[1], sliced[1], strict=True))
 

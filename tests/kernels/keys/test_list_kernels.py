@@ -11,7 +11,7 @@ from tests.kernels.common import (
     holes,
     let_auto_take_kernels,
 )
-from tests.kernels.keys.exact_keys import GIVEN, compare, run
+from tests.kernels.keys.exact_keys import GIVEN, compare, run, set_size
 
 import lln
 from lln import instruments, observers, reference
@@ -112,7 +112,7 @@ def test_ties(dtype):
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else HALF)
 def test_all_queries_share_their_features(dtype, monkeypatch):
     """Two features hold all entries: their lists are read tile by tile, in several runs."""
-    monkeypatch.setattr(launch_lists, "RUN", 32)
+    set_size(monkeypatch, launch_lists, "RUN", 32)
     query, key, value = make_qkv(2, 2, 90, WIDTH, dtype=dtype, device=DEVICE)
     query[..., 1], query[..., 3] = 9.0, -8.0
     inputs = [side.requires_grad_() for side in (query, key, value)]
@@ -122,7 +122,7 @@ def test_all_queries_share_their_features(dtype, monkeypatch):
 @pytest.mark.slow
 def test_lists_in_several_tiles(monkeypatch):
     """Longer lists than a tile of keys, and more than a tile of entries in a run."""
-    monkeypatch.setattr(launch_lists, "ROWS", {"read": 16, "grad": 16})
+    set_size(monkeypatch, launch_lists, "ROWS", {"read": 16, "grad": 16})
     compare_lists(torch.float32, tokens=130, width=2, block_size=16, keys=160)
 
 
@@ -184,7 +184,7 @@ def test_pairs_in_several_slices(monkeypatch):
     inputs = make_qkv(1, 4, 34, WIDTH, key_heads=2, device=DEVICE, requires_grad=True)
     options = {"block_size": 16, "keys": 8, "select": "query"}
     whole = run(inputs, GIVEN, options, "triton")
-    monkeypatch.setattr(launch_keys, "PAIR_SHARE", 0.0)
+    set_size(monkeypatch, launch_keys, "PAIR_SHARE", 0.0)
     sliced = run(inputs, GIVEN, options, "triton")
     assert all(torch.equal(*pair) for pair in zip(whole[1], sliced[1], strict=True))
 
@@ -193,7 +193,7 @@ def test_pairs_in_several_slices(monkeypatch):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("tokens", "width", "keys"), [(130, 8, 8), (61, 40, 200), (150, 1, 7)])
 def test_the_choice_is_that_of_plain_pytorch(dtype, masked, tokens, width, keys, monkeypatch):
-    monkeypatch.setattr(launch_list_choice, "SEGMENT", 64)
+    set_size(monkeypatch, launch_list_choice, "SEGMENT", 64)
     query, key, _ = coarse(tokens, width, dtype, key_heads=1)
     options = {"select": "query", "block_size": 16, "enable_gqa": True, "scale": -1.0}
     options["key_mask"] = holes(2, tokens) if masked else None
@@ -204,8 +204,8 @@ def test_the_choice_is_that_of_plain_pytorch(dtype, masked, tokens, width, keys,
 def test_auto_takes_the_kernels(monkeypatch):
     let_auto_take_kernels(monkeypatch)
     taken = []
-    read = launch_lists.read
-    monkeypatch.setattr(launch_lists, "read", lambda *sides: taken.append(read(*sides)))
+    read = launch_keys.read_keys
+    monkeypatch.setattr(launch_keys, "read_keys", lambda *sides: taken.append(1) or read(*sides))
     inputs = make_qkv(1, 1, 20, WIDTH, device=DEVICE)
     for options in ({}, {"keys": 0}, {"is_causal": True}, {"block_size": 8}):
         options = {"keys": 4, "block_size": 16, **options}

@@ -126,3 +126,21 @@ def test_every_tensor_of_a_call_shows_in_its_looks():
         others[index] = None
         if index > 2:
             assert LLNCall(*others, *numbers).layout_key() != looks
+
+
+def test_launches_of_fixed_sizes_are_told_apart_by_all_their_tensors(kernel, monkeypatch):
+    monkeypatch.setattr(recipes, "_recipes", {})
+    step = Step(kernel, (3,), {"stride": 7, "SIZE": 16}, 4)
+    space = torch.zeros(9)
+    first, moved, second = space[:4], space[1:5], torch.zeros(4)
+
+    def launch(kind, side):
+        workspace = {"workspace": ((0,), torch.float32)}
+        runtime = {"first": side, "second": second, "number": 1}
+        recipes.launch_fixed(kind, runtime, side.device, lambda: Recipe([step], workspace))
+        return kernel.launches[-1][0]
+
+    assert launch("one", first) == launch("one", moved) == launch("two", first) == "through Triton"
+    assert launch("one", first) == launch("one", moved) == launch("two", first) == "compiled"
+    # Empty workspace has an address, too.
+    assert kernel.launches[-1][2][3] > 0

@@ -5,7 +5,8 @@ Dimension legend: see `lln.kernels.keys.launch_keys`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from lln.kernels.keys.launch_choice import gaps_before
 from lln.kernels.keys.lists import Lists
 from lln.kernels.launching.kernel_arguments import flat_scale, mask_bytes
 from lln.kernels.summaries.lln_call import LLNCall
+
+# Log-mass, centroid and mean key.
+Summary = tuple[Tensor, Tensor, Tensor]
 
 
 class Outside(NamedTuple):
@@ -38,7 +42,7 @@ class Outside(NamedTuple):
     number: int
 
     @property
-    def summary(self) -> tuple[Tensor, Tensor, Tensor]:
+    def summary(self) -> Summary:
         """What the queries read."""
         return self.log_mass, self.centroid, self.centre
 
@@ -127,7 +131,41 @@ class KeysCall(NamedTuple):
         return self.query.shape[2] if self.outside is None else self.outside.number
 
     @property
-    def flat_beta(self) -> Tensor:
+    def options(self) -> tuple[Hashable, ...]:
+        """What the kernels depend on besides how the tensors lie in memory, in `runtime` too."""
+        given = (self.alpha, self.beta, self.offset, self.mask, self.features, self.outside)
+        numbers = (self.block_size, self.group_size, self.scale, self.held, self.summary_heads)
+        return *[side is None for side in given], *numbers
+
+    def runtime(self, **others: Tensor) -> dict[str, Any]:
+        """The arguments that differ from call to call, by their names in the kernels.
+
+        Args:
+            others: More tensors.
+        """
+        batch, query = self.query.shape[0], self.query
+        mask, gaps, held = self.masking
+        names = ("p_lists", "p_features", "p_order", "p_starts", "p_members")
+        lists = {} if self.features is None else dict(zip(names, self.lists, strict=True))
+        return {
+            "p_q": query,
+            "p_k": self.key,
+            "p_v": self.value,
+            "p_chosen": self.indices,
+            "p_mask": mask,
+            "p_gaps": gaps,
+            "p_held": held,
+            "p_alpha": flat_scale(self.alpha, batch, query),
+            "p_beta": self._flat_beta(),
+            "p_offset": flat_scale(self.offset, batch, query),
+            "alpha": self.alpha_number,
+            "beta": self.beta_number,
+            "offset": self.offset_number,
+            **lists,
+            **others,
+        }
+
+    def _flat_beta(self) -> Tensor:
         """β of every summary ``[B · SH]``; anything where it is one number."""
         beta, slots = self.beta, self.summary_heads
         if beta is not None and beta.shape[1] != slots:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from lln.kernels.keys.keys_call import KeysCall
-from lln.kernels.launching.kernel_arguments import precision_of
+from lln.kernels.launching.kernel_arguments import precision_of, strides_of
 from lln.kernels.launching.limits import power_of_two
 
 # Bytes of the tiles in which chosen keys, and the gradients of pairs, are read.
@@ -19,11 +21,26 @@ STAGES = {"key": 1, "chosen": 2}
 WARPS = {"read": 4, "slot": 4, "far": 4, "key": 4}
 
 
-def sizes_of(call: KeysCall) -> dict[str, Any]:
-    """The compile-time constants of a call, by the names that the kernels give them."""
-    width, value_width = call.query.shape[3], call.value.shape[3]
+def constant_args(call: KeysCall, **others: Tensor) -> dict[str, Any]:
+    """The arguments that calls of one kind share, by their names in the kernels.
+
+    Args:
+        call: What to compute.
+        others: Tensors besides query, key and value whose strides the kernels need.
+    """
+    (heads, tokens, width), value_width = call.query.shape[1:], call.value.shape[3]
     chosen = max(16, min(rows_at_once(call), power_of_two(call.indices.shape[-1])))
     return {
+        "T": tokens,
+        "S": call.key.shape[2],
+        "H": heads,
+        "HK": call.key.shape[1],
+        "SH": call.summary_heads,
+        "G": call.groups,
+        "K": call.indices.shape[3],
+        "blocks": call.blocks,
+        "held": call.held,
+        "scale": call.scale,
         "W": call.block_size,
         "D": width,
         "E": value_width,
@@ -34,14 +51,15 @@ def sizes_of(call: KeysCall) -> dict[str, Any]:
         "BK": chosen,
         "MORE": call.indices.shape[-1] > chosen,
         "GROUP": call.group_size,
-        "R": call.query.shape[1] // call.key.shape[1],
-        "SR": call.query.shape[1] // call.summary_heads,
+        "R": heads // call.key.shape[1],
+        "SR": heads // call.summary_heads,
         "HAS_ALPHA": call.alpha is not None,
         "HAS_BETA": call.beta is not None,
         "HAS_OFFSET": call.offset is not None,
         "HAS_MASK": call.mask is not None,
-        "EVEN": call.mask is None and call.query.shape[2] % call.block_size == 0,
+        "EVEN": call.mask is None and tokens % call.block_size == 0,
         "PRECISION": precision_of(call.query, max(width, value_width)),
+        **strides_of(False, p_q=call.query, p_k=call.key, p_v=call.value, **others),
     }
 
 
@@ -70,6 +88,6 @@ def _is_wide(sizes: dict[str, Any]) -> bool:
     return max(sizes["BD"], sizes["BE"]) > 64 or sizes["BM"] > 64
 
 
-def registers(sizes: dict[str, Any]) -> dict[str, int]:
+def registers(sizes: dict[str, Any]) -> int:
     """A limit with which three programs fit a multiprocessor; 24 bytes of each thread spill."""
-    return {} if _is_wide(sizes) else {"maxnreg": 168}
+    return 0 if _is_wide(sizes) else 168

@@ -6,32 +6,36 @@ E value width, W tokens in a block, n blocks, G groups per head, K keys per grou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lln.kernels.keys import launch_lists
 from lln.kernels.keys import triton_keys_grad as keys_grad
 from lln.kernels.keys import triton_keys_read as keys_read
-from lln.kernels.keys.keys_call import KeysCall
-from lln.kernels.keys.keys_sizes import STAGES, registers, rows_at_once, sizes_of, slot_tile, warps
-from lln.kernels.keys.launch_choice import launch
-from lln.kernels.keys.launch_slots import gather, summarise
-from lln.kernels.launching.kernel_arguments import flat_scale
+from lln.kernels.keys.keys_call import KeysCall, Summary
+from lln.kernels.keys.keys_sizes import STAGES, constant_args, registers, rows_at_once, warps
+from lln.kernels.keys.launch_slots import (
+    gather_step,
+    gathered_gradients,
+    gradient_parts,
+    gradient_step,
+    summarise,
+)
 from lln.kernels.launching.limits import multiprocessors
-from lln.kernels.launching.recipes import on_device
+from lln.kernels.launching.recipes import Place, Recipe, Step, Workspace, launch_fixed
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.stretches import cdiv
 
 # Pairs whose blocks a program finds.
 PAIRS_AT_ONCE = 1024
-# Programs of the slots' gradients per multiprocessor.
-SLOT_PROGRAMS = 8
 # Programs of the lists' gradients per multiprocessor, at least.
 LIST_PROGRAMS = 4
-_OF_SLOTS = ("D", "E", "BD", "BE", "GROUP", "SR", "HAS_ALPHA", "HAS_BETA", "HAS_MASK", "PRECISION")
-_OF_BLOCKS = ("W", "D", "E", "BD", "BE", "BW", "R", "HAS_MASK", "EVEN", "PRECISION")
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
 PAIR_SHARE = 0.17
+# What a kernel gets that takes the pairs of blocks in order.
+SORTED_PAIRS = {"p_order": Place("p_pair_order"), "p_starts": Place("p_pair_starts")}
 
 
 def attend_exact_keys(call: KeysCall) -> tuple[Tensor, ...]:
@@ -44,94 +48,76 @@ def attend_exact_keys(call: KeysCall) -> tuple[Tensor, ...]:
     return *read_keys(call, summary), *summary
 
 
-def read_keys(
-    call: KeysCall, summary: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+def read_keys(call: KeysCall, summary: Summary) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-normalisers and the slots' levels, from log-mass, centroid and mean key."""
-    query, key, value = call.query, call.key, call.value
+    query = call.query
     batch, heads, tokens, _ = query.shape
-    groups = call.groups
-    out = output_like(query, value.shape[3])
+    out = output_like(query, call.value.shape[3])
     lse = torch.empty((batch, heads, tokens), device=query.device)
-    levels = torch.empty((batch, heads, groups), device=query.device)
+    levels = torch.empty((batch, heads, call.groups), device=query.device)
     if out.numel() == 0:
         return out, lse, levels
-    if call.features is not None:
-        launch_lists.read(call, out, lse, levels, summary)
-        return out, lse, levels
-    sizes, keys = sizes_of(call), call.indices.shape[3]
-    with on_device(query.device):
-        launch(
-            keys_read.keys_read_kernel, (groups * batch * heads,),
-            query, key, value, out, lse, levels, *summary, call.indices, *call.masking,
-            flat_scale(call.alpha, batch, query), call.flat_beta,
-            flat_scale(call.offset, batch, query), call.alpha_number, call.beta_number,
-            call.offset_number, call.scale, call.held, tokens, heads, groups, keys,
-            *query.stride(), *key.stride(), *value.stride(), *out.stride(), **sizes,
-            STAGES=STAGES["chosen"], num_warps=warps("read", sizes),
-        )  # fmt: skip
+
+    def write() -> Recipe:
+        values = constant_args(call, p_o=out)
+        if call.features is not None:
+            return launch_lists.read_recipe(call, values)
+        own = {"STAGES": STAGES["chosen"]}
+        grid = (call.groups * batch * heads,)
+        kernel = keys_read.keys_read_kernel
+        return Recipe([Step(kernel, grid, values | own, warps("read", values))], {})
+
+    runtime = call.runtime(p_o=out, p_lse=lse, p_level=levels) | named_summary(summary)
+    launch_fixed(("read keys", *call.options), runtime, query.device, write)
     return out, lse, levels
 
 
+def named_summary(summary: Summary) -> dict[str, Tensor]:
+    """A summary by its names in the kernels."""
+    return dict(zip(("p_log_mass", "p_centroid", "p_centre"), summary, strict=True))
+
+
 def exact_keys_gradients(
-    call: KeysCall,
-    gradient: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    levels: Tensor,
-    log_mass: Tensor,
-    centroid: Tensor,
-    centre: Tensor,
+    call: KeysCall, gradient: Tensor, out: Tensor, lse: Tensor, levels: Tensor, *summary: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value, and of α, β and the offset where they are tensors.
 
     The last three are ``[B, H, 1, 1]``; that of β has one entry per summary head.
     """
     query, key, value = call.query, call.key, call.value
-    batch, heads, tokens, width = query.shape
-    key_heads, slots, device = key.shape[1], log_mass.shape[1], query.device
+    batch, heads, _, width = query.shape
+    log_mass, centroid, centre = summary
+    slots, device = log_mass.shape[1], query.device
     dq, dk, dv = (torch.empty_like(side) for side in (query, key, value))
     if query.numel() == 0:
         zero = torch.zeros((batch, heads, 1, 1), device=device)
         return dq, dk, dv, zero, zero[:, :slots], zero
-    sizes, masking, blocks = sizes_of(call), call.masking, call.blocks
-    delta = torch.empty_like(lse)
-    summary = (log_mass, centroid, centre)
-    parts, scalars = slot_gradients(call, gradient, out, dq, lse, levels, delta, summary)
-    dc, dl, shift, dcentre = gather(call, parts, centroid)
-    del parts
-    dbeta = torch.empty((batch * slots, blocks), device=device)
-    listed = call if call.features is not None else None
-    if listed is not None:
-        call = call._replace(indices=launch_lists.lists_of_runs(call))
-    groups, keys = call.indices.shape[2:]
+    runtime = call.runtime(p_g=gradient, p_o=out, p_lse=lse, p_dq=dq, p_dk=dk, p_dv=dv)
+    runtime |= named_summary((log_mass, centroid, centre)) | {"p_delta": torch.empty_like(lse)}
+    strides = {"p_o": out, "p_g": gradient, "p_dq": dq, "p_dk": dk, "p_dv": dv}
+    gathered = gathered_gradients(call)
+    parts, scalars = gradient_parts(call)
+
+    def write_slots() -> Recipe:
+        values = constant_args(call, **strides)
+        return Recipe([gradient_step(call, values), gather_step(call, values)], {})
+
+    of_slots = {**runtime, "p_level": levels, **parts, **gathered}
+    launch_fixed(("slot gradients", *call.options), of_slots, device, write_slots)
+    del parts, of_slots
+    dbeta = torch.empty((batch * slots, call.blocks), device=device)
+    runtime |= gathered | {"p_dbeta_parts": dbeta}
+    if call.features is not None:
+        runtime["p_chosen"] = launch_lists.lists_of_runs(call)
+    chosen = runtime["p_chosen"]
     # Before the pairs take their memory, because sorting needs some of its own.
-    with on_device(device):
-        order, starts = _sort_pairs(call)
-    share, each = heads // key_heads, heads_at_once(call)
-    pairs = each * share * groups * keys
-    pair_dk = torch.empty((pairs, width), dtype=query.dtype, device=device)
-    pair_dv = torch.empty((pairs, value.shape[3]), dtype=query.dtype, device=device)
-    pairs_of = (pair_dk, pair_dv)
-    near = {name: sizes[name] for name in _OF_BLOCKS}
-    for first in range(0, batch * key_heads, each):
-        count = min(each, batch * key_heads - first)
-        with on_device(device):
-            if listed is not None:
-                some = (masking[:2], first * share, count * share, groups)
-                launch_lists.gradients(listed, gradient, dq, lse, delta, pairs_of, *some)
-            else:
-                some = (masking[:2], first * share, count * share)
-                far_gradients(call, gradient, dq, lse, delta, pairs_of, *some)
-            launch(
-                keys_grad.keys_key_kernel, (blocks * count,), query, key, value, gradient, dk, dv,
-                lse, delta, log_mass, dc, shift, dcentre, *masking[:2], call.flat_beta, dbeta,
-                *pairs_of, order, call.indices, starts, call.beta_number, call.scale, first,
-                tokens, heads, key_heads, groups, keys, blocks, *query.stride(), *key.stride(),
-                *value.stride(), *gradient.stride(), *dk.stride(), *dv.stride(), **near,
-                SR=sizes["SR"], BP=rows_at_once(call), HAS_BETA=call.beta is not None,
-                STAGES=STAGES["key"], num_warps=warps("key", sizes), **registers(sizes),
-            )  # fmt: skip
+    runtime |= _sorted_pairs(call, chosen, runtime["p_gaps"])
+    launch_fixed(
+        ("pair gradients", *call.options),
+        runtime,
+        device,
+        lambda: _write_pairs(call, constant_args(call, **strides), chosen),
+    )
     shape = (batch, heads, 1, 1)
     of_alpha = of_beta = of_offset = None
     if call.alpha is not None:
@@ -140,112 +126,74 @@ def exact_keys_gradients(
         of_offset = scalars[1].sum(-1).view(shape)
     if call.beta is not None:
         # β also stands before μ in the logits of the slots.
-        through = dl.view(batch, slots, -1, width).sum(2) * centre
+        through = gathered["p_dl"].view(batch, slots, -1, width).sum(2) * centre
         of_beta = (dbeta.sum(-1).view(batch, slots) - through.sum(-1)).view(batch, slots, 1, 1)
     return dq, dk, dv, of_alpha, of_beta, of_offset
 
 
-def slot_gradients(
-    call: KeysCall,
-    gradient: Tensor,
-    out: Tensor,
-    dq: Tensor,
-    lse: Tensor,
-    levels: Tensor,
-    delta: Tensor,
-    summary: tuple[Tensor, Tensor, Tensor],
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Write δ and the slots' share of dq; dC, dL and the rows' share of dμ; dα and doffset.
-
-    The latter are in parts ``[B·H, splits, …]``, one of every program; dα and doffset in one tensor
-    ``[2, B·H, splits]``.
-    """
-    query = call.query
-    batch, heads, tokens, width = query.shape
-    groups = call.groups
-    device, sizes = query.device, sizes_of(call)
-    rows, stages = slot_tile(call)
-    # With a mask the first block may begin before the first token.
-    tiles = cdiv(tokens if call.mask is None else call.blocks * call.block_size, rows)
-    splits = min(tiles, max(1, SLOT_PROGRAMS * multiprocessors(device) // (batch * heads)))
-    stretch = cdiv(tiles, splits)
-    splits = cdiv(tiles, stretch)
-    parts = (batch * heads, splits)
-    dc = torch.empty((*parts, width, call.value.shape[3]), device=device)
-    dl, dm = torch.empty((2, *parts, width), device=device)
-    scalars = torch.empty((2, *parts), device=device)
-    with on_device(device):
-        launch(
-            keys_grad.keys_slot_kernel, (batch * heads * splits,), query, out, gradient, dq, lse,
-            levels, delta, *summary, *call.masking[:2],
-            flat_scale(call.alpha, batch, query), call.flat_beta, dc, dl, dm, *scalars,
-            call.alpha_number, call.beta_number, call.scale, tokens, heads, groups, splits,
-            stretch * rows, *query.stride(), *out.stride(), *gradient.stride(), *dq.stride(),
-            **{name: sizes[name] for name in _OF_SLOTS}, BM=rows,
-            EVEN=call.mask is None and tokens % rows == 0, STAGES=stages,
-            num_warps=warps("slot", sizes),
-        )  # fmt: skip
-    return (dc, dl, dm), scalars
+def _write_pairs(call: KeysCall, values: dict[str, Any], chosen: Tensor) -> Recipe:
+    batch, key_heads = call.key.shape[:2]
+    values |= {"G": chosen.shape[2], "K": chosen.shape[3]}
+    own = {"BP": rows_at_once(call), "STAGES": STAGES["key"], **SORTED_PAIRS}
+    each = heads_at_once(call, chosen)
+    workspace = pair_memory(call, chosen)
+    share = call.query.shape[1] // key_heads
+    if call.features is not None:
+        numbers = (each * share, 2 * call.query.shape[2], call.query.shape[3])
+        workspace["p_part"] = numbers, call.query.dtype
+    steps = []
+    for first in range(0, batch * key_heads, each):
+        count = min(each, batch * key_heads - first)
+        if call.features is None:
+            steps.append(far_step(values, first * share, count * share))
+        else:
+            heads = (first * share, count * share)
+            steps += launch_lists.gradient_steps(call, values, *heads, chosen.shape[2])
+        some = values | own | {"first_head": first}
+        grid, number = (call.blocks * count,), warps("key", values)
+        steps.append(Step(keys_grad.keys_key_kernel, grid, some, number, registers(values)))
+    return Recipe(steps, workspace)
 
 
-def far_gradients(
-    call: KeysCall,
-    gradient: Tensor,
-    dq: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    pairs: tuple[Tensor, Tensor],
-    masking: tuple[Tensor, Tensor],
-    first: int,
-    count: int,
-) -> None:
-    """Add block and chosen keys to dq of ``count`` query heads from ``first`` on.
-
-    Args:
-        call: The call.
-        gradient: Of the output.
-        dq: The slots' share.
-        lse: Log-normalisers.
-        delta: Row sums of gradient times output.
-        pairs: Where dk and dv of every (group, chosen key) of these heads go.
-        masking: The mask as bytes, and where the first blocks begin.
-        first: First of the heads.
-        count: How many.
-    """
-    query, key, value = call.query, call.key, call.value
-    (heads, tokens), (groups, keys) = query.shape[1:3], call.indices.shape[2:]
-    sizes = sizes_of(call)
-    launch(
-        keys_grad.keys_far_kernel, (count * groups,), query, key, value, gradient, dq, lse, delta,
-        call.indices, *masking, *pairs, call.scale, first, tokens, heads, groups, keys,
-        *query.stride(), *key.stride(), *value.stride(), *gradient.stride(), *dq.stride(),
-        **{name: sizes[name] for name in _OF_BLOCKS}, BM=sizes["BM"], BK=sizes["BK"],
-        GROUP=sizes["GROUP"], MORE=sizes["MORE"], STAGES=STAGES["chosen"],
-        num_warps=warps("far", sizes),
-    )  # fmt: skip
+def pair_memory(call: KeysCall, chosen: Tensor) -> Workspace:
+    """Where dk and dv of every (group, chosen key) of some heads go."""
+    query, value_width = call.query, call.value.shape[3]
+    share = query.shape[1] // call.key.shape[1]
+    pairs = heads_at_once(call, chosen) * share * chosen.shape[2] * chosen.shape[3]
+    return {
+        "p_pair_dk": ((pairs, query.shape[3]), query.dtype),
+        "p_pair_dv": ((pairs, value_width), query.dtype),
+    }
 
 
-def _sort_pairs(call: KeysCall) -> tuple[Tensor, Tensor]:
-    """The pairs (group, chosen key) of all query heads, sorted by head and block of the key.
+def far_step(values: dict[str, Any], first: int, count: int) -> Step:
+    """Add block and chosen keys to dq of ``count`` query heads from ``first`` on."""
+    own = {"first_head": first, "STAGES": STAGES["chosen"]}
+    grid = (count * values["G"],)
+    return Step(keys_grad.keys_far_kernel, grid, values | own, warps("far", values))
 
-    Returns:
-        See `in_order`.
-    """
-    batch, heads, groups, keys = call.indices.shape
+
+def _sorted_pairs(call: KeysCall, chosen: Tensor, gaps: Tensor) -> dict[str, Tensor]:
+    """The pairs (group, chosen key) of all query heads, sorted by head and block of the key."""
+    batch, heads, groups, keys = chosen.shape
     device, pairs = call.query.device, groups * keys
     # Missing keys sort behind all others.
     last = batch * heads * call.blocks
     found = torch.empty(batch * heads * pairs, dtype=short_dtype(last), device=device)
+
+    def write() -> Recipe:
+        values = {"H": heads, "pairs": pairs, "blocks": call.blocks, "last": last}
+        values |= {"W": call.block_size, "BP": PAIRS_AT_ONCE, "HAS_MASK": call.mask is not None}
+        grid = (cdiv(pairs, PAIRS_AT_ONCE), batch * heads)
+        return Recipe([Step(keys_grad.pair_blocks_kernel, grid, values, 4)], {})
+
     if pairs:
-        launch(
-            keys_grad.pair_blocks_kernel, (cdiv(pairs, PAIRS_AT_ONCE), batch * heads),
-            call.indices, call.masking[1], found, heads, pairs, call.blocks, last,
-            W=call.block_size, BP=PAIRS_AT_ONCE, HAS_MASK=call.mask is not None, num_warps=4,
-        )  # fmt: skip
+        runtime = {"p_chosen": chosen, "p_gaps": gaps, "p_block": found}
+        launch_fixed(("blocks of pairs", *call.options), runtime, device, write)
     return in_order(found, last)
 
 
-def in_order(blocks: Tensor, last: int) -> tuple[Tensor, Tensor]:
+def in_order(blocks: Tensor, last: int) -> dict[str, Tensor]:
     """Which pair comes at every place, and where the pairs of every block of every head begin.
 
     Args:
@@ -254,7 +202,8 @@ def in_order(blocks: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """
     ordered, order = blocks.sort(stable=True)
     starts = torch.arange(last + 1, device=blocks.device, dtype=blocks.dtype)
-    return order, torch.searchsorted(ordered, starts, out_int32=True)
+    starts = torch.searchsorted(ordered, starts, out_int32=True)
+    return {"p_pair_order": order, "p_pair_starts": starts}
 
 
 def short_dtype(last: int) -> torch.dtype:
@@ -262,17 +211,16 @@ def short_dtype(last: int) -> torch.dtype:
     return torch.int16 if last < 2**15 - 1 else torch.int32
 
 
-def heads_at_once(call: KeysCall) -> int:
+def heads_at_once(call: KeysCall, chosen: Tensor) -> int:
     """How many key heads the backward takes at once, to bound the memory of the pairs."""
     query, key = call.query, call.key
     width = query.shape[3] + call.value.shape[3]
     share = query.shape[1] // key.shape[1]
-    numbers, least = share * call.indices.shape[2] * call.indices.shape[3] * width, 1
+    numbers, least = share * chosen.shape[2] * chosen.shape[3] * width, 1
     if call.features is not None:
         numbers += share * launch_lists.numbers_per_head(call)
         # A head has few runs: of a small batch too few programs would run at a time.
-        programs = LIST_PROGRAMS * multiprocessors(query.device)
-        least = cdiv(programs, share * call.indices.shape[2])
+        least = cdiv(LIST_PROGRAMS * multiprocessors(query.device), share * chosen.shape[2])
     one = max(numbers * query.itemsize, 1)
     tensors = 2 * (query.nbytes + key.nbytes + call.value.nbytes)
     return min(max(least, int(tensors * PAIR_SHARE) // one), query.shape[0] * key.shape[1])

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from lln.kernels.keys import triton_list_choice as list_choice
-from lln.kernels.keys.launch_choice import launch
 from lln.kernels.keys.lists import list_shapes
-from lln.kernels.launching.kernel_arguments import mask_bytes
+from lln.kernels.launching.kernel_arguments import mask_bytes, strides_of
 from lln.kernels.launching.limits import power_of_two
-from lln.kernels.launching.recipes import on_device
+from lln.kernels.launching.recipes import Place, Recipe, Step, Workspace, launch_fixed
 from lln.kernels.launching.stretches import cdiv
 
 # Tokens whose features a program finds and sorts.
@@ -48,71 +47,67 @@ def choose_lists(
     members = torch.zeros(shapes["members"], dtype=torch.int32, device=device)
     if order.numel() == 0 or lists.numel() == 0:
         return lists, features, order, starts.zero_(), members
-    with on_device(device):
-        _sort_entries(query, mask, flip, features, order, starts)
-        _find_lists(key, mask, lists)
-        tokens, words, longest = *members.shape[2:], lists.shape[4]
-        few = max(1, min(32, 1024 // power_of_two(longest)))
-        programs = key.shape[0] * key.shape[1] * cdiv(2 * width, few)
-        launch(
-            list_choice.members_kernel, (programs,), lists, members, tokens, longest, words,
-            F=2 * width, BF=few, BL=power_of_two(longest), num_warps=4,
-        )  # fmt: skip
-    return lists, features, order, starts, members
+    (batch, heads, tokens, _), count = query.shape, 2 * width
+    tiles, options = cdiv(tokens, TILE), (flip, mask is None, keys)
+    counts = torch.empty((batch * heads, count * tiles), dtype=torch.int32, device=device)
+    runtime = {"p_q": query, "p_k": key, "p_mask": mask_bytes(mask, query), "p_counts": counts}
+    runtime |= {"p_features": features}
 
+    def write_features() -> Recipe:
+        values = {"T": tokens, "H": heads, "tiles": tiles, "HAS_MASK": mask is not None}
+        values |= {"D": width, "BD": max(16, power_of_two(width)), "BT": TILE, "FLIP": flip}
+        values |= {"BF": max(16, power_of_two(count)), **strides_of(False, p_q=query)}
+        grid = (tiles * batch * heads,)
+        return Recipe([Step(list_choice.features_kernel, grid, values, 4)], {})
 
-def _sort_entries(
-    query: Tensor,
-    mask: Tensor | None,
-    flip: bool,
-    features: Tensor,
-    order: Tensor,
-    starts: Tensor,
-) -> None:
-    """Write the features of all queries, their entries by feature, and where features start."""
-    batch, heads, tokens, width = query.shape
-    tiles, count = cdiv(tokens, TILE), 2 * width
-    counts = torch.empty((batch * heads, count * tiles), dtype=torch.int32, device=query.device)
-    grid = (tiles * batch * heads,)
-    launch(
-        list_choice.features_kernel, grid, query, mask_bytes(mask, query), features, counts, tokens,
-        heads, tiles, *query.stride(), D=width, BD=max(16, power_of_two(width)), BT=TILE,
-        BF=max(16, power_of_two(count)), FLIP=flip, HAS_MASK=mask is not None, num_warps=4,
-    )  # fmt: skip
+    launch_fixed(("features", *options), runtime, device, write_features)
     ends = counts.cumsum(-1, dtype=torch.int32)
     starts[..., 0] = 0
     starts[..., 1:] = ends.view(batch, heads, count, tiles)[..., -1]
-    launch(
-        list_choice.order_kernel, grid, features, counts, ends, order, tokens, tiles, F=count,
-        BT=TILE, num_warps=4,
-    )  # fmt: skip
+    runtime |= {"p_ends": ends, "p_order": order, "p_lists": lists, "p_members": members}
+    runtime["p_second"] = lists[-1]
+    launch_fixed(
+        ("lists", *options), runtime, device, lambda: _write_lists(query, key, mask, lists, members)
+    )
+    return lists, features, order, starts, members
 
 
-def _find_lists(key: Tensor, mask: Tensor | None, lists: Tensor) -> None:
-    """Fill the lists: rounds that each leave the L largest of every segment of keys."""
+def _write_lists(
+    query: Tensor, key: Tensor, mask: Tensor | None, lists: Tensor, members: Tensor
+) -> Recipe:
+    """Sort the queries' entries by feature, find the lists, and mark for every key which hold it.
+
+    The lists are found in rounds that each leave the L largest of every segment of keys.
+    """
     batch, key_heads, tokens, width = key.shape
-    longest, device = lists.shape[4], key.device
-    has_second = lists.shape[0] == 2
+    longest, features, tiles = lists.shape[4], 2 * width, cdiv(query.shape[2], TILE)
+    few = max(1, min(32, 1024 // power_of_two(longest)))
+    values = {"T": tokens, "HK": key_heads, "L": longest, "words": members.shape[3]}
+    values |= {"tiles": tiles, "BT": TILE, "BF": few, "BL": power_of_two(longest)}
+    values |= {"F": features, "D": width, "BC": FEATURES, "SHIFT": SHIFT[key.dtype]}
+    values |= {"HAS_MASK": mask is not None, **strides_of(False, p_k=key)}
+    grid = (tiles * query.shape[0] * query.shape[1],)
+    steps, workspace = [Step(list_choice.order_kernel, grid, values, 4)], Workspace()
     # A round must leave at most half, or there would be no end.
     segment = max(SEGMENT, 2 * power_of_two(longest))
-    groups = cdiv(2 * width, FEATURES)
-    found, count, is_first = key, tokens, True
-    while True:
+    groups = cdiv(features, FEATURES)
+    # The first round takes all keys.
+    found, count, is_last = "p_k", tokens, False
+    while not is_last:
         segments = cdiv(count, segment)
         is_last = segments == 1
         # The last round leaves the lists.
-        left = lists
+        left = "p_lists" if is_last else f"p_left{len(steps)}"
         if not is_last:
-            size = batch * key_heads * 2 * width * segments * longest
-            left = torch.empty(size, dtype=torch.int32, device=device)
-        launch(
-            list_choice.largest_kernel, (segments * groups * batch * key_heads,),
-            key, found, mask_bytes(mask, key), left, lists[-1], count, tokens, key_heads, longest,
-            groups, segments, *key.stride(), D=width, BC=FEATURES,
-            S=min(segment, max(16, power_of_two(count))), BL=power_of_two(longest),
-            IS_FIRST=is_first, HAS_SECOND=is_last and has_second, HAS_MASK=mask is not None,
-            SHIFT=SHIFT[key.dtype], num_warps=8, maxnreg=REGISTERS,
-        )  # fmt: skip
-        if is_last:
-            return
-        found, count, is_first = left, segments * longest, False
+            size = batch * key_heads * features * segments * longest
+            workspace[left] = (size,), torch.int32
+        own = {"p_tokens": Place(found), "p_new_tokens": Place(left), "count": count}
+        own |= {"groups": groups, "segments": segments, "IS_FIRST": found == "p_k"}
+        own |= {"S": min(segment, max(16, power_of_two(count)))}
+        own["HAS_SECOND"] = is_last and lists.shape[0] == 2
+        grid = (segments * groups * batch * key_heads,)
+        steps.append(Step(list_choice.largest_kernel, grid, values | own, 8, REGISTERS))
+        found, count = left, segments * longest
+    programs = batch * key_heads * cdiv(features, few)
+    steps.append(Step(list_choice.members_kernel, (programs,), values, 4))
+    return Recipe(steps, workspace)

@@ -1,4 +1,4 @@
-"""Attention to the lists of features from tensors to kernels: allocate, choose sizes, launch.
+"""The launches of attention to the lists of features.
 
 Dimension legend: see `lln.kernels.keys.launch_keys`; L keys in a list. Entries and runs: see
 `lln.kernels.keys.triton_list_read`.
@@ -14,11 +14,9 @@ from torch import Tensor
 from lln.kernels.keys import triton_list_grad as list_grad
 from lln.kernels.keys import triton_list_read as list_read
 from lln.kernels.keys.keys_call import KeysCall
-from lln.kernels.keys.keys_sizes import sizes_of, warps
-from lln.kernels.keys.launch_choice import launch
-from lln.kernels.launching.kernel_arguments import flat_scale
+from lln.kernels.keys.keys_sizes import warps
 from lln.kernels.launching.limits import power_of_two
-from lln.kernels.launching.recipes import on_device
+from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_fixed
 from lln.kernels.launching.stretches import cdiv
 
 # Entries whose gradients a program adds up: fewer make more pairs, more make fewer programs.
@@ -27,102 +25,62 @@ RUN = 512
 ROWS = {"read": 64, "grad": 32}
 # Tiles that are fetched ahead.
 STAGES = {"read": 2, "grad": 2}
-_OF_LISTS = ("W", "D", "E", "BD", "BE", "BK", "MORE", "R", "HAS_MASK", "PRECISION")
-_OF_BLOCKS = ("W", "D", "E", "BD", "BE", "BW", "R", "HAS_MASK", "EVEN", "PRECISION")
-_OF_SUMMARIES = ("SR", "HAS_ALPHA", "HAS_BETA", "HAS_OFFSET")
 
 
-def read(
-    call: KeysCall, out: Tensor, lse: Tensor, levels: Tensor, summary: tuple[Tensor, ...]
-) -> None:
+def read_recipe(call: KeysCall, values: dict[str, Any]) -> Recipe:
     """Write the output, the log-normalisers and the slots' levels."""
-    query, key, value = call.query, call.key, call.value
-    batch, heads, tokens, _ = query.shape
-    lines, device = batch * heads, query.device
-    part = torch.empty((lines, 2 * tokens, value.shape[3]), dtype=query.dtype, device=device)
-    part_lse = torch.empty((lines, 2 * tokens), device=device)
-    part_seen = torch.empty((lines, 2 * tokens), dtype=torch.int32, device=device)
-    parts = (part, part_lse, part_seen)
-    sizes, masking, rows = sizes_of(call), call.masking, _rows("read", call)
+    lines, tokens = call.query.shape[0] * call.query.shape[1], call.query.shape[2]
+    rows = _rows("read", call)
     runs = _most_runs(call, rows)
-    with on_device(device):
-        launch(
-            list_read.list_read_kernel, (runs * lines,), query, key, value, *parts,
-            *call.lists, *masking[:2], call.scale, tokens, heads, *_list_numbers(call, runs),
-            *query.stride(), *key.stride(), *value.stride(),
-            **{name: sizes[name] for name in _OF_LISTS}, BM=rows, **_list_sizes(call),
-            STAGES=STAGES["read"], num_warps=_warps(call),
-        )  # fmt: skip
-        launch(
-            list_read.list_join_kernel, (call.blocks * lines,), query, key, value, out, lse, levels,
-            *summary, *parts, *masking, flat_scale(call.alpha, batch, query), call.flat_beta,
-            flat_scale(call.offset, batch, query), call.alpha_number, call.beta_number,
-            call.offset_number, call.scale, tokens, heads, call.blocks, *query.stride(),
-            *key.stride(), *value.stride(), *out.stride(),
-            **{name: sizes[name] for name in _OF_BLOCKS + _OF_SUMMARIES},
-            num_warps=warps("read", sizes),
-        )  # fmt: skip
+    workspace: Workspace = {
+        "p_part": ((lines, 2 * tokens, call.value.shape[3]), call.query.dtype),
+        "p_part_lse": ((lines, 2 * tokens), torch.float32),
+        "p_part_seen": ((lines, 2 * tokens), torch.int32),
+    }
+    own = {**_list_args(call, runs), "BM": rows, "STAGES": STAGES["read"]}
+    grid, blocks = (runs * lines,), (call.blocks * lines,)
+    read = Step(list_read.list_read_kernel, grid, values | own, _warps(call))
+    join = Step(list_read.list_join_kernel, blocks, values, warps("read", values))
+    return Recipe([read, join], workspace)
 
 
 def lists_of_runs(call: KeysCall) -> Tensor:
     """The list of every run of the gradients: int32 ``[B, H, runs, L]``; -1 = none."""
     batch, heads = call.query.shape[:2]
-    lists, width = call.lists, call.query.shape[3]
-    longest, runs = lists.keys.shape[4], _most_runs(call, RUN)
-    shape = (batch, heads, runs, longest)
-    found = torch.empty(shape, dtype=torch.int32, device=call.query.device)
-    with on_device(call.query.device):
-        launch(
-            list_grad.run_lists_kernel, (runs * batch * heads,), lists.keys, lists.starts, found,
-            longest, runs, F=2 * width, BF=_list_sizes(call)["BF"], BL=power_of_two(longest),
-            C=RUN, R=heads // call.key.shape[1], num_warps=1,
-        )  # fmt: skip
+    longest, runs = call.lists.keys.shape[4], _most_runs(call, RUN)
+    shape, device = (batch, heads, runs, longest), call.query.device
+    found = torch.empty(shape, dtype=torch.int32, device=device)
+
+    def write() -> Recipe:
+        values = {**_list_args(call, runs), "C": RUN, "BL": power_of_two(longest)}
+        values |= {"F": 2 * call.query.shape[3], "R": heads // call.key.shape[1]}
+        return Recipe([Step(list_grad.run_lists_kernel, (runs * batch * heads,), values, 1)], {})
+
+    runtime = {"p_lists": call.lists.keys, "p_starts": call.lists.starts, "p_out": found}
+    launch_fixed("lists of runs", runtime, device, write)
     return found
 
 
-def gradients(
-    call: KeysCall,
-    gradient: Tensor,
-    dq: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    pairs: tuple[Tensor, Tensor],
-    masking: tuple[Tensor, Tensor],
-    first: int,
-    count: int,
-    runs: int,
-) -> None:
+def gradient_steps(
+    call: KeysCall, values: dict[str, Any], first: int, count: int, runs: int
+) -> list[Step]:
     """Add block and lists to dq of ``count`` query heads from ``first`` on, and write their pairs.
 
     Args:
         call: The call.
-        gradient: Of the output.
-        dq: The slots' share.
-        lse: Log-normalisers.
-        delta: Row sums of gradient times output.
-        pairs: Where dk and dv of every (run, key of its list) go.
-        masking: The mask as bytes, and where the first blocks begin.
+        values: The kernels' arguments.
         first: First of the heads.
         count: How many.
         runs: Runs of a head.
     """
-    query, key, value = call.query, call.key, call.value
-    _, heads, tokens, width = query.shape
-    part = torch.empty((count, 2 * tokens, width), dtype=query.dtype, device=query.device)
-    sizes = sizes_of(call)
-    strides = (*query.stride(), *key.stride(), *value.stride(), *gradient.stride())
-    launch(
-        list_grad.list_grad_kernel, (runs * count,), query, key, value, gradient, lse, delta, part,
-        *pairs, *call.lists, *masking, call.scale, first, tokens, heads,
-        *_list_numbers(call, runs), *strides, **{name: sizes[name] for name in _OF_LISTS},
-        EVEN=sizes["EVEN"], BM=_rows("grad", call), C=RUN, **_list_sizes(call),
-        STAGES=STAGES["grad"], num_warps=_warps(call),
-    )  # fmt: skip
-    launch(
-        list_grad.list_near_kernel, (call.blocks * count,), query, key, value, gradient, dq, lse,
-        delta, part, *masking, call.scale, first, tokens, heads, call.blocks, *strides,
-        *dq.stride(), **{name: sizes[name] for name in _OF_BLOCKS}, num_warps=warps("far", sizes),
-    )  # fmt: skip
+    values = values | {"first_head": first}
+    own = {**_list_args(call, runs), "BM": _rows("grad", call), "C": RUN}
+    own["STAGES"] = STAGES["grad"]
+    grid, blocks = (runs * count,), (call.blocks * count,)
+    return [
+        Step(list_grad.list_grad_kernel, grid, values | own, _warps(call)),
+        Step(list_grad.list_near_kernel, blocks, values, warps("far", values)),
+    ]
 
 
 def numbers_per_head(call: KeysCall) -> int:
@@ -152,12 +110,9 @@ def _is_wide(call: KeysCall) -> bool:
     return max(call.query.shape[3], call.value.shape[3]) * call.query.itemsize > 128
 
 
-def _list_numbers(call: KeysCall, runs: int) -> tuple[int, ...]:
-    """L, most runs of a head, words of a key's bits, and how far a second table is."""
+def _list_args(call: KeysCall, runs: int) -> dict[str, int]:
+    """L, most runs of a head, words of a key's bits, how far a second table is, and sizes."""
     keys, members = call.lists.keys, call.lists.members
-    return keys.shape[4], runs, members.shape[3], keys.stride(0)
-
-
-def _list_sizes(call: KeysCall) -> dict[str, Any]:
-    features = 2 * call.query.shape[3]
-    return {"BF": max(16, power_of_two(features)), "TABLES": call.indices.shape[0]}
+    numbers = {"L": keys.shape[4], "runs": runs, "words": members.shape[3], "table": keys.stride(0)}
+    features = max(16, power_of_two(2 * call.query.shape[3]))
+    return {**numbers, "BF": features, "TABLES": keys.shape[0]}

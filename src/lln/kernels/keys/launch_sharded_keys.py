@@ -9,22 +9,26 @@ Dimension legend: see `launch_keys`; S rows of key and value, of which T are tok
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lln.kernels.keys import triton_sharded_keys
 from lln.kernels.keys.keys_call import KeysCall
-from lln.kernels.keys.keys_sizes import STAGES, rows_at_once, sizes_of, warps
-from lln.kernels.keys.launch_choice import launch
+from lln.kernels.keys.keys_sizes import STAGES, constant_args, rows_at_once, warps
 from lln.kernels.keys.launch_keys import (
-    far_gradients,
+    SORTED_PAIRS,
+    far_step,
     heads_at_once,
     in_order,
+    named_summary,
+    pair_memory,
     read_keys,
     short_dtype,
-    slot_gradients,
 )
-from lln.kernels.launching.recipes import on_device
+from lln.kernels.keys.launch_slots import gradient_parts, gradient_step
+from lln.kernels.launching.recipes import Recipe, Step, launch_fixed
 from lln.kernels.launching.stretches import cdiv
 
 
@@ -47,66 +51,57 @@ def sharded_keys_gradients(
     key is without what log-mass holds of it.
     """
     assert call.outside is not None
-    query, key, value = call.query, call.key, call.value
+    query, device = call.query, call.query.device
     (batch, heads), slots = query.shape[:2], call.summary_heads
-    dq, dk, dv = (torch.empty_like(side) for side in (query, key, value))
-    delta = torch.empty_like(lse)
-    summary = call.outside.summary
-    parts, scalars = slot_gradients(call, gradient, out, dq, lse, levels, delta, summary)
+    dq, dk, dv = (torch.empty_like(side) for side in (query, call.key, call.value))
+    runtime = call.runtime(p_g=gradient, p_o=out, p_lse=lse, p_dq=dq, p_dk=dk, p_dv=dv)
+    runtime |= named_summary(call.outside.summary) | {"p_delta": torch.empty_like(lse)}
+    strides = {"p_o": out, "p_g": gradient, "p_dq": dq, "p_dk": dk, "p_dv": dv}
+    parts, scalars = gradient_parts(call)
+    launch_fixed(
+        ("slot gradients of a rank", *call.options),
+        {**runtime, "p_level": levels, **parts},
+        device,
+        lambda: Recipe([gradient_step(call, constant_args(call, **strides))], {}),
+    )
     # Of all programs and query heads that read a summary; always in the same order.
     dcentroid, dlog_mass, dcentre = (
-        part.view(batch, slots, -1, *part.shape[2:]).sum(2) for part in parts
+        parts[name].view(batch, slots, -1, *parts[name].shape[2:]).sum(2)
+        for name in ("p_dc_parts", "p_dl_parts", "p_dm_parts")
     )
     del parts
-    _key_gradients(call, gradient, (dq, dk, dv), lse, delta)
+    cuts = cdiv(call.key.shape[2] - query.shape[2], call.block_size)
+    # Before the pairs take their memory, because sorting needs some of its own.
+    runtime |= in_order(*_parts_of(call, cuts))
+    launch_fixed(
+        ("pair gradients of a rank", *call.options),
+        runtime,
+        device,
+        lambda: _write_pairs(call, constant_args(call, **strides), cuts),
+    )
     of_alpha, of_offset = (side.sum(-1).view(batch, heads, 1, 1) for side in scalars)
     return dq, dk, dv, of_alpha, of_offset, dlog_mass, dcentroid, dcentre
 
 
-def _key_gradients(
-    call: KeysCall,
-    gradient: Tensor,
-    wanted: tuple[Tensor, Tensor, Tensor],
-    lse: Tensor,
-    delta: Tensor,
-) -> None:
+def _write_pairs(call: KeysCall, values: dict[str, Any], cuts: int) -> Recipe:
     """Add blocks and chosen rows to dq, and write dk and dv."""
-    query, key, value = call.query, call.key, call.value
-    batch, heads, tokens, width = query.shape
-    key_heads, behind, device = key.shape[1], key.shape[2] - tokens, query.device
-    groups, keys = call.indices.shape[2:]
-    dq, dk, dv = wanted
-    sizes, masking = sizes_of(call), call.masking
-    shape = {name: sizes[name] for name in ("W", "D", "E", "BD", "BE", "BW", "R", "PRECISION")}
-    with on_device(device):
-        launch(
-            triton_sharded_keys.keys_own_kernel, (call.blocks * batch * key_heads,), query, key,
-            value, gradient, dk, dv, lse, delta, masking[0], call.scale, tokens, heads, key_heads,
-            call.blocks, *query.stride(), *key.stride(), *value.stride(), *gradient.stride(),
-            *dk.stride(), *dv.stride(), **shape, HAS_MASK=sizes["HAS_MASK"], EVEN=sizes["EVEN"],
-            num_warps=warps("key", sizes),
-        )  # fmt: skip
-    cuts = cdiv(behind, call.block_size)
-    # Before the pairs take their memory, because sorting needs some of its own.
-    order, starts = in_order(*_parts_of(call, cuts))
-    share, each = heads // key_heads, heads_at_once(call)
-    pairs = each * share * groups * keys
-    pair_dk = torch.empty((pairs, width), dtype=query.dtype, device=device)
-    pair_dv = torch.empty((pairs, value.shape[3]), dtype=query.dtype, device=device)
-    pairs_of = (pair_dk, pair_dv)
+    batch, key_heads, rows, _ = call.key.shape
+    share, each = call.query.shape[1] // key_heads, heads_at_once(call, call.indices)
+    values["G"] = call.indices.shape[2]
+    # The kernel of the rows counts those behind the tokens.
+    own = {"S": rows - call.query.shape[2], "parts": cuts, "BP": rows_at_once(call)}
+    own |= {"STAGES": STAGES["key"], **SORTED_PAIRS}
+    number = warps("key", values)
+    grid = (call.blocks * batch * key_heads,)
+    steps = [Step(triton_sharded_keys.keys_own_kernel, grid, values, number)]
     for first in range(0, batch * key_heads, each):
         count = min(each, batch * key_heads - first)
-        with on_device(device):
-            some = (masking[:2], first * share, count * share)
-            far_gradients(call, gradient, dq, lse, delta, pairs_of, *some)
-            if not cuts:
-                continue
-            launch(
-                triton_sharded_keys.keys_rows_kernel, (cuts * count,), dk, dv, *pairs_of, order,
-                call.indices, starts, first, tokens, behind, key_heads, groups, keys, cuts,
-                *dk.stride(), *dv.stride(), **shape, BP=rows_at_once(call), STAGES=STAGES["key"],
-                num_warps=warps("key", sizes),
-            )  # fmt: skip
+        steps.append(far_step(values, first * share, count * share))
+        if cuts:
+            some = values | own | {"first_head": first}
+            kernel = triton_sharded_keys.keys_rows_kernel
+            steps.append(Step(kernel, (cuts * count,), some, number))
+    return Recipe(steps, pair_memory(call, call.indices))
 
 
 def _parts_of(call: KeysCall, cuts: int) -> tuple[Tensor, int]:

@@ -20,6 +20,7 @@ from triton.runtime.errors import OutOfResources
 
 from lln.errors import BackendUnavailableError
 from lln.kernels.launching.limits import is_interpreted
+from lln.kernels.launching.shapes import layout_of
 from lln.kernels.launching.sizes import Sizes, overrides, smaller
 from lln.kernels.launching.stretches import Tile, cdiv
 from lln.kernels.launching.triton_order import HAS_FOLLOWERS
@@ -142,7 +143,8 @@ class Recipe:
         self.bytes = 0
         for name, (shape, dtype) in workspace.items():
             self.offsets[name] = self.bytes
-            self.bytes += cdiv(math.prod(shape) * dtype.itemsize, 256) * 256
+            # What is empty has an address, too.
+            self.bytes += max(cdiv(math.prod(shape) * dtype.itemsize, 256), 1) * 256
 
     def run(self, runtime: dict[str, Any], device: torch.device, *, first: bool) -> None:
         """Launch every step on the device's current stream."""
@@ -208,29 +210,61 @@ def launch_cached(
         choose: Chooses the sizes.
         write: Makes the recipe for them.
     """
+
+    def run_first() -> Recipe:
+        chosen = choose()
+        for _ in range(_shrunk.get(family, 0)):
+            chosen = smaller(chosen) or chosen
+        while True:
+            recipe = write(chosen)
+            try:
+                recipe.run(runtime, device, first=True)
+                return recipe
+            except OutOfResources as error:
+                less = smaller(chosen)
+                if less is None:
+                    raise BackendUnavailableError(
+                        f"impl='triton' finds no tile that fits this GPU for head width "
+                        f"{chosen.width}; use impl='eager'."
+                    ) from error
+                chosen = less
+                _shrunk[family] = _shrunk.get(family, 0) + 1
+
+    _run_recipe(kind, runtime, device, run_first)
+
+
+def launch_fixed(
+    kind: Hashable, runtime: dict[str, Any], device: torch.device, write: Callable[[], Recipe]
+) -> None:
+    """The same where sizes are the same on every chip.
+
+    Args:
+        kind: What decides the launches, besides how the tensors lie in memory.
+        runtime: See `launch_cached`.
+        device: Where the tensors are.
+        write: Makes the recipe.
+    """
+    layouts = [layout_of(side) for side in runtime.values() if isinstance(side, Tensor)]
+
+    def run_first() -> Recipe:
+        recipe = write()
+        recipe.run(runtime, device, first=True)
+        return recipe
+
+    _run_recipe((kind, device, tuple(layouts)), runtime, device, run_first)
+
+
+def _run_recipe(
+    kind: Hashable, runtime: dict[str, Any], device: torch.device, run_first: Callable[[], Recipe]
+) -> None:
+    """Run the recipe of this kind of call; make and keep it if the kind is new."""
     if overrides:
         kind = (kind, tuple(overrides.items()))
     recipe = _recipes.get(kind)
     if recipe is not None:
         recipe.run(runtime, device, first=False)
         return
-    chosen = choose()
-    for _ in range(_shrunk.get(family, 0)):
-        chosen = smaller(chosen) or chosen
-    while True:
-        recipe = write(chosen)
-        try:
-            recipe.run(runtime, device, first=True)
-            break
-        except OutOfResources as error:
-            less = smaller(chosen)
-            if less is None:
-                raise BackendUnavailableError(
-                    f"impl='triton' finds no tile that fits this GPU for head width "
-                    f"{chosen.width}; use impl='eager'."
-                ) from error
-            chosen = less
-            _shrunk[family] = _shrunk.get(family, 0) + 1
+    recipe = run_first()
     if len(_recipes) >= MOST_RECIPES:
         del _recipes[next(iter(_recipes))]
     _recipes[kind] = recipe
