@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.damage import JSON_FILES, OTHER_FILES, cases, check_refusal
 
-from lln.checks.reading import read_arrays, read_lines
+from lln.checks.reading import read_lines
 from lln.instruments.run_log import RunLog, read_records
 from lln_lab.bench.attention_table import FORM, table_of
 from lln_lab.bench.cases import Case
@@ -23,6 +23,7 @@ from lln_lab.experiments.tasks.masked_text import FreshlyHidden, TokenIds
 from lln_lab.experiments.tasks.task import Examples, Task
 from lln_lab.figures.single_head import QUICK, Run
 from lln_lab.inspection.saved import read_study
+from lln_lab.saved_data import read_arrays
 
 
 def study(folder):

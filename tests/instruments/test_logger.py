@@ -228,7 +228,7 @@ def test_tensorboard_holds_the_same_curves(tmp_path):
 def test_tensorboard_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     model = Model()
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'lln\[experiments\]'"):
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'lln\[tensorboard\]'"):
         ConcentrationLogger(model, tmp_path, tensorboard=True)
     with ConcentrationLogger(model, tmp_path) as log:
         train(log, model, 1)

@@ -552,20 +552,6 @@ def test_command_converts_to_exact_keys(tiny, tmp_path, save_with_tokenizer):
     assert '"convolution": 5' in written
 
 
-@pytest.mark.slow
-def test_a_converted_folder_can_be_inspected(tiny, text, tmp_path, save_with_tokenizer):
-    """In a process that has not registered our attention before."""
-    model = tiny("bert")
-    convert(model, "lln_keys", calibrate=text(40), keys=4, block_size=8)
-    save_with_tokenizer(model, tmp_path / "in")
-    script = "import sys; from lln.integrations.local_model import load_local_model as load; "
-    script += "print(load(sys.argv[1]).model.config._attn_implementation)"
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "in"], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.startswith("lln_keys"), done.stderr
-
-
 def test_lines_are_joined_for_exact_keys(tiny, tmp_path, save_with_tokenizer):
     from lln.integrations.folders import convert_folder
 

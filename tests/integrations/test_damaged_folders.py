@@ -13,7 +13,6 @@ from lln.errors import InvalidInputError
 from lln.integrations import folders
 from lln.integrations.convert import convert
 from lln.integrations.loading import load_model, load_tokenizer
-from lln.integrations.local_model import load_local_model
 from lln.integrations.sdpa import attach_described
 
 # Trainer and torch warn about GPUs that are not there.
@@ -154,7 +153,11 @@ def test_a_description_that_is_none_is_refused(tiny, described):
 
 
 def test_code_in_a_folder_is_neither_run_nor_asked_for(made, monkeypatch):
-    folder, seen = made / "plain", made / "seen"
+    check_code_is_not_run(made / "plain", (load_model, load_tokenizer), monkeypatch)
+
+
+def check_code_is_not_run(folder, loaders, monkeypatch):
+    seen = folder.parent / "seen"
     monkeypatch.setattr("builtins.input", lambda *question: "y")
     program = f"open({str(seen)!r}, 'w').close()\n"
     program += "from transformers import BertConfig, BertModel, BertTokenizerFast\n"
@@ -171,7 +174,7 @@ def test_code_in_a_folder_is_neither_run_nor_asked_for(made, monkeypatch):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"auto_map": auto, "tokenizer_class": "T"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    for load in (load_model, load_tokenizer, lambda folder: load_local_model(str(folder))):
+    for load in loaders:
         with pytest.raises(InvalidInputError, match="plain' cannot be loaded: "):
             load(folder)
     assert not seen.exists()

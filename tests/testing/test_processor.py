@@ -52,14 +52,3 @@ def test_the_tests_and_the_doctor_say_the_same():
     for name, fact in found.items():
         assert f"{name:<12} {fact}" in lines
         assert f"{name}: {fact}" in header
-
-
-def test_changes_are_unknown_without_a_checkout(monkeypatch):
-    said = {"ls-files": "src/lln/__init__.py", "rev-parse": "0123", "status": " M src/lln/a.py"}
-    monkeypatch.setattr(processor, "output_of", lambda *words: said.get((*words, "")[1], ""))
-    assert processor.uncommitted() is True
-    said["status"] = ""
-    assert processor.uncommitted() is False
-    # Files without their repository: nobody knows, which is not the same as no changes.
-    said["ls-files"] = ""
-    assert processor.uncommitted() is None

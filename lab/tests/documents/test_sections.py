@@ -12,7 +12,12 @@ from lln_lab.documents.__main__ import SOURCES
 from lln_lab.markdown import TABLES, Section, fill
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [Path("README.md"), TABLES, *(page.relative_to(ROOT) for page in ROOT.glob("docs/**/*.md"))]
+PAGES = [
+    Path("README.md"),
+    Path("DESIGN.md"),
+    TABLES,
+    *(page.relative_to(ROOT) for page in ROOT.glob("docs/**/*.md")),
+]
 
 
 def test_every_section_is_what_its_program_writes(monkeypatch):

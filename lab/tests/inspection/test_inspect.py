@@ -30,11 +30,11 @@ from typer.testing import CliRunner
 
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.instruments import capture, entropy, key_masses
-from lln.integrations.local_model import load_local_model
 from lln_lab.inspection import run_inspect
 from lln_lab.inspection.choice import choose_heads, parse_heads
 from lln_lab.inspection.findings import findings
 from lln_lab.inspection.imitation import imitate
+from lln_lab.inspection.local_model import load_local_model
 from lln_lab.inspection.page import render_json, render_page
 from lln_lab.inspection.study import INSTRUMENTS, StudiedLayer, Study, study_layer
 from lln_lab.inspection.text import read_text
@@ -488,8 +488,8 @@ def test_models_without_text(tmp_path):
 def test_transformers_missing(bert, tmp_path, monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "lln.integrations.local_model", None)
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'lln\[hf,instruments\]'"):
+    monkeypatch.setitem(sys.modules, "lln_lab.inspection.local_model", None)
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'lln\[hf\]'"):
         run_inspect(str(bert), tmp_path)
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from lln.cli.model_commands import convert
 from lln.errors import BackendUnavailableError, LLNError
-
-if TYPE_CHECKING:
-    import click
 
 START, MODELS = "Start here", "Your Hugging Face model"
 # Functions that take the app and add commands to it: the laboratory has one.
@@ -25,7 +22,8 @@ OF_THE_LABORATORY = ("bench", "demo", "figure", "fit", "inspect", "peers", "reco
 class _Group(TyperGroup):
     """Says of a command that is not installed what to install."""
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    # Any: typer brings a click of its own in some versions, and asks for click in others.
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = super().get_command(ctx, cmd_name)
         if found is None and cmd_name in OF_THE_LABORATORY:
             raise BackendUnavailableError(

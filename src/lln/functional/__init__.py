@@ -1,1 +1,1 @@
-"""The entry points (dense, packed and decoding), and the plan that decides how each call runs."""
+"""The entry points (dense, packed, decoding), and the list of ways that decides how calls run."""

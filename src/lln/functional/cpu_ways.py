@@ -25,15 +25,13 @@ class CompiledPasses(Way):
 
     name = "compiled passes"
     impl = "cpu"
-    kinds = ("lln", "lln_diag", "diag", "lln_keys")
+    kinds = ("lln", "diag", "lln_diag")
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
         reason = why_absent(*call.qkv, call.alpha, call.beta, call.key_mask, call.bounds, call.mix)
         if reason is not None:
             return reason
-        if call.kind == "lln_keys":
-            return "computes no exact keys"
         if accumulation_dtype(call.query.dtype) != torch.float32:
             return f"computes in float32, not {call.query.dtype}"
         return None

@@ -44,6 +44,9 @@ WAYS: tuple[Way, ...] = (
     Reference(),
 )
 
+# What calls are called in the reason that nothing computes them.
+CALLED = {"lln_keys": "exact keys", "decode": "single steps of decoding"}
+
 
 def prepare(call: Call, impl: str) -> Prepared:
     """Decide how a checked call is computed, from shapes, dtypes, devices and options.
@@ -71,14 +74,33 @@ def prepare(call: Call, impl: str) -> Prepared:
 
 def choose(call: Call, impl: str) -> Way:
     """The first way that serves a call; see `prepare`."""
-    reason = "is not known for this call"
+    found = _first_way(call, impl)
+    if isinstance(found, str):
+        refuse(impl, found)
+    return found
+
+
+def why_not(call: Call, impl: str) -> str | None:
+    """Why nothing that ``impl`` names computes a call, as the rest of a sentence; None: it does."""
+    found = _first_way(call, impl)
+    return found if isinstance(found, str) else None
+
+
+def _first_way(call: Call, impl: str) -> Way | str:
+    """The first way that serves a call, or the last reason against one."""
+    reason = f"computes no {CALLED.get(call.kind, call.kind)}"
     for way in WAYS:
         if way.serves(call.kind, impl):
             found = way.why_not(call)
             if found is None and (impl != "auto" or way.pays(call)):
                 return way
             reason = found or reason
-    refuse(impl, reason)
+    return reason
+
+
+def implementations(kind: str) -> tuple[str, ...]:
+    """The values of ``impl`` that name a way for calls of a kind, in the order of the list."""
+    return tuple(dict.fromkeys(way.impl for way in WAYS if way.serves(kind, way.impl)))
 
 
 def refuse(impl: str, reason: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Tools to test attention with: tolerances, inputs, poison. Shipped for users' own tests."""
+"""Tools to test attention with: tolerances, inputs, poison, a doctor; for users' tests, too."""
 
 from lln.testing.inputs import LAYOUTS, make_qkv
 from lln.testing.poison import poison_empty

@@ -12,7 +12,6 @@ from lln.functional import ways
 from lln.functional.call import Call
 from lln.functional.dense import lln_diag_attention
 from lln.kernels.launching import compiled_launcher
-from lln.kernels.launching.limits import why_unavailable
 from lln.testing.failures import in_one_line
 from lln.testing.load import read_load
 from lln.testing.processor import facts, version
@@ -65,21 +64,21 @@ def examine(echo: Callable[[str], object]) -> bool:
 def _check(device: str, echo: Callable[[str], object]) -> bool:
     """Compare what runs on a device, in float32, with the float64 reference."""
     generator = torch.Generator().manual_seed(0)
-    # Whole blocks of 16 tokens, the default here: compiled passes take no others.
     inputs = torch.randn(3, 1, 2, 208, 16, generator=generator)
     expected = lln_diag_attention(*inputs.double(), impl="reference")
     echo(f"{device:<12} a usual call (LLN + Diag, 12 heads of width 64): {_usual_plan(device)}")
     are_right = True
-    for impl in ("eager", "cpu", "triton"):
+    sides = inputs.to(device)
+    call = Call("lln_diag", *sides, mix=0.5, block_size=64)
+    for impl in ways.implementations("lln_diag"):
+        if impl == "reference":
+            continue
         try:
-            if impl == "cpu" and (device != "cpu" or library.load() is None):
-                continue
-            reason = why_unavailable(inputs[0].to(device)) if impl == "triton" else None
+            reason = ways.why_not(call, impl)
             if reason is not None:
-                if device.startswith("cuda"):
-                    echo(f"{device:<12} impl 'triton' {reason}")
+                echo(f"{device:<12} impl {impl!r} {reason}")
                 continue
-            found = lln_diag_attention(*inputs.to(device), impl=impl).cpu()
+            found = lln_diag_attention(*sides, impl=impl).cpu()
         except Exception as error:  # Whatever a compiler or a driver raises is a finding.
             echo(f"{device:<12} FAILED: {in_one_line(error)}, impl {impl!r}")
             are_right = False

@@ -1,4 +1,4 @@
-"""What results depend on: the device, the processor, torch's math libraries, the commit.
+"""What results depend on: the processor, torch's math libraries.
 
 Other processors add in another order, and libraries refuse different inputs. So every result or
 failure is stored together with these facts.
@@ -15,24 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lln.errors import InvalidInputError
-
 PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def check_device(device: str | None) -> str:
-    """The device to use: the one asked for, else the GPU if there is one.
-
-    Raises:
-        InvalidInputError: If it is unknown or not available.
-    """
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise InvalidInputError(f"--device must be cpu or cuda, got {device!r}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidInputError("--device cuda needs a CUDA device; use --device cpu.")
-    return device
 
 
 def facts() -> dict[str, str]:
@@ -75,26 +58,6 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def commit() -> str:
-    """The commit of the checkout that this package is used from; empty for an installed one."""
-    # Checked first, because an installed copy may lie inside another project's checkout.
-    if not output_of("git", "ls-files", "--", str(PACKAGE / "__init__.py")):
-        return ""
-    return output_of("git", "rev-parse", "--verify", "HEAD")
-
-
-def uncommitted(*places: str) -> bool | None:
-    """Whether files there differ from the commit; None if no checkout says so.
-
-    Args:
-        places: Folders, or git's patterns; nothing = the package.
-    """
-    if not commit():
-        return None
-    found = output_of("git", "status", "--porcelain", "--", *(places or (str(PACKAGE),)))
-    return bool(found)
 
 
 def output_of(*command: str) -> str:

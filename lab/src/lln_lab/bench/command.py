@@ -16,12 +16,12 @@ import torch
 
 from lln.errors import InvalidInputError
 from lln.integrations.progress import progress_bar
-from lln.testing.processor import check_device
 from lln_lab.bench.environment import describe
 from lln_lab.bench.record import Record
 from lln_lab.bench.result_rows import Row
 from lln_lab.bench.spread import noise_note
 from lln_lab.bench.terminal_tables import Table, show_table
+from lln_lab.machine import check_device
 
 Echo = Callable[[str], object]
 

@@ -16,7 +16,8 @@ from lln.cpu import library
 from lln.errors import InvalidInputError
 from lln.kernels.launching import compiled_launcher
 from lln.testing.load import read_load
-from lln.testing.processor import commit, processor, uncommitted, version
+from lln.testing.processor import processor, version
+from lln_lab.machine import commit, uncommitted
 
 # Measurements with different values of these must not be in one table.
 IDENTITY = ("device", "threads", "torch", "triton", "cpu_passes", "launcher", "commit")

@@ -1,1 +1,1 @@
-"""The published results and the program that puts them into README and docs."""
+"""Programs that time one thing against another, in turns, for the published results."""

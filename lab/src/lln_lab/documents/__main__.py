@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from itertools import chain
 
-from lln_lab.documents import benchmark_sections, model_sections, study_sections
+from lln_lab.documents import benchmark_sections, model_sections, study_sections, way_sections
 from lln_lab.markdown import fill
 
-SOURCES = (benchmark_sections, model_sections, study_sections)
+SOURCES = (benchmark_sections, model_sections, study_sections, way_sections)
 
 
 def main() -> None:

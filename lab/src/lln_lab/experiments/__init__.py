@@ -1,1 +1,1 @@
-"""Results of the paper's experiments, and the program that puts them into the docs."""
+"""The paper's experiments and ours: tasks, trainings, their cells, and what tables may claim."""

@@ -15,7 +15,8 @@ from typing import Any
 from lln.checks.reading import read_json
 from lln.errors import InvalidInputError
 from lln.files import compact_json, write_atomically
-from lln.testing.processor import PACKAGE, uncommitted
+from lln.testing.processor import PACKAGE
+from lln_lab.machine import uncommitted
 
 LAB = Path(__file__).resolve().parents[3]
 PUBLISHED = LAB / "results" / "experiments"

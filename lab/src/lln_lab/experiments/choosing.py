@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lln.checks.reading import read_saved
 from lln.files import replacing
 from lln.integrations.transformers import transformers
 from lln_lab.experiments.answering import accuracy, answers
+from lln_lab.saved_data import read_saved
 
 
 class Chooser(transformers.TrainerCallback):

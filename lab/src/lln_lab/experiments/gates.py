@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from lln.checks.reading import read_saved
 from lln.errors import InvalidInputError, LLNError
 from lln.files import compact_json, write_atomically
 from lln.integrations.progress import progress_bar
@@ -41,6 +40,7 @@ from lln_lab.experiments.gate_rules import GATES
 from lln_lab.experiments.hosts import Sizes, same_start
 from lln_lab.experiments.tasks import listops
 from lln_lab.experiments.tasks.matched_retrieval import matched_parts
+from lln_lab.saved_data import read_saved
 
 NAME = "gates"
 OUT = Path("lab/results/experiments/cells")

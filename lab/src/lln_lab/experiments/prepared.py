@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import lln_lab.experiments.tasks
-from lln.checks.reading import first_line, parsed_json, read_arrays
+from lln.checks.reading import first_line, parsed_json
 from lln.errors import InvalidInputError
 from lln.files import replacing
 from lln_lab.experiments.experiment import Experiment
@@ -26,6 +26,7 @@ from lln_lab.experiments.tasks.masked_text import FreshlyHidden, TokenIds
 from lln_lab.experiments.tasks.recall import RecallTask
 from lln_lab.experiments.tasks.retrieval import PairExamples
 from lln_lab.experiments.tasks.task import Examples, Task
+from lln_lab.saved_data import read_arrays
 
 _TASKS: dict[str, Any] = {kind.__name__: kind for kind in (Task, RecallTask, PictureTask)}
 _PARTS: dict[str, Any] = {

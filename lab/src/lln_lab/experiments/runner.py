@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lln.checks.reading import read_saved
 from lln.errors import InvalidInputError
 from lln.files import replacing
 from lln.integrations.progress import progress_bar
@@ -29,6 +28,7 @@ from lln_lab.experiments.observing import Observer, can_be_observed
 from lln_lab.experiments.prepared import prepared_task
 from lln_lab.experiments.tasks.task import Task
 from lln_lab.experiments.training import processes, train
+from lln_lab.saved_data import read_saved
 
 
 def cells_of(

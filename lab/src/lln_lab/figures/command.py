@@ -10,7 +10,6 @@ from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
 from lln.files import check_file, compact_json, write_atomically
 from lln.integrations.progress import progress_bar
-from lln.testing.processor import check_device
 from lln_lab.drawing import SUFFIXES, save
 from lln_lab.figures import (
     evidence,
@@ -21,6 +20,7 @@ from lln_lab.figures import (
     temperature_sweep,
 )
 from lln_lab.figures.setting import Results, Setting
+from lln_lab.machine import check_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

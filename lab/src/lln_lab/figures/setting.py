@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lln import __version__
-from lln.testing.processor import commit, uncommitted
+from lln_lab.machine import commit, uncommitted
 
 Results = dict[str, Any]
 _Item = TypeVar("_Item")

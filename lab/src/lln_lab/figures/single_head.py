@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln.checks.reading import first_line, read_saved
+from lln.checks.reading import first_line
 from lln.errors import InvalidInputError
 from lln.files import replacing
 from lln.instruments import capture
@@ -25,6 +25,7 @@ from lln_lab.demo.corpus import Corpus, load_corpus, log_frequency
 from lln_lab.figures.setting import Results, Setting
 from lln_lab.figures.single_head_model import SingleHeadRoberta, Size, masked
 from lln_lab.figures.style import plain_ticks, title
+from lln_lab.saved_data import read_saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

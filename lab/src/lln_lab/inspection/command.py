@@ -26,7 +26,7 @@ from lln_lab.report.page_file import PageFile
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lln.integrations.local_model import LocalModel
+    from lln_lab.inspection.local_model import LocalModel
 
 NAME = "lln-inspect"
 TOKENS = 512
@@ -182,7 +182,7 @@ def _check_length(
 
 def _load(model: str) -> LocalModel:
     try:
-        from lln.integrations.local_model import load_local_model
+        from lln_lab.inspection.local_model import load_local_model
     except ImportError as error:
         raise BackendUnavailableError(
             "lln inspect reads Hugging Face models; run pip install 'lln[hf]'."

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from lln.checks.reading import read_saved
 from lln.errors import InvalidInputError
+from lln_lab.saved_data import read_saved
 
 
 class Program:
