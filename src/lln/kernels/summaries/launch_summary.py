@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.launching.recipes import Recipe, launch_cached, over_tiles
+from lln.kernels.launching.recipes import Recipe, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
@@ -29,7 +29,7 @@ from lln.kernels.summaries.launch_passes import (
     summary_shares,
     summary_steps,
 )
-from lln.kernels.summaries.lln_call import LLNCall, constant_args, runtime_args
+from lln.kernels.summaries.lln_call import LLNCall, constant_args, launch_call, runtime_args
 
 
 def _call(
@@ -71,14 +71,7 @@ def summarise(*arguments: Any) -> tuple[Tensor, Tensor]:
     centroid = log_mass.new_empty((*shape, value.shape[3]))
     runtime = runtime_args(call, call.query, slots)
     runtime["p_log_mass"], runtime["p_centroid"] = log_mass, centroid
-    launch_cached(
-        ("summarise", call.layout_key(), call.options()),
-        call.family("summarise"),
-        runtime,
-        value.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_summarise(call, runtime, chosen),
-    )
+    launch_call("summarise", call, runtime, slots, _write_summarise)
     return log_mass, centroid
 
 
@@ -120,14 +113,7 @@ def summarise_backward(
         _, programs = _key_stretch(call, call.sizes(slots))
         parts = log_mass.new_empty(call.samples, slots, programs, 3)
         runtime["p_dbeta"] = parts
-    launch_cached(
-        ("summarise_backward", beta_grad, call.layout_key(), call.options()),
-        call.family("summarise_backward"),
-        runtime,
-        value.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_key_grad(call, runtime, beta_grad, chosen),
-    )
+    launch_call("summarise_backward", call, runtime, slots, _write_key_grad, beta_grad)
     dbeta = None
     if parts is not None:
         # All tokens and slots: what g adds up to where other tokens share the summary.
@@ -146,7 +132,7 @@ def _key_stretch(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
 
 
 def _write_key_grad(
-    call: LLNCall, runtime: dict[str, Any], beta_grad: bool, chosen: Sizes
+    call: LLNCall, runtime: dict[str, Any], chosen: Sizes, beta_grad: bool
 ) -> Recipe:
     slots, keys, tile = call.summary_heads, call.key.shape[2], chosen.key_grad
     stretch, programs = _key_stretch(call, call.sizes(slots))
@@ -195,18 +181,11 @@ def read(
     runtime = runtime_args(call, out, slots)
     runtime["p_o"], runtime["p_log_mass"] = out, log_mass.contiguous()
     runtime["p_centroid"] = centroid.to(query.dtype).contiguous()
-    launch_cached(
-        ("read", slots, call.layout_key(), call.options()),
-        call.family("read"),
-        runtime,
-        query.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_read(call, runtime, slots, chosen),
-    )
+    launch_call("read", call, runtime, slots, _write_read, slots)
     return out
 
 
-def _write_read(call: LLNCall, runtime: dict[str, Any], slots: int, chosen: Sizes) -> Recipe:
+def _write_read(call: LLNCall, runtime: dict[str, Any], chosen: Sizes, slots: int) -> Recipe:
     (heads, tokens), tile = call.query.shape[1:3], chosen.read
     programs = call.samples * heads
     values = constant_args(call, chosen, runtime, slots, max(chosen.width, chosen.value_width))
@@ -256,13 +235,15 @@ def read_backward(
         _, programs = _query_stretch(call, call.sizes(slots))
         parts = shift.new_empty(call.samples, query.shape[1], programs)
         runtime["p_dalpha"] = parts
-    launch_cached(
-        ("read_backward", alpha_grad, slots, call.layout_key(gradient), call.options()),
-        call.family("read_backward"),
+    launch_call(
+        "read_backward",
+        call,
         runtime,
-        query.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_query_grad(call, runtime, slots, alpha_grad, chosen),
+        slots,
+        _write_query_grad,
+        alpha_grad,
+        slots,
+        others=(gradient,),
     )
     dcentroid = dc.mT
     dlog_mass = shift + (low.float() * dcentroid).sum(-1)
@@ -282,7 +263,7 @@ def _query_stretch(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
 
 
 def _write_query_grad(
-    call: LLNCall, runtime: dict[str, Any], slots: int, alpha_grad: bool, chosen: Sizes
+    call: LLNCall, runtime: dict[str, Any], chosen: Sizes, alpha_grad: bool, slots: int
 ) -> Recipe:
     batch, (heads, tokens), tile = call.samples, call.query.shape[1:3], chosen.query_grad
     stretch, splits = _query_stretch(call, call.sizes(slots))
