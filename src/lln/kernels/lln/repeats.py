@@ -263,8 +263,10 @@ def repeat_of(call: Any, prepared: Any) -> Repeat | None:
         return None
     blocks = prepared.block_size if prepared.diagonal == "joint" else 0
     scale = query.shape[3] ** -0.5 if call.scale is None else float(call.scale)
-    numbers = (1.0, 1.0, 1.0, blocks, scale if blocks else 1.0, 0.0, 0, call.is_causal, 0)
-    first = LLNCall(query, key, value, alphas, betas, mask, None, None, *numbers)
+    first = LLNCall(
+        query, key, value, alphas, betas, mask, block_size=blocks,
+        scale=scale if blocks else 1.0, causal=call.is_causal,
+    )  # fmt: skip
     tracked = torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value))
     launcher = launch_causal if call.is_causal else launch_bidirectional
     forward = _recipe_of(launcher.forward_kind(first, tracked))

@@ -31,20 +31,6 @@ from lln.kernels.summaries.launch_passes import (
 )
 from lln.kernels.summaries.lln_call import LLNCall, constant_args, launch_call, runtime_args
 
-
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    alpha: tuple[Tensor | None, float] = (None, 1.0),
-    beta: tuple[Tensor | None, float] = (None, 1.0),
-) -> LLNCall:
-    """A call of bidirectional LLN attention without blocks and dropout."""
-    tensors = (query, key, value, alpha[0], beta[0], mask, None, None)
-    return LLNCall(*tensors, alpha[1], beta[1], 1.0, 0, 1.0, 0.0, 0, causal=False, longest=0)
-
-
 # Keys into a summary
 
 
@@ -54,7 +40,7 @@ def _key_call(
     """In place of queries it has keys: no kernel of this half looks at them."""
     heads = key.shape[1] if beta is None else beta.shape[1]
     stand_in = key[:, :1].expand(-1, heads, -1, -1)
-    return _call(stand_in, key, value, mask, beta=(beta, beta_number))
+    return LLNCall(stand_in, key, value, beta=beta, mask=mask, beta_number=beta_number)
 
 
 def summarise(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -155,7 +141,8 @@ def _query_call(
     alpha_number: float,
 ) -> LLNCall:
     """In place of keys it has queries, in place of values something ``[B, H, T, E]``."""
-    return _call(query, query[:, :slots], value[:, :slots], mask, alpha=(alpha, alpha_number))
+    sides = (query, query[:, :slots], value[:, :slots])
+    return LLNCall(*sides, alpha, mask=mask, alpha_number=alpha_number)
 
 
 def read(

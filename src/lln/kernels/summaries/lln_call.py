@@ -51,20 +51,20 @@ class LLNCall(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    alpha: Tensor | None
-    beta: Tensor | None
-    mask: Tensor | None
-    mix: Tensor | None
-    bounds: Tensor | None
-    alpha_number: float
-    beta_number: float
-    mix_number: float
-    block_size: int
-    scale: float
-    dropout_p: float
-    seed: int
-    causal: bool
-    longest: int
+    alpha: Tensor | None = None
+    beta: Tensor | None = None
+    mask: Tensor | None = None
+    mix: Tensor | None = None
+    bounds: Tensor | None = None
+    alpha_number: float = 1.0
+    beta_number: float = 1.0
+    mix_number: float = 1.0
+    block_size: int = 0
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    seed: int = 0
+    causal: bool = False
+    longest: int = 0
 
     @property
     def samples(self) -> int:
