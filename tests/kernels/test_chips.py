@@ -60,6 +60,7 @@ def plug_in(monkeypatch):
         prepared_calls.clear()
         monkeypatch.setattr(sizes, "multiprocessors", lambda device: 82)
         monkeypatch.setattr(kernel_ways, "why_no_kernels", lambda query: None)
+        monkeypatch.setattr(kernel_ways.KernelWay, "pays", lambda way, call: True)
         return needs
 
     sizes._choose.cache_clear()
@@ -315,20 +316,19 @@ def test_launches_have_the_parameters_of_the_kernels(plug_in, monkeypatch, optio
     attend = lln.lln_diag_attention if options else lln.lln_attention
     attend(*inputs, **GIVEN, **options)
     (recipe,) = recipes._recipes.values()
-    launches = repeats._Launches(recipe, repeats._FORWARD)
     asked = []
 
     def sizes_of(function):
         asked.append(parameters_in(kernels[function].asm["ptx"]))
         return asked[-1]
 
-    plain = plain_launches.describe(recipe, launches.names, launches.places, sizes_of)
+    plain = plain_launches.describe(recipe, repeats._FORWARD, sizes_of)
     assert plain is not None
     for found, (_, _, threads, shared, _, cells, fills), kernel in zip(
-        asked, plain[3], kernels, strict=True
+        asked, plain[2], kernels, strict=True
     ):
         assert len(cells) == 8 * len(found)
         assert (threads, shared) == (32 * kernel.metadata.num_warps, kernel.metadata.shared)
         for cell, slot, form in fills:
-            is_number = form == "f" or slot == launches.places["seed"]
+            is_number = form == "f" or slot == repeats._FORWARD.index("seed")
             assert found[cell] == (4 if is_number else 8)

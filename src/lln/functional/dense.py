@@ -76,19 +76,6 @@ def lln_attention(
         >>> lln_attention(query, key, value).shape
         torch.Size([2, 4, 10, 8])
     """
-    if not is_compiling() and repeats.try_fast_path is not None:
-        arguments = (repeats.LLN, query, key, value, alpha, beta, matching, 1.0, 0, None, key_mask)
-        out = repeats.try_fast_path(*arguments, dropout_p, is_causal, enable_gqa, impl)
-        if out is not None:
-            return out
-    query, key, value = cast_for_autocast(query, key, value)
-    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
-    checks.check_key_mask(key_mask, key)
-    checks.check_options(
-        query, key, query.shape[0], alpha, beta, matching, dropout_p=dropout_p, is_causal=is_causal
-    )
-    if is_causal:
-        checks.check_causal(is_causal, query.shape[2], key.shape[2])
     call = Call(
         "lln",
         query,
@@ -101,7 +88,19 @@ def lln_attention(
         dropout_p=dropout_p,
         is_causal=is_causal,
     )
-    return attend(call, impl)
+    if not is_compiling() and repeats.try_fast_path is not None:
+        out = repeats.try_fast_path(call, enable_gqa, impl)
+        if out is not None:
+            return out
+    query, key, value = cast_for_autocast(query, key, value)
+    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+    checks.check_key_mask(key_mask, key)
+    checks.check_options(
+        query, key, query.shape[0], alpha, beta, matching, dropout_p=dropout_p, is_causal=is_causal
+    )
+    if is_causal:
+        checks.check_causal(is_causal, query.shape[2], key.shape[2])
+    return attend(call.replace(query=query, key=key, value=value), impl)
 
 
 @explain_misfits
@@ -207,20 +206,23 @@ def lln_diag_attention(
         >>> lln_diag_attention(query, key, value, mix=gate).shape
         torch.Size([2, 4, 10, 8])
     """
+    call = Call(
+        "lln_diag",
+        query,
+        key,
+        value,
+        alpha,
+        beta,
+        matching,
+        mix,
+        block_size,  # pyright: ignore[reportArgumentType] None = D, once query is checked
+        scale,
+        key_mask,
+        dropout_p,
+        is_causal,
+    )
     if not is_compiling() and repeats.try_fast_path is not None:
-        arguments = (
-            repeats.LLN_DIAG,
-            query,
-            key,
-            value,
-            alpha,
-            beta,
-            matching,
-            mix,
-            block_size,
-            scale,
-        )
-        out = repeats.try_fast_path(*arguments, key_mask, dropout_p, is_causal, enable_gqa, impl)
+        out = repeats.try_fast_path(call, enable_gqa, impl)
         if out is not None:
             return out
     query, key, value = cast_for_autocast(query, key, value)
@@ -233,19 +235,5 @@ def lln_diag_attention(
     block_size = query.shape[-1] if block_size is None else block_size
     checks.check_blocks(block_size, scale)
     checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-    call = Call(
-        "lln_diag",
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        matching,
-        mix,
-        block_size,
-        scale,
-        key_mask,
-        dropout_p,
-        is_causal,
-    )
+    call = call.replace(query=query, key=key, value=value, block_size=block_size)
     return attend(call, impl)

@@ -11,7 +11,7 @@ Each takes queries and keys and gives one number per head, ``[B, H]``:
 - `gaussianity` of queries and keys, which the paper's formulas assume
 - `key_masses`, what softmax's own block and its most wanted keys hold (exact keys)
 
-`capture` measures them inside a model while it runs, `ConcentrationLogger` through a training.
+`capture` measures them inside a model while it runs.
 
 `of_matrix` has the same for a row-stochastic matrix you already have.
 """
@@ -22,14 +22,12 @@ from lln.instruments.entropy import entropy
 from lln.instruments.gaussianity import Gaussianity, gaussianity
 from lln.instruments.key_masses import KeyMasses, key_masses
 from lln.instruments.log_normality import LogNormality, log_normality
-from lln.instruments.logger import ConcentrationLogger
 from lln.instruments.score_variance import ScoreVariance, score_variance
 from lln.instruments.spectral_gap import spectral_gap
 from lln.instruments.temperature import temperature
 from lln.instruments.variance import variance
 
 __all__ = [
-    "ConcentrationLogger",
     "Gaussianity",
     "KeyMasses",
     "LogNormality",

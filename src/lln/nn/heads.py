@@ -91,36 +91,15 @@ class LLNCore(nn.Module):
         if is_causal:
             checks.check_causal(is_causal, query.shape[2], key.shape[2])
         alpha, beta = self.statistics(query, key, key_mask, is_causal)
-        sides = (query, key, value, alpha, beta)
-        return self._attend("lln", *sides, key_mask, is_causal, self._dropout_p())
-
-    def _attend(
-        self,
-        kind: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        alpha: Tensor | None,
-        beta: Tensor | None,
-        key_mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-        *,
-        mix: float | Tensor = 1.0,
-        block_size: int = 0,
-    ) -> Tensor:
-        """Run a call of checked inputs by this module's implementation."""
         call = Call(
-            kind,
+            "lln",
             query,
             key,
             value,
             alpha,
             beta,
-            mix=mix,
-            block_size=block_size,
             key_mask=key_mask,
-            dropout_p=dropout_p,
+            dropout_p=self._dropout_p(),
             is_causal=is_causal,
         )
         return attend(call, self.impl)
@@ -234,19 +213,24 @@ class LLNDiagCore(LLNCore):
                 f"value must have width {self.value_dim}, got {value.shape[3]}; give value_dim."
             )
         alpha, beta = self.statistics(query, key, key_mask, is_causal)
-        how = (key_mask, is_causal)
+        call = Call(
+            "lln_diag",
+            query,
+            key,
+            value,
+            alpha,
+            beta,
+            mix=self._mix(query, key_mask),
+            block_size=self.block_size,
+            key_mask=key_mask,
+            dropout_p=self._dropout_p(),
+            is_causal=is_causal,
+        )
         if self.join == "heads":
-            return self._by_head(query, key, value, alpha, beta, *how)
+            return self._by_head(call)
         if self.join == "scale":
-            # The same keys are dropped from both parts.
-            value = drop_keys(value, self._dropout_p())
-            long_range = self._attend("lln", query, key, value, alpha, beta, *how, 0.0)
-            short_range = self._diagonal(query, key, value, *how, 0.0)
-            out = self.lln_scale * long_range + self.diag_scale * short_range
-            return out.to(long_range.dtype)
-        sides = (query, key, value, alpha, beta)
-        blocks = {"mix": self._mix(query, key_mask), "block_size": self.block_size}
-        return self._attend("lln_diag", *sides, *how, self._dropout_p(), **blocks)
+            return self._by_scale(call)
+        return attend(call, self.impl)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""
@@ -263,37 +247,37 @@ class LLNDiagCore(LLNCore):
             return (logits + self.gate_bias[:, None]).sigmoid().unsqueeze(-1)
         return 0.5
 
-    def _diagonal(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-    ) -> Tensor:
-        sides = (query, key, value, None, None)
-        return self._attend(
-            "diag", *sides, key_mask, is_causal, dropout_p, block_size=self.block_size
+    def _by_scale(self, call: Call) -> Tensor:
+        # The same keys are dropped from both parts.
+        call = call.replace(value=drop_keys(call.value, call.dropout_p), dropout_p=0.0)
+        long_range, short_range = (
+            attend(_long_range(call), self.impl),
+            attend(_blocks(call), self.impl),
         )
+        out = self.lln_scale * long_range + self.diag_scale * short_range
+        return out.to(long_range.dtype)
 
-    def _by_head(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        key_mask: Tensor | None,
-        is_causal: bool,
-    ) -> Tensor:
-        key, value = repeat_heads(key, self.num_heads), repeat_heads(value, self.num_heads)
+    def _by_head(self, call: Call) -> Tensor:
         split = [self.lln_heads, self.num_heads - self.lln_heads]
-        queries, keys, values = (tensor.split(split, 1) for tensor in (query, key, value))
-        alpha, beta = (
-            side if side.shape[1] == 1 else side[:, : self.lln_heads] for side in (alpha, beta)
+        whole = (repeat_heads(side, self.num_heads) for side in call.qkv)
+        first, rest = (
+            dict(zip(("query", "key", "value"), sides, strict=True))
+            for sides in zip(*(side.split(split, 1) for side in whole), strict=True)
         )
-        how = (key_mask, is_causal, self._dropout_p())
-        long_range = self._attend("lln", queries[0], keys[0], values[0], alpha, beta, *how)
-        short_range = self._diagonal(queries[1], keys[1], values[1], *how)
+        first |= {
+            name: side if side.shape[1] == 1 else side[:, : self.lln_heads]
+            for name, side in (("alpha", call.alpha), ("beta", call.beta))
+        }
+        long_range = attend(_long_range(call.replace(**first)), self.impl)
+        short_range = attend(_blocks(call.replace(**rest)), self.impl)
         return torch.cat([long_range, short_range], dim=1)
+
+
+def _long_range(call: Call) -> Call:
+    """The LLN part of a call by itself."""
+    return call.replace(kind="lln", mix=1.0, block_size=0)
+
+
+def _blocks(call: Call) -> Call:
+    """The diagonal part of a call by itself."""
+    return call.replace(kind="diag", alpha=None, beta=None, mix=1.0)

@@ -31,10 +31,6 @@ from lln.parallel.temperature_merge import measure_shards
 from lln.precision import cast_for_autocast, without_autocast
 from lln.tracing import is_sharded
 
-# What calls have in common with those of one rank's heads.
-_OPTIONS = ("alpha", "beta", "matching", "key_mask", "dropout_p", "is_causal")
-_DIAGONAL = (*_OPTIONS, "mix", "block_size", "scale")
-
 
 @explain_misfits
 @outside_graphs
@@ -91,55 +87,33 @@ def lln_attention(
     """
     operation = "lln.parallel.lln_attention"
     ranks = find_ranks(group, operation)
+    options: dict[str, Any] = {
+        "alpha": alpha,
+        "beta": beta,
+        "matching": matching,
+        "key_mask": key_mask,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+    }
+    how: dict[str, Any] = {"enable_gqa": enable_gqa, "impl": impl}
     if is_alone(ranks, lengths, key):
-        return dense.lln_attention(
-            query,
-            key,
-            value,
-            alpha=alpha,
-            beta=beta,
-            matching=matching,
-            key_mask=key_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            enable_gqa=enable_gqa,
-            impl=impl,
-        )
+        return dense.lln_attention(query, key, value, **options, **how)
     query, key, value = cast_for_autocast(query, key, value)
 
     def check() -> Call:
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
         checks.check_key_mask(key_mask, key)
-        checks.check_options(
-            query,
-            key,
-            query.shape[0],
-            alpha,
-            beta,
-            matching,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-        )
+        numbers: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
+        checks.check_options(query, key, query.shape[0], alpha, beta, matching, **numbers)
         if is_causal:
             checks.check_causal(is_causal, query.shape[2], key.shape[2])
-        call = Call(
-            "lln",
-            query,
-            key,
-            value,
-            alpha,
-            beta,
-            matching,
-            key_mask=key_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-        )
+        call = Call("lln", query, key, value, **options)
         check_local(call, impl, operation)
         return call
 
     if is_sharded(query):
-        others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
-        return attend_own_heads(check(), ranks, lln_attention, _OPTIONS, **others)
+        how |= {"group": group, "lengths": lengths}
+        return attend_own_heads(check(), ranks, lln_attention, tuple(options), **how)
     call, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(call, impl, shards)
@@ -202,23 +176,20 @@ def lln_diag_attention(
     """
     operation = "lln.parallel.lln_diag_attention"
     ranks = find_ranks(group, operation)
+    options: dict[str, Any] = {
+        "alpha": alpha,
+        "beta": beta,
+        "matching": matching,
+        "block_size": block_size,
+        "mix": mix,
+        "key_mask": key_mask,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+    }
+    how: dict[str, Any] = {"enable_gqa": enable_gqa, "impl": impl}
     if is_alone(ranks, lengths, key):
-        return dense.lln_diag_attention(
-            query,
-            key,
-            value,
-            alpha=alpha,
-            beta=beta,
-            matching=matching,
-            block_size=block_size,
-            mix=mix,
-            key_mask=key_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            impl=impl,
-        )
+        return dense.lln_diag_attention(query, key, value, **options, **how)
     query, key, value = cast_for_autocast(query, key, value)
 
     def check() -> Call:
@@ -230,27 +201,13 @@ def lln_diag_attention(
         size = query.shape[-1] if block_size is None else block_size
         checks.check_blocks(size, scale)
         checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-        call = Call(
-            "lln_diag",
-            query,
-            key,
-            value,
-            alpha,
-            beta,
-            matching,
-            mix,
-            size,
-            scale,
-            key_mask,
-            dropout_p,
-            is_causal,
-        )
+        call = Call("lln_diag", query, key, value, **dict(options, block_size=size))
         check_local(call, impl, operation)
         return call
 
     if is_sharded(query):
-        others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
-        return attend_own_heads(check(), ranks, lln_diag_attention, _DIAGONAL, **others)
+        how |= {"group": group, "lengths": lengths}
+        return attend_own_heads(check(), ranks, lln_diag_attention, tuple(options), **how)
     call, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         passes = choose_passes(call, impl, shards)

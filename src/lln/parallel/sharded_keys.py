@@ -41,12 +41,6 @@ from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
 from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
 from lln.tracing import is_sharded
 
-# What calls have in common with those of one rank's heads.
-_OPTIONS = (
-    *("alpha", "beta", "matching", "block_size", "keys", "select", "group_size", "offset"),
-    *("key_mask", "is_causal", "scale"),
-)
-
 
 @explain_misfits
 @outside_graphs
@@ -102,25 +96,22 @@ def lln_keys_attention(
     """
     operation = "lln.parallel.lln_keys_attention"
     ranks = find_ranks(group, operation)
+    options: dict[str, Any] = {
+        "alpha": alpha,
+        "beta": beta,
+        "matching": matching,
+        "block_size": block_size,
+        "keys": keys,
+        "select": select,
+        "group_size": group_size,
+        "offset": offset,
+        "key_mask": key_mask,
+        "is_causal": is_causal,
+        "scale": scale,
+    }
+    how: dict[str, Any] = {"enable_gqa": enable_gqa, "impl": impl}
     if is_alone(ranks, lengths, key):
-        return exact_keys.lln_keys_attention(
-            query,
-            key,
-            value,
-            alpha=alpha,
-            beta=beta,
-            matching=matching,
-            block_size=block_size,
-            keys=keys,
-            select=select,
-            group_size=group_size,
-            offset=offset,
-            key_mask=key_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            impl=impl,
-        )
+        return exact_keys.lln_keys_attention(query, key, value, **options, **how)
     query, key, value = cast_for_autocast(query, key, value)
 
     def check() -> Call:
@@ -144,29 +135,13 @@ def lln_keys_attention(
                 f"{operation} chooses the keys itself, got indices; give keys as a number."
             )
         checks.check_count("keys", keys, 0)
-        call = Call(
-            "lln_keys",
-            query,
-            key,
-            value,
-            alpha,
-            beta,
-            matching,
-            block_size=block_size,
-            scale=scale,
-            key_mask=key_mask,
-            is_causal=is_causal,
-            keys=keys,
-            select=select,
-            group_size=size,
-            offset=offset,
-        )
+        call = Call("lln_keys", query, key, value, **dict(options, group_size=size))
         check_local(call, impl, operation)
         return call
 
     if is_sharded(query):
-        others = {"group": group, "lengths": lengths, "enable_gqa": enable_gqa, "impl": impl}
-        return attend_own_heads(check(), ranks, lln_keys_attention, _OPTIONS, **others)
+        how |= {"group": group, "lengths": lengths}
+        return attend_own_heads(check(), ranks, lln_keys_attention, tuple(options), **how)
     call, shards = agree(check, lengths, ranks, operation)
     with without_autocast(query):
         by_kernels = takes_keys(call, impl)

@@ -1,5 +1,6 @@
 """The compiled launcher gives the bits that Python gives, and leaves to Python what is unusual."""
 
+import collections
 import contextlib
 import types
 
@@ -23,6 +24,7 @@ import lln
 from lln import observers
 from lln.cli import launcher_build
 from lln.functional import prepared_calls
+from lln.functional.call import FIELDS, Call
 from lln.functional.way import Way
 from lln.kernels.launching import compiled_launcher, recipes
 from lln.kernels.launching.recipes import Step
@@ -74,7 +76,7 @@ def ways(module, monkeypatch):
     monkeypatch.setattr(compiled_launcher, "_refused", None)
     long_way = repeats.differentiate_by_the_long_way
     if driver is None:
-        assert compiled_launcher._connect(module, long_way) is None
+        assert compiled_launcher._connect(module, long_way, Call) is None
         ways.runtime = recipes.knobs.runtime
     else:
         record = Step.record
@@ -91,7 +93,8 @@ def ways(module, monkeypatch):
         monkeypatch.setattr(recipes, "current_stream", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         let_auto_take_kernels(monkeypatch)
-        compiled_launcher.connect(module, "cpu", driver.addresses, ways.runtime, long_way)
+        addresses, watchers = driver.addresses, (ways.runtime, long_way)
+        compiled_launcher.connect(module, "cpu", addresses, *watchers, Call)
     yield ways
     module.forget()
     assert driver is None or not driver.faults
@@ -331,7 +334,7 @@ def test_modes_and_subclasses_go_to_python(ways):
     seen, inputs, attend = [], inputs_of(0, requires_grad=False), with_options(**NUMBERS)
     attend(*inputs)
     again = repeats.try_fast_path
-    arguments = (0, *inputs, 1.5, 2, "variance", 1.0, 0, None, None, 0.0, False, True, "triton")
+    arguments = (Call("lln", *inputs, **NUMBERS), True, "triton")
     assert again(*arguments) is not None
     with Watching():
         assert again(*arguments) is None
@@ -348,22 +351,24 @@ def test_modes_and_subclasses_go_to_python(ways):
     torch.func.vmap(ask)(torch.zeros(2))
     assert answers == [None]
     parameter = torch.nn.Parameter(inputs[0])
-    assert again(0, parameter, *arguments[2:]) is None
+    assert again(arguments[0].replace(query=parameter), *arguments[1:]) is None
 
 
 def test_words_and_numbers_that_python_refuses(ways):
     inputs = inputs_of(0, requires_grad=False)
     lln.lln_attention(*inputs, **NUMBERS, impl="triton")
     again = repeats.try_fast_path
-    usual = [0, *inputs, 1.5, 2, "variance", 1.0, 0, None, None, 0.0, False, True, "triton"]
-    assert again(*usual) is not None
-    wrong = {4: (0.0, -1, float("nan"), float("inf"), True, None), 6: ("varianz", 3)}
-    wrong |= {7: (-0.1, 1.1), 11: (0.1, True), 12: (0, None), 13: (1,), 14: ("cuda", "eager")}
-    for place, values in wrong.items():
+    usual = Call("lln", *inputs, **NUMBERS)
+    assert again(usual, True, "triton") is not None
+    wrong = {"alpha": (0.0, -1, float("nan"), float("inf"), True, None)}
+    wrong |= {"matching": ("varianz", 3), "mix": (-0.1, 1.1), "dropout_p": (0.1, True)}
+    wrong |= {"is_causal": (0, None), "kind": ("diag", 0), "bounds": (torch.tensor([0, 5]),)}
+    for name, values in wrong.items():
         for value in values:
-            given = list(usual)
-            given[place] = value
-            assert again(*given) is None, (place, value)
+            assert again(usual.replace(**{name: value}), True, "triton") is None, (name, value)
+    assert again(usual, 1, "triton") is None
+    for impl in ("cuda", "eager"):
+        assert again(usual, True, impl) is None
     with pytest.raises(lln.InvalidInputError):
         lln.lln_attention(*inputs, alpha=-1.0, beta=1.0, impl="triton")
     with pytest.raises(lln.InvalidInputError):
@@ -388,7 +393,7 @@ def test_launch_hooks_are_called(ways):
     for _ in range(3):
         outcome(attend, inputs)
     out = attend(*inputs)
-    arguments = (0, *inputs, 1.5, 2, "variance", 1.0, 0, None, None, 0.0, False, True, "triton")
+    arguments = (Call("lln", *inputs, **NUMBERS), True, "triton")
     assert repeats.try_fast_path(*arguments) is not None
     before = len(ways.backwards)
     with hooked(ways.runtime, heard.append):
@@ -573,15 +578,15 @@ def test_a_broken_library_warns_once_and_python_runs(monkeypatch, tmp_path):
     compiled_launcher.library().write_text("not a library")
     assert compiled_launcher.why_not() is None
     with pytest.warns(UserWarning, match="launches from Python"):
-        assert compiled_launcher.load(lambda: None) is None
-    assert compiled_launcher.load(lambda: None) is None
+        assert compiled_launcher.load(lambda: None, Call) is None
+    assert compiled_launcher.load(lambda: None, Call) is None
     assert "cannot be used" in compiled_launcher.why_not()
 
 
 def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("LLN_LAUNCHER", "python")
     monkeypatch.setattr(compiled_launcher, "_found", None)
-    assert compiled_launcher.load(lambda: None) is None
+    assert compiled_launcher.load(lambda: None, Call) is None
     assert "LLN_LAUNCHER=python" in compiled_launcher.why_not()
 
 
@@ -596,3 +601,42 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     other = compiled_launcher.library()
     monkeypatch.undo()
     assert other.name != compiled_launcher.library().name
+
+
+def moved(fields):
+    """A class of calls with the same fields in another order."""
+
+    class Moved(collections.namedtuple("Moved", fields)):
+        replace = Call.replace
+
+    return Moved
+
+
+@fake_only
+def test_fields_are_found_by_name(ways):
+    """Where a field of calls stands makes no difference; one that is missing is an error."""
+    attend, inputs = with_options(**NUMBERS), inputs_of(0, requires_grad=False)
+    expected = attend(*inputs)
+    usual, other = Call("lln", *inputs, **NUMBERS), moved(reversed(FIELDS))
+    call = other(**usual._asdict())
+    with pytest.raises(RuntimeError, match="a call of lln is expected"):
+        repeats.try_fast_path(call, True, "triton")
+    repeat = prepared_calls.find(prepared_calls.layout_of_call(usual, "triton")).repeat
+    long_way = repeats.differentiate_by_the_long_way
+    given = ("cpu", ways.driver.addresses, ways.runtime, long_way)
+    with pytest.raises(RuntimeError, match="calls have no field key_mask"):
+        compiled_launcher.connect(
+            ways.module, *given, moved(name for name in FIELDS if name != "key_mask")
+        )
+    compiled_launcher.connect(ways.module, *given, other)
+    assert ways.module.known() == 0
+    repeats.register_native(repeat, call, "triton")
+    assert ways.module.known() == 1
+    assert torch.equal(repeats.try_fast_path(call, True, "triton"), expected)
+
+
+def test_slots_have_the_names_of_arguments(module):
+    """The launches in Python and in C++ bring the same arguments."""
+    names = {*repeats._FORWARD, *repeats._BACKWARD, *repeats._MATCH}
+    assert set(module.slot_names()) == names
+    assert len(module.slot_names()) == len(names)

@@ -54,22 +54,29 @@ _found: Any = None
 _refused: str | None = None
 
 
-def load(long_way: Callable[..., Any]) -> Any:
+def load(long_way: Callable[..., Any], call_type: type) -> Any:
     """The module ``launcher.cpp``, ready for launches on a GPU; None where it is not to be used.
 
     Args:
         long_way: Takes over the backward passes that it cannot launch.
+        call_type: `lln.functional.call.Call`, whose fields it reads by name.
     """
     global _found
     if _found is None:
-        _found = why_absent() or _load(long_way)
+        _found = why_absent() or _load(long_way, call_type)
+    return loaded()
+
+
+def loaded() -> Any:
+    """The module, if it was loaded."""
     return None if isinstance(_found, str) else _found
 
 
 def forget() -> None:
     """Drop the calls that the launcher knows, if it was loaded."""
-    if _found is not None and not isinstance(_found, str):
-        _found.forget()
+    module = loaded()
+    if module is not None:
+        module.forget()
 
 
 def why_not() -> str | None:
@@ -108,11 +115,11 @@ def why_absent() -> str | None:
     return None
 
 
-def _load(long_way: Callable[..., Any]) -> Any:
+def _load(long_way: Callable[..., Any], call_type: type) -> Any:
     path = library()
     try:
         module = open_library(trusted(path))
-        return _connect(module, long_way) or module
+        return _connect(module, long_way, call_type) or module
     except Exception as error:  # Whatever a library can do wrong must not stop the call.
         reason = f"{path} cannot be used ({type(error).__name__}: {error})"
     warnings.warn(
@@ -138,7 +145,7 @@ def open_library(path: Path) -> Any:
 sizes_of: plain_launches.SizesOf = lambda function: None  # noqa: E731
 
 
-def _connect(module: Any, long_way: Callable[..., Any]) -> str | None:
+def _connect(module: Any, long_way: Callable[..., Any], call_type: type) -> str | None:
     """Give the module the functions of the driver and of torch; why not, if one is missing."""
     global sizes_of
     from lln.kernels.launching import recipes
@@ -152,7 +159,7 @@ def _connect(module: Any, long_way: Callable[..., Any]) -> str | None:
         return "this version of torch does not tell the current stream"
     functions = (driver.cuLaunchKernelEx, stream, *(getattr(driver, name) for name in _CONTEXT))
     addresses = tuple(map(address, functions))
-    connect(module, "cuda", addresses, recipes.knobs.runtime, long_way)
+    connect(module, "cuda", addresses, recipes.knobs.runtime, long_way, call_type)
     sizes_of = plain_launches.ask_driver(driver)
     return None
 
@@ -163,6 +170,7 @@ def connect(
     addresses: tuple[int, ...],
     runtime: Any,
     long_way: Callable[..., Any],
+    call_type: type,
 ) -> None:
     """Set up the module.
 
@@ -173,8 +181,10 @@ def connect(
             0 for those of the context = there is none.
         runtime: Has Triton's launch hooks, as ``triton.knobs.runtime``.
         long_way: See `load`.
+        call_type: See `load`.
     """
-    module.configure(device, addresses, observers._observers, overrides, runtime, long_way)
+    watchers = (observers._observers, overrides, runtime)
+    module.configure(device, addresses, *watchers, long_way, call_type)
 
 
 def address(function: Any) -> int:

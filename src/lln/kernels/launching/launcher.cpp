@@ -58,6 +58,35 @@ constexpr size_t MOST_KINDS = 4096;
 constexpr size_t MOST_CELLS = 128;
 constexpr size_t MOST_SLOTS = 64;
 
+// The fields of `lln.functional.call.Call` that are read here, by their names: `configure` asks
+// the class where they stand.
+#define LLN_FIELDS(X)                                                                      \
+  X(kind) X(query) X(key) X(value) X(alpha) X(beta) X(matching) X(mix) X(block_size) X(scale) \
+  X(key_mask) X(dropout_p) X(is_causal) X(bounds)
+
+// The arguments of kernels that differ from call to call, by their names there: `slot_names` tells
+// Python where they stand.
+#define LLN_SLOTS(X)                                                                          \
+  X(p_q) X(p_k) X(p_v) X(p_alpha) X(p_beta) X(p_mask) X(p_starts) X(alpha) X(beta) X(mix)     \
+  X(seed) X(p_m) X(p_o) X(p_g) X(p_log_mass) X(p_centroid) X(p_dq) X(p_dk) X(p_dv)            \
+  X(p_dalpha) X(p_dbeta) X(p_dmix) X(p_results)
+
+#define LLN_MEMBER(name) Py_ssize_t name = -1;
+struct Fields {
+  LLN_FIELDS(LLN_MEMBER)
+};
+#undef LLN_MEMBER
+
+#define LLN_ENTRY(name) name,
+namespace slot {
+enum Name : size_t { LLN_SLOTS(LLN_ENTRY) COUNT };
+} // namespace slot
+#undef LLN_ENTRY
+
+#define LLN_WORD(name) #name,
+constexpr const char* SLOT_NAMES[] = {LLN_SLOTS(LLN_WORD)};
+#undef LLN_WORD
+
 // The functions of the driver, with its types as plain ones: a status of 0 is success.
 struct LaunchAttribute {
   int id;
@@ -126,6 +155,9 @@ struct Settings {
   PyObject* runtime = nullptr;
   // Takes over a backward pass that has no launches here.
   PyObject* long_way = nullptr;
+  // The class of calls, and where its fields stand.
+  PyObject* call_type = nullptr;
+  Fields fields;
 };
 
 // What a launch depends on, as numbers: shapes, strides, types, alignment, options.
@@ -201,7 +233,6 @@ struct Step {
 // The launches of a pass. Their own memory is one allocation; its parts are the last slots.
 struct Launches {
   int64_t bytes;
-  size_t names;
   std::vector<int64_t> offsets;
   std::vector<Step> steps;
 };
@@ -215,12 +246,9 @@ struct Plan {
   LaunchesPointer forward;
   at::Device device{at::DeviceType::CPU};
   bool tracked = false;
-  bool causal = false;
   // Whether the summary is kept for a backward pass, and its slots per sample.
   bool keeps = false;
   int64_t slots = 0;
-  int64_t blocks = 0;
-  double scale = 1.0;
   // By how the gradient of the output and the saved tensors lie in memory.
   std::unordered_map<Key, LaunchesPointer, Key::Hash> backwards;
 
@@ -368,7 +396,7 @@ void run(const Launches& launches, Slot* slots, const at::Device& device) {
     space = room({launches.bytes}, {1}, at::kByte, device);
     const auto begin = address_of(space);
     for (size_t part = 0; part < launches.offsets.size(); ++part) {
-      slots[launches.names + part].address = begin + launches.offsets[part];
+      slots[slot::COUNT + part].address = begin + launches.offsets[part];
     }
   }
   void* stream = nullptr;
@@ -414,21 +442,20 @@ struct Call {
   Key kind;
 };
 
-// The slots that forward and backward share, in the order of `lln.kernels.repeats`.
-size_t fill_shared(const Call& call, Slot* slots) {
+// What forward and backward share. What is not there is never read: it has the address of query.
+void fill_shared(const Call& call, Slot* slots) {
   const auto begin = address_of(call.query);
-  slots[0].address = begin;
-  slots[1].address = address_of(call.key);
-  slots[2].address = address_of(call.value);
-  slots[3].address = address_of(call.alpha, begin);
-  slots[4].address = address_of(call.beta, begin);
-  slots[5].address = address_of(call.mask, begin);
-  slots[6].address = begin;
-  slots[7].number = call.alpha_number;
-  slots[8].number = call.beta_number;
-  slots[9].number = call.mix;
-  slots[10].address = 0;
-  return 11;
+  slots[slot::p_q].address = begin;
+  slots[slot::p_k].address = address_of(call.key);
+  slots[slot::p_v].address = address_of(call.value);
+  slots[slot::p_alpha].address = address_of(call.alpha, begin);
+  slots[slot::p_beta].address = address_of(call.beta, begin);
+  slots[slot::p_mask].address = address_of(call.mask, begin);
+  slots[slot::p_starts].address = begin;
+  slots[slot::alpha].number = call.alpha_number;
+  slots[slot::beta].number = call.beta_number;
+  slots[slot::mix].number = call.mix;
+  slots[slot::seed].address = 0;
 }
 
 // Torch has changed how nodes are owned; a template, so that only one branch is compiled.
@@ -477,15 +504,13 @@ Tensor forward(const PlanPointer& plan, Call& call) {
   const auto width = call.value.size(3);
   std::array<Slot, MOST_SLOTS> slots;
   Tensor results, log_mass, centroid;
+  fill_shared(call, slots.data());
   if (plan->matching) {
     results = room({5, batch, heads, 1, 1}, {batch * heads, heads, 1, 1, 1}, at::kFloat, device);
-    const auto begin = address_of(query);
-    slots[0].address = begin;
-    slots[1].address = address_of(call.key);
-    slots[2].address = address_of(call.mask, begin);
-    slots[3].address = begin;
-    slots[4].address = address_of(results);
+    slots[slot::p_results].address = address_of(results);
     run(*plan->matching, slots.data(), device);
+    slots[slot::p_alpha].address = address_of(results);
+    slots[slot::p_beta].address = address_of(results) + batch * heads * sizeof(float);
     if (call.tracked) {
       at::AutoDispatchBelowADInplaceOrView below;
       call.alpha = results.select(0, 0);
@@ -499,12 +524,6 @@ Tensor forward(const PlanPointer& plan, Call& call) {
   const Tensor out = room(
       {batch, heads, tokens, width}, {heads * tokens * width, plane, row, 1}, query.scalar_type(),
       device);
-  auto place = fill_shared(call, slots.data());
-  const auto begin = address_of(query);
-  if (plan->matching) {
-    slots[3].address = address_of(results);
-    slots[4].address = slots[3].address + batch * heads * sizeof(float);
-  }
   if (plan->keeps) {
     const auto features = query.size(3);
     const auto part = plan->slots * features;
@@ -514,10 +533,9 @@ Tensor forward(const PlanPointer& plan, Call& call) {
         {batch, plan->slots, features, width}, {part * width, features * width, width, 1},
         call.value.scalar_type(), device);
   }
-  slots[place++].address = address_of(out);
-  slots[place++].address = address_of(out);
-  slots[place++].address = address_of(log_mass, begin);
-  slots[place++].address = address_of(centroid, begin);
+  slots[slot::p_m].address = slots[slot::p_o].address = address_of(out);
+  slots[slot::p_log_mass].address = address_of(log_mass, address_of(query));
+  slots[slot::p_centroid].address = address_of(centroid, address_of(query));
   run(*plan->forward, slots.data(), device);
   if (!call.tracked) {
     return out;
@@ -564,21 +582,11 @@ variable_list by_the_long_way(
     Plan& plan, const Call& call, const Tensor& gradient, const Tensor& log_mass,
     const Tensor& centroid, const Key* looks) {
   const Gil gil;
-  PyObject* tensors = PyTuple_Pack(
-      8, wrapped(call.query), wrapped(call.key), wrapped(call.value), wrapped(call.alpha),
-      wrapped(call.beta), wrapped(call.mask), Py_None, Py_None);
-  if (tensors == nullptr) {
-    throw_from_python();
-  }
-  // PyTuple_Pack has taken references of its own.
-  for (Py_ssize_t place = 0; place < 6; ++place) {
-    Py_DECREF(PyTuple_GET_ITEM(tensors, place));
-  }
   PyObject* found = PyObject_CallFunction(
-      settings().long_way, "ONN(dddLddiOi)(NN)", plan.repeat, wrapped(gradient), tensors,
-      call.alpha_number, call.beta_number, call.mix, static_cast<long long>(plan.blocks),
-      plan.scale, 0.0, 0, plan.causal ? Py_True : Py_False, 0, wrapped(log_mass),
-      wrapped(centroid));
+      settings().long_way, "ON(NNNNNN)(ddd)(NN)", plan.repeat, wrapped(gradient),
+      wrapped(call.query), wrapped(call.key), wrapped(call.value), wrapped(call.alpha),
+      wrapped(call.beta), wrapped(call.mask), call.alpha_number, call.beta_number, call.mix,
+      wrapped(log_mass), wrapped(centroid));
   if (found == nullptr) {
     throw_from_python();
   }
@@ -632,17 +640,17 @@ variable_list differentiate(
   }
   variable_list made = {alike(call.query), alike(call.key), alike(call.value)};
   std::array<Slot, MOST_SLOTS> slots;
-  auto place = fill_shared(call, slots.data());
+  fill_shared(call, slots.data());
   const auto begin = address_of(gradient);
-  slots[place++].address = begin;
-  slots[place++].address = begin;
-  slots[place++].address = address_of(log_mass, begin);
-  slots[place++].address = address_of(centroid, begin);
-  for (const auto& side : made) {
-    slots[place++].address = address_of(side);
-  }
-  for (int unused = 0; unused < 3; ++unused) {
-    slots[place++].address = begin;
+  slots[slot::p_m].address = slots[slot::p_g].address = begin;
+  slots[slot::p_log_mass].address = address_of(log_mass, begin);
+  slots[slot::p_centroid].address = address_of(centroid, begin);
+  slots[slot::p_dq].address = address_of(made[0]);
+  slots[slot::p_dk].address = address_of(made[1]);
+  slots[slot::p_dv].address = address_of(made[2]);
+  // These gradients nobody asks for here.
+  for (const auto unused : {slot::p_dalpha, slot::p_dbeta, slot::p_dmix}) {
+    slots[unused].address = begin;
   }
   run(*launches, slots.data(), plan.device);
   return made;
@@ -683,26 +691,6 @@ variable_list AttendBackward::apply(variable_list&& gradients) {
 }
 
 // ---- Arguments from Python ----
-
-// In the order in which `lln.kernels.repeats` passes them.
-enum Argument {
-  KIND,
-  QUERY,
-  KEY,
-  VALUE,
-  ALPHA,
-  BETA,
-  MATCHING,
-  MIX,
-  BLOCK_SIZE,
-  SCALE,
-  KEY_MASK,
-  DROPOUT,
-  IS_CAUSAL,
-  ENABLE_GQA,
-  IMPL,
-  ARGUMENTS
-};
 
 // Exactly a float or an int, as a double.
 bool read_number(PyObject* given, double& number) {
@@ -780,17 +768,21 @@ void add_temperature(Key& kind, PyObject* given, const Tensor& side) {
 
 // False for calls that are not launched this way. What the kind does not hold is checked here:
 // `learn` is called after all checks of the arguments, so the same kind passes them again.
-bool read(PyObject* const* given, Call& call) {
+bool read(PyObject* given, bool takes_groups, PyObject* given_impl, Call& call) {
   const auto& set = settings();
+  const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(given));
+  TORCH_CHECK(type == set.call_type, "a call of lln is expected");
+  const auto& fields = set.fields;
+  const auto get = [given](Py_ssize_t place) { return PyTuple_GET_ITEM(given, place); };
   if (set.launch == nullptr || PyList_GET_SIZE(set.observers) != 0 || !is_unwatched()) {
     return false;
   }
-  if (!is_tensor(given[QUERY]) || !is_tensor(given[KEY]) || !is_tensor(given[VALUE])) {
+  if (!is_tensor(get(fields.query)) || !is_tensor(get(fields.key)) || !is_tensor(get(fields.value))) {
     return false;
   }
-  call.query = THPVariable_Unpack(given[QUERY]);
-  call.key = THPVariable_Unpack(given[KEY]);
-  call.value = THPVariable_Unpack(given[VALUE]);
+  call.query = THPVariable_Unpack(get(fields.query));
+  call.key = THPVariable_Unpack(get(fields.key));
+  call.value = THPVariable_Unpack(get(fields.value));
   const auto device = call.query.device();
   if (device.type() != set.device) {
     return false;
@@ -809,39 +801,43 @@ bool read(PyObject* const* given, Call& call) {
       }
     }
   }
-  const auto matching = read_word(given[MATCHING], {"variance", "entropy"});
-  const auto impl = read_word(given[IMPL], {"auto", "triton"});
+  const auto kind_of_call = read_word(get(fields.kind), {"lln", "lln_diag"});
+  const auto matching = read_word(get(fields.matching), {"variance", "entropy"});
+  const auto impl = read_word(given_impl, {"auto", "triton"});
   double dropout = 1.0;
-  if (matching < 0 || impl < 0 || !read_number(given[DROPOUT], dropout) || dropout != 0.0 ||
-      !is_flag(given[IS_CAUSAL]) || !is_flag(given[ENABLE_GQA]) ||
-      !read_number(given[MIX], call.mix) || !(call.mix >= 0.0 && call.mix <= 1.0)) {
+  if (kind_of_call < 0 || get(fields.bounds) != Py_None) {
     return false;
   }
-  if (call.query.size(1) != call.key.size(1) && given[ENABLE_GQA] == Py_False) {
+  if (matching < 0 || impl < 0 || !read_number(get(fields.dropout_p), dropout) || dropout != 0.0 ||
+      !is_flag(get(fields.is_causal)) ||
+      !read_number(get(fields.mix), call.mix) || !(call.mix >= 0.0 && call.mix <= 1.0)) {
     return false;
   }
-  if ((given[ALPHA] == Py_None) != (given[BETA] == Py_None) ||
-      !read_temperature(given[ALPHA], device, call.alpha_number, call.alpha) ||
-      !read_temperature(given[BETA], device, call.beta_number, call.beta) ||
-      !read_optional(given[KEY_MASK], device, call.mask)) {
+  if (call.query.size(1) != call.key.size(1) && !takes_groups) {
+    return false;
+  }
+  if ((get(fields.alpha) == Py_None) != (get(fields.beta) == Py_None) ||
+      !read_temperature(get(fields.alpha), device, call.alpha_number, call.alpha) ||
+      !read_temperature(get(fields.beta), device, call.beta_number, call.beta) ||
+      !read_optional(get(fields.key_mask), device, call.mask)) {
     return false;
   }
   if ((call.alpha.defined() || call.beta.defined()) && is_debugged()) {
     return false;
   }
   int64_t block_size = call.query.size(3);
-  if (given[BLOCK_SIZE] != Py_None) {
-    if (!PyLong_CheckExact(given[BLOCK_SIZE])) {
+  if (get(fields.block_size) != Py_None) {
+    if (!PyLong_CheckExact(get(fields.block_size))) {
       return false;
     }
-    block_size = PyLong_AsLongLong(given[BLOCK_SIZE]);
+    block_size = PyLong_AsLongLong(get(fields.block_size));
     if (block_size == -1 && PyErr_Occurred()) {
       PyErr_Clear();
       return false;
     }
   }
   double scale = 0.0;
-  if (given[SCALE] != Py_None && !read_number(given[SCALE], scale)) {
+  if (get(fields.scale) != Py_None && !read_number(get(fields.scale), scale)) {
     return false;
   }
   call.tracked = at::GradMode::is_enabled() &&
@@ -849,19 +845,19 @@ bool read(PyObject* const* given, Call& call) {
   int64_t bits = 0;
   std::memcpy(&bits, &scale, sizeof(bits));
   auto& kind = call.kind;
-  kind.add(PyLong_AsLong(given[KIND]) | (matching << 8) | (impl << 16) |
+  kind.add(kind_of_call | (matching << 8) | (impl << 16) |
            (static_cast<int64_t>(call.tracked) << 24) |
-           (static_cast<int64_t>(given[IS_CAUSAL] == Py_True) << 25) |
-           (static_cast<int64_t>(given[SCALE] == Py_None) << 26));
+           (static_cast<int64_t>(get(fields.is_causal) == Py_True) << 25) |
+           (static_cast<int64_t>(get(fields.scale) == Py_None) << 26));
   kind.add(device.index());
   kind.add(block_size);
   kind.add(bits);
   kind.look(call.query);
   kind.look(call.key);
   kind.look(call.value);
-  add_temperature(kind, given[ALPHA], call.alpha);
-  add_temperature(kind, given[BETA], call.beta);
-  add_temperature(kind, given[KEY_MASK], call.mask);
+  add_temperature(kind, get(fields.alpha), call.alpha);
+  add_temperature(kind, get(fields.beta), call.beta);
+  add_temperature(kind, get(fields.key_mask), call.mask);
   return true;
 }
 
@@ -878,14 +874,15 @@ PyObject* guarded(Body&& body) {
   }
 }
 
+// A call, whether groups of query heads are allowed, and how it is to run.
 PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    TORCH_CHECK(count == ARGUMENTS, "attend takes ", +ARGUMENTS, " arguments, got ", count);
-    if (plans().empty()) {
+    TORCH_CHECK(count == 3, "attend takes 3 arguments, got ", count);
+    if (plans().empty() || !is_flag(given[1])) {
       Py_RETURN_NONE;
     }
     Call call;
-    if (!read(given, call)) {
+    if (!read(given[0], given[1] == Py_True, given[2], call)) {
       Py_RETURN_NONE;
     }
     const auto found = plans().find(call.kind);
@@ -906,18 +903,17 @@ PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
 // The arguments of `attend`, then what the calls share.
 PyObject* learn(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    TORCH_CHECK(count == ARGUMENTS + 1, "learn takes ", ARGUMENTS + 1, " arguments, got ", count);
+    TORCH_CHECK(count == 4, "learn takes 4 arguments, got ", count);
     Call call;
-    if (!read(given, call)) {
+    if (!read(given[0], given[1] == Py_True, given[2], call)) {
       Py_RETURN_FALSE;
     }
     PyObject *repeat = nullptr, *matching = nullptr, *forward = nullptr;
-    int keeps = 0, causal = 0;
-    long long slots = 0, blocks = 0;
+    int keeps = 0;
+    long long slots = 0;
     auto plan = std::make_shared<Plan>();
     if (!PyArg_ParseTuple(
-            given[ARGUMENTS], "OOOppLLd", &repeat, &matching, &forward, &causal, &keeps, &slots,
-            &blocks, &plan->scale)) {
+            given[3], "OOOpL", &repeat, &matching, &forward, &keeps, &slots)) {
       return nullptr;
     }
     if (matching != Py_None) {
@@ -926,10 +922,8 @@ PyObject* learn(PyObject*, PyObject* const* given, Py_ssize_t count) {
     plan->forward = launches_in(forward);
     plan->device = call.query.device();
     plan->tracked = call.tracked;
-    plan->causal = causal != 0;
     plan->keeps = keeps != 0;
     plan->slots = slots;
-    plan->blocks = blocks;
     plan->repeat = Py_NewRef(repeat);
     if (plans().size() >= MOST_KINDS) {
       plans().clear();
@@ -944,24 +938,22 @@ void drop_launches(PyObject* capsule) {
   delete static_cast<LaunchesPointer*>(PyCapsule_GetPointer(capsule, LAUNCHES));
 }
 
-// (bytes, names, offsets, steps) → a capsule; a step is (function, grid, threads, shared, follows,
+// (bytes, offsets, steps) → a capsule; a step is (function, grid, threads, shared, follows,
 // cells, fills), the cells in one bytes object, a fill (cell, slot, form).
 PyObject* launches(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     long long bytes = 0;
-    Py_ssize_t names = 0;
     PyObject *offsets = nullptr, *steps = nullptr;
     if (!PyArg_ParseTuple(
-            arguments, "LnO!O!", &bytes, &names, &PyTuple_Type, &offsets, &PyTuple_Type, &steps)) {
+            arguments, "LO!O!", &bytes, &PyTuple_Type, &offsets, &PyTuple_Type, &steps)) {
       return nullptr;
     }
     auto made = std::make_shared<Launches>();
     made->bytes = bytes;
-    made->names = static_cast<size_t>(names);
     for (Py_ssize_t part = 0; part < PyTuple_GET_SIZE(offsets); ++part) {
       made->offsets.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(offsets, part)));
     }
-    const auto last = made->names + made->offsets.size();
+    const auto last = slot::COUNT + made->offsets.size();
     TORCH_CHECK(last <= MOST_SLOTS, "at most ", MOST_SLOTS, " slots, got ", last);
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(steps); ++index) {
       Step step;
@@ -1016,17 +1008,45 @@ void keep(PyObject*& place, PyObject* given) {
   place = Py_NewRef(given);
 }
 
-// The kind of device, the addresses of the driver's functions, and what Python may change.
+// Where the fields of calls stand; throws where one is missing.
+Fields fields_of(PyObject* call_type) {
+  const auto names =
+      pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttrString(call_type, "_fields"));
+  if (!names) {
+    throw_from_python();
+  }
+  const auto place_of = [&](const char* wanted) {
+    const auto count = PyTuple_Check(names.ptr()) ? PyTuple_GET_SIZE(names.ptr()) : 0;
+    for (Py_ssize_t place = 0; place < count; ++place) {
+      PyObject* const name = PyTuple_GET_ITEM(names.ptr(), place);
+      if (PyUnicode_CompareWithASCIIString(name, wanted) == 0) {
+        return place;
+      }
+    }
+    TORCH_CHECK(false, "calls have no field ", wanted);
+  };
+  Fields found;
+#define LLN_FIND(name) found.name = place_of(#name);
+  LLN_FIELDS(LLN_FIND)
+#undef LLN_FIND
+  return found;
+}
+
+// The kind of device, the addresses of the driver's functions, what Python may change, and the
+// class of calls.
 PyObject* configure(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     const char* device = nullptr;
     unsigned long long launch = 0, stream = 0, context = 0, number = 0, retain = 0, set = 0;
     PyObject *observers = nullptr, *overrides = nullptr, *runtime = nullptr, *long_way = nullptr;
+    PyObject* call_type = nullptr;
     if (!PyArg_ParseTuple(
-            arguments, "s(KKKKKK)O!O!OO", &device, &launch, &stream, &context, &number, &retain,
-            &set, &PyList_Type, &observers, &PyDict_Type, &overrides, &runtime, &long_way)) {
+            arguments, "s(KKKKKK)O!O!OOO!", &device, &launch, &stream, &context, &number, &retain,
+            &set, &PyList_Type, &observers, &PyDict_Type, &overrides, &runtime, &long_way,
+            &PyType_Type, &call_type)) {
       return nullptr;
     }
+    const auto fields = fields_of(call_type);
     auto& own = settings();
     plans().clear();
     own.device = at::Device(device).type();
@@ -1040,6 +1060,8 @@ PyObject* configure(PyObject*, PyObject* arguments) {
     keep(own.overrides, overrides);
     keep(own.runtime, runtime);
     keep(own.long_way, long_way);
+    keep(own.call_type, call_type);
+    own.fields = fields;
     Py_RETURN_NONE;
   });
 }
@@ -1047,6 +1069,16 @@ PyObject* configure(PyObject*, PyObject* arguments) {
 PyObject* forget(PyObject*, PyObject*) {
   plans().clear();
   Py_RETURN_NONE;
+}
+
+// Where the arguments of `launches` stand, by the names that the kernels give them; the memory of
+// the launches follows them.
+PyObject* slot_names(PyObject*, PyObject*) {
+  PyObject* const names = PyTuple_New(slot::COUNT);
+  for (size_t place = 0; names != nullptr && place < slot::COUNT; ++place) {
+    PyTuple_SET_ITEM(names, place, PyUnicode_FromString(SLOT_NAMES[place]));
+  }
+  return names;
 }
 
 PyObject* known(PyObject*, PyObject*) {
@@ -1061,6 +1093,7 @@ PyMethodDef METHODS[] = {
     {"launches", launches, METH_VARARGS, "Launches in the form that learn takes."},
     {"configure", configure, METH_VARARGS, "Set the driver's functions, and forget all calls."},
     {"forget", forget, METH_NOARGS, "Forget all calls."},
+    {"slot_names", slot_names, METH_NOARGS, "The arguments of kernels, in the order of the slots."},
     {"known", known, METH_NOARGS, "How many kinds of calls are kept."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,30 +36,30 @@ _POINTER = 8
 # (function, grid, threads, shared bytes, whether it follows without a pause, cells, fills): see
 # ``launcher.cpp``.
 PlainStep = tuple[int, tuple[int, ...], int, int, int, bytes, tuple[tuple[int, int, str], ...]]
-# (bytes of the recipe's own memory, number of names, its offsets, steps).
-PlainLaunches = tuple[int, int, tuple[int, ...], tuple[PlainStep, ...]]
+# (bytes of the recipe's own memory, its offsets, steps).
+PlainLaunches = tuple[int, tuple[int, ...], tuple[PlainStep, ...]]
 # The sizes of a function's parameters in bytes; None if the driver does not say.
 SizesOf = Callable[[int], "list[int] | None"]
 
 
-def describe(
-    recipe: Recipe, names: int, places: Mapping[str, int], sizes_of: SizesOf
-) -> PlainLaunches | None:
+def describe(recipe: Recipe, names: Sequence[str], sizes_of: SizesOf) -> PlainLaunches | None:
     """The launches of a recipe that has run; None where one of them is not understood.
 
     Args:
         recipe: The launches.
-        names: How many arguments a call brings; the recipe's own memory stands behind them.
-        places: Where an argument stands, by its name in the kernels.
+        names: What a call brings, in the launcher's order, by the names in the kernels; the
+            recipe's own memory stands behind it.
         sizes_of: Asks the driver, as `ask_driver` does.
     """
+    # A later place wins: memory of the recipe stands before what the call brings.
+    places = {name: place for place, name in enumerate((*names, *recipe.offsets))}
     steps = []
     for step in recipe.steps:
         plain = _plain(step, places, sizes_of)
         if plain is None:
             return None
         steps.append(plain)
-    return recipe.bytes, names, tuple(recipe.offsets.values()), tuple(steps)
+    return recipe.bytes, tuple(recipe.offsets.values()), tuple(steps)
 
 
 def _plain(step: Step, places: Mapping[str, int], sizes_of: SizesOf) -> PlainStep | None:

@@ -44,39 +44,22 @@ _BACKWARD = (
 )
 _MATCH = ("p_q", "p_k", "p_mask", "p_starts", "p_results")
 
-# The compiled launcher's ``attend`` once it is loaded; takes what `arguments_of` gives.
-try_fast_path: Callable[..., Tensor | None] | None = None
-# The kinds of calls as it knows them.
-LLN, LLN_DIAG = 0, 1
-
-
-def arguments_of(call: Any, impl: str) -> tuple[Any, ...] | None:
-    """The arguments of `try_fast_path`; None for calls that it does not know."""
-    if call.bounds is not None or call.kind not in ("lln", "lln_diag"):
-        return None
-    kind = LLN if call.kind == "lln" else LLN_DIAG
-    sides = (*call.qkv, call.alpha, call.beta)
-    options = (call.matching, call.mix, call.block_size, call.scale)
-    # Groups of query heads are allowed: the call has been checked.
-    return (kind, *sides, *options, call.key_mask, call.dropout_p, call.is_causal, True, impl)
-
-
-def run_compiled(call: Any, impl: str) -> Tensor | None:
-    """A checked call by the compiled launcher; None where that cannot be."""
-    arguments = None if try_fast_path is None else arguments_of(call, impl)
-    return None if arguments is None or try_fast_path is None else try_fast_path(*arguments)
+# The compiled launcher's ``attend`` once it is loaded. It takes a call, whether groups of query
+# heads are allowed, and how to run it.
+try_fast_path: Callable[[Any, bool, str], Tensor | None] | None = None
 
 
 def register_native(repeat: Repeat, call: Any, impl: str) -> None:
     """Let the compiled launcher take later calls like this one, if there is one."""
     global try_fast_path
-    launcher = compiled_launcher.load(differentiate_by_the_long_way)
+    launcher = compiled_launcher.load(differentiate_by_the_long_way, type(call))
     if launcher is None:
         return
     try_fast_path = launcher.attend
-    shared, arguments = repeat.compiled(launcher), arguments_of(call, impl)
-    if shared is not None and arguments is not None:
-        launcher.learn(*arguments, (repeat, *shared))
+    shared = repeat.compiled(launcher)
+    if shared is not None:
+        # Groups of query heads are allowed: the call has been checked.
+        launcher.learn(call, True, impl, (repeat, *shared))
 
 
 def differentiate_by_the_long_way(
@@ -84,10 +67,18 @@ def differentiate_by_the_long_way(
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """A backward pass that the compiled launcher leaves to Python.
 
+    Args:
+        repeat: What is known of the call.
+        gradient: Of the output.
+        tensors: Query, key, value, α, β and the mask.
+        numbers: α, β and mix.
+        kept: Log-mass and centroid, or None twice.
+
     Returns:
         Gradients of query, key and value, and the launches of later passes like this one in the
         compiled launcher's form; None where there are none.
     """
+    tensors, numbers = (*tensors, None, None), repeat.numbers(*numbers)
     made = repeat.differentiate(gradient, tensors, numbers, kept)
     if made is None:
         log_mass, centroid = kept
@@ -96,7 +87,7 @@ def differentiate_by_the_long_way(
         made = found[0], found[1], found[2]
         repeat.learn(gradient, tensors, numbers)
     launches = repeat.backwards.get(_layouts(gradient, tensors))
-    launcher = compiled_launcher.load(differentiate_by_the_long_way)
+    launcher = compiled_launcher.loaded()
     compiled = launches.compiled(launcher) if launches and launcher is not None else None
     return made[0], made[1], made[2], compiled
 
@@ -134,8 +125,11 @@ class Repeat:
         if forward is None or (matching is None) != (self.matching is None):
             return None
         slots = 0 if self.kept is None else self.kept[0][1]
-        keeps = self.kept is not None
-        return matching, forward, self.causal, keeps, slots, self.block_size, self.scale
+        return matching, forward, self.kept is not None, slots
+
+    def numbers(self, alpha: float, beta: float, mix: float) -> tuple[Any, ...]:
+        """The numbers of an `LLNCall` of this kind; α and β where they are no tensors."""
+        return alpha, beta, mix, self.block_size, self.scale, 0.0, 0, self.causal, 0
 
     def is_free(self) -> bool:
         """Whether launches go to the current device, and no profiler listens to them."""
@@ -158,8 +152,7 @@ class Repeat:
             alpha, beta = results[0], results[1]
         alpha, alpha_number = (alpha, 1.0) if isinstance(alpha, Tensor) else (None, float(alpha))
         beta, beta_number = (beta, 1.0) if isinstance(beta, Tensor) else (None, float(beta))
-        numbers = (alpha_number, beta_number, float(call.mix), self.block_size, self.scale)
-        numbers = (*numbers, 0.0, 0, self.causal, 0)
+        numbers = self.numbers(alpha_number, beta_number, float(call.mix))
         tensors = (query, key, value, alpha, beta, mask, None, None)
         if self.tracked:
             return run.attend_by_repeat(tensors, numbers, self)
@@ -227,7 +220,7 @@ class _Launches:
         self.bytes, self.offsets = recipe.bytes, list(recipe.offsets.values())
         # A later place wins: memory of the recipe stands before what the call brings.
         places = {name: place for place, name in enumerate((*names, *recipe.offsets))}
-        self.recipe, self.names, self.places = recipe, len(names), places
+        self.recipe = recipe
         # Made when first asked for; False where it cannot be.
         self.form: Any = None
         self.steps = [
@@ -246,7 +239,7 @@ class _Launches:
         if self.form is None:
             sizes_of = compiled_launcher.sizes_of
             try:
-                plain = plain_launches.describe(self.recipe, self.names, self.places, sizes_of)
+                plain = plain_launches.describe(self.recipe, launcher.slot_names(), sizes_of)
                 self.form = False if plain is None else launcher.launches(*plain)
                 reason = "does not know the parameters of a kernel"
             except Exception as error:  # A version of Triton that we do not know.
