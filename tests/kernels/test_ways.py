@@ -95,7 +95,7 @@ def test_eager_runs_no_kernel(monkeypatch, name):
     forbid(
         monkeypatch,
         "lln.kernels.lln.lln_ops.forward",
-        "lln.kernels.blocks.block_ops.forward_blocks",
+        "lln.kernels.blocks.block_ops._block_launches",
         "lln.kernels.moments.moment_ops.statistics",
     )
     EVERY[name]("eager")

@@ -269,7 +269,7 @@ def test_auto_takes_the_kernels(monkeypatch):
     others = ({"is_causal": True}, {"block_size": 48}, {"keys": 300})
     for options in (*others, {"keys": torch.zeros(2, 3, 4)}, {"keys": 0, "select": "query"}):
         plan = prepare(request_of(**options), "auto")
-        assert str(plan) == "Plain PyTorch computes the call."
+        assert str(plan).startswith("Plain PyTorch computes the call")
 
 
 @pytest.mark.parametrize("select", ["block", "query"])
