@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Absolute, because some tests start Python in another folder.
 PYTEST_OLDEST := LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src:$(CURDIR)/lab/src" $(PYTEST)
 # Whatever looks into transformers itself; `lln inspect` goes through capture.
-OLDEST_TESTS := tests/integrations lab/tests/recovery tests/instruments/test_capture_transformers.py
+OLDEST_TESTS := tests/integrations lab/tests/recovery lab/tests/training_log tests/instruments/test_capture_transformers.py
 # Guides and whole conversions run at night; the tests of their parts run with every change.
 OLDEST_LATER := $(patsubst %,--ignore=tests/integrations/test_%.py,docs examples target timm_target) \
 	--ignore=lab/tests/recovery/test_documents.py
@@ -133,7 +133,7 @@ $(VENV)/.stamp-run: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/p
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[dev,docs,hf,instruments,onnx,tensorboard,triton]' -e './lab[oracles]'
+	$(PIP) -e '.[dev,docs,hf,instruments,onnx,triton]' -e './lab[oracles,tensorboard]'
 	@touch $(VENV)/.stamp-run $@
 
 # Trained weights. Alone: what these packages ask for beside them is not used.

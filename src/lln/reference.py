@@ -78,27 +78,6 @@ def softmax_attention(
     return kernel_attention(log_softmax_kernel(query, _hide(key, keep), scale), value, keep)
 
 
-def linearised_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_map: Callable[[Tensor], Tensor],
-    key_map: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Eq. (4), left-hand form: the kernel of Eq. (3) normalised over the keys."""
-    kernel = feature_kernel(query, key, query_map, key_map)
-    return (kernel / kernel.sum(-1, keepdim=True)) @ value.double()
-
-
-def softmax_temperature(query: Tensor, key: Tensor) -> Tensor:
-    """Eq. (5): τ_sm = 1 / √(σq²σk² + C_cross), the inverse spread of the scores, ``[...]``.
-
-    σq²σk² + C_cross *is* the variance of q_i·k_j/√d over all pairs, which is what is computed.
-    """
-    scores = log_softmax_kernel(query, key)
-    return 1 / scores.flatten(-2).std(-1, unbiased=False)
-
-
 def softmax_matrix(
     query: Tensor, key: Tensor, *, keep: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
@@ -142,19 +121,6 @@ def matched_temperatures(
     """Eq. (10): α = σ̃/(√2 σq), β = σ̃/(√2 σk), σ̃² = (σq²σk² − b)/a."""
     spread = math.sqrt((query_std**2 * key_std**2 - b) / a)
     return spread / (math.sqrt(2) * query_std), spread / (math.sqrt(2) * key_std)
-
-
-def lln_temperature(
-    query_std: float,
-    key_std: float,
-    alpha: float,
-    beta: float,
-    *,
-    a: float = PAPER_A,
-    b: float = PAPER_B,
-) -> float:
-    """Eq. (11): τ_lln = 1 / √(a(α²σq² + β²σk²) + b)."""
-    return 1 / math.sqrt(a * (alpha**2 * query_std**2 + beta**2 * key_std**2) + b)
 
 
 def spectral_gap(matrix: Tensor) -> Tensor:

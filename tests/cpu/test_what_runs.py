@@ -5,10 +5,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import lln
+from lln.checks.call import Call
 from lln.cpu import library
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.functional import ways
-from lln.functional.call import Call
 
 BOUNDS = torch.tensor([0, 40, 40, 96])
 MASK = torch.arange(96) < torch.tensor([[96], [40]])

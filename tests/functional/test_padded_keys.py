@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import lln
+from lln.checks.call import Call
+from lln.eager.run import attend_dense
 from lln.functional import padded_keys, ways
-from lln.functional.call import Call
 from lln.functional.key_ways import KeyKernels
 from lln.functional.plain_ways import Plain
 from lln.functional.way import Prepared
@@ -31,28 +32,30 @@ LENGTHS = {
 class Padded(Plain):
     """Plain PyTorch, to which packed calls come padded as for the kernels."""
 
+    def __init__(self):
+        self.batches = []
+
     def run(self, call, prepared):
         if call.query.shape[0] == 0:
             return super().run(call, prepared)
-        return padded_keys.attend_padded(call, "eager")
+        return padded_keys.attend_padded(call, "eager", self.attend_group)
+
+    def attend_group(self, call):
+        self.batches.append(call.query.shape[0])
+        return attend_dense(call)
 
 
 @pytest.fixture
 def padding(monkeypatch):
     """Calls are padded, as for the kernels; returns how many samples each dense call had."""
-    batches, attend = [], padded_keys.attend_dense_keys
-
-    def count(call, impl):
-        batches.append(call.query.shape[0])
-        return attend(call, impl)
+    padded = Padded()
 
     def prepare(call, impl):
         is_plain = impl != "auto" or call.bounds is None
-        return Prepared(Plain() if is_plain else Padded(), call.block_size)
+        return Prepared(Plain() if is_plain else padded, call.block_size)
 
     monkeypatch.setattr(ways, "prepare", prepare)
-    monkeypatch.setattr(padded_keys, "attend_dense_keys", count)
-    return batches
+    return padded.batches
 
 
 def bounds_of(lengths):

@@ -9,10 +9,11 @@ import torch
 
 import lln
 from lln.checks.arguments import IMPLEMENTATIONS
+from lln.checks.call import Call
 from lln.functional import prepared_calls, ways
-from lln.functional.call import Call
 from lln.functional.kernel_ways import Kernels, KernelsBesidePlainBlocks
-from lln.functional.plain_ways import Plain, Reference
+from lln.functional.plain_ways import Plain
+from lln.functional.reference_way import Reference
 from lln.functional.way import Prepared
 from lln.functional.ways import prepare
 from lln.testing import make_qkv

@@ -42,7 +42,7 @@ def test_every_instrument_takes_the_same_arguments(name):
 @pytest.mark.parametrize(
     "function",
     [
-        *(getattr(instruments, name) for name in (*MEASURES, "gaussianity", "key_masses")),
+        *(getattr(instruments, name) for name in MEASURES),
         *(getattr(of_matrix, name) for name in OF_MATRIX),
     ],
     ids=lambda function: f"{function.__module__}.{function.__name__}",

@@ -697,7 +697,7 @@ def check_what_to_install(tmp_path, modules):
 
 
 def test_without_a_transformers_that_works_a_sentence_says_what_to_install(tmp_path):
-    names = ["transformers", "convert", "cache", "folders", "masks", "trainer_callback"]
+    names = ["transformers", "convert", "cache", "folders", "masks"]
     check_what_to_install(tmp_path, [f"lln.integrations.{name}" for name in names])
 
 

@@ -5,8 +5,8 @@ import torch
 from tests.kernels.common import DEVICE, let_auto_take_kernels, limit_chips
 
 import lln
+from lln.checks.call import Call
 from lln.errors import BackendUnavailableError
-from lln.functional.call import Call
 from lln.functional.ways import prepare
 from lln.testing import make_qkv
 
@@ -80,8 +80,8 @@ def test_triton_runs_every_part_in_a_kernel(monkeypatch, name):
     plain = EVERY[name]("eager")
     forbid(
         monkeypatch,
-        "lln.eager.run._long_range",
-        "lln.eager.run._short_range",
+        "lln.eager.run.long_range",
+        "lln.eager.run.short_range",
         "lln.eager.packing._long_range",
         "lln.eager.packing.attend_blocks",
         "lln.functional.match.head_moments",
@@ -95,7 +95,7 @@ def test_eager_runs_no_kernel(monkeypatch, name):
     forbid(
         monkeypatch,
         "lln.kernels.lln.lln_ops.forward",
-        "lln.kernels.blocks.block_ops.forward_blocks",
+        "lln.kernels.blocks.block_ops._block_launches",
         "lln.kernels.moments.moment_ops.statistics",
     )
     EVERY[name]("eager")

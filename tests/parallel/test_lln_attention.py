@@ -113,7 +113,7 @@ def test_lower_precision(pool, dtype):
 
 def statistics(group, rank, case):
     """What `lln.parallel` matches α and β to, without the attention around it."""
-    from lln.functional.call import Call
+    from lln.checks.call import Call
     from lln.parallel.agreement import agree
     from lln.parallel.ranks import find_ranks
     from lln.parallel.temperature_merge import measure_shards

@@ -29,11 +29,12 @@ from transformers import (
 from typer.testing import CliRunner
 
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.instruments import capture, entropy, key_masses
+from lln.instruments import capture, entropy
 from lln_lab.inspection import run_inspect
 from lln_lab.inspection.choice import choose_heads, parse_heads
 from lln_lab.inspection.findings import findings
 from lln_lab.inspection.imitation import imitate
+from lln_lab.inspection.key_masses import key_masses
 from lln_lab.inspection.local_model import load_local_model
 from lln_lab.inspection.page import render_json, render_page
 from lln_lab.inspection.study import INSTRUMENTS, StudiedLayer, Study, study_layer

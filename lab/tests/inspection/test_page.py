@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from lab.tests.drawings import cells, draw
 
-from lln.instruments.key_masses import KEYS
 from lln_lab.experiments.inspect_minilm import NUMBERS
 from lln_lab.inspection.choice import Chosen
 from lln_lab.inspection.findings import findings
+from lln_lab.inspection.key_masses import KEYS
 from lln_lab.inspection.key_needs import keys_sentence, mass_rows, mass_table
 from lln_lab.inspection.maps import CROSS, LLN, draw_maps
 from lln_lab.inspection.mass_plots import mass_plots

@@ -249,7 +249,8 @@ def test_a_dataset_smaller_than_a_batch(tiny, tmp_path):
 
 
 def test_without_transformers_a_sentence_says_what_to_install(tmp_path):
-    check_what_to_install(tmp_path, ["lln_lab.recovery.recover"])
+    names = ["recovery.recover", "training_log.trainer_callback"]
+    check_what_to_install(tmp_path, [f"lln_lab.{name}" for name in names])
 
 
 def test_without_accelerate_a_sentence_says_what_to_install(tiny, tmp_path, monkeypatch):

@@ -20,9 +20,6 @@ from lln.eager.tiling import cut_tiles
 from lln.eager.whole_division import divided
 from lln.tracing import always_holds, is_compiling, values_are_readable
 
-# Blocks up to this size are never cut: kernels and compiled passes have tiles for them.
-USUAL_BLOCK = 64
-
 
 class KeyBlocks(NamedTuple):
     """The way from tokens to blocks and back.
@@ -74,30 +71,6 @@ def _take(side: Tensor, place: Tensor) -> Tensor:
     """
     spread = place[:, None, :, None].expand(-1, side.shape[1], -1, side.shape[3])
     return side.expand(place.shape[0], -1, -1, -1).gather(2, spread)
-
-
-def fit_blocks(block_size: int, group_size: int, tokens: int) -> tuple[int, int]:
-    """Sizes of blocks and groups, cut where they reach far beyond the sequence.
-
-    A block that holds all tokens gives the same whatever else would fit into it, but memory and
-    time grow with it. It becomes a power of two, as kernels need it, times the size of a group.
-
-    Args:
-        block_size: W as asked for.
-        group_size: g, a divisor of W.
-        tokens: T, of the longest sequence.
-    """
-    most = USUAL_BLOCK
-    # A trace must hold for every length: there only what is known of all lengths counts.
-    holds = always_holds if is_compiling() else bool
-    while most < block_size and not holds(tokens <= most):
-        most *= 2
-    if most >= block_size:
-        return block_size, group_size
-    group_size = size = min(group_size, most)
-    while size < most:
-        size *= 2
-    return min(size, block_size), group_size
 
 
 def blocks_in(tokens: int, block_size: int, is_masked: bool) -> int:

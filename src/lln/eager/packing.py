@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.eager.causal import CHUNK, LEAF, attend_chunks
 from lln.eager.diagonal import attend_blocks
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
+from lln.eager.key_attention import attend_keys, slots_of_blocks
+from lln.eager.key_blocks import packed_blocks
 from lln.eager.run import join, repeat_heads
 from lln.eager.scan import running_merge
 from lln.eager.summary import key_exponents, read, summarise
@@ -21,46 +24,62 @@ from lln.eager.tiling import cut_tiles
 from lln.precision import accumulation_dtype
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    *,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    mix: float | Tensor = 1.0,
-    block_size: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    longest: int | None = None,
-) -> Tensor:
+def attend_packed(call: Call) -> Tensor:
     """LLN attention inside every sequence, combined with its diagonal blocks: ``[T, H, E]``.
 
     Args:
-        query: ``[T, H, D]``.
-        key: ``[T, Hk, D]``.
-        value: ``[T, Hk, E]``.
-        bounds: ``cu_seqlens`` ``[n + 1]``.
-        alpha: A number, or broadcasts to ``[n, H, 1, 1]``.
-        beta: Likewise, or to ``[n, Hk, 1, 1]``.
-        mix: Weight of the LLN part; broadcasts to ``[T, H, E]``.
-        block_size: Tokens in a diagonal block; 0 = there are none.
-        scale: Factor of the blocks' scores; None = 1/√D.
-        dropout_p: Probability to drop a key, for both parts.
-        is_causal: Whether a token sees only itself and earlier tokens of its sequence.
-        longest: Length of the longest sequence, or more; None = unknown.
+        call: A packed call without exact keys, α and β known; of one kind or of both, but for
+            ``"diag"`` see `short_range`.
     """
-    dtype, bounds = accumulation_dtype(query.dtype), bounds.long()
-    value = drop_keys(value.to(dtype).transpose(0, 1), dropout_p).transpose(0, 1)
-    wide = (as_nan(query.to(dtype)), as_nan(key.to(dtype)), value)
-    out = _long_range(*wide, bounds, longest, alpha, beta, is_causal)
-    if block_size:
-        rows = block_size if longest is None else min(block_size, longest)
-        options = {"block_size": rows, "scale": scale, "is_causal": is_causal}
-        out = join(out, short_range(*wide, bounds, **options), mix)
+    assert call.bounds is not None
+    query, longest, bounds = call.query, call.longest, call.bounds.long()
+    dtype = accumulation_dtype(query.dtype)
+    value = drop_keys(call.value.to(dtype).transpose(0, 1), call.dropout_p).transpose(0, 1)
+    wide = (as_nan(query.to(dtype)), as_nan(call.key.to(dtype)), value)
+    out = _long_range(*wide, bounds, longest, call.alpha, call.beta, call.is_causal)
+    if call.block_size:
+        rows = call.block_size if longest is None else min(call.block_size, longest)
+        options = {"block_size": rows, "scale": call.scale, "is_causal": call.is_causal}
+        out = join(out, short_range(*wide, bounds, **options), call.mix)
     return out.to(query.dtype)
+
+
+def attend_packed_keys(call: Call, reading: str) -> Tensor:
+    """A packed call with exact keys, all of it known: ``[T, H, E]``.
+
+    Args:
+        call: The call.
+        reading: See `lln.eager.key_attention`.
+    """
+    assert call.bounds is not None
+    dtype, tokens = accumulation_dtype(call.query.dtype), call.query.shape[0]
+    query, key, value = (side.to(dtype).transpose(0, 1)[None] for side in call.qkv)
+    query, key, heads = as_nan(query), as_nan(key), query.shape[1]
+    blocks, sequence = packed_blocks(call.bounds.long(), tokens, call.block_size)
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    alpha, beta, offset = (
+        side.unsqueeze(0) if isinstance(side, Tensor) else side
+        for side in (
+            per_tile(number, sequence, query) for number in (call.alpha, call.beta, call.offset)
+        )
+    )
+    slots = slots_of_blocks(key, value, beta, blocks, None, sequence, call.is_causal)
+    out = attend_keys(
+        query,
+        key,
+        value,
+        alpha,
+        slots,
+        offset,
+        call.keys[None],
+        blocks,
+        group_size=call.group_size,
+        key_mask=None,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        reading=reading,
+    )
+    return out[0].transpose(0, 1).to(call.query.dtype)
 
 
 def short_range(

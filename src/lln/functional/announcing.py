@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.functional.call import Call
+from lln.checks.call import Call
 from lln.functional.key_calls import chosen_indices
 from lln.observers import Announcement, announce
 

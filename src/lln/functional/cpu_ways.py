@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.cpu import compiled_passes, library
 from lln.cpu import run as compiled
 from lln.cpu.compiled_matching import can_match_compiled
 from lln.eager import run as eager
 from lln.functional.announcing import announce_call
-from lln.functional.call import Call
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens, one_by_one
-from lln.functional.plain_ways import attend_by_steps
 from lln.functional.way import Prepared, Way
 from lln.observers import is_observed
 from lln.precision import accumulation_dtype
@@ -72,9 +71,8 @@ class CompiledPasses(Way):
         del prepared
         if not all(side.numel() for side in call.qkv):
             # Nothing to pass over.
-            return attend_by_steps(with_temperatures(call, "eager"), eager, impl="eager")
-        how = {} if call.kind == "diag" else {"matching": call.matching}
-        return attend_by_steps(call, compiled, **how)
+            return eager.attend_dense(with_temperatures(call, "eager"))
+        return compiled.attend_dense(call)
 
 
 class CompiledMatching(CompiledPasses):

@@ -11,10 +11,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln import checks
+from lln.checks.call import Call
 from lln.eager.summary import KeySummary
 from lln.errors import InvalidInputError
 from lln.functional import ways
-from lln.functional.call import Call
 from lln.precision import cast_for_autocast
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln import checks
+from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
-from lln.functional.call import Call
 from lln.functional.run import attend
 from lln.kernels.lln import repeats
 from lln.precision import cast_for_autocast

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.bounds import check_bounds
+from lln.checks.call import Call, fit_blocks
 from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
 from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
-from lln.eager.key_blocks import blocks_in, fit_blocks
+from lln.eager.key_blocks import blocks_in
 from lln.functional import ways
-from lln.functional.call import Call
 from lln.functional.key_calls import choose_for
 from lln.functional.run import attend
 from lln.precision import cast_for_autocast, without_autocast

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.errors import InvalidInputError
-from lln.functional.call import Call
 
 # Axes of heads and samples, counted from the end, of what a call holds.
 _DENSE = {

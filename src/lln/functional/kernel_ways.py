@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.eager import packing
 from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.summary import heads_of
 from lln.eager.tiling import cut_tiles
-from lln.functional.call import Call
 from lln.functional.one_by_one import as_sample
 from lln.functional.way import Prepared, Way
 from lln.kernels.blocks.block_ops import fused_blocks
@@ -176,15 +176,13 @@ class KernelsBesidePlainBlocks(Kernels):
 
     def own_blocks(self, call: Call, value: Tensor, prepared: Prepared) -> Tensor:
         """The blocks ``[B, H, T, E]`` in plain PyTorch."""
-        query, key = call.query, call.key
-        options: dict[str, Any] = {
-            "block_size": prepared.block_size,
-            "is_causal": call.is_causal,
-            "scale": call.scale,
-        }
+        rows = prepared.block_size
         if call.bounds is None:
-            return eager.short_range(query, key, value, call.key_mask, impl="eager", **options)
-        q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
+            # Keys have been dropped.
+            blocks = call.replace(kind="diag", value=value, block_size=rows, dropout_p=0.0)
+            return eager.attend_dense(blocks)
+        q, k, v = (side[0].transpose(0, 1) for side in (call.query, call.key, value))
+        options = {"block_size": rows, "is_causal": call.is_causal, "scale": call.scale}
         return packing.short_range(q, k, v, call.bounds, **options).transpose(0, 1)[None]
 
 

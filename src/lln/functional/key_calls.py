@@ -1,6 +1,6 @@
-"""Calls with exact keys: what is missing is matched and chosen, then the call is computed.
+"""Calls with exact keys: what is missing is matched and chosen.
 
-Dimension legend: as in `lln.functional.call`; G groups of queries, K keys per group.
+Dimension legend: as in `lln.checks.call`; G groups of queries, K keys per group.
 """
 
 from __future__ import annotations
@@ -11,19 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.eager import run as eager
-from lln.eager.infinity import as_nan
-from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks
+from lln.checks.call import Call
 from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
-from lln.eager.packing import per_tile
 from lln.eager.selection import choose, drop_repeats, picked_lists, seen_keys
-from lln.functional.call import Call
 from lln.functional.match import measure_heads
-from lln.kernels.keys.keys_ops import fused_choice, fused_keys, fused_lists
+from lln.kernels.keys.keys_ops import fused_choice, fused_lists
 from lln.kernels.keys.lists import Lists
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.matching.moments import Moments, packed_moments, tensor_moments
-from lln.precision import accumulation_dtype
 
 
 def with_all_keys(call: Call) -> Call:
@@ -123,73 +118,6 @@ def choose_for(call: Call, impl: str) -> Tensor:
     return _choose_one_by_one(query, key, keys, call, blocks, options)
 
 
-def attend_dense_keys(call: Call, impl: str, reading: str = COPIED) -> Tensor:
-    """A dense call: ``[B, H, T, E]``; plain PyTorch reads chosen keys as ``reading`` says."""
-    sides = (call.query, call.key, call.value, call.alpha, call.beta)
-    keys = call.keys
-    assert not isinstance(keys, int)
-    if impl == "triton":
-        return fused_keys(
-            *sides,
-            call.offset,
-            keys,
-            key_mask=call.key_mask,
-            block_size=call.block_size,
-            group_size=call.group_size,
-            scale=call.scale,
-        )
-    assert isinstance(keys, Tensor)
-    return eager.exact_keys(
-        *sides,
-        call.offset,
-        keys,
-        call.key_mask,
-        block_size=call.block_size,
-        group_size=call.group_size,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        impl=impl,
-        reading=reading,
-    )
-
-
-def attend_packed_keys(call: Call, impl: str, reading: str = COPIED) -> Tensor:
-    """A packed call in plain PyTorch or by the reference: ``[T, H, E]``."""
-    assert isinstance(call.keys, Tensor)
-    assert call.bounds is not None
-    bounds = call.bounds.long()
-    dtype, tokens = accumulation_dtype(call.query.dtype), call.query.shape[0]
-    query, key, value = (side.to(dtype).transpose(0, 1)[None] for side in call.qkv)
-    query, key = as_nan(query), as_nan(key)
-    blocks, sequence = packed_blocks(bounds, tokens, call.block_size)
-    indices = call.keys[None]
-    if impl == "reference":
-        return _reference_one_by_one(call, query, key, value, indices)
-    heads = query.shape[1]
-    key, value = eager.repeat_heads(key, heads), eager.repeat_heads(value, heads)
-    per_block = [per_tile(side, sequence, query) for side in (call.alpha, call.beta, call.offset)]
-    alpha, beta, offset = (
-        side.unsqueeze(0) if isinstance(side, Tensor) else side for side in per_block
-    )
-    slots = slots_of_blocks(key, value, beta, blocks, None, sequence, call.is_causal)
-    out = attend_keys(
-        query,
-        key,
-        value,
-        alpha,
-        slots,
-        offset,
-        indices,
-        blocks,
-        group_size=call.group_size,
-        key_mask=None,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        reading=reading,
-    )
-    return out[0].transpose(0, 1).to(call.query.dtype)
-
-
 def _moments(call: Call, impl: str) -> Moments:
     if call.bounds is None:
         return measure_heads(call.query, call.key, call.key_mask, impl)
@@ -241,41 +169,3 @@ def _choose_one_by_one(
         found[:, block * size : block * size + chosen.shape[1], : chosen.shape[2]] = chosen
         block += own.place.shape[1]
     return found
-
-
-def _reference_one_by_one(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
-) -> Tensor:
-    """Packed sequences by the reference: one dense call per sequence."""
-    assert call.bounds is not None
-    rows = call.block_size // call.group_size
-    outs, block = [], 0
-    for number, (start, end) in enumerate(pairwise(call.bounds.tolist())):
-        count = -(-(end - start) // call.block_size)
-        chosen = indices[:, :, block * rows : (block + count) * rows]
-        chosen = torch.where((chosen >= start) & (chosen < end), chosen - start, -1)
-        block += count
-        alpha, beta, offset = (
-            side[number : number + 1]
-            if isinstance(side, Tensor) and side.dim() == 4 and side.shape[0] > 1
-            else side
-            for side in (call.alpha, call.beta, call.offset)
-        )
-        own_query, own_key, own_value = (side[:, :, start:end] for side in (query, key, value))
-        out = eager.exact_keys(
-            own_query,
-            own_key,
-            own_value,
-            alpha,
-            beta,
-            offset,
-            chosen,
-            None,
-            block_size=call.block_size,
-            group_size=call.group_size,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            impl="reference",
-        )
-        outs.append(out[0].transpose(0, 1).to(call.query.dtype))
-    return torch.cat(outs)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.functional.announcing import announce_call
-from lln.functional.call import Call
 from lln.functional.kernel_ways import KernelWay
-from lln.functional.key_calls import attend_dense_keys, complete
+from lln.functional.key_calls import complete
 from lln.functional.one_by_one import no_tokens
 from lln.functional.padded_keys import attend_padded
 from lln.functional.way import Prepared
+from lln.kernels.keys.keys_ops import fused_keys
 from lln.kernels.launching.limits import MAX_CHOSEN, why_no_keys
 from lln.observers import is_observed
 from lln.tracing import has_values, is_capturing
@@ -42,11 +43,30 @@ class KeyKernels(KernelWay):
     def run(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.run`."""
         if call.bounds is not None and call.query.shape[0] > 0:
-            return attend_padded(call, self.impl)
+            return self.attend_packed(call, prepared)
         call = complete(call, self.impl)
         if is_observed():
             announce_call(call)
-        return attend_dense_keys(call, self.impl) if call.bounds is None else no_tokens(call)
+        return self.attend_dense(call, prepared) if call.bounds is None else no_tokens(call)
+
+    def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.attend_dense`."""
+        del prepared
+        return fused_keys(
+            *call.qkv,
+            call.alpha,
+            call.beta,
+            call.offset,
+            call.keys,
+            key_mask=call.key_mask,
+            block_size=call.block_size,
+            group_size=call.group_size,
+            scale=call.scale,
+        )
+
+    def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.attend_packed`; waits for the values of the bounds."""
+        return attend_padded(call, self.impl, lambda own: self.attend_dense(own, prepared))
 
 
 def _why_not_taken(call: Call) -> str | None:

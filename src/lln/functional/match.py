@@ -14,8 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.cpu.compiled_matching import compiled_temperatures
-from lln.functional.call import Call
 from lln.kernels.moments.moment_ops import fused_moments
 from lln.matching.moments import (
     Moments,

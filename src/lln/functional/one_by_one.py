@@ -1,6 +1,6 @@
 """Packed sequences as dense calls: all as one sample, or one call for each.
 
-Dimension legend: as in `lln.functional.call`.
+Dimension legend: as in `lln.checks.call`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.functional.call import Call
+from lln.checks.call import Call
 
 
 def as_sample(call: Call) -> Call:
@@ -53,7 +53,7 @@ def one_by_one(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
     for index, (query, key, value, mix) in enumerate(zip(*sides, mixes, strict=True)):
         if lengths[index] == 0:
             continue
-        alpha, beta = (_of_sequence(side, index) for side in (call.alpha, call.beta))
+        alpha, beta = (of_sequence(side, index) for side in (call.alpha, call.beta))
         own = {"query": query, "key": key, "value": value, "alpha": alpha, "beta": beta}
         dense = whole.replace(**own, mix=mix, bounds=None, longest=None)
         outs.append(attend(dense)[0].transpose(0, 1))
@@ -65,8 +65,8 @@ def _copied(side: Tensor) -> Tensor:
     return side.clone(memory_format=torch.contiguous_format)
 
 
-def _of_sequence(side: Any, index: int) -> Any:
-    """α or β ``[n, H, 1, 1]`` of one packed sequence."""
+def of_sequence(side: Any, index: int) -> Any:
+    """α, β or the offset ``[n, H, 1, 1]`` of one packed sequence."""
     if not isinstance(side, Tensor) or side.dim() < 4 or side.shape[0] == 1:
         return side
     return side[index : index + 1]

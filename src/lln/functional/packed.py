@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.bounds import check_bounds
+from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
-from lln.functional.call import Call
 from lln.functional.run import attend
 from lln.precision import cast_for_autocast
 

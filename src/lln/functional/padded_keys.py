@@ -4,23 +4,23 @@ Sequences of similar length are padded to one batch and run as a dense call does
 counted from the first valid token, so they are those of the packed sequence. What a dense call
 matches and chooses it matches and chooses for every sample, so each sequence gets its own.
 
-Dimension legend: as in `lln.functional.call`; b sequences in a group, L tokens of its longest,
+Dimension legend: as in `lln.checks.call`; b sequences in a group, L tokens of its longest,
 G groups of queries, K keys per group of queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lln.checks.bounds import read_bounds
+from lln.checks.call import Call
 from lln.eager.padding import Padding, pad_sequences
 from lln.functional.announcing import announce_call
-from lln.functional.call import Call
 from lln.functional.key_calls import (
-    attend_dense_keys,
     chosen_indices,
     complete,
     paper_temperatures,
@@ -94,12 +94,18 @@ class PaddedCall(NamedTuple):
         return found
 
 
-def attend_padded(call: Call, impl: str) -> Tensor:
-    """``[T, H, E]`` of a packed call with at least one token; waits for the bounds' values."""
+def attend_padded(call: Call, impl: str, attend: Callable[[Call], Tensor]) -> Tensor:
+    """``[T, H, E]`` of a packed call with at least one token; waits for the bounds' values.
+
+    Args:
+        call: The call.
+        impl: What matches and chooses.
+        attend: Computes dense calls in which nothing is missing.
+    """
     padded = pad_call(call, impl)
     if is_observed():
         announce_call(padded.as_completed())
-    return padded.unpad([attend_dense_keys(group, impl) for group in padded.groups])
+    return padded.unpad([attend(group) for group in padded.groups])
 
 
 def pad_call(call: Call, impl: str) -> PaddedCall:

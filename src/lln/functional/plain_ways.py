@@ -1,4 +1,4 @@
-"""Plain PyTorch, and the N×N reference: the ways that every call can take."""
+"""Plain PyTorch: the way that every call can take."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lln.eager import packing
-from lln.eager import run as eager
+from lln.checks.call import Call
 from lln.eager.key_attention import COPIED, FUSED, MASKED
 from lln.eager.key_inference import can_fuse
 from lln.eager.masked_keys import can_mask, mask_pays
+from lln.eager.packing import attend_packed, attend_packed_keys
+from lln.eager.run import attend_dense
 from lln.functional.announcing import announce_call
-from lln.functional.call import Call
-from lln.functional.key_calls import attend_dense_keys, attend_packed_keys, complete
+from lln.functional.key_calls import complete
 from lln.functional.one_by_one import no_tokens, one_by_one
 from lln.functional.way import Prepared, Way
 from lln.observers import is_observed
@@ -56,23 +56,20 @@ class Plain(Way):
         call = complete(call, self.impl)
         if is_observed():
             announce_call(call)
-        if call.bounds is not None and call.query.shape[0] == 0:
-            return no_tokens(call)
-        attend = attend_dense_keys if call.bounds is None else attend_packed_keys
-        return attend(call, self.impl, prepared.how[0] if prepared.how else COPIED)
+        reading = prepared.how[0] if prepared.how else COPIED
+        if call.bounds is None:
+            return attend_dense(call, reading=reading)
+        return no_tokens(call) if call.query.shape[0] == 0 else attend_packed_keys(call, reading)
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
-        walks = {} if call.kind == "diag" else {"walks": WALK in prepared.how}
-        return attend_by_steps(call, eager, impl=self.impl, **walks)
+        return attend_dense(call, walks=WALK in prepared.how)
 
     def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_packed`."""
         if IN_TURN in prepared.how:
             return one_by_one(call, lambda own: self.attend_dense(own, prepared))
-        names = ("alpha", "beta", "mix", "block_size", "scale", "dropout_p", "is_causal", "longest")
-        options = {name: getattr(call, name) for name in names}
-        return packing.attend(*call.qkv, call.bounds, **options)
+        return attend_packed(call)
 
 
 def _reading(call: Call) -> str:
@@ -85,43 +82,3 @@ def _reading(call: Call) -> str:
         if mask_pays(call.query.shape[2], call.block_size + chosen, width):
             return MASKED
     return FUSED if can_fuse(*sides, **how) else COPIED
-
-
-class Reference(Plain):
-    """N×N matrices in float64: what every other way is compared with."""
-
-    name = "the reference"
-    impl = "reference"
-    kinds = ("lln", "diag", "lln_diag", "lln_keys", "moments", "temperatures")
-    is_automatic = False
-
-    def prepare(self, call: Call) -> Prepared:
-        """See `Way.prepare`."""
-        how = (IN_TURN,) if call.bounds is not None and call.kind != "lln_keys" else ()
-        return Prepared(self, call.block_size, how=how)
-
-    def describe(self, prepared: Prepared) -> str:
-        """A sentence on what computes a prepared call."""
-        return f"{', '.join(('The N×N reference computes the call in float64', *prepared.how))}."
-
-
-def attend_by_steps(call: Call, engine: Any, **how: Any) -> Tensor:
-    """A dense call without exact keys by `lln.eager.run` or `lln.cpu.run`.
-
-    Args:
-        call: The call.
-        engine: One of the two modules.
-        how: What it alone takes.
-    """
-    how |= {"is_causal": call.is_causal, "dropout_p": call.dropout_p}
-    blocks = {"block_size": call.block_size, "scale": call.scale}
-    if call.kind == "diag":
-        out: Tensor = engine.short_range(*call.qkv, call.key_mask, **blocks, **how)
-        return out
-    lln = (*call.qkv, call.alpha, call.beta, call.key_mask)
-    out = (
-        engine.long_range(*lln, **how)
-        if call.kind == "lln"
-        else engine.both_ranges(*lln, call.mix, **blocks, **how)
-    )
-    return out

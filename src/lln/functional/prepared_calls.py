@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.functional.call import Call
+from lln.checks.call import Call
 from lln.functional.way import Prepared
 from lln.kernels.launching import compiled_launcher
 from lln.kernels.launching.shapes import layout_of

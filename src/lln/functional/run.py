@@ -2,15 +2,15 @@
 
 Every entry point and every module calls `attend` here, after checking its inputs.
 
-Dimension legend: as in `lln.functional.call`.
+Dimension legend: as in `lln.checks.call`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.functional import prepared_calls, ways
-from lln.functional.call import Call
 from lln.functional.head_shards import on_own_shards
 from lln.functional.key_calls import with_all_keys
 from lln.kernels.lln import repeats

@@ -1,6 +1,6 @@
 """Statistics of queries and keys for modules and instruments, apart from a call of attention.
 
-Dimension legend: as in `lln.functional.call`.
+Dimension legend: as in `lln.checks.call`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln import checks
+from lln.checks.call import Call
 from lln.checks.names import check_choice
 from lln.functional import ways
-from lln.functional.call import Call
 from lln.functional.match import match_inputs, measure_heads
 from lln.matching.moments import Moments, head_temperatures, matched, tensor_moments
 from lln.precision import without_autocast

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.functional.announcing import announce_call
-from lln.functional.call import Call
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens
 from lln.observers import is_observed

@@ -12,8 +12,8 @@ import warnings
 from typing import NoReturn
 
 from lln.checks.arguments import IMPLEMENTATIONS, check_impl
+from lln.checks.call import Call
 from lln.errors import BackendUnavailableError
-from lln.functional.call import Call
 from lln.functional.cpu_ways import (
     CompiledMatching,
     CompiledPasses,
@@ -28,7 +28,8 @@ from lln.functional.kernel_ways import (
     why_no_kernels,
 )
 from lln.functional.key_ways import KeyKernels
-from lln.functional.plain_ways import Plain, Reference
+from lln.functional.plain_ways import Plain
+from lln.functional.reference_way import Reference
 from lln.functional.way import Prepared, Way
 
 WAYS: tuple[Way, ...] = (

@@ -8,10 +8,8 @@ Each takes queries and keys and gives one number per head, ``[B, H]``:
 - `variance` of P, Theorem 3.4
 - `log_normality` of P, Propositions 3.1 and 4.1
 - `score_variance` and its parts, Eq. (5)
-- `gaussianity` of queries and keys, which the paper's formulas assume
-- `key_masses`, what softmax's own block and its most wanted keys hold (exact keys)
 
-`capture` measures them inside a model while it runs, `ConcentrationLogger` through a training.
+`capture` measures them inside a model while it runs.
 
 `of_matrix` has the same for a row-stochastic matrix you already have.
 """
@@ -19,25 +17,17 @@ Each takes queries and keys and gives one number per head, ``[B, H]``:
 from lln.instruments import of_matrix
 from lln.instruments.capture import capture
 from lln.instruments.entropy import entropy
-from lln.instruments.gaussianity import Gaussianity, gaussianity
-from lln.instruments.key_masses import KeyMasses, key_masses
 from lln.instruments.log_normality import LogNormality, log_normality
-from lln.instruments.logger import ConcentrationLogger
 from lln.instruments.score_variance import ScoreVariance, score_variance
 from lln.instruments.spectral_gap import spectral_gap
 from lln.instruments.temperature import temperature
 from lln.instruments.variance import variance
 
 __all__ = [
-    "ConcentrationLogger",
-    "Gaussianity",
-    "KeyMasses",
     "LogNormality",
     "ScoreVariance",
     "capture",
     "entropy",
-    "gaussianity",
-    "key_masses",
     "log_normality",
     "of_matrix",
     "score_variance",

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.bounds import check_cu_seqlens
+from lln.checks.call import fit_blocks
 from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
 from lln.checks.names import check_choice
-from lln.eager.key_blocks import blocks_in, fit_blocks
+from lln.eager.key_blocks import blocks_in
 from lln.errors import InvalidInputError
 
 KINDS = ("softmax", "lln", "diag", "lln_diag", "lln_keys")

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.eager.run import repeat_heads
 from lln.functional import ways
-from lln.functional.call import Call
 from lln.functional.key_calls import chosen_indices, complete
 from lln.functional.statistics import matched_temperatures
 from lln.instruments.attention_inputs import AttentionInputs

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from lln.checks.printing import brief, written
 from lln.errors import InvalidInputError
 from lln.files import write_atomically
 from lln.instruments.head_maps import draw_maps, save_figure
-from lln.instruments.run_log import json_ready
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -228,3 +227,14 @@ def _line(row: list[str], widths: list[int]) -> str:
     cells = [row[0].ljust(widths[0])]
     cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
     return "  ".join(cells).rstrip()
+
+
+def json_ready(value: Any) -> Any:
+    """A value with NaN and infinity replaced by None: JSON has neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: json_ready(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [json_ready(item) for item in value]
+    return value

@@ -201,17 +201,8 @@ def _attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
         return _attend_keys(call)
     sides = (call.query, call.key, call.value)
     alpha, beta = call.temperatures()
-    shared: dict[str, Any] = {
-        "is_causal": call.is_causal,
-        "enable_gqa": True,
-        "impl": call.settings.impl,
-    }
-    long = {
-        "alpha": alpha,
-        "beta": beta,
-        "matching": call.settings.criterion(call.attention),
-        **shared,
-    }
+    shared, criterion = call.how(), call.settings.criterion(call.attention)
+    long = {"alpha": alpha, "beta": beta, "matching": criterion, **shared}
     lln, lln_diag, diagonal = lln_attention, lln_diag_attention, block_diagonal_attention
     if call.cu_seqlens is None:
         shared["key_mask"] = long["key_mask"] = call.mask
@@ -232,20 +223,7 @@ def _attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
 
 def _attend_keys(call: AttentionCall) -> Tensor:
     """Attention over near tokens, chosen keys and slots."""
-    alpha, beta, offset = call.numbers()
-    options: dict[str, Any] = {
-        "alpha": alpha,
-        "beta": beta,
-        "offset": offset,
-        "matching": call.settings.criterion(call.attention),
-        "keys": call.keys,
-        "block_size": call.block_size,
-        "select": call.settings.select,
-        "group_size": call.group_size,
-        "is_causal": call.is_causal,
-        "enable_gqa": True,
-        "impl": call.settings.impl,
-    }
+    options = call.key_options() | call.how()
     # Values are dropped, as everywhere: a dropped key keeps its weight and adds nothing.
     sides = (call.query, call.key, drop_keys(call.value, call.dropout_p))
     if call.cu_seqlens is None:

@@ -7,7 +7,7 @@ E value width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -73,6 +73,24 @@ class AttentionCall:
     def key_mask(self) -> Tensor | None:
         """Bool ``[B, S]``, the valid tokens; None where there is no padding."""
         return None if is_packed(self.mask) else self.mask
+
+    def how(self) -> dict[str, Any]:
+        """What every attention of the library is told: what a row sees, and what computes it."""
+        return {"is_causal": self.is_causal, "enable_gqa": True, "impl": self.settings.impl}
+
+    def key_options(self) -> dict[str, Any]:
+        """What attention with exact keys is told besides; α, β and the offset are of this call."""
+        alpha, beta, offset = self.numbers()
+        return {
+            "alpha": alpha,
+            "beta": beta,
+            "offset": offset,
+            "matching": self.settings.criterion(self.attention),
+            "keys": self.keys,
+            "block_size": self.block_size,
+            "select": self.settings.select,
+            "group_size": self.group_size,
+        }
 
     def temperatures(self) -> tuple[float | Tensor | None, float | Tensor | None]:
         """α and β; None, None = to be matched to the sample."""

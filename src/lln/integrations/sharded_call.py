@@ -39,30 +39,18 @@ def attend_sharded(call: AttentionCall, *, past: bool, weights: bool) -> Tensor:
     # Loaded here, because most models never need torch.distributed.
     from lln import parallel
 
-    shared: dict[str, Any] = {
-        "group": ranks_of(call.module).group(),
-        "matching": call.settings.criterion(call.attention),
-        "key_mask": call.mask,
-        "is_causal": call.is_causal,
-        "enable_gqa": True,
-        "impl": call.settings.impl,
-    }
-    sides = (call.query, call.key, call.value)
+    group = ranks_of(call.module).group()
+    shared = {"group": group, "key_mask": call.mask, **call.how()}
     if call.attention == "lln_keys":
-        alpha, beta, offset = call.numbers()
+        value = drop_keys(call.value, call.dropout_p)
         return parallel.lln_keys_attention(
-            *sides[:2],
-            drop_keys(call.value, call.dropout_p),
-            alpha=alpha,
-            beta=beta,
-            offset=offset,
-            keys=call.keys,
-            block_size=call.block_size,
-            select=call.settings.select,
-            group_size=call.group_size,
-            **shared,
+            call.query, call.key, value, **call.key_options(), **shared
         )
-    shared |= {"dropout_p": call.dropout_p}
+    sides = (call.query, call.key, call.value)
+    shared |= {
+        "dropout_p": call.dropout_p,
+        "matching": call.settings.criterion(call.attention),
+    }
     # What a sample's own statistics would be here, this rank's tokens alone, is not what counts.
     alpha, beta = (None, None) if _matches_each_sample(call) else call.temperatures()
     shared |= {"alpha": alpha, "beta": beta}

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lln.checks.call import fit_blocks
 from lln.checks.printing import brief
 from lln.eager.diagonal import block_diagonal, first_tokens
-from lln.eager.key_blocks import fit_blocks
 from lln.eager.run import repeat_heads
 from lln.eager.summary import LOG_ZERO, KeySummary
 from lln.functional.dense import block_diagonal_attention, lln_attention

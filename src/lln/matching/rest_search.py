@@ -27,8 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lln.checks.call import fit_blocks
 from lln.eager.key_attention import log_share, slots_of_blocks
-from lln.eager.key_blocks import KeyBlocks, dense_blocks, fit_blocks
+from lln.eager.key_blocks import KeyBlocks, dense_blocks
 from lln.eager.selection import choose, seen_keys
 from lln.eager.summary import LOG_ZERO
 from lln.matching.calibration import PAIR_BUDGET, check_tokens, pool_moments, sampled_places

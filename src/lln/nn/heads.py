@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lln import checks
+from lln.checks.call import Call
 from lln.checks.names import check_choice
 from lln.checks.signatures import check_options, explain_misfits
 from lln.eager.dropout import drop_keys
 from lln.eager.run import repeat_heads
 from lln.errors import InvalidInputError
-from lln.functional.call import Call
 from lln.functional.run import attend
 from lln.nn.temperatures import make_statistics
 from lln.precision import cast_for_autocast

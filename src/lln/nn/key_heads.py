@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.checks.call import Call
 from lln.checks.key_options import KEYS_MATCHING, check_selection
 from lln.checks.names import check_choice
 from lln.checks.signatures import check_options, explain_misfits
 from lln.errors import InvalidInputError
-from lln.functional.call import Call
 from lln.functional.run import attend
 from lln.matching.curves import matched_spread
 from lln.matching.mass import REST_FACTOR

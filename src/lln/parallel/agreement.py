@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from lln.checks.arguments import FLOAT_DTYPES
+from lln.checks.call import Call
 from lln.checks.names import shown
 from lln.errors import InvalidInputError, LLNError, PeerError
-from lln.functional.call import Call
 from lln.parallel.collectives import gather
 from lln.parallel.ranks import Bounds, Ranks
 from lln.tracing import is_compiling

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.eager.diagonal import block_diagonal
 from lln.eager.run import repeat_heads, widen
-from lln.functional.call import Call
 from lln.parallel.agreement import Shards
 from lln.parallel.local_passes import LocalPasses
 from lln.parallel.whole_blocks import WholeBlocks, lay_blocks

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.eager.key_blocks import KeyBlocks
-from lln.functional.call import Call
 from lln.kernels.keys.sharded_keys_ops import fused_sharded_keys
 from lln.parallel.key_rows import FarRows
 from lln.parallel.summary_merge import RankSummaries

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.checks.call import Call
 from lln.eager.infinity import as_nan
 from lln.eager.run import join, widen
 from lln.eager.summary import read_heads, summarise_heads
 from lln.errors import BackendUnavailableError
 from lln.functional import ways
-from lln.functional.call import Call
 from lln.kernels.blocks.block_ops import fused_blocks
 from lln.kernels.launching.limits import (
     MAX_GRID,

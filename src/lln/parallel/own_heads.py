@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.errors import InvalidInputError
-from lln.functional.call import Call
 from lln.functional.head_shards import on_own_shards
 from lln.parallel.ranks import Ranks
 

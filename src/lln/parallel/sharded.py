@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from lln import checks
+from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.eager.causal import causal_attention
 from lln.eager.dropout import drop_keys
 from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.eager.summary import read_heads
 from lln.functional import dense
-from lln.functional.call import Call
 from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards, agree, given_bounds
 from lln.parallel.compiled import outside_graphs

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.checks.call import Call
 from lln.checks.key_options import KEYS_MATCHING, check_offset, check_selection
 from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
@@ -22,7 +23,6 @@ from lln.eager.key_blocks import KeyBlocks
 from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.errors import InvalidInputError
 from lln.functional import exact_keys
-from lln.functional.call import Call
 from lln.kernels.launching.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards, agree

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lln.checks.call import Call
 from lln.errors import InvalidInputError
-from lln.functional.call import Call
 from lln.matching.moments import Moments
 from lln.matching.partial_moments import (
     merge_heads,

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.eager.diagonal import first_tokens
 from lln.eager.key_blocks import KeyBlocks, blocks_in
-from lln.functional.call import Call
 from lln.parallel.agreement import Shards
 from lln.parallel.collectives import gather
 from lln.parallel.journeys import exchange_later

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from lln.checks.call import Call
 from lln.cpu import library
 from lln.functional import ways
-from lln.functional.call import Call
 from lln.functional.dense import lln_diag_attention
 from lln.kernels.launching import compiled_launcher
 from lln.testing.failures import in_one_line

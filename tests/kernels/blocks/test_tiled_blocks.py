@@ -12,7 +12,7 @@ from tests.kernels.common import (
 )
 
 import lln
-from lln.functional.call import Call
+from lln.checks.call import Call
 from lln.functional.ways import prepare
 from lln.kernels.blocks import launch_tiled
 from lln.kernels.launching import sizes

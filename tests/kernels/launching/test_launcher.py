@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lln
 from lln import observers
+from lln.checks.call import FIELDS, Call
 from lln.cli import launcher_build
 from lln.functional import prepared_calls
-from lln.functional.call import FIELDS, Call
 from lln.functional.way import Way
 from lln.kernels.launching import compiled_launcher, recipes
 from lln.kernels.launching.recipes import Step

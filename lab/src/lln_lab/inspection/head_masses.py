@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lln.instruments.key_masses import KEYS, key_masses
 from lln.instruments.observed_call import SeenCall
+from lln_lab.inspection.key_masses import KEYS, key_masses
 
 BLOCK = 64
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 
 from lln.checks.printing import written
-from lln.instruments.key_masses import KEYS
 from lln_lab.inspection.head_masses import BLOCK
+from lln_lab.inspection.key_masses import KEYS
 from lln_lab.inspection.study import Study
 
 # The number of keys that sentences and maps speak of, and the share that counts as enough.

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from lln.instruments.key_masses import KEYS
+from lln_lab.inspection.key_masses import KEYS
 from lln_lab.inspection.key_needs import ENOUGH, USUAL, is_one_block, mass_rows
 from lln_lab.inspection.maps import MASSES, draw_maps
 from lln_lab.inspection.study import Study

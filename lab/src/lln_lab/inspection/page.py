@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lln.instruments.key_masses import KEYS
 from lln_lab.inspection.choice import Chosen
 from lln_lab.inspection.findings import findings
+from lln_lab.inspection.key_masses import KEYS
 from lln_lab.inspection.key_needs import is_one_block, mass_rows
 from lln_lab.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, draw_maps
 from lln_lab.inspection.mass_plots import mass_plots

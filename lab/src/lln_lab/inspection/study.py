@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lln.errors import LLNError
-from lln.instruments import gaussianity
 from lln.instruments.observed_call import SeenCall
+from lln_lab.inspection.gaussianity import gaussianity
 from lln_lab.inspection.head_masses import measure_masses
 from lln_lab.inspection.imitation import REACH, StandIn, imitate
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lln import reference
+from lln.checks.call import fit_blocks
 from lln.checks.key_options import check_selection
 from lln.checks.names import check_choice
-from lln.eager.key_blocks import fit_blocks
 from lln.errors import InvalidInputError
 from lln.functional.exact_keys import choose_keys
 from lln.matching.mass import keys_temperatures, mass_offset

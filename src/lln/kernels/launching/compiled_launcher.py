@@ -59,7 +59,7 @@ def load(long_way: Callable[..., Any], call_type: type) -> Any:
 
     Args:
         long_way: Takes over the backward passes that it cannot launch.
-        call_type: `lln.functional.call.Call`, whose fields it reads by name.
+        call_type: `lln.checks.call.Call`, whose fields it reads by name.
     """
     global _found
     if _found is None:

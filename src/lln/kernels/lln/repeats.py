@@ -11,7 +11,7 @@ launcher (`compiled_launcher`), a `Repeat` is registered with it: `try_fast_path
 calls, forward and backward, and gives back None where it cannot. Then everything is as without it.
 
 Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
-E value width. A ``call`` is a `lln.functional.call.Call`, what is ``prepared`` a
+E value width. A ``call`` is a `lln.checks.call.Call`, what is ``prepared`` a
 `lln.functional.way.Prepared`; this layer lies below both.
 """
 

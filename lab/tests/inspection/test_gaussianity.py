@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from tests.instruments.test_public import check_arguments_are_documented
 
 from lln.errors import InvalidInputError
-from lln.instruments import gaussianity
+from lln_lab.inspection.gaussianity import gaussianity
 
 
 def test_gaussian_entries_have_no_shape():
@@ -72,3 +73,7 @@ def test_padding_packing_and_nothing_to_measure():
     assert constant.query_kurtosis.isnan().all()
     with pytest.raises(InvalidInputError, match="same head width"):
         gaussianity(query, key[..., :4])
+
+
+def test_arguments_are_documented():
+    check_arguments_are_documented(gaussianity)

@@ -11,8 +11,9 @@ from torch import nn
 
 from lln import LLNAttention
 from lln.errors import BackendUnavailableError, InvalidInputError, WriteError
-from lln.instruments import ConcentrationLogger, capture
-from lln.instruments.run_log import RunLog, read_records
+from lln.instruments import capture
+from lln_lab.training_log import ConcentrationLogger
+from lln_lab.training_log.run_log import RunLog, read_records
 
 
 class Model(nn.Module):
@@ -228,7 +229,7 @@ def test_tensorboard_holds_the_same_curves(tmp_path):
 def test_tensorboard_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     model = Model()
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'lln\[tensorboard\]'"):
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'lln-lab\[tensorboard\]'"):
         ConcentrationLogger(model, tmp_path, tensorboard=True)
     with ConcentrationLogger(model, tmp_path) as log:
         train(log, model, 1)

@@ -7,8 +7,8 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 
 from lln.errors import InvalidInputError
-from lln.instruments.run_log import read_records
-from lln.integrations.trainer_callback import ConcentrationCallback
+from lln_lab.training_log.run_log import read_records
+from lln_lab.training_log.trainer_callback import ConcentrationCallback
 
 
 class Sentences(Dataset):

@@ -16,7 +16,7 @@ from lln import checks
 from lln.errors import InvalidInputError
 from lln.instruments.capture import DEFAULT_INSTRUMENTS, capture
 from lln.instruments.measurements import Measurements
-from lln.instruments.run_log import RunLog, read_records
+from lln_lab.training_log.run_log import RunLog, read_records
 
 _SCALARS = ("loss", "gradient_norm", "loss_scale")
 

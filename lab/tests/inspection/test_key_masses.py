@@ -4,11 +4,13 @@ from importlib import import_module
 
 import pytest
 import torch
+from tests.instruments.test_public import check_arguments_are_documented
+from tests.memory import peak_bytes
 
 from lln import choose_keys, reference
 from lln.errors import InvalidInputError
-from lln.instruments import key_masses
 from lln.testing import make_qkv
+from lln_lab.inspection.key_masses import key_masses
 
 
 def dense_masses(query, key, indices, block_size, group_size, keep, is_causal=False, scale=None):
@@ -75,7 +77,7 @@ def test_tiles_and_drawn_rows(monkeypatch):
     again = key_masses(query, key, keys=(8, 32), most_rows=150)
     assert torch.equal(again.chosen, drawn.chosen)
     # The function hides the module of its name.
-    monkeypatch.setattr(import_module("lln.instruments.key_masses"), "TILE", 1000)
+    monkeypatch.setattr(import_module("lln_lab.inspection.key_masses"), "TILE", 1000)
     tiled = key_masses(query, key, keys=(8, 32), most_rows=None)
     torch.testing.assert_close(tiled.chosen, whole.chosen)
 
@@ -110,3 +112,14 @@ def test_bad_arguments_are_refused(options, sentence):
     query, key, _ = make_qkv(1, 2, 20, 8)
     with pytest.raises(InvalidInputError, match=sentence):
         key_masses(query, **({"key": key} | options))
+
+
+def test_masses_of_keys_take_less_than_the_matrix():
+    """One N×N matrix in float64 is 128 MiB."""
+    key_masses(*torch.randn(2, 1, 1, 300, 64))
+    query, key = torch.randn(2, 1, 1, 4096, 64)
+    assert peak_bytes(lambda: key_masses(query, key)) < 100 << 20
+
+
+def test_arguments_are_documented():
+    check_arguments_are_documented(key_masses)

@@ -10,8 +10,8 @@ from torch import nn
 
 from lln.errors import InvalidInputError
 from lln.instruments.capture import DEFAULT_INSTRUMENTS
-from lln.instruments.logger import ConcentrationLogger, gradient_norm
 from lln.integrations import unavailable
+from lln_lab.training_log.logger import ConcentrationLogger, gradient_norm
 
 try:
     from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -20,7 +20,7 @@ except ImportError as error:
 
 
 class ConcentrationCallback(TrainerCallback):
-    """Log what `lln.instruments.ConcentrationLogger` logs, from inside a Trainer.
+    """Log what `lln_lab.training_log.ConcentrationLogger` logs, from inside a Trainer.
 
     Updates 1, n, 2n, … are measured. Where the Trainer logs on the same update, its loss and its
     gradient norm (before clipping) are taken over; otherwise the norm is measured after clipping,

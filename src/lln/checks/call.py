@@ -1,4 +1,4 @@
-"""The arguments of a checked call in one object, which is then planned and run.
+"""The arguments of a checked call in one object, which every way to compute it takes.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width, n packed sequences.
@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lln.eager.key_blocks import fit_blocks
-from lln.kernels.keys.lists import Lists
+from lln.tracing import always_holds, is_compiling
+
+# Blocks up to this size are never cut: kernels and compiled passes have tiles for them.
+USUAL_BLOCK = 64
 
 
 class Call(NamedTuple):
@@ -61,7 +63,8 @@ class Call(NamedTuple):
     is_causal: bool = False
     bounds: Tensor | None = None
     longest: int | None = None
-    keys: int | Tensor | Lists = 0
+    # int | Tensor | lln.kernels.keys.lists.Lists
+    keys: Any = 0
     select: str = "block"
     group_size: int = 0
     offset: Any = None
@@ -125,3 +128,27 @@ class Call(NamedTuple):
 
 
 FIELDS = Call._fields
+
+
+def fit_blocks(block_size: int, group_size: int, tokens: int) -> tuple[int, int]:
+    """Sizes of blocks and groups, cut where they reach far beyond the sequence.
+
+    A block that holds all tokens gives the same whatever else would fit into it, but memory and
+    time grow with it. It becomes a power of two, as kernels need it, times the size of a group.
+
+    Args:
+        block_size: W as asked for.
+        group_size: g, a divisor of W.
+        tokens: T, of the longest sequence.
+    """
+    most = USUAL_BLOCK
+    # A trace must hold for every length: there only what is known of all lengths counts.
+    holds = always_holds if is_compiling() else bool
+    while most < block_size and not holds(tokens <= most):
+        most *= 2
+    if most >= block_size:
+        return block_size, group_size
+    group_size = size = min(group_size, most)
+    while size < most:
+        size *= 2
+    return min(size, block_size), group_size

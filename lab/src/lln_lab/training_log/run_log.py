@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lln.checks.reading import parsed_json
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.files import write_atomically, writing
+from lln.instruments.measurements import json_ready
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -149,19 +149,8 @@ def _open_tensorboard(
         if wanted is None:
             return None
         raise BackendUnavailableError(
-            "TensorBoard is not installed; run pip install 'lln[tensorboard]', or pass "
+            "TensorBoard is not installed; run pip install 'lln-lab[tensorboard]', or pass "
             "tensorboard=False."
         ) from error
     # TensorBoard hides the events of steps that will be written again.
     return SummaryWriter(str(folder), purge_step=1 if last_step is None else last_step + 1)
-
-
-def json_ready(value: Any) -> Any:
-    """A value with NaN and infinity replaced by None: JSON has neither."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: json_ready(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [json_ready(item) for item in value]
-    return value

@@ -1,0 +1,127 @@
+"""The N×N reference as a way: matrices in float64, for every kind of attention.
+
+Dimension legend: as in `lln.checks.call`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lln import reference
+from lln.checks.call import Call
+from lln.eager.key_blocks import dense_blocks
+from lln.eager.run import join, repeat_heads, repeat_temperature, widen
+from lln.functional.announcing import announce_call
+from lln.functional.key_calls import complete
+from lln.functional.one_by_one import as_sample, no_tokens, of_sequence, one_by_one
+from lln.functional.way import Prepared, Way
+from lln.observers import is_observed
+
+
+class Reference(Way):
+    """N×N matrices in float64: what every other way is compared with."""
+
+    name = "the reference"
+    impl = "reference"
+    kinds = ("lln", "diag", "lln_diag", "lln_keys", "moments", "temperatures")
+    is_automatic = False
+
+    def describe(self, prepared: Prepared) -> str:
+        """A sentence on what computes a prepared call."""
+        del prepared
+        return "The N×N reference computes the call in float64."
+
+    def run(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.run`; keys are chosen by plain PyTorch."""
+        if call.kind != "lln_keys":
+            return super().run(call, prepared)
+        call = complete(call, self.impl)
+        if is_observed():
+            announce_call(call)
+        if call.bounds is None:
+            return self.attend_dense(call, prepared)
+        return no_tokens(call) if call.query.shape[0] == 0 else _keys_one_by_one(call)
+
+    def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.attend_packed`."""
+        return one_by_one(call, lambda own: self.attend_dense(own, prepared))
+
+    def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.attend_dense`."""
+        del prepared
+        return _attend(call)
+
+
+def _attend(call: Call) -> Tensor:
+    query, key, value = widen(*call.qkv, call.key_mask, call.dropout_p)
+    heads = query.shape[1]
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    alpha, beta, offset = (
+        repeat_temperature(side, heads, torch.float64)
+        for side in (call.alpha, call.beta, call.offset)
+    )
+    sides, keep = (query, key, value), _kept_pairs(call)
+    if call.kind == "lln_keys":
+        exact = reference.exact_pairs(
+            call.keys,
+            query.shape[2],
+            call.block_size,
+            call.group_size,
+            keep=keep,
+            is_causal=call.is_causal,
+        )
+        rest = _earlier_blocks(call) if call.is_causal else keep
+        out = reference.lln_keys_attention(
+            *sides, alpha, beta, exact, offset, keep=keep, rest=rest, scale=call.scale
+        )
+        return out.to(call.query.dtype)
+    parts = []
+    if call.kind != "diag":
+        parts.append(reference.lln_attention(*sides, alpha, beta, keep=keep))
+    if call.kind != "lln":
+        blocks = {"keep": keep, "scale": call.scale}
+        parts.append(reference.block_diagonal_attention(*sides, call.block_size, **blocks))
+    out = parts[0] if len(parts) == 1 else join(parts[0], parts[1], call.mix)
+    return out.to(call.query.dtype)
+
+
+def _kept_pairs(call: Call) -> Tensor | None:
+    """Which pairs count: bool ``[B, 1, T, S]``; None = all."""
+    tokens, mask = call.query.shape[2], call.key_mask
+    keep = None if mask is None else mask[:, None, None, :].expand(-1, 1, tokens, -1)
+    if not call.is_causal:
+        return keep
+    earlier = reference.causal_keep(tokens, call.query.device)
+    return earlier if keep is None else keep & earlier
+
+
+def _earlier_blocks(call: Call) -> Tensor:
+    """Which pairs a causal summary holds, keys of earlier blocks: bool ``[B, 1, T, T]``."""
+    batch, _, tokens, _ = call.query.shape
+    mask = call.key_mask
+    home = dense_blocks(batch, tokens, call.block_size, mask, call.query.device).home[:, None]
+    earlier = home.unsqueeze(-2) < home.unsqueeze(-1)
+    return earlier if mask is None else earlier & mask[:, None, None]
+
+
+def _keys_one_by_one(call: Call) -> Tensor:
+    """Packed sequences ``[T, H, E]`` with exact keys, whose indices are counted from the first."""
+    assert call.bounds is not None
+    whole, rows = as_sample(call), call.block_size // call.group_size
+    outs, block = [], 0
+    for number, (start, end) in enumerate(pairwise(call.bounds.tolist())):
+        count = -(-(end - start) // call.block_size)
+        chosen = call.keys[None, :, block * rows : (block + count) * rows]
+        chosen = torch.where((chosen >= start) & (chosen < end), chosen - start, -1)
+        block += count
+        alpha, beta, offset = (
+            of_sequence(side, number) for side in (call.alpha, call.beta, call.offset)
+        )
+        query, key, value = (side[:, :, start:end] for side in whole.qkv)
+        own = {"query": query, "key": key, "value": value, "alpha": alpha, "beta": beta}
+        dense = whole.replace(**own, offset=offset, keys=chosen, bounds=None, longest=None)
+        outs.append(_attend(dense)[0].transpose(0, 1))
+    return torch.cat(outs)
