@@ -76,7 +76,7 @@ def ways(module, monkeypatch):
     monkeypatch.setattr(compiled_launcher, "_refused", None)
     long_way = repeats.differentiate_by_the_long_way
     if driver is None:
-        assert compiled_launcher._connect(module, long_way, Call) is None
+        assert compiled_launcher._connect(module, long_way) is None
         ways.runtime = recipes.knobs.runtime
     else:
         record = Step.record
@@ -93,8 +93,7 @@ def ways(module, monkeypatch):
         monkeypatch.setattr(recipes, "current_stream", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         let_auto_take_kernels(monkeypatch)
-        addresses, watchers = driver.addresses, (ways.runtime, long_way)
-        compiled_launcher.connect(module, "cpu", addresses, *watchers, Call)
+        compiled_launcher.connect(module, "cpu", driver.addresses, ways.runtime, long_way)
     yield ways
     module.forget()
     assert driver is None or not driver.faults
@@ -578,15 +577,15 @@ def test_a_broken_library_warns_once_and_python_runs(monkeypatch, tmp_path):
     compiled_launcher.library().write_text("not a library")
     assert compiled_launcher.why_not() is None
     with pytest.warns(UserWarning, match="launches from Python"):
-        assert compiled_launcher.load(lambda: None, Call) is None
-    assert compiled_launcher.load(lambda: None, Call) is None
+        assert compiled_launcher.load(lambda: None) is None
+    assert compiled_launcher.load(lambda: None) is None
     assert "cannot be used" in compiled_launcher.why_not()
 
 
 def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("LLN_LAUNCHER", "python")
     monkeypatch.setattr(compiled_launcher, "_found", None)
-    assert compiled_launcher.load(lambda: None, Call) is None
+    assert compiled_launcher.load(lambda: None) is None
     assert "LLN_LAUNCHER=python" in compiled_launcher.why_not()
 
 

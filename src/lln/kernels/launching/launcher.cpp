@@ -59,7 +59,7 @@ constexpr size_t MOST_KINDS = 4096;
 constexpr size_t MOST_CELLS = 128;
 constexpr size_t MOST_SLOTS = 64;
 
-// The fields of `lln.functional.call.Call` that are read here, by their names: `configure` asks
+// The fields of `lln.checks.call.Call` that are read here, by their names: `configure` asks
 // the class where they stand.
 #define LLN_FIELDS(X)                                                                      \
   X(kind) X(query) X(key) X(value) X(alpha) X(beta) X(matching) X(mix) X(block_size) X(scale) \

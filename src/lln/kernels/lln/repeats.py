@@ -11,8 +11,8 @@ launcher (`compiled_launcher`), a `Repeat` is registered with it: `try_fast_path
 calls, forward and backward, and gives back None where it cannot. Then everything is as without it.
 
 Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
-E value width. A ``call`` is a `lln.checks.call.Call`, what is ``prepared`` a
-`lln.functional.way.Prepared`; this layer lies below both.
+E value width. What is ``prepared`` is a
+`lln.functional.way.Prepared`; this layer lies below it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.kernels.launching import compiled_launcher, plain_launches
 from lln.kernels.launching.shapes import layout_of, output_like, summary_heads, within_reach
 from lln.kernels.launching.sizes import overrides
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
 
 # The compiled launcher's ``attend`` once it is loaded. It takes a call, whether groups of query
 # heads are allowed, and how to run it.
-try_fast_path: Callable[[Any, bool, str], Tensor | None] | None = None
+try_fast_path: Callable[[Call, bool, str], Tensor | None] | None = None
 
 
-def register_native(repeat: Repeat, call: Any, impl: str) -> None:
+def register_native(repeat: Repeat, call: Call, impl: str) -> None:
     """Let the compiled launcher take later calls like this one, if there is one."""
     global try_fast_path
-    launcher = compiled_launcher.load(differentiate_by_the_long_way, type(call))
+    launcher = compiled_launcher.load(differentiate_by_the_long_way)
     if launcher is None:
         return
     try_fast_path = launcher.attend
@@ -128,7 +129,7 @@ class Repeat:
         watched = recipes.launches_are_watched() or overrides
         return not watched and torch.cuda.current_device() == self.index
 
-    def run(self, call: Any) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         """A call of this kind."""
         query, key, value, alpha, beta = *call.qkv, call.alpha, call.beta
         mask = call.key_mask
@@ -215,7 +216,7 @@ def _launch(recipe: Recipe, addresses: dict[str, Any], device: torch.device) -> 
     recipe.repeat(addresses, device, current_stream(device))
 
 
-def repeat_of(call: Any, prepared: Any) -> Repeat | None:
+def repeat_of(call: Call, prepared: Any) -> Repeat | None:
     """A `Repeat` from the recipes that a call of the same layout has left; None = not possible."""
     if prepared.impl != "triton" or prepared.diagonal not in (None, "joint"):
         return None

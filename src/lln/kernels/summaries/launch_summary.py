@@ -153,15 +153,9 @@ def read(
     mask: Tensor | None,
     alpha_number: float,
 ) -> Tensor:
-    """Output ``[B, H, T, E]`` in the dtype of query.
+    """Output ``[B, H, T, E]`` in the dtype of query; see `lln.kernels.summaries.summary_ops`.
 
-    Args:
-        query: ``[B, H, T, D]``, T > 0.
-        alpha: ``[·, H, 1, 1]``; None = ``alpha_number``.
-        log_mass: ``[B, SH, D]`` in float32.
-        centroid: ``[B, SH, D, E]`` in float32.
-        mask: bool ``[B, T]``, False = whatever the query holds has no effect; None = all count.
-        alpha_number: α where it is one number.
+    α is ``[·, H, 1, 1]``, or None and then ``alpha_number``; the query has at least one token.
     """
     out, slots = output_like(query, centroid.shape[3]), log_mass.shape[1]
     call = _query_call(query, out, slots, alpha, mask, alpha_number)
@@ -199,15 +193,7 @@ def read_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Gradients of query, α (if asked for), log-mass and centroid; the last two in float32.
 
-    Args:
-        gradient: ``[B, H, T, E]``.
-        query: This and the next five as in `read`.
-        alpha: See above.
-        log_mass: See above.
-        centroid: See above.
-        mask: See above.
-        alpha_number: See above.
-        alpha_grad: Whether α needs a gradient.
+    The arguments are the gradient of the output, those of `read`, and whether α needs a gradient.
     """
     slots = log_mass.shape[1]
     call = _query_call(query, gradient, slots, alpha, mask, alpha_number)
