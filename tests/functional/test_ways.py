@@ -9,7 +9,7 @@ import torch
 
 import lln
 from lln.checks.arguments import IMPLEMENTATIONS
-from lln.checks.call import Call
+from lln.checks.call import FIELDS, Call
 from lln.functional import prepared_calls, ways
 from lln.functional.kernel_ways import Kernels, KernelsBesidePlainBlocks
 from lln.functional.plain_ways import Plain
@@ -96,6 +96,23 @@ def test_calls_of_one_layout_are_decided_once(monkeypatch, kind):
     CALLS[kind](*make_qkv(1, 2, 10, 8), impl="eager")
     CALLS[kind](*make_qkv(1, 2, 10, 8, requires_grad=True))
     assert len(decided) == 5
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_of_a_call_is_part_of_its_layout(name):
+    query, key, value = make_qkv(1, 2, 10, 8)
+    call = Call("lln_diag", query, key, value, block_size=4)
+    others = {"query": value.double(), "key": value.double(), "value": value.double()}
+    others |= dict.fromkeys(("alpha", "beta", "mix", "offset", "key_mask", "bounds"), query)
+    other = call.replace(**{name: others.get(name, 0.5)})
+    first, second = (prepared_calls.layout_of_call(one, "auto") for one in (call, other))
+    assert first != second
+    assert first == prepared_calls.layout_of_call(call, "auto")
+
+
+def test_what_is_prepared_says_what_computes_it():
+    for way in ways.WAYS:
+        assert str(Prepared(way)).endswith(".")
 
 
 def test_no_more_decisions_are_kept_than_there_is_room_for(monkeypatch):

@@ -7,18 +7,24 @@ in the tensors. The arguments of a call are checked before anything is looked up
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lln.checks.call import Call
+from lln.checks.call import FIELDS, Call
 from lln.functional.way import Prepared
 from lln.kernels.launching import compiled_launcher
 from lln.kernels.launching.shapes import layout_of
 from lln.kernels.lln import repeats
 from lln.tracing import is_capturing, is_untraced, is_watched
 
+# Of these fields counts how a tensor lies in memory; their numbers do not. All others count as they
+# are, so that a new field cannot be forgotten.
+SIDES = ("query", "key", "value", "alpha", "beta", "mix", "key_mask", "bounds", "offset")
+_sides = attrgetter(*SIDES)
+_options = attrgetter(*(name for name in FIELDS if name not in (*SIDES, "dropout_p")))
 # Beyond this many layouts the oldest are dropped: every sequence length is another one.
 MOST_LAYOUTS = 4096
 
@@ -27,15 +33,12 @@ _prepared: dict[Hashable, Prepared] = {}
 
 def layout_of_call(call: Call, impl: str) -> Hashable:
     """What decides how a call runs; None for calls that are decided anew each time."""
-    query, key, value = call.qkv
+    query, sides = call.query, _sides(call)
     if is_watched(query) or isinstance(call.keys, Tensor):
         return None
-    sides = (key, value, call.alpha, call.beta, call.mix, call.key_mask, call.bounds, call.offset)
-    options = (call.kind, impl, call.matching, call.block_size, call.scale, call.dropout_p > 0)
-    keys = (call.keys, call.select, call.group_size, call.longest)
     state = (query.device, torch.is_grad_enabled(), torch.get_num_threads(), is_capturing())
     looks = [_look(side) for side in sides]
-    return (*options, call.is_causal, *keys, *state, is_untraced(*sides), _look(query), *looks)
+    return (impl, *state, is_untraced(*sides), call.dropout_p > 0, *_options(call), *looks)
 
 
 def find(layout: Hashable) -> Prepared | None:
