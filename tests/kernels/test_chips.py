@@ -20,7 +20,6 @@ import lln
 from lln.functional import kernel_ways, prepared_calls
 from lln.kernels.keys import sharded_keys_ops
 from lln.kernels.launching import limits, plain_launches, recipes, sizes
-from lln.kernels.lln import repeats
 
 # Name → compute capability, and the shared memory that a program can have.
 CHIPS = {"A100": (80, 166_912), "RTX 3090": (86, 101_376)}
@@ -322,7 +321,7 @@ def test_launches_have_the_parameters_of_the_kernels(plug_in, monkeypatch, optio
         asked.append(parameters_in(kernels[function].asm["ptx"]))
         return asked[-1]
 
-    plain = plain_launches.describe(recipe, repeats._FORWARD, sizes_of)
+    plain = plain_launches.describe(recipe, recipe.names, sizes_of)
     assert plain is not None
     for found, (_, _, threads, shared, _, cells, fills), kernel in zip(
         asked, plain[2], kernels, strict=True
@@ -330,5 +329,5 @@ def test_launches_have_the_parameters_of_the_kernels(plug_in, monkeypatch, optio
         assert len(cells) == 8 * len(found)
         assert (threads, shared) == (32 * kernel.metadata.num_warps, kernel.metadata.shared)
         for cell, slot, form in fills:
-            is_number = form == "f" or slot == repeats._FORWARD.index("seed")
+            is_number = form == "f" or slot == recipe.names.index("seed")
             assert found[cell] == (4 if is_number else 8)

@@ -117,7 +117,7 @@ def test_a_launcher_that_others_may_write_is_not_opened(tmp_path, monkeypatch):
     compiled_launcher.library().write_text("")
     compiled_launcher.library().chmod(0o775)
     with pytest.warns(UserWarning, match="is writable for other users"):
-        assert "PermissionError" in compiled_launcher._load(pytest.fail, tuple)
+        assert "PermissionError" in compiled_launcher._load(pytest.fail)
 
 
 def test_what_is_built_can_be_opened_whatever_the_umask(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def ways(module, monkeypatch):
     monkeypatch.setattr(compiled_launcher, "_refused", None)
     long_way = repeats.differentiate_by_the_long_way
     if driver is None:
-        assert compiled_launcher._connect(module, long_way, Call) is None
+        assert compiled_launcher._connect(module, long_way) is None
         ways.runtime = recipes.knobs.runtime
     else:
         record = Step.record
@@ -93,8 +93,7 @@ def ways(module, monkeypatch):
         monkeypatch.setattr(recipes, "current_stream", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         let_auto_take_kernels(monkeypatch)
-        addresses, watchers = driver.addresses, (ways.runtime, long_way)
-        compiled_launcher.connect(module, "cpu", addresses, *watchers, Call)
+        compiled_launcher.connect(module, "cpu", driver.addresses, ways.runtime, long_way)
     yield ways
     module.forget()
     assert driver is None or not driver.faults
@@ -578,15 +577,15 @@ def test_a_broken_library_warns_once_and_python_runs(monkeypatch, tmp_path):
     compiled_launcher.library().write_text("not a library")
     assert compiled_launcher.why_not() is None
     with pytest.warns(UserWarning, match="launches from Python"):
-        assert compiled_launcher.load(lambda: None, Call) is None
-    assert compiled_launcher.load(lambda: None, Call) is None
+        assert compiled_launcher.load(lambda: None) is None
+    assert compiled_launcher.load(lambda: None) is None
     assert "cannot be used" in compiled_launcher.why_not()
 
 
 def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("LLN_LAUNCHER", "python")
     monkeypatch.setattr(compiled_launcher, "_found", None)
-    assert compiled_launcher.load(lambda: None, Call) is None
+    assert compiled_launcher.load(lambda: None) is None
     assert "LLN_LAUNCHER=python" in compiled_launcher.why_not()
 
 
@@ -635,8 +634,11 @@ def test_fields_are_found_by_name(ways):
     assert torch.equal(repeats.try_fast_path(call, True, "triton"), expected)
 
 
-def test_slots_have_the_names_of_arguments(module):
-    """The launches in Python and in C++ bring the same arguments."""
-    names = {*repeats._FORWARD, *repeats._BACKWARD, *repeats._MATCH}
-    assert set(module.slot_names()) == names
-    assert len(module.slot_names()) == len(names)
+def test_slots_are_arguments_of_recipes(ways):
+    """A name that the launches in C++ bring and no kernel takes would be a mistake of writing."""
+    taken = set()
+    for options in ({"block_size": 16}, {**NUMBERS, "is_causal": True}):
+        outcome(with_options(**options), inputs_of(0))
+    for recipe in recipes._recipes.values():
+        taken |= set(recipe.names)
+    assert set(ways.module.slot_names()) == taken

@@ -337,7 +337,8 @@ def test_preparing_later_calls_takes_no_memory(monkeypatch):
 
 @pytest.mark.slow
 def test_old_kinds_are_forgotten(monkeypatch):
-    monkeypatch.setattr(repeats, "MOST_REPEATS", 2)
+    monkeypatch.setattr(prepared_calls, "MOST_LAYOUTS", 2)
+    monkeypatch.setattr(prepared_calls, "_prepared", {})
     for tokens in (3, 4, 5):
         with_options(**NUMBERS)(*inputs_of(0, tokens=tokens))
     assert len(prepared_calls._prepared) == 2

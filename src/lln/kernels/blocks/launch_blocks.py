@@ -40,6 +40,30 @@ class BlockCall(NamedTuple):
     scale: float
     causal: bool
 
+    def values(self, chosen: Sizes, **tensors: Tensor) -> dict[str, Any]:
+        """The arguments that calls of one kind share, by their names in the kernels."""
+        query, key = self.query, self.key
+        return {
+            "T": query.shape[2],
+            "H": query.shape[1],
+            "HK": key.shape[1],
+            "R": query.shape[1] // key.shape[1],
+            "D": query.shape[3],
+            "E": self.value.shape[3],
+            "BD": chosen.width,
+            "BE": chosen.value_width,
+            "scale": self.scale,
+            "block_size": self.block_size,
+            "CAUSAL": self.causal,
+            "PRECISION": precision_of(query, chosen.width),
+            **strides_of(False, **tensors),
+        }
+
+    def sizes(self) -> Sizes:
+        """The sizes of this call."""
+        cut = (self.query.shape[0], self.key.shape[1], self.block_size)
+        return choose_sizes(self.query, self.key, self.value, *cut)
+
 
 def attend_whole_blocks(call: BlockCall) -> Tensor:
     """Output ``[B, H, T, E]``."""
@@ -77,9 +101,6 @@ def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Ten
     kind = (walker, "blocks", query.device, seen, options)
     family = (walker, "blocks", query.device, query.dtype, query.shape[3], value.shape[3])
 
-    def choose() -> Sizes:
-        return choose_sizes(query, key, value, batch, key.shape[1], call.block_size)
-
     def write(chosen: Sizes) -> Recipe:
         tile: Tile = getattr(chosen, walker)
         rows = chosen.block_rows
@@ -87,26 +108,15 @@ def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Ten
         reach = tokens if mask is None else tokens + call.block_size - 1
         stretch = tile.stretch(reach, rows, batch * heads, chosen.cores)
         splits = cdiv(reach, stretch)
-        values = {
-            "T": tokens,
+        values = call.values(chosen, **tensors) | {
             "H": heads,
             "HK": heads,
-            "R": query.shape[1] // key.shape[1],
-            "D": query.shape[3],
-            "E": value.shape[3],
-            "BD": chosen.width,
-            "BE": chosen.value_width,
-            "scale": call.scale,
-            "block_size": call.block_size,
             "tile_tokens": rows,
             "program_tokens": stretch,
             "splits": splits,
             "EVEN": mask is None and tile.tokens == rows and tokens % rows == 0,
             "ONE_BLOCK": tile.tokens == call.block_size,
             "HAS_MASK": mask is not None,
-            "CAUSAL": call.causal,
-            "PRECISION": precision_of(query, chosen.width),
-            **strides_of(False, **tensors),
         }
         before, workspace = ([], {}) if mask is None else find_gaps(batch, tokens, call.block_size)
         return Recipe(
@@ -115,4 +125,4 @@ def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Ten
 
     byte_mask = mask_bytes(mask, query)
     runtime = {**tensors, "p_mask": byte_mask, "p_starts": byte_mask}
-    launch_cached(kind, (*family, call.block_size), runtime, query.device, choose, write)
+    launch_cached(kind, (*family, call.block_size), runtime, query.device, call.sizes, write)

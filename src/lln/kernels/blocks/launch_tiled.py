@@ -16,10 +16,9 @@ from torch import Tensor
 
 from lln.kernels.blocks import triton_tiled_blocks as kernels
 from lln.kernels.blocks.launch_blocks import BlockCall
-from lln.kernels.launching.kernel_arguments import precision_of, strides_of
 from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_cached, over_tiles
 from lln.kernels.launching.shapes import layout_of, output_like
-from lln.kernels.launching.sizes import Sizes, choose_sizes
+from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import Tile, cdiv
 
 
@@ -92,32 +91,15 @@ def _launch(
     layouts = tuple([layout_of(tensor) for tensor in tensors.values()])
     options = (call.block_size, call.scale, call.causal, mix is None)
 
-    def choose() -> Sizes:
-        return choose_sizes(query, key, value, query.shape[0], key.shape[1], call.block_size)
-
     def write_for(chosen: Sizes) -> Recipe:
-        values = {
-            "T": query.shape[2],
-            "H": query.shape[1],
-            "HK": key.shape[1],
-            "R": query.shape[1] // key.shape[1],
-            "D": query.shape[3],
-            "E": value.shape[3],
-            "BD": chosen.width,
-            "BE": chosen.value_width,
-            "scale": call.scale,
-            "block_size": call.block_size,
-            "CAUSAL": call.causal,
-            "ADDS": mix is not None,
-            "PRECISION": precision_of(query, chosen.width),
-            **strides_of(False, **tensors),
-        }
-        return write(chosen, values)
+        return write(chosen, call.values(chosen, **tensors) | {"ADDS": mix is not None})
 
     kind = (name, query.device, layouts, options)
     family = (name, query.device, query.dtype, query.shape[3], value.shape[3])
     runtime = {**tensors, "mix": 0.0 if mix is None else mix}
-    launch_cached(kind, (*family, call.block_size > 64), runtime, query.device, choose, write_for)
+    launch_cached(
+        kind, (*family, call.block_size > 64), runtime, query.device, call.sizes, write_for
+    )
 
 
 def _step(kernel: Any, call: BlockCall, tile: Tile, side: Tensor, values: dict[str, Any]) -> Step:

@@ -23,13 +23,21 @@ from lln.kernels.causal.triton_walk_gathering import causal_gather_kernel
 from lln.kernels.causal.triton_walk_keys import causal_key_kernel
 from lln.kernels.causal.triton_walk_outputs import causal_fwd_kernel
 from lln.kernels.causal.triton_walk_queries import causal_query_kernel
-from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_cached, over_tiles
+from lln.kernels.launching.recipes import Recipe, Step, Workspace, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import Tile, cdiv, walk_stretch
 from lln.kernels.summaries.gradients import allocate_gradients, finish_gradients, mix_shape
 from lln.kernels.summaries.launch_passes import summarise_steps
-from lln.kernels.summaries.lln_call import Gradients, LLNCall, constant_args, mix_mode, runtime_args
+from lln.kernels.summaries.lln_call import (
+    Gradients,
+    LLNCall,
+    constant_args,
+    kind_of,
+    launch_call,
+    mix_mode,
+    runtime_args,
+)
 
 # What a weight is rounded to for a product. The exponent range of float16 is too small for
 # e^{x − max}, so float16 calls use TF32, which has as many digits.
@@ -41,20 +49,13 @@ def attend_causal(
 ) -> tuple[Tensor, None, None]:
     """Output ``[B, H, T, E]``; nothing but the inputs is saved."""
     query, heads = call.query, call.query.shape[1]
-    kind = forward_kind(call, save, out)
+    given = out
     out = output_like(query, call.value.shape[3]) if out is None else out
     if out.numel() == 0:
         return out, None, None
     runtime = runtime_args(call, out, heads)
     runtime["p_o"] = out
-    launch_cached(
-        kind,
-        call.family("causal"),
-        runtime,
-        query.device,
-        lambda: call.sizes(heads),
-        lambda chosen: _write_attend(call, runtime, chosen),
-    )
+    launch_call("causal", call, runtime, heads, _write_attend, others=(given,))
     return out, None, None
 
 
@@ -81,27 +82,22 @@ def causal_gradients(
     runtime = runtime_args(call, gradient, heads)
     made = allocate_gradients(call, gradient, runtime, heads, of_alpha, of_beta, of_mix, dv_out)
     asked = (alpha_grad, beta_grad, mode)
-    launch_cached(
-        backward_kind(call, gradient, asked, dv_out),
-        call.family("causal backward"),
-        runtime,
-        query.device,
-        lambda: call.sizes(heads),
-        lambda chosen: _write_backward(call, runtime, asked, chosen),
+    launch_call(
+        "causal backward", call, runtime, heads, _write_backward, *asked, others=(gradient, dv_out)
     )
     return finish_gradients(call, made, heads // call.key.shape[1])
 
 
 def forward_kind(call: LLNCall, save: bool, out: Tensor | None = None) -> Hashable:
     """What decides the launches of a forward pass, which saves nothing in any case."""
-    return "causal", call.layout_key(out), call.options()
+    return kind_of("causal", call, others=(out,))
 
 
 def backward_kind(
     call: LLNCall, gradient: Tensor, asked: tuple[bool, bool, int], dv: Tensor | None = None
 ) -> Hashable:
     """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
-    return "causal backward", *asked, call.layout_key(gradient, dv), call.options()
+    return kind_of("causal backward", call, *asked, others=(gradient, dv))
 
 
 def _segments(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
@@ -181,9 +177,7 @@ def _before(values: dict[str, Any]) -> dict[str, Any]:
     return values | state_of("_before")
 
 
-def _write_backward(
-    call: LLNCall, runtime: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
-) -> Recipe:
+def _write_backward(call: LLNCall, runtime: dict[str, Any], chosen: Sizes, *asked: int) -> Recipe:
     query, heads = call.query, call.query.shape[1]
     chunks = None if any(asked) else ChunkedCall.of(call, chosen)
     if chunks is not None:

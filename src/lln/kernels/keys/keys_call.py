@@ -96,9 +96,8 @@ class KeysCall(NamedTuple):
     @property
     def as_lln(self) -> LLNCall:
         """The call of LLN attention whose summary this one reads."""
-        tensors = (self.query, self.key, self.value, self.alpha, self.beta, self.mask, None, None)
-        numbers = (self.alpha_number, self.beta_number, 1.0, 0, 1.0, 0.0, 0, False, 0)
-        return LLNCall(*tensors, *numbers)
+        tensors = (self.query, self.key, self.value, self.alpha, self.beta, self.mask)
+        return LLNCall(*tensors, alpha_number=self.alpha_number, beta_number=self.beta_number)
 
     @property
     def blocks(self) -> int:

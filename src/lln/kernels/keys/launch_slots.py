@@ -15,10 +15,10 @@ from lln.kernels.keys import triton_keys_slots as keys_slots
 from lln.kernels.keys.keys_call import KeysCall, Summary
 from lln.kernels.keys.keys_sizes import slot_tile, warps
 from lln.kernels.launching.limits import multiprocessors
-from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_cached, over_tiles
+from lln.kernels.launching.recipes import Recipe, Step, Workspace, over_tiles
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
-from lln.kernels.summaries.lln_call import constant_args, runtime_args
+from lln.kernels.summaries.lln_call import LLNCall, constant_args, launch_call, runtime_args
 
 # Programs of the gradients per multiprocessor.
 SLOT_PROGRAMS = 8
@@ -39,20 +39,13 @@ def summarise(call: KeysCall) -> Summary:
     runtime = runtime_args(as_lln, query, slots)
     runtime["p_log_mass"], runtime["p_centroid"], runtime["p_centre"] = log_mass, centroid, centre
     runtime["p_held"] = call.masking[2]
-    launch_cached(
-        ("slots", as_lln.layout_key(), as_lln.options()),
-        as_lln.family("slots"),
-        runtime,
-        query.device,
-        lambda: as_lln.sizes(slots),
-        lambda chosen: _write_summarise(call, runtime, chosen),
-    )
+    launch_call("slots", as_lln, runtime, slots, _write_summarise)
     return log_mass, centroid, centre
 
 
-def _write_summarise(call: KeysCall, runtime: dict[str, Any], chosen: Sizes) -> Recipe:
-    as_lln, slots, keys = call.as_lln, call.summary_heads, call.key.shape[2]
-    values = constant_args(as_lln, chosen, runtime, slots, max(chosen.width, chosen.value_width))
+def _write_summarise(call: LLNCall, runtime: dict[str, Any], chosen: Sizes) -> Recipe:
+    slots, keys = call.summary_heads, call.key.shape[2]
+    values = constant_args(call, chosen, runtime, slots, max(chosen.width, chosen.value_width))
     programs = call.query.shape[0] * slots
     tile = chosen.summarise
     stretch = tile.stretch(keys, tile.tokens, programs, chosen.cores, parts=True)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lln import observers
+from lln.checks.call import Call
 from lln.kernels.launching import plain_launches
 from lln.kernels.launching.build_folder import cache_folder, is_there, trusted
 from lln.kernels.launching.sizes import overrides
@@ -54,16 +55,15 @@ _found: Any = None
 _refused: str | None = None
 
 
-def load(long_way: Callable[..., Any], call_type: type) -> Any:
+def load(long_way: Callable[..., Any]) -> Any:
     """The module ``launcher.cpp``, ready for launches on a GPU; None where it is not to be used.
 
     Args:
         long_way: Takes over the backward passes that it cannot launch.
-        call_type: `lln.checks.call.Call`, whose fields it reads by name.
     """
     global _found
     if _found is None:
-        _found = why_absent() or _load(long_way, call_type)
+        _found = why_absent() or _load(long_way)
     return loaded()
 
 
@@ -115,11 +115,11 @@ def why_absent() -> str | None:
     return None
 
 
-def _load(long_way: Callable[..., Any], call_type: type) -> Any:
+def _load(long_way: Callable[..., Any]) -> Any:
     path = library()
     try:
         module = open_library(trusted(path))
-        return _connect(module, long_way, call_type) or module
+        return _connect(module, long_way) or module
     except Exception as error:  # Whatever a library can do wrong must not stop the call.
         reason = f"{path} cannot be used ({type(error).__name__}: {error})"
     warnings.warn(
@@ -145,7 +145,7 @@ def open_library(path: Path) -> Any:
 sizes_of: plain_launches.SizesOf = lambda function: None  # noqa: E731
 
 
-def _connect(module: Any, long_way: Callable[..., Any], call_type: type) -> str | None:
+def _connect(module: Any, long_way: Callable[..., Any]) -> str | None:
     """Give the module the functions of the driver and of torch; why not, if one is missing."""
     global sizes_of
     from lln.kernels.launching import recipes
@@ -159,7 +159,7 @@ def _connect(module: Any, long_way: Callable[..., Any], call_type: type) -> str 
         return "this version of torch does not tell the current stream"
     functions = (driver.cuLaunchKernelEx, stream, *(getattr(driver, name) for name in _CONTEXT))
     addresses = tuple(map(address, functions))
-    connect(module, "cuda", addresses, recipes.knobs.runtime, long_way, call_type)
+    connect(module, "cuda", addresses, recipes.knobs.runtime, long_way)
     sizes_of = plain_launches.ask_driver(driver)
     return None
 
@@ -170,7 +170,7 @@ def connect(
     addresses: tuple[int, ...],
     runtime: Any,
     long_way: Callable[..., Any],
-    call_type: type,
+    call_type: type = Call,
 ) -> None:
     """Set up the module.
 
@@ -181,7 +181,7 @@ def connect(
             0 for those of the context = there is none.
         runtime: Has Triton's launch hooks, as ``triton.knobs.runtime``.
         long_way: See `load`.
-        call_type: See `load`.
+        call_type: What calls are, whose fields it reads by their names.
     """
     watchers = (observers._observers, overrides, runtime)
     module.configure(device, addresses, *watchers, long_way, call_type)

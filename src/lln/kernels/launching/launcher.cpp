@@ -1,9 +1,9 @@
 // Calls like an earlier one, from tensors to launches without Python.
 //
-// This is `lln.kernels.repeats` in C++, for one purpose: at batch 1 Python takes longer to ask for
-// the kernels than the GPU takes to run them. Python decides everything once: it hands over the
-// launches of a kind of call as plain numbers (`lln.kernels.plain_launches`), and `learn` keeps
-// them by what decides them. `attend` then recognises such a call by itself, allocates, fills in
+// This is `lln.kernels.lln.repeats` in C++, for one purpose: at batch 1 Python takes longer to ask
+// for the kernels than the GPU takes to run them. Python decides everything once: it hands over the
+// launches of a kind of call as plain numbers (`lln.kernels.launching.plain_launches`), and `learn`
+// keeps them by what decides them. `attend` then recognises such a call by itself, allocates, fills in
 // addresses and launches; it answers None to whatever is unusual, and Python takes over.
 //
 // Nothing here knows CUDA: the functions of the driver come as addresses (`configure`), so that
@@ -50,15 +50,16 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// As in `lln.kernels.once.once_differentiable`.
+// As in `lln.kernels.launching.operators.once_differentiable`.
 constexpr const char* NO_SECOND =
     "lln's fused kernels have no second derivative; use impl='eager'.";
-// As `lln.kernels.repeats.MOST_REPEATS`; beyond it all are dropped, and learned again when needed.
+// As `lln.functional.prepared_calls.MOST_LAYOUTS`; beyond it all are dropped, and learned again
+// when needed.
 constexpr size_t MOST_KINDS = 4096;
 constexpr size_t MOST_CELLS = 128;
 constexpr size_t MOST_SLOTS = 64;
 
-// The fields of `lln.functional.call.Call` that are read here, by their names: `configure` asks
+// The fields of `lln.checks.call.Call` that are read here, by their names: `configure` asks
 // the class where they stand.
 #define LLN_FIELDS(X)                                                                      \
   X(kind) X(query) X(key) X(value) X(alpha) X(beta) X(matching) X(mix) X(block_size) X(scale) \
@@ -149,7 +150,8 @@ struct Settings {
   DeviceOf device_of = nullptr;
   RetainContext retain_context = nullptr;
   SetContext set_context = nullptr;
-  // Who watches calls: `lln.observers`, `lln.kernels.sizes.overrides`, Triton's launch hooks.
+  // Who watches calls: `lln.observers`, `lln.kernels.launching.sizes.overrides`, Triton's launch
+  // hooks.
   PyObject* observers = nullptr;
   PyObject* overrides = nullptr;
   PyObject* runtime = nullptr;
@@ -169,7 +171,7 @@ class Key {
     hash_ ^= hash_ >> 29;
   }
 
-  // The same as `lln.kernels.shapes.layout_of`. At most four dimensions.
+  // The same as `lln.kernels.launching.shapes.layout_of`. At most four dimensions.
   void look(const Tensor& side) {
     const auto sizes = side.sizes();
     const auto strides = side.strides();
@@ -239,7 +241,7 @@ struct Launches {
 
 using LaunchesPointer = std::shared_ptr<const Launches>;
 
-// A kind of call: `lln.kernels.repeats.Repeat`.
+// A kind of call: `lln.kernels.lln.repeats.Repeat`.
 struct Plan {
   PyObject* repeat = nullptr;
   LaunchesPointer matching;
@@ -307,7 +309,7 @@ bool has_tangent(const Tensor& side) {
   return side._fw_grad(0).defined();
 }
 
-// Whether a hook of Triton is set: `lln.kernels.recipes.launches_are_watched`.
+// Whether a hook of Triton is set: `lln.kernels.launching.recipes.launches_are_watched`.
 bool is_hooked(PyObject* name, PyObject* calls_name) {
   PyObject* hook = PyObject_GetAttr(settings().runtime, name);
   if (hook == nullptr) {
@@ -472,7 +474,8 @@ Pointer make_node(Arguments&&... arguments) {
 
 using NodePointer = decltype(torch::autograd::Edge::function);
 
-// What a backward pass needs, as `lln.kernels.run._Attend` saves it: hooks see the same tensors.
+// What a backward pass needs, as `lln.kernels.lln.run._AttendLLN` saves it: hooks see the same
+// tensors.
 struct AttendBackward : public Node {
   PlanPointer plan;
   double alpha_number = 1.0;
@@ -517,7 +520,7 @@ Tensor forward(const PlanPointer& plan, Call& call) {
       call.beta = results.select(0, 1);
     }
   }
-  // As `lln.kernels.shapes.output_like`.
+  // As `lln.kernels.launching.shapes.output_like`.
   const bool by_token = query.stride(1) < query.stride(2);
   const auto plane = by_token ? width : tokens * width;
   const auto row = by_token ? heads * width : width;

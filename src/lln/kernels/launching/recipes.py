@@ -135,6 +135,8 @@ class Recipe:
         self.steps, self.workspace = steps, workspace
         names = {name for step in steps for _, name in step.fills}
         self.names = sorted(names - workspace.keys())
+        # In the compiled launcher's form (`lln.kernels.lln.repeats`); False where it takes none.
+        self.native: Any = None
         # Which of the names are tensors; set when the recipe first runs.
         self.tensors: list[str] = []
         self.numbers: list[str] = []
@@ -148,8 +150,8 @@ class Recipe:
 
     def run(self, runtime: dict[str, Any], device: torch.device, *, first: bool) -> None:
         """Launch every step on the device's current stream."""
-        space = torch.empty(self.bytes, dtype=torch.uint8, device=device) if self.bytes else None
         if first or self.steps[0].runner is None:
+            space = torch.empty(self.bytes, dtype=torch.uint8, device=device)
             self.tensors = [name for name in self.names if isinstance(runtime[name], Tensor)]
             self.numbers = [name for name in self.names if not isinstance(runtime[name], Tensor)]
             runtime = runtime | self._tensors(space)
@@ -163,27 +165,36 @@ class Recipe:
         addresses: dict[str, Any] = {name: runtime[name].data_ptr() for name in self.tensors}
         for name in self.numbers:
             addresses[name] = runtime[name]
+        stream = None if launches_are_watched() else current_stream(device)
+        if device.index == torch.cuda.current_device():
+            self.repeat(addresses, device, stream)
+            return
+        with on_device(device):
+            self.repeat(addresses, device, stream)
+
+    def repeat(self, addresses: dict[str, Any], device: torch.device, stream: int | None) -> None:
+        """Launch once more what was compiled, on the current device.
+
+        Args:
+            addresses: Addresses and numbers by the names of the places; gets the workspace, too.
+            device: The current device.
+            stream: See `Step.repeat`.
+        """
+        space = torch.empty(self.bytes, dtype=torch.uint8, device=device) if self.bytes else None
         if space is not None:
             begin = space.data_ptr()
             for name, offset in self.offsets.items():
                 addresses[name] = begin + offset
-        stream = None if launches_are_watched() else current_stream(device)
-        if device.index == torch.cuda.current_device():
-            for step in self.steps:
-                step.repeat(addresses, stream)
-            return
-        with on_device(device):
-            for step in self.steps:
-                step.repeat(addresses, stream)
+        for step in self.steps:
+            step.repeat(addresses, stream)
 
-    def _tensors(self, space: Tensor | None) -> dict[str, Tensor]:
+    def _tensors(self, space: Tensor) -> dict[str, Tensor]:
         """The workspace as tensors."""
         tensors = {}
         for name, (shape, dtype) in self.workspace.items():
-            if space is not None:
-                begin = self.offsets[name]
-                part = space[begin : begin + math.prod(shape) * dtype.itemsize]
-                tensors[name] = part.view(dtype).view(shape)
+            begin = self.offsets[name]
+            part = space[begin : begin + math.prod(shape) * dtype.itemsize]
+            tensors[name] = part.view(dtype).view(shape)
         return tensors
 
 

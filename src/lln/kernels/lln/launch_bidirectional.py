@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lln.kernels.blocks.gaps import starts_of
-from lln.kernels.launching.recipes import Recipe, launch_cached, over_tiles
+from lln.kernels.launching.recipes import Recipe, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
@@ -38,7 +38,15 @@ from lln.kernels.summaries.launch_passes import (
     summary_shares,
     summary_steps,
 )
-from lln.kernels.summaries.lln_call import Gradients, LLNCall, constant_args, mix_mode, runtime_args
+from lln.kernels.summaries.lln_call import (
+    Gradients,
+    LLNCall,
+    constant_args,
+    kind_of,
+    launch_call,
+    mix_mode,
+    runtime_args,
+)
 
 
 def attend_bidirectional(
@@ -46,7 +54,7 @@ def attend_bidirectional(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output ``[B, H, T, E]``; if ``save``, log-mass ``[B, SH, D]``, centroid ``[B, SH, D, E]``."""
     query, value, slots = call.query, call.value, call.summary_heads
-    kind = forward_kind(call, save, out)
+    given = out
     out = output_like(query, value.shape[3]) if out is None else out
     log_mass = centroid = None
     if save:
@@ -61,30 +69,23 @@ def attend_bidirectional(
     runtime = runtime_args(call, out, slots)
     runtime["p_o"] = out
     runtime["p_log_mass"], runtime["p_centroid"] = (log_mass, centroid) if save else (query, query)
-    launch_cached(
-        kind,
-        call.family("attend"),
-        runtime,
-        query.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_attend(call, runtime, save, chosen),
-    )
+    launch_call("attend", call, runtime, slots, _write_attend, save, others=(given,))
     return out, log_mass, centroid
 
 
 def forward_kind(call: LLNCall, save: bool, out: Tensor | None = None) -> Hashable:
     """What decides the launches of a forward pass; ``out`` is where to write, None = anew."""
-    return "attend", save, call.layout_key(out), call.options()
+    return kind_of("attend", call, save, others=(out,))
 
 
 def backward_kind(
     call: LLNCall, gradient: Tensor, asked: tuple[bool, bool, int], dv: Tensor | None = None
 ) -> Hashable:
     """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
-    return "backward", *asked, call.layout_key(gradient, dv), call.options()
+    return kind_of("backward", call, *asked, others=(gradient, dv))
 
 
-def _write_attend(call: LLNCall, runtime: dict[str, Any], save: bool, chosen: Sizes) -> Recipe:
+def _write_attend(call: LLNCall, runtime: dict[str, Any], chosen: Sizes, save: bool) -> Recipe:
     batch, slots = call.samples, call.summary_heads
     heads, tokens, width = call.query.shape[1:]
     values = constant_args(call, chosen, runtime, slots, max(chosen.width, chosen.value_width))
@@ -145,13 +146,8 @@ def bidirectional_gradients(
     runtime["p_log_mass"], runtime["p_centroid"] = log_mass, centroid
     made = allocate_gradients(call, gradient, runtime, slots, of_alpha, of_beta, of_mix, dv_out)
     asked = (alpha_grad, beta_grad, mode)
-    launch_cached(
-        backward_kind(call, gradient, asked, dv_out),
-        call.family("backward"),
-        runtime,
-        query.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_backward(call, runtime, asked, chosen),
+    launch_call(
+        "backward", call, runtime, slots, _write_backward, *asked, others=(gradient, dv_out)
     )
     dq, dk, dv, dalpha, dbeta, dmix = made
     if dbeta is not None:
@@ -197,9 +193,7 @@ def _cut(call: LLNCall, chosen: Sizes, mode: int) -> _Cut:
     return _Cut(cdiv(tokens, stretch), cdiv(keys, key_stretch), stretch, key_stretch)
 
 
-def _write_backward(
-    call: LLNCall, runtime: dict[str, Any], asked: tuple[bool, bool, int], chosen: Sizes
-) -> Recipe:
+def _write_backward(call: LLNCall, runtime: dict[str, Any], chosen: Sizes, *asked: int) -> Recipe:
     batch, slots, heads = call.samples, call.summary_heads, call.query.shape[1]
     keys, value_width = call.value.shape[2:]
     alpha_grad, beta_grad, mode = asked

@@ -128,7 +128,8 @@ def _empty_summary(
 def _gradients(
     found: Sequence[Tensor], inputs: Sequence[Any], summary: Sequence[Tensor], asked: Any
 ) -> Gradients:
-    return gradients(found[0], tuple(inputs), *summary, tuple(asked))
+    log_mass, centroid = summary
+    return gradients(found[0], tuple(inputs), log_mass, centroid, tuple(asked))
 
 
 def _alike(inputs: Sequence[Any], summary: Sequence[Any]) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ launcher (`compiled_launcher`), a `Repeat` is registered with it: `try_fast_path
 calls, forward and backward, and gives back None where it cannot. Then everything is as without it.
 
 Dimension legend: B batch, H query heads, SH summary heads, T queries, S keys, D head width,
-E value width. A ``call`` is a `lln.checks.call.Call`, what is ``prepared`` a
-`lln.functional.way.Prepared`; this layer lies below both.
+E value width. What is ``prepared`` is a
+`lln.functional.way.Prepared`; this layer lies below it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.kernels.launching import compiled_launcher, plain_launches
 from lln.kernels.launching.shapes import layout_of, output_like, summary_heads, within_reach
 from lln.kernels.launching.sizes import overrides
@@ -34,25 +35,15 @@ if TYPE_CHECKING:
     from lln.kernels.launching.recipes import Recipe
     from lln.kernels.summaries.lln_call import LLNCall
 
-# The arguments of the launches by name, in the order in which `Repeat` lists them.
-_SHARED = ("p_q", "p_k", "p_v", "p_alpha", "p_beta", "p_mask", "p_starts")
-_NUMBERS = ("alpha", "beta", "mix", "seed")
-_FORWARD = (*_SHARED, *_NUMBERS, "p_m", "p_o", "p_log_mass", "p_centroid")
-_BACKWARD = (
-    *(*_SHARED, *_NUMBERS, "p_m", "p_g", "p_log_mass", "p_centroid"),
-    *("p_dq", "p_dk", "p_dv", "p_dalpha", "p_dbeta", "p_dmix"),
-)
-_MATCH = ("p_q", "p_k", "p_mask", "p_starts", "p_results")
-
 # The compiled launcher's ``attend`` once it is loaded. It takes a call, whether groups of query
 # heads are allowed, and how to run it.
-try_fast_path: Callable[[Any, bool, str], Tensor | None] | None = None
+try_fast_path: Callable[[Call, bool, str], Tensor | None] | None = None
 
 
-def register_native(repeat: Repeat, call: Any, impl: str) -> None:
+def register_native(repeat: Repeat, call: Call, impl: str) -> None:
     """Let the compiled launcher take later calls like this one, if there is one."""
     global try_fast_path
-    launcher = compiled_launcher.load(differentiate_by_the_long_way, type(call))
+    launcher = compiled_launcher.load(differentiate_by_the_long_way)
     if launcher is None:
         return
     try_fast_path = launcher.attend
@@ -88,7 +79,7 @@ def differentiate_by_the_long_way(
         repeat.learn(gradient, tensors, numbers)
     launches = repeat.backwards.get(_layouts(gradient, tensors))
     launcher = compiled_launcher.loaded()
-    compiled = launches.compiled(launcher) if launches and launcher is not None else None
+    compiled = _native(launches, launcher) if launches and launcher is not None else None
     return made[0], made[1], made[2], compiled
 
 
@@ -96,7 +87,7 @@ class Repeat:
     """How to launch calls of one kind."""
 
     def __init__(
-        self, call: LLNCall, matching: _Launches | None, forward: _Launches, tracked: bool
+        self, call: LLNCall, matching: Recipe | None, forward: Recipe, tracked: bool
     ) -> None:
         """Take over what the calls share.
 
@@ -120,8 +111,8 @@ class Repeat:
 
     def compiled(self, launcher: Any) -> tuple[Any, ...] | None:
         """What the calls share, in the compiled launcher's form; None where it cannot launch."""
-        forward = self.forward.compiled(launcher)
-        matching = None if self.matching is None else self.matching.compiled(launcher)
+        forward = _native(self.forward, launcher)
+        matching = None if self.matching is None else _native(self.matching, launcher)
         if forward is None or (matching is None) != (self.matching is None):
             return None
         slots = 0 if self.kept is None else self.kept[0][1]
@@ -138,17 +129,14 @@ class Repeat:
         watched = recipes.launches_are_watched() or overrides
         return not watched and torch.cuda.current_device() == self.index
 
-    def run(self, call: Any) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         """A call of this kind."""
         query, key, value, alpha, beta = *call.qkv, call.alpha, call.beta
         mask = call.key_mask
         if self.matching is not None:
             results = torch.empty((5, *self.heads), dtype=torch.float32, device=self.device)
-            where = query.data_ptr()
-            marked = where if mask is None else mask.data_ptr()
-            self.matching.run(
-                [where, key.data_ptr(), marked, where, results.data_ptr()], self.device
-            )
+            addresses = _addresses((query, key, value, None, None, mask), (1.0, 1.0, 1.0))
+            _launch(self.matching, addresses | {"p_results": results.data_ptr()}, self.device)
             alpha, beta = results[0], results[1]
         alpha, alpha_number = (alpha, 1.0) if isinstance(alpha, Tensor) else (None, float(alpha))
         beta, beta_number = (beta, 1.0) if isinstance(beta, Tensor) else (None, float(beta))
@@ -164,17 +152,14 @@ class Repeat:
         """Output, and for a backward pass the summary: as `attend_bidirectional`."""
         query = tensors[0]
         out = output_like(query, self.width)
-        addresses = _addresses(tensors, numbers)
         log_mass = centroid = None
-        begin = query.data_ptr()
-        kept = (begin, begin)
         if self.kept is not None:
             shape, wide, dtype = self.kept
             log_mass = torch.empty(shape, dtype=torch.float32, device=self.device)
             centroid = torch.empty(wide, dtype=dtype, device=self.device)
-            kept = (log_mass.data_ptr(), centroid.data_ptr())
-        written = out.data_ptr()
-        self.forward.run([*addresses, written, written, *kept], self.device)
+        addresses = _addresses(tensors, numbers, log_mass, centroid)
+        addresses["p_m"] = addresses["p_o"] = out.data_ptr()
+        _launch(self.forward, addresses, self.device)
         return out, log_mass, centroid
 
     def differentiate(
@@ -186,12 +171,11 @@ class Repeat:
             return None
         query, key, value = tensors[:3]
         made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        begin = gradient.data_ptr()
-        summary = [begin if side is None else side.data_ptr() for side in kept]
-        addresses = _addresses(tensors, numbers)
-        own = [side.data_ptr() for side in made]
-        addresses += [begin, begin, *summary, *own, begin, begin, begin]
-        launches.run(addresses, self.device)
+        addresses = _addresses(tensors, numbers, *kept)
+        addresses |= dict.fromkeys(_OF_GRADIENT, gradient.data_ptr())
+        for name, side in zip(("p_dq", "p_dk", "p_dv"), made, strict=True):
+            addresses[name] = side.data_ptr()
+        _launch(launches, addresses, self.device)
         return made
 
     def learn(self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
@@ -206,64 +190,33 @@ class Repeat:
         launcher = launch_causal if self.causal else launch_bidirectional
         kind = launcher.backward_kind(LLNCall(*tensors, *numbers), gradient, (False, False, 0))
         within = within_reach(gradient) is gradient
-        self.backwards[layouts] = _launches(kind, _BACKWARD) if within else False
+        self.backwards[layouts] = (_recipe_of(kind) if within else None) or False
 
 
-class _Launches:
-    """The launches of a recipe, with addresses and numbers by position."""
-
-    def __init__(self, recipe: Recipe, names: Sequence[str]) -> None:
-        """``names`` are those of the arguments of `run`; the recipe's own memory follows them."""
-        from lln.kernels.launching import recipes
-
-        self.stream_of = recipes.current_stream
-        self.bytes, self.offsets = recipe.bytes, list(recipe.offsets.values())
-        # A later place wins: memory of the recipe stands before what the call brings.
-        places = {name: place for place, name in enumerate((*names, *recipe.offsets))}
-        self.recipe = recipe
-        # Made when first asked for; False where it cannot be.
-        self.form: Any = None
-        self.steps = [
-            (
-                step.launch,
-                step.whole_grid,
-                step.code,
-                [None if isinstance(one, recipes.Place) else one for one in step.arguments],
-                [(index, places[name]) for index, name in step.fills],
-            )
-            for step in recipe.steps
-        ]
-
-    def compiled(self, launcher: Any) -> Any:
-        """The launches in the compiled launcher's form; None where it cannot take them."""
-        if self.form is None:
-            sizes_of = compiled_launcher.sizes_of
-            try:
-                plain = plain_launches.describe(self.recipe, launcher.slot_names(), sizes_of)
-                self.form = False if plain is None else launcher.launches(*plain)
-                reason = "does not know the parameters of a kernel"
-            except Exception as error:  # A version of Triton that we do not know.
-                self.form = False
-                reason = f"cannot read a kernel ({type(error).__name__}: {error})"
-            if self.form is False:
-                compiled_launcher.refuse(reason)
-        return self.form or None
-
-    def run(self, addresses: list[Any], device: torch.device) -> None:
-        """Launch everything on the device's current stream."""
-        if self.bytes:
-            space = torch.empty(self.bytes, dtype=torch.uint8, device=device)
-            begin = space.data_ptr()
-            addresses += [begin + offset for offset in self.offsets]
-        stream = self.stream_of(device)
-        for launch, grid, code, fixed, fills in self.steps:
-            arguments = fixed.copy()
-            for index, place in fills:
-                arguments[index] = addresses[place]
-            launch(*grid, stream, *code, *arguments)
+def _native(recipe: Recipe, launcher: Any) -> Any:
+    """The launches in the compiled launcher's form; None where it cannot take them."""
+    if recipe.native is None:
+        sizes_of = compiled_launcher.sizes_of
+        try:
+            plain = plain_launches.describe(recipe, launcher.slot_names(), sizes_of)
+            recipe.native = False if plain is None else launcher.launches(*plain)
+            reason = "does not know the parameters of a kernel"
+        except Exception as error:  # A version of Triton that we do not know.
+            recipe.native = False
+            reason = f"cannot read a kernel ({type(error).__name__}: {error})"
+        if recipe.native is False:
+            compiled_launcher.refuse(reason)
+    return recipe.native or None
 
 
-def repeat_of(call: Any, prepared: Any) -> Repeat | None:
+def _launch(recipe: Recipe, addresses: dict[str, Any], device: torch.device) -> None:
+    """Launch everything on the device's current stream."""
+    from lln.kernels.launching.recipes import current_stream
+
+    recipe.repeat(addresses, device, current_stream(device))
+
+
+def repeat_of(call: Call, prepared: Any) -> Repeat | None:
     """A `Repeat` from the recipes that a call of the same layout has left; None = not possible."""
     if prepared.impl != "triton" or prepared.diagonal not in (None, "joint"):
         return None
@@ -292,7 +245,7 @@ def repeat_of(call: Any, prepared: Any) -> Repeat | None:
             return None
         curve = moment_ops.curve_of(query.shape[3], call.matching)
         kind = launch_moments.kind_of(query, key, mask, curve)
-        matching = _launches(kind, _MATCH)
+        matching = _recipe_of(kind)
         if matching is None:
             return None
         results = torch.empty((5, *heads), dtype=torch.float32, device=query.device)
@@ -311,39 +264,51 @@ def repeat_of(call: Any, prepared: Any) -> Repeat | None:
         return None
     blocks = prepared.block_size if prepared.diagonal == "joint" else 0
     scale = query.shape[3] ** -0.5 if call.scale is None else float(call.scale)
-    numbers = (1.0, 1.0, 1.0, blocks, scale if blocks else 1.0, 0.0, 0, call.is_causal, 0)
-    first = LLNCall(query, key, value, alphas, betas, mask, None, None, *numbers)
+    first = LLNCall(
+        query, key, value, alphas, betas, mask, block_size=blocks,
+        scale=scale if blocks else 1.0, causal=call.is_causal,
+    )  # fmt: skip
     tracked = torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value))
     launcher = launch_causal if call.is_causal else launch_bidirectional
-    forward = _launches(launcher.forward_kind(first, tracked), _FORWARD)
+    forward = _recipe_of(launcher.forward_kind(first, tracked))
     return None if forward is None else Repeat(first, matching, forward, tracked)
 
 
-def _launches(kind: Hashable, names: Sequence[str]) -> _Launches | None:
-    """The launches of a recipe that has run; None if there is none."""
+def _recipe_of(kind: Hashable) -> Recipe | None:
+    """A recipe that has run; None if there is none."""
     from lln.kernels.launching import recipes
 
-    recipe = recipes.recipe_of(kind)
-    return None if recipe is None else _Launches(recipe, names)
+    return recipes.recipe_of(kind)
 
 
-def _addresses(tensors: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-    """The arguments that forward and backward share; what is not there is never read."""
+# What gets the address of the output's gradient: itself, and what nobody looks at.
+_OF_GRADIENT = ("p_g", "p_m", "p_dalpha", "p_dbeta", "p_dmix")
+
+
+def _addresses(
+    tensors: Sequence[Any],
+    numbers: Sequence[Any],
+    log_mass: Tensor | None = None,
+    centroid: Tensor | None = None,
+) -> dict[str, Any]:
+    """The arguments that all passes share; what is not there is never read."""
     query, key, value, alpha, beta, mask = tensors[:6]
     begin = query.data_ptr()
-    return [
-        begin,
-        key.data_ptr(),
-        value.data_ptr(),
-        begin if alpha is None else alpha.data_ptr(),
-        begin if beta is None else beta.data_ptr(),
-        begin if mask is None else mask.data_ptr(),
-        begin,
-        numbers[0],
-        numbers[1],
-        numbers[2],
-        0,
-    ]
+    return {
+        "p_q": begin,
+        "p_k": key.data_ptr(),
+        "p_v": value.data_ptr(),
+        "p_alpha": begin if alpha is None else alpha.data_ptr(),
+        "p_beta": begin if beta is None else beta.data_ptr(),
+        "p_mask": begin if mask is None else mask.data_ptr(),
+        "p_starts": begin,
+        "p_log_mass": begin if log_mass is None else log_mass.data_ptr(),
+        "p_centroid": begin if centroid is None else centroid.data_ptr(),
+        "alpha": numbers[0],
+        "beta": numbers[1],
+        "mix": numbers[2],
+        "seed": 0,
+    }
 
 
 def _layouts(gradient: Tensor, tensors: Sequence[Any]) -> Hashable:

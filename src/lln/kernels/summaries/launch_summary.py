@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.launching.recipes import Recipe, launch_cached, over_tiles
+from lln.kernels.launching.recipes import Recipe, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
@@ -29,21 +29,7 @@ from lln.kernels.summaries.launch_passes import (
     summary_shares,
     summary_steps,
 )
-from lln.kernels.summaries.lln_call import LLNCall, constant_args, runtime_args
-
-
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    alpha: tuple[Tensor | None, float] = (None, 1.0),
-    beta: tuple[Tensor | None, float] = (None, 1.0),
-) -> LLNCall:
-    """A call of bidirectional LLN attention without blocks and dropout."""
-    tensors = (query, key, value, alpha[0], beta[0], mask, None, None)
-    return LLNCall(*tensors, alpha[1], beta[1], 1.0, 0, 1.0, 0.0, 0, causal=False, longest=0)
-
+from lln.kernels.summaries.lln_call import LLNCall, constant_args, launch_call, runtime_args
 
 # Keys into a summary
 
@@ -54,7 +40,7 @@ def _key_call(
     """In place of queries it has keys: no kernel of this half looks at them."""
     heads = key.shape[1] if beta is None else beta.shape[1]
     stand_in = key[:, :1].expand(-1, heads, -1, -1)
-    return _call(stand_in, key, value, mask, beta=(beta, beta_number))
+    return LLNCall(stand_in, key, value, beta=beta, mask=mask, beta_number=beta_number)
 
 
 def summarise(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -71,14 +57,7 @@ def summarise(*arguments: Any) -> tuple[Tensor, Tensor]:
     centroid = log_mass.new_empty((*shape, value.shape[3]))
     runtime = runtime_args(call, call.query, slots)
     runtime["p_log_mass"], runtime["p_centroid"] = log_mass, centroid
-    launch_cached(
-        ("summarise", call.layout_key(), call.options()),
-        call.family("summarise"),
-        runtime,
-        value.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_summarise(call, runtime, chosen),
-    )
+    launch_call("summarise", call, runtime, slots, _write_summarise)
     return log_mass, centroid
 
 
@@ -120,14 +99,7 @@ def summarise_backward(
         _, programs = _key_stretch(call, call.sizes(slots))
         parts = log_mass.new_empty(call.samples, slots, programs, 3)
         runtime["p_dbeta"] = parts
-    launch_cached(
-        ("summarise_backward", beta_grad, call.layout_key(), call.options()),
-        call.family("summarise_backward"),
-        runtime,
-        value.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_key_grad(call, runtime, beta_grad, chosen),
-    )
+    launch_call("summarise_backward", call, runtime, slots, _write_key_grad, beta_grad)
     dbeta = None
     if parts is not None:
         # All tokens and slots: what g adds up to where other tokens share the summary.
@@ -146,7 +118,7 @@ def _key_stretch(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
 
 
 def _write_key_grad(
-    call: LLNCall, runtime: dict[str, Any], beta_grad: bool, chosen: Sizes
+    call: LLNCall, runtime: dict[str, Any], chosen: Sizes, beta_grad: bool
 ) -> Recipe:
     slots, keys, tile = call.summary_heads, call.key.shape[2], chosen.key_grad
     stretch, programs = _key_stretch(call, call.sizes(slots))
@@ -169,7 +141,8 @@ def _query_call(
     alpha_number: float,
 ) -> LLNCall:
     """In place of keys it has queries, in place of values something ``[B, H, T, E]``."""
-    return _call(query, query[:, :slots], value[:, :slots], mask, alpha=(alpha, alpha_number))
+    sides = (query, query[:, :slots], value[:, :slots])
+    return LLNCall(*sides, alpha, mask=mask, alpha_number=alpha_number)
 
 
 def read(
@@ -180,33 +153,20 @@ def read(
     mask: Tensor | None,
     alpha_number: float,
 ) -> Tensor:
-    """Output ``[B, H, T, E]`` in the dtype of query.
+    """Output ``[B, H, T, E]`` in the dtype of query; see `lln.kernels.summaries.summary_ops`.
 
-    Args:
-        query: ``[B, H, T, D]``, T > 0.
-        alpha: ``[·, H, 1, 1]``; None = ``alpha_number``.
-        log_mass: ``[B, SH, D]`` in float32.
-        centroid: ``[B, SH, D, E]`` in float32.
-        mask: bool ``[B, T]``, False = whatever the query holds has no effect; None = all count.
-        alpha_number: α where it is one number.
+    α is ``[·, H, 1, 1]``, or None and then ``alpha_number``; the query has at least one token.
     """
     out, slots = output_like(query, centroid.shape[3]), log_mass.shape[1]
     call = _query_call(query, out, slots, alpha, mask, alpha_number)
     runtime = runtime_args(call, out, slots)
     runtime["p_o"], runtime["p_log_mass"] = out, log_mass.contiguous()
     runtime["p_centroid"] = centroid.to(query.dtype).contiguous()
-    launch_cached(
-        ("read", slots, call.layout_key(), call.options()),
-        call.family("read"),
-        runtime,
-        query.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_read(call, runtime, slots, chosen),
-    )
+    launch_call("read", call, runtime, slots, _write_read, slots)
     return out
 
 
-def _write_read(call: LLNCall, runtime: dict[str, Any], slots: int, chosen: Sizes) -> Recipe:
+def _write_read(call: LLNCall, runtime: dict[str, Any], chosen: Sizes, slots: int) -> Recipe:
     (heads, tokens), tile = call.query.shape[1:3], chosen.read
     programs = call.samples * heads
     values = constant_args(call, chosen, runtime, slots, max(chosen.width, chosen.value_width))
@@ -233,15 +193,7 @@ def read_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Gradients of query, α (if asked for), log-mass and centroid; the last two in float32.
 
-    Args:
-        gradient: ``[B, H, T, E]``.
-        query: This and the next five as in `read`.
-        alpha: See above.
-        log_mass: See above.
-        centroid: See above.
-        mask: See above.
-        alpha_number: See above.
-        alpha_grad: Whether α needs a gradient.
+    The arguments are the gradient of the output, those of `read`, and whether α needs a gradient.
     """
     slots = log_mass.shape[1]
     call = _query_call(query, gradient, slots, alpha, mask, alpha_number)
@@ -256,13 +208,15 @@ def read_backward(
         _, programs = _query_stretch(call, call.sizes(slots))
         parts = shift.new_empty(call.samples, query.shape[1], programs)
         runtime["p_dalpha"] = parts
-    launch_cached(
-        ("read_backward", alpha_grad, slots, call.layout_key(gradient), call.options()),
-        call.family("read_backward"),
+    launch_call(
+        "read_backward",
+        call,
         runtime,
-        query.device,
-        lambda: call.sizes(slots),
-        lambda chosen: _write_query_grad(call, runtime, slots, alpha_grad, chosen),
+        slots,
+        _write_query_grad,
+        alpha_grad,
+        slots,
+        others=(gradient,),
     )
     dcentroid = dc.mT
     dlog_mass = shift + (low.float() * dcentroid).sum(-1)
@@ -282,7 +236,7 @@ def _query_stretch(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
 
 
 def _write_query_grad(
-    call: LLNCall, runtime: dict[str, Any], slots: int, alpha_grad: bool, chosen: Sizes
+    call: LLNCall, runtime: dict[str, Any], chosen: Sizes, alpha_grad: bool, slots: int
 ) -> Recipe:
     batch, (heads, tokens), tile = call.samples, call.query.shape[1:3], chosen.query_grad
     stretch, splits = _query_stretch(call, call.sizes(slots))

@@ -5,7 +5,7 @@ Dimension legend: see `lln.kernels.lln.launch_bidirectional`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from lln.kernels.launching.kernel_arguments import (
     precision_of,
     strides_of,
 )
+from lln.kernels.launching.recipes import Recipe, launch_cached
 from lln.kernels.launching.shapes import layout_of, summary_heads
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 
@@ -50,20 +51,20 @@ class LLNCall(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    alpha: Tensor | None
-    beta: Tensor | None
-    mask: Tensor | None
-    mix: Tensor | None
-    bounds: Tensor | None
-    alpha_number: float
-    beta_number: float
-    mix_number: float
-    block_size: int
-    scale: float
-    dropout_p: float
-    seed: int
-    causal: bool
-    longest: int
+    alpha: Tensor | None = None
+    beta: Tensor | None = None
+    mask: Tensor | None = None
+    mix: Tensor | None = None
+    bounds: Tensor | None = None
+    alpha_number: float = 1.0
+    beta_number: float = 1.0
+    mix_number: float = 1.0
+    block_size: int = 0
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    seed: int = 0
+    causal: bool = False
+    longest: int = 0
 
     @property
     def samples(self) -> int:
@@ -136,6 +137,43 @@ def runtime_args(call: LLNCall, like: Tensor, summaries: int) -> dict[str, Any]:
         "mix": call.mix_number,
         "seed": call.seed,
     }
+
+
+def kind_of(
+    name: str, call: LLNCall, *flags: Hashable, others: tuple[Tensor | None, ...] = ()
+) -> Hashable:
+    """What decides the launches of a pass; see `launch_call`."""
+    return name, *flags, call.layout_key(*others), call.options()
+
+
+def launch_call(
+    name: str,
+    call: LLNCall,
+    runtime: dict[str, Any],
+    summaries: int,
+    write: Callable[..., Recipe],
+    *flags: Hashable,
+    others: tuple[Tensor | None, ...] = (),
+) -> None:
+    """Run the recipe of a pass; write it first if this kind of call is new.
+
+    Args:
+        name: The pass.
+        call: What to compute.
+        runtime: See `runtime_args`.
+        summaries: Number of summaries per sample.
+        write: Makes the recipe from the call, ``runtime``, sizes and ``flags``.
+        flags: What else decides the launches.
+        others: Tensors on which the launches depend besides the call's.
+    """
+    launch_cached(
+        kind_of(name, call, *flags, others=others),
+        call.family(name),
+        runtime,
+        call.query.device,
+        lambda: call.sizes(summaries),
+        lambda chosen: write(call, runtime, chosen, *flags),
+    )
 
 
 _WITH_STRIDES = ("p_q", "p_k", "p_v", "p_o", "p_g", "p_m", "p_dq", "p_dk", "p_dv")
