@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -105,21 +104,6 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file in one step, so that a reader or an interrupt never sees half of it."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
-
-
-def compact_json(content: object) -> str:
-    """JSON that people read too: indented, with every list of plain values on one line.
-
-    Example:
-        >>> print(compact_json({"a": [1, 2.5], "b": "é"}), end="")
-        {
-          "a": [1, 2.5],
-          "b": "é"
-        }
-    """
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    lists = re.compile(r"\[[^\[\]{}]*\]")
-    return lists.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n"
 
 
 @contextmanager

@@ -11,7 +11,6 @@ E value width. ``keep`` arguments are bool, broadcast to ``[..., T, S]``, True =
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,16 +26,6 @@ def log_softmax_kernel(query: Tensor, key: Tensor, scale: float | None = None) -
     """Eq. (2): log κ_exp(q_i, k_j) = q_i·k_j / √d, ``[..., T, S]``."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     return scale * (query.double() @ key.double().mT)
-
-
-def feature_kernel(
-    query: Tensor,
-    key: Tensor,
-    query_map: Callable[[Tensor], Tensor],
-    key_map: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Eq. (3): κ(q_i, k_j) = ⟨Φ_Q(q_i), Φ_K(k_j)⟩, ``[..., T, S]``."""
-    return query_map(query.double()) @ key_map(key.double()).mT
 
 
 def log_lln_kernel(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lln import InvalidInputError
-from lln.files import compact_json
+from lln_lab.compact import compact_json
 from lln_lab.figures import evidence, matched_moments, softmax_moments, sums, temperature_sweep
 from lln_lab.figures.command import FIGURES, rounded, run
 from lln_lab.figures.setting import Setting

@@ -258,8 +258,9 @@ def main() -> None:
         given.case.write_text(json.dumps(times), "utf-8")
         return
     from lln.cpu import building
-    from lln.files import compact_json, write_atomically
+    from lln.files import write_atomically
     from lln_lab.bench.environment import describe
+    from lln_lab.compact import compact_json
 
     found = ways(given.old)
     if given.example:

@@ -188,8 +188,9 @@ def main() -> None:
     if given.case is not None:
         one_process(given.case, tuple(given.lengths))
         return
-    from lln.files import compact_json, write_atomically
+    from lln.files import write_atomically
     from lln_lab.bench.environment import describe
+    from lln_lab.compact import compact_json
 
     command = f"{COMMAND} --rounds {given.rounds}"
     setup = describe("cuda", command)

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lln.errors import InvalidInputError
-from lln.files import compact_json, write_atomically
+from lln.files import write_atomically
 from lln_lab.benchmarks.step_time import Machine, layer_time
 from lln_lab.benchmarks.traffic import KINDS, LayerShape
+from lln_lab.compact import compact_json
 from lln_lab.drawing import save
 from lln_lab.markdown import table
 

@@ -26,10 +26,11 @@ from torch import Tensor
 
 import lln
 import lln.parallel
-from lln.files import compact_json, write_atomically
+from lln.files import write_atomically
 from lln.parallel import sharded, sharded_keys
 from lln_lab.bench.environment import describe
 from lln_lab.benchmarks.turns import forward_and_both, in_turn
+from lln_lab.compact import compact_json
 from lln_lab.markdown import source, table
 
 COMMAND = "python -m lln_lab.benchmarks.parallel_layer"

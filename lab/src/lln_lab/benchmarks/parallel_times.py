@@ -23,13 +23,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import lln.parallel
-from lln.files import compact_json, write_atomically
+from lln.files import write_atomically
 from lln.parallel.collectives import exchange
 from lln.parallel.ranks import find_ranks
 from lln_lab.bench.environment import describe
 from lln_lab.benchmarks.softmax_over_ranks import ring_attention, ulysses_attention
 from lln_lab.benchmarks.step_time import Machine, layer_time
 from lln_lab.benchmarks.traffic import KINDS, LayerShape
+from lln_lab.compact import compact_json
 from lln_lab.markdown import source, table
 
 RESULTS = Path("lab/results/benchmarks/parallel-times.json")

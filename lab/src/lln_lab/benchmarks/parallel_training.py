@@ -16,8 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from lln.files import compact_json, write_atomically
+from lln.files import write_atomically
 from lln_lab.bench.environment import describe
+from lln_lab.compact import compact_json
 from lln_lab.markdown import source, table
 
 RESULTS = Path("lab/results/benchmarks/parallel-training.json")

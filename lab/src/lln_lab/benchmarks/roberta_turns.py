@@ -135,9 +135,10 @@ def main() -> None:
         rows = measure(tuple(given.lengths), given.turns, given.mode)
         given.case.write_text(json.dumps({"rows": rows, "launcher": used()}), "utf-8")
         return
-    from lln.files import compact_json, write_atomically
+    from lln.files import write_atomically
     from lln.kernels.launching import compiled_launcher
     from lln_lab.bench.environment import describe
+    from lln_lab.compact import compact_json
 
     setup = describe("cuda", f"{COMMAND} --turns {given.turns}")
     # Every run has its own.

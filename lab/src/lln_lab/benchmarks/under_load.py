@@ -143,8 +143,9 @@ def main() -> None:
         given.case.write_text(json.dumps({"pairs": found, "passes": used}), "utf-8")
         return
     from lln.cpu import building
-    from lln.files import compact_json, write_atomically
+    from lln.files import write_atomically
     from lln_lab.bench.environment import describe
+    from lln_lab.compact import compact_json
 
     words = [f"--{name} {getattr(given, name):g}" for name in ("seconds", "pairs")]
     setup = describe("cpu", " ".join([COMMAND, *words]))

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from lln.errors import InvalidInputError
-from lln.files import compact_json, write_atomically
+from lln.files import write_atomically
 from lln_lab.bench.environment import describe
+from lln_lab.compact import compact_json
 from lln_lab.experiments import table1
 from lln_lab.experiments.catalogue import EXPERIMENTS
 from lln_lab.experiments.report_page import BASELINES

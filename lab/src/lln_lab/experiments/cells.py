@@ -14,8 +14,9 @@ from typing import Any
 
 from lln.checks.reading import read_json
 from lln.errors import InvalidInputError
-from lln.files import compact_json, write_atomically
+from lln.files import write_atomically
 from lln.testing.processor import PACKAGE
+from lln_lab.compact import compact_json
 from lln_lab.machine import uncommitted
 
 LAB = Path(__file__).resolve().parents[3]

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from lln.checks.reading import read_json
-from lln.files import compact_json, write_atomically
+from lln.files import write_atomically
 from lln.integrations.progress import progress_bar
 from lln_lab.bench.environment import describe
+from lln_lab.compact import compact_json
 from lln_lab.experiments.cells import Cell
 from lln_lab.experiments.experiment import Experiment
 from lln_lab.experiments.hosts import started_host

@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 from lln.errors import InvalidInputError, LLNError
-from lln.files import compact_json, write_atomically
+from lln.files import write_atomically
 from lln.integrations.progress import progress_bar
 from lln_lab.bench.environment import describe
+from lln_lab.compact import compact_json
 from lln_lab.experiments import gate_baselines
 from lln_lab.experiments.captured import Course, Phase, narrow, train_captured
 from lln_lab.experiments.cells import Cell, is_finished, read_all, write

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
-from lln.files import check_file, compact_json, write_atomically
+from lln.files import check_file, write_atomically
 from lln.integrations.progress import progress_bar
+from lln_lab.compact import compact_json
 from lln_lab.drawing import SUFFIXES, save
 from lln_lab.figures import (
     evidence,
