@@ -607,6 +607,7 @@ def moved(fields):
 
     class Moved(collections.namedtuple("Moved", fields)):
         replace = Call.replace
+        _field_defaults = Call._field_defaults
 
     return Moved
 
@@ -632,6 +633,9 @@ def test_fields_are_found_by_name(ways):
     repeats.register_native(repeat, call, "triton")
     assert ways.module.known() == 1
     assert torch.equal(repeats.try_fast_path(call, True, "triton"), expected)
+    # What the launcher does not know of is not passed over.
+    unusual = other(**usual._asdict() | {"longest": 7})
+    assert repeats.try_fast_path(unusual, True, "triton") is None
 
 
 def test_slots_are_arguments_of_recipes(ways):

@@ -39,6 +39,7 @@
 #include <string>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -75,6 +76,8 @@ constexpr size_t MOST_SLOTS = 64;
 #define LLN_MEMBER(name) Py_ssize_t name = -1;
 struct Fields {
   LLN_FIELDS(LLN_MEMBER)
+  // All other fields, and the defaults that they must have: what is not known here is unusual.
+  std::vector<std::pair<Py_ssize_t, PyObject*>> others;
 };
 #undef LLN_MEMBER
 
@@ -780,6 +783,11 @@ bool read(PyObject* given, bool takes_groups, PyObject* given_impl, Call& call) 
   if (set.launch == nullptr || PyList_GET_SIZE(set.observers) != 0 || !is_unwatched()) {
     return false;
   }
+  for (const auto& [place, usual] : fields.others) {
+    if (get(place) != usual) {
+      return false;
+    }
+  }
   if (!is_tensor(get(fields.query)) || !is_tensor(get(fields.key)) || !is_tensor(get(fields.value))) {
     return false;
   }
@@ -1029,9 +1037,25 @@ Fields fields_of(PyObject* call_type) {
     TORCH_CHECK(false, "calls have no field ", wanted);
   };
   Fields found;
-#define LLN_FIND(name) found.name = place_of(#name);
+  std::vector<bool> known(PyTuple_GET_SIZE(names.ptr()), false);
+#define LLN_FIND(name)            \
+  found.name = place_of(#name);   \
+  known[found.name] = true;
   LLN_FIELDS(LLN_FIND)
 #undef LLN_FIND
+  const auto defaults = pybind11::reinterpret_steal<pybind11::object>(
+      PyObject_GetAttrString(call_type, "_field_defaults"));
+  if (!defaults) {
+    throw_from_python();
+  }
+  for (Py_ssize_t place = 0; place < static_cast<Py_ssize_t>(known.size()); ++place) {
+    if (!known[place]) {
+      // Borrowed: the class of calls, which is kept, has it; no field can be equal to nullptr.
+      PyObject* const usual =
+          PyDict_GetItem(defaults.ptr(), PyTuple_GET_ITEM(names.ptr(), place));
+      found.others.emplace_back(place, usual);
+    }
+  }
   return found;
 }
 
