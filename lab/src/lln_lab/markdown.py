@@ -20,7 +20,7 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str = "
     return "\n".join([*rows, "", caption] if caption else rows)
 
 
-def source(environment: dict) -> str:
+def source(environment: dict[str, Any]) -> str:
     """What made the results, and from which commit."""
     launcher = " with the compiled launcher" if environment.get("launcher") == "compiled" else ""
     return f"made by `{environment['command']}`{launcher}, {commit_of(environment)}"

@@ -73,7 +73,7 @@ class Call(NamedTuple):
     def replace(self, **changes: Any) -> Call:
         """The same call with some fields changed, by their names."""
         # Not `_replace`, which torch.compile cannot trace in all versions.
-        values = dict(zip(FIELDS, self, strict=True))
+        values: dict[str, Any] = dict(zip(FIELDS, self, strict=True))
         values.update(changes)
         return Call(**values)
 

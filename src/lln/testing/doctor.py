@@ -68,8 +68,8 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
     expected = lln_diag_attention(*inputs.double(), impl="reference")
     echo(f"{device:<12} a usual call (LLN + Diag, 12 heads of width 64): {_usual_plan(device)}")
     are_right = True
-    sides = inputs.to(device)
-    call = Call("lln_diag", *sides, mix=0.5, block_size=64)
+    query, key, value = inputs.to(device)
+    call = Call("lln_diag", query, key, value, mix=0.5, block_size=64)
     for impl in ways.implementations("lln_diag"):
         if impl == "reference":
             continue
@@ -78,7 +78,7 @@ def _check(device: str, echo: Callable[[str], object]) -> bool:
             if reason is not None:
                 echo(f"{device:<12} impl {impl!r} {reason}")
                 continue
-            found = lln_diag_attention(*sides, impl=impl).cpu()
+            found = lln_diag_attention(query, key, value, impl=impl).cpu()
         except Exception as error:  # Whatever a compiler or a driver raises is a finding.
             echo(f"{device:<12} FAILED: {in_one_line(error)}, impl {impl!r}")
             are_right = False
