@@ -32,8 +32,7 @@ def group(request, tmp_path_factory):
 @pytest.fixture
 def among_others(monkeypatch):
     """One rank takes the way of several: what travels goes to itself."""
-    monkeypatch.setattr("lln.parallel.sharded.is_alone", lambda *_: False)
-    monkeypatch.setattr("lln.parallel.sharded_keys.is_alone", lambda *_: False)
+    monkeypatch.setattr("lln.parallel.together.is_alone", lambda *_: False)
 
 
 @pytest.mark.parametrize("name", CASES)

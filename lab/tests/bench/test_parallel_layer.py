@@ -37,8 +37,8 @@ def test_ways_are_compared_round_by_round():
 
 def test_one_rank_goes_the_way_of_several_in_its_turn(monkeypatch):
     seen = []
-    before = parallel_layer.sharded.is_alone
+    before = parallel_layer.together.is_alone
     monkeypatch.setattr(parallel_layer, "CALLS", 2)
     for way in WAYS:
-        turn_of(way, lambda: seen.append(parallel_layer.sharded.is_alone is before), "cpu")
+        turn_of(way, lambda: seen.append(parallel_layer.together.is_alone is before), "cpu")
     assert seen == [True, True, True, True, False, False]

@@ -100,7 +100,7 @@ def build(target: Path = LIBRARY, options: Sequence[str] = ()) -> Path:
         carried = f'-DLLN_SOURCES="{fingerprint()}"'
         units["library"] = [*words, carried, str(SOURCES / "library.cpp")]
         objects = [str(Path(folder, f"{name}.o")) for name in units]
-        _run_all([*unit, "-o", path] for unit, path in zip(units.values(), objects, strict=True))
+        _run_all([[*unit, "-o", path] for unit, path in zip(units.values(), objects, strict=True)])
         # Without OpenMP: PyTorch has its own, and two of them would not share their threads.
         _run_all([[compiler, "-shared", "-s", *objects, "-o", str(made)]])
         made.chmod(0o755)
@@ -119,9 +119,9 @@ def _run_all(commands: Sequence[list[str]]) -> None:
         for words in commands
     ]
     complaints = [process.communicate()[1] for process in running]
-    for process, complaint in zip(running, complaints, strict=True):
+    for words, process, complaint in zip(commands, running, complaints, strict=True):
         if process.returncode != 0:
-            raise BuildError(f"{process.args[0]} fails: {first_error(complaint)}; g++ 10 can")
+            raise BuildError(f"{words[0]} fails: {first_error(complaint)}; g++ 10 can")
 
 
 def first_error(complaint: str) -> str:

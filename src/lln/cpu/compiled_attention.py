@@ -147,8 +147,9 @@ class _CompiledAttention(torch.autograd.Function):
 
             found = by_autograd(again, sides, needs, gradient)
         else:
-            numbers = per_head(alpha, sides[0]), per_head(beta, sides[0])
-            call = (gradient, *sides, summary, *numbers, ctx.blocks, key_mask)
+            query, key, value = sides
+            numbers = per_head(alpha, query), per_head(beta, query)
+            call = (gradient, query, key, value, summary, *numbers, ctx.blocks, key_mask)
             every = compiled_passes.backward(*call)
             found = [one if need else None for one, need in zip(every, needs, strict=True)]
         return (*found, *(None for _ in ctx.needs_input_grad[3:]))

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lln import checks
 from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
+from lln.functional.checked_call import checked_call
 from lln.functional.run import attend
 from lln.kernels.lln import repeats
-from lln.precision import cast_for_autocast
 from lln.tracing import is_compiling
 
 
@@ -92,15 +91,7 @@ def lln_attention(
         out = repeats.try_fast_path(call, enable_gqa, impl)
         if out is not None:
             return out
-    query, key, value = cast_for_autocast(query, key, value)
-    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
-    checks.check_key_mask(key_mask, key)
-    checks.check_options(
-        query, key, query.shape[0], alpha, beta, matching, dropout_p=dropout_p, is_causal=is_causal
-    )
-    if is_causal:
-        checks.check_causal(is_causal, query.shape[2], key.shape[2])
-    return attend(call.replace(query=query, key=key, value=value), impl)
+    return attend(checked_call(call, "lln_attention", enable_gqa), impl)
 
 
 @explain_misfits
@@ -135,13 +126,6 @@ def block_diagonal_attention(
     Returns:
         ``[B, H, T, E]`` in the dtype of query. A block without any valid key gives zeros.
     """
-    query, key, value = cast_for_autocast(query, key, value)
-    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
-    checks.check_self_attention(query, key, "block_diagonal_attention")
-    checks.check_key_mask(key_mask, key)
-    checks.check_blocks(block_size, scale)
-    checks.check_dropout(dropout_p)
-    checks.check_flag("is_causal", is_causal)
     call = Call(
         "diag",
         query,
@@ -153,7 +137,7 @@ def block_diagonal_attention(
         dropout_p=dropout_p,
         is_causal=is_causal,
     )
-    return attend(call, impl)
+    return attend(checked_call(call, "block_diagonal_attention", enable_gqa), impl)
 
 
 @explain_misfits
@@ -225,15 +209,4 @@ def lln_diag_attention(
         out = repeats.try_fast_path(call, enable_gqa, impl)
         if out is not None:
             return out
-    query, key, value = cast_for_autocast(query, key, value)
-    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
-    checks.check_self_attention(query, key, "lln_diag_attention")
-    checks.check_key_mask(key_mask, key)
-    checks.check_options(
-        query, key, query.shape[0], alpha, beta, matching, dropout_p=dropout_p, is_causal=is_causal
-    )
-    block_size = query.shape[-1] if block_size is None else block_size
-    checks.check_blocks(block_size, scale)
-    checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-    call = call.replace(query=query, key=key, value=value, block_size=block_size)
-    return attend(call, impl)
+    return attend(checked_call(call, "lln_diag_attention", enable_gqa), impl)

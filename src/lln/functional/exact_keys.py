@@ -6,19 +6,16 @@ G groups of queries, K keys per group, n packed sequences.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lln import checks
-from lln.checks.bounds import check_bounds
 from lln.checks.call import Call, fit_blocks
-from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
-from lln.checks.names import check_choice
+from lln.checks.key_options import check_selection
 from lln.checks.signatures import explain_misfits
 from lln.eager.key_blocks import blocks_in
 from lln.functional import ways
+from lln.functional.checked_call import checked_call, checked_packed_call
 from lln.functional.key_calls import choose_for
 from lln.functional.run import attend
 from lln.precision import cast_for_autocast, without_autocast
@@ -98,17 +95,6 @@ def lln_keys_attention(
         >>> torch.allclose(exact, softmax, atol=1e-5)
         True
     """
-    query, key, value = cast_for_autocast(query, key, value)
-    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
-    checks.check_self_attention(query, key, "lln_keys_attention")
-    checks.check_key_mask(key_mask, key)
-    _check_numbers(query, key, query.shape[0], alpha, beta, matching, offset, is_causal)
-    checks.check_blocks(block_size, scale)
-    group = check_selection(select, group_size, block_size)
-    batch, heads, tokens, _ = query.shape
-    block_size, group = fit_blocks(block_size, group, tokens)
-    groups = blocks_in(tokens, block_size, key_mask is not None) * (block_size // group)
-    check_keys(keys, (batch, heads, groups), query.device)
     call = Call(
         "lln_keys",
         query,
@@ -123,10 +109,10 @@ def lln_keys_attention(
         is_causal=is_causal,
         keys=keys,
         select=select,
-        group_size=group,
+        group_size=group_size,  # pyright: ignore[reportArgumentType] None until it is checked
         offset=offset,
     )
-    return attend(call, impl)
+    return attend(checked_call(call, "lln_keys_attention", enable_gqa), impl)
 
 
 @explain_misfits
@@ -179,17 +165,6 @@ def lln_keys_attention_varlen(
     Returns:
         ``[T, H, E]`` in the dtype of query, equal to one call per sequence.
     """
-    query, key, value = cast_for_autocast(query, key, value)
-    checks.check_qkv(query, key, value, layout="packed", enable_gqa=enable_gqa)
-    longest = check_bounds(cu_seqlens, max_seqlen, key_mask, query)
-    samples = cu_seqlens.shape[0] - 1
-    _check_numbers(query, key, samples, alpha, beta, matching, offset, is_causal)
-    checks.check_blocks(block_size, scale)
-    group = check_selection(select, group_size, block_size)
-    tokens = query.shape[0] if longest is None else longest
-    block_size, group = fit_blocks(block_size, group, tokens)
-    blocks = query.shape[0] // block_size + samples
-    check_keys(keys, (query.shape[1], blocks * (block_size // group)), query.device)
     call = Call(
         "lln_keys",
         query,
@@ -200,15 +175,15 @@ def lln_keys_attention_varlen(
         matching,
         block_size=block_size,
         scale=scale,
+        key_mask=key_mask,
         is_causal=is_causal,
         bounds=cu_seqlens,
-        longest=longest,
         keys=keys,
         select=select,
-        group_size=group,
+        group_size=group_size,  # pyright: ignore[reportArgumentType] None until it is checked
         offset=offset,
     )
-    return attend(call, impl)
+    return attend(checked_packed_call(call, max_seqlen, enable_gqa), impl)
 
 
 @explain_misfits
@@ -285,19 +260,3 @@ def choose_keys(
     # A trace for every length may have one block more, see `dense_blocks`.
     groups = blocks_in(query.shape[2], block_size, key_mask is not None) * (block_size // group)
     return chosen[:, :, :groups] if is_compiling() else chosen
-
-
-def _check_numbers(
-    query: Tensor,
-    key: Tensor,
-    batch: int,
-    alpha: float | Tensor | None,
-    beta: float | Tensor | None,
-    matching: str,
-    offset: float | Tensor | None,
-    is_causal: bool,
-) -> None:
-    check_choice("matching", matching, KEYS_MATCHING)
-    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": is_causal}
-    checks.check_options(query, key, batch, alpha, beta, "entropy", **options)
-    check_offset(offset, batch, query.shape[1], query.device, is_causal)

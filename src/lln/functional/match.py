@@ -106,10 +106,9 @@ def _match_in_turn(
     beta = alpha.clone()
     for index, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
         if start < end:
-            own = (side[start:end].transpose(0, 1)[None] for side in (query, key))
-            alpha[index], beta[index] = (
-                side[0] for side in compiled_temperatures(*own, None, matching)
-            )
+            own_query, own_key = (side[start:end].transpose(0, 1)[None] for side in (query, key))
+            found = compiled_temperatures(own_query, own_key, None, matching)
+            alpha[index], beta[index] = found[0][0], found[1][0]
     return alpha, beta
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lln import checks
-from lln.checks.bounds import check_bounds
 from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
+from lln.functional.checked_call import checked_packed_call
 from lln.functional.run import attend
-from lln.precision import cast_for_autocast
 
 
 @explain_misfits
@@ -62,13 +60,6 @@ def lln_attention_varlen(
         >>> lln_attention_varlen(query, key, value, torch.tensor([0, 3, 10])).shape
         torch.Size([10, 2, 8])
     """
-    query, key, value = cast_for_autocast(query, key, value)
-    checks.check_qkv(query, key, value, layout="packed", enable_gqa=enable_gqa)
-    longest = check_bounds(cu_seqlens, max_seqlen, key_mask, query)
-    samples = cu_seqlens.shape[0] - 1
-    checks.check_options(
-        query, key, samples, alpha, beta, matching, dropout_p=dropout_p, is_causal=is_causal
-    )
     call = Call(
         "lln",
         query,
@@ -77,12 +68,12 @@ def lln_attention_varlen(
         alpha,
         beta,
         matching,
+        key_mask=key_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
         bounds=cu_seqlens,
-        longest=longest,
     )
-    return attend(call, impl)
+    return attend(checked_packed_call(call, max_seqlen, enable_gqa), impl)
 
 
 @explain_misfits
@@ -131,16 +122,6 @@ def lln_diag_attention_varlen(
     Returns:
         ``[T, H, E]`` in the dtype of query, equal to one call per sequence.
     """
-    query, key, value = cast_for_autocast(query, key, value)
-    checks.check_qkv(query, key, value, layout="packed", enable_gqa=enable_gqa)
-    longest = check_bounds(cu_seqlens, max_seqlen, key_mask, query)
-    samples = cu_seqlens.shape[0] - 1
-    checks.check_options(
-        query, key, samples, alpha, beta, matching, dropout_p=dropout_p, is_causal=is_causal
-    )
-    block_size = query.shape[-1] if block_size is None else block_size
-    checks.check_blocks(block_size, scale)
-    checks.check_mix(mix, (*query.shape[:2], value.shape[-1]), query.device)
     call = Call(
         "lln_diag",
         query,
@@ -150,12 +131,11 @@ def lln_diag_attention_varlen(
         beta,
         matching,
         mix,
-        block_size,
+        block_size,  # pyright: ignore[reportArgumentType] None = D, once query is checked
         scale,
-        None,
+        key_mask,
         dropout_p,
         is_causal,
         cu_seqlens,
-        longest,
     )
-    return attend(call, impl)
+    return attend(checked_packed_call(call, max_seqlen, enable_gqa), impl)

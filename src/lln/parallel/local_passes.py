@@ -19,7 +19,7 @@ from lln.checks.call import Call
 from lln.eager.infinity import as_nan
 from lln.eager.run import join, widen
 from lln.eager.summary import read_heads, summarise_heads
-from lln.errors import BackendUnavailableError
+from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.functional import ways
 from lln.kernels.blocks.block_ops import fused_blocks
 from lln.kernels.launching.limits import (
@@ -93,8 +93,11 @@ def check_local(call: Call, impl: str, operation: str) -> None:
     """Refuse implementations that cannot read the summaries of other ranks.
 
     Raises:
+        InvalidInputError: If keys are not chosen by blocks.
         BackendUnavailableError: If there is no such implementation here.
     """
+    if call.kind == "lln_keys":
+        _check_choice(call, operation)
     checks.check_impl(impl)
     reason = None
     if impl in ("reference", "cpu"):
@@ -109,6 +112,20 @@ def check_local(call: Call, impl: str, operation: str) -> None:
         _takes_kernels(call, impl)
     if reason is not None:
         raise BackendUnavailableError(f"impl={impl!r} {reason}; use impl='auto' in {operation}.")
+
+
+def _check_choice(call: Call, operation: str) -> None:
+    if call.select != "block":
+        raise InvalidInputError(
+            f"{operation} cannot choose keys by the features of queries (select={call.select!r}); "
+            "gather the sequence and call lln.lln_keys_attention for these keys, or use "
+            "select='block' for others, by the mean query of a group."
+        )
+    if isinstance(call.keys, Tensor):
+        raise InvalidInputError(
+            f"{operation} chooses the keys itself, got indices; give keys as a number."
+        )
+    checks.check_count("keys", call.keys, 0)
 
 
 def takes_keys(call: Call, impl: str) -> bool:

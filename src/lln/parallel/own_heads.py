@@ -21,18 +21,14 @@ from lln.parallel.ranks import Ranks
 def attend_own_heads(
     call: Call,
     ranks: Ranks,
-    attend: Callable[..., Tensor],
-    names: tuple[str, ...],
-    **others: Any,
+    attend: Callable[[Call], Tensor],
 ) -> Tensor:
     """A call of ``DTensor`` sides whose heads or samples are divided, as a ``DTensor``.
 
     Args:
         call: The checked call.
         ranks: The group that shares the sequence.
-        attend: The entry point, which gets the ordinary tensors of this rank's heads.
-        names: What it takes of the call besides query, key and value.
-        others: What it takes besides.
+        attend: Computes the call of the ordinary tensors of this rank's heads.
 
     Raises:
         InvalidInputError: If heads are divided between ranks that share the sequence.
@@ -47,13 +43,4 @@ def attend_own_heads(
                 f"{sorted(members.intersection(holders))} share the sequence; divide heads along "
                 "another axis of the mesh, and give to_local() of what is divided by tokens."
             )
-    return on_own_shards(
-        call,
-        lambda own: attend(
-            own.query,
-            own.key,
-            own.value,
-            **{name: getattr(own, name) for name in names},
-            **others,
-        ),
-    )
+    return on_own_shards(call, attend)

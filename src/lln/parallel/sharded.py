@@ -11,25 +11,20 @@ from typing import Any
 
 from torch import Tensor
 
-from lln import checks
 from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.eager.causal import causal_attention
 from lln.eager.dropout import drop_keys
 from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.eager.summary import read_heads
-from lln.functional import dense
 from lln.matching.moments import temperatures
-from lln.parallel.agreement import Shards, agree, given_bounds
+from lln.parallel.agreement import Shards
 from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import DiagonalPart
-from lln.parallel.local_passes import LocalPasses, check_local, choose_passes
-from lln.parallel.own_heads import attend_own_heads
-from lln.parallel.ranks import Ranks, find_ranks
+from lln.parallel.local_passes import LocalPasses, choose_passes
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
-from lln.precision import cast_for_autocast, without_autocast
-from lln.tracing import is_sharded
+from lln.parallel.together import Together, attend_together
 
 
 @explain_misfits
@@ -85,44 +80,20 @@ def lln_attention(
         InvalidInputError: One sentence on what does not fit, or differs between ranks.
         PeerError: If a collective fails, or another rank refused its arguments.
     """
-    operation = "lln.parallel.lln_attention"
-    ranks = find_ranks(group, operation)
-    options: dict[str, Any] = {
-        "alpha": alpha,
-        "beta": beta,
-        "matching": matching,
-        "key_mask": key_mask,
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-    }
-    how: dict[str, Any] = {"enable_gqa": enable_gqa, "impl": impl}
-    if is_alone(ranks, lengths, key):
-        return dense.lln_attention(query, key, value, **options, **how)
-    query, key, value = cast_for_autocast(query, key, value)
-
-    def check() -> Call:
-        checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
-        checks.check_key_mask(key_mask, key)
-        numbers: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
-        checks.check_options(query, key, query.shape[0], alpha, beta, matching, **numbers)
-        if is_causal:
-            checks.check_causal(is_causal, query.shape[2], key.shape[2])
-        call = Call("lln", query, key, value, **options)
-        check_local(call, impl, operation)
-        return call
-
-    if is_sharded(query):
-        how |= {"group": group, "lengths": lengths}
-        return attend_own_heads(check(), ranks, lln_attention, tuple(options), **how)
-    call, shards = agree(check, lengths, ranks, operation)
-    with without_autocast(query):
-        passes = choose_passes(call, impl, shards)
-        matched = _temperatures(call, shards)
-        # The values are dropped once, for the summary and what is read beside it.
-        call = call.replace(value=drop_keys(value, dropout_p))
-        found = matched()
-        summaries = gather_summaries(*passes.summarise(call, found[1]), shards)
-        return _long_range(call, *found, passes, shards, summaries).to(query.dtype)
+    call = Call(
+        "lln",
+        query,
+        key,
+        value,
+        alpha,
+        beta,
+        matching,
+        key_mask=key_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+    )
+    how = Together(group, lengths, enable_gqa, impl)
+    return attend_together(call, how, _attend)
 
 
 @explain_misfits
@@ -174,66 +145,41 @@ def lln_diag_attention(
     Returns:
         ``[B, H, T, E]``, the rows of this rank's tokens.
     """
-    operation = "lln.parallel.lln_diag_attention"
-    ranks = find_ranks(group, operation)
-    options: dict[str, Any] = {
-        "alpha": alpha,
-        "beta": beta,
-        "matching": matching,
-        "block_size": block_size,
-        "mix": mix,
-        "key_mask": key_mask,
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-        "scale": scale,
-    }
-    how: dict[str, Any] = {"enable_gqa": enable_gqa, "impl": impl}
-    if is_alone(ranks, lengths, key):
-        return dense.lln_diag_attention(query, key, value, **options, **how)
-    query, key, value = cast_for_autocast(query, key, value)
-
-    def check() -> Call:
-        checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
-        checks.check_self_attention(query, key, operation)
-        checks.check_key_mask(key_mask, key)
-        numbers: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
-        checks.check_options(query, key, query.shape[0], alpha, beta, matching, **numbers)
-        size = query.shape[-1] if block_size is None else block_size
-        checks.check_blocks(size, scale)
-        checks.check_mix(mix, (*query.shape[:-1], value.shape[-1]), query.device)
-        call = Call("lln_diag", query, key, value, **dict(options, block_size=size))
-        check_local(call, impl, operation)
-        return call
-
-    if is_sharded(query):
-        how |= {"group": group, "lengths": lengths}
-        return attend_own_heads(check(), ranks, lln_diag_attention, tuple(options), **how)
-    call, shards = agree(check, lengths, ranks, operation)
-    with without_autocast(query):
-        passes = choose_passes(call, impl, shards)
-        matched = _temperatures(call, shards)
-        # The same keys are dropped from both parts, also where a block is on another rank.
-        call = call.replace(value=drop_keys(value, dropout_p))
-        # What one part sends travels while the other is computed; backward likewise.
-        diagonal = DiagonalPart(call, passes, shards)
-        found = matched()
-        summaries = gather_summaries(*passes.summarise(call, found[1]), shards)
-        short_range = diagonal.compute()
-        long_range = _long_range(call, *found, passes, shards, summaries)
-        return passes.join(long_range, short_range(), mix).to(query.dtype)
+    call = Call(
+        "lln_diag",
+        query,
+        key,
+        value,
+        alpha,
+        beta,
+        matching,
+        mix,
+        block_size,  # pyright: ignore[reportArgumentType] None = D, once query is checked
+        scale,
+        key_mask,
+        dropout_p,
+        is_causal,
+    )
+    how = Together(group, lengths, enable_gqa, impl)
+    return attend_together(call, how, _attend)
 
 
-def is_alone(ranks: Ranks, lengths: Sequence[int] | None, key: Tensor) -> bool:
-    """Whether one rank holds the whole sequence: the attention of the top level computes it.
-
-    Raises:
-        InvalidInputError: If it is, and ``lengths`` say otherwise.
-    """
-    if ranks.size > 1:
-        return False
-    if lengths is not None:
-        given_bounds(lengths, key, ranks)
-    return True
+def _attend(call: Call, shards: Shards, impl: str) -> Tensor:
+    """The attention of this rank's tokens, of either kind."""
+    passes = choose_passes(call, impl, shards)
+    matched = _temperatures(call, shards)
+    # The values are dropped once: for the summary and what is read beside it, and the same keys
+    # from blocks, also where a block is on another rank.
+    call = call.replace(value=drop_keys(call.value, call.dropout_p))
+    # What one part sends travels while the other is computed; backward likewise.
+    diagonal = DiagonalPart(call, passes, shards) if call.kind == "lln_diag" else None
+    found = matched()
+    summaries = gather_summaries(*passes.summarise(call, found[1]), shards)
+    if diagonal is None:
+        return _long_range(call, *found, passes, shards, summaries)
+    short_range = diagonal.compute()
+    long_range = _long_range(call, *found, passes, shards, summaries)
+    return passes.join(long_range, short_range(), call.mix)
 
 
 def _temperatures(call: Call, shards: Shards) -> Callable[[], tuple[Any, Any]]:

@@ -13,33 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln import checks
 from lln.checks.call import Call
-from lln.checks.key_options import KEYS_MATCHING, check_offset, check_selection
-from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.eager.key_attention import Earlier, Slots, attend_rows, share_of, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks
 from lln.eager.run import repeat_heads, repeat_temperature, widen
-from lln.errors import InvalidInputError
-from lln.functional import exact_keys
 from lln.kernels.launching.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
-from lln.parallel.agreement import Shards, agree
+from lln.parallel.agreement import Shards
 from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import borrow_sides
 from lln.parallel.key_choice import Choice, choose_together, gather_means
 from lln.parallel.key_kernels import read_by_kernels
 from lln.parallel.key_rows import FarRows, fetch_rows, lend_rows
-from lln.parallel.local_passes import LocalPasses, check_local, takes_keys
-from lln.parallel.own_heads import attend_own_heads
-from lln.parallel.ranks import find_ranks
-from lln.parallel.sharded import is_alone
+from lln.parallel.local_passes import LocalPasses, takes_keys
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
+from lln.parallel.together import Together, attend_together
 from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
-from lln.precision import accumulation_dtype, cast_for_autocast, without_autocast
-from lln.tracing import is_sharded
+from lln.precision import accumulation_dtype
 
 
 @explain_misfits
@@ -94,58 +86,24 @@ def lln_keys_attention(
     Returns:
         ``[B, H, T, E]``, the rows of this rank's tokens.
     """
-    operation = "lln.parallel.lln_keys_attention"
-    ranks = find_ranks(group, operation)
-    options: dict[str, Any] = {
-        "alpha": alpha,
-        "beta": beta,
-        "matching": matching,
-        "block_size": block_size,
-        "keys": keys,
-        "select": select,
-        "group_size": group_size,
-        "offset": offset,
-        "key_mask": key_mask,
-        "is_causal": is_causal,
-        "scale": scale,
-    }
-    how: dict[str, Any] = {"enable_gqa": enable_gqa, "impl": impl}
-    if is_alone(ranks, lengths, key):
-        return exact_keys.lln_keys_attention(query, key, value, **options, **how)
-    query, key, value = cast_for_autocast(query, key, value)
-
-    def check() -> Call:
-        checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
-        checks.check_self_attention(query, key, operation)
-        checks.check_key_mask(key_mask, key)
-        check_choice("matching", matching, KEYS_MATCHING)
-        numbers: dict[str, Any] = {"dropout_p": 0.0, "is_causal": is_causal}
-        checks.check_options(query, key, query.shape[0], alpha, beta, "entropy", **numbers)
-        check_offset(offset, query.shape[0], query.shape[1], query.device, is_causal)
-        checks.check_blocks(block_size, scale)
-        size = check_selection(select, group_size, block_size)
-        if select != "block":
-            raise InvalidInputError(
-                f"{operation} cannot choose keys by the features of queries (select={select!r}); "
-                "gather the sequence and call lln.lln_keys_attention for these keys, or use "
-                "select='block' for others, by the mean query of a group."
-            )
-        if isinstance(keys, Tensor):
-            raise InvalidInputError(
-                f"{operation} chooses the keys itself, got indices; give keys as a number."
-            )
-        checks.check_count("keys", keys, 0)
-        call = Call("lln_keys", query, key, value, **dict(options, group_size=size))
-        check_local(call, impl, operation)
-        return call
-
-    if is_sharded(query):
-        how |= {"group": group, "lengths": lengths}
-        return attend_own_heads(check(), ranks, lln_keys_attention, tuple(options), **how)
-    call, shards = agree(check, lengths, ranks, operation)
-    with without_autocast(query):
-        by_kernels = takes_keys(call, impl)
-        return _attend(call, shards, by_kernels).to(query.dtype)
+    call = Call(
+        "lln_keys",
+        query,
+        key,
+        value,
+        alpha,
+        beta,
+        matching,
+        block_size=block_size,
+        scale=scale,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        keys=keys,
+        select=select,
+        group_size=group_size,  # pyright: ignore[reportArgumentType] None until it is checked
+        offset=offset,
+    )
+    return attend_together(call, Together(group, lengths, enable_gqa, impl), _attend)
 
 
 def _matched(call: Call, shards: Shards) -> Callable[[], tuple[Any, Any, Any]]:
@@ -171,13 +129,14 @@ def _matched(call: Call, shards: Shards) -> Callable[[], tuple[Any, Any, Any]]:
     return finish
 
 
-def _attend(call: Call, shards: Shards, by_kernels: bool) -> Tensor:
+def _attend(call: Call, shards: Shards, impl: str) -> Tensor:
     """The attention of this rank's tokens, in the dtype of query or the accumulation dtype.
 
     What travels does so while the rank computes the next thing that does not need it: statistics
     while it borrows tokens and adds up queries, mean queries while it summarises, summaries while
     it chooses keys and fetches them.
     """
+    by_kernels = takes_keys(call, impl)
     matched = _matched(call, shards)
     layout = lay_blocks(call, shards)
     query, key, value, mask = borrow_sides(call, layout)()

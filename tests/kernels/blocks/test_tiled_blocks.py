@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.kernels.blocks.test_blocks import compare as compare_blocks
+from tests.kernels.block_calls import compare as compare_blocks
 from tests.kernels.common import (
     DEVICE,
     HALF,

@@ -13,7 +13,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -27,7 +27,7 @@ from torch import Tensor
 import lln
 import lln.parallel
 from lln.files import write_atomically
-from lln.parallel import sharded, sharded_keys
+from lln.parallel import together
 from lln_lab.bench.environment import describe
 from lln_lab.benchmarks.turns import forward_and_both, in_turn
 from lln_lab.compact import compact_json
@@ -52,9 +52,8 @@ SECONDS = 20.0
 @contextmanager
 def going(way: str) -> Iterator[None]:
     """Inside, a group of one rank goes the way of several, if that is asked for."""
-    with ExitStack() as patches:
-        for module in (sharded, sharded_keys) if way == "several" else ():
-            patches.enter_context(patch.object(module, "is_alone", lambda *_: False))
+    several = patch.object(together, "is_alone", lambda *_: False)
+    with several if way == "several" else nullcontext():
         yield
 
 

@@ -1,0 +1,114 @@
+"""The one place that checks the arguments of an attention, whatever its layout and number of ranks.
+
+Dimension legend: as in `lln.checks.call`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lln import checks
+from lln.checks.bounds import check_bounds
+from lln.checks.call import Call
+from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
+from lln.checks.names import check_choice
+from lln.eager.key_blocks import blocks_in
+from lln.precision import cast_for_autocast
+
+
+def checked_call(call: Call, operation: str, enable_gqa: bool) -> Call:
+    """The call, cast for autocast, after every argument has been checked, each once.
+
+    Args:
+        call: The arguments as an entry point got them: ``block_size`` of ``"lln_diag"`` and
+            ``group_size`` may be None.
+        operation: The name of the entry point, for messages.
+        enable_gqa: Whether key and value may have fewer heads than query.
+
+    Raises:
+        InvalidInputError: One sentence on what does not fit.
+    """
+    query, key, value = cast_for_autocast(*call.qkv)
+    checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
+    if call.kind != "lln":
+        checks.check_self_attention(query, key, operation)
+    checks.check_key_mask(call.key_mask, key)
+    return _CHECKS[call.kind](call.replace(query=query, key=key, value=value), query.shape[0])
+
+
+def checked_packed_call(call: Call, max_seqlen: int | None, enable_gqa: bool) -> Call:
+    """`checked_call` of packed sequences, which lie where ``bounds`` say.
+
+    Args:
+        call: As of `checked_call`; without ``longest``, which it gets here.
+        max_seqlen: Length of the longest sequence, if known.
+        enable_gqa: As of `checked_call`.
+    """
+    query, key, value = cast_for_autocast(*call.qkv)
+    checks.check_qkv(query, key, value, layout="packed", enable_gqa=enable_gqa)
+    bounds: Any = call.bounds
+    longest = check_bounds(bounds, max_seqlen, call.key_mask, query)
+    call = call.replace(query=query, key=key, value=value, longest=longest)
+    return _CHECKS[call.kind](call, call.samples)
+
+
+def _check_lln(call: Call, samples: int) -> Call:
+    _check_numbers(call, samples, call.matching)
+    if call.is_causal and call.bounds is None:
+        checks.check_causal(call.is_causal, call.query.shape[2], call.key.shape[2])
+    return call
+
+
+def _check_diag(call: Call, _samples: int) -> Call:
+    checks.check_blocks(call.block_size, call.scale)
+    checks.check_dropout(call.dropout_p)
+    checks.check_flag("is_causal", call.is_causal)
+    return call
+
+
+def _check_lln_diag(call: Call, samples: int) -> Call:
+    _check_numbers(call, samples, call.matching)
+    given: int | None = call.block_size
+    if given is None:
+        call = call.replace(block_size=call.query.shape[-1])
+    checks.check_blocks(call.block_size, call.scale)
+    out_shape = (*call.query.shape[:-1], call.value.shape[-1])
+    checks.check_mix(call.mix, out_shape, call.query.device)
+    return call
+
+
+def _check_lln_keys(call: Call, samples: int) -> Call:
+    query, keys = call.query, call.keys
+    check_choice("matching", call.matching, KEYS_MATCHING)
+    _check_numbers(call, samples, "entropy")
+    check_offset(call.offset, samples, query.shape[1], query.device, call.is_causal)
+    checks.check_blocks(call.block_size, call.scale)
+    group = check_selection(call.select, call.group_size, call.block_size)
+    call = call.replace(group_size=group)
+    check_keys(keys, _groups(call, samples) if isinstance(keys, Tensor) else (), query.device)
+    return call
+
+
+def _groups(call: Call, samples: int) -> tuple[int, ...]:
+    """Which groups of queries a caller's indices are for: ``(B, H, G)``, packed ``(H, G)``."""
+    call = call.with_fitted_blocks()
+    size, rows = call.block_size, call.block_size // call.group_size
+    if call.bounds is not None:
+        return call.query.shape[1], (call.query.shape[0] // size + samples) * rows
+    batch, heads, tokens, _ = call.query.shape
+    return batch, heads, blocks_in(tokens, size, call.key_mask is not None) * rows
+
+
+def _check_numbers(call: Call, samples: int, matching: str) -> None:
+    options: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal}
+    checks.check_options(call.query, call.key, samples, call.alpha, call.beta, matching, **options)
+
+
+_CHECKS = {
+    "lln": _check_lln,
+    "diag": _check_diag,
+    "lln_diag": _check_lln_diag,
+    "lln_keys": _check_lln_keys,
+}
