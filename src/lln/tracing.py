@@ -102,7 +102,7 @@ def _is_traced() -> bool:
 def is_capturing() -> bool:
     """Whether calls are being recorded for a CUDA graph."""
     return not is_compiling() and (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     )
 
 

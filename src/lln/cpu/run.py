@@ -34,7 +34,9 @@ def attend_dense(call: Call) -> Tensor:
             it is not causal: the passes match them on the way.
     """
     query, key, value = eager.widen_inputs(*call.qkv, call.key_mask, call.dropout_p)
-    wide = call.replace(query=query, key=key, value=value, dropout_p=0.0)
+    is_wide = query is call.query and key is call.key and value is call.value
+    # Keys have been dropped.
+    wide = call if is_wide else call.replace(query=query, key=key, value=value, dropout_p=0.0)
     if call.kind == "lln":
         out = _long_range(wide)
     elif call.kind == "diag":

@@ -18,7 +18,7 @@ from lln.functional.way import Prepared
 from lln.kernels.launching import compiled_launcher
 from lln.kernels.launching.shapes import layout_of
 from lln.kernels.lln import repeats
-from lln.tracing import is_capturing, is_untraced, is_watched
+from lln.tracing import is_capturing, is_untraced
 
 # Of these fields counts how a tensor lies in memory; their numbers do not. All others count as they
 # are, so that a new field cannot be forgotten.
@@ -34,11 +34,11 @@ _prepared: dict[Hashable, Prepared] = {}
 def layout_of_call(call: Call, impl: str) -> Hashable:
     """What decides how a call runs; None for calls that are decided anew each time."""
     query, sides = call.query, _sides(call)
-    if is_watched(query) or isinstance(call.keys, Tensor):
+    if not is_untraced(query) or isinstance(call.keys, Tensor):
         return None
     state = (query.device, torch.is_grad_enabled(), torch.get_num_threads(), is_capturing())
     looks = [_look(side) for side in sides]
-    return (impl, *state, is_untraced(*sides), call.dropout_p > 0, *_options(call), *looks)
+    return (impl, *state, call.dropout_p > 0, *_options(call), *looks)
 
 
 def find(layout: Hashable) -> Prepared | None:
