@@ -1,5 +1,7 @@
 """Plain PyTorch's gradients of LLN, blocks and both: first, second and in batches."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -114,7 +116,9 @@ def test_only_the_gradients_that_are_needed(kind, wanted):
 def test_second_derivatives(kind, masked, is_causal):
     options = {"key_mask": MASK[:1, :16] if masked else None, "is_causal": is_causal}
     sides = [side[:1, :1, :16].detach().requires_grad_() for side in sides_of()]
-    torch.autograd.gradgradcheck(lambda *given: attention(kind, *given, **options), sides)
+    # Every number of every side alone: `tests/functional/test_gradients.py`.
+    attend = partial(attention, kind, **options)
+    assert torch.autograd.gradgradcheck(attend, sides, fast_mode=True)
 
 
 @KINDS
