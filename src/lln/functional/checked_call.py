@@ -87,16 +87,16 @@ def _check_lln_keys(call: Call, samples: int) -> Call:
     checks.check_blocks(call.block_size, call.scale)
     group = check_selection(call.select, call.group_size, call.block_size)
     call = call.replace(group_size=group)
-    check_keys(keys, _groups(call, samples) if isinstance(keys, Tensor) else (), query.device)
+    groups = groups_in(call.with_fitted_blocks()) if isinstance(keys, Tensor) else ()
+    check_keys(keys, groups, query.device)
     return call
 
 
-def _groups(call: Call, samples: int) -> tuple[int, ...]:
-    """Which groups of queries a caller's indices are for: ``(B, H, G)``, packed ``(H, G)``."""
-    call = call.with_fitted_blocks()
+def groups_in(call: Call) -> tuple[int, ...]:
+    """Which groups of queries choose keys: ``(B, H, G)``, packed ``(H, G)``."""
     size, rows = call.block_size, call.block_size // call.group_size
     if call.bounds is not None:
-        return call.query.shape[1], (call.query.shape[0] // size + samples) * rows
+        return call.query.shape[1], (call.query.shape[0] // size + call.samples) * rows
     batch, heads, tokens, _ = call.query.shape
     return batch, heads, blocks_in(tokens, size, call.key_mask is not None) * rows
 
