@@ -37,23 +37,6 @@ def check_choice(name: str, given: object, known: Collection[str | None]) -> Non
     )
 
 
-def check_choices(name: str, given: Iterable[str] | None, known: Collection[str]) -> None:
-    """Refuse an option that takes several names if one of them is not allowed.
-
-    Names are shown as they are typed on a command line, without quotes.
-
-    Raises:
-        InvalidInputError: With the names, and those that were probably meant.
-    """
-    unknown = [
-        f"{one}{did_you_mean(one, known, quoted=False)}" for one in given or () if one not in known
-    ]
-    if unknown:
-        raise InvalidInputError(
-            f"{name} must be among {', '.join(known)}, got {', '.join(unknown)}."
-        )
-
-
 def did_you_mean(given: object, known: Iterable[str | None], *, quoted: bool = True) -> str:
     """What to add after an unknown name; empty if no known name is close to it.
 

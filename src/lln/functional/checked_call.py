@@ -35,7 +35,7 @@ def checked_call(call: Call, operation: str, enable_gqa: bool) -> Call:
     if call.kind != "lln":
         checks.check_self_attention(query, key, operation)
     checks.check_key_mask(call.key_mask, key)
-    return _CHECKS[call.kind](call.replace(query=query, key=key, value=value), query.shape[0])
+    return _CHECKS[call.kind](_known(call, query, key, value))
 
 
 def checked_packed_call(call: Call, max_seqlen: int | None, enable_gqa: bool) -> Call:
@@ -50,60 +50,66 @@ def checked_packed_call(call: Call, max_seqlen: int | None, enable_gqa: bool) ->
     checks.check_qkv(query, key, value, layout="packed", enable_gqa=enable_gqa)
     bounds: Any = call.bounds
     longest = check_bounds(bounds, max_seqlen, call.key_mask, query)
-    call = call.replace(query=query, key=key, value=value, longest=longest)
-    return _CHECKS[call.kind](call, call.samples)
+    return _CHECKS[call.kind](_known(call, query, key, value, longest=longest))
 
 
-def _check_lln(call: Call, samples: int) -> Call:
-    _check_numbers(call, samples, call.matching)
+def _known(call: Call, query: Tensor, key: Tensor, value: Tensor, **known: Any) -> Call:
+    """The call with what casting and checking found, in one step: small calls feel every copy."""
+    given: int | None = call.block_size
+    if call.kind == "lln_diag" and given is None:
+        known["block_size"] = query.shape[-1]
+    return call.replace(query=query, key=key, value=value, **known)
+
+
+def _check_lln(call: Call) -> Call:
+    _check_numbers(call, call.matching)
     if call.is_causal and call.bounds is None:
         checks.check_causal(call.is_causal, call.query.shape[2], call.key.shape[2])
     return call
 
 
-def _check_diag(call: Call, _samples: int) -> Call:
+def _check_diag(call: Call) -> Call:
     checks.check_blocks(call.block_size, call.scale)
     checks.check_dropout(call.dropout_p)
     checks.check_flag("is_causal", call.is_causal)
     return call
 
 
-def _check_lln_diag(call: Call, samples: int) -> Call:
-    _check_numbers(call, samples, call.matching)
-    given: int | None = call.block_size
-    if given is None:
-        call = call.replace(block_size=call.query.shape[-1])
+def _check_lln_diag(call: Call) -> Call:
+    _check_numbers(call, call.matching)
     checks.check_blocks(call.block_size, call.scale)
     out_shape = (*call.query.shape[:-1], call.value.shape[-1])
     checks.check_mix(call.mix, out_shape, call.query.device)
     return call
 
 
-def _check_lln_keys(call: Call, samples: int) -> Call:
+def _check_lln_keys(call: Call) -> Call:
     query, keys = call.query, call.keys
     check_choice("matching", call.matching, KEYS_MATCHING)
-    _check_numbers(call, samples, "entropy")
-    check_offset(call.offset, samples, query.shape[1], query.device, call.is_causal)
+    _check_numbers(call, "entropy")
+    check_offset(call.offset, call.samples, query.shape[1], query.device, call.is_causal)
     checks.check_blocks(call.block_size, call.scale)
     group = check_selection(call.select, call.group_size, call.block_size)
     call = call.replace(group_size=group)
-    check_keys(keys, _groups(call, samples) if isinstance(keys, Tensor) else (), query.device)
+    groups = groups_in(call.with_fitted_blocks()) if isinstance(keys, Tensor) else ()
+    check_keys(keys, groups, query.device)
     return call
 
 
-def _groups(call: Call, samples: int) -> tuple[int, ...]:
-    """Which groups of queries a caller's indices are for: ``(B, H, G)``, packed ``(H, G)``."""
-    call = call.with_fitted_blocks()
+def groups_in(call: Call) -> tuple[int, ...]:
+    """Which groups of queries choose keys: ``(B, H, G)``, packed ``(H, G)``."""
     size, rows = call.block_size, call.block_size // call.group_size
     if call.bounds is not None:
-        return call.query.shape[1], (call.query.shape[0] // size + samples) * rows
+        return call.query.shape[1], (call.query.shape[0] // size + call.samples) * rows
     batch, heads, tokens, _ = call.query.shape
     return batch, heads, blocks_in(tokens, size, call.key_mask is not None) * rows
 
 
-def _check_numbers(call: Call, samples: int, matching: str) -> None:
+def _check_numbers(call: Call, matching: str) -> None:
     options: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal}
-    checks.check_options(call.query, call.key, samples, call.alpha, call.beta, matching, **options)
+    checks.check_options(
+        call.query, call.key, call.samples, call.alpha, call.beta, matching, **options
+    )
 
 
 _CHECKS = {

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from lln import checks
-from lln.checks.call import Call, fit_blocks
+from lln.checks.call import Call
 from lln.checks.key_options import check_selection
 from lln.checks.signatures import explain_misfits
-from lln.eager.key_blocks import blocks_in
 from lln.functional import ways
-from lln.functional.checked_call import checked_call, checked_packed_call
+from lln.functional.checked_call import checked_call, checked_packed_call, groups_in
 from lln.functional.key_calls import choose_for
 from lln.functional.run import attend
 from lln.precision import cast_for_autocast, without_autocast
@@ -240,8 +239,7 @@ def choose_keys(
     checks.check_flag("is_causal", is_causal)
     checks.check_blocks(block_size, scale)
     checks.check_count("keys", keys, 0)
-    group = check_selection(select, group_size, block_size)
-    block_size, group = fit_blocks(block_size, group, query.shape[2])
+    group_size = check_selection(select, group_size, block_size)
     call = Call(
         "lln_keys",
         query,
@@ -253,10 +251,9 @@ def choose_keys(
         is_causal=is_causal,
         keys=keys,
         select=select,
-        group_size=group,
-    )
+        group_size=group_size,
+    ).with_fitted_blocks()
     with torch.no_grad(), without_autocast(query):
         chosen = choose_for(call, ways.prepare(call, impl).impl).long()
     # A trace for every length may have one block more, see `dense_blocks`.
-    groups = blocks_in(query.shape[2], block_size, key_mask is not None) * (block_size // group)
-    return chosen[:, :, :groups] if is_compiling() else chosen
+    return chosen[:, :, : groups_in(call)[-1]] if is_compiling() else chosen

@@ -163,15 +163,15 @@ class AttachedHeads(LLNDiagCore):
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         """α, β that broadcast to ``[B, H, 1, 1]``."""
-        query, key, _ = self._checked(query, key, value, key_mask, is_causal)
-        return self.statistics(query, key, key_mask, is_causal)
+        call = self._checked(query, key, value, key_mask, is_causal)
+        return self.statistics(call.query, call.key, key_mask, is_causal)
 
     def numbers(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> tuple[Temperature, Temperature, Tensor | None]:
         """α, β and the offset of ``"lln_keys"``; None = matched to the sample."""
-        query, key, _ = self._checked(query, key, value, key_mask, is_causal)
-        sides = (query, key, key_mask, is_causal, self.matching, self.impl)
+        call = self._checked(query, key, value, key_mask, is_causal)
+        sides = (call.query, call.key, key_mask, is_causal, self.matching, self.impl)
         return numbers_of_call(self.statistics, self.offset, *sides)
 
     def weight(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:

@@ -87,27 +87,16 @@ class LLNCore(nn.Module):
         is_causal: bool = False,
     ) -> Tensor:
         """``[B, H, T, D]``, ``[B, Hk, S, D]``, ``[B, Hk, S, E]`` → ``[B, H, T, E]``."""
-        query, key, value = self._checked(query, key, value, key_mask, is_causal)
+        call = self._checked(query, key, value, key_mask, is_causal)
         if is_causal:
-            checks.check_causal(is_causal, query.shape[2], key.shape[2])
-        alpha, beta = self.statistics(query, key, key_mask, is_causal)
-        call = Call(
-            "lln",
-            query,
-            key,
-            value,
-            alpha,
-            beta,
-            key_mask=key_mask,
-            dropout_p=self._dropout_p(),
-            is_causal=is_causal,
-        )
-        return attend(call, self.impl)
+            checks.check_causal(is_causal, call.query.shape[2], call.key.shape[2])
+        alpha, beta = self.statistics(call.query, call.key, key_mask, is_causal)
+        return attend(call.replace(alpha=alpha, beta=beta), self.impl)
 
     def _checked(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, cast for autocast and checked once."""
+    ) -> Call:
+        """The inputs as a call, cast for autocast and checked once; α and β are still to come."""
         query, key, value = cast_for_autocast(query, key, value)
         checks.check_flag("is_causal", is_causal)
         checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
@@ -120,10 +109,9 @@ class LLNCore(nn.Module):
             raise InvalidInputError(
                 f"query must have head width {self.head_dim}, got {query.shape[3]}."
             )
-        return query, key, value
-
-    def _dropout_p(self) -> float:
-        return self.dropout if self.training else 0.0
+        dropout_p = self.dropout if self.training else 0.0
+        options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal}
+        return Call("lln", query, key, value, dropout_p=dropout_p, **options)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""
@@ -206,25 +194,20 @@ class LLNDiagCore(LLNCore):
         is_causal: bool = False,
     ) -> Tensor:
         """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
-        query, key, value = self._checked(query, key, value, key_mask, is_causal)
+        call = self._checked(query, key, value, key_mask, is_causal)
+        query, key, value = call.qkv
         checks.check_self_attention(query, key, type(self).__name__)
         if self.join in ("scale", "ratio") and value.shape[3] != self.value_dim:
             raise InvalidInputError(
                 f"value must have width {self.value_dim}, got {value.shape[3]}; give value_dim."
             )
         alpha, beta = self.statistics(query, key, key_mask, is_causal)
-        call = Call(
-            "lln_diag",
-            query,
-            key,
-            value,
-            alpha,
-            beta,
+        call = call.replace(
+            kind="lln_diag",
+            alpha=alpha,
+            beta=beta,
             mix=self._mix(query, key_mask),
             block_size=self.block_size,
-            key_mask=key_mask,
-            dropout_p=self._dropout_p(),
-            is_causal=is_causal,
         )
         if self.join == "heads":
             return self._by_head(call)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lln import checks
-from lln.checks.call import Call
 from lln.checks.key_options import KEYS_MATCHING, check_selection
 from lln.checks.names import check_choice
 from lln.checks.signatures import check_options, explain_misfits
@@ -120,23 +119,18 @@ class LLNKeysCore(LLNCore):
         is_causal: bool = False,
     ) -> Tensor:
         """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
-        query, key, value = self._checked(query, key, value, key_mask, is_causal)
-        checks.check_self_attention(query, key, type(self).__name__)
+        call = self._checked(query, key, value, key_mask, is_causal)
+        checks.check_self_attention(call.query, call.key, type(self).__name__)
         group = check_selection(self.select, self.group_size, self.block_size)
         sources = (self.statistics, self.offset)
-        sides = (query, key, key_mask, is_causal, self.matching, self.impl)
+        sides = (call.query, call.key, key_mask, is_causal, self.matching, self.impl)
         alpha, beta, offset = numbers_of_call(*sources, *sides)
-        call = Call(
-            "lln_keys",
-            query,
-            key,
-            value,
-            alpha,
-            beta,
-            self.matching,
+        call = call.replace(
+            kind="lln_keys",
+            alpha=alpha,
+            beta=beta,
+            matching=self.matching,
             block_size=self.block_size,
-            key_mask=key_mask,
-            is_causal=is_causal,
             keys=self.keys,
             select=self.select,
             group_size=group,

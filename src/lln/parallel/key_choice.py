@@ -30,11 +30,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lln.eager.key_blocks import KeyBlocks, blocks_in
+from lln.checks.call import Call
+from lln.eager.key_blocks import blocks_in
 from lln.eager.selection import MOST_SCORES, group_means, largest
 from lln.kernels.keys.sharded_keys_ops import fused_candidates, fused_means
 from lln.parallel.collectives import exchange
 from lln.parallel.journeys import gather_later
+from lln.parallel.own_blocks import OwnBlocks
 from lln.parallel.whole_blocks import WholeBlocks
 from lln.precision import accumulation_dtype
 
@@ -54,80 +56,51 @@ class Choice(NamedTuple):
 
 
 @torch.no_grad()
-def gather_means(
-    query: Tensor,
-    layout: WholeBlocks,
-    blocks: KeyBlocks,
-    valid: Tensor,
-    counted: Tensor | None,
-    *,
-    group_size: int,
-    flip: bool,
-    by_kernels: bool,
-) -> Callable[[], Tensor]:
+def gather_means(query: Tensor, call: Call, here: OwnBlocks) -> Callable[[], Tensor]:
     """Start to gather the mean queries of all groups; what is returned waits for them.
 
     They are ``[R, B, H, G, D]``, with the largest G of all ranks.
 
     Args:
         query: ``[B, H, X, D]``.
-        layout: How the blocks lie on the ranks.
-        blocks: Those of this rank.
-        valid: bool ``[B, X]``, which tokens of its blocks are valid.
-        counted: The same; None = all are.
-        group_size: g.
-        flip: Whether the softmax scores have a negative factor.
-        by_kernels: Whether the kernels compute them.
+        call: What is asked for.
+        here: The blocks of this rank.
     """
-    query = query.detach()
+    query, layout, group_size = query.detach(), here.layout, call.group_size
+    flip = call.scale is not None and call.scale < 0
     batch, heads, _, width = query.shape
     ranks = layout.shards.ranks
     groups = _group_counts(layout, group_size)
     own = groups[ranks.own]
     mean = query.new_zeros(batch, heads, max(groups), width)
-    if own and by_kernels:
+    if own and here.by_kernels:
         sizes = {"blocks": layout.count(ranks.own), "block_size": layout.size}
         begin = -layout.begin(ranks.own) if layout.is_crossed else None
         mean[:, :, :own] = fused_means(
-            query, counted, begin, **sizes, group_size=group_size, flip=flip
+            query, here.counted, begin, **sizes, group_size=group_size, flip=flip
         )
     elif own:
         signed = -query if flip else query
-        mean[:, :, :own] = group_means(signed, blocks, group_size, blocks.valid(valid))
+        mean[:, :, :own] = group_means(
+            signed, here.blocks, group_size, here.blocks.valid(here.valid)
+        )
     return gather_later(mean, ranks, layout.shards.purpose("exchanging the mean queries"))
 
 
 @torch.no_grad()
-def choose_together(
-    means: Tensor,
-    key: Tensor,
-    keys: int,
-    layout: WholeBlocks,
-    blocks: KeyBlocks,
-    valid: Tensor,
-    counted: Tensor | None,
-    *,
-    group_size: int,
-    is_causal: bool,
-    by_kernels: bool,
-) -> Choice:
+def choose_together(means: Tensor, key: Tensor, call: Call, here: OwnBlocks) -> Choice:
     """Choose for the groups of the blocks that begin on this rank.
 
     Args:
         means: Of all ranks, from `gather_means`.
         key: ``[B, Hk, X, D]``.
-        keys: K, at most the length of the sequence.
-        layout: How the blocks lie on the ranks.
-        blocks: Those of this rank.
-        valid: bool ``[B, X]``, which tokens of its blocks are valid.
-        counted: The same; None = all are.
-        group_size: g.
-        is_causal: Whether only keys of earlier blocks may be chosen.
-        by_kernels: Whether candidates come from the kernels; not if causal.
+        call: What is asked for; the kernels take none that is causal.
+        here: The blocks of this rank.
     """
-    key = key.detach()
+    key, layout, group_size = key.detach(), here.layout, call.group_size
     _, batch, heads, _, width = means.shape
     ranks, shards = layout.shards.ranks, layout.shards
+    keys = min(call.keys, shards.bounds.tokens)
     rows = layout.size // group_size
     groups = _group_counts(layout, group_size)
     own = groups[ranks.own]
@@ -138,21 +111,20 @@ def choose_together(
     for place, mean in zip(places, means.unbind(), strict=True):
         spread = place[:, None, :, None].expand(-1, heads, -1, width)
         table.scatter_(2, spread, mean[:, :, : place.shape[1]])
-    if by_kernels:
+    if here.by_kernels:
         gaps = layout.number(ranks.own) * layout.size - layout.begin(ranks.own)
         sizes = {"block_size": layout.size, "group_size": group_size}
-        scores, found = fused_candidates(table[:, :, :total], key, counted, gaps, keys, **sizes)
-        scores, found = (
-            pad(scores, (0, 0, 0, 1), value=-math.inf),
-            pad(found, (0, 0, 0, 1), value=-1),
-        )
+        table = table[:, :, :total]
+        scores, found = fused_candidates(table, key, here.counted, gaps, keys, **sizes)
+        scores = pad(scores, (0, 0, 0, 1), value=-math.inf)
+        found = pad(found, (0, 0, 0, 1), value=-1)
     else:
         table = table[:, :, :total]
-        if is_causal and group_size > 1:
+        if call.is_causal and group_size > 1:
             # A group's own mean would let later queries decide what earlier ones see.
             table = torch.cat([torch.zeros_like(table[:, :, :1]), table[:, :, :-1]], 2)
-        home = layout.number(ranks.own)[:, None] + blocks.home
-        scores, found = _candidates(table, key, keys, home, valid, rows, is_causal)
+        home = layout.number(ranks.own)[:, None] + here.blocks.home
+        scores, found = _candidates(table, key, keys, home, here.valid, rows, call.is_causal)
     send = [place[:, None, :, None].expand(-1, heads, -1, keys) for place in places]
     packed = torch.stack([_bits(scores), found.to(_bits(scores).dtype)], -1)
     lines = [packed.gather(2, one.unsqueeze(-1).expand(*one.shape, 2)) for one in send]

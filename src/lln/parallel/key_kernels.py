@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.eager.key_blocks import KeyBlocks
 from lln.kernels.keys.sharded_keys_ops import fused_sharded_keys
 from lln.parallel.key_rows import FarRows
+from lln.parallel.own_blocks import OwnBlocks
 from lln.parallel.summary_merge import RankSummaries
-from lln.parallel.whole_blocks import WholeBlocks
 
 
 def read_by_kernels(
     call: Call,
-    layout: WholeBlocks,
-    blocks: KeyBlocks,
-    counted: Tensor | None,
+    here: OwnBlocks,
     far: Callable[[torch.dtype], FarRows],
     summaries: Callable[[], RankSummaries],
 ) -> Tensor:
@@ -31,13 +28,12 @@ def read_by_kernels(
 
     Args:
         call: With the tokens borrowed, and α, β and the offset in place.
-        layout: How the blocks lie on the ranks.
-        blocks: Those of this rank, at least one.
-        counted: bool ``[B, X]``, which tokens belong to them and are not masked; None = all.
+        here: The blocks of this rank, at least one.
         far: Waits for what their groups chose.
         summaries: Waits for those of all ranks.
     """
-    query, key, value = call.query, call.key, call.value
+    query, key, value = call.qkv
+    layout, blocks, counted = here.layout, here.blocks, here.counted
     if layout.is_crossed:
         # The kernels count blocks from the first token, which may belong to another rank's.
         query, key, value = (blocks.gather(side).flatten(2, 3) for side in (query, key, value))

@@ -67,14 +67,13 @@ class LocalPasses(NamedTuple):
     def blocks(self, call: Call) -> Tensor:
         """``[B, H, T, E]`` in the dtype of query: blocks that all lie on their rank."""
         query = call.query
-        scale = query.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
         return fused_blocks(
             query,
             call.key,
             call.value,
             key_mask=None,
             block_size=min(call.block_size, query.shape[2]),
-            scale=scale,
+            scale=call.factor,
             is_causal=False,
             value_width=self.block_width,
         )

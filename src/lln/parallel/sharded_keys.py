@@ -16,7 +16,6 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.eager.key_attention import Earlier, Slots, attend_rows, share_of, slots_of_blocks
-from lln.eager.key_blocks import KeyBlocks
 from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.kernels.launching.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
@@ -27,10 +26,11 @@ from lln.parallel.key_choice import Choice, choose_together, gather_means
 from lln.parallel.key_kernels import read_by_kernels
 from lln.parallel.key_rows import FarRows, fetch_rows, lend_rows
 from lln.parallel.local_passes import LocalPasses, takes_keys
+from lln.parallel.own_blocks import OwnBlocks
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
 from lln.parallel.together import Together, attend_together
-from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
+from lln.parallel.whole_blocks import lay_blocks
 from lln.precision import accumulation_dtype
 
 
@@ -144,66 +144,37 @@ def _attend(call: Call, shards: Shards, impl: str) -> Tensor:
     valid = own if mask is None else own & mask
     # Where no block crosses ranks, no token belongs to another rank's block.
     counted = valid if layout.is_crossed or mask is not None else None
-    assert isinstance(call.keys, int)
-    keys = min(call.keys, shards.bounds.tokens)
-    means = gather_means(
-        query,
-        layout,
-        blocks,
-        valid,
-        counted,
-        group_size=call.group_size,
-        flip=call.scale is not None and call.scale < 0,
-        by_kernels=by_kernels,
-    )
+    here = OwnBlocks(layout, blocks, valid, counted, by_kernels)
+    means = gather_means(query, call, here)
     lending, given = lend_rows(key, value, shards), key
     alpha, beta, offset = matched()
     if not by_kernels:
         query, key, value = widen(query, key, value, mask, 0.0)
     call = call.replace(query=query, key=key, value=value)
     call = call.replace(alpha=alpha, beta=beta, offset=offset)
-    summaries = _summaries(call, valid, counted, shards, by_kernels)
-    choice = choose_together(
-        means(),
-        given,
-        keys,
-        layout,
-        blocks,
-        valid,
-        counted,
-        group_size=call.group_size,
-        is_causal=call.is_causal,
-        by_kernels=by_kernels,
-    )
+    summaries = _summaries(call, here)
+    choice = choose_together(means(), given, call, here)
     longest = max(layout.extended(rank) for rank in range(shards.ranks.size))
     far = fetch_rows(lending, given, choice, longest, shards)
     if blocks.place.shape[1] == 0:
         out = _nothing(query, call, (*summaries(), far(query.dtype).rows))
     elif by_kernels:
-        out = read_by_kernels(call, layout, blocks, counted, far, summaries)
+        out = read_by_kernels(call, here, far, summaries)
     else:
-        out = _read(query, key, value, call, layout, blocks, valid, choice, far, summaries)
+        out = _read(call, here, choice, far, summaries)
     # Ranks need not compute alike, but what they send each other must have one dtype.
     return layout.give_back(out.to(accumulation_dtype(out.dtype)) if layout.is_crossed else out)()
 
 
-def _summaries(
-    call: Call, valid: Tensor, counted: Tensor | None, shards: Shards, by_kernels: bool
-) -> Callable[[], RankSummaries]:
+def _summaries(call: Call, here: OwnBlocks) -> Callable[[], RankSummaries]:
     """What every rank's blocks hold; ``sums`` are the sum of the keys and their number.
 
-    It starts to gather; what is returned waits.
-
-    Args:
-        call: With the tokens borrowed.
-        valid: bool ``[B, X]``, which tokens belong to this rank's blocks and are not masked.
-        counted: The same; None = all are.
-        shards: The group.
-        by_kernels: Whether the kernels summarise.
+    It starts to gather; what is returned waits. The call has the tokens borrowed.
     """
+    counted = here.counted
     key, dtype = call.key, accumulation_dtype(call.key.dtype)
     query, passes = call.query, LocalPasses()
-    if by_kernels:
+    if here.by_kernels:
         heads = query.shape[0] * query.shape[1]
         passes = LocalPasses(widest_value(query, heads, 0, False, False))
     assert call.beta is not None
@@ -211,24 +182,21 @@ def _summaries(
     held = key if counted is None else torch.where(counted[:, None, :, None], key, 0.0)
     total = held.sum(2, dtype=dtype)
     total = total.repeat_interleave(log_mass.shape[1] // max(key.shape[1], 1), 1)
-    number = valid.sum(-1)[:, None, None].expand_as(total).to(dtype)
+    number = here.valid.sum(-1)[:, None, None].expand_as(total).to(dtype)
     sums = torch.stack([total, number], -1)
-    return gather_summaries(log_mass, centroid, shards, sums)
+    return gather_summaries(log_mass, centroid, here.layout.shards, sums)
 
 
 def _read(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     call: Call,
-    layout: WholeBlocks,
-    blocks: KeyBlocks,
-    valid: Tensor,
+    here: OwnBlocks,
     choice: Choice,
     far: Callable[[torch.dtype], FarRows],
     summaries: Callable[[], RankSummaries],
 ) -> Tensor:
     """The rows of the blocks that begin on this rank: ``[B, H, X, E]``."""
+    query, key, value = call.qkv
+    layout, blocks = here.layout, here.blocks
     heads, is_causal = query.shape[1], call.is_causal
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta, offset = (
@@ -238,7 +206,7 @@ def _read(
             for number in (call.alpha, call.beta, call.offset)
         )
     )
-    there = blocks.valid(valid)
+    there = blocks.valid(here.valid)
     held = there.sum(-1)
     known = summaries()
     if is_causal:
@@ -249,7 +217,7 @@ def _read(
     count = number[:, :1, :1] if number.shape[1] else number.new_zeros(number.shape[0], 1, 1)
     if is_causal:
         before = Earlier(log_mass, centroid, total, count)
-        slots = slots_of_blocks(key, value, beta, blocks, valid, None, True, before)
+        slots = slots_of_blocks(key, value, beta, blocks, here.valid, None, True, before)
         held = count[:, 0].long() + held.cumsum(-1) - held
         rest = held
     else:

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lln.checks.names import check_choices
 from lln_lab.bench.command import Bench, Options, check_least
 from lln_lab.bench.record import Record
 from lln_lab.bench.result_rows import ROW_FORM, Row, last_shorter, measured_row, row_of
@@ -23,6 +22,7 @@ from lln_lab.bench.roberta import SYSTEMS, RobertaSize, TrainingStep
 from lln_lab.bench.roberta_figure import draw_roberta
 from lln_lab.bench.roberta_table import CELL_FORM, tables_of, text_of
 from lln_lab.bench.spread import timed
+from lln_lab.choices import check_choices
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LONGEST = 1 << 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from lln.checks.names import check_choices
 from lln.errors import InvalidInputError
 from lln_lab.bench.cases import Case
 from lln_lab.bench.operations import OPERATIONS
+from lln_lab.choices import check_choices
 
 HEADS = 12
 # B·N, the tokens per batch on a GPU at every length.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from lln.checks.names import check_choices
+from lln_lab.choices import check_choices
 from lln_lab.peers.card import Card
 from lln_lab.peers.encoder import compare_parameters
 from lln_lab.peers.options import options_of
