@@ -44,6 +44,7 @@ def decode_step(
         ``[B, H, 1, E]`` in the dtype of query.
 
     Example:
+        >>> import torch
         >>> summary = KeySummary.empty(1, 2, 4, 4, beta=2.0)
         >>> for _ in range(3):
         ...     query, key, value = torch.randn(3, 1, 2, 1, 4)

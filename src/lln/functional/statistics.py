@@ -46,6 +46,7 @@ def match_moments(
         token makes them NaN or infinite, with scope ``"head"`` only for its sample and head.
 
     Example:
+        >>> import torch
         >>> generator = torch.Generator().manual_seed(0)
         >>> q, k = torch.randn(2, 1, 1, 512, 64, generator=generator)
         >>> alpha, beta = match_moments(q, k)
