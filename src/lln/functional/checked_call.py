@@ -54,10 +54,13 @@ def checked_packed_call(call: Call, max_seqlen: int | None, enable_gqa: bool) ->
 
 
 def _known(call: Call, query: Tensor, key: Tensor, value: Tensor, **known: Any) -> Call:
-    """The call with what casting and checking found, in one step: small calls feel every copy."""
+    """The call with what casting and checking found, copied at most once: small calls feel it."""
     given: int | None = call.block_size
     if call.kind == "lln_diag" and given is None:
         known["block_size"] = query.shape[-1]
+    is_cast = query is not call.query or key is not call.key or value is not call.value
+    if not (is_cast or known):
+        return call
     return call.replace(query=query, key=key, value=value, **known)
 
 
