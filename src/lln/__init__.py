@@ -24,6 +24,7 @@ from lln.functional.dense import block_diagonal_attention, lln_attention, lln_di
 from lln.functional.exact_keys import choose_keys, lln_keys_attention, lln_keys_attention_varlen
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
 from lln.functional.statistics import match_moments
+from lln.functional.windows import window_attention, window_attention_varlen
 from lln.matching.calibration import calibrate
 from lln.matching.key_calibration import calibrate_keys
 from lln.nn.heads import LLNCore, LLNDiagCore
@@ -65,6 +66,8 @@ __all__ = [
     "lln_keys_attention_varlen",
     "match_moments",
     "reference",
+    "window_attention",
+    "window_attention_varlen",
 ]
 
 _LOADED_WHEN_USED = ("instruments", "integrations", "parallel", "testing")

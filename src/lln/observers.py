@@ -22,7 +22,7 @@ class Announcement:
     """One call of an entry point, as it is about to be computed.
 
     Attributes:
-        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"`` or ``"lln_keys"``.
         query: ``[B, H, T, D]``, or packed ``[T, H, D]`` with ``cu_seqlens``.
         key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
         alpha: α of the LLN part, as used.
@@ -36,6 +36,7 @@ class Announcement:
         offset: What ``"lln_keys"`` adds to the logits of the slots.
         indices: The chosen keys of every group of queries, ``[B, H, G, K]``; -1 = none.
         group_size: Queries in a group.
+        window: Tokens that ``"window"`` sees before a query, and behind it if it is not causal.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Announcement:
     offset: float | Tensor | None = None
     indices: Tensor | None = None
     group_size: int | None = None
+    window: int | None = None
 
     def __repr__(self) -> str:
         """Tensors are shown by their shapes."""

@@ -160,6 +160,32 @@ def block_diagonal_attention(
     return normalise(log_softmax_kernel(query, key, scale), seen) @ value
 
 
+def window_keep(
+    tokens: int, window: int, device: torch.device | None = None, *, is_causal: bool = False
+) -> Tensor:
+    """Which pairs lie within a window, |i - j| ≤ window: bool ``[T, T]``."""
+    place = torch.arange(tokens, device=device)
+    distance = place.unsqueeze(-1) - place
+    return (distance <= window) & (distance >= (0 if is_causal else -window))
+
+
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    *,
+    keep: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Softmax attention whose matrix is zero outside a band around the diagonal."""
+    near = window_keep(query.shape[-2], window, query.device, is_causal=is_causal)
+    seen = near if keep is None else keep & near
+    key, value = _hide(key, keep), _hide(value, keep)
+    return normalise(log_softmax_kernel(query, key, scale), seen) @ value
+
+
 def lln_diag_attention(
     query: Tensor,
     key: Tensor,

@@ -20,9 +20,9 @@ class Call(NamedTuple):
     """A call of attention.
 
     Attributes:
-        kind: ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``; ``"decode"``, one token after
-            others; or what a module asks for by itself, the ``"moments"`` or ``"temperatures"`` of
-            queries and keys.
+        kind: ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"`` or ``"lln_keys"``; ``"decode"``,
+            one token after others; or what a module asks for by itself, the ``"moments"`` or
+            ``"temperatures"`` of queries and keys.
         query: ``[B, H, T, D]``, or packed ``[T, H, D]``.
         key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
         value: ``[B, Hk, S, E]``, or packed ``[T, Hk, E]``.
@@ -42,6 +42,8 @@ class Call(NamedTuple):
             ``[B, H, G, K]`` (packed: ``[H, G, K]``); once chosen by query for the kernels, lists.
         select: How keys are chosen: ``"block"`` or ``"query"``.
         group_size: Queries that share their chosen keys.
+        window: Of ``"window"``: how many tokens before a query it sees, and how many behind it where
+            it is not causal.
         summary: Of ``"decode"``: the `KeySummary` of all tokens so far.
         offset: What is added to the logits of the slots; a number, or broadcasts to
             ``[B, H, 1, 1]``; None = by mass matching.
@@ -69,6 +71,7 @@ class Call(NamedTuple):
     group_size: int = 0
     offset: Any = None
     summary: Any = None
+    window: int = 0
 
     def replace(self, **changes: Any) -> Call:
         """The same call with some fields changed, by their names."""
@@ -78,7 +81,9 @@ class Call(NamedTuple):
         return Call(**values)
 
     def with_fitted_blocks(self, longest: int | None = None) -> Call:
-        """With blocks that do not reach far beyond the longest sequence, if that is known."""
+        """With blocks and windows that do not reach far beyond the longest sequence, if known."""
+        if self.window:
+            return self._with_fitted_window()
         if not self.block_size:
             return self
         tokens = longest
@@ -90,10 +95,21 @@ class Call(NamedTuple):
             return self
         return self.replace(block_size=size, group_size=group if self.group_size else 0)
 
+    def _with_fitted_window(self) -> Call:
+        """A window of all tokens shows no fewer than a larger one."""
+        tokens = self.query.shape[2 if self.bounds is None else 0]
+        holds = always_holds if is_compiling() else bool
+        return self.replace(window=max(tokens, 1)) if holds(self.window > tokens) else self
+
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value."""
         return self.query, self.key, self.value
+
+    @property
+    def has_temperatures(self) -> bool:
+        """Whether it has a part of LLN attention, with α and β."""
+        return self.kind not in ("diag", "window")
 
     @property
     def samples(self) -> int:

@@ -17,15 +17,16 @@ from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
 from lln.eager.key_attention import attend_keys, slots_of_blocks
 from lln.eager.key_blocks import packed_blocks
-from lln.eager.run import join, repeat_heads
+from lln.eager.run import join, near_range, repeat_heads
 from lln.eager.scan import running_merge
 from lln.eager.summary import key_exponents, read, summarise
 from lln.eager.tiling import cut_tiles
+from lln.eager.window import places_of
 from lln.precision import accumulation_dtype
 
 
 def attend_packed(call: Call) -> Tensor:
-    """LLN attention inside every sequence, combined with its diagonal blocks: ``[T, H, E]``.
+    """LLN attention inside every sequence, combined with its blocks, or windows: ``[T, H, E]``.
 
     Args:
         call: A packed call without exact keys, α and β known; of one kind or of both, but for
@@ -36,6 +37,10 @@ def attend_packed(call: Call) -> Tensor:
     dtype = accumulation_dtype(query.dtype)
     value = drop_keys(call.value.to(dtype).transpose(0, 1), call.dropout_p).transpose(0, 1)
     wide = (as_nan(query.to(dtype)), as_nan(call.key.to(dtype)), value)
+    if call.kind == "window":
+        whole = dict(zip(("query", "key", "value"), (side.transpose(0, 1)[None] for side in wide), strict=True))
+        places = places_of(bounds, query.shape[0], call.window)
+        return near_range(call.replace(**whole), places)[0].transpose(0, 1).to(query.dtype)
     out = _long_range(*wide, bounds, longest, call.alpha, call.beta, call.is_causal)
     if call.block_size:
         rows = call.block_size if longest is None else min(call.block_size, longest)

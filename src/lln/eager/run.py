@@ -8,6 +8,8 @@ E value width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from lln.eager.infinity import as_nan
 from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks, slots_of_heads
 from lln.eager.key_blocks import dense_blocks
 from lln.eager.summary import read_heads, summarise_heads
+from lln.eager.window import attend_window
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
 
@@ -40,6 +43,8 @@ def attend_dense(call: Call, *, walks: bool = False, reading: str = COPIED) -> T
         out = long_range(wide, walks)
     elif call.kind == "diag":
         out = short_range(wide)
+    elif call.kind == "window":
+        out = near_range(wide)
     elif call.kind == "lln_diag":
         out = join(long_range(wide, walks), short_range(wide), call.mix)
     else:
@@ -72,6 +77,16 @@ def short_range(call: Call) -> Tensor:
         scale=call.scale,
         key_mask=call.key_mask,
         is_causal=call.is_causal,
+    )
+
+
+def near_range(call: Call, places: Tensor | None = None) -> Tensor:
+    """Attention inside a sliding window, of a call in the accumulation dtype."""
+    heads = call.query.shape[1]
+    key, value = repeat_heads(call.key, heads), repeat_heads(call.value, heads)
+    how: dict[str, Any] = {"key_mask": call.key_mask, "is_causal": call.is_causal}
+    return attend_window(
+        call.query, key, value, call.window, scale=call.factor, places=places, **how
     )
 
 

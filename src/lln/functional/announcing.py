@@ -13,10 +13,14 @@ def announce_call(call: Call) -> None:
     """Announce a call with everything in place; asked only while somebody listens."""
     parts: dict[str, Any] = {"key_mask": call.key_mask, "is_causal": call.is_causal}
     parts["cu_seqlens"] = call.bounds
-    if call.kind != "diag":
+    if call.has_temperatures:
         parts |= {"alpha": call.alpha, "beta": call.beta}
     if call.kind != "lln":
-        parts |= {"block_size": call.block_size, "scale": call.scale}
+        parts["scale"] = call.scale
+    if call.block_size:
+        parts["block_size"] = call.block_size
+    if call.kind == "window":
+        parts["window"] = call.window
     if call.kind == "lln_diag":
         parts["mix"] = call.mix
     if call.kind == "lln_keys":

@@ -72,7 +72,17 @@ def _check_lln(call: Call) -> Call:
 
 
 def _check_diag(call: Call) -> Call:
-    checks.check_blocks(call.block_size, call.scale)
+    checks.check_block_size(call.block_size)
+    return _check_softmax(call)
+
+
+def _check_window(call: Call) -> Call:
+    checks.check_count("window", call.window, least=0)
+    return _check_softmax(call)
+
+
+def _check_softmax(call: Call) -> Call:
+    checks.check_scale(call.scale)
     checks.check_dropout(call.dropout_p)
     checks.check_flag("is_causal", call.is_causal)
     return call
@@ -118,6 +128,7 @@ def _check_numbers(call: Call, matching: str) -> None:
 _CHECKS = {
     "lln": _check_lln,
     "diag": _check_diag,
+    "window": _check_window,
     "lln_diag": _check_lln_diag,
     "lln_keys": _check_lln_keys,
 }

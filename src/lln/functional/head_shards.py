@@ -99,7 +99,7 @@ def _check(call: Call, query: Any, divided: list[int | None]) -> None:
                 f"{key_heads} key heads cannot be divided between {ranks} ranks; repeat them, or "
                 "use fewer ranks."
             )
-    takes_all = call.matching == "paper" and call.alpha is None and call.kind != "diag"
+    takes_all = call.matching == "paper" and call.alpha is None and call.has_temperatures
     if takes_all and any(part is not None for part in divided):
         raise InvalidInputError(
             "matching='paper' takes one statistic of the whole tensor, which lies on several "

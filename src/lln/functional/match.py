@@ -34,7 +34,7 @@ def with_temperatures(call: Call, impl: str) -> Call:
         call: A call without exact keys.
         impl: What computes them, as in `match_inputs`.
     """
-    if call.alpha is not None or call.kind == "diag":
+    if call.alpha is not None or not call.has_temperatures:
         return call
     inputs, matching = (call.query, call.key), call.matching
     if call.bounds is None:

@@ -15,7 +15,7 @@ from lln.eager.run import attend_dense
 from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete
 from lln.functional.one_by_one import no_tokens, one_by_one
-from lln.functional.way import Prepared, Way
+from lln.functional.way import ATTENTIONS, Prepared, Way
 from lln.observers import is_observed
 from lln.tracing import is_untraced_on_cpu
 
@@ -28,14 +28,14 @@ class Plain(Way):
 
     name = "plain PyTorch"
     impl = "eager"
-    kinds = ("lln", "diag", "lln_diag", "lln_keys", "moments", "temperatures", "decode")
+    kinds = (*ATTENTIONS, "moments", "temperatures", "decode")
 
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
         how: tuple[str, ...] = ()
         if call.kind == "lln_keys":
             how = tuple(filter(None, [_reading(call)]))
-        elif is_untraced_on_cpu(*call.qkv, call.alpha, call.beta, call.mix, call.bounds):
+        elif call.kind != "window" and is_untraced_on_cpu(*call.qkv, call.alpha, call.beta, call.mix, call.bounds):
             # On a CPU nobody waits to learn the lengths, and tiles of equal size take many times
             # longer.
             how = (IN_TURN,) if call.bounds is not None else ()

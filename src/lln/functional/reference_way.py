@@ -6,6 +6,7 @@ Dimension legend: as in `lln.checks.call`.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from lln.eager.run import join, repeat_heads, repeat_temperature, widen
 from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete
 from lln.functional.one_by_one import as_sample, no_tokens, of_sequence, one_by_one
-from lln.functional.way import Prepared, Way
+from lln.functional.way import ATTENTIONS, Prepared, Way
 from lln.observers import is_observed
 
 
@@ -26,7 +27,7 @@ class Reference(Way):
 
     name = "the reference"
     impl = "reference"
-    kinds = ("lln", "diag", "lln_diag", "lln_keys", "moments", "temperatures")
+    kinds = (*ATTENTIONS, "moments", "temperatures")
     is_automatic = False
 
     def describe(self, prepared: Prepared) -> str:
@@ -78,6 +79,9 @@ def _attend(call: Call) -> Tensor:
             *sides, alpha, beta, exact, offset, keep=keep, rest=rest, scale=call.scale
         )
         return out.to(call.query.dtype)
+    if call.kind == "window":
+        near: dict[str, Any] = {"keep": keep, "scale": call.scale, "is_causal": call.is_causal}
+        return reference.window_attention(*sides, call.window, **near).to(call.query.dtype)
     parts = []
     if call.kind != "diag":
         parts.append(reference.lln_attention(*sides, alpha, beta, keep=keep))

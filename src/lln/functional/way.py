@@ -13,6 +13,9 @@ from lln.functional.one_by_one import no_tokens
 from lln.observers import is_observed
 from lln.precision import without_autocast
 
+# The kinds of calls that are attention; the others are parts of it.
+ATTENTIONS = ("lln", "diag", "lln_diag", "window", "lln_keys")
+
 
 class Way:
     """One way to compute calls of some kinds.
