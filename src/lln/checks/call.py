@@ -97,7 +97,8 @@ class Call(NamedTuple):
 
     def _with_fitted_window(self) -> Call:
         """A window of all tokens shows no fewer than a larger one."""
-        tokens = self.query.shape[2 if self.bounds is None else 0]
+        tokens = self.query.shape[2] if self.bounds is None else self.longest
+        tokens = self.query.shape[0] if tokens is None else tokens
         holds = always_holds if is_compiling() else bool
         return self.replace(window=max(tokens, 1)) if holds(self.window > tokens) else self
 

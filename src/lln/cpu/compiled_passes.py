@@ -35,18 +35,25 @@ class Blocks(NamedTuple):
         size: b; the last block may be shorter.
         scale: Factor of the scores.
         mix: Share of LLN in the output; None = there are blocks alone.
-        is_causal: Whether a token sees only itself and earlier tokens of its block.
+        is_causal: Whether a token sees only itself and earlier tokens.
+        window: Tokens that a row sees on either side of its own, whatever its block; -1 = its block.
     """
 
     size: int
     scale: float
     mix: float | None
     is_causal: bool = False
+    window: int = -1
+
+
+# Rows of a window that go through the cache together.
+WINDOW_ROWS = 64
 
 
 # The structures of the source as bytes, which are filled faster than those of ctypes.
-# A call: nine sizes, where temperatures are, temperatures, blocks, where the mask is, two answers.
-_CALL = struct.Struct("@9q2P2fq2fP2q")
+# A call: nine sizes, where temperatures are, temperatures, blocks, where the mask is, two answers,
+# the window.
+_CALL = struct.Struct("@9q2P2fq2fP3q")
 # A tensor: where it is, and its first three strides.
 _SIDE = struct.Struct("@P3q")
 # A curve: five coefficients, two limits and the floor.
@@ -263,7 +270,7 @@ def _call(
     writes: bool = False,
 ) -> _Asked:
     """What the library is asked for; ``writes``: it finds the temperatures of all heads itself."""
-    size, scale, mix, is_causal = blocks or (0, 1.0, 1.0, False)
+    size, scale, mix, is_causal, window = blocks or (0, 1.0, 1.0, False, -1)
     # A block of all tokens is the largest that there is.
     size = min(size, query.shape[2])
     alphas, one_alpha, kept_alpha = _temperature(alpha, writes)
@@ -288,6 +295,7 @@ def _call(
         0 if mask is None else mask.data_ptr(),
         mix is None,
         is_causal,
+        window,
     )
     return _Asked(call, (kept_alpha, kept_beta, mask))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.cpu.compiled_attention import attend_blocks_compiled, attend_compiled, attend_matched
 from lln.cpu.compiled_matching import compiled_curves
-from lln.cpu.compiled_passes import Blocks
+from lln.cpu.compiled_passes import WINDOW_ROWS, Blocks
 from lln.cpu.compiled_walk import walk_compiled
 from lln.eager import run as eager
 from lln.eager.causal import GUARD
@@ -39,7 +39,7 @@ def attend_dense(call: Call) -> Tensor:
     wide = call if is_wide else call.replace(query=query, key=key, value=value, dropout_p=0.0)
     if call.kind == "lln":
         out = _long_range(wide)
-    elif call.kind == "diag":
+    elif call.kind in ("diag", "window"):
         out = _short_range(wide)
     elif call.is_causal or isinstance(call.mix, Tensor) or _learn(call.alpha, call.beta):
         out = eager.join(_long_range(wide), _short_range(wide), call.mix)
@@ -76,13 +76,16 @@ def _long_range(call: Call) -> Tensor:
 
 
 def _short_range(call: Call) -> Tensor:
-    """Block-diagonal attention of a call in float32."""
+    """Softmax inside blocks or windows, of a call in float32."""
+    kind = "window" if call.kind == "window" else "diag"
 
     def by_torch(query: Tensor, key: Tensor, value: Tensor, *_: float) -> Tensor:
-        return eager.attend_dense(call.replace(kind="diag", query=query, key=key, value=value))
+        return eager.attend_dense(call.replace(kind=kind, query=query, key=key, value=value))
 
     query, key, value = call.qkv
     blocks = Blocks(call.block_size, call.factor, None, call.is_causal)
+    if kind == "window":
+        blocks = blocks._replace(size=WINDOW_ROWS, window=call.window)
     return attend_blocks_compiled(
         as_nan(query), as_nan(key), value, call.key_mask, blocks, by_torch
     )

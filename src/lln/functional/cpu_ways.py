@@ -24,7 +24,7 @@ class CompiledPasses(Way):
 
     name = "compiled passes"
     impl = "cpu"
-    kinds = ("lln", "diag", "lln_diag")
+    kinds = ("lln", "diag", "lln_diag", "window")
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
@@ -43,9 +43,11 @@ class CompiledPasses(Way):
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
         rest: tuple[str, ...] = ()
-        if call.is_causal and call.kind != "diag":
+        if not call.has_temperatures:
+            rest = ()
+        elif call.is_causal:
             rest = ("heads whose rows lose their digits",)
-        elif call.kind != "diag" and call.alpha is None and call.matching == "paper":
+        elif call.alpha is None and call.matching == "paper":
             rest = ("α and β",)
         return Prepared(self, call.block_size, how=rest)
 

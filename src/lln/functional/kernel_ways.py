@@ -13,6 +13,7 @@ from lln.eager import run as eager
 from lln.eager.dropout import drop_keys
 from lln.eager.summary import heads_of
 from lln.eager.tiling import cut_tiles
+from lln.eager.window import places_of
 from lln.functional.one_by_one import as_sample
 from lln.functional.way import Prepared, Way
 from lln.kernels.blocks.block_ops import fused_blocks
@@ -28,6 +29,7 @@ from lln.kernels.launching.limits import (
 )
 from lln.kernels.lln.run import fused_attention
 from lln.kernels.lln.slices import AddedBlocks
+from lln.kernels.blocks.window_ops import fused_window
 from lln.precision import accumulation_dtype
 from lln.tracing import is_compiling, is_transformed, is_watched
 
@@ -184,6 +186,45 @@ class KernelsBesidePlainBlocks(Kernels):
         q, k, v = (side[0].transpose(0, 1) for side in (call.query, call.key, value))
         options = {"block_size": rows, "is_causal": call.is_causal, "scale": call.scale}
         return packing.short_range(q, k, v, call.bounds, **options).transpose(0, 1)[None]
+
+
+class WindowKernel(KernelWay):
+    """Softmax inside a sliding window, tile by tile."""
+
+    name = "window kernel"
+    kinds = ("window",)
+
+    def why_not(self, call: Call) -> str | None:
+        """See `Way.why_not`."""
+        reason = super().why_not(call)
+        if reason is None and call.bounds is not None:
+            # Places of packed tokens have 30 bits.
+            tokens, sequences = call.query.shape[0], call.samples
+            if tokens + sequences * (call.window + 1) >= 1 << 30:
+                return f"packs no {sequences} sequences with a window of {call.window} tokens"
+        return reason
+
+    def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.attend_packed`."""
+        return self.attend_dense(as_sample(call), prepared)[0].transpose(0, 1)
+
+    def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.attend_dense`."""
+        del prepared
+        query, key, value = call.qkv
+        places = None
+        if call.bounds is not None:
+            places = places_of(call.bounds, query.shape[2], call.window).int()
+        return fused_window(
+            query,
+            key,
+            drop_keys(value, call.dropout_p),
+            key_mask=call.key_mask,
+            places=places,
+            window=call.window,
+            scale=call.factor,
+            is_causal=call.is_causal,
+        )
 
 
 def _diagonal(call: Call) -> tuple[str | None, int]:

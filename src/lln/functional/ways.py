@@ -25,6 +25,7 @@ from lln.functional.kernel_ways import (
     KernelsBesidePlainBlocks,
     KernelWay,
     MomentKernel,
+    WindowKernel,
     why_no_kernels,
 )
 from lln.functional.key_ways import KeyKernels
@@ -35,6 +36,7 @@ from lln.functional.way import Prepared, Way
 WAYS: tuple[Way, ...] = (
     Kernels(),
     KernelsBesidePlainBlocks(),
+    WindowKernel(),
     KeyKernels(),
     MomentKernel(),
     DecodeKernel(),

@@ -94,11 +94,13 @@ void find_levels(const Head& head, float* level) {
   for (int64_t d = head.call.channels; d < head.call.width; ++d) level[d] = NEVER;
 }
 
-// The keys and values of one block. A whole block of groups without a mask is used where it lies; of
-// others the keys that are seen are gathered, and columns of scores are added to make whole groups.
+// The keys and values that the queries of one block meet: those of the block, or of their windows.
+// Whole groups without a mask are used where they lie; of others the keys that are seen are gathered,
+// and columns of scores are added to make whole groups.
 struct Block {
-  // Its queries are start … end; the number of its keys, and of the columns of its scores.
-  int64_t start, end, count, columns;
+  // Its queries are start … end, its keys come from first_key on; their number, and that of the
+  // columns of its scores.
+  int64_t start, end, first_key, count, columns;
   const float *k, *v;
   int64_t k_row, v_row;
   bool is_gathered;
@@ -106,24 +108,28 @@ struct Block {
   int64_t* places;
 
   static int64_t floats(const Call& call) {
-    return (call.block + 16) * (call.width + call.value_width + 2);
+    return most_columns(call) * (call.width + call.value_width + 2);
   }
 
   Block(const Head& head, int64_t begin, float* room) {
     const Call& call = head.call;
     start = larger_of(begin, 0), end = fewer(begin + call.block, call.queries);
-    is_gathered = head.mask || end - start != call.block || call.block % 16;
+    const int64_t before = larger_of(call.window, 0), behind = call.is_causal ? 0 : before;
+    first_key = larger_of(start - before, 0);
+    const int64_t end_key = fewer(end + behind, call.keys);
+    is_gathered = head.mask || (end_key - first_key) % 16;
     if (!is_gathered) {
-      count = columns = call.block;
-      k = head.k + start * head.k_row, v = head.v + start * head.v_row;
+      count = columns = end_key - first_key;
+      k = head.k + first_key * head.k_row, v = head.v + first_key * head.v_row;
       k_row = head.k_row, v_row = head.v_row;
       return;
     }
+    const int64_t most = most_columns(call);
     places = reinterpret_cast<int64_t*>(room);
-    float* own_k = room + 2 * (call.block + 16);
-    float* own_v = own_k + (call.block + 16) * call.width;
+    float* own_k = room + 2 * most;
+    float* own_v = own_k + most * call.width;
     k = own_k, v = own_v, k_row = call.width, v_row = call.value_width, count = 0;
-    for (int64_t t = start; t < end; ++t) {
+    for (int64_t t = first_key; t < end_key; ++t) {
       if (head.mask && !head.mask[t]) continue;
       std::memcpy(own_k + count * k_row, head.k + t * head.k_row, 4 * k_row);
       std::memcpy(own_v + count * v_row, head.v + t * head.v_row, 4 * v_row);
@@ -134,12 +140,12 @@ struct Block {
     std::memset(own_v + count * v_row, 0, 4 * (columns - count) * v_row);
   }
 
-  // How many of its keys a query may see that lies so many tokens behind the start.
-  int64_t seen_from(int64_t row) const {
-    if (!is_gathered) return row + 1;
-    int64_t seen = 0;
-    while (seen < count && places[seen] <= start + row) ++seen;
-    return seen;
+  // How many of its keys lie before a token.
+  int64_t before(int64_t token) const {
+    if (!is_gathered) return fewer(larger_of(token - first_key, 0), count);
+    int64_t found = 0;
+    while (found < count && places[found] < token) ++found;
+    return found;
   }
 };
 
@@ -147,30 +153,35 @@ struct Block {
 // key that is seen.
 int64_t first_block(const Head& head) {
   int64_t first = 0;
+  if (head.call.window >= 0) return 0;
   while (head.mask && first < head.call.keys && !head.mask[first]) ++first;
   const int64_t over = first % head.call.block;
   return over ? over - head.call.block : 0;
 }
 
-inline int64_t seen_of_row(const Head& head, const Block& block, int64_t t) {
-  return head.call.is_causal ? block.seen_from(t - block.start) : block.count;
-}
-
 // Softmax inside a block of the rows t … t + tokens, ``[tokens, columns]``; ``turned`` is its kᵀ.
 void weigh_block(const Head& head, const Block& block, int64_t t, int64_t tokens,
                  const float* turned, float* weight) {
-  product(tokens, block.columns, head.call.width, {head.q + t * head.q_row, head.q_row, 1}, turned,
-          block.columns, weight, block.columns, head.call.scale, false);
-  if (head.call.is_causal || block.count < block.columns)
-    for (int64_t i = 0; i < tokens; ++i)
-      for (int64_t j = seen_of_row(head, block, t + i); j < block.columns; ++j)
-        weight[i * block.columns + j] = NEVER;
+  const Call& call = head.call;
+  product(tokens, block.columns, call.width, {head.q + t * head.q_row, head.q_row, 1}, turned,
+          block.columns, weight, block.columns, call.scale, false);
+  // A row that sees no key at all would weigh all of them alike.
+  bool sees_all = block.count == block.columns;
+  int64_t blind[TILE], blind_rows = 0;
+  if (call.is_causal || call.window >= 0 || !sees_all)
+    for (int64_t i = 0; i < tokens; ++i) {
+      const int64_t first = call.window < 0 ? 0 : block.before(t + i - call.window);
+      const int64_t last = call.is_causal      ? block.before(t + i + 1)
+                           : call.window < 0 ? block.count
+                                               : block.before(t + i + call.window + 1);
+      float* row = weight + i * block.columns;
+      for (int64_t j = 0; j < first; ++j) row[j] = NEVER;
+      for (int64_t j = last; j < block.columns; ++j) row[j] = NEVER;
+      if (first >= last) blind[blind_rows++] = i;
+    }
   softmax(tokens, block.columns, weight);
-  // A row that sees no key at all has weighed all of them alike.
-  if (head.call.is_causal)
-    for (int64_t i = 0; i < tokens; ++i)
-      for (int64_t j = seen_of_row(head, block, t + i); j < block.columns; ++j)
-        weight[i * block.columns + j] = 0;
+  for (int64_t i = 0; i < blind_rows; ++i)
+    std::memset(weight + blind[i] * block.columns, 0, 4 * block.columns);
 }
 
 // Without keys, or with blocks alone, LLN adds nothing.
@@ -284,7 +295,7 @@ void add_rows_at(const int64_t* places, int64_t rows, int64_t width, const float
 // Adds the gradients that come from the blocks.
 void differentiate_blocks(const Head& head, const Gradients& to, Room& room) {
   const Call& call = head.call;
-  const int64_t most = call.block + 16, width = call.width, values = call.value_width;
+  const int64_t most = most_columns(call), width = call.width, values = call.value_width;
   room.used = 0;
   float* keys = room.take(width * most);
   float* turned = room.take(values * most);
@@ -299,8 +310,8 @@ void differentiate_blocks(const Head& head, const Gradients& to, Room& room) {
     const int64_t columns = block.columns;
     transpose(columns, width, block.k, block.k_row, keys);
     transpose(columns, values, block.v, block.v_row, turned);
-    float* own_key = to.to_key + block.start * width;
-    float* own_value = to.to_value + block.start * values;
+    float* own_key = to.to_key + block.first_key * width;
+    float* own_value = to.to_value + block.first_key * values;
     if (block.is_gathered) {
       own_key = to_keys, own_value = to_values;
       std::memset(own_key, 0, 4 * block.count * width);

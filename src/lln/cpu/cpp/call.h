@@ -25,8 +25,9 @@ struct Call {
   float scale, mix;
   // Which keys are seen, ``[B, S]``; null = all.
   const uint8_t* mask;
-  // Whether there are blocks alone, and whether a token of one sees earlier ones only.
-  int64_t has_blocks_alone, is_causal;
+  // Whether there are blocks alone, whether a token of one sees earlier ones only, and how many tokens
+  // its queries see on either side of their own: then blocks are as many rows; -1 = their own block.
+  int64_t has_blocks_alone, is_causal, window;
 };
 
 // log s as a polynomial in log p, where p is within the two limits; smaller spreads than the floor
@@ -39,6 +40,15 @@ struct Curve {
 }  // extern "C"
 
 namespace {
+
+inline int64_t fewer(int64_t one, int64_t other) { return one < other ? one : other; }
+inline int64_t larger_of(int64_t one, int64_t other) { return one > other ? one : other; }
+
+// Keys that the queries of a block meet at most, and some columns more for one that is not whole.
+inline int64_t most_columns(const Call& call) {
+  const int64_t around = call.window < 0 ? 0 : (call.is_causal ? 1 : 2) * call.window;
+  return call.block ? fewer(call.block + around, call.keys) + 16 : 0;
+}
 
 inline int64_t key_head_of(const Call& call, int64_t head) {
   return head / (call.heads / call.key_heads);
@@ -104,8 +114,5 @@ inline bool is_short(Shortage& shortage, const Room& room, const Room& other) {
   if (!room.data || !other.data) shortage = true;
   return shortage;
 }
-
-inline int64_t fewer(int64_t one, int64_t other) { return one < other ? one : other; }
-inline int64_t larger_of(int64_t one, int64_t other) { return one > other ? one : other; }
 
 }  // namespace

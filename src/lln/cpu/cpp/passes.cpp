@@ -27,8 +27,8 @@ EXPORTED(lln_forward)(const Call* call, const Side* query, const Side* key, cons
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
-    // A block that is not whole may have some columns more.
-    const int64_t block = call->block ? call->block + 16 : 0;
+    const WithoutTinyNumbers without_tiny_numbers;
+    const int64_t block = most_columns(*call);
     Room room(call->width + TILE * larger_of(call->width, block) + call->width * block +
               Block::floats(*call) + 64);
     float* level = room.take(call->width);
@@ -63,12 +63,13 @@ EXPORTED(lln_backward)(const Call* call, const Side* query, const Side* key, con
                        const Side* gradient, float* summary, float* to_query, float* to_key,
                        float* to_value) {
   const int64_t all_heads = call->batch * call->heads;
-  const int64_t width = call->width, values = call->value_width, block = call->block;
+  const int64_t width = call->width, values = call->value_width;
   const int64_t lln = width * (2 + TILE + 2 * values);
-  const int64_t near = (block + 16) * 2 * (width + values + TILE) + Block::floats(*call);
+  const int64_t near = most_columns(*call) * 2 * (width + values + TILE) + Block::floats(*call);
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
+    const WithoutTinyNumbers without_tiny_numbers;
     Room room(larger_of(lln, near) + 128);
     Room seen_room(call->mask ? 2 * call->keys * (width + values) : 0);
 #pragma omp for schedule(dynamic, 1) nowait
@@ -97,7 +98,7 @@ EXPORTED(lln_backward)(const Call* call, const Side* query, const Side* key, con
       } else {
         differentiate(head, to, room);
       }
-      if (block) differentiate_blocks(head, to, room);
+      if (call->block) differentiate_blocks(head, to, room);
     }
   }
   return !shortage;
@@ -112,6 +113,7 @@ EXPORTED(lln_causal_forward)(const Call* call, const Side* query, const Side* ke
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
+    const WithoutTinyNumbers without_tiny_numbers;
     Room room(Walk::floats(*call));
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
@@ -135,6 +137,7 @@ EXPORTED(lln_causal_backward)(const Call* call, const Side* query, const Side* k
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
+    const WithoutTinyNumbers without_tiny_numbers;
     Room room(Walk::floats(*call) + values * (4 * TILE + width) + TILE * (TILE + width + 1) +
               256);
     Room peaks(tiles * width);
@@ -159,6 +162,7 @@ EXPORTED(lln_match)(const Call* call, const Side* query, const Side* key, const 
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
+    const WithoutTinyNumbers without_tiny_numbers;
     Room room(floats_to_match(*call));
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index)

@@ -102,6 +102,25 @@ WIDE_TILED_TILES = {
 }
 SHORT_TILED_TILES = dict.fromkeys(TILED_TILES, Tile(64, 4, 2, across=32))
 
+# Sliding windows, by the widest side: padded to so many channels, the tiles of rows and keys.
+WINDOW_TILES = {
+    64: {
+        "window_read": Tile(128, 4, 2, across=64),
+        "window_query": Tile(128, 8, 2, across=64),
+        "window_key": Tile(128, 8, 2, across=64),
+    },
+    128: {
+        "window_read": Tile(64, 4, 2, across=64),
+        "window_query": Tile(64, 4, 2, across=64),
+        "window_key": Tile(64, 8, 2, across=32),
+    },
+    256: {
+        "window_read": Tile(64, 4, 2, across=32),
+        "window_query": Tile(64, 8, 1, across=32),
+        "window_key": Tile(64, 8, 1, across=32),
+    },
+}
+
 # Causal attention by chunks, of one size for all passes: the fastest of a sweep on an H200.
 CHUNK_TILES = {
     "chunk_state": Tile(64, 4, 3, 2),
@@ -140,6 +159,9 @@ class Sizes:
         tiled_query: Their gradients of the queries.
         tiled_value: Those of the values.
         tiled_key: Those of the keys.
+        window_read: Sliding windows (`lln.kernels.blocks.triton_window`).
+        window_query: Their gradients of the queries.
+        window_key: Those of keys and values.
         has_chunks: Whether causal attention goes by chunks where it can
             (`lln.kernels.causal.launch_chunks`).
         block_rows: Tokens per tile with the diagonal part: whole blocks.
@@ -181,6 +203,9 @@ class Sizes:
     tiled_query: Tile
     tiled_value: Tile
     tiled_key: Tile
+    window_read: Tile
+    window_query: Tile
+    window_key: Tile
     has_chunks: bool
     block_rows: int
     has_blocks: bool
@@ -282,6 +307,7 @@ def _choose(
         **dict.fromkeys(("walk", "walk_query", "walk_key"), walk),
         **CHUNK_TILES,
         **TILED_TILES,
+        **WINDOW_TILES[min(max(64, room), 256)],
         # Other types would round their states, or move twice the memory.
         "has_chunks": causal and width == value_width == 64 and dtype == torch.bfloat16,
         "block_rows": rows,
