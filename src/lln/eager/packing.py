@@ -38,7 +38,13 @@ def attend_packed(call: Call) -> Tensor:
     value = drop_keys(call.value.to(dtype).transpose(0, 1), call.dropout_p).transpose(0, 1)
     wide = (as_nan(query.to(dtype)), as_nan(call.key.to(dtype)), value)
     if call.kind == "window":
-        whole = dict(zip(("query", "key", "value"), (side.transpose(0, 1)[None] for side in wide), strict=True))
+        whole = dict(
+            zip(
+                ("query", "key", "value"),
+                (side.transpose(0, 1)[None] for side in wide),
+                strict=True,
+            )
+        )
         places = places_of(bounds, query.shape[0], call.window)
         return near_range(call.replace(**whole), places)[0].transpose(0, 1).to(query.dtype)
     out = _long_range(*wide, bounds, longest, call.alpha, call.beta, call.is_causal)

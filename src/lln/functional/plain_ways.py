@@ -35,7 +35,9 @@ class Plain(Way):
         how: tuple[str, ...] = ()
         if call.kind == "lln_keys":
             how = tuple(filter(None, [_reading(call)]))
-        elif call.kind != "window" and is_untraced_on_cpu(*call.qkv, call.alpha, call.beta, call.mix, call.bounds):
+        elif call.kind != "window" and is_untraced_on_cpu(
+            *call.qkv, call.alpha, call.beta, call.mix, call.bounds
+        ):
             # On a CPU nobody waits to learn the lengths, and tiles of equal size take many times
             # longer.
             how = (IN_TURN,) if call.bounds is not None else ()
