@@ -42,8 +42,8 @@ class Call(NamedTuple):
             ``[B, H, G, K]`` (packed: ``[H, G, K]``); once chosen by query for the kernels, lists.
         select: How keys are chosen: ``"block"`` or ``"query"``.
         group_size: Queries that share their chosen keys.
-        window: Of ``"window"``: how many tokens before a query it sees, and how many behind it where
-            it is not causal.
+        window: Of ``"window"``: how many tokens before its own a query sees, and how many behind it
+            where it is not causal.
         summary: Of ``"decode"``: the `KeySummary` of all tokens so far.
         offset: What is added to the logits of the slots; a number, or broadcasts to
             ``[B, H, 1, 1]``; None = by mass matching.

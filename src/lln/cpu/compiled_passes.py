@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
         scale: Factor of the scores.
         mix: Share of LLN in the output; None = there are blocks alone.
         is_causal: Whether a token sees only itself and earlier tokens.
-        window: Tokens that a row sees on either side of its own, whatever its block; -1 = its block.
+        window: Tokens that a row sees on either side of its own; -1 = its block.
     """
 
     size: int

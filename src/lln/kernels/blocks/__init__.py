@@ -1,1 +1,1 @@
-"""Block-diagonal attention alone, and where blocks begin."""
+"""Softmax over near tokens alone, in blocks or in sliding windows, and where blocks begin."""

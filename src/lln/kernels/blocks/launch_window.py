@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lln.kernels.blocks import triton_window as kernels
 from lln.kernels.launching.kernel_arguments import mask_bytes, precision_of, strides_of
 from lln.kernels.launching.recipes import Recipe, Step, launch_cached, over_tiles
 from lln.kernels.launching.shapes import layout_of, output_like
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 from lln.kernels.launching.stretches import Tile, cdiv
-from lln.kernels.blocks import triton_window as kernels
 
 # From this window on most tiles lie within it: they are computed without asking what is hidden.
 SPLIT_FROM = 256
