@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lln.cpu import compiled_passes
-from lln.cpu.compiled_passes import Blocks
+from lln.cpu.compiled_passes import Blocks, PassCall
 from lln.eager.products import per_head
-from lln.eager.saved_numbers import save, saved
+from lln.eager.saved_numbers import by_autograd, save, saved
 from lln.tracing import is_batched
 
 # Takes query, key, value, α and β.
@@ -51,22 +51,8 @@ def attend_compiled(
     if torch.is_grad_enabled() and any(side.requires_grad for side in sides):
         return _CompiledAttention.apply(*sides, *numbers, key_mask, blocks, curves, by_torch)
     numbers = per_head(numbers[0], sides[0]), per_head(numbers[1], sides[0])
-    return compiled_passes.forward(*sides, *numbers, blocks, key_mask, curves=curves)[0]
-
-
-def by_autograd(
-    attend: Callable[..., Tensor],
-    sides: Sequence[Tensor],
-    needs: Sequence[bool],
-    gradient: Tensor,
-) -> list[Tensor | None]:
-    """Gradients of ``attend(*sides)``, for the sides that need one; differentiable if asked for."""
-    wanted = [side for side, need in zip(sides, needs, strict=True) if need]
-    further = torch.is_grad_enabled()
-    with torch.enable_grad():
-        again = attend(*sides)
-    made = iter(torch.autograd.grad(again, wanted, gradient, create_graph=further))
-    return [next(made) if need else None for need in needs]
+    call = PassCall(*sides, *numbers, blocks, key_mask)
+    return compiled_passes.forward(call, curves=curves)[0]
 
 
 class _CompiledAttention(torch.autograd.Function):
@@ -74,8 +60,8 @@ class _CompiledAttention(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         query, key, value, alpha, beta, key_mask, ctx.blocks, curves, ctx.by_torch = given
         numbers = per_head(alpha, query), per_head(beta, query)
-        call = (query, key, value, *numbers, ctx.blocks, key_mask, True, curves)
-        out, made = compiled_passes.forward(*call)
+        call = PassCall(query, key, value, *numbers, ctx.blocks, key_mask)
+        out, made = compiled_passes.forward(call, True, curves)
         save(ctx, (alpha, beta, key_mask, *(made or [None])), query, key, value)
         return out
 
@@ -94,7 +80,7 @@ class _CompiledAttention(torch.autograd.Function):
         else:
             query, key, value = sides
             numbers = per_head(alpha, query), per_head(beta, query)
-            call = (gradient, query, key, value, summary, *numbers, ctx.blocks, key_mask)
-            every = compiled_passes.backward(*call)
+            call = PassCall(query, key, value, *numbers, ctx.blocks, key_mask)
+            every = compiled_passes.backward(call, gradient, summary)
             found = [one if need else None for one, need in zip(every, needs, strict=True)]
         return (*found, *(None for _ in ctx.needs_input_grad[3:]))

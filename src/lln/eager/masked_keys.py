@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from lln.eager.fused_softmax import aligned, softmax_attention, softmax_attention_gradients
 from lln.eager.key_terms import KeyTerms
+from lln.eager.saved_numbers import by_autograd
 from lln.precision import accumulation_dtype
 from lln.tracing import is_batched, is_untraced
 
@@ -160,9 +161,16 @@ class _Masked(torch.autograd.Function):
         (gradient,) = gradients
         rows, keys, values, chosen, near, out, *norms = ctx.saved_tensors
         if torch.is_grad_enabled() or is_batched(gradient):
-            return *_plain_gradients(
-                (rows, keys, values), chosen, near, ctx.scale, gradient
-            ), *_NONE
+
+            def again(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+                weights = [
+                    (rows[:, :, part] @ keys.mT * ctx.scale + mask.clone()).softmax(-1)
+                    for part, mask in _masks(chosen, near, keys)
+                ]
+                return torch.cat(weights, 2) @ values
+
+            sides, needs = (rows, keys, values), ctx.needs_input_grad[:3]
+            return *by_autograd(again, sides, needs, gradient), *_NONE
         dq: list[Tensor] = []
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
         for norm, (part, mask) in zip(norms, _masks(chosen, near, keys), strict=True):
@@ -176,19 +184,3 @@ class _Masked(torch.autograd.Function):
 
 # The gradients of what says where keys are, and of the scale.
 _NONE = (None,) * 3
-
-
-def _plain_gradients(
-    sides: tuple[Tensor, ...], chosen: Tensor, near: Tensor, scale: float, gradient: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The same gradients, differentiable once more."""
-    rows, keys, values = sides
-    with torch.enable_grad():
-        weights = [
-            (rows[:, :, part] @ keys.mT * scale + mask.clone()).softmax(-1)
-            for part, mask in _masks(chosen, near, keys)
-        ]
-        out = torch.cat(weights, 2) @ values
-        wanted = [side for side in sides if side.requires_grad]
-        found = iter(torch.autograd.grad(out, wanted, gradient, create_graph=True))
-    return tuple(next(found) if side.requires_grad else None for side in sides)
