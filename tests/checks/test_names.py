@@ -27,7 +27,6 @@ QUERY, KEY, VALUE = torch.randn(3, 1, 2, 4, 8).unbind()
             "'entropy'",
         ),
         (lambda: Settings(statistics="smaple"), "'sample'"),
-        (lambda: Settings(sliding_window="sofmax"), "'softmax'"),
         (lambda: Settings(attached=True, mix="scael"), "'scale'"),
         (lambda: Settings.of(type("C", (), {"lln": {"matchin": "paper"}})), "'matching'"),
     ],

@@ -34,7 +34,6 @@ WRONG = [
     ({"mix": "both", "attention": "lln_diag"}, "mix must be a number or one of "),
     ({"mix": "7", "attention": "lln_diag"}, "mix must be a number in [0, 1], "),
     ({"block_size": 0}, "block_size must be at least 1, "),
-    ({"sliding_window": "no"}, "sliding_window must be "),
 ]
 
 
@@ -155,24 +154,8 @@ def test_a_causal_model_with_calibration_and_sample_statistics(tiny, text):
         convert(tiny("gpt2"), "lln_diag", calibrate=text(), statistics="sample", verbose=False)
 
 
-def test_sliding_windows(tiny, folders):
-    said = "; choose sliding_window 'softmax' to leave"
-    with pytest.raises(UnsupportedModelError, match=said):
-        model_commands.convert(*folders("modernbert"))
-    with pytest.raises(UnsupportedModelError, match=said):
-        convert(tiny("modernbert"), "lln_diag", verbose=False)
-    windowed = next(
-        number
-        for number, layer in enumerate(
-            convert(tiny("modernbert"), "lln_diag", sliding_window="softmax", verbose=False).layers
-        )
-        if layer.attention == "softmax"
-    )
+def test_sliding_windows(tiny):
+    layers = convert(tiny("modernbert"), "lln_diag", verbose=False).layers
+    windowed = next(n for n, layer in enumerate(layers) if layer.attention == "window")
     with pytest.raises(UnsupportedModelError, match=r"; leave it out of layers\.$"):
-        convert(
-            tiny("modernbert"),
-            "lln_diag",
-            layers=[windowed],
-            sliding_window="softmax",
-            verbose=False,
-        )
+        convert(tiny("modernbert"), "lln_diag", layers=[windowed], verbose=False)

@@ -130,16 +130,14 @@ def test_converting_again_starts_from_softmax(tiny, text):
     assert report.moved > 0
 
 
-def test_models_with_windows_are_refused_unless_windows_stay_softmax(tiny, text):
+def test_layers_with_windows_stay_exact_without_being_told(tiny, text):
     model = tiny("modernbert")
-    with pytest.raises(UnsupportedModelError, match="choose sliding_window 'softmax'"):
-        convert(model, "lln_diag", batch=text(), verbose=False)
-    report = convert(model, "lln_diag", batch=text(), sliding_window="softmax", verbose=False)
-    assert [layer.attention for layer in report.layers] == ["lln_diag", "softmax"]
+    report = convert(model, "lln_diag", batch=text(), verbose=False)
+    assert [layer.attention for layer in report.layers] == ["lln_diag", "window"]
+    assert "1 of 2 attention layers run lln_diag" in str(report)
+    assert "1 attend within their windows, exactly as before" in " ".join(str(report).split())
     with pytest.raises(UnsupportedModelError, match="layer 1"):
-        convert(
-            model, "lln_diag", layers=[1], batch=text(), sliding_window="softmax", verbose=False
-        )
+        convert(model, "lln_diag", layers=[1], batch=text(), verbose=False)
 
 
 def test_position_bias_is_refused(tiny, text):

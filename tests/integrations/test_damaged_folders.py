@@ -75,7 +75,7 @@ def with_config(folder, change):
 
 
 LLN = ("matching", "statistics", "alpha", "momentum", "mix", "block_size", "keys", "select")
-LLN += ("group_size", "offset", "convolution", "sliding_window", "impl", "attached", "layers")
+LLN += ("group_size", "offset", "convolution", "impl", "attached", "layers")
 LLN += ("format",)
 # Of a layer; ``keys`` is above.
 SIZES = ("attention", "num_heads", "head_dim", "value_dim")

@@ -128,7 +128,7 @@ def test_padding_changes_nothing(tiny, text, attention, name):
 
 @each_attention
 def test_padding_changes_nothing_in_a_model_with_windows(tiny, text, attention):
-    model = tiny("modernbert", attention, {"sliding_window": "softmax"})
+    model = tiny("modernbert", attention)
     inputs = text(24, padding=9)
     padded = model(**inputs)[0][1, :15]
     alone = model(input_ids=inputs["input_ids"][1:, :15])[0][0]
@@ -294,7 +294,7 @@ def test_trap_2_compiles_and_exports(tiny, text):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "gpt2"])
 def test_trap_2_other_models_compile_and_export(tiny, text, name):
-    lln_settings = FIXED | {"sliding_window": "softmax"}
+    lln_settings = FIXED
     model = tiny(name, "lln_diag", lln_settings)
     inputs = text(300, padding=60)
     options = {} if "bert" in name else {"use_cache": False}
@@ -375,7 +375,7 @@ def test_trap_4_a_saved_model_comes_back_with_its_attention(tiny, text, tmp_path
     ],
 )
 def test_trap_4_every_kind_of_model_comes_back(tiny, text, tmp_path, name, auto):
-    model = tiny(name, "lln_diag", FIXED | {"sliding_window": "softmax", "block_size": 4})
+    model = tiny(name, "lln_diag", FIXED | {"block_size": 4})
     model.save_pretrained(tmp_path)
     again = getattr(transformers, auto).from_pretrained(tmp_path).eval()
     assert type(again) is type(model)
@@ -397,7 +397,7 @@ def test_trap_4_loading_without_us_fails_loudly(tiny, tmp_path):
 
 
 def test_trap_5_settings_are_saved_and_restored(tiny, tmp_path):
-    settings = {"block_size": 4, "matching": "entropy", "mix": 0.25, "sliding_window": "softmax"}
+    settings = {"block_size": 4, "matching": "entropy", "mix": 0.25}
     tiny("roberta", "lln_diag", settings).save_pretrained(tmp_path)
     again = transformers.AutoModel.from_pretrained(tmp_path)
     assert again.config.lln == settings
@@ -449,7 +449,7 @@ def test_trap_6_weights_while_generating(tiny, text):
 def test_trap_6_layers_that_keep_softmax_have_weights(tiny, text, name):
     soft = tiny(name, "eager")
     ours = tiny(name)
-    convert(ours, "lln", layers=[], batch=text(), sliding_window="softmax")
+    convert(ours, "lln", layers=[], batch=text())
     inputs = text(12, padding=4) | ({"use_cache": False} if name == "mistral" else {})
     valid = inputs["attention_mask"].bool()
     found, expected = (model(**inputs, output_attentions=True).attentions for model in (ours, soft))
@@ -580,14 +580,8 @@ def test_masks_of_pairs_are_refused(tiny, text):
         model(text()["input_ids"], attention_mask=torch.ones(2, 1, 12, 12))
 
 
-def test_sliding_windows_are_refused_unless_chosen(tiny, text):
-    model = tiny("modernbert", "lln_diag")
-    with pytest.raises(UnsupportedModelError, match="sliding window"):
-        model(**text())
-
-
-def test_layers_with_windows_equal_transformers_own_when_left_softmax(tiny, text):
-    soft, ours = tiny("modernbert"), tiny("modernbert", "lln", {"sliding_window": "softmax"})
+def test_layers_with_windows_equal_transformers_own(tiny, text):
+    soft, ours = tiny("modernbert"), tiny("modernbert", "lln")
     for model in (soft, ours):
         model.layers = model.layers[1:]
         model.config.layer_types = model.config.layer_types[1:]
@@ -596,8 +590,8 @@ def test_layers_with_windows_equal_transformers_own_when_left_softmax(tiny, text
     assert change(soft(**inputs)[0][valid], ours(**inputs)[0][valid]) < 1e-6
 
 
-def test_causal_windows_equal_transformers_own_when_left_softmax(tiny, text):
-    soft, ours = tiny("mistral"), tiny("mistral", "lln", {"sliding_window": "softmax"})
+def test_causal_windows_equal_transformers_own(tiny, text):
+    soft, ours = tiny("mistral"), tiny("mistral", "lln")
     inputs = text(30, padding=7, side="left")
     valid = inputs["attention_mask"].bool()
     assert change(soft(**inputs)[0][valid], ours(**inputs)[0][valid]) < 1e-5
@@ -630,7 +624,6 @@ def test_static_caches_are_refused(tiny, text):
         ({"statistics": "fixed"}, "alpha"),
         ({"mix": 2.0}, "mix"),
         ({"mix": "both"}, "mix"),
-        ({"sliding_window": "yes"}, "sliding_window"),
         ({"block_size": 0}, "block_size"),
         ("lln", "dictionary"),
     ],

@@ -26,7 +26,7 @@ def kept(model):
     ours = copy.deepcopy(model)
     ids = torch.arange(3, 19).view(2, 8)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    convert(ours, "lln", layers=[], batch=batch, sliding_window="softmax", verbose=False)
+    convert(ours, "lln", layers=[], batch=batch, verbose=False)
     assert ours.config._attn_implementation == "lln"
     return ours
 

@@ -155,8 +155,8 @@ def test_refusals(images):
         convert(nn.Conv2d(3, 4, 3), "lln_diag", verbose=False)
     with pytest.raises(InvalidInputError, match="needs calibrate="):
         convert(Vision(), "lln_diag", statistics="learned", verbose=False)
-    with pytest.raises(UnexpectedArgumentError, match="has no argument 'sliding_window'"):
-        convert(Vision(), "lln_keys", sliding_window="softmax")
+    with pytest.raises(UnexpectedArgumentError, match="has no argument 'window'"):
+        convert(Vision(), "lln_keys", window=8)
     with pytest.raises(InvalidInputError, match=r"calibrate must be a tensor .* got dict"):
         convert(Vision(), "lln_diag", calibrate={"pixel_values": images})
     model = Vision()

@@ -77,12 +77,6 @@ Convolution = Annotated[
         min=0,
     ),
 ]
-SlidingWindow = Annotated[
-    str,
-    typer.Option(
-        help="Layers with a sliding window: refuse them, or softmax: keep their attention."
-    ),
-]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace NEW_FOLDER.")]
 
 
@@ -140,7 +134,6 @@ def convert(
     select: Select = "block",
     group_size: GroupSize = None,
     convolution: Convolution = 0,
-    sliding_window: SlidingWindow = "refuse",
     overwrite: Overwrite = False,
 ) -> None:
     """Replace a checkpoint's attention with LLN, and check by running it that every layer uses it.
@@ -185,7 +178,6 @@ def convert(
             select=select,
             group_size=group_size,
             convolution=convolution,
-            sliding_window=sliding_window,
             overwrite=overwrite,
             echo=typer.echo,
             on_step=show_step,

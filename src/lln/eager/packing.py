@@ -17,6 +17,7 @@ from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
 from lln.eager.key_attention import attend_keys, slots_of_blocks
 from lln.eager.key_blocks import packed_blocks
+from lln.eager.key_terms import KeyTerms
 from lln.eager.run import join, near_range, repeat_heads
 from lln.eager.scan import running_merge
 from lln.eager.summary import key_exponents, read, summarise
@@ -75,21 +76,11 @@ def attend_packed_keys(call: Call, reading: str) -> Tensor:
         )
     )
     slots = slots_of_blocks(key, value, beta, blocks, None, sequence, call.is_causal)
-    out = attend_keys(
-        query,
-        key,
-        value,
-        alpha,
-        slots,
-        offset,
-        call.keys[None],
-        blocks,
-        group_size=call.group_size,
-        key_mask=None,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        reading=reading,
-    )
+    terms = KeyTerms(
+        query, key, value, alpha, offset, slots, blocks, call.group_size,
+        is_causal=call.is_causal, scale=call.scale,
+    )  # fmt: skip
+    out = attend_keys(terms, call.keys[None], reading=reading)
     return out[0].transpose(0, 1).to(call.query.dtype)
 
 

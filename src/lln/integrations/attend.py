@@ -147,9 +147,7 @@ def forward(
         out = _observer(call)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
-    keeps = isinstance(attached, KeptSoftmax) or (
-        call.window is not None and settings.sliding_window == "softmax"
-    )
+    keeps = isinstance(attached, KeptSoftmax) or call.window is not None
     weights = None
     if not kwargs.get("output_attentions"):
         out = softmax(call) if keeps else attend(call, past)
@@ -188,12 +186,6 @@ def _with_neighbours(call: AttentionCall, out: Tensor) -> Tensor:
 
 def _attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
     """LLN attention, alone, with diagonal blocks or with exact keys: ``[B, H, T, E]``."""
-    if call.window is not None:
-        raise UnsupportedModelError(
-            f"{type(call.module).__name__} has a sliding window of {call.window} tokens, which LLN "
-            "attention does not have; set config.lln = {'sliding_window': 'softmax'} (or "
-            "convert(sliding_window='softmax')) to leave such layers softmax."
-        )
     continues = past is not None or call.query.shape[2] != call.key.shape[2]
     if call.is_causal and call.cu_seqlens is None and continues:
         return _continue(call, past)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lln.errors import InvalidInputError, LLNError
 from lln.integrations import unavailable
 from lln.integrations.attached import AttachedHeads, attached_to
-from lln.integrations.settings import SUMMARISED, Settings
+from lln.integrations.settings import SUMMARISED
 from lln.integrations.streaming import Past
 
 try:
@@ -172,13 +172,10 @@ class LLNCache(Cache):
 
 def _softmax_layers(model: torch.nn.Module, config: Any) -> set[int]:
     """Indices of the layers that keep softmax attention."""
-    kept = set()
-    windows = Settings.of(config).sliding_window == "softmax"
     kinds = getattr(config, "layer_types", None) or []
-    if windows and not kinds and getattr(config, "sliding_window", None) is not None:
+    kept = {index for index, kind in enumerate(kinds) if kind == "sliding_attention"}
+    if not kinds and getattr(config, "sliding_window", None) is not None:
         kept.update(range(config.num_hidden_layers))
-    if windows:
-        kept.update(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
     for module in model.modules():
         attached = attached_to(module)
         if attached is not None and not isinstance(attached, AttachedHeads):

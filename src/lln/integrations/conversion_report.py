@@ -24,7 +24,8 @@ class LayerReport:
 
     Attributes:
         name: In the base model.
-        attention: ``"lln"``, ``"lln_diag"``, ``"lln_keys"`` or ``"softmax"``.
+        attention: ``"lln"``, ``"lln_diag"``, ``"lln_keys"``, or what the module keeps:
+            ``"softmax"``, or ``"window"``, softmax within a sliding window.
         heads: H.
         width: D.
         alpha: Smallest and largest over the heads; None where every sample has its own.
@@ -55,6 +56,11 @@ class LayerReport:
     keys: int | None = None
     block_size: int | None = None
     longest: int | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it gives what the original gave."""
+        return self.attention in ("softmax", "window")
 
 
 @dataclass(repr=False)
@@ -125,7 +131,7 @@ class Conversion:
             if layer.longest is not None
             and layer.block_size is not None
             and layer.keys is not None
-            and layer.attention != "softmax"
+            and not layer.is_kept
         ]
         return doubts_of_length(*min(lengths, key=lambda one: one[2])) if lengths else []
 
@@ -157,20 +163,22 @@ class Conversion:
                 layer.name,
                 layer.attention,
                 f"{layer.heads}×{layer.width}",
-                _span(layer.alpha, layer.attention),
-                _span(layer.beta, layer.attention),
+                _span(layer.alpha, layer),
+                _span(layer.beta, layer),
                 *(_keys_and_offset(layer) if has_offset else ()),
-                "" if layer.attention == "softmax" else f"{layer.moved:.1%}",
+                "" if layer.is_kept else f"{layer.moved:.1%}",
             )
         stream = StringIO()
         console = Console(file=stream, width=width)
         console.print(table)
-        changed = sum(layer.attention != "softmax" for layer in self.layers)
+        changed = sum(not layer.is_kept for layer in self.layers)
+        near = sum(layer.attention == "window" for layer in self.layers)
+        exact = f"; {near} attend within their windows, exactly as before" if near else ""
         found = "α, β and offset" if has_offset else "α and β"
         behind = "" if self.tokens is None else f", {found} from {self.tokens} tokens"
         console.print(
             f"{changed} of {len(self.layers)} attention layers run {self.attention}, statistics "
-            f"{self.statistics}{behind}; the model's output moved by {self.moved:.1%}.",
+            f"{self.statistics}{behind}{exact}; the model's output moved by {self.moved:.1%}.",
             highlight=False,
         )
         if self.target is not None:
@@ -206,10 +214,10 @@ def _keys_and_offset(layer: LayerReport) -> tuple[str, str]:
     if layer.no_rest == layer.heads:
         return keys, "no slots"
     without = f", {layer.no_rest} none" if layer.no_rest else ""
-    return keys, _span(layer.offset, layer.attention) + without
+    return keys, _span(layer.offset, layer) + without
 
 
-def _span(values: tuple[float, float] | None, attention: str) -> str:
-    if attention == "softmax":
+def _span(values: tuple[float, float] | None, layer: LayerReport) -> str:
+    if layer.is_kept:
         return ""
     return "sample" if values is None else f"{values[0]:.2f}–{values[1]:.2f}"

@@ -67,7 +67,6 @@ def convert(
     select: str = "block",
     group_size: int | None = None,
     convolution: int = 0,
-    sliding_window: str = "refuse",
     momentum: float = 0.1,
     impl: str = "auto",
     verbose: bool = False,
@@ -80,7 +79,8 @@ def convert(
         attention: ``"lln_keys"``, which stays closest to softmax (exact keys beside the summary,
             see `lln.lln_keys_attention`), ``"lln_diag"`` or ``"lln"``.
         layers: Which attention modules to convert: numbers in the order they run, or names; None =
-            all. The others stay softmax.
+            all. The others stay softmax. Layers with a sliding window always do: within it they
+            are exact and linear already.
         calibrate: A batch of the model's inputs, on its device. α and β of every head are found on
             it so that LLN attention is as concentrated as the model's softmax (`lln.calibrate`);
             of ``"lln_keys"`` also the offset (`lln.calibrate_keys`).
@@ -104,8 +104,6 @@ def convert(
         convolution: Tokens under a depthwise convolution of the values, added to the output of
             every converted layer: an odd number, 0 = none. It starts at zero and changes nothing
             until it is trained, as by `lln recover`. For encoders.
-        sliding_window: What to do with layers that have one: ``"refuse"``, or ``"softmax"`` to
-            leave them as they are.
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         verbose: Whether to print the table too, for scripts; a shell or notebook shows it anyhow.
@@ -156,7 +154,6 @@ def convert(
         group_size=group_size,
         convolution=convolution,
         offset=kept_offset(attention, statistics, calibrate is not None),
-        sliding_window=sliding_window,
         impl=impl,
         attached=True,
     )

@@ -1,10 +1,12 @@
-"""Softmax attention for the layers of a converted model that keep it.
+"""Softmax attention for the layers of a converted model that keep it, within a window or not.
 
-Such layers get the same 2-D masks as their LLN neighbours, so the N×N mask is made here.
+Such layers get the same 2-D masks as their LLN neighbours. Layers with a sliding window run
+`lln.window_attention`, exact and linear in the length, but for tokens that continue a cache.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from operator import and_
 
@@ -13,13 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.errors import UnsupportedModelError
+from lln.functional.windows import window_attention, window_attention_varlen
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.mask_kinds import is_packed
-from lln.integrations.packed_batches import numbered
+from lln.integrations.packed_batches import inside_sequences, numbered
 
 
 def softmax(call: AttentionCall) -> Tensor:
     """The softmax attention, Eq. (1), that a call would have been: ``[B, H, T, E]``."""
+    if call.window is not None:
+        _check_edge(call.window, call)
+        if call.query.shape[2] == call.key.shape[2]:
+            return _in_window(call, call.window - 1)
+        call = _last_keys(call, call.window - 1)
     query, key, mask = call.query, call.key, call.mask
     if call.cu_seqlens is not None and not is_packed(mask):
         mask = numbered(call.cu_seqlens, query)
@@ -32,7 +40,6 @@ def softmax(call: AttentionCall) -> Tensor:
         if call.is_causal:
             keep.append(distance >= 0)
         if call.window is not None:
-            _check_edge(call.window, call)
             keep.append(distance.abs() < call.window)
     if mask is not None and is_packed(mask):
         keep.append((mask[:, None, :, None] == mask[:, None, None, :])[:, :, keys - tokens :])
@@ -45,6 +52,27 @@ def softmax(call: AttentionCall) -> Tensor:
         attn_mask=reduce(and_, keep) if keep else None,
         dropout_p=call.dropout_p,
         enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _in_window(call: AttentionCall, window: int) -> Tensor:
+    """The same within a window, of tokens that are all there: nothing is N × N."""
+    sides = (call.query, call.key, call.value)
+    options = {"window": window, "dropout_p": call.dropout_p, **call.how()}
+    if call.cu_seqlens is None:
+        return window_attention(*sides, key_mask=call.mask, **options)
+    return inside_sequences(window_attention_varlen, call.cu_seqlens)(*sides, **options)
+
+
+def _last_keys(call: AttentionCall, window: int) -> AttentionCall:
+    """The call with the keys that its queries, the last tokens, can see."""
+    first = max(call.key.shape[2] - call.query.shape[2] - window, 0)
+    mask = call.mask
+    return replace(
+        call,
+        key=call.key[:, :, first:],
+        value=call.value[:, :, first:],
+        mask=None if mask is None else mask[:, first:],
     )
 
 

@@ -29,7 +29,6 @@ SAVED_AS = {
     "register; register())"
     for name in ATTENTIONS
 }
-WINDOWS = ("refuse", "softmax")
 KEPT_OFFSETS = ("fixed", "learned")
 
 # Tokens in a block of ``lln_keys``, unless told otherwise.
@@ -112,8 +111,6 @@ class Settings:
             form in every call; after `convert` also ``"fixed"`` or ``"learned"``, per head.
         convolution: Tokens under a depthwise convolution of the values that `convert` gave every
             module, an odd number; 0 = none.
-        sliding_window: What layers with a sliding window do: ``"refuse"``, or ``"softmax"`` inside
-            the window, as the model was trained.
         impl: As in `lln.lln_attention`.
         attached: Whether `convert` gave every attention module a submodule ``lln`` of its own.
         layers: By name, the sizes of those submodules (see `lln.integrations.attached`).
@@ -132,7 +129,6 @@ class Settings:
     group_size: int | None = None
     offset: float | str | None = None
     convolution: int = 0
-    sliding_window: str = "refuse"
     impl: str = "auto"
     attached: bool = False
     layers: dict[str, dict[str, Any]] | None = None
@@ -154,7 +150,6 @@ class Settings:
         check_choice("matching", self.matching, (*KEYS_MATCHING, None))
         checks.check_impl(self.impl)
         check_choice("statistics", self.statistics, STATISTICS)
-        check_choice("sliding_window", self.sliding_window, WINDOWS)
         if self.block_size is not None:
             checks.check_block_size(self.block_size)
         checks.check_count("keys", self.keys, 0)

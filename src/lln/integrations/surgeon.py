@@ -75,7 +75,8 @@ class Surgeon:
         self.names[id(call.module)] = name
         config: Any = getattr(call.module, "config", self.model.config)
         self.configs[id(config)] = config
-        stays = LayerReport(name, "softmax", call.query.shape[1], call.query.shape[3])
+        attention = "softmax" if call.window is None else "window"
+        stays = LayerReport(name, attention, call.query.shape[1], call.query.shape[3])
         is_wanted = self._is_wanted(number, name, call)
         if self.searches:
             self._try(call, stays, softmax_out, is_wanted)
@@ -143,13 +144,12 @@ class Surgeon:
         wanted = self.wanted is None or number in self.wanted or name in self.wanted
         if call.window is None or not wanted:
             return wanted
-        if self.settings.sliding_window == "softmax" and self.wanted is None:
+        if self.wanted is None:
+            # Exact and linear as it is.
             return False
-        fix = "choose sliding_window 'softmax' to leave such layers as they are."
         raise UnsupportedModelError(
             f"layer {number} ({name}) attends within a sliding window of {call.window} tokens, "
-            "which LLN attention does not have; "
-            + (fix if self.wanted is None else "leave it out of layers.")
+            "which stays exact in linear time; leave it out of layers."
         )
 
     def _heads_for(self, call: AttentionCall, keys: int | None = None) -> AttachedHeads:

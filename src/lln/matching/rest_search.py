@@ -32,9 +32,8 @@ from lln.eager.key_attention import log_share, slots_of_blocks
 from lln.eager.key_blocks import KeyBlocks, dense_blocks
 from lln.eager.selection import choose, seen_keys
 from lln.eager.summary import LOG_ZERO
-from lln.matching.calibration import PAIR_BUDGET, check_tokens, pool_moments, sampled_places
+from lln.matching.calibration import PAIR_BUDGET, check_tokens, sampled_places, scoped_moments
 from lln.matching.mass import REST_FACTOR, keys_temperatures, mass_offset
-from lln.matching.moments import Moments, head_moments
 from lln.precision import accumulation_dtype, without_autocast
 
 # The offset of a head that is better off without its slots.
@@ -89,18 +88,11 @@ def entropy_temperatures(
 ) -> tuple[Tensor, Tensor]:
     """α and β of matched entropy, where `find_rest` starts: ``[B, H, 1, 1]`` or ``[1, H, 1, 1]``.
 
-    Args:
-        query: As in `calibrate_keys`, and so are the other arguments of the same name.
-        key: ``[B, Hk, T, D]``.
-        key_mask: bool ``[B, T]``.
-        pooled: Whether the scope is ``"batch"``.
-        scale: Factor of the softmax scores; None = 1/√D.
+    The arguments are those of `find_rest`.
     """
     check_tokens(key, key_mask)
     with without_autocast(query), torch.no_grad():
-        moments = head_moments(query, key, key_mask)
-        if pooled:
-            moments = pool_moments(moments)
+        moments = scoped_moments(query, key, key_mask, pooled)
         # A scale is a factor of the queries, beside the usual 1/√D.
         factor = 1.0 if scale is None else abs(scale) * math.sqrt(query.shape[-1])
         moments = moments._replace(query_variance=factor**2 * moments.query_variance)
@@ -171,24 +163,10 @@ def find_rest(
         index = torch.where(has_rest, index, usual)
         chosen = every.flatten()[index][..., None, None]
         alpha, beta = (chosen * side[: shape[0]] for side in (alpha, beta))
-        closed = _closed_form(query, key, alpha, beta, key_mask, pooled, scale)
+        moments = scoped_moments(query, key, key_mask, pooled)
+        closed = mass_offset(moments, alpha, beta, query.shape[-1], scale)
         offset = torch.where(has_rest[..., None, None], offset[..., None, None], closed)
         return alpha, beta, offset
-
-
-def _closed_form(
-    query: Tensor,
-    key: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    key_mask: Tensor | None,
-    pooled: bool,
-    scale: float | None,
-) -> Tensor:
-    moments: Moments = head_moments(query, key, key_mask)
-    if pooled:
-        moments = pool_moments(moments)
-    return mass_offset(moments, alpha, beta, query.shape[-1], scale)
 
 
 def _measure(

@@ -18,7 +18,6 @@ from lln.cli.model_commands import (
     Layers,
     Overwrite,
     Select,
-    SlidingWindow,
     Target,
     number_or_name,
 )
@@ -49,7 +48,6 @@ def recover(
     select: Select = "block",
     group_size: GroupSize = None,
     convolution: Convolution = 0,
-    sliding_window: SlidingWindow = "refuse",
     tokens: Annotated[
         int,
         typer.Option(metavar="N", help="Length of a sample: train at the length you need.", min=2),
@@ -125,7 +123,6 @@ def recover(
             select=select,
             group_size=group_size,
             convolution=convolution,
-            sliding_window=sliding_window,
             training={
                 "batch_size": batch_size,
                 "layer_steps": layer_steps,
