@@ -36,6 +36,8 @@ PUBLIC = [
     "LLNKeysAttention",
     "LLNKeysCore",
     "UnexpectedArgumentError",
+    "WindowAttention",
+    "WindowCore",
     "__version__",
     "block_diagonal_attention",
     "calibrate",
@@ -50,6 +52,8 @@ PUBLIC = [
     "lln_keys_attention_varlen",
     "match_moments",
     "reference",
+    "window_attention",
+    "window_attention_varlen",
 ]
 
 
@@ -150,7 +154,10 @@ def test_public_names_are_documented(name):
             assert re.search(rf"^\s+{parameter}: ", documentation, re.MULTILINE), parameter
 
 
-@pytest.mark.parametrize("name", ["LLNAttention", "LLNCore", "LLNDiagCore", "LLNKeysCore"])
+CORES = ("LLNCore", "LLNDiagCore", "LLNKeysCore", "WindowCore")
+
+
+@pytest.mark.parametrize("name", ["LLNAttention", *CORES])
 def test_modules_document_their_own_arguments(name):
     documentation = inspect.getdoc(getattr(lln, name))
     for parameter in inspect.signature(getattr(lln, name)).parameters.values():

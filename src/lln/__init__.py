@@ -29,7 +29,13 @@ from lln.matching.calibration import calibrate
 from lln.matching.key_calibration import calibrate_keys
 from lln.nn.heads import LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
-from lln.nn.multihead import LLNAttention, LLNDiagAttention, LLNKeysAttention
+from lln.nn.multihead import (
+    LLNAttention,
+    LLNDiagAttention,
+    LLNKeysAttention,
+    WindowAttention,
+)
+from lln.nn.window import WindowCore
 
 if TYPE_CHECKING:
     from lln import instruments as instruments
@@ -52,6 +58,8 @@ __all__ = [
     "LLNKeysAttention",
     "LLNKeysCore",
     "UnexpectedArgumentError",
+    "WindowAttention",
+    "WindowCore",
     "__version__",
     "block_diagonal_attention",
     "calibrate",

@@ -16,6 +16,7 @@ X = torch.randn(B, T, H * D, generator=GENERATOR)
 ARRAY = np.ones((B, H, T, D), dtype=np.float32)
 P = torch.full((B, H, T, T), 1 / T)
 SIZES = {"embed_dim": H * D, "num_heads": H, "max_len": 8}
+LAYERS = (lln.LLNAttention, lln.LLNDiagAttention, lln.LLNKeysAttention, lln.WindowAttention)
 LAYER = lln.LLNAttention(H * D, H, batch_first=True)
 
 
@@ -130,6 +131,7 @@ RECORDED = {
     "diag": lambda: lln.block_diagonal_attention(Q, K, V, block_size=4),
     "lln_diag": lambda: lln.lln_diag_attention(Q, K, V),
     "keys": lambda: lln.lln_keys_attention(Q, K, V),
+    "window": lambda: lln.window_attention(Q, K, V, window=4),
     "choose_keys": lambda: lln.choose_keys(Q, K),
     "match_moments": lambda: lln.match_moments(Q, K),
     "calibrate": lambda: lln.calibrate(Q, K),
@@ -137,16 +139,17 @@ RECORDED = {
     "varlen": lambda: lln.lln_attention_varlen(*PACKED, torch.tensor([0, T])),
     "diag_varlen": lambda: lln.lln_diag_attention_varlen(*PACKED, torch.tensor([0, T])),
     "keys_varlen": lambda: lln.lln_keys_attention_varlen(*PACKED, torch.tensor([0, T])),
+    "window_varlen": lambda: lln.window_attention_varlen(*PACKED, torch.tensor([0, T]), window=4),
     "summary": lambda: summary().log_mass,
     "read": lambda: SUMMARY.read(Q, 2.0),
     "decode_step": lambda: lln.decode_step(*ONE, empty(), alpha=1.0),
     **{
         kind.__name__: lambda kind=kind: kind(H * D, H, batch_first=True)(X, X, X)[0]
-        for kind in (lln.LLNAttention, lln.LLNDiagAttention, lln.LLNKeysAttention)
+        for kind in LAYERS
     },
     **{
         kind.__name__: lambda kind=kind: kind(H, D)(Q, K, V)
-        for kind in (lln.LLNCore, lln.LLNDiagCore, lln.LLNKeysCore)
+        for kind in (lln.LLNCore, lln.LLNDiagCore, lln.LLNKeysCore, lln.WindowCore)
     },
 }
 

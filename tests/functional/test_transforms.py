@@ -298,7 +298,9 @@ class Masked(nn.Module):
         return self.layer(x, x, x, key_padding_mask=mask)[0]
 
 
-@pytest.mark.parametrize("kind", [lln.LLNAttention, lln.LLNDiagAttention, lln.LLNKeysAttention])
+@pytest.mark.parametrize(
+    "kind", [lln.LLNAttention, lln.LLNDiagAttention, lln.LLNKeysAttention, lln.WindowAttention]
+)
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("tokens", [3, pytest.param(5 * D, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from lln import choose_keys, match_moments, reference
 from lln.matching.mass import mass_offset
 from lln.matching.moments import head_moments
 
-KINDS = ("softmax", "lln", "diag", "lln_diag", "lln_keys")
+KINDS = ("softmax", "lln", "diag", "lln_diag", "window", "lln_keys")
 
 
 def dense_matrix(
@@ -24,6 +24,7 @@ def dense_matrix(
     keep=None,
     is_causal=False,
     scale=None,
+    window=64,
     **exact,
 ):
     """P of one sample, ``[H, T, S]``; keep is a bool mask over keys."""
@@ -50,6 +51,9 @@ def dense_matrix(
     scores = reference.log_softmax_kernel(query, key, scale)
     if kind == "softmax":
         return reference.normalise(scores, seen)
+    if kind == "window":
+        place = torch.arange(tokens)
+        return reference.normalise(scores, seen & ((place[:, None] - place).abs() <= window))
     short_range = reference.normalise(scores, near)
     if kind == "diag":
         return short_range

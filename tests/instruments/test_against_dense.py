@@ -51,6 +51,8 @@ def options_of(kind, is_causal):
         options |= {"alpha": 1.9, "beta": 2.2}
     if is_causal and kind == "lln_keys":
         options["offset"] = -4.0
+    if kind == "window":
+        options["window"] = 7
     return options
 
 
@@ -234,17 +236,18 @@ def test_scale():
 def test_tiles_of_any_size_agree(kind, tile, monkeypatch):
     """Small tiles here are what long sequences meet."""
     query, key, _ = make_qkv(1, 3, 70, 8)
+    options = options_of(kind, is_causal=False)
     results = []
     for size in (1 << 20, tile):
         set_budget(monkeypatch, "rows", "TILE", size)
         set_budget(monkeypatch, "rows", "MOST_ROWS", min(size, 256) // 16)
         set_budget(monkeypatch, "spectral_gap", "KEPT", size)
-        shape = instruments.log_normality(query, key, kind=kind)
+        shape = instruments.log_normality(query, key, **options)
         results.append(
             [
-                instruments.entropy(query, key, kind=kind),
-                instruments.variance(query, key, kind=kind),
-                instruments.spectral_gap(query, key, kind=kind),
+                instruments.entropy(query, key, **options),
+                instruments.variance(query, key, **options),
+                instruments.spectral_gap(query, key, **options),
                 *shape,
             ]
         )
@@ -259,6 +262,34 @@ def test_iterated_softmax_gap_without_the_matrix(monkeypatch):
     torch.testing.assert_close(instruments.spectral_gap(query, key), kept, rtol=0, atol=1e-9)
     expected = dense_gap(dense_matrix(query[0], key[0]))
     torch.testing.assert_close(kept[0], expected, rtol=0, atol=GAP)
+
+
+def test_the_gap_of_a_long_window_without_the_matrix(monkeypatch):
+    query, key, _ = make_qkv(1, 1, 300, 16, scale=1.5)
+    options = {"kind": "window", "window": 20}
+    expected = dense_gap(dense_matrix(query[0], key[0], **options))
+    set_budget(monkeypatch, "rows", "MOST_ROWS", 32)
+    # The band is kept, then made again for every product.
+    for size in (300 * 80, 0):
+        set_budget(monkeypatch, "spectral_gap", "KEPT", size)
+        found = instruments.spectral_gap(query, key, **options)
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=GAP)
+
+
+@pytest.mark.parametrize("window", [0, 3, 59, 1000])
+def test_windows_of_every_width(window):
+    """None at all is the identity, all tokens are softmax."""
+    query, key, _ = make_qkv(1, 2, 60, 8)
+    options = {"kind": "window", "window": window}
+    matrices = dense_of(query, key, **options)
+    check(instruments.entropy(query, key, **options), matrices, dense_entropy, BITS)
+    check(instruments.spectral_gap(query, key, **options), matrices, dense_gap, GAP)
+    if window >= 59:
+        softmax = instruments.log_normality(query, key)
+        for found, whole in zip(
+            instruments.log_normality(query, key, **options), softmax, strict=True
+        ):
+            torch.testing.assert_close(found, whole)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "lln"])
@@ -277,14 +308,16 @@ def test_histogram_agrees_with_sorting(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("kind", ["softmax", "diag"])
+@pytest.mark.parametrize("kind", ["softmax", "diag", "window"])
 def test_score_variance(kind, is_causal):
     query, key, _ = make_qkv(1, 2, 50, 8)
     # Means and unequal features, which the closed form σq²σk² does not see.
     query, key = query + 0.5, key * torch.linspace(0.5, 2, 8) + torch.randn(8)
-    found = instruments.score_variance(query, key, kind=kind, is_causal=is_causal)
+    options = options_of(kind, is_causal)
+    found = instruments.score_variance(query, key, **options)
+    torch.testing.assert_close(instruments.temperature(query, key, **options), found.total.rsqrt())
     scores = query.double() @ key.double().mT / 8**0.5
-    seen = dense_matrix(query[0], key[0], kind=kind, is_causal=is_causal)[0] > 0
+    seen = dense_matrix(query[0], key[0], **options)[0] > 0
     for head in range(2):
         own = scores[0, head]
         total = own[seen].var(correction=0)

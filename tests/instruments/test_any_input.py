@@ -38,6 +38,7 @@ def test_any_attention(data):
         "offset": data.draw(st.floats(-8, 2)),
         "keys": data.draw(st.integers(0, 12)),
         "select": data.draw(st.sampled_from(["block", "query"])),
+        "window": data.draw(st.integers(0, 70)),
     }
     seed = data.draw(st.integers(0, 2**31))
     query, key, _ = make_qkv(

@@ -11,9 +11,17 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from lln import LLNAttention, LLNDiagAttention, LLNDiagCore, lln_attention, lln_attention_varlen
+from lln import (
+    LLNAttention,
+    LLNDiagAttention,
+    LLNDiagCore,
+    WindowAttention,
+    lln_attention,
+    lln_attention_varlen,
+    window_attention_varlen,
+)
 from lln.errors import InvalidInputError
-from lln.instruments import entropy
+from lln.instruments import entropy, temperature
 from lln.instruments.capture import capture
 
 WATCHED = (
@@ -390,6 +398,38 @@ def test_lln_diag_module(join):
     else:
         assert not seen.problems
         assert all(math.isfinite(record.values["entropy"]) for record in seen.records)
+
+
+def test_window_module():
+    layer = WindowAttention(16, 4, batch_first=True, window=2, scale=0.4)
+    x, mask = torch.randn(2, 9, 16), torch.arange(9) < torch.tensor([[9], [6]])
+    with capture(layer, instruments=("entropy", "temperature")) as seen:
+        layer(x, key_padding_mask=~mask)
+        layer(x, is_causal=True)
+    assert [(call.layer, call.kind) for call in seen.calls] == [("core", "window")] * 2
+    assert not seen.problems
+    heads = [
+        part.unflatten(-1, (4, -1)).transpose(1, 2)
+        for part in F.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
+    ]
+    options = {"kind": "window", "window": 2, "scale": 0.4}
+    for call, how in zip(seen.calls, ({"key_mask": mask}, {"is_causal": True}), strict=True):
+        for name, measure in (("entropy", entropy), ("temperature", temperature)):
+            expected = measure(*heads[:2], **options, **how)
+            torch.testing.assert_close(call.values[name], expected)
+
+
+def test_packed_windows():
+    class Packed(nn.Module):
+        def forward(self, x, bounds):
+            return window_attention_varlen(x, x, x, bounds, window=3)
+
+    x, bounds, model = torch.randn(10, 2, 8), torch.tensor([0, 3, 3, 10]), Packed()
+    with capture(model, instruments=("entropy",)) as seen:
+        model(x, bounds)
+    (call,) = seen.calls
+    expected = entropy(x, x, kind="window", window=3, cu_seqlens=bounds)
+    torch.testing.assert_close(call.values["entropy"], expected, equal_nan=True)
 
 
 def test_packed_sequences():

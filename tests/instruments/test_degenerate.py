@@ -340,12 +340,14 @@ def test_autocast_changes_nothing():
     [
         (
             {"kind": "performer"},
-            "kind must be one of 'softmax', 'lln', 'diag', 'lln_diag', 'lln_keys'",
+            "kind must be one of 'softmax', 'lln', 'diag', 'lln_diag', 'window', 'lln_keys'",
         ),
         ({"kind": "lln", "alpha": 2.0}, "alpha was given without beta"),
         ({"kind": "lln", "alpha": -1.0, "beta": 1.0}, "alpha must be positive"),
         ({"kind": "lln", "matching": "best"}, "matching must be one of"),
         ({"kind": "diag", "block_size": 0}, "block_size must be at least 1"),
+        ({"kind": "window", "window": -1}, "window must be an integer of at least 0, got -1"),
+        ({"kind": "window", "window": None}, "window must be an integer of at least 0, got None"),
         ({"kind": "lln_diag", "mix": 1.5}, "mix must be a number in"),
         ({"kind": "lln_diag", "mix": torch.full((1, 2, 6, 1), 1.5)}, "mix must lie in"),
         ({"kind": "lln_diag", "mix": torch.full((8,), 0.5)}, "mix must broadcast"),

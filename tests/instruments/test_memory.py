@@ -7,7 +7,7 @@ from tests.memory import peak_bytes
 from lln import instruments
 
 LINEAR = [("spectral_gap", "lln"), ("variance", "lln"), ("entropy", "diag")]
-LINEAR += [("score_variance", "lln")]
+LINEAR += [("score_variance", "lln"), ("entropy", "window"), ("temperature", "window")]
 ROW_BY_ROW = [
     ("entropy", "softmax"),
     ("entropy", "lln"),

@@ -26,6 +26,8 @@ NAN = float("nan")
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 each_layer = pytest.mark.parametrize("kind", LAYERS)
+# With those that match nothing.
+every_layer = pytest.mark.parametrize("kind", [*LAYERS, lln.WindowAttention])
 each_statistics = pytest.mark.parametrize("statistics", STATISTICS)
 each_reentrant = pytest.mark.parametrize("reentrant", [False, True])
 
@@ -52,7 +54,7 @@ def padding(*lengths, tokens=T):
 # Shapes
 
 
-@each_layer
+@every_layer
 @pytest.mark.parametrize("bias", [True, False])
 def test_batch_first_both_ways_and_unbatched(kind, bias):
     first, second = layer_of(kind, bias=bias), layer_of(kind, bias=bias, batch_first=False)
@@ -66,14 +68,14 @@ def test_batch_first_both_ways_and_unbatched(kind, bias):
     torch.testing.assert_close(second(x[0])[0], out[0])
 
 
-@each_layer
+@every_layer
 def test_unbatched_padding_mask(kind):
     layer, x = layer_of(kind), torch.randn(B, T, WIDTH)
     expected = layer(x, key_padding_mask=padding(T, 6))[0][1]
     torch.testing.assert_close(layer(x[1], key_padding_mask=padding(6)[0])[0], expected)
 
 
-@each_layer
+@every_layer
 def test_other_widths_of_key_and_value(kind):
     layer = layer_of(kind, kdim=5, vdim=7)
     assert layer.in_proj_weight is None
@@ -105,7 +107,7 @@ def test_core_shares_key_heads_and_takes_any_value_width(core):
 # After nn.MultiheadAttention
 
 
-@each_layer
+@every_layer
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 7}], ids=str)
 def test_state_dict_of_multihead_attention_loads_strictly(kind, options):
     softmax = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options)
@@ -137,7 +139,7 @@ def test_diagonal_alone_with_one_block_is_multihead_attention(masked, block):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@each_layer
+@every_layer
 def test_padding_mask_true_means_ignore(kind):
     layer, x = layer_of(kind), torch.randn(B, T, WIDTH)
     out = layer(x, key_padding_mask=padding(T, 6))[0]
@@ -145,7 +147,7 @@ def test_padding_mask_true_means_ignore(kind):
     assert not torch.allclose(out[1, :6], layer(x)[0][1, :6])
 
 
-@each_layer
+@every_layer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lowest", [False, True])
 def test_float_padding_masks(kind, dtype, lowest):
@@ -169,7 +171,7 @@ def test_integer_padding_masks_are_refused():
         layer_of()(torch.randn(B, T, WIDTH), key_padding_mask=padding(T, 6).long())
 
 
-@each_layer
+@every_layer
 def test_weights_and_attention_masks_are_refused(kind):
     layer, x = layer_of(kind), torch.randn(B, T, WIDTH)
     with pytest.raises(InvalidInputError, match="need_weights"):

@@ -11,6 +11,7 @@ LAYERS = {
     lln.LLNAttention: {},
     lln.LLNDiagAttention: {"block_size": 4},
     lln.LLNKeysAttention: {"block_size": 4, "keys": 2},
+    lln.WindowAttention: {"window": 4},
 }
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lln.eager.products import multiply
 from lln.eager.scan import whole_parts
 from lln.eager.summary import LOG_ZERO
+from lln.tracing import is_compiling
 
 # Rows in a chunk: fewer see less that is hidden from them, more make larger products.
 LEAST_CHUNK, MOST_CHUNK = 16, 128
@@ -47,34 +48,54 @@ def attend_window(
     """
     tokens, device = query.shape[-2], query.device
     size = min(max(LEAST_CHUNK, 1 << (window - 1).bit_length()), MOST_CHUNK)
-    count = whole_parts(tokens, size)
-    behind = 0 if is_causal else window
-    # As many keys more as the last chunk has rows that are no tokens.
-    around = (window, count * size - tokens + behind)
-    reach = size + window + behind
+    reach = size + window + (0 if is_causal else window)
 
-    def met(side: Tensor) -> Tensor:
-        """``[…, T, channels]`` → ``[…, n, K, channels]``."""
-        return F.pad(side, (0, 0, *around)).unfold(-2, reach, size).mT
+    def rows(side: Tensor, nothing: int = 0) -> Tensor:
+        return _cut(side, size, 0, size, nothing)
+
+    def met(side: Tensor, nothing: int = 0) -> Tensor:
+        return _cut(side, size, -window, reach, nothing)
 
     if places is None:
         places = torch.arange(tokens, device=device)
-    rows = F.pad(places, (0, count * size - tokens)).unflatten(0, (count, size))
-    keys = F.pad(places, around, value=NOWHERE).unfold(0, reach, size)
-    distance = rows.unsqueeze(-1) - keys.unsqueeze(-2)
+    place = places.unsqueeze(-1)
+    distance = rows(place) - met(place, NOWHERE).mT
     outside = (distance < 0) if is_causal else (distance < -window)
     outside = outside | (distance > window)
     if key_mask is not None:
         keep = key_mask[:, None, :, None]
         key, value = torch.where(keep, key, 0.0), torch.where(keep, value, 0.0)
-    chunks = F.pad(query * scale, (0, 0, 0, count * size - tokens)).unflatten(-2, (count, size))
-    scores = multiply(chunks, met(key).mT)
+    scores = multiply(rows(query * scale), met(key).mT)
     if key_mask is not None:
-        hidden = F.pad(~key_mask, around).unfold(-1, reach, size)
-        scores = scores.masked_fill(hidden[:, None, :, None], LOG_ZERO)
+        hidden = met(~key_mask.unsqueeze(-1)).mT
+        scores = scores.masked_fill(hidden[:, None], LOG_ZERO)
     # Below masked keys: a row whose visible keys are all masked must weigh those.
     scores = scores.masked_fill(outside, 10 * LOG_ZERO)
-    return multiply(scores.softmax(-1), met(value)).flatten(-3, -2)[..., :tokens, :]
+    out = multiply(scores.softmax(-1), met(value)).flatten(-3, -2)
+    return out[..., torch.arange(tokens, device=device) if is_compiling() else slice(tokens), :]
+
+
+def _cut(side: Tensor, step: int, first: int, length: int, nothing: int) -> Tensor:
+    """``[…, T, channels]`` → ``[…, n, length, channels]``, what each chunk of tokens meets.
+
+    Args:
+        side: What is cut.
+        step: From the beginning of a chunk to that of the next.
+        first: Where a chunk begins to meet tokens, counted from its own first.
+        length: How many it meets.
+        nothing: What stands where there are no tokens.
+    """
+    tokens = side.shape[-2]
+    if not is_compiling():
+        count = whole_parts(tokens, step)
+        around = (-first, (count - 1) * step + length + first - tokens)
+        return F.pad(side, (0, 0, *around), value=nothing).unfold(-2, length, step).mT
+    # Gathered: a trace then puts no condition on the length, and holds for every length.
+    start = torch.arange(whole_parts(tokens + step - 1, step), device=side.device) * step + first
+    place = start.unsqueeze(-1) + torch.arange(length, device=side.device)
+    there = (place >= 0) & (place < tokens)
+    found = side[..., place.clamp(0, tokens - 1), :]
+    return found.masked_fill(~there.unsqueeze(-1), nothing)
 
 
 def places_of(bounds: Tensor, tokens: int, window: int) -> Tensor:

@@ -19,7 +19,7 @@ from lln.checks.names import check_choice
 from lln.eager.key_blocks import blocks_in
 from lln.errors import InvalidInputError
 
-KINDS = ("softmax", "lln", "diag", "lln_diag", "lln_keys")
+KINDS = ("softmax", "lln", "diag", "lln_diag", "window", "lln_keys")
 
 # Tokens in a block of `lln.lln_keys_attention` unless told otherwise.
 _KEYS_BLOCK = 64
@@ -33,7 +33,8 @@ class AttentionInputs:
         query: ``[B, H, T, D]``; ``[T, H, D]`` with ``cu_seqlens``.
         key: ``[B, Hk, S, D]``, H a multiple of Hk (grouped queries), or ``[T, Hk, D]``.
         kind: The attention that makes P: ``"softmax"``, ``"lln"``, ``"diag"`` (block-diagonal
-            softmax), ``"lln_diag"`` (Figure 3) or ``"lln_keys"`` (`lln.lln_keys_attention`).
+            softmax), ``"lln_diag"`` (Figure 3), ``"window"`` (`lln.window_attention`) or
+            ``"lln_keys"`` (`lln.lln_keys_attention`).
         alpha: α of the LLN part, a positive number or a tensor that broadcasts to
             ``[B, H, 1, 1]``; None = matched to the inputs, as `lln.lln_attention` does. Kinds
             without an LLN part do not read it.
@@ -52,11 +53,13 @@ class AttentionInputs:
         cu_seqlens: int ``[n + 1]``, boundaries of packed sequences; B is then n.
         keys: How many keys every group of queries sees one by one in ``"lln_keys"``, or their
             indices ``[B, H, G, K]`` (packed: ``[H, G, K]``) as `lln.choose_keys` returns them.
-            Only ``"lln_keys"`` reads this and what follows.
+            Only ``"lln_keys"`` reads this and the next three.
         select: How they are chosen, see `lln.choose_keys`.
         group_size: Queries that share their chosen keys; None = as in `lln.choose_keys`.
         offset: What is added to the logits of the slots, a number or a tensor that broadcasts to
             ``[B, H, 1, 1]``; None = by mass matching, as `lln.lln_keys_attention` does.
+        window: How many tokens ``"window"`` sees before a query, and behind it if not causal; other
+            kinds do not read it.
     """
 
     query: Tensor
@@ -76,6 +79,7 @@ class AttentionInputs:
     select: str = "block"
     group_size: int | None = None
     offset: float | Tensor | None = None
+    window: int = 64
 
     def __post_init__(self) -> None:
         """Refuse what does not fit, in one sentence."""
@@ -93,10 +97,11 @@ class AttentionInputs:
         else:
             checks.check_key_mask(self.key_mask, key)
             checks.check_causal(self.is_causal, query.shape[2], key.shape[2])
-            if self.kind in ("diag", "lln_diag", "lln_keys"):
+            if self.kind in ("diag", "lln_diag", "window", "lln_keys"):
                 checks.check_self_attention(query, key, f"kind {self.kind!r}")
         if self.block_size is not None:
             checks.check_block_size(self.block_size)
+        checks.check_count("window", self.window, least=0)
         checks.check_scale(self.scale)
         checks.check_mix(self.mix, (*query.shape[:-1], 1), query.device)
         mix = torch.as_tensor(self.mix)

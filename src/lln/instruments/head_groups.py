@@ -115,9 +115,11 @@ def head_groups(inputs: AttentionInputs) -> Iterator[HeadGroup]:
         calm = healthy[:, None, None]
         q, k = torch.where(calm, q, 0.0), torch.where(calm, k, 0.0)
         a, b = torch.where(calm, a, 1.0), torch.where(calm, b, 1.0)
-        blocks = (places - places[:1]) // inputs.tokens_in_block
+        blocks, window = (places - places[:1]) // inputs.tokens_in_block, 0
+        if inputs.kind == "window":
+            blocks, window = places, inputs.window
         options = (inputs.kind, scale, inputs.is_causal)
-        heads = UnmaskedHeads(q, k, *options, a, b, m.flatten(0, 1), blocks, chosen)
+        heads = UnmaskedHeads(q, k, *options, a, b, m.flatten(0, 1), blocks, chosen, window)
         return HeadGroup(at, heads, healthy)
 
     if inputs.cu_seqlens is not None:

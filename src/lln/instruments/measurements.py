@@ -31,7 +31,7 @@ class HeadRecord:
         head: Query head.
         call: How many calls of this layer came before.
         sample: Row of the batch, or packed sequence.
-        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"`` or ``"lln_keys"``.
         values: By instrument; NaN where it has no value.
     """
 
@@ -50,7 +50,7 @@ class Measurement:
     Attributes:
         layer: Path of the module in the model.
         call: How many calls of this layer came before.
-        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"`` or ``"lln_keys"``.
         queries: T, or the number of packed tokens.
         keys: S, likewise.
         first_head: Number of the first head, where heads are divided between kinds.

@@ -52,7 +52,7 @@ class SeenCall:
     Attributes:
         layer: Path of the module in the model.
         call: How many calls of this layer and kind came before.
-        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"`` or ``"lln_keys"``.
         query: ``[B, H, T, D]``, detached; ``[T, H, D]`` if packed.
         key: ``[B, Hk, S, D]``, likewise.
         options: The other arguments of an instrument: α, β, masks, scale, chosen keys.
@@ -100,6 +100,8 @@ def prepare(layer: str, call: int, sighting: Sighting) -> SeenCall:
     if seen.kind == "lln_keys":
         options |= {"offset": _detach(seen.offset), "keys": seen.indices}
         options["group_size"] = seen.group_size
+    if seen.kind == "window":
+        options["window"] = seen.window
     if seen.kind == "lln_diag":
         options["mix"] = _detach(seen.mix)
         if isinstance(seen.mix, Tensor) and seen.mix.dim() and seen.mix.shape[-1] != 1:

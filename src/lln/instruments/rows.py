@@ -114,14 +114,15 @@ class AttentionRows(Rows):
     def width(self) -> int:
         """Most columns of a tile."""
         keys = self.heads.key.shape[1]
-        if self.heads.kind != "diag":
+        if not self.heads.is_near:
             return keys
-        return min(keys, MOST_ROWS + 2 * int(self.heads.block.bincount().max()))
+        around = int(self.heads.block.bincount().max()) + self.heads.window
+        return min(keys, MOST_ROWS + 2 * around)
 
     def tiles(self) -> Iterator[RowTile]:
         """All rows, in order."""
         count, tokens, _ = self.shape
-        most = MOST_ROWS if self.heads.kind == "diag" else tokens
+        most = MOST_ROWS if self.heads.is_near else tokens
         step = max(min(TILE // (count * self.width), most), 1)
         parts = [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
         if self.heads.kind == "lln_diag":
@@ -136,13 +137,13 @@ class AttentionRows(Rows):
 
 
 class _SoftmaxKernel:
-    """Rows of softmax attention, in diagonal blocks or not."""
+    """Rows of softmax attention, over all keys or near ones."""
 
     def __init__(self, heads: UnmaskedHeads) -> None:
         self.heads = heads
         self.query = heads.scale * heads.query
         self.key = heads.key.mT.contiguous()
-        self.in_blocks = heads.kind in ("diag", "lln_diag")
+        self.in_blocks = heads.is_near or heads.kind == "lln_diag"
 
     def tile(self, rows: slice, normalised: bool = True) -> RowTile:
         """Log P of some rows, or their scores."""
@@ -150,8 +151,9 @@ class _SoftmaxKernel:
         first, last = 0, rows.stop if heads.is_causal else heads.key.shape[1]
         if self.in_blocks:
             ends = heads.block[[rows.start, rows.stop - 1]]
-            first = int(torch.searchsorted(heads.block, ends[0]))
-            last = min(last, int(torch.searchsorted(heads.block, ends[1], right=True)))
+            near, far = ends[0] - heads.window, ends[1] + heads.window
+            first = int(torch.searchsorted(heads.block, near))
+            last = min(last, int(torch.searchsorted(heads.block, far, right=True)))
         columns = slice(first, last)
         scores = self.query[:, rows] @ self.key[..., columns]
         hidden = _hidden(heads, rows, columns, self.in_blocks)
@@ -265,7 +267,7 @@ def _hidden(heads: UnmaskedHeads, rows: slice, columns: slice, in_blocks: bool) 
     """Which pairs of a tile P leaves out: bool ``[r, w]``."""
     hidden = None
     if in_blocks:
-        hidden = heads.block[rows, None] != heads.block[columns]
+        hidden = (heads.block[rows, None] - heads.block[columns]).abs() > heads.window
     if heads.is_causal:
         row, column = (
             torch.arange(side.start, side.stop, device=heads.query.device)

@@ -42,8 +42,8 @@ class ScoreVariance(NamedTuple):
 def score_variance(inputs: AttentionInputs) -> ScoreVariance:
     """Variance of the softmax scores and its parts, Eq. (5).
 
-    O(N·D²) from second moments where every query sees every key; with causal attention and
-    diagonal blocks (tiles) only the pairs that P keeps count. For the LLN kinds these are the
+    O(N·D²) from second moments where every query sees every key; with causal attention, diagonal
+    blocks and windows (tiles) only the pairs that P keeps count. For the LLN kinds these are the
     scores of the softmax attention that moment matching imitates.
 
     Returns:
@@ -60,8 +60,8 @@ def score_parts(heads: UnmaskedHeads) -> tuple[Tensor, ...]:
     covariance = spread.mT @ spread / key.shape[-2]
     second_moment = query.mT @ query / query.shape[-2]
     trace = squared * (second_moment * covariance).sum((-2, -1)).clamp_min(0.0)
-    if heads.is_causal or heads.kind == "diag":
-        kind = "diag" if heads.kind == "diag" else "softmax"
+    if heads.is_causal or heads.is_near:
+        kind = heads.kind if heads.is_near else "softmax"
         scores = AttentionRows(replace(heads, kind=kind), normalised=False)
         within_row, total = row_and_total_variance(scores)
     else:

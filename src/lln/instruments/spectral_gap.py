@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -37,9 +37,9 @@ def spectral_gap(inputs: AttentionInputs) -> Tensor:
     - Causal attention of any kind: the largest diagonal entry after the first row's, because P is
       triangular.
     - Several diagonal blocks: zero, because every block has an eigenvalue 1 of its own.
-    - Softmax, LLN + diagonal and exact keys: Arnoldi iteration (scipy) on x ↦ P·x − mean(P·x).
-      Beyond N = 4,096 softmax makes P again for every product, some 150 times; the others keep
-      what they are made of, O(N·(block + keys + D)).
+    - Softmax, windows, LLN + diagonal and exact keys: Arnoldi iteration (scipy) on
+      x ↦ P·x − mean(P·x). Beyond N = 4,096 softmax makes P again for every product, some 150 times; the others keep
+      what they are made of, O(N·(block + window + keys + D)).
 
     The gap of ``"lln_diag"`` sits near ``mix`` whatever the inputs, because the scaled-down block
     diagonal has an eigenvalue near 1 − mix for every block; look at the parts instead.
@@ -71,7 +71,7 @@ def _second_modulus(heads: UnmaskedHeads) -> Tensor:
         # A·B and B·A have the same eigenvalues but for zeros.
         slots, tokens = heads.lln_factors()
         return second_moduli(tokens @ slots)
-    if heads.kind == "diag" and bool(heads.block[0] != heads.block[-1]):
+    if heads.is_near and heads.window == 0 and bool(heads.block[0] != heads.block[-1]):
         # Every block has an eigenvalue 1 of its own.
         return heads.mix.new_ones(heads.mix.shape[0])
     found = [_of_one(heads.part(index, index + 1)) for index in range(heads.query.shape[0])]
@@ -109,11 +109,14 @@ def _product(heads: UnmaskedHeads) -> Product:
             return _block_product(heads, start, members)
     rows = AttentionRows(heads)
 
-    def tiles() -> Iterator[tuple[Tensor, int]]:
+    def tiles() -> Iterable[tuple[Tensor, int]]:
         return ((tile.p[0], tile.column) for tile in rows.tiles())
 
+    kept = list(tiles()) if rows.shape[1] * rows.width <= KEPT else None
+
     def product(x: Tensor) -> Tensor:
-        return torch.cat([p @ x[column : column + p.shape[-1]] for p, column in tiles()])
+        read = tiles() if kept is None else kept
+        return torch.cat([p @ x[column : column + p.shape[-1]] for p, column in read])
 
     return product
 

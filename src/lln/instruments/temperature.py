@@ -31,10 +31,10 @@ class TemperatureInputs(AttentionInputs):
 def temperature(inputs: TemperatureInputs) -> Tensor:
     """Temperature τ of attention.
 
-    ``"softmax"`` and ``"diag"``: Eq. (5), τ_sm = 1/σ_sm with the variance of the scores over all
-    pairs that P keeps. ``"lln"``: Eq. (11), τ_lln = 1/√(a(α²σq² + β²σk²) + b) with the authors'
-    constants, fitted at D = 64; infinite where that variance is not positive. ``"lln_diag"`` and
-    ``"lln_keys"`` have no equation in the paper and are measured.
+    ``"softmax"``, ``"diag"`` and ``"window"``: Eq. (5), τ_sm = 1/σ_sm with the variance of the
+    scores over all pairs that P keeps. ``"lln"``: Eq. (11), τ_lln = 1/√(a(α²σq² + β²σk²) + b) with
+    the authors' constants, fitted at D = 64; infinite where that variance is not positive.
+    ``"lln_diag"`` and ``"lln_keys"`` have no equation in the paper and are measured.
 
     Measured, every kind has one and the same definition: 1/√(variance of log P inside a row), which
     is what both equations stand for, without the assumption that entries are Gaussian or, in

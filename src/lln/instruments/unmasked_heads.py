@@ -20,14 +20,16 @@ class UnmaskedHeads:
     Attributes:
         query: ``[G, T, D]``.
         key: ``[G, S, D]``.
-        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"`` or ``"lln_keys"``.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"`` or ``"lln_keys"``.
         scale: Factor of the softmax scores.
         is_causal: Whether row i sees keys 0 … i only.
         alpha: ``[G, 1, 1]``; 1 where the kind has none.
         beta: Likewise.
         mix: ``[G, T, 1]``, the LLN part's weight.
-        block: int ``[S]``, never decreasing: the diagonal block of every token.
+        block: int ``[S]``, never decreasing: the diagonal block of every token. In ``"window"``
+            every place is a block of its own.
         chosen: The exact keys of ``"lln_keys"``; None for the other kinds.
+        window: How many blocks away a row sees; 0 but in ``"window"``.
     """
 
     query: Tensor
@@ -40,6 +42,12 @@ class UnmaskedHeads:
     mix: Tensor
     block: Tensor
     chosen: ChosenKeys | None = None
+    window: int = 0
+
+    @property
+    def is_near(self) -> bool:
+        """Whether rows see near keys only, so that most of P is zero."""
+        return self.kind in ("diag", "window")
 
     def part(self, start: int, end: int) -> UnmaskedHeads:
         """The heads from ``start`` up to ``end``."""

@@ -17,8 +17,9 @@ def variance(inputs: AttentionInputs) -> Tensor:
 
         σ_p² = (1/NS) Σ_ij (P_ij − 1/S)²
 
-    Entries that P leaves out (later keys, other blocks) are zeros and count. LLN attention takes
-    O(N·D²) time, by ΣP² = Σ (AᵀA)∘(BBᵀ) for P = A·B; the others O(N²·D) in tiles.
+    Entries that P leaves out (later keys, other blocks, keys out of the window) are zeros and
+    count. LLN attention takes O(N·D²) time, by ΣP² = Σ (AᵀA)∘(BBᵀ) for P = A·B; the others O(N²·D)
+    in tiles.
 
     Returns:
         ``[B, H]``, float64; NaN as in `entropy`.

@@ -1,4 +1,4 @@
-"""The attention core without projections: heads in, heads out, with its own α, β and join.
+"""Attention cores without projections: heads in, heads out, with their own α, β and join.
 
 Dimension legend: B batch, H heads, T queries, S keys, D head width, E value width.
 """
@@ -24,7 +24,54 @@ from lln.precision import cast_for_autocast
 JOINS = ("average", "scale", "ratio", "gate", "heads")
 
 
-class LLNCore(nn.Module):
+class AttentionCore(nn.Module):
+    """What every core has: its sizes and options, and the checks of its inputs.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        dropout: Probability to drop a whole key in training (see `lln.eager.dropout`).
+        impl: As in `lln.lln_attention`.
+    """
+
+    def __init__(
+        self, num_heads: int, head_dim: int, *, dropout: float = 0.0, impl: str = "auto"
+    ) -> None:
+        """Check the options."""
+        super().__init__()
+        checks.check_count("num_heads", num_heads)
+        checks.check_count("head_dim", head_dim)
+        checks.check_dropout(dropout)
+        checks.check_impl(impl)
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.dropout, self.impl = dropout, impl
+
+    def _checked(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
+    ) -> Call:
+        """The inputs as a call, cast for autocast and checked once; α and β are still to come."""
+        query, key, value = cast_for_autocast(query, key, value)
+        checks.check_flag("is_causal", is_causal)
+        checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
+        checks.check_key_mask(key_mask, key)
+        if query.shape[1] != self.num_heads:
+            raise InvalidInputError(
+                f"query must have {self.num_heads} heads, got {query.shape[1]}."
+            )
+        if query.shape[3] != self.head_dim:
+            raise InvalidInputError(
+                f"query must have head width {self.head_dim}, got {query.shape[3]}."
+            )
+        dropout_p = self.dropout if self.training else 0.0
+        options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal}
+        return Call("lln", query, key, value, dropout_p=dropout_p, **options)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``print(module)``."""
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, dropout={self.dropout}"
+
+
+class LLNCore(AttentionCore):
     """LLN attention over heads that are already projected, with its own source of α and β.
 
     Args:
@@ -57,13 +104,7 @@ class LLNCore(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         """Build the source of α, β."""
-        super().__init__()
-        checks.check_count("num_heads", num_heads)
-        checks.check_count("head_dim", head_dim)
-        checks.check_dropout(dropout)
-        checks.check_impl(impl)
-        self.num_heads, self.head_dim = num_heads, head_dim
-        self.dropout, self.impl = dropout, impl
+        super().__init__(num_heads, head_dim, dropout=dropout, impl=impl)
         self.statistics = make_statistics(
             statistics,
             num_heads,
@@ -92,30 +133,6 @@ class LLNCore(nn.Module):
             checks.check_causal(is_causal, call.query.shape[2], call.key.shape[2])
         alpha, beta = self.statistics(call.query, call.key, key_mask, is_causal)
         return attend(call.replace(alpha=alpha, beta=beta), self.impl)
-
-    def _checked(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
-    ) -> Call:
-        """The inputs as a call, cast for autocast and checked once; α and β are still to come."""
-        query, key, value = cast_for_autocast(query, key, value)
-        checks.check_flag("is_causal", is_causal)
-        checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
-        checks.check_key_mask(key_mask, key)
-        if query.shape[1] != self.num_heads:
-            raise InvalidInputError(
-                f"query must have {self.num_heads} heads, got {query.shape[1]}."
-            )
-        if query.shape[3] != self.head_dim:
-            raise InvalidInputError(
-                f"query must have head width {self.head_dim}, got {query.shape[3]}."
-            )
-        dropout_p = self.dropout if self.training else 0.0
-        options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal}
-        return Call("lln", query, key, value, dropout_p=dropout_p, **options)
-
-    def extra_repr(self) -> str:
-        """The settings, for ``print(module)``."""
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, dropout={self.dropout}"
 
 
 class LLNDiagCore(LLNCore):

@@ -1,4 +1,4 @@
-"""Drop-ins for ``nn.MultiheadAttention``: projections around the core.
+"""Drop-ins for ``nn.MultiheadAttention``: projections around a core.
 
 Dimension legend: B batch, H heads, T queries, S keys.
 """
@@ -16,45 +16,22 @@ from lln.checks.names import shown
 from lln.checks.signatures import check_options, explain_misfits
 from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
-from lln.nn.heads import LLNCore, LLNDiagCore
+from lln.nn.heads import AttentionCore, LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
 from lln.nn.value_convolution import ValueConvolution
+from lln.nn.window import WindowCore
 from lln.precision import autocast_enabled
 from lln.tracing import values_are_readable
 
 
-class LLNAttention(nn.Module):
-    """Multi-head LLN attention with projections, after ``nn.MultiheadAttention``.
+class ProjectedAttention(nn.Module):
+    """Projections around a core; `LLNAttention` says what the arguments are.
 
     Parameter names are those of ``nn.MultiheadAttention``, so that its state dict loads. The N×N
     weights never exist: ``need_weights`` and ``attn_mask`` are refused.
-
-    Args:
-        embed_dim: Width of the model.
-        num_heads: H; divides embed_dim.
-        dropout: Probability to drop a whole key in training (see `lln.eager.dropout`).
-        bias: Whether the projections have biases.
-        kdim: Width of key; None = embed_dim.
-        vdim: Width of value; None = embed_dim.
-        batch_first: Whether tensors come as ``[B, T, embed_dim]`` rather than
-            ``[T, B, embed_dim]``.
-        convolution: Tokens under a depthwise convolution of the values, added to the output: an odd
-            number, 0 = none (`lln.nn.value_convolution`). For self-attention only.
-        device: Where the parameters live.
-        dtype: Type of the projections' parameters; statistics stay float32.
-        **options: As in `LLNCore`: ``matching``, ``statistics``, ``alpha``, ``beta``,
-            ``momentum``, ``impl``.
-
-    Example:
-        >>> layer = LLNAttention(32, 4, batch_first=True)
-        >>> x = torch.randn(2, 10, 32)
-        >>> padding = torch.zeros(2, 10, dtype=torch.bool)
-        >>> out, weights = layer(x, x, x, key_padding_mask=padding)
-        >>> out.shape, weights
-        (torch.Size([2, 10, 32]), None)
     """
 
-    core_class: type[LLNCore] = LLNCore
+    core_class: type[AttentionCore]
 
     # nn.TransformerEncoderLayer reads this before it takes its fused softmax path, which would
     # silently bypass this module.
@@ -155,8 +132,8 @@ class LLNAttention(nn.Module):
         checks.check_flag("need_weights", need_weights)
         if need_weights:
             raise InvalidInputError(
-                "need_weights=True cannot be met: LLN attention never forms the N×N weights; "
-                "lln.reference.lln_matrix computes them for inspection."
+                f"need_weights=True cannot be met: {type(self).__name__} never forms the N×N "
+                "weights; lln.reference has the equations as N×N matrices, for inspection."
             )
         if attn_mask is not None:
             raise InvalidInputError(
@@ -165,7 +142,7 @@ class LLNAttention(nn.Module):
             )
         if isinstance(query, Tensor) and query.is_nested:
             raise InvalidInputError(
-                "query is a nested tensor, which LLN attention does not take; build "
+                f"query is a nested tensor, which {type(self).__name__} does not take; build "
                 "nn.TransformerEncoder with enable_nested_tensor=False."
             )
         key = query if key is None else key
@@ -250,7 +227,41 @@ class LLNAttention(nn.Module):
         ]
 
 
-class LLNDiagAttention(LLNAttention):
+class LLNAttention(ProjectedAttention):
+    """Multi-head LLN attention with projections, after ``nn.MultiheadAttention``.
+
+    Parameter names are those of ``nn.MultiheadAttention``, so that its state dict loads. The N×N
+    weights never exist: ``need_weights`` and ``attn_mask`` are refused.
+
+    Args:
+        embed_dim: Width of the model.
+        num_heads: H; divides embed_dim.
+        dropout: Probability to drop a whole key in training (see `lln.eager.dropout`).
+        bias: Whether the projections have biases.
+        kdim: Width of key; None = embed_dim.
+        vdim: Width of value; None = embed_dim.
+        batch_first: Whether tensors come as ``[B, T, embed_dim]`` rather than
+            ``[T, B, embed_dim]``.
+        convolution: Tokens under a depthwise convolution of the values, added to the output: an odd
+            number, 0 = none (`lln.nn.value_convolution`). For self-attention only.
+        device: Where the parameters live.
+        dtype: Type of the projections' parameters; statistics stay float32.
+        **options: As in `LLNCore`: ``matching``, ``statistics``, ``alpha``, ``beta``,
+            ``momentum``, ``impl``.
+
+    Example:
+        >>> layer = LLNAttention(32, 4, batch_first=True)
+        >>> x = torch.randn(2, 10, 32)
+        >>> padding = torch.zeros(2, 10, dtype=torch.bool)
+        >>> out, weights = layer(x, x, x, key_padding_mask=padding)
+        >>> out.shape, weights
+        (torch.Size([2, 10, 32]), None)
+    """
+
+    core_class = LLNCore
+
+
+class LLNDiagAttention(ProjectedAttention):
     """Multi-head LLN + block-diagonal attention with projections (Figure 3).
 
     Args:
@@ -268,7 +279,7 @@ class LLNDiagAttention(LLNAttention):
     core_class = LLNDiagCore
 
 
-class LLNKeysAttention(LLNAttention):
+class LLNKeysAttention(ProjectedAttention):
     """Multi-head attention with exact keys and LLN slots, with projections.
 
     Args:
@@ -284,6 +295,24 @@ class LLNKeysAttention(LLNAttention):
     """
 
     core_class = LLNKeysCore
+
+
+class WindowAttention(ProjectedAttention):
+    """Multi-head softmax attention inside a sliding window, with projections.
+
+    Args:
+        embed_dim: Width of the model.
+        num_heads: H; divides embed_dim.
+        **options: As in `LLNAttention` and `WindowCore`: ``window``, ``scale`` and the rest; there
+            are no α and β.
+
+    Example:
+        >>> layer = WindowAttention(32, 4, batch_first=True, window=8)
+        >>> layer(torch.randn(2, 10, 32))[0].shape
+        torch.Size([2, 10, 32])
+    """
+
+    core_class = WindowCore
 
 
 def _key_mask_of_padding(key_padding_mask: Tensor, key: Tensor) -> Tensor:
@@ -310,7 +339,7 @@ def _key_mask_of_padding(key_padding_mask: Tensor, key: Tensor) -> Tensor:
         ignored = key_padding_mask <= torch.finfo(key_padding_mask.dtype).min
         if not bool((attend | ignored).all()):
             raise InvalidInputError(
-                "a floating-point key_padding_mask may hold only 0 and −inf: LLN attention can "
-                "drop a key but has no score to add a bias to."
+                "a floating-point key_padding_mask may hold only 0 and −inf: a key can be ignored, "
+                "but no bias can be added to its score."
             )
     return attend

@@ -1,0 +1,75 @@
+"""The attention core of a sliding window: heads in, heads out, and nothing to match.
+
+Dimension legend: B batch, H heads, Hk key heads, T tokens, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln import checks
+from lln.checks.signatures import explain_misfits
+from lln.functional.run import attend
+from lln.nn.heads import AttentionCore
+
+
+class WindowCore(AttentionCore):
+    """Softmax attention inside a sliding window, over heads that are already projected.
+
+    The module of `lln.window_attention`. It has no α, β, parameters or buffers.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        window: How many tokens a query sees on either side of its own, or before its own in causal
+            calls.
+        scale: Factor of the scores; None = 1/√D.
+        dropout: Probability to drop a whole key in training (see `lln.eager.dropout`).
+        impl: As in `lln.lln_attention`.
+        device: As every core takes it; there is nothing to place.
+
+    Example:
+        >>> core = WindowCore(2, 16, window=8)
+        >>> query, key, value = torch.randn(3, 1, 2, 100, 16)
+        >>> core(query, key, value).shape
+        torch.Size([1, 2, 100, 16])
+    """
+
+    @explain_misfits
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        window: int = 64,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Check the options."""
+        super().__init__(num_heads, head_dim, dropout=dropout, impl=impl)
+        checks.check_count("window", window, least=0)
+        checks.check_scale(scale)
+        self.window, self.scale = window, scale
+
+    @explain_misfits
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
+        call = self._checked(query, key, value, key_mask, is_causal)
+        checks.check_self_attention(call.query, call.key, type(self).__name__)
+        call = call.replace(kind="window", window=self.window, scale=self.scale)
+        return attend(call, self.impl)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``print(module)``."""
+        return f"{super().extra_repr()}, window={self.window}"
