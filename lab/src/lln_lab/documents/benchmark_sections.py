@@ -24,7 +24,7 @@ from lln_lab.benchmarks import (
     roberta_turns,
     under_load,
 )
-from lln_lab.documents import peer_tables
+from lln_lab.documents import peer_tables, window_tables
 from lln_lab.documents.speed_tables import (
     causal_cpu_table,
     cpu_table,
@@ -70,6 +70,7 @@ def sections() -> Iterator[Section]:
     """What the pages say of every benchmark."""
     yield from of_cpus()
     yield from of_gpu()
+    yield from of_windows()
     yield from of_training_steps()
     yield from of_peers()
     for page, name, results, write in SINGLE:
@@ -122,6 +123,18 @@ def of_gpu() -> Iterator[Section]:
     # The kernels before and after, in turn on one machine.
     command = missing("python -m lln_lab.benchmarks.two_trees OLD/src NEW/src", "two_trees")
     yield Section(TABLES, "two-trees", trees_table(trees) if trees else command)
+
+
+def of_windows() -> Iterator[Section]:
+    """Sliding windows, alone and in an encoder."""
+    for name, write, part in (
+        ("windows-cuda", window_tables.windows, "attention"),
+        ("modernbert-cuda", window_tables.encoder, "encoder"),
+        ("modernbert-cpu", window_tables.encoder, "encoder --device cpu"),
+    ):
+        found = read(name)
+        command = missing(f"python -m lln_lab.benchmarks.windows {part}", name)
+        yield Section(TABLES, name, write(found) if found else command)
 
 
 def of_training_steps() -> Iterator[Section]:

@@ -1,0 +1,164 @@
+"""Attention inside a sliding window against its rivals, and the encoder that is made of it.
+
+    python -m lln_lab.benchmarks.windows attention --out lab/results/benchmarks/windows-cuda.json
+    python -m lln_lab.benchmarks.windows encoder --out lab/results/benchmarks/modernbert-cuda.json
+    python -m lln_lab.benchmarks.windows encoder --device cpu --lengths 256 1024 4096
+
+``attention`` compares `lln.window_attention` with FlexAttention, compiled for the window, and with
+FlashAttention's windows, as PyTorch has them; times are those of CUDA graphs, B · N = 65,536.
+``encoder`` is ModernBERT-base with random weights, two layers of three with a window of 64 tokens
+to each side: as transformers runs it with SDPA, and converted to ``lln_keys``. On a GPU in bfloat16
+with B · N = 32,768, on a CPU in float32 with one text; both run in turn, the best of some rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lln
+from lln.files import write_atomically
+from lln_lab.bench.environment import describe
+from lln_lab.benchmarks.call_times import graph_ms
+from lln_lab.benchmarks.keys import both_ways
+
+HEADS, WIDTH, TOKENS = 12, 64, 65536
+WINDOWS = (64, 512)
+ENCODER_TOKENS = 32768
+ROUNDS = {"cuda": 10, "cpu": 3}
+VOCABULARY = 50368
+
+
+def flex(window: int, tokens: int) -> Callable[..., Any]:
+    """FlexAttention with this window, compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def near(_batch: Any, _head: Any, row: Any, key: Any) -> Any:
+        return (row - key).abs() <= window
+
+    mask = create_block_mask(near, None, None, tokens, tokens, device="cuda")
+    return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+
+class _Flash(torch.autograd.Function):
+    """FlashAttention with a window, ``[B, H, T, D]``."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        *sides, window = inputs
+        sides = [side.transpose(1, 2) for side in sides]
+        ctx.options = {"window_size_left": window, "window_size_right": window}
+        ctx.lengths = (None, None, sides[0].shape[1], sides[0].shape[1], 0.0, False)
+        found = torch.ops.aten._flash_attention_forward(*sides, *ctx.lengths, False, **ctx.options)
+        ctx.save_for_backward(*sides, *found[:4])
+        return found[0].transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        *sides, out, norm, seed, offset = ctx.saved_tensors
+        above = gradients[0].transpose(1, 2)
+        given = (above, *sides, out, norm, *ctx.lengths, seed, offset)
+        made = torch.ops.aten._flash_attention_backward(*given, **ctx.options)
+        return *(side.transpose(1, 2) for side in made), None
+
+
+def attention(lengths: list[int]) -> Iterator[dict[str, Any]]:
+    """A row per length and window: every system forward, and forward and backward."""
+    for tokens in lengths:
+        shape = (TOKENS // tokens, HEADS, tokens, WIDTH)
+        inputs = [
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        ]
+        for window in WINDOWS:
+            systems = {
+                "lln": partial(lln.window_attention, window=window),
+                "flex": flex(window, tokens),
+                "flash": lambda *sides, window=window: _Flash.apply(*sides, window),
+            }
+            row: dict[str, Any] = {"tokens": tokens, "batch": shape[0], "window": window}
+            row |= {name: both_ways(call, inputs, graph_ms) for name, call in systems.items()}
+            print(row, flush=True)
+            yield row
+
+
+def encoder(device: str, lengths: list[int]) -> Iterator[dict[str, Any]]:
+    """A row per length: milliseconds of a forward pass, on a GPU also its peak in GiB."""
+    from transformers import ModernBertConfig, ModernBertModel
+
+    from lln.integrations.convert import convert
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    models: dict[str, Any] = {}
+    for name in ("sdpa", "lln_keys"):
+        config = ModernBertConfig(max_position_embeddings=max(lengths))
+        config._attn_implementation = "sdpa"
+        models[name] = ModernBertModel(config).to(device, dtype).eval()
+    models["lln_keys"].load_state_dict(models["sdpa"].state_dict())
+    sample = {"input_ids": torch.randint(VOCABULARY, (1, 512), device=device)}
+    convert(models["lln_keys"], "lln_keys", calibrate=sample)
+    for tokens in lengths:
+        batch = ENCODER_TOKENS // tokens if device == "cuda" else 1
+        ids = torch.randint(VOCABULARY, (batch, tokens), device=device)
+        row: dict[str, Any] = {"tokens": tokens, "batch": batch}
+        found = {name: [one_pass(model, ids)] for name, model in models.items()}
+        for _ in range(ROUNDS[device]):
+            for name, model in models.items():
+                found[name].append(one_pass(model, ids))
+        for name, passes in found.items():
+            # The first one warms up.
+            row[name] = {"ms": min(ms for ms, _ in passes[1:])}
+            if device == "cuda":
+                row[name]["gib"] = passes[-1][1]
+        print(row, flush=True)
+        yield row
+
+
+@torch.no_grad()
+def one_pass(model: Any, ids: torch.Tensor) -> tuple[float, float]:
+    """Milliseconds and peak GiB of a forward pass."""
+    on_gpu = ids.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    model(ids)
+    if on_gpu:
+        torch.cuda.synchronize()
+    ms = 1e3 * (time.perf_counter() - start)
+    return ms, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+
+
+def main() -> None:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=("attention", "encoder"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    usual = [512, 2048, 8192, 16384, 32768]
+    if given.device == "cpu":
+        usual = [256, 512, 1024, 2048, 4096]
+    command = f"python -m lln_lab.benchmarks.windows {given.part} --device {given.device}"
+    content: dict[str, Any] = {"setup": describe(given.device, command), "rows": []}
+    lengths = given.lengths or usual
+    rows = attention(lengths) if given.part == "attention" else encoder(given.device, lengths)
+    for row in rows:
+        content["rows"].append(row)
+        if given.out:
+            # After every row, so that a run that is stopped leaves what it has measured.
+            write_atomically(given.out, json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Tables of sliding windows: the attention alone, and the encoder that is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lln_lab.markdown import source, table
+
+RIVALS = {"flex": "FlexAttention", "flash": "FlashAttention"}
+PASSES = {"forward": "forward", "forward + backward": "fwd + bwd"}
+
+
+def windows(results: dict[str, Any]) -> str:
+    """Milliseconds of ours, and how many times faster than its rivals it is."""
+    titles = ["N", "window"]
+    for title in PASSES.values():
+        titles += [f"lln, {title}", *(f"against {rival}" for rival in RIVALS.values())]
+    lines = []
+    for row in results["rows"]:
+        cells = [f"{row['tokens']:,}", f"±{row['window']}"]
+        for name in PASSES:
+            own = row["lln"][name]
+            cells += [f"{own:.3f}", *(f"{row[rival][name] / own:.2f}×" for rival in RIVALS)]
+        lines.append(cells)
+    setup = results["setup"]
+    caption = (
+        "Milliseconds, and times faster than FlexAttention compiled for the window and "
+        "FlashAttention's windows as PyTorch has them; bfloat16, H = 12, D = 64, B·N = 65,536, "
+        f"as CUDA graphs. {setup['device']}, torch {setup['torch']}; {source(setup)}."
+    )
+    return table(titles, lines, caption)
+
+
+def encoder(results: dict[str, Any]) -> str:
+    """Milliseconds and GiB of an encoder as it was, and converted."""
+    has_memory = "gib" in results["rows"][0]["sdpa"]
+    titles = ["tokens", "texts", "SDPA", "converted", "times as fast"]
+    titles += ["GiB, SDPA", "GiB, converted"] if has_memory else []
+    lines = []
+    for row in results["rows"]:
+        before, after = row["sdpa"], row["lln_keys"]
+        cells = [f"{row['tokens']:,}", str(row["batch"])]
+        cells += [f"{side['ms']:,.0f} ms" for side in (before, after)]
+        cells.append(f"{before['ms'] / after['ms']:.2f}×")
+        cells += [f"{side['gib']:.1f}" for side in (before, after)] if has_memory else []
+        lines.append(cells)
+    setup = results["setup"]
+    caption = (
+        "ModernBERT-base, random weights, forward; two layers of three attend within ±64 tokens, "
+        "as before, the others with 64 exact keys. "
+        f"{setup['device']}, {setup['threads']} threads, torch {setup['torch']}; {source(setup)}."
+    )
+    return table(titles, lines, caption)
