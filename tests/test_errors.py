@@ -33,12 +33,25 @@ def block_diagonal(query, key, value, **options):
     return lln.block_diagonal_attention(query, key, value, **({"block_size": 4} | options))
 
 
+def window(query, key, value, **options):
+    return lln.window_attention(query, key, value, **({"window": 4} | options))
+
+
+def window_varlen(query, key, value, cu_seqlens, **options):
+    return lln.window_attention_varlen(query, key, value, cu_seqlens, window=4, **options)
+
+
 DENSE = {
     "lln": lln.lln_attention,
     "diag": lln.lln_diag_attention,
     "block": block_diagonal,
+    "window": window,
 }
-PACKED = {"lln": lln.lln_attention_varlen, "diag": lln.lln_diag_attention_varlen}
+PACKED = {
+    "lln": lln.lln_attention_varlen,
+    "diag": lln.lln_diag_attention_varlen,
+    "window": window_varlen,
+}
 LLN_ONLY = ("lln", "diag")
 each_dense = pytest.mark.parametrize("attend", DENSE.values(), ids=DENSE)
 each_packed = pytest.mark.parametrize("attend", PACKED.values(), ids=PACKED)
@@ -357,7 +370,7 @@ def test_causal_packed_with_statistics_of_its_own_sequence(attend):
     )
 
 
-@pytest.mark.parametrize("name", ["block", "diag"])
+@pytest.mark.parametrize("name", ["block", "diag", "window"])
 def test_blocks_are_self_attention(name):
     tensors = dense(key=(B, H, 4, D), value=(B, H, 4, E))
     refuses_dense(DENSE[name], tensors, "same positions", "T = 6 and S = 4", "lln_attention")
@@ -579,7 +592,7 @@ def test_bad_dropout(attend, bad):
     refuses_dense(attend, dense(), "dropout_p", "[0, 1)", repr(bad), dropout_p=bad)
 
 
-@pytest.mark.parametrize("name", ["block", "diag"])
+@pytest.mark.parametrize("name", ["block", "diag", "window"])
 @pytest.mark.parametrize(
     ("bad", "seen"), [(0.0, "0.0"), (NAN, "nan"), (INF, "inf"), (True, "bool"), ("1", "str")]
 )
