@@ -19,7 +19,7 @@ from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
 from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks, slots_of_heads
-from lln.eager.key_blocks import dense_blocks
+from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
@@ -93,10 +93,8 @@ def exact_keys(call: Call, reading: str) -> Tensor:
         slots = slots_of_blocks(key, value, beta, blocks, key_mask, None, call.is_causal)
     else:
         slots = slots_of_heads(call.key, call.value, call.beta, key_mask, heads)
-    terms = KeyTerms(
-        query, key, value, alpha, offset, slots, blocks, call.group_size, key_mask,
-        call.is_causal, call.scale,
-    )  # fmt: skip
+    groups = Groups(blocks, call.group_size, key_mask, call.is_causal)
+    terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
     return attend_keys(terms, indices, are_seen=True, reading=reading)
 
 
