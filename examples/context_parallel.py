@@ -7,7 +7,7 @@
 The made-up task: every blank asks for the first token of the sequence, which only the first process
 has. Training goes on from the newest complete checkpoint in --out, also if a process died (torchrun
 then starts all again) or after SIGTERM, which saves one before the end. A full disk is a warning,
-and the next checkpoint tries again.
+and the next checkpoint tries again. Checkpoints need lln-lab (pip install "lln[lab]").
 """
 
 import argparse
@@ -24,7 +24,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 from lln.integrations.context_parallel import connect, shard_batch
 from lln.integrations.transformers import register
 from lln.parallel import sum_gradients
-from lln.parallel.checkpoints import load_newest, save_checkpoint
+from lln_lab.rank_checkpoints import load_newest, save_checkpoint
 
 VOCABULARY, MASK, IGNORED = 256, 3, -100
 GPU = torch.cuda.is_available()

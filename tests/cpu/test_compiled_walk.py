@@ -13,6 +13,7 @@ from tests.eager.test_further_gradients import NUMBERS
 
 import lln
 from lln.cpu import compiled_passes
+from lln.cpu.compiled_passes import PassCall
 
 BOTH = ["forward_causal", "backward_causal"]
 CAUSAL = {"is_causal": True, "alpha": 0.7, "beta": 1.3}
@@ -142,9 +143,9 @@ def test_what_is_not_a_number_goes_the_way_of_torch(bad, place, taken, by_torch)
 @pytest.mark.parametrize("place", [0, 1])
 def test_nan_is_found_in_any_row(place, taken):
     sides = [side.detach() for side in sides_of(150)]
-    assert (compiled_passes.forward_causal(*sides, 0.7, 1.3)[-1] >= 1e-25).all()
+    assert (compiled_passes.forward_causal(PassCall(*sides, 0.7, 1.3))[-1] >= 1e-25).all()
     sides[place][0, 1, 3, 5] = float("nan")
-    least = compiled_passes.forward_causal(*sides, 0.7, 1.3)[-1]
+    least = compiled_passes.forward_causal(PassCall(*sides, 0.7, 1.3))[-1]
     assert least.isnan().tolist() == [False, True, *[False] * 4]
     assert len(taken) == 2
 

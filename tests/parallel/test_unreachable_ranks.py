@@ -10,7 +10,6 @@ from tests.parallel.workers import SECONDS
 
 import lln.parallel
 from lln.errors import PeerError
-from lln.parallel.checkpoints import load_newest
 
 PATIENCE = 5
 # Gloo names the timeout that ended the wait: that of the group, and not that of all processes.
@@ -51,32 +50,24 @@ def test_a_rank_that_does_not_go_back(pool):
     assert OWN_TIMEOUT in message
 
 
-def left_alone(group, rank, step, folder):
+def left_alone(group, rank):
     """Rank 1 does not come to what is no attention."""
     own = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank > 0:
         return None
     try:
-        if step == "sum_gradients":
-            lln.parallel.sum_gradients(torch.nn.Linear(2, 2), own)
-        else:
-            load_newest(folder, own)
+        lln.parallel.sum_gradients(torch.nn.Linear(2, 2), own)
     except PeerError as error:
         return str(error)
     return None
 
 
-def test_gradients_that_one_rank_does_not_add(pool, tmp_path):
-    message = pool.run(left_alone, 4, "sum_gradients", tmp_path)[0]
+def test_gradients_that_one_rank_does_not_add(pool):
+    message = pool.run(left_alone, 4)[0]
     assert message.startswith(
         "lln.parallel.sum_gradients: adding up the gradients of weight failed"
     )
     assert "on rank 0 of 2" in message
-
-
-def test_a_checkpoint_that_one_rank_does_not_ask_for(pool, tmp_path):
-    message = pool.run(left_alone, 4, "load_newest", tmp_path)[0]
-    assert message.startswith("lln.parallel.checkpoints.load_newest: agreeing on a checkpoint")
 
 
 def test_a_rank_whose_process_dies(pool):

@@ -3,8 +3,8 @@
 import pytest
 from tests.parallel.conftest import pool  # noqa: F401
 
-from lln.testing.load import Load
 from lln_lab.bench import environment
+from lln_lab.bench.load import Load
 
 
 @pytest.fixture(autouse=True)

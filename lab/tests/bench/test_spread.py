@@ -9,10 +9,10 @@ import pytest
 from lab.tests.commands import app
 from typer.testing import CliRunner
 
-from lln.testing.load import Load
 from lln_lab.bench import attention_bench, environment, timing
 from lln_lab.bench.attention_table import table_of, text_of
 from lln_lab.bench.crossover import Crossover, crossover
+from lln_lab.bench.load import Load
 from lln_lab.bench.record import Record
 from lln_lab.bench.speed_figure import draw_speed
 from lln_lab.bench.spread import Timed, about, noise_note, timed, timed_in

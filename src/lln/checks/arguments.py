@@ -211,17 +211,10 @@ def check_options(
     dropout_p: float,
     is_causal: bool,
 ) -> None:
-    """Refuse the options that dense and packed entry points share.
+    """Refuse the options that dense and packed entry points share, as they got them.
 
-    Args:
-        query: ``[B, H, T, D]`` or ``[T, H, D]``: the heads are axis 1 in both.
-        key: Likewise.
-        batch: B, or the number of packed sequences.
-        alpha: As the entry point got it; the same for all below.
-        beta: Likewise.
-        matching: Likewise.
-        dropout_p: Likewise.
-        is_causal: Likewise.
+    Query and key are ``[B, H, T, D]`` or ``[T, H, D]``, with heads in axis 1 of both; ``batch`` is
+    B, or the number of packed sequences.
     """
     check_matching(matching)
     check_dropout(dropout_p)
@@ -248,29 +241,7 @@ def check_temperature(
     if type(given) is float and 0 < given < math.inf:
         return
     if isinstance(given, Tensor):
-        check_tensor(name, given)
-        if given.dtype not in FLOAT_DTYPES:
-            raise InvalidInputError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {given.dtype}."
-            )
-        sizes = (1,) * (4 - given.dim()) + tuple(given.shape)
-        fits = (
-            len(sizes) == 4
-            and sizes[0] in (1, batch)
-            and sizes[1] in (1, *heads)
-            and sizes[2:] == (1, 1)
-        )
-        if not fits:
-            leads = ((lead, 2) for one in heads for lead in ((one,), (batch, one)))
-            raise InvalidInputError(
-                f"{name} must be a number or broadcast to [B, H, 1, 1] = "
-                f"[{batch}, {heads[0]}, 1, 1], got shape {shape_of(given)}"
-                f"{missing_axes(name, given, leads)}."
-            )
-        if given.device != device and given.dim() > 0:
-            raise InvalidInputError(
-                f"{name} must be on the device of query, got {given.device} and {device}."
-            )
+        check_per_head(name, given, batch, heads, device)
         if values_are_readable(given):
             # A few numbers: comparing them in PyTorch takes ten times as long.
             wrong = next((one for one in given.flatten().tolist() if not 0 < one < math.inf), None)
@@ -282,6 +253,35 @@ def check_temperature(
         raise InvalidInputError(f"{name} must be a number or a tensor, got {type(given).__name__}.")
     elif isinstance(given, Real) and not (float(given) > 0 and math.isfinite(given)):
         raise InvalidInputError(f"{name} must be positive and finite, got {given}.")
+
+
+def check_per_head(
+    name: str, given: Tensor, batch: int, heads: tuple[int, ...], device: torch.device
+) -> None:
+    """Refuse a tensor of α, β or offsets by dtype, shape or device; as `check_temperature`."""
+    check_tensor(name, given)
+    if given.dtype not in FLOAT_DTYPES:
+        raise InvalidInputError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {given.dtype}."
+        )
+    sizes = (1,) * (4 - given.dim()) + tuple(given.shape)
+    fits = (
+        len(sizes) == 4
+        and sizes[0] in (1, batch)
+        and sizes[1] in (1, *heads)
+        and sizes[2:] == (1, 1)
+    )
+    if not fits:
+        leads = ((lead, 2) for one in heads for lead in ((one,), (batch, one)))
+        raise InvalidInputError(
+            f"{name} must be a number or broadcast to [B, H, 1, 1] = "
+            f"[{batch}, {heads[0]}, 1, 1], got shape {shape_of(given)}"
+            f"{missing_axes(name, given, leads)}."
+        )
+    if given.device != device and given.dim() > 0:
+        raise InvalidInputError(
+            f"{name} must be on the device of query, got {given.device} and {device}."
+        )
 
 
 def check_blocks(block_size: int, scale: float | None) -> None:

@@ -11,9 +11,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from lln.checks.arguments import FLOAT_DTYPES, MATCHING_CRITERIA, check_count
+from lln.checks.arguments import MATCHING_CRITERIA, check_count, check_per_head
 from lln.checks.names import check_choice, shown
-from lln.checks.tensors import check_tensor, missing_axes, shape_of
+from lln.checks.tensors import check_tensor, shape_of
 from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.tracing import values_are_readable
 
@@ -90,25 +90,6 @@ def check_offset(
                 f"offset must be a finite number or a tensor, got {shown(offset)}."
             )
         return
-    check_tensor("offset", offset)
-    if offset.dtype not in FLOAT_DTYPES:
-        raise InvalidInputError(
-            f"offset must be float64, float32, bfloat16 or float16, got {offset.dtype}."
-        )
-    sizes = (1,) * (4 - offset.dim()) + tuple(offset.shape)
-    if len(sizes) != 4 or sizes[0] not in (1, batch) or sizes[1] not in (1, heads):
-        fits = False
-    else:
-        fits = sizes[2:] == (1, 1)
-    if not fits:
-        leads = ((lead, 2) for lead in ((heads,), (batch, heads)))
-        raise InvalidInputError(
-            f"offset must be a number or broadcast to [B, H, 1, 1] = [{batch}, {heads}, 1, 1], "
-            f"got shape {shape_of(offset)}{missing_axes('offset', offset, leads)}."
-        )
-    if offset.device != device and offset.dim() > 0:
-        raise InvalidInputError(
-            f"offset must be on the device of query, got {offset.device} and {device}."
-        )
+    check_per_head("offset", offset, batch, (heads,), device)
     if values_are_readable(offset) and not bool(offset.isfinite().all()):
         raise InvalidInputError("offset must be finite everywhere.")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lln.cpu import compiled_passes
-from lln.cpu.compiled_passes import Blocks
+from lln.cpu.compiled_passes import Blocks, PassCall
 from lln.eager.products import per_head
-from lln.eager.saved_numbers import save, saved
+from lln.eager.saved_numbers import by_autograd, save, saved
 from lln.tracing import is_batched
 
 # Takes query, key, value, α and β.
@@ -25,103 +25,34 @@ ByTorch = Callable[[Tensor, Tensor, Tensor, Any, Any], Tensor]
 
 
 def attend_compiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None,
-    blocks: Blocks | None,
-    by_torch: ByTorch,
-) -> Tensor:
-    """LLN attention, alone or mixed with blocks: ``[B, H, T, E]``.
-
-    Args:
-        query: ``[B, H, T, D]`` in float32.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        alpha: A number, one entry, or ``[1 or B, 1 or H, 1, 1]``; without a gradient.
-        beta: Likewise.
-        key_mask: bool ``[B, S]``, True = attend.
-        blocks: The short range, whose tokens are the queries; None = LLN alone.
-        by_torch: Computes the same.
-    """
-    return _attend((query, key, value), (alpha, beta), key_mask, blocks, (), by_torch)
-
-
-def attend_matched(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    curves: Sequence[bytes],
-    key_mask: Tensor | None,
-    blocks: Blocks | None,
-    by_torch: ByTorch,
-) -> Tensor:
-    """`attend_compiled` with temperatures that the same pass matches.
-
-    Args:
-        query: ``[B, H, T, D]`` in float32.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        curves: One `compiled_passes.packed_curve`, with a mask one for every sample.
-        key_mask: As in `attend_compiled`; if T = S, it says which queries are measured, too.
-        blocks: As in `attend_compiled`.
-        by_torch: Likewise.
-    """
-    alpha = query.new_empty((*query.shape[:2], 1, 1))
-    numbers = alpha, torch.empty_like(alpha)
-    return _attend((query, key, value), numbers, key_mask, blocks, curves, by_torch)
-
-
-def attend_blocks_compiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    blocks: Blocks,
-    by_torch: ByTorch,
-) -> Tensor:
-    """Softmax attention inside blocks: ``[B, H, T, E]``.
-
-    Args:
-        query: ``[B, H, T, D]`` in float32, without infinity.
-        key: ``[B, Hk, T, D]``, likewise.
-        value: ``[B, Hk, T, E]``.
-        key_mask: bool ``[B, T]``, True = attend.
-        blocks: With None for the share of LLN.
-        by_torch: Computes the same, whatever α and β it gets.
-    """
-    return _attend((query, key, value), (1.0, 1.0), key_mask, blocks, (), by_torch)
-
-
-def by_autograd(
-    attend: Callable[..., Tensor],
-    sides: Sequence[Tensor],
-    needs: Sequence[bool],
-    gradient: Tensor,
-) -> list[Tensor | None]:
-    """Gradients of ``attend(*sides)``, for the sides that need one; differentiable if asked for."""
-    wanted = [side for side, need in zip(sides, needs, strict=True) if need]
-    further = torch.is_grad_enabled()
-    with torch.enable_grad():
-        again = attend(*sides)
-    made = iter(torch.autograd.grad(again, wanted, gradient, create_graph=further))
-    return [next(made) if need else None for need in needs]
-
-
-def _attend(
     sides: tuple[Tensor, Tensor, Tensor],
     numbers: tuple[Any, Any],
     key_mask: Tensor | None,
     blocks: Blocks | None,
-    curves: Sequence[bytes],
     by_torch: ByTorch,
+    curves: Sequence[bytes] = (),
 ) -> Tensor:
+    """LLN attention, softmax attention inside blocks, or both: ``[B, H, T, E]``.
+
+    Args:
+        sides: ``[B, H, T, D]``, ``[B, Hk, S, D]`` and ``[B, Hk, S, E]`` in float32.
+        numbers: α and β: numbers, one entry, or ``[1 or B, 1 or H, 1, 1]``; without a gradient.
+            With ``curves`` the pass itself finds them; blocks alone do not read them.
+        key_mask: bool ``[B, S]``, True = attend.
+        blocks: The short range, whose tokens are the queries; None = LLN alone. Blocks alone take
+            no infinity in queries and keys.
+        by_torch: Computes the same.
+        curves: One `compiled_passes.packed_curve`, with a mask one for every sample; if T = S, the
+            mask says which queries are measured, too.
+    """
+    if curves:
+        alpha = sides[0].new_empty((*sides[0].shape[:2], 1, 1))
+        numbers = alpha, torch.empty_like(alpha)
     if torch.is_grad_enabled() and any(side.requires_grad for side in sides):
         return _CompiledAttention.apply(*sides, *numbers, key_mask, blocks, curves, by_torch)
     numbers = per_head(numbers[0], sides[0]), per_head(numbers[1], sides[0])
-    return compiled_passes.forward(*sides, *numbers, blocks, key_mask, curves=curves)[0]
+    call = PassCall(*sides, *numbers, blocks, key_mask)
+    return compiled_passes.forward(call, curves=curves)[0]
 
 
 class _CompiledAttention(torch.autograd.Function):
@@ -129,8 +60,8 @@ class _CompiledAttention(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         query, key, value, alpha, beta, key_mask, ctx.blocks, curves, ctx.by_torch = given
         numbers = per_head(alpha, query), per_head(beta, query)
-        call = (query, key, value, *numbers, ctx.blocks, key_mask, True, curves)
-        out, made = compiled_passes.forward(*call)
+        call = PassCall(query, key, value, *numbers, ctx.blocks, key_mask)
+        out, made = compiled_passes.forward(call, True, curves)
         save(ctx, (alpha, beta, key_mask, *(made or [None])), query, key, value)
         return out
 
@@ -149,7 +80,7 @@ class _CompiledAttention(torch.autograd.Function):
         else:
             query, key, value = sides
             numbers = per_head(alpha, query), per_head(beta, query)
-            call = (gradient, query, key, value, summary, *numbers, ctx.blocks, key_mask)
-            every = compiled_passes.backward(*call)
+            call = PassCall(query, key, value, *numbers, ctx.blocks, key_mask)
+            every = compiled_passes.backward(call, gradient, summary)
             found = [one if need else None for one, need in zip(every, needs, strict=True)]
         return (*found, *(None for _ in ctx.needs_input_grad[3:]))

@@ -76,20 +76,10 @@ def employs_threads(heads: int) -> bool:
     return 2 * heads >= torch.get_num_threads()
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    blocks: Blocks | None,
-    key_mask: Tensor | None = None,
-    keeps: bool = False,
-    curves: Sequence[bytes] = (),
-) -> tuple[Tensor, list[Tensor]]:
-    """The output ``[B, H, T, E]``, and the summary that `backward` needs.
+class PassCall(NamedTuple):
+    """What the passes compute.
 
-    Args:
+    Attributes:
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, S, D]``.
         value: ``[B, Hk, S, E]``.
@@ -97,84 +87,70 @@ def forward(
         beta: Likewise.
         blocks: The short range; None = LLN alone. Causal ones are alone.
         key_mask: bool ``[B, S]``, True = attend.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: float | Tensor
+    beta: float | Tensor
+    blocks: Blocks | None = None
+    key_mask: Tensor | None = None
+
+    def grouped(self, *others: Tensor) -> list[Tensor]:
+        """Query, key, value and others, as wide as the passes want them."""
+        return [_grouped(side) for side in (self.query, self.key, self.value, *others)]
+
+    def gradients(self, name: str, gradient: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        """Those of query, key and value, by a function of the library."""
+        sides = self.grouped(gradient)
+        # Those of keys are made for every query head.
+        made = [side.new_empty((*sides[0].shape[:2], *side.shape[2:])) for side in sides[:3]]
+        _ask(name, _call(self), sides, *others, *made)
+        return tuple(_own(*pair) for pair in zip(made, self[:3], strict=True))
+
+
+def forward(
+    call: PassCall, keeps: bool = False, curves: Sequence[bytes] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """The output ``[B, H, T, E]``, and the summary that `backward` needs.
+
+    Args:
+        call: What to compute.
         keeps: Whether the summary is asked for.
         curves: If there are any, α and β are matched as by `match`, and written to what is given.
     """
-    heads = query.shape[0] * query.shape[1]
-    width, sides = value.shape[-1], [_grouped(side) for side in (query, key, value)]
+    query, blocks, sides = call.query, call.blocks, call.grouped()
     out = query.new_empty((*query.shape[:-1], sides[2].shape[-1]))
     summary = None
     if blocks is None or blocks.mix is not None:
+        heads = query.shape[0] * query.shape[1]
         summary = query.new_empty((heads, sides[2].shape[-1] + 2, sides[0].shape[-1]))
-    call = _call(query, key, value, alpha, beta, blocks, key_mask, writes=bool(curves))
-    _ask("lln_forward", call, sides, b"".join(curves) or None, out, summary)
-    return _cut(out, width), [summary] if keeps and summary is not None else []
+    asked = _call(call, writes=bool(curves))
+    _ask("lln_forward", asked, sides, b"".join(curves) or None, out, summary)
+    return _cut(out, call.value.shape[-1]), [summary] if keeps and summary is not None else []
 
 
-def backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    summary: Tensor | None,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    blocks: Blocks | None,
-    key_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; arguments as above."""
-    sides = [_grouped(side) for side in (query, key, value, gradient)]
-    made = _gradients(sides)
-    call = _call(query, key, value, alpha, beta, blocks, key_mask)
-    _ask("lln_backward", call, sides, summary, *made)
-    return _own(made[0], query), _own(made[1], key), _own(made[2], value)
+def backward(call: PassCall, gradient: Tensor, summary: Tensor | None) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, from that of the output and the summary of `forward`."""
+    return call.gradients("lln_backward", gradient, summary)
 
 
-def forward_causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None = None,
-) -> list[Tensor]:
-    """The output of causal LLN, what `backward_causal` needs, and every head's least normaliser.
-
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        value: ``[B, Hk, T, E]``.
-        alpha: A number, or ``[n or 1, 1, 1]``.
-        beta: Likewise.
-        key_mask: bool ``[B, T]``, True = attend.
-    """
-    width, sides = value.shape[-1], [_grouped(side) for side in (query, key, value)]
+def forward_causal(call: PassCall) -> list[Tensor]:
+    """The output of causal LLN, what `backward_causal` needs, and every head's least normaliser."""
+    query, sides = call.query, call.grouped()
     out = query.new_empty((*query.shape[:-1], sides[2].shape[-1]))
     norm, shift = (query.new_empty(query.shape[:-1]) for _ in range(2))
     least = query.new_empty(query.shape[0] * query.shape[1])
-    call = _call(query, key, value, alpha, beta, None, key_mask)
-    _ask("lln_causal_forward", call, sides, out, norm, shift, least)
-    return [_cut(out, width), norm, shift, least]
+    _ask("lln_causal_forward", _call(call), sides, out, norm, shift, least)
+    return [_cut(out, call.value.shape[-1]), norm, shift, least]
 
 
 def backward_causal(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    norm: Tensor,
-    shift: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; arguments as above."""
-    sides = [_grouped(side) for side in (query, key, value, gradient)]
-    made = _gradients(sides)
-    call = _call(query, key, value, alpha, beta, None, key_mask)
-    _ask("lln_causal_backward", call, sides, _grouped(out), norm, shift, *made)
-    return _own(made[0], query), _own(made[1], key), _own(made[2], value)
+    call: PassCall, gradient: Tensor, out: Tensor, norm: Tensor, shift: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, from that of the output and what was kept."""
+    return call.gradients("lln_causal_backward", gradient, _grouped(out), norm, shift)
 
 
 def match(
@@ -190,8 +166,8 @@ def match(
     """
     alpha = query.new_empty((*query.shape[:2], 1, 1))
     beta = torch.empty_like(alpha)
-    call = _call(query, key, key, alpha, beta, None, key_mask, writes=True)
-    _ask("lln_match", call, (_grouped(query), _grouped(key)), b"".join(curves))
+    call = PassCall(query, key, key, alpha, beta, None, key_mask)
+    _ask("lln_match", _call(call, writes=True), (_grouped(query), _grouped(key)), b"".join(curves))
     return alpha, beta
 
 
@@ -233,12 +209,6 @@ def _cut(side: Tensor, width: int) -> Tensor:
     return side if side.shape[-1] == width else side[..., :width].contiguous()
 
 
-def _gradients(sides: Sequence[Tensor]) -> list[Tensor]:
-    """Memory for the gradients of query, key and value: those of keys for every query head."""
-    heads = sides[0].shape[:2]
-    return [side.new_empty((*heads, *side.shape[2:])) for side in sides[:3]]
-
-
 def _own(gradient: Tensor, side: Tensor) -> Tensor:
     """The gradient of a tensor from those of all channels and of all query heads."""
     heads = side.shape[1]
@@ -252,17 +222,9 @@ def _rows(side: Tensor) -> Tensor:
     return side if side.stride(-1) == 1 and not side.is_neg() else side.resolve_neg().contiguous()
 
 
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    blocks: Blocks | None,
-    key_mask: Tensor | None = None,
-    writes: bool = False,
-) -> _Asked:
+def _call(asked: PassCall, writes: bool = False) -> _Asked:
     """What the library is asked for; ``writes``: it finds the temperatures of all heads itself."""
+    query, key, value, alpha, beta, blocks, key_mask = asked
     size, scale, mix, is_causal = blocks or (0, 1.0, 1.0, False)
     # A block of all tokens is the largest that there is.
     size = min(size, query.shape[2])

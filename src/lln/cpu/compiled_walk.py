@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lln.cpu import compiled_passes
-from lln.cpu.compiled_attention import by_autograd
+from lln.cpu.compiled_passes import PassCall
 from lln.eager.causal_walk import Inputs
 from lln.eager.products import per_head
 from lln.eager.run import repeat_heads
-from lln.eager.saved_numbers import save, saved
+from lln.eager.saved_numbers import by_autograd, save, saved
 from lln.tracing import is_batched
 
 
@@ -33,7 +33,8 @@ def walk_compiled(inputs: Inputs, guard: float, by_torch: Callable[[Inputs], Ten
     query, key, value, alpha, beta, key_mask = inputs
     with torch.no_grad():
         numbers = per_head(alpha, query), per_head(beta, query)
-        *found, least = compiled_passes.forward_causal(query, key, value, *numbers, key_mask)
+        call = PassCall(query, key, value, *numbers, key_mask=key_mask)
+        *found, least = compiled_passes.forward_causal(call)
     # NaN, too, goes the other way, which knows what each row may see of it.
     if not all(number >= guard for number in least.tolist()):
         return _join(inputs, least >= guard, guard, by_torch)
@@ -81,8 +82,7 @@ class _CompiledWalk(torch.autograd.Function):
             found = by_autograd(ctx.again, sides, needs, gradient)
         else:
             numbers = per_head(alpha, query), per_head(beta, query)
-            out, norm, shift = kept
-            call = (gradient, *sides, out, norm, shift, *numbers, key_mask)
-            made = compiled_passes.backward_causal(*call)
+            call = PassCall(*sides, *numbers, key_mask=key_mask)
+            made = compiled_passes.backward_causal(call, gradient, *kept)
             found = [one if need else None for one, need in zip(made, needs, strict=True)]
         return (*found, *(None for _ in ctx.needs_input_grad[3:]))

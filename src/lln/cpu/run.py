@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.cpu.compiled_attention import attend_blocks_compiled, attend_compiled, attend_matched
+from lln.cpu.compiled_attention import attend_compiled
 from lln.cpu.compiled_matching import compiled_curves
 from lln.cpu.compiled_passes import Blocks
 from lln.cpu.compiled_walk import walk_compiled
@@ -83,9 +83,8 @@ def _short_range(call: Call) -> Tensor:
 
     query, key, value = call.qkv
     blocks = Blocks(call.block_size, call.factor, None, call.is_causal)
-    return attend_blocks_compiled(
-        as_nan(query), as_nan(key), value, call.key_mask, blocks, by_torch
-    )
+    sides = (as_nan(query), as_nan(key), value)
+    return attend_compiled(sides, (1.0, 1.0), call.key_mask, blocks, by_torch)
 
 
 def _attend(call: Call, blocks: Blocks | None) -> Tensor:
@@ -96,14 +95,12 @@ def _attend(call: Call, blocks: Blocks | None) -> Tensor:
         sides = dict(zip(("query", "key", "value", "alpha", "beta"), given, strict=True))
         return eager.attend_dense(call.replace(kind=kind, **sides))
 
-    query, key, value = call.qkv
-    alpha, beta = call.alpha, call.beta
-    if alpha is None or beta is None:
-        curves = compiled_curves(key, call.key_mask, call.matching)
-        return attend_matched(query, key, value, curves, call.key_mask, blocks, by_torch)
-    if key.shape[1] != query.shape[1]:
-        alpha, beta = _of_heads(query, alpha), _of_heads(query, beta)
-    return attend_compiled(query, key, value, alpha, beta, call.key_mask, blocks, by_torch)
+    query, numbers, curves = call.query, (call.alpha, call.beta), ()
+    if call.alpha is None or call.beta is None:
+        curves = compiled_curves(call.key, call.key_mask, call.matching)
+    elif call.key.shape[1] != query.shape[1]:
+        numbers = _of_heads(query, call.alpha), _of_heads(query, call.beta)
+    return attend_compiled(call.qkv, numbers, call.key_mask, blocks, by_torch, curves)
 
 
 def _walk(call: Call) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lln.eager.products import add_product, flat, per_head, row_by_row
-from lln.eager.saved_numbers import save, saved
+from lln.eager.saved_numbers import by_autograd, save, saved
 from lln.eager.summary import LOG_ZERO, key_exponents
 from lln.tracing import is_batched
 
@@ -298,20 +298,16 @@ class WalkedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """By a walk back, or the long way."""
         *sides, out, normaliser = saved(ctx)
-        needed = [place for place, needs in enumerate(ctx.needs_input_grad[:5]) if needs]
-        found: list[Any] = [None] * 8
-        further = torch.is_grad_enabled()
-        if further or is_batched(gradients[0]):
-            wanted = [sides[place] for place in needed]
-            with torch.enable_grad():
-                again = ctx.again(Inputs(*sides))
-            made = torch.autograd.grad(again, wanted, gradients, create_graph=further)
-        else:
-            walked = Walked(out, normaliser)
-            needs = ctx.needs_input_grad[:5]
-            every = walk_back(Inputs(*sides), walked, gradients[0], needs)
-            made = [every[place] for place in needed]
-        for place, side in zip(needed, made, strict=True):
-            shape = sides[place].shape
-            found[place] = side if side.shape == shape else side.sum_to_size(shape)
-        return tuple(found)
+        needs, (gradient,) = ctx.needs_input_grad[:5], gradients
+        if torch.is_grad_enabled() or is_batched(gradient):
+
+            def again(*learning: Any) -> Tensor:
+                return ctx.again(Inputs(*learning, sides[5]))
+
+            return *by_autograd(again, sides[:5], needs, gradient), None, None, None
+        made = walk_back(Inputs(*sides), Walked(out, normaliser), gradient, needs)
+        found = [
+            side.sum_to_size(like.shape) if need else None
+            for side, like, need in zip(made, sides, needs, strict=False)
+        ]
+        return *found, None, None, None

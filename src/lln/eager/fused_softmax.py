@@ -61,17 +61,9 @@ def softmax_attention_gradients(
     norm: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value.
+    """The gradients of query, key and value from that of the output, ``[B, H, R, D]``.
 
-    Args:
-        gradient: Of the output, ``[B, H, R, D]``.
-        query: As in `softmax_attention`, and so are the following.
-        key: See there.
-        value: See there.
-        mask: See there.
-        out: What it returned.
-        norm: Likewise.
-        scale: Factor of the scores.
+    The other arguments are those of `softmax_attention` and, as ``out`` and ``norm``, its results.
     """
     if query.is_cpu:
         sides = (gradient, query, key, value, out, norm, 0.0, False)

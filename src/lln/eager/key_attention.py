@@ -18,22 +18,19 @@ n blocks, W tokens in a block, G groups, g queries in a group, K keys per group.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lln.eager.key_blocks import KeyBlocks
+from lln.eager.key_blocks import Groups, KeyBlocks
 from lln.eager.key_inference import attend_without_gradients
+from lln.eager.key_terms import KeyTerms, Slots
 from lln.eager.masked_keys import attend_masked
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift
 from lln.eager.selection import seen_keys
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise, summarise_heads
-
-# L - βμ, C and μ.
-Slots = tuple[Tensor, Tensor, Tensor]
 
 # How chosen keys are read: copied for every group, which always works; by PyTorch's fused softmax,
 # without gradients; or with all scores and a mask that hides the other keys.
@@ -57,105 +54,42 @@ class Earlier(NamedTuple):
 
 
 def attend_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    slots: Slots,
-    offset: float | Tensor,
-    indices: Tensor,
-    blocks: KeyBlocks,
-    *,
-    group_size: int,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    are_seen: bool = False,
-    reading: str = COPIED,
+    terms: KeyTerms, indices: Tensor, *, are_seen: bool = False, reading: str = COPIED
 ) -> Tensor:
     """The attention above: ``[B, H, T, E]``.
 
     Args:
-        query: ``[B, H, T, D]`` in the accumulation dtype.
-        key: Like query.
-        value: ``[B, H, T, E]``.
-        alpha: A number, or broadcasts to ``[B, H, n, 1, 1]``.
-        slots: L - βμ, C and μ for every block: broadcast to ``[B, H, n, D]``, ``[B, H, n, D, E]``
-            and ``[B, H, n, D]``.
-        offset: g; a number, or broadcasts to ``[B, H, n, 1, 1]``.
+        terms: The call.
         indices: int ``[B, H, G, K]``; -1 = none. Keys that a group may not see are left out.
-        blocks: Where the tokens lie.
-        group_size: g, a divisor of W.
-        key_mask: bool ``[B, T]``, True = attend.
-        is_causal: Whether row i sees keys 0 … i only.
-        scale: Factor of the scores; None = 1/√D.
         are_seen: Whether indices hold only keys that a group may see, so that none is left out.
         reading: How chosen keys are read; see `key_inference.can_fuse` and `masked_keys.can_mask`.
     """
-    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    seen = indices >= 0
-    if not are_seen:
-        seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
-    share = log_share(seen, blocks, group_size, key_mask, is_causal, query.dtype)
+    seen = indices >= 0 if are_seen else seen_keys(indices, terms.groups)
+    share = log_share(seen, terms.groups, terms.query.dtype)
     if reading == MASKED:
-        return attend_masked(
-            query, key, value, alpha, slots, share + offset, indices, seen, blocks,
-            key_mask=key_mask, scale=factor,
-        )  # fmt: skip
+        return attend_masked(terms, share, indices, seen)
     if reading == FUSED:
-        return attend_without_gradients(
-            query, key, value, alpha, slots, share + offset, indices, seen, blocks,
-            valid=blocks.valid(key_mask), group_size=group_size, scale=factor,
-        )  # fmt: skip
-    far = tuple(_pick(side, indices, seen) for side in (key, value))
-    full = blocks.is_plain and key_mask is None
-    return attend_rows(
-        query, key, value, alpha, slots, offset, share, far, seen, blocks,
-        valid=None if full else blocks.valid(key_mask), group_size=group_size,
-        is_causal=is_causal, scale=factor,
-    )  # fmt: skip
+        return attend_without_gradients(terms, share, indices, seen)
+    chosen = tuple(_pick(side, indices, seen) for side in (terms.key, terms.value))
+    return attend_rows(terms, share, chosen, seen)
 
 
-def attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    slots: Slots,
-    offset: float | Tensor,
-    share: Tensor,
-    chosen: tuple[Tensor, ...],
-    seen: Tensor,
-    blocks: KeyBlocks,
-    *,
-    valid: Tensor | None,
-    group_size: int,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
+def attend_rows(terms: KeyTerms, share: Tensor, chosen: tuple[Tensor, ...], seen: Tensor) -> Tensor:
     """The attention above from chosen rows, wherever they come from: ``[B, H, T, E]``.
 
     Args:
-        query: As in `attend_keys`, and so are the other arguments of the same name.
-        key: Like query.
-        value: ``[B, H, T, E]``.
-        alpha: A number, or broadcasts to ``[B, H, n, 1, 1]``.
-        slots: L - βμ, C and μ for every block.
-        offset: g; a number, or broadcasts to ``[B, H, n, 1, 1]``.
+        terms: The call.
         share: Ln ρ, ``[B, H, n, W, 1]``.
         chosen: The chosen keys ``[B, H, G, K, D]`` and their values ``[B, H, G, K, E]``, zero where
             not seen.
         seen: bool ``[B, H, G, K]``, which of them there are.
-        blocks: Where the tokens lie.
-        valid: bool ``[B, n, W]``, which places hold a key that may be attended to; None = all.
-        group_size: g.
-        is_causal: Whether row i sees keys 0 … i only.
-        scale: Factor of the scores.
     """
-    rows = blocks.gather(query)
-    scaled = rows * scale
-    near_keys, near_values = blocks.gather(key), blocks.gather(value)
+    blocks, group_size, key_mask, is_causal = terms.groups
+    rows = blocks.gather(terms.query)
+    scaled = rows * terms.factor
+    near_keys, near_values = blocks.gather(terms.key), blocks.gather(terms.value)
     # Where every place holds a key, there is nothing to hide.
+    valid = None if blocks.is_plain and key_mask is None else blocks.valid(key_mask)
     if valid is not None:
         keep = valid[:, None].unsqueeze(-1)
         near_keys, near_values = (torch.where(keep, side, 0.0) for side in (near_keys, near_values))
@@ -172,9 +106,9 @@ def attend_rows(
     far = torch.where(seen.unsqueeze(-2), multiply(grouped, far_keys.mT), LOG_ZERO)
     far = far.flatten(2, 3).unflatten(2, (-1, near.shape[3]))
 
-    log_mass, centroid, centre = slots
-    level = (scaled * centre.unsqueeze(-2)).sum(-1, keepdim=True) + offset + share
-    linear = alpha * rows + (log_mass.unsqueeze(-2) + level)
+    log_mass, centroid, centre = terms.slots
+    level = (scaled * centre.unsqueeze(-2)).sum(-1, keepdim=True) + terms.offset + share
+    linear = terms.alpha * rows + (log_mass.unsqueeze(-2) + level)
 
     weights = torch.cat([near, far, linear], -1).softmax(-1)
     near, far, linear = weights.split([near.shape[-1], far.shape[-1], linear.shape[-1]], -1)
@@ -192,24 +126,15 @@ def _read(weights: Tensor, centroid: Tensor) -> Tensor:
     return multiply(weights, centroid) if alike else weights @ centroid
 
 
-def log_share(
-    seen: Tensor,
-    blocks: KeyBlocks,
-    group_size: int,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def log_share(seen: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     """Ln ρ of every query, ``[B, H, n, W, 1]``: the share of the summary's keys not exact.
 
     Args:
         seen: bool ``[B, H, G, K]``, see `lln.eager.selection.seen_keys`.
-        blocks: Where the tokens lie.
-        group_size: g.
-        key_mask: bool ``[B, T]``.
-        is_causal: Whether the summary holds earlier blocks only.
+        groups: Who sees them; the summary of a causal group holds earlier blocks only.
         dtype: Of the result.
     """
+    blocks, group_size, key_mask, is_causal = groups
     size = blocks.place.shape[2]
     own = blocks.valid(key_mask).sum(-1)
     upto = own.cumsum(-1)

@@ -16,7 +16,7 @@ from torch import Tensor
 # step of another attention, which announces itself: the name is bound before any of them looks.
 from torch.nn.functional import scaled_dot_product_attention
 
-from lln.eager.key_blocks import KeyBlocks
+from lln.eager.key_terms import KeyTerms
 from lln.eager.summary import LOG_ZERO
 from lln.precision import accumulation_dtype
 from lln.tracing import has_values
@@ -45,36 +45,19 @@ def can_fuse(*sides: object, scale: float, is_causal: bool) -> bool:
 
 
 def attend_without_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    slots: tuple[Tensor, Tensor, Tensor],
-    level: Tensor,
-    indices: Tensor,
-    seen: Tensor,
-    blocks: KeyBlocks,
-    *,
-    valid: Tensor,
-    group_size: int,
-    scale: float,
+    terms: KeyTerms, share: Tensor, indices: Tensor, seen: Tensor
 ) -> Tensor:
     """The attention of `lln.eager.key_attention.attend_keys`: ``[B, H, T, E]``.
 
     Args:
-        query: ``[B, H, T, D]``.
-        key: Like query.
-        value: ``[B, H, T, E]``.
-        alpha: A number, or broadcasts to ``[B, H, n, 1, 1]``.
-        slots: L - βμ, C and μ; see there.
-        level: What is added to the slots' logits, ``[B, H, n, W, 1]``, one number per group.
+        terms: The call; its scale is above zero.
+        share: Ln ρ, ``[B, H, n, W, 1]``, one number per group.
         indices: int ``[B, H, G, K]``; -1 = none.
         seen: bool ``[B, H, G, K]``, which of them a group may attend to.
-        blocks: Where the tokens lie.
-        valid: bool ``[B, n, W]``, which places hold a key that may be attended to.
-        group_size: g.
-        scale: Factor of the scores, above zero.
     """
+    query, key, value, alpha = terms.query, terms.key, terms.value, terms.alpha
+    (blocks, group_size, key_mask, _), scale = terms.groups, terms.factor
+    valid = blocks.valid(key_mask)
     width, value_width = query.shape[-1], value.shape[-1]
     count, size = blocks.place.shape[1:]
     rows = blocks.gather(query).flatten(2, 3).unflatten(2, (-1, group_size))
@@ -86,9 +69,10 @@ def attend_without_gradients(
             side = side.repeat_interleave(size // group_size, 2)
         return side.expand(*lead, *side.shape[3:]).flatten(0, 1)
 
-    log_mass, centroid, centre = slots
+    log_mass, centroid, centre = terms.slots
     axes = torch.eye(width, dtype=query.dtype) / scale
-    level = level[:, :, :, ::group_size, 0].flatten(2, 3).unsqueeze(-1)
+    # What is added to the slots' logits.
+    level = (share + terms.offset)[:, :, :, ::group_size, 0].flatten(2, 3).unsqueeze(-1)
     hidden = torch.cat([of_groups(valid[:, None]), seen.flatten(0, 1)], -1).logical_not_()
     bias = hidden.to(query.dtype).mul_(LOG_ZERO)
     bias = torch.cat([bias, of_groups(log_mass) + level.flatten(0, 1)], -1).unsqueeze(-2)

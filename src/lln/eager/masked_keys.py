@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.eager.fused_softmax import aligned, softmax_attention, softmax_attention_gradients
-from lln.eager.key_blocks import KeyBlocks
+from lln.eager.key_terms import KeyTerms
+from lln.eager.saved_numbers import by_autograd
 from lln.precision import accumulation_dtype
 from lln.tracing import is_batched, is_untraced
 
@@ -66,39 +67,22 @@ def mask_pays(tokens: int, exact_keys: int, width: int) -> bool:
     return tokens + width <= SCORES_PER_ROW * (exact_keys + width)
 
 
-def attend_masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    slots: tuple[Tensor, Tensor, Tensor],
-    level: Tensor,
-    indices: Tensor,
-    seen: Tensor,
-    blocks: KeyBlocks,
-    *,
-    key_mask: Tensor | None,
-    scale: float,
-) -> Tensor:
+def attend_masked(terms: KeyTerms, share: Tensor, indices: Tensor, seen: Tensor) -> Tensor:
     """The attention of `lln.eager.key_attention.attend_keys`: ``[B, H, T, E]``.
 
     Args:
-        query: ``[B, H, T, D]``.
-        key: Like query.
-        value: ``[B, H, T, E]``.
-        alpha: A number, or broadcasts to ``[B, H, 1, 1, 1]``.
-        slots: L - βμ, C and μ, one row for all blocks; see there.
-        level: What is added to the slots' logits, ``[B, H, n, W, 1]``.
+        terms: The call: groups of one query, and one row of slots for all blocks.
+        share: Ln ρ, ``[B, H, n, W, 1]``.
         indices: int ``[B, H, n · W, K]``; -1 = none.
         seen: bool ``[B, H, n · W, K]``, which of them a query may attend to.
-        blocks: Where the tokens lie.
-        key_mask: bool ``[B, T]``, True = attend.
-        scale: Factor of the scores, above zero.
     """
+    query, key, value, alpha = terms.query, terms.key, terms.value, terms.alpha
+    (blocks, _, key_mask, _), scale = terms.groups, terms.factor
     tokens, width, value_width = query.shape[2], query.shape[3], value.shape[3]
-    log_mass, centroid, centre = (side.squeeze(2) for side in slots)
+    log_mass, centroid, centre = (side.squeeze(2) for side in terms.slots)
     factor = alpha.squeeze(2) if isinstance(alpha, Tensor) else alpha
-    level = blocks.scatter(level)
+    # What is added to the slots' logits.
+    level = blocks.scatter(share + terms.offset)
     if key_mask is not None:
         # A NaN in one that is hidden would survive a weight of zero.
         kept = key_mask[:, None, :, None]
@@ -177,9 +161,16 @@ class _Masked(torch.autograd.Function):
         (gradient,) = gradients
         rows, keys, values, chosen, near, out, *norms = ctx.saved_tensors
         if torch.is_grad_enabled() or is_batched(gradient):
-            return *_plain_gradients(
-                (rows, keys, values), chosen, near, ctx.scale, gradient
-            ), *_NONE
+
+            def again(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+                weights = [
+                    (rows[:, :, part] @ keys.mT * ctx.scale + mask.clone()).softmax(-1)
+                    for part, mask in _masks(chosen, near, keys)
+                ]
+                return torch.cat(weights, 2) @ values
+
+            sides, needs = (rows, keys, values), ctx.needs_input_grad[:3]
+            return *by_autograd(again, sides, needs, gradient), *_NONE
         dq: list[Tensor] = []
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
         for norm, (part, mask) in zip(norms, _masks(chosen, near, keys), strict=True):
@@ -193,19 +184,3 @@ class _Masked(torch.autograd.Function):
 
 # The gradients of what says where keys are, and of the scale.
 _NONE = (None,) * 3
-
-
-def _plain_gradients(
-    sides: tuple[Tensor, ...], chosen: Tensor, near: Tensor, scale: float, gradient: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The same gradients, differentiable once more."""
-    rows, keys, values = sides
-    with torch.enable_grad():
-        weights = [
-            (rows[:, :, part] @ keys.mT * scale + mask.clone()).softmax(-1)
-            for part, mask in _masks(chosen, near, keys)
-        ]
-        out = torch.cat(weights, 2) @ values
-        wanted = [side for side in sides if side.requires_grad]
-        found = iter(torch.autograd.grad(out, wanted, gradient, create_graph=True))
-    return tuple(next(found) if side.requires_grad else None for side in sides)

@@ -16,7 +16,8 @@ from lln.eager.diagonal import attend_blocks
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
 from lln.eager.key_attention import attend_keys, slots_of_blocks
-from lln.eager.key_blocks import packed_blocks
+from lln.eager.key_blocks import Groups, packed_blocks
+from lln.eager.key_terms import KeyTerms
 from lln.eager.run import join, repeat_heads
 from lln.eager.scan import running_merge
 from lln.eager.summary import key_exponents, read, summarise
@@ -64,21 +65,9 @@ def attend_packed_keys(call: Call, reading: str) -> Tensor:
         )
     )
     slots = slots_of_blocks(key, value, beta, blocks, None, sequence, call.is_causal)
-    out = attend_keys(
-        query,
-        key,
-        value,
-        alpha,
-        slots,
-        offset,
-        call.keys[None],
-        blocks,
-        group_size=call.group_size,
-        key_mask=None,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        reading=reading,
-    )
+    groups = Groups(blocks, call.group_size, is_causal=call.is_causal)
+    terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
+    out = attend_keys(terms, call.keys[None], reading=reading)
     return out[0].transpose(0, 1).to(call.query.dtype)
 
 

@@ -8,6 +8,8 @@ E value width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,8 @@ from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
 from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks, slots_of_heads
-from lln.eager.key_blocks import dense_blocks
+from lln.eager.key_blocks import Groups, dense_blocks
+from lln.eager.key_terms import KeyTerms
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -85,33 +88,14 @@ def exact_keys(call: Call, reading: str) -> Tensor:
     key, value = repeat_heads(call.key, heads), repeat_heads(call.value, heads)
     count = indices.shape[2] // (call.block_size // call.group_size)
     blocks = dense_blocks(batch, tokens, call.block_size, key_mask, query.device, count)
-    alpha, beta, offset = (
-        side.unsqueeze(2) if isinstance(side, Tensor) else side
-        for side in (
-            repeat_temperature(number, heads, query.dtype)
-            for number in (call.alpha, call.beta, call.offset)
-        )
-    )
+    alpha, beta, offset = numbers_of_blocks(call, heads, query.dtype)
     if call.is_causal:
         slots = slots_of_blocks(key, value, beta, blocks, key_mask, None, call.is_causal)
     else:
         slots = slots_of_heads(call.key, call.value, call.beta, key_mask, heads)
-    return attend_keys(
-        query,
-        key,
-        value,
-        alpha,
-        slots,
-        offset,
-        indices,
-        blocks,
-        group_size=call.group_size,
-        key_mask=key_mask,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        are_seen=True,
-        reading=reading,
-    )
+    groups = Groups(blocks, call.group_size, key_mask, call.is_causal)
+    terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
+    return attend_keys(terms, indices, are_seen=True, reading=reading)
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:
@@ -169,3 +153,14 @@ def repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) ->
     scale = scale.to(dtype)
     scale = scale.reshape((1,) * (4 - scale.dim()) + tuple(scale.shape))
     return scale if scale.shape[1] == 1 else repeat_heads(scale, heads)
+
+
+def numbers_of_blocks(call: Call, heads: int, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """α, β and the offset as blocks take them: numbers, or ``[1 or B, 1 or H, 1, 1, 1]``."""
+    sides = [
+        repeat_temperature(side, heads, dtype) for side in (call.alpha, call.beta, call.offset)
+    ]
+    alpha, beta, offset = (
+        side.unsqueeze(2) if isinstance(side, Tensor) else side for side in sides
+    )
+    return alpha, beta, offset

@@ -1,14 +1,16 @@
-"""α and β of an autograd node: numbers, or tensors that are saved with the others.
+"""What autograd nodes of ours share: how numbers are saved, and gradients by PyTorch's own.
 
-A tensor that is kept anywhere else may be changed in place before the backward pass, and nobody is
-told that the gradients are then wrong.
+α and β of a node are numbers, or tensors that are saved with the others: a tensor that is kept
+anywhere else may be changed in place before the backward pass, and nobody is told that the
+gradients are then wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -29,3 +31,18 @@ def saved(ctx: Any) -> list[Any]:
     tensors, count = ctx.saved_tensors, len(ctx.numbers)
     pairs = zip(tensors[:count], ctx.numbers, strict=True)
     return [*(other if tensor is None else tensor for tensor, other in pairs), *tensors[count:]]
+
+
+def by_autograd(
+    attend: Callable[..., Tensor],
+    sides: Sequence[Tensor],
+    needs: Sequence[bool],
+    gradient: Tensor,
+) -> list[Tensor | None]:
+    """Gradients of ``attend(*sides)``, for the sides that need one; differentiable if asked for."""
+    wanted = [side for side, need in zip(sides, needs, strict=True) if need]
+    further = torch.is_grad_enabled()
+    with torch.enable_grad():
+        again = attend(*sides)
+    made = iter(torch.autograd.grad(again, wanted, gradient, create_graph=further))
+    return [next(made) if need else None for need in needs]

@@ -124,9 +124,7 @@ def check_tokens(key: Tensor, key_mask: Tensor | None) -> None:
 
 def unusual(query: Tensor, key: Tensor, key_mask: Tensor | None, alpha: Tensor) -> Tensor:
     """Which of the temperatures are far larger than those of other heads, bool like ``alpha``."""
-    moments = head_moments(query, key, key_mask)
-    if alpha.shape[0] == 1:
-        moments = pool_moments(moments)
+    moments = scoped_moments(query, key, key_mask, alpha.shape[0] == 1)
     spread = alpha * moments.query_variance.sqrt()[..., None, None]
     return ~moments.degenerate[..., None, None] & (spread > USUAL_SPREAD)
 
@@ -156,6 +154,7 @@ def doubts(tokens: int, sharp: int, heads: int, alpha: float, beta: float) -> li
     return found
 
 
+@torch.no_grad()
 def find_temperatures(
     query: Tensor,
     key: Tensor,
@@ -165,62 +164,44 @@ def find_temperatures(
     steps: int = 14,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`calibrate` for checked arguments, without its warnings.
-
-    Args:
-        query: As in `calibrate`.
-        key: As in `calibrate`.
-        key_mask: As in `calibrate`.
-        pooled: Whether the scope is ``"batch"``.
-        rows: As in `calibrate`.
-        steps: As in `calibrate`.
-        scale: As in `calibrate`.
-    """
+    """`calibrate` for checked arguments, without its warnings; pooled = scope ``"batch"``."""
     check_tokens(key, key_mask)
-    with without_autocast(query), torch.no_grad():
-        return _find(query, key, key_mask, pooled, rows, steps, scale)
+    with without_autocast(query):
+        moments = scoped_moments(query, key, key_mask, pooled)
+        dtype = accumulation_dtype(query.dtype)
+        query_std = torch.where(moments.degenerate, 1.0, moments.query_variance).sqrt()
+        key_std = torch.where(moments.degenerate, 1.0, moments.key_variance).sqrt()
+        query_mask = key_mask if query.shape[2] == key.shape[2] else None
+        query, sampled = _sample_rows(query, query_mask, rows)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        if key.shape[1] != query.shape[1]:
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        if key_mask is not None:
+            keep = key_mask[:, None, :, None]
+            key = torch.where(keep, key, 0.0)
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+        sides = (query, sampled, key, key_mask)
+        target = _mean_entropy(*sides, _softmax_entropy, scale, scale, pooled)
+        low = torch.full_like(target, LOG_SPREAD_RANGE[0])
+        high = torch.full_like(target, LOG_SPREAD_RANGE[1])
+        for _ in range(steps):
+            middle = (low + high) / 2
+            alpha, beta = (middle.exp() / std for std in (query_std, key_std))
+            found = _mean_entropy(*sides, _lln_entropy, alpha, beta, pooled)
+            too_flat = found > target
+            low, high = torch.where(too_flat, middle, low), torch.where(too_flat, high, middle)
+        spread = ((low + high) / 2).exp()
+        alpha = torch.where(moments.degenerate, 1.0, spread / query_std)
+        beta = torch.where(moments.degenerate, 1.0, spread / key_std)
+        return alpha[..., None, None], beta[..., None, None]
 
 
-def _find(
-    query: Tensor,
-    key: Tensor,
-    key_mask: Tensor | None,
-    pooled: bool,
-    rows: int,
-    steps: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
+def scoped_moments(query: Tensor, key: Tensor, key_mask: Tensor | None, pooled: bool) -> Moments:
+    """The statistics that a scope asks for: ``[B, H]``, pooled ``[1, H]``."""
     moments = head_moments(query, key, key_mask)
-    if pooled:
-        moments = pool_moments(moments)
-    dtype = accumulation_dtype(query.dtype)
-    query_std = torch.where(moments.degenerate, 1.0, moments.query_variance).sqrt()
-    key_std = torch.where(moments.degenerate, 1.0, moments.key_variance).sqrt()
-    query_mask = key_mask if query.shape[2] == key.shape[2] else None
-    query, sampled = _sample_rows(query, query_mask, rows)
-    query = query.to(dtype)
-    key = key.to(dtype)
-    if key.shape[1] != query.shape[1]:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    if key_mask is not None:
-        keep = key_mask[:, None, :, None]
-        key = torch.where(keep, key, 0.0)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-
-    sides = (query, sampled, key, key_mask)
-    target = _mean_entropy(*sides, _softmax_entropy, scale, scale, pooled)
-    low = torch.full_like(target, LOG_SPREAD_RANGE[0])
-    high = torch.full_like(target, LOG_SPREAD_RANGE[1])
-    for _ in range(steps):
-        middle = (low + high) / 2
-        alpha, beta = (middle.exp() / std for std in (query_std, key_std))
-        found = _mean_entropy(*sides, _lln_entropy, alpha, beta, pooled)
-        too_flat = found > target
-        low, high = torch.where(too_flat, middle, low), torch.where(too_flat, high, middle)
-    spread = ((low + high) / 2).exp()
-    alpha = torch.where(moments.degenerate, 1.0, spread / query_std)
-    beta = torch.where(moments.degenerate, 1.0, spread / key_std)
-    return alpha[..., None, None], beta[..., None, None]
+    return pool_moments(moments) if pooled else moments
 
 
 def pool_moments(moments: Moments) -> Moments:

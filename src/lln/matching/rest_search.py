@@ -29,12 +29,11 @@ from torch import Tensor
 
 from lln.checks.call import fit_blocks
 from lln.eager.key_attention import log_share, slots_of_blocks
-from lln.eager.key_blocks import KeyBlocks, dense_blocks
+from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.selection import choose, seen_keys
 from lln.eager.summary import LOG_ZERO
-from lln.matching.calibration import PAIR_BUDGET, check_tokens, pool_moments, sampled_places
+from lln.matching.calibration import PAIR_BUDGET, check_tokens, sampled_places, scoped_moments
 from lln.matching.mass import REST_FACTOR, keys_temperatures, mass_offset
-from lln.matching.moments import Moments, head_moments
 from lln.precision import accumulation_dtype, without_autocast
 
 # The offset of a head that is better off without its slots.
@@ -89,18 +88,11 @@ def entropy_temperatures(
 ) -> tuple[Tensor, Tensor]:
     """α and β of matched entropy, where `find_rest` starts: ``[B, H, 1, 1]`` or ``[1, H, 1, 1]``.
 
-    Args:
-        query: As in `calibrate_keys`, and so are the other arguments of the same name.
-        key: ``[B, Hk, T, D]``.
-        key_mask: bool ``[B, T]``.
-        pooled: Whether the scope is ``"batch"``.
-        scale: Factor of the softmax scores; None = 1/√D.
+    The arguments are those of `find_rest`.
     """
     check_tokens(key, key_mask)
     with without_autocast(query), torch.no_grad():
-        moments = head_moments(query, key, key_mask)
-        if pooled:
-            moments = pool_moments(moments)
+        moments = scoped_moments(query, key, key_mask, pooled)
         # A scale is a factor of the queries, beside the usual 1/√D.
         factor = 1.0 if scale is None else abs(scale) * math.sqrt(query.shape[-1])
         moments = moments._replace(query_variance=factor**2 * moments.query_variance)
@@ -171,24 +163,10 @@ def find_rest(
         index = torch.where(has_rest, index, usual)
         chosen = every.flatten()[index][..., None, None]
         alpha, beta = (chosen * side[: shape[0]] for side in (alpha, beta))
-        closed = _closed_form(query, key, alpha, beta, key_mask, pooled, scale)
+        moments = scoped_moments(query, key, key_mask, pooled)
+        closed = mass_offset(moments, alpha, beta, query.shape[-1], scale)
         offset = torch.where(has_rest[..., None, None], offset[..., None, None], closed)
         return alpha, beta, offset
-
-
-def _closed_form(
-    query: Tensor,
-    key: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    key_mask: Tensor | None,
-    pooled: bool,
-    scale: float | None,
-) -> Tensor:
-    moments: Moments = head_moments(query, key, key_mask)
-    if pooled:
-        moments = pool_moments(moments)
-    return mass_offset(moments, alpha, beta, query.shape[-1], scale)
 
 
 def _measure(
@@ -219,21 +197,20 @@ def _measure(
     keys, block_size, select, group_size, is_causal = choice
     block_size, group_size = fit_blocks(block_size, group_size, tokens)
     blocks = dense_blocks(1, tokens, block_size, key_mask, query.device)
-    indices = choose(
-        query, key, keys, blocks, select=select, group_size=group_size, key_mask=key_mask,
-        is_causal=is_causal, flip=scale is not None and scale < 0,
-    )  # fmt: skip
+    groups = Groups(blocks, group_size, key_mask, is_causal)
+    flip = scale is not None and scale < 0
+    indices = choose(query, key, keys, groups, select=select, flip=flip)
     scale = 1 / math.sqrt(width) if scale is None else scale
     key, value = (side.repeat_interleave(heads // side.shape[1], 1) for side in (key, value))
     if key_mask is not None:
         valid = key_mask[:, None, :, None]
         query, key, value = (torch.where(valid, side, 0.0) for side in (query, key, value))
-    seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
-    share = blocks.scatter(log_share(seen, blocks, group_size, key_mask, is_causal, query.dtype))
+    seen = seen_keys(indices, groups)
+    share = blocks.scatter(log_share(seen, groups, query.dtype))
     # One column more than there are tokens, where keys go that a group does not see.
     chosen = torch.where(seen, indices, tokens)[0]
     slots = [
-        _slots_alone(query, key, value, *sides, blocks, key_mask, is_causal, scale)
+        _slots_alone(query, key, value, *sides, groups, scale)
         for sides in zip(alpha, beta, strict=True)
     ]
     token = torch.arange(tokens, device=query.device)
@@ -274,9 +251,7 @@ def _slots_alone(
     value: Tensor,
     alpha: Tensor,
     beta: Tensor,
-    blocks: KeyBlocks,
-    key_mask: Tensor | None,
-    is_causal: bool,
+    groups: Groups,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """What every row would get from its slots alone: their log-mass and the output, ``[H, T, ·]``.
@@ -287,11 +262,10 @@ def _slots_alone(
         value: ``[1, H, T, E]``.
         alpha: ``[H, 1, 1]``.
         beta: ``[H, 1, 1]``.
-        blocks: Where the tokens lie.
-        key_mask: bool ``[1, T]``.
-        is_causal: Whether a row reads the blocks before its own.
+        groups: Where the tokens lie, and what they may see.
         scale: Factor of the softmax scores.
     """
+    blocks, _, key_mask, is_causal = groups
     log_mass, centroid, centre = slots_of_blocks(
         key, value, beta[None, :, None], blocks, key_mask, None, is_causal
     )

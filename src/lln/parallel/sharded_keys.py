@@ -6,7 +6,6 @@ borrowed, D head width, E value width, n blocks, W tokens in a block, G groups, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +14,10 @@ from torch import Tensor
 
 from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
-from lln.eager.key_attention import Earlier, Slots, attend_rows, share_of, slots_of_blocks
-from lln.eager.run import repeat_heads, repeat_temperature, widen
+from lln.eager.key_attention import Earlier, attend_rows, share_of, slots_of_blocks
+from lln.eager.key_blocks import Groups
+from lln.eager.key_terms import KeyTerms, Slots
+from lln.eager.run import numbers_of_blocks, repeat_heads, widen
 from lln.kernels.launching.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards
@@ -199,13 +200,7 @@ def _read(
     layout, blocks = here.layout, here.blocks
     heads, is_causal = query.shape[1], call.is_causal
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    alpha, beta, offset = (
-        side.unsqueeze(2) if isinstance(side, Tensor) else side
-        for side in (
-            repeat_temperature(number, heads, query.dtype)
-            for number in (call.alpha, call.beta, call.offset)
-        )
-    )
+    alpha, beta, offset = numbers_of_blocks(call, heads, query.dtype)
     there = blocks.valid(here.valid)
     held = there.sum(-1)
     known = summaries()
@@ -227,23 +222,11 @@ def _read(
     rows = layout.size // call.group_size
     seen = choice.seen.sum(-1).unflatten(2, (held.shape[1], rows))
     share = share_of(held, rest, seen, call.group_size, query.dtype)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
-    return attend_rows(
-        query,
-        key,
-        value,
-        alpha,
-        slots,
-        offset,
-        share,
-        far(query.dtype).spread(query.shape[-1]),
-        choice.seen,
-        blocks,
-        valid=None if blocks.is_plain and call.key_mask is None else there,
-        group_size=call.group_size,
-        is_causal=is_causal,
-        scale=scale,
-    )
+    # Where every place holds a key, no mask is looked at.
+    mask = None if blocks.is_plain and call.key_mask is None else here.valid
+    groups = Groups(blocks, call.group_size, mask, is_causal)
+    terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
+    return attend_rows(terms, share, far(query.dtype).spread(query.shape[-1]), choice.seen)
 
 
 def _slots(log_mass: Tensor, centroid: Tensor, centre: Tensor, beta: float | Tensor) -> Slots:

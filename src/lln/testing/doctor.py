@@ -13,7 +13,6 @@ from lln.functional import ways
 from lln.functional.dense import lln_diag_attention
 from lln.kernels.launching import compiled_launcher
 from lln.testing.failures import in_one_line
-from lln.testing.load import read_load
 from lln.testing.processor import facts, version
 from lln.testing.tolerances import budget, largest_error
 
@@ -26,7 +25,7 @@ OPTIONAL = {
 
 
 def examine(echo: Callable[[str], object]) -> bool:
-    """Report versions, processor, load and optional packages, and test attention on every device.
+    """Report versions, processor and optional packages, and test attention on every device.
 
     Args:
         echo: Takes one line at a time.
@@ -38,8 +37,6 @@ def examine(echo: Callable[[str], object]) -> bool:
     echo(f"lln          {version('lln')}")
     for name, fact in facts().items():
         echo(f"{name:<12} {fact}")
-    load = read_load()
-    echo(f"load         {load}{'; times measured now would be noisy' if load.is_high else ''}")
     for package, use in OPTIONAL.items():
         found = version(package)
         extra = "" if found else f'pip install "lln[all]" adds {use}'

@@ -15,8 +15,8 @@ import lln
 from lln.cpu import library
 from lln.errors import InvalidInputError
 from lln.kernels.launching import compiled_launcher
-from lln.testing.load import read_load
 from lln.testing.processor import processor, version
+from lln_lab.bench.load import read_load
 from lln_lab.machine import commit, uncommitted
 
 # Measurements with different values of these must not be in one table.

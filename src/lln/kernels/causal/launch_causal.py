@@ -9,7 +9,6 @@ width, E value width. Every query head has its own walk, so there are H summarie
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from lln.kernels.summaries.lln_call import (
     Gradients,
     LLNCall,
     constant_args,
-    kind_of,
     launch_call,
     mix_mode,
     runtime_args,
@@ -86,18 +84,6 @@ def causal_gradients(
         "causal backward", call, runtime, heads, _write_backward, *asked, others=(gradient, dv_out)
     )
     return finish_gradients(call, made, heads // call.key.shape[1])
-
-
-def forward_kind(call: LLNCall, save: bool, out: Tensor | None = None) -> Hashable:
-    """What decides the launches of a forward pass, which saves nothing in any case."""
-    return kind_of("causal", call, others=(out,))
-
-
-def backward_kind(
-    call: LLNCall, gradient: Tensor, asked: tuple[bool, bool, int], dv: Tensor | None = None
-) -> Hashable:
-    """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
-    return kind_of("causal backward", call, *asked, others=(gradient, dv))
 
 
 def _segments(call: LLNCall, chosen: Sizes) -> tuple[int, int]:

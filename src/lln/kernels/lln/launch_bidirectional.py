@@ -10,7 +10,6 @@ summaries share a key head (when β differs within a group).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,6 @@ from lln.kernels.summaries.lln_call import (
     Gradients,
     LLNCall,
     constant_args,
-    kind_of,
     launch_call,
     mix_mode,
     runtime_args,
@@ -71,18 +69,6 @@ def attend_bidirectional(
     runtime["p_log_mass"], runtime["p_centroid"] = (log_mass, centroid) if save else (query, query)
     launch_call("attend", call, runtime, slots, _write_attend, save, others=(given,))
     return out, log_mass, centroid
-
-
-def forward_kind(call: LLNCall, save: bool, out: Tensor | None = None) -> Hashable:
-    """What decides the launches of a forward pass; ``out`` is where to write, None = anew."""
-    return kind_of("attend", call, save, others=(out,))
-
-
-def backward_kind(
-    call: LLNCall, gradient: Tensor, asked: tuple[bool, bool, int], dv: Tensor | None = None
-) -> Hashable:
-    """What decides the launches of a backward pass; ``asked`` are dα, dβ and the mode of dmix."""
-    return kind_of("backward", call, *asked, others=(gradient, dv))
 
 
 def _write_attend(call: LLNCall, runtime: dict[str, Any], chosen: Sizes, save: bool) -> Recipe:

@@ -183,12 +183,9 @@ class Repeat:
         layouts = _layouts(gradient, tensors)
         if layouts in self.backwards:
             return
-        from lln.kernels.causal import launch_causal
-        from lln.kernels.lln import launch_bidirectional
-        from lln.kernels.summaries.lln_call import LLNCall
+        from lln.kernels.summaries.lln_call import LLNCall, backward_kind
 
-        launcher = launch_causal if self.causal else launch_bidirectional
-        kind = launcher.backward_kind(LLNCall(*tensors, *numbers), gradient, (False, False, 0))
+        kind = backward_kind(LLNCall(*tensors, *numbers), gradient)
         within = within_reach(gradient) is gradient
         self.backwards[layouts] = (_recipe_of(kind) if within else None) or False
 
@@ -226,10 +223,8 @@ def repeat_of(call: Call, prepared: Any) -> Repeat | None:
         return None
     if any(type(side) not in (Tensor, type(None)) for side in (*call.qkv, call.key_mask)):
         return None
-    from lln.kernels.causal import launch_causal
-    from lln.kernels.lln import launch_bidirectional
     from lln.kernels.moments import launch_moments
-    from lln.kernels.summaries.lln_call import LLNCall
+    from lln.kernels.summaries.lln_call import LLNCall, forward_kind
 
     query, key, value, alpha, beta = *call.qkv, call.alpha, call.beta
     if value.shape[3] > prepared.value_width or min(query.numel(), value.numel()) == 0:
@@ -269,8 +264,7 @@ def repeat_of(call: Call, prepared: Any) -> Repeat | None:
         scale=scale if blocks else 1.0, causal=call.is_causal,
     )  # fmt: skip
     tracked = torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value))
-    launcher = launch_causal if call.is_causal else launch_bidirectional
-    forward = _recipe_of(launcher.forward_kind(first, tracked))
+    forward = _recipe_of(forward_kind(first, tracked))
     return None if forward is None else Repeat(first, matching, forward, tracked)
 
 

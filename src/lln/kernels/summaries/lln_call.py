@@ -146,6 +146,19 @@ def kind_of(
     return name, *flags, call.layout_key(*others), call.options()
 
 
+def forward_kind(call: LLNCall, save: bool) -> Hashable:
+    """What decides the launches of a forward pass into a new tensor; a causal one saves nothing."""
+    if call.causal:
+        return kind_of("causal", call, others=(None,))
+    return kind_of("attend", call, save, others=(None,))
+
+
+def backward_kind(call: LLNCall, gradient: Tensor) -> Hashable:
+    """What decides the launches of a backward pass into new tensors, without α, β and mix."""
+    name = "causal backward" if call.causal else "backward"
+    return kind_of(name, call, False, False, 0, others=(gradient, None))
+
+
 def launch_call(
     name: str,
     call: LLNCall,

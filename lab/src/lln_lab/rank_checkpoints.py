@@ -92,7 +92,7 @@ def load_newest(folder: Path, group: Any = None) -> tuple[int, dict[str, Any]] |
         UserWarning: For every newer checkpoint that cannot be read, and if ``torchrun`` may restart
             ranks but was not started so that they find each other again.
     """
-    operation = "lln.parallel.checkpoints.load_newest"
+    operation = "lln_lab.rank_checkpoints.load_newest"
     ranks = find_ranks(group, operation)
     found: tuple[int, dict[str, Any]] | None = None
     if ranks.own == 0:

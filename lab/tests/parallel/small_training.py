@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lln.parallel import lln_attention, sum_gradients
-from lln.parallel.checkpoints import load_newest, save_checkpoint
+from lln_lab.rank_checkpoints import load_newest, save_checkpoint
 
 
 def train(folder, told, steps, every, killed_before):

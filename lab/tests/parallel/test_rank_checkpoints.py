@@ -3,14 +3,15 @@
 import os
 import re
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lln.errors import InvalidInputError, WriteError
-from lln.parallel.checkpoints import load_newest, save_checkpoint
+from lln.errors import InvalidInputError, PeerError, WriteError
+from lln_lab.rank_checkpoints import load_newest, save_checkpoint
 
 
 def names(folder):
@@ -129,3 +130,20 @@ def test_restarts_that_may_hang(tmp_path, alone, monkeypatch, shared, restarts, 
 def test_numbers_that_cannot_be(tmp_path, numbers):
     with pytest.raises(InvalidInputError, match="must be an integer of at least"):
         save_checkpoint(tmp_path, **{"step": 1, "content": {}, **numbers})
+
+
+def left_alone(group, rank, folder):
+    """Rank 1 does not come."""
+    own = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if rank > 0:
+        return None
+    try:
+        load_newest(folder, own)
+    except PeerError as error:
+        return str(error)
+    return None
+
+
+def test_a_checkpoint_that_one_rank_does_not_ask_for(pool, tmp_path):
+    message = pool.run(left_alone, 4, tmp_path)[0]
+    assert message.startswith("lln_lab.rank_checkpoints.load_newest: agreeing on a checkpoint")

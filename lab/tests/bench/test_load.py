@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from lln.testing import doctor
-from lln.testing import load as module
-from lln.testing.load import Load, read_load
+from lln_lab.bench import load as module
+from lln_lab.bench.load import Load, read_load
 
 # user nice system idle iowait irq softirq steal guest guest_nice
 STAT = """cpu  0 0 0 0 0 0 0 0 0 0
@@ -79,47 +78,3 @@ def test_a_high_load_is_one_sentence(load, is_high):
     assert load.is_high is is_high
     assert bool(load.warning) is is_high
     assert load.warning.count(". ") == 0
-
-
-def test_doctor_prints_the_load(monkeypatch):
-    for load, end in (
-        (Load(0.0, 2), "load         other programs keep 0.0 of 2 cores busy"),
-        (
-            Load(1.4, 2),
-            "load         other programs keep 1.4 of 2 cores busy; times measured now would be "
-            "noisy",
-        ),
-        (Load(None, 2), "load         unknown on this system"),
-    ):
-        lines = []
-        monkeypatch.setattr(doctor, "read_load", lambda load=load: load)
-        doctor.examine(lines.append)
-        assert end in lines
-
-
-@pytest.mark.parametrize("where", ["why_not", "lln_diag_attention"])
-def test_doctor_tells_of_a_failing_triton_in_one_line(monkeypatch, where):
-    class CompilationError(Exception):
-        pass
-
-    own = getattr(doctor.ways if where == "why_not" else doctor, where)
-
-    def fail(*given, impl):
-        if impl != "triton":
-            return own(*given, impl=impl)
-        try:
-            raise AssertionError("no room for a tile\nmore")
-        except AssertionError as error:
-            raise CompilationError("at 12:8:\ndef kernel(\n   ^") from error
-
-    monkeypatch.setattr(doctor.ways, "why_not", lambda call, impl: None)
-    monkeypatch.setattr(doctor.ways, "implementations", lambda kind: ("triton", "eager"))
-    if where == "why_not":
-        monkeypatch.setattr(doctor.ways, where, lambda call, impl: fail(call, impl=impl))
-    else:
-        monkeypatch.setattr(doctor, where, fail)
-    monkeypatch.setattr(doctor, "read_load", lambda: Load(0.0, 2))
-    lines = []
-    assert not doctor.examine(lines.append)
-    assert lines[-3].startswith("cpu          right")
-    assert lines[-4] == "cpu          FAILED: CompilationError: no room for a tile, impl 'triton'"

@@ -1,0 +1,3 @@
+"""Ranks, which are processes."""
+
+from tests.parallel.conftest import pool  # noqa: F401
