@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab.tests.parallel.small_training import train
 from tests.integrations.test_examples import EXAMPLES, load
-from tests.parallel.small_training import train
 from tests.parallel.workers import server
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
