@@ -168,10 +168,8 @@ def slots_of_blocks(
     key: Tensor,
     value: Tensor,
     beta: float | Tensor,
-    blocks: KeyBlocks,
-    key_mask: Tensor | None,
-    segment: Tensor | None,
-    is_causal: bool,
+    groups: Groups,
+    segment: Tensor | None = None,
     before: Earlier | None = None,
 ) -> Slots:
     """L - βμ, C and μ that every block reads: of its sequence, or of the blocks before it.
@@ -180,12 +178,11 @@ def slots_of_blocks(
         key: ``[B, H, T, D]``.
         value: ``[B, H, T, E]``.
         beta: A number, or broadcasts to ``[B, H, n, 1, 1]``.
-        blocks: Where the tokens lie.
-        key_mask: bool ``[B, T]``.
+        groups: Where the tokens lie; if causal, a block reads only the blocks before it.
         segment: int ``[n]``, the sequence of every block; None = one sequence.
-        is_causal: Whether a block reads only the blocks before it.
         before: What a causal call of one sequence has seen before the first block.
     """
+    blocks, _, key_mask, is_causal = groups
     valid = blocks.valid(key_mask)[:, None]
     rows = blocks.gather(key)
     summaries = summarise(*key_exponents(rows, blocks.gather(value), beta, valid))

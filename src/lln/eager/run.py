@@ -89,11 +89,11 @@ def exact_keys(call: Call, reading: str) -> Tensor:
     count = indices.shape[2] // (call.block_size // call.group_size)
     blocks = dense_blocks(batch, tokens, call.block_size, key_mask, query.device, count)
     alpha, beta, offset = numbers_of_blocks(call, heads, query.dtype)
+    groups = Groups(blocks, call.group_size, key_mask, call.is_causal)
     if call.is_causal:
-        slots = slots_of_blocks(key, value, beta, blocks, key_mask, None, call.is_causal)
+        slots = slots_of_blocks(key, value, beta, groups)
     else:
         slots = slots_of_heads(call.key, call.value, call.beta, key_mask, heads)
-    groups = Groups(blocks, call.group_size, key_mask, call.is_causal)
     terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
     return attend_keys(terms, indices, are_seen=True, reading=reading)
 

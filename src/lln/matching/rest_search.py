@@ -265,10 +265,8 @@ def _slots_alone(
         groups: Where the tokens lie, and what they may see.
         scale: Factor of the softmax scores.
     """
-    blocks, _, key_mask, is_causal = groups
-    log_mass, centroid, centre = slots_of_blocks(
-        key, value, beta[None, :, None], blocks, key_mask, None, is_causal
-    )
+    blocks = groups.blocks
+    log_mass, centroid, centre = slots_of_blocks(key, value, beta[None, :, None], groups)
     rows = blocks.gather(query)
     level = scale * (rows * centre.unsqueeze(-2)).sum(-1, keepdim=True)
     logits = alpha[:, None] * rows + log_mass.unsqueeze(-2) + level

@@ -212,7 +212,8 @@ def _read(
     count = number[:, :1, :1] if number.shape[1] else number.new_zeros(number.shape[0], 1, 1)
     if is_causal:
         before = Earlier(log_mass, centroid, total, count)
-        slots = slots_of_blocks(key, value, beta, blocks, here.valid, None, True, before)
+        own = Groups(blocks, call.group_size, here.valid, is_causal)
+        slots = slots_of_blocks(key, value, beta, own, before=before)
         held = count[:, 0].long() + held.cumsum(-1) - held
         rest = held
     else:
