@@ -56,6 +56,9 @@ LLN_ONLY = ("lln", "diag")
 each_dense = pytest.mark.parametrize("attend", DENSE.values(), ids=DENSE)
 each_packed = pytest.mark.parametrize("attend", PACKED.values(), ids=PACKED)
 each_lln = pytest.mark.parametrize("attend", [DENSE[n] for n in LLN_ONLY], ids=LLN_ONLY)
+each_lln_packed = pytest.mark.parametrize("attend", [PACKED[n] for n in LLN_ONLY], ids=LLN_ONLY)
+# Without α and β.
+SOFTMAX = (block_diagonal, window)
 each_name = pytest.mark.parametrize("name", ["query", "key", "value"])
 
 
@@ -363,7 +366,7 @@ def test_causal_with_statistics_of_its_own_sequence(attend, matching):
     )
 
 
-@each_packed
+@each_lln_packed
 def test_causal_packed_with_statistics_of_its_own_sequence(attend):
     refuses_packed(
         attend, packed(), bounds(0, T), "causal", error=CausalStatisticsError, is_causal=True
@@ -771,7 +774,7 @@ def test_module_names_its_own_padding_mask():
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_false_mask_gives_zeros(attend, causal):
     options = {"is_causal": causal}
-    if causal and attend is not block_diagonal:
+    if causal and attend not in SOFTMAX:
         options |= {"alpha": 1.5, "beta": 1.5}
     tensors = {name: tensor.requires_grad_() for name, tensor in dense().items()}
     out = attend(**tensors, key_mask=torch.zeros(B, T, dtype=torch.bool), **options)
@@ -792,7 +795,7 @@ def test_all_false_mask_gives_zeros_whatever_the_matching(attend, matching):
 @pytest.mark.parametrize("causal", [False, True])
 def test_meta_device_works(attend, causal):
     options = {"is_causal": causal, "key_mask": mask(device="meta")}
-    if causal and attend is not block_diagonal:
+    if causal and attend not in SOFTMAX:
         options |= {"alpha": torch.ones(H, 1, 1, device="meta"), "beta": 1.5}
     out = attend(**{name: tensor.to("meta") for name, tensor in dense().items()}, **options)
     assert (out.shape, out.device.type, out.dtype) == ((B, H, T, E), "meta", torch.float32)

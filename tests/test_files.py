@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lln.checks import reading
-from lln.checks.reading import read_lines, read_utf8
+from lln.checks.reading import each_line, text_parts
 from lln.errors import InvalidInputError, LLNError, WriteError
 from lln.files import (
     check_apart,
@@ -184,54 +184,62 @@ def test_folders_apart(tmp_path, monkeypatch):
 # Text
 
 
+def text_of(path, most=None):
+    return "".join(text_parts(path, f"--text {str(path)!r}", most))
+
+
+def lines_of(path):
+    return list(each_line(path, "--text"))
+
+
 def test_text_that_is_not_utf8_is_one_sentence(tmp_path):
     path = tmp_path / "old.txt"
     path.write_bytes(b"first\nsecond caf\xe9\n")
     with pytest.raises(
         InvalidInputError, match=r"^--text .*old\.txt' is not UTF-8 text: byte 16 \(line 2\).*iconv"
     ):
-        read_utf8(path, "--text")
+        text_of(path)
     path.write_bytes("text".encode("utf-16"))
     with pytest.raises(InvalidInputError, match=r"byte 0 .*iconv -f utf-16"):
-        read_utf8(path, "--text")
+        text_of(path)
     path.write_bytes("text".encode("utf-16-le"))
     with pytest.raises(InvalidInputError, match="holds no text; name a plain text file"):
-        read_utf8(path, "--text")
+        text_of(path)
 
 
 def test_only_a_cut_of_ours_may_end_inside_a_character(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes("aé".encode())
-    assert read_utf8(path, "--text", most=2) == "a"
+    assert text_of(path, most=2) == "a"
     path.write_bytes("aé".encode()[:2])
     with pytest.raises(InvalidInputError, match="byte 1"):
-        read_utf8(path, "--text")
+        text_of(path)
 
 
 def test_lines_of_files_packed_or_not(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n two \rthree")
     with lzma.open(tmp_path / "b.txt.xz", "wb") as file:
         file.write(b"four\n")
-    assert read_lines(tmp_path, "--text") == ["one", "two", "three", "four"]
+    assert lines_of(tmp_path) == ["one", "two", "three", "four"]
     (tmp_path / "b.txt.xz").write_bytes(b"no archive")
     with pytest.raises(InvalidInputError, match=r"^--text .*b\.txt\.xz' cannot be read: "):
-        read_lines(tmp_path, "--text")
+        lines_of(tmp_path)
     with pytest.raises(InvalidInputError, match=r"^--text .*none' is neither a text file nor"):
-        read_lines(tmp_path / "none", "--text")
+        lines_of(tmp_path / "none")
 
 
 def test_text_without_end_is_refused_and_long_lines_are_cut(tmp_path, monkeypatch):
     with gzip.open(tmp_path / "text.txt.gz", "wb") as file:
         file.write("ä".encode() * 900_000 + b"\nend")
-    assert read_lines(tmp_path / "text.txt.gz", "--text") == ["ä" * 900_000, "end"]
+    assert lines_of(tmp_path / "text.txt.gz") == ["ä" * 900_000, "end"]
     monkeypatch.setattr(reading, "_LONGEST_LINE", 400_000)
-    assert "".join(read_lines(tmp_path / "text.txt.gz", "--text")) == "ä" * 900_000 + "end"
-    assert max(map(len, read_lines(tmp_path / "text.txt.gz", "--text"))) < 900_000
+    assert "".join(lines_of(tmp_path / "text.txt.gz")) == "ä" * 900_000 + "end"
+    assert max(map(len, lines_of(tmp_path / "text.txt.gz"))) < 900_000
     monkeypatch.setattr(reading, "MOST_BYTES", 1_800_004)
-    read_lines(tmp_path / "text.txt.gz", "--text")
+    lines_of(tmp_path / "text.txt.gz")
     monkeypatch.setattr(reading, "MOST_BYTES", 1_800_003)
     with pytest.raises(InvalidInputError, match=r"text\.txt\.gz' holds more than 1,800,003 bytes"):
-        read_lines(tmp_path / "text.txt.gz", "--text")
+        lines_of(tmp_path / "text.txt.gz")
 
 
 def test_weights_saved_through_the_writer_come_back(tmp_path):

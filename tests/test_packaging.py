@@ -93,47 +93,34 @@ lln.LLNDiagAttention(16, 2, statistics="running")(torch.randn(5, 1, 16))
     assert done.returncode == 0, done.stderr
 
 
-def test_import_loads_no_optional_package():
+def test_import_is_silent_and_loads_what_is_used():
     """Compared with what torch brings along by itself."""
     script = f"""
 import sys, torch
 before = set(sys.modules)
 import lln
+names = ["instruments", "integrations", "parallel", "testing"]
+print([name for name in names if f"lln.{{name}}" in sys.modules], set(names) <= set(dir(lln)))
 lln.lln_attention(*torch.randn(3, 1, 2, 20, 8))
 loaded = {{name.split(".")[0] for name in set(sys.modules) - before}}
 print(sorted(loaded & set({HEAVY!r})))
-"""
-    done = run("-c", script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
-
-
-def test_packages_are_loaded_when_they_are_used():
-    script = """
-import sys
-import lln
-names = ["instruments", "integrations", "parallel", "testing"]
-print([name for name in names if f"lln.{name}" in sys.modules], set(names) <= set(dir(lln)))
 print([getattr(lln, name).__name__ for name in names])
 print(lln.instruments.capture.__name__)
 """
-    done = run("-c", script)
+    done = run("-W", "error", "-c", script)
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "[] True",
+        "[]",
         "['lln.instruments', 'lln.integrations', 'lln.parallel', 'lln.testing']",
         "capture",
-    ], done.stderr
+    ]
 
 
 def test_a_misspelt_name_is_said_as_python_says_it():
     with pytest.raises(AttributeError, match="module 'lln' has no attribute 'instrument'") as error:
         _ = lln.instrument
     assert (error.value.name, error.value.obj) == ("instrument", lln)
-
-
-def test_import_is_silent():
-    done = run("-W", "error", "-c", "import torch, lln")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # Public names

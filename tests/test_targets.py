@@ -44,6 +44,7 @@ def selections_of(target):
     parser.add_argument("-m", dest="expression", default="True")
     parser.add_argument("--ignore", action="append", default=[])
     parser.add_argument("-n", "--timeout")
+    parser.add_argument("--dist")
     parser.add_argument("--doctest-modules", action="store_true")
     for line in printed.replace("\\\n", " ").splitlines():
         words = shlex.split(line)
@@ -63,9 +64,12 @@ def selects(selection, test, marks, interpreted):
     # A GPU collects tests of kernels that no other machine does without the interpreter.
     if selection.target != "test-gpu" and interpreted != (INTERPRET in selection.variables):
         return False
-    if not any(is_under(test, path) for path in selection.paths):
-        return False
-    if any(is_under(test, path) for path in selection.ignore):
+    named, ignored = (
+        max((len(path) for path in paths if is_under(test, path)), default=0)
+        for paths in (selection.paths, selection.ignore)
+    )
+    # A file that is named is not ignored with its folder.
+    if named <= ignored:
         return False
     known = {name: name in marks for name in ("gpu", "hypothesis", "slow")}
     return eval(selection.expression, {"__builtins__": {}}, known)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.damage import JSON_FILES, OTHER_FILES, cases, check_refusal
 
-from lln.checks.reading import read_lines
 from lln_lab.bench.attention_table import FORM, table_of
 from lln_lab.bench.cases import Case
 from lln_lab.bench.environment import IDENTITY
@@ -23,6 +22,7 @@ from lln_lab.experiments.tasks.task import Examples, Task
 from lln_lab.figures.single_head import QUICK, Run
 from lln_lab.inspection.saved import read_study
 from lln_lab.saved_data import read_arrays
+from lln_lab.texts import read_lines
 from lln_lab.training_log.run_log import RunLog, read_records
 
 

@@ -44,12 +44,17 @@ DENSE = ("lln", "diag", "block", "causal", "keys", "window")
 # Those that know no α and β.
 SOFTMAX = ("block", "window", "window_varlen")
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
-# Compiling takes long; at night everything is compiled.
-at_night = ("causal_varlen", "diag_varlen", "keys_varlen", "window_varlen")
-every_function_or_at_night = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in at_night)) for name in FUNCTIONS],
-)
+
+
+def at_night(*names):
+    """Every function; compiling takes long, and these are compiled at night only."""
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=[pytest.mark.slow] * (name in names)) for name in FUNCTIONS],
+    )
+
+
+PACKED = ("causal_varlen", "diag_varlen", "keys_varlen", "window_varlen")
 
 
 def arguments(name, tokens=90, dtype=torch.float32, requires_grad=False, seed=0):
@@ -99,7 +104,8 @@ def fresh_dynamo():
 # torch.compile
 
 
-@every_function_or_at_night
+# "diag" consists of "lln" and "block".
+@at_night("lln", "block", *PACKED)
 def test_compiles_as_one_graph_forward_and_backward(name, fresh_dynamo):
     attend = FUNCTIONS[name]
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -247,7 +253,7 @@ def export(name, tokens, **options):
     return torch.export.export(module, tuple(arguments(name, tokens)), **options).module()
 
 
-@every_function_or_at_night
+@at_night(*PACKED)
 def test_exports(name):
     exported = export(name, 50)
     args = arguments(name, 50, seed=1)
@@ -303,9 +309,17 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", [lln.LLNAttention, lln.LLNDiagAttention, lln.LLNKeysAttention, lln.WindowAttention]
+    ("kind", "masked"),
+    [
+        (lln.LLNAttention, False),
+        (lln.LLNDiagAttention, True),
+        (lln.LLNKeysAttention, True),
+        (lln.WindowAttention, True),
+        pytest.param(lln.LLNAttention, True, marks=pytest.mark.slow),
+        pytest.param(lln.LLNDiagAttention, False, marks=pytest.mark.slow),
+        pytest.param(lln.LLNKeysAttention, False, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("tokens", [3, pytest.param(5 * D, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "length",

@@ -1,7 +1,8 @@
 """Four processes that wait for work: started once, they run every case of these tests.
 
 Groups of the first 2, 3 or 4 of them serve the cases; "odd" has the ranks 1 and 3, in which a
-process has another number than in the world.
+process has another number than in the world. They are forked off a server that has loaded what
+they need, so that it is loaded once.
 """
 
 import io
@@ -15,13 +16,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.kernels.quick_interpreter import quicken
-from tests.parallel import splits  # noqa: F401 (all processes load it at once)
 
 SIZE = 4
+# With the compiler, which one test file needs, and transformers, which another one needs.
+LOADED = ("tests.parallel.splits", "torch._inductor.compile_fx", "transformers")
 GROUPS = {2: [0, 1], 3: [0, 1, 2], 4: [0, 1, 2, 3], "odd": [1, 3]}
 # Long, because a busy machine may let a process wait: only what goes wrong takes so much.
 SECONDS = 60
 DEAD = "its process has ended"
+
+
+def server():
+    """Where processes are forked off that have loaded `LOADED`."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(LOADED))
+    return context
 
 
 class Pool:
@@ -55,7 +64,7 @@ class Pool:
         ]
 
     def _start(self):
-        context = mp.get_context("spawn")
+        context = server()
         self.folder = tempfile.TemporaryDirectory()
         place = str(Path(self.folder.name) / "meeting")
         self.tasks = [context.SimpleQueue() for _ in range(SIZE)]

@@ -1,8 +1,8 @@
-"""A run for torchrun that starts quickly: one layer, checkpoints, and a loss per line."""
+"""A run of two ranks that starts quickly: one layer, checkpoints, and a rank that is killed."""
 
 import json
-import sys
-from pathlib import Path
+import os
+import signal
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,9 @@ from lln.parallel import lln_attention, sum_gradients
 from lln_lab.rank_checkpoints import load_newest, save_checkpoint
 
 
-def main(folder, steps, every):
+def train(folder, told, steps, every, killed_before):
+    """Write the losses to a file; the second rank of the first start does not reach every step."""
+    is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 12)
@@ -21,6 +23,8 @@ def main(folder, steps, every):
     for name, state in content.items():
         states[name].load_state_dict(state)
     for step in range(first + 1, steps + 1):
+        if is_first_start and dist.get_rank() == 1 and step == killed_before:
+            os.kill(os.getpid(), signal.SIGKILL)
         tokens = torch.randn(1, 16, 4, generator=torch.Generator().manual_seed(step))
         own = model(tokens.chunk(2, 1)[dist.get_rank()]).unflatten(-1, (3, 1, 4))
         loss = lln_attention(*own.permute(2, 0, 3, 1, 4)).square().mean()
@@ -30,13 +34,10 @@ def main(folder, steps, every):
         optimizer.step()
         dist.all_reduce(total := loss.detach())
         if dist.get_rank() == 0:
-            print(json.dumps({"step": step, "loss": total.item()}), flush=True)
+            with told.open("a") as file:
+                file.write(json.dumps({"step": step, "loss": total.item()}) + "\n")
             if step % every == 0:
                 save_checkpoint(
                     folder, step, {name: one.state_dict() for name, one in states.items()}
                 )
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

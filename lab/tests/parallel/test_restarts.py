@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab.tests.parallel.small_training import train
 from tests.integrations.test_examples import EXAMPLES, load
+from tests.parallel.workers import server
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lln.errors import WriteError
 
@@ -19,7 +22,6 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "to
 STEPS = 6
 # Long enough to be interrupted.
 MANY = 60
-STEPS_OF_SCRIPT = 300
 SECONDS = 120
 # Otherwise processes that start again may find the addresses of the dead ones (pytorch#135712).
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -31,12 +33,19 @@ def arguments(**numbers):
 
 
 @pytest.fixture
-def example():
-    """The example; what it and torch.distributed hook into the process goes with it."""
-    handler, hook = signal.getsignal(signal.SIGTERM), sys.excepthook
-    yield load("context_parallel")
-    signal.signal(signal.SIGTERM, handler)
+def hooks():
+    """What the example and torch.distributed hook into the process goes after the test."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers, hook = [(number, signal.getsignal(number)) for number in numbers], sys.excepthook
+    yield
+    for number, handler in handlers:
+        signal.signal(number, handler)
     sys.excepthook = hook
+
+
+@pytest.fixture
+def example(hooks):
+    return load("context_parallel")
 
 
 def checkpoints(folder):
@@ -103,12 +112,11 @@ def test_a_full_disk(example, tmp_path, monkeypatch):
 
 
 @contextmanager
-def launched(folder, script=None):
-    """The example under torchrun, by two processes; or a script that takes less to start."""
+def launched(folder):
+    """The example under torchrun, by two processes."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["--max-restarts", "1", str(script or EXAMPLES / "context_parallel.py")]
-    given = [str(folder), str(STEPS_OF_SCRIPT), "5"]
-    words += given if script else arguments(steps=MANY, every=5, out=folder)
+    words += ["--max-restarts", "1", str(EXAMPLES / "context_parallel.py")]
+    words += arguments(steps=MANY, every=5, out=folder)
     with subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
@@ -155,19 +163,22 @@ def undisturbed(tmp_path_factory):
     return curve(told)
 
 
-def test_a_killed_rank_is_started_again(tmp_path):
-    """The short form of the next test, for every change: one run, compared with itself."""
-    with launched(tmp_path, Path(__file__).with_name("small_training.py")) as process:
-        early = losses_until(process, 12)
-        os.kill(process_of(1, process), signal.SIGKILL)
-        late = losses_until(process)
-        assert process.wait(SECONDS) == 0
-    steps = [entry["step"] for entry in early + late]
-    assert set(steps) == set(range(1, STEPS_OF_SCRIPT + 1))
-    # Some steps are repeated from the newest checkpoint on, and come to the same.
-    assert len(steps) > STEPS_OF_SCRIPT
-    told = curve(early + late)
-    assert all(told[entry["step"]] == entry["loss"] for entry in early + late)
+def test_a_killed_rank_is_started_again(tmp_path, monkeypatch, hooks):
+    """The short form of the next test, for every change: one run, compared with itself.
+
+    The launcher of torchrun starts functions here, whose processes are forked.
+    """
+    for name, word in {**NEW_STORE, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM"}.items():
+        monkeypatch.setenv(name, word)
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="one")
+    config.start_method, config.max_restarts = server().get_start_method(), 1
+    config.signals_to_handle = "SIGTERM"
+    told = tmp_path / "losses"
+    elastic_launch(config, train)(tmp_path, told, 20, 5, 12)
+    entries = [json.loads(line) for line in told.read_text().splitlines()]
+    # The step since the newest checkpoint is repeated, and comes to the same.
+    assert [entry["step"] for entry in entries] == [*range(1, 12), *range(11, 21)]
+    assert entries[10] == entries[11]
 
 
 @pytest.mark.slow

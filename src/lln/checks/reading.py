@@ -81,26 +81,6 @@ def first_line(error: BaseException) -> str:
     return said[:_LONGEST_REASON].rstrip(".:")
 
 
-def read_utf8(path: Path, name: str, most: int | None = None) -> str:
-    """The text of a file.
-
-    Args:
-        path: The file; ``.xz`` and ``.gz`` are decompressed.
-        name: The option or argument that gave it, such as ``--text``.
-        most: Bytes to read; None = all of them.
-
-    Raises:
-        InvalidInputError: One sentence if it cannot be read, is not text in UTF-8, or unpacks to
-            more than `MOST_BYTES`.
-    """
-    return "".join(_parts(path, f"{name} {str(path)!r}", most))
-
-
-def read_lines(path: Path, name: str) -> list[str]:
-    """All that `each_line` gives."""
-    return list(each_line(path, name))
-
-
 def each_line(path: Path, name: str) -> Iterator[str]:
     """The non-empty lines of a text file, or of all text files in a folder, read as they are taken.
 
@@ -111,7 +91,7 @@ def each_line(path: Path, name: str) -> Iterator[str]:
         name: The option or argument that gave it.
 
     Raises:
-        InvalidInputError: As `read_utf8`, once the lines before have been taken.
+        InvalidInputError: As `text_parts`, once the lines before have been taken.
     """
     files = [path]
     if path.is_dir():
@@ -121,7 +101,7 @@ def each_line(path: Path, name: str) -> Iterator[str]:
             f"{name} {str(path)!r} is neither a text file nor a folder with .txt or .txt.xz files."
         )
     for file in files:
-        for line in _split(_parts(file, f"{name} {str(file)!r}", None)):
+        for line in _split(text_parts(file, f"{name} {str(file)!r}")):
             if stripped := line.strip():
                 yield stripped
 
@@ -135,8 +115,18 @@ def open_unpacked(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def _parts(path: Path, given: str, most: int | None) -> Iterator[str]:
-    """The text of a file in pieces, read as they are taken."""
+def text_parts(path: Path, given: str, most: int | None = None) -> Iterator[str]:
+    """The text of a file in pieces, read as they are taken.
+
+    Args:
+        path: The file; ``.xz`` and ``.gz`` are decompressed.
+        given: How the message begins: who gave the file, and its name.
+        most: Bytes to read; None = all of them.
+
+    Raises:
+        InvalidInputError: One sentence if it cannot be read, is not text in UTF-8, or unpacks to
+            more than `MOST_BYTES`.
+    """
     limit = MOST_BYTES if most is None else most
     rest, done, line, begin = b"", 0, 1, None
     try:

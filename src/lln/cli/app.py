@@ -62,7 +62,7 @@ def _options(
 
 @app.command(rich_help_panel=START)
 def doctor() -> None:
-    """Say what this machine can run and how busy it is, and check it on a small example.
+    """Say what this machine can run, and check it on a small example.
 
     Exits with 1 if attention gives a wrong result on this machine.
     """

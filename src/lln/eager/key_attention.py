@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.eager.key_blocks import KeyBlocks
+from lln.eager.key_blocks import Groups, KeyBlocks
 from lln.eager.key_inference import attend_without_gradients
 from lln.eager.key_terms import KeyTerms, Slots
 from lln.eager.masked_keys import attend_masked
@@ -64,9 +64,8 @@ def attend_keys(
         are_seen: Whether indices hold only keys that a group may see, so that none is left out.
         reading: How chosen keys are read; see `key_inference.can_fuse` and `masked_keys.can_mask`.
     """
-    hiding = (terms.blocks, terms.group_size, terms.key_mask, terms.is_causal)
-    seen = indices >= 0 if are_seen else seen_keys(indices, *hiding)
-    share = log_share(seen, *hiding, terms.query.dtype)
+    seen = indices >= 0 if are_seen else seen_keys(indices, terms.groups)
+    share = log_share(seen, terms.groups, terms.query.dtype)
     if reading == MASKED:
         return attend_masked(terms, share, indices, seen)
     if reading == FUSED:
@@ -85,20 +84,19 @@ def attend_rows(terms: KeyTerms, share: Tensor, chosen: tuple[Tensor, ...], seen
             not seen.
         seen: bool ``[B, H, G, K]``, which of them there are.
     """
-    blocks, group_size = terms.blocks, terms.group_size
+    blocks, group_size, key_mask, is_causal = terms.groups
     rows = blocks.gather(terms.query)
     scaled = rows * terms.factor
     near_keys, near_values = blocks.gather(terms.key), blocks.gather(terms.value)
     # Where every place holds a key, there is nothing to hide.
-    is_full = blocks.is_plain and terms.key_mask is None
-    valid = None if is_full else blocks.valid(terms.key_mask)
+    valid = None if blocks.is_plain and key_mask is None else blocks.valid(key_mask)
     if valid is not None:
         keep = valid[:, None].unsqueeze(-1)
         near_keys, near_values = (torch.where(keep, side, 0.0) for side in (near_keys, near_values))
     near = multiply(scaled, near_keys.mT)
     if valid is not None:
         near = torch.where(valid[:, None].unsqueeze(-2), near, LOG_ZERO)
-    if terms.is_causal:
+    if is_causal:
         later = torch.ones(near.shape[-2:], dtype=torch.bool, device=near.device).triu(1)
         # Below LOG_ZERO: a row whose visible keys are all masked must weigh those, not later keys.
         near = near.masked_fill(later, 10 * LOG_ZERO)
@@ -128,24 +126,15 @@ def _read(weights: Tensor, centroid: Tensor) -> Tensor:
     return multiply(weights, centroid) if alike else weights @ centroid
 
 
-def log_share(
-    seen: Tensor,
-    blocks: KeyBlocks,
-    group_size: int,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def log_share(seen: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     """Ln ρ of every query, ``[B, H, n, W, 1]``: the share of the summary's keys not exact.
 
     Args:
         seen: bool ``[B, H, G, K]``, see `lln.eager.selection.seen_keys`.
-        blocks: Where the tokens lie.
-        group_size: g.
-        key_mask: bool ``[B, T]``.
-        is_causal: Whether the summary holds earlier blocks only.
+        groups: Who sees them; the summary of a causal group holds earlier blocks only.
         dtype: Of the result.
     """
+    blocks, group_size, key_mask, is_causal = groups
     size = blocks.place.shape[2]
     own = blocks.valid(key_mask).sum(-1)
     upto = own.cumsum(-1)
@@ -179,10 +168,8 @@ def slots_of_blocks(
     key: Tensor,
     value: Tensor,
     beta: float | Tensor,
-    blocks: KeyBlocks,
-    key_mask: Tensor | None,
-    segment: Tensor | None,
-    is_causal: bool,
+    groups: Groups,
+    segment: Tensor | None = None,
     before: Earlier | None = None,
 ) -> Slots:
     """L - βμ, C and μ that every block reads: of its sequence, or of the blocks before it.
@@ -191,12 +178,11 @@ def slots_of_blocks(
         key: ``[B, H, T, D]``.
         value: ``[B, H, T, E]``.
         beta: A number, or broadcasts to ``[B, H, n, 1, 1]``.
-        blocks: Where the tokens lie.
-        key_mask: bool ``[B, T]``.
+        groups: Where the tokens lie; if causal, a block reads only the blocks before it.
         segment: int ``[n]``, the sequence of every block; None = one sequence.
-        is_causal: Whether a block reads only the blocks before it.
         before: What a causal call of one sequence has seen before the first block.
     """
+    blocks, _, key_mask, is_causal = groups
     valid = blocks.valid(key_mask)[:, None]
     rows = blocks.gather(key)
     summaries = summarise(*key_exponents(rows, blocks.gather(value), beta, valid))

@@ -64,6 +64,22 @@ class KeyBlocks(NamedTuple):
         return self.there & key_mask[sample, self.place]
 
 
+class Groups(NamedTuple):
+    """Groups of queries that choose keys, and what they may choose.
+
+    Attributes:
+        blocks: Where the tokens lie.
+        size: g, a divisor of W.
+        key_mask: bool ``[B, T]``; masked keys are never chosen, masked queries do not count.
+        is_causal: Whether only keys of earlier blocks may be chosen.
+    """
+
+    blocks: KeyBlocks
+    size: int
+    key_mask: Tensor | None = None
+    is_causal: bool = False
+
+
 def _take(side: Tensor, place: Tensor) -> Tensor:
     """The tokens of ``[B, H, T, D]`` at ``[B, P]``: ``[B, H, P, D]``.
 

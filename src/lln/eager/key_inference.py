@@ -56,8 +56,8 @@ def attend_without_gradients(
         seen: bool ``[B, H, G, K]``, which of them a group may attend to.
     """
     query, key, value, alpha = terms.query, terms.key, terms.value, terms.alpha
-    blocks, group_size, scale = terms.blocks, terms.group_size, terms.factor
-    valid = blocks.valid(terms.key_mask)
+    (blocks, group_size, key_mask, _), scale = terms.groups, terms.factor
+    valid = blocks.valid(key_mask)
     width, value_width = query.shape[-1], value.shape[-1]
     count, size = blocks.place.shape[1:]
     rows = blocks.gather(query).flatten(2, 3).unflatten(2, (-1, group_size))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lln.eager.key_blocks import KeyBlocks
+from lln.eager.key_blocks import Groups
 
 # L - βμ, C and μ.
 Slots = tuple[Tensor, Tensor, Tensor]
@@ -27,10 +27,7 @@ class KeyTerms(NamedTuple):
         offset: g, likewise.
         slots: L - βμ, C and μ for every block: broadcast to ``[B, H, n, D]``, ``[B, H, n, D, E]``
             and ``[B, H, n, D]``.
-        blocks: Where the tokens lie.
-        group_size: g, a divisor of W.
-        key_mask: bool ``[B, T]``, True = attend.
-        is_causal: Whether row i sees keys 0 … i only.
+        groups: Where the tokens lie, and what a group may see.
         scale: Factor of the scores; None = 1/√D.
     """
 
@@ -40,10 +37,7 @@ class KeyTerms(NamedTuple):
     alpha: float | Tensor
     offset: float | Tensor
     slots: Slots
-    blocks: KeyBlocks
-    group_size: int
-    key_mask: Tensor | None = None
-    is_causal: bool = False
+    groups: Groups
     scale: float | None = None
 
     @property

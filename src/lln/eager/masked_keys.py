@@ -77,7 +77,7 @@ def attend_masked(terms: KeyTerms, share: Tensor, indices: Tensor, seen: Tensor)
         seen: bool ``[B, H, n · W, K]``, which of them a query may attend to.
     """
     query, key, value, alpha = terms.query, terms.key, terms.value, terms.alpha
-    blocks, key_mask, scale = terms.blocks, terms.key_mask, terms.factor
+    (blocks, _, key_mask, _), scale = terms.groups, terms.factor
     tokens, width, value_width = query.shape[2], query.shape[3], value.shape[3]
     log_mass, centroid, centre = (side.squeeze(2) for side in terms.slots)
     factor = alpha.squeeze(2) if isinstance(alpha, Tensor) else alpha

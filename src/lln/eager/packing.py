@@ -16,7 +16,7 @@ from lln.eager.diagonal import attend_blocks
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
 from lln.eager.key_attention import attend_keys, slots_of_blocks
-from lln.eager.key_blocks import packed_blocks
+from lln.eager.key_blocks import Groups, packed_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.run import join, near_range, repeat_heads
 from lln.eager.scan import running_merge
@@ -75,11 +75,9 @@ def attend_packed_keys(call: Call, reading: str) -> Tensor:
             per_tile(number, sequence, query) for number in (call.alpha, call.beta, call.offset)
         )
     )
-    slots = slots_of_blocks(key, value, beta, blocks, None, sequence, call.is_causal)
-    terms = KeyTerms(
-        query, key, value, alpha, offset, slots, blocks, call.group_size,
-        is_causal=call.is_causal, scale=call.scale,
-    )  # fmt: skip
+    groups = Groups(blocks, call.group_size, is_causal=call.is_causal)
+    slots = slots_of_blocks(key, value, beta, groups, sequence)
+    terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
     out = attend_keys(terms, call.keys[None], reading=reading)
     return out[0].transpose(0, 1).to(call.query.dtype)
 

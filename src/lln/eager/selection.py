@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.eager.key_blocks import KeyBlocks
+from lln.eager.key_blocks import Groups, KeyBlocks
 from lln.eager.products import row_by_row
 from lln.eager.whole_division import divided
 from lln.precision import accumulation_dtype
@@ -27,16 +27,7 @@ MOST_SCORES = 1 << 26
 
 @torch.no_grad()
 def choose(
-    query: Tensor,
-    key: Tensor,
-    keys: int,
-    blocks: KeyBlocks,
-    *,
-    select: str,
-    group_size: int,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    flip: bool = False,
+    query: Tensor, key: Tensor, keys: int, groups: Groups, *, select: str, flip: bool = False
 ) -> Tensor:
     """Indices of the chosen keys, int64 ``[B, H, G, K]``, ascending; -1 where there are fewer.
 
@@ -44,29 +35,26 @@ def choose(
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, T, D]``.
         keys: K.
-        blocks: Where the tokens lie.
+        groups: Who chooses; of one query for ``"query"``.
         select: ``"block"`` or ``"query"``.
-        group_size: g, a divisor of W; 1 for ``"query"``.
-        key_mask: bool ``[B, T]``; masked keys are never chosen, masked queries do not count.
-        is_causal: Whether only keys of earlier blocks may be chosen.
         flip: Whether the softmax scores have a negative factor.
     """
     query, key = (-query if flip else query).detach(), key.detach()
-    count, size = blocks.place.shape[1:]
+    count, size = groups.blocks.place.shape[1:]
     heads, tokens = query.shape[1:3]
     if select != "block" and keys >= tokens > 0:
         # All of them, which two lists of half as many would not be.
-        found = _by_mean(query, key, tokens, blocks, size, key_mask, is_causal)
+        found = _by_mean(query, key, tokens, groups._replace(size=size))
         return found.repeat_interleave(size, 2)
     # A trace must hold for every length: then a group has empty places instead.
     if select == "block" and not is_compiling():
         keys = min(keys, tokens)
-    shape = (query.shape[0], heads, count * (size // group_size), keys)
+    shape = (query.shape[0], heads, count * (size // groups.size), keys)
     if keys == 0 or 0 in query.shape[:3]:
         return torch.full(shape, -1, dtype=torch.int64, device=query.device)
     if select == "block":
-        return _by_mean(query, key, keys, blocks, group_size, key_mask, is_causal)
-    return _by_features(query, key, keys, blocks, key_mask, is_causal)
+        return _by_mean(query, key, keys, groups)
+    return _by_features(query, key, keys, groups)
 
 
 def drop_repeats(indices: Tensor) -> Tensor:
@@ -83,13 +71,12 @@ def drop_repeats(indices: Tensor) -> Tensor:
     return found.scatter(-1, place, ordered.to(indices.dtype))[..., :size]
 
 
-def seen_keys(
-    indices: Tensor, blocks: KeyBlocks, group_size: int, key_mask: Tensor | None, is_causal: bool
-) -> Tensor:
+def seen_keys(indices: Tensor, groups: Groups) -> Tensor:
     """Which chosen keys a group may attend to: bool ``[B, H, G, K]``.
 
     Not missing, not masked, of the same sequence, outside the block, and earlier if causal.
     """
+    blocks, group_size, key_mask, is_causal = groups
     tokens = blocks.home.shape[1]
     known = indices.clamp(0, max(tokens - 1, 0))
 
@@ -106,28 +93,21 @@ def seen_keys(
     return seen if key_mask is None else seen & of_keys(key_mask)
 
 
-def _by_mean(
-    query: Tensor,
-    key: Tensor,
-    keys: int,
-    blocks: KeyBlocks,
-    group_size: int,
-    key_mask: Tensor | None,
-    is_causal: bool,
-) -> Tensor:
+def _by_mean(query: Tensor, key: Tensor, keys: int, groups: Groups) -> Tensor:
     """The keys with the largest products with the mean query of every group."""
+    blocks, group_size, key_mask, is_causal = groups
     dtype = accumulation_dtype(query.dtype)
     mean = group_means(query, blocks, group_size, blocks.valid(key_mask)).to(dtype)
     if is_causal and group_size > 1:
         # A group's own mean would let later queries decide what earlier ones see.
         mean = torch.cat([torch.zeros_like(mean[:, :, :1]), mean[:, :, :-1]], 2)
-    batch, heads, groups, width = mean.shape
+    batch, heads, count, width = mean.shape
     key = key.to(dtype)
     if key_mask is not None:
         key = torch.where(key_mask[:, None, :, None], key, 0.0)
     across = row_by_row(key.mT) if key.device.type == "cpu" else key.mT
     home = blocks.home[:, None]
-    group = torch.arange(groups, device=query.device)
+    group = torch.arange(count, device=query.device)
     block = divided(group * group_size, blocks.place.shape[2])
 
     def best(mean: Tensor, block: Tensor) -> Tensor:
@@ -171,20 +151,14 @@ def group_means(query: Tensor, blocks: KeyBlocks, group_size: int, valid: Tensor
     return (rows.sum(-2) / number).to(query.dtype)
 
 
-def _by_features(
-    query: Tensor,
-    key: Tensor,
-    keys: int,
-    blocks: KeyBlocks,
-    key_mask: Tensor | None,
-    is_causal: bool,
-) -> Tensor:
+def _by_features(query: Tensor, key: Tensor, keys: int, groups: Groups) -> Tensor:
     """For every query the keys that are largest in its two strongest features of [q, -q]."""
+    key_mask = groups.key_mask
     key = key.to(accumulation_dtype(key.dtype))
 
     def lists(share: int) -> Tensor:
-        if is_causal:
-            return _earlier_lists(key, share, blocks, key_mask)
+        if groups.is_causal:
+            return _earlier_lists(key, share, groups.blocks, key_mask)
         return _feature_lists(key, share, key_mask).unsqueeze(2)
 
     first = lists(keys - keys // 2)
@@ -192,7 +166,7 @@ def _by_features(
     if key_mask is not None:
         # Whatever padding holds decides nothing, not even in which order kernels add.
         query = torch.where(key_mask[:, None, :, None], query, 0.0)
-    return picked_lists(first, second, strongest_features(query), blocks, key_mask, is_causal)
+    return picked_lists(first, second, strongest_features(query), groups)
 
 
 def strongest_features(query: Tensor) -> Tensor:
@@ -207,14 +181,7 @@ def strongest_features(query: Tensor) -> Tensor:
     return torch.cat([first, second], -1)
 
 
-def picked_lists(
-    first: Tensor,
-    second: Tensor,
-    features: Tensor,
-    blocks: KeyBlocks,
-    key_mask: Tensor | None,
-    is_causal: bool = False,
-) -> Tensor:
+def picked_lists(first: Tensor, second: Tensor, features: Tensor, groups: Groups) -> Tensor:
     """The keys that every query takes from the lists of its features: int64 ``[B, H, G, K]``.
 
     Args:
@@ -222,13 +189,11 @@ def picked_lists(
             one for all; -1 = none. Of the query's strongest feature.
         second: Likewise, of its second strongest.
         features: int ``[B, H, T, 2]``, see `strongest_features`.
-        blocks: Where the tokens lie.
-        key_mask: bool ``[B, T]``.
-        is_causal: Whether only keys of earlier blocks may be seen.
+        groups: Of one query each.
     """
     heads = features.shape[1]
     # Places without a token get a float zero.
-    own = blocks.gather(features).long()
+    own = groups.blocks.gather(features).long()
     if first.shape[2] == 1:
         # All blocks share their lists.
         own = own.flatten(2, 3).unsqueeze(2)
@@ -237,7 +202,7 @@ def picked_lists(
         every = lists.long().repeat_interleave(heads // lists.shape[1], 1)
         picked.append(every.gather(3, feature.expand(-1, -1, -1, -1, lists.shape[-1])))
     chosen = torch.cat(picked, -1).flatten(2, 3)
-    seen = seen_keys(chosen, blocks, 1, key_mask, is_causal)
+    seen = seen_keys(chosen, groups)
     return drop_repeats(torch.where(seen, chosen, -1))
 
 

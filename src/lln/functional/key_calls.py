@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.eager.key_blocks import KeyBlocks, dense_blocks, packed_blocks
+from lln.eager.key_blocks import Groups, KeyBlocks, dense_blocks, packed_blocks
 from lln.eager.selection import choose, drop_repeats, picked_lists, seen_keys
 from lln.functional.match import measure_heads
 from lln.kernels.keys.keys_ops import fused_choice, fused_lists
@@ -60,9 +60,7 @@ def _usable(call: Call, indices: Tensor) -> Tensor:
     indices = drop_repeats(indices.long())
     if call.bounds is not None:
         return indices
-    mask, causal = call.key_mask, call.is_causal
-    seen = seen_keys(indices, _dense_blocks(call), call.group_size, mask, causal)
-    return torch.where(seen, indices, -1)
+    return torch.where(seen_keys(indices, _groups(call)), indices, -1)
 
 
 def chosen_indices(call: Call) -> Any:
@@ -75,7 +73,7 @@ def _spelt_out(call: Call, lists: Lists) -> Tensor:
     """The keys that every query sees by lists, one by one: ``[B, H, G, K]``."""
     first, second = (table.unsqueeze(2) for table in (lists.keys[0], lists.keys[-1]))
     features = lists.features.transpose(2, 3)
-    found = picked_lists(first, second, features, _dense_blocks(call), call.key_mask)
+    found = picked_lists(first, second, features, _groups(call))
     # Of an odd number the second list has an empty place, which was sorted to the end.
     odd = lists.keys.shape[0] - 1
     return found[..., : found.shape[-1] - odd]
@@ -83,8 +81,7 @@ def _spelt_out(call: Call, lists: Lists) -> Tensor:
 
 def _lists(call: Call, keys: int) -> Lists:
     """The keys of every feature, by the kernels."""
-    flip = call.scale is not None and call.scale < 0
-    return fused_lists(call.query, call.key, call.key_mask, keys, flip=flip)
+    return fused_lists(call.query, call.key, call.key_mask, keys, flip=_flips(call))
 
 
 def _by_kernels(call: Call, keys: int) -> Tensor:
@@ -92,29 +89,26 @@ def _by_kernels(call: Call, keys: int) -> Tensor:
     if call.select == "query":
         return _spelt_out(call, _lists(call, keys))
     sizes = {"block_size": call.block_size, "group_size": call.group_size}
-    flip = call.scale is not None and call.scale < 0
-    return fused_choice(call.query, call.key, call.key_mask, keys, **sizes, flip=flip)
+    return fused_choice(call.query, call.key, call.key_mask, keys, **sizes, flip=_flips(call))
 
 
 def choose_for(call: Call, impl: str) -> Tensor:
     """Indices of the keys a call asks for by number: ``[B, H, G, K]``, packed ``[H, G, K]``."""
     assert isinstance(call.keys, int)
-    options: dict[str, Any] = {"select": call.select, "group_size": call.group_size}
-    options["is_causal"] = call.is_causal
-    options["flip"] = call.scale is not None and call.scale < 0
+    options: dict[str, Any] = {"select": call.select, "flip": _flips(call)}
     query, key, keys = call.query, call.key, call.keys
     if call.bounds is None:
         few = call.select != "block" and keys >= query.shape[2]
         if impl == "triton" and not few:
             return _by_kernels(call, keys)
-        blocks = _dense_blocks(call)
-        return choose(query, key, keys, blocks, key_mask=call.key_mask, **options)
+        return choose(query, key, keys, _groups(call), **options)
     query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
     if query.shape[2] == 0:
         return torch.full((query.shape[1], 0, 0), -1, dtype=torch.int64, device=query.device)
     blocks, _ = packed_blocks(call.bounds.long(), query.shape[2], call.block_size)
     if call.select == "block":
-        return choose(query, key, keys, blocks, key_mask=None, **options)[0]
+        groups = Groups(blocks, call.group_size, is_causal=call.is_causal)
+        return choose(query, key, keys, groups, **options)[0]
     return _choose_one_by_one(query, key, keys, call, blocks, options)
 
 
@@ -139,10 +133,16 @@ def paper_temperatures(call: Call) -> tuple[Tensor, Tensor]:
     return keys_temperatures(moments, query.shape[-1], "paper")
 
 
-def _dense_blocks(call: Call) -> KeyBlocks:
+def _groups(call: Call) -> Groups:
+    """Who chooses in a dense call."""
     batch, _, tokens, _ = call.query.shape
-    device = call.query.device
-    return dense_blocks(batch, tokens, call.block_size, call.key_mask, device)
+    blocks = dense_blocks(batch, tokens, call.block_size, call.key_mask, call.query.device)
+    return Groups(blocks, call.group_size, call.key_mask, call.is_causal)
+
+
+def _flips(call: Call) -> bool:
+    """Whether the scores have a negative factor, which turns the choice around."""
+    return call.scale is not None and call.scale < 0
 
 
 def _choose_one_by_one(
@@ -164,7 +164,8 @@ def _choose_one_by_one(
             continue
         own_query, own_key = (side[:, :, start:end] for side in (query, key))
         own = dense_blocks(1, end - start, size, None, query.device)
-        chosen = choose(own_query, own_key, keys, own, key_mask=None, **options)[0]
+        groups = Groups(own, call.group_size, is_causal=call.is_causal)
+        chosen = choose(own_query, own_key, keys, groups, **options)[0]
         chosen = torch.where(chosen < 0, -1, chosen + start)
         found[:, block * size : block * size + chosen.shape[1], : chosen.shape[2]] = chosen
         block += own.place.shape[1]

@@ -110,14 +110,13 @@ def listening() -> bool:
     )
 
 
-def sight(sighting: Sighting, module: nn.Module | None = None) -> None:
+def sight(sighting: Sighting) -> None:
     """Tell every listener that watches the model in which the call happened."""
     if not listening():
         return
     _thread.sightings += 1
-    under_way = [*_thread.modules, *(() if module is None else (module,))]
     for listener in _board.listeners:
-        found = next((m for m in reversed(under_way) if id(m) in listener.names), None)
+        found = next((m for m in reversed(_thread.modules) if id(m) in listener.names), None)
         if found is None:
             continue
         if isinstance(found, nn.TransformerEncoderLayer) and id(found.self_attn) in listener.names:

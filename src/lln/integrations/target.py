@@ -210,25 +210,24 @@ class TargetSearch:
                 name,
                 trials.quality(one) or 0.0,
                 unseen.get(one),
-                self._estimated(one),
+                _shares(self.layers, self._all(one)),
                 self._measured(one, times),
             )
             for name, one in shown_choices
         ]
         reports = self._take(choice)
-        keys_of = dict(zip((id(layer) for layer in self.tried), choice, strict=True))
         found = [
             LayerChoice(
                 layer.name,
-                keys_of.get(id(layer)),
-                {keys: report.moved for keys, (_, report) in layer.fits.items()},
-                _shares([layer], [keys_of.get(id(layer))]),
+                keys,
+                {tried: report.moved for tried, (_, report) in layer.fits.items()},
+                _shares([layer], [keys]),
                 {
                     tokens: _milliseconds(seconds)
-                    for tokens, seconds in times[layer.shape, keys_of.get(id(layer))].items()
+                    for tokens, seconds in times[layer.shape, keys].items()
                 },
             )
-            for layer in self.layers
+            for layer, keys in zip(self.layers, self._all(choice), strict=True)
         ]
         report = TargetReport(
             target=self.target,
@@ -256,8 +255,8 @@ class TargetSearch:
 
     def _take(self, choice: Choice) -> list[LayerReport]:
         """Give every layer what was chosen for it."""
-        chosen = dict(zip((id(layer) for layer in self.tried), choice, strict=True))
-        return [layer.take(chosen.get(id(layer))) for layer in self.layers]
+        pairs = zip(self.layers, self._all(choice), strict=True)
+        return [layer.take(keys) for layer, keys in pairs]
 
     def _quality(self, choice: Choice) -> float:
         self._take(choice)
@@ -293,9 +292,6 @@ class TargetSearch:
         """The keys of all layers, also of those that were left out."""
         chosen = dict(zip((id(layer) for layer in self.tried), choice, strict=True))
         return [chosen.get(id(layer)) for layer in self.layers]
-
-    def _estimated(self, choice: Choice) -> dict[int, float]:
-        return _shares(self.layers, self._all(choice))
 
     def _measured(
         self,

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lln.checks.call import fit_blocks
 from lln.eager.key_attention import log_share, slots_of_blocks
-from lln.eager.key_blocks import KeyBlocks, dense_blocks
+from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.selection import choose, seen_keys
 from lln.eager.summary import LOG_ZERO
 from lln.matching.calibration import PAIR_BUDGET, check_tokens, sampled_places, scoped_moments
@@ -197,21 +197,20 @@ def _measure(
     keys, block_size, select, group_size, is_causal = choice
     block_size, group_size = fit_blocks(block_size, group_size, tokens)
     blocks = dense_blocks(1, tokens, block_size, key_mask, query.device)
-    indices = choose(
-        query, key, keys, blocks, select=select, group_size=group_size, key_mask=key_mask,
-        is_causal=is_causal, flip=scale is not None and scale < 0,
-    )  # fmt: skip
+    groups = Groups(blocks, group_size, key_mask, is_causal)
+    flip = scale is not None and scale < 0
+    indices = choose(query, key, keys, groups, select=select, flip=flip)
     scale = 1 / math.sqrt(width) if scale is None else scale
     key, value = (side.repeat_interleave(heads // side.shape[1], 1) for side in (key, value))
     if key_mask is not None:
         valid = key_mask[:, None, :, None]
         query, key, value = (torch.where(valid, side, 0.0) for side in (query, key, value))
-    seen = seen_keys(indices, blocks, group_size, key_mask, is_causal)
-    share = blocks.scatter(log_share(seen, blocks, group_size, key_mask, is_causal, query.dtype))
+    seen = seen_keys(indices, groups)
+    share = blocks.scatter(log_share(seen, groups, query.dtype))
     # One column more than there are tokens, where keys go that a group does not see.
     chosen = torch.where(seen, indices, tokens)[0]
     slots = [
-        _slots_alone(query, key, value, *sides, blocks, key_mask, is_causal, scale)
+        _slots_alone(query, key, value, *sides, groups, scale)
         for sides in zip(alpha, beta, strict=True)
     ]
     token = torch.arange(tokens, device=query.device)
@@ -252,9 +251,7 @@ def _slots_alone(
     value: Tensor,
     alpha: Tensor,
     beta: Tensor,
-    blocks: KeyBlocks,
-    key_mask: Tensor | None,
-    is_causal: bool,
+    groups: Groups,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """What every row would get from its slots alone: their log-mass and the output, ``[H, T, ·]``.
@@ -265,14 +262,11 @@ def _slots_alone(
         value: ``[1, H, T, E]``.
         alpha: ``[H, 1, 1]``.
         beta: ``[H, 1, 1]``.
-        blocks: Where the tokens lie.
-        key_mask: bool ``[1, T]``.
-        is_causal: Whether a row reads the blocks before its own.
+        groups: Where the tokens lie, and what they may see.
         scale: Factor of the softmax scores.
     """
-    log_mass, centroid, centre = slots_of_blocks(
-        key, value, beta[None, :, None], blocks, key_mask, None, is_causal
-    )
+    blocks = groups.blocks
+    log_mass, centroid, centre = slots_of_blocks(key, value, beta[None, :, None], groups)
     rows = blocks.gather(query)
     level = scale * (rows * centre.unsqueeze(-2)).sum(-1, keepdim=True)
     logits = alpha[:, None] * rows + log_mass.unsqueeze(-2) + level

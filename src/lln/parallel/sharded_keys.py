@@ -15,6 +15,7 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.eager.key_attention import Earlier, attend_rows, share_of, slots_of_blocks
+from lln.eager.key_blocks import Groups
 from lln.eager.key_terms import KeyTerms, Slots
 from lln.eager.run import numbers_of_blocks, repeat_heads, widen
 from lln.kernels.launching.limits import widest_value
@@ -211,7 +212,8 @@ def _read(
     count = number[:, :1, :1] if number.shape[1] else number.new_zeros(number.shape[0], 1, 1)
     if is_causal:
         before = Earlier(log_mass, centroid, total, count)
-        slots = slots_of_blocks(key, value, beta, blocks, here.valid, None, True, before)
+        own = Groups(blocks, call.group_size, here.valid, is_causal)
+        slots = slots_of_blocks(key, value, beta, own, before=before)
         held = count[:, 0].long() + held.cumsum(-1) - held
         rest = held
     else:
@@ -223,10 +225,8 @@ def _read(
     share = share_of(held, rest, seen, call.group_size, query.dtype)
     # Where every place holds a key, no mask is looked at.
     mask = None if blocks.is_plain and call.key_mask is None else here.valid
-    terms = KeyTerms(
-        query, key, value, alpha, offset, slots, blocks, call.group_size, mask, is_causal,
-        call.scale,
-    )  # fmt: skip
+    groups = Groups(blocks, call.group_size, mask, is_causal)
+    terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
     return attend_rows(terms, share, far(query.dtype).spread(query.shape[-1]), choice.seen)
 
 

@@ -1,13 +1,13 @@
-"""Calls whose inputs end, or begin, at memory that must not be touched; the argument says which.
+"""Calls whose inputs end, then such whose inputs begin, at memory that must not be touched.
 
 A read outside of an input ends the process with a signal. `test_guard_pages` runs this.
 """
 
 import ctypes
 import mmap
-import sys
 
 import torch
+from tests.kernels.quick_interpreter import quicken
 
 import lln
 from lln.kernels.launching import sizes
@@ -46,7 +46,7 @@ def main(behind):
     }
     for name, (attend, width, options) in calls.items():
         for tokens in (128, 90):
-            print(name, tokens, flush=True)
+            print("behind" if behind else "before", name, tokens, flush=True)
             sides = make_qkv(1, 1, tokens, width, dtype=torch.float16)
             sides = [guarded(side, behind).requires_grad_() for side in sides]
             sizes.overrides.clear()
@@ -61,4 +61,6 @@ def main(behind):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] == "behind")
+    quicken()
+    main(behind=True)
+    main(behind=False)

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,11 +37,10 @@ LONG = 2100 if ON_GPU else 150
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    # The parent is shared by all workers of a run.
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if base.name.startswith("popen-") else base) / "launcher"
-    folder.mkdir(exist_ok=True)
+def library():
+    # Shared by all workers and by later runs: the file is named for all that it is made of.
+    folder = Path(__file__).parents[3] / "build" / "launcher"
+    folder.mkdir(parents=True, exist_ok=True)
     return built(folder)
 
 

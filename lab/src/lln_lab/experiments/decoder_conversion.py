@@ -24,11 +24,11 @@ import transformers
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lln.checks.reading import read_utf8
 from lln.files import write_atomically
 from lln.integrations.convert import convert
 from lln_lab.bench.environment import describe
 from lln_lab.experiments.tasks.data_folder import text_file
+from lln_lab.texts import read_utf8
 
 # Name of a row → how `convert` is called; None = not at all. Causal keys are chosen by each query.
 ROWS = {

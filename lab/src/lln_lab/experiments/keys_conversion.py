@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 import transformers
 
-from lln.checks.reading import read_lines
 from lln.files import write_atomically
 from lln.integrations.convert import convert
 from lln.integrations.loading import load_model, load_tokenizer
@@ -35,6 +34,7 @@ from lln_lab.experiments.minilm_recovery import (
     extend_positions,
 )
 from lln_lab.experiments.tasks.data_folder import text_file
+from lln_lab.texts import read_lines
 
 # Name of a row → how `convert` is called.
 ROWS = {

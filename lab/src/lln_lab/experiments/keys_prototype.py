@@ -35,7 +35,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.checks.reading import read_lines
 from lln.integrations.loading import load_model, load_tokenizer
 from lln_lab.bench.environment import describe
 from lln_lab.experiments.cells import read_results
@@ -60,6 +59,7 @@ from lln_lab.experiments.keys_forms import (
 )
 from lln_lab.experiments.minilm_recovery import Windows, agreement, extend_positions
 from lln_lab.experiments.tasks.data_folder import text_file
+from lln_lab.texts import read_lines
 
 # ----------------------------------------------------------------------------- the model
 

@@ -31,7 +31,6 @@ from torch.utils.data import Dataset
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lln import block_diagonal_attention
-from lln.checks.reading import read_lines
 from lln.integrations.convert import convert
 from lln.integrations.loading import load_model, load_tokenizer
 from lln.integrations.masks import slicing_mask
@@ -40,6 +39,7 @@ from lln_lab.bench.environment import describe
 from lln_lab.experiments.cells import read_results
 from lln_lab.experiments.tasks.data_folder import text_file
 from lln_lab.recovery.recover import recover, softmax_teacher
+from lln_lab.texts import read_lines
 
 # Name of a row → how `convert` is called; None = not ours.
 ROWS = {

@@ -8,8 +8,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from lln.checks.reading import read_utf8
 from lln.errors import InvalidInputError
+from lln_lab.texts import read_utf8
 
 # Modules with long documentation in plain English.
 _MODULES = ("statistics", "argparse", "doctest", "typing", "threading", "tarfile", "difflib")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lln.checks.reading import read_lines
 from lln.files import check_apart, check_folder, new_folder
 from lln.integrations.folders import (
     KEPT,
@@ -26,6 +25,7 @@ from lln.integrations.folders import (
 from lln.integrations.loading import load_model
 from lln_lab.recovery.recover import recover
 from lln_lab.recovery.work_folder import check_unlocked
+from lln_lab.texts import read_lines
 
 
 def recover_folder(

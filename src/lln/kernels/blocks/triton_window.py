@@ -142,20 +142,19 @@ def window_fwd_kernel(
     end = tl.minimum(first + BT, T) if CAUSAL else tl.minimum(first + BT + window, T)
     low, high = first + BT - 1 - window, tl.minimum(first + 1 + (0 if CAUSAL else window), T)
     for part in tl.static_range(3 if SPLIT else 1):
-        FULL: tl.constexpr = SPLIT and part == 1
         start, stop = part_of(part, begin, low, high, end, BS, SPLIT)
         for place in tl.range(start, stop, BS, num_stages=STAGES):
             keys = place + tl.arange(0, BS)
             b_key, seen = find_keys(p_places, p_mask + batch * T, keys, T, PACKED, HAS_MASK)
-            b_k = load_rows(k, place, seen, BS, D, BD, FULL)
+            b_k = load_rows(k, place, seen, BS, D, BD, part == 1)
             b_s = scores(b_q, b_k, scale, PRECISION)
-            if not FULL:
+            if part != 1:
                 b_s = hide(b_s, b_row[:, None] - b_key[None, :], window, CAUSAL)
             b_new = tl.maximum(b_peak, tl.max(b_s, 1))
             b_shrink = power_of_two(b_peak - b_new)
             b_p = power_of_two(b_s - b_new[:, None])
             b_mass = b_mass * b_shrink + tl.sum(b_p, 1)
-            b_v = load_rows(v, place, seen, BS, E, BE, FULL)
+            b_v = load_rows(v, place, seen, BS, E, BE, part == 1)
             b_o = b_o * b_shrink[:, None]
             b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)
             b_peak = b_new
@@ -199,16 +198,15 @@ def window_query_kernel(
     end = tl.minimum(first + BT, T) if CAUSAL else tl.minimum(first + BT + window, T)
     low, high = first + BT - 1 - window, tl.minimum(first + 1 + (0 if CAUSAL else window), T)
     for part in tl.static_range(3 if SPLIT else 1):
-        FULL: tl.constexpr = SPLIT and part == 1
         start, stop = part_of(part, begin, low, high, end, BS, SPLIT)
         for place in tl.range(start, stop, BS, num_stages=STAGES):
             keys = place + tl.arange(0, BS)
             b_key, seen = find_keys(p_places, p_mask + batch * T, keys, T, PACKED, HAS_MASK)
-            b_k = load_rows(k, place, seen, BS, D, BD, FULL)
+            b_k = load_rows(k, place, seen, BS, D, BD, part == 1)
             b_s = scores(b_q, b_k, scale, PRECISION)
-            if not FULL:
+            if part != 1:
                 b_s = hide(b_s, b_row[:, None] - b_key[None, :], window, CAUSAL)
-            b_v = load_rows(v, place, seen, BS, E, BE, FULL)
+            b_v = load_rows(v, place, seen, BS, E, BE, part == 1)
             b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
             b_ds = power_of_two(b_s - b_norm[:, None]) * (b_dp - b_level[:, None])
             b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
@@ -249,19 +247,20 @@ def window_key_kernel(
     for r in range(R):
         own, at = tl.cast(r, tl.int64), (batch * HK * R + key_head * R + r) * T
         for part in tl.static_range(3 if SPLIT else 1):
-            FULL: tl.constexpr = SPLIT and part == 1
             start, stop = part_of(part, begin, low, high, end, BS, SPLIT)
             for place in tl.range(start, stop, BS, num_stages=STAGES):
                 rows = place + tl.arange(0, BS)
                 there = rows < T
                 ok = valid(p_mask + batch * T, rows, there, HAS_MASK)
-                b_q = load_queries(heads_on(q, own), place, there, ok, BS, D, BD, FULL, HAS_MASK)
-                b_do = load_rows(heads_on(g, own), place, there, BS, E, BE, FULL)
+                b_q = load_queries(
+                    heads_on(q, own), place, there, ok, BS, D, BD, part == 1, HAS_MASK
+                )
+                b_do = load_rows(heads_on(g, own), place, there, BS, E, BE, part == 1)
                 # No row: its P is zero.
                 b_norm = tl.load(p_norm + at + rows, mask=there, other=-NEVER)
                 b_level = tl.load(p_level + at + rows, mask=there, other=0.0)
                 b_s = scores(b_k, b_q, scale, PRECISION)
-                if not FULL:
+                if part != 1:
                     b_row = places(p_places, rows, there, PACKED)
                     b_s = hide(b_s, b_row[None, :] - b_key[:, None], window, CAUSAL)
                 b_p = power_of_two(b_s - b_norm[None, :])

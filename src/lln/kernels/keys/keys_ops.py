@@ -143,15 +143,8 @@ def folded(gradient: Tensor | None, side: Tensor | None) -> Tensor | None:
     return gradient.sum_to_size(side.shape).to(side.dtype)
 
 
-def _fake_choice(
-    query: Tensor,
-    key: Tensor,
-    key_mask: Tensor | None,
-    keys: int,
-    block_size: int,
-    group_size: int,
-    flip: bool,
-) -> Tensor:
+def _fake_choice(query: Tensor, _: Tensor, key_mask: Tensor | None, *numbers: Any) -> Tensor:
+    keys, block_size, group_size, _ = numbers
     blocks = blocks_in(query.shape[2], block_size, key_mask is not None)
     shape = (*query.shape[:2], blocks * (block_size // group_size), keys)
     return query.new_empty(shape, dtype=torch.int32)
@@ -184,17 +177,8 @@ choose_lists = operator(
 )
 
 
-def _fake_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: Any,
-    beta: Tensor | None,
-    offset: Any,
-    indices: Tensor,
-    key_mask: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
+def _fake_attention(*inputs: Any) -> tuple[Tensor, ...]:
+    query, key, value, _, beta, _, _, key_mask, *rest = inputs
     block_size, group_size = rest[-3:-1]
     blocks = blocks_in(query.shape[2], block_size, key_mask is not None)
     levels = (*query.shape[:2], blocks * (block_size // group_size))

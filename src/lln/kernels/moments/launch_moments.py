@@ -20,6 +20,11 @@ from lln.matching.curves import SPREAD_FLOOR, Curve
 
 # α, β, σq², σk², whether a spread is zero: what the second kernel writes for every head.
 _RESULTS = 5
+# The curve's numbers, in the order in which `Curve` has them.
+_CURVE = (
+    *("c0", "c1", "c2", "c3", "c4", "x0", "x1", "x2", "x3"),
+    *("least_p", "most_p", "least_n", "most_n"),
+)
 
 
 def match(
@@ -59,10 +64,45 @@ def match(
     }
     kind = kind_of(query, key, mask, curve, bounds, longest)
     family = ("match", query.device, query.dtype, query.shape[-1])
-    masked = mask is not None, bounds is not None
+    masked, packed = mask is not None, bounds is not None
 
     def write(chosen: Sizes) -> Recipe:
-        return _write(query, key, *masked, curve, longest, samples, chosen)
+        (tokens, width), (key_heads, keys) = query.shape[2:], key.shape[1:3]
+        most, rows = longest or max(tokens, keys), samples * (heads + key_heads)
+        tile = chosen.measure
+        stretch = tile.stretch(most, tile.tokens, rows, chosen.cores)
+        splits = cdiv(most, stretch)
+        values = {
+            "B": samples,
+            "T": tokens,
+            "S": keys,
+            "H": heads,
+            "HK": key_heads,
+            "heads_in_all": samples * heads,
+            "program_tokens": stretch,
+            "splits": splits,
+            "floor": SPREAD_FLOOR**2,
+            "D": width,
+            "BD": chosen.width,
+            "HAS_MASK": masked,
+            "QUERY_MASK": masked and tokens == keys,
+            "PACKED": packed,
+            "R": heads // key_heads,
+            # A packed sequence has as many queries as keys, and a mask of T = S tokens counts both.
+            "ALL_QUERIES": not packed and not (masked and tokens == keys),
+            **strides_of(packed, p_q=query, p_k=key),
+            **dict(zip(_CURVE, (number for part in curve for number in part), strict=True)),
+        }
+        measure = over_tiles(measure_kernel, (splits, rows), values, tile)
+        finish = Step(temperature_kernel, (samples * heads,), values, 1)
+        part = (samples * key_heads, splits)
+        workspace: Workspace = {
+            "p_squares": ((samples * heads, splits), torch.float32),
+            "p_counts": (part, torch.float32),
+            "p_means": ((*part, chosen.width), torch.float32),
+            "p_spreads": ((*part, chosen.width), torch.float32),
+        }
+        return Recipe([measure, finish], workspace)
 
     def choose() -> Sizes:
         return choose_sizes(query, key, key, samples, key.shape[1], 0, longest)
@@ -83,62 +123,3 @@ def kind_of(
     layouts = tuple(layout_of(tensor) for tensor in (query, key, mask_bytes(mask, query)))
     packed = None if bounds is None else (bounds.shape[0], bounds.dtype)
     return "match", layouts, query.device, mask is None, packed, curve, longest
-
-
-# The curve's numbers, in the order in which `Curve` has them.
-_CURVE = (
-    *("c0", "c1", "c2", "c3", "c4", "x0", "x1", "x2", "x3"),
-    *("least_p", "most_p", "least_n", "most_n"),
-)
-
-
-def _write(
-    query: Tensor,
-    key: Tensor,
-    masked: bool,
-    packed: bool,
-    curve: Curve,
-    longest: int,
-    samples: int,
-    chosen: Sizes,
-) -> Recipe:
-    heads, tokens, width = query.shape[1:]
-    key_heads, keys = key.shape[1:3]
-    tile, rows, longest = (
-        chosen.measure,
-        samples * (heads + key_heads),
-        longest or max(tokens, keys),
-    )
-    stretch = tile.stretch(longest, tile.tokens, rows, chosen.cores)
-    splits = cdiv(longest, stretch)
-    values = {
-        "B": samples,
-        "T": tokens,
-        "S": keys,
-        "H": heads,
-        "HK": key_heads,
-        "heads_in_all": samples * heads,
-        "program_tokens": stretch,
-        "splits": splits,
-        "floor": SPREAD_FLOOR**2,
-        "D": width,
-        "BD": chosen.width,
-        "HAS_MASK": masked,
-        "QUERY_MASK": masked and tokens == keys,
-        "PACKED": packed,
-        "R": heads // key_heads,
-        # A packed sequence has as many queries as keys, and a mask of T = S tokens counts both.
-        "ALL_QUERIES": not packed and not (masked and tokens == keys),
-        **strides_of(packed, p_q=query, p_k=key),
-        **dict(zip(_CURVE, (number for part in curve for number in part), strict=True)),
-    }
-    measure = over_tiles(measure_kernel, (splits, rows), values, tile)
-    finish = Step(temperature_kernel, (samples * heads,), values, 1)
-    part = (samples * key_heads, splits)
-    workspace: Workspace = {
-        "p_squares": ((samples * heads, splits), torch.float32),
-        "p_counts": (part, torch.float32),
-        "p_means": ((*part, chosen.width), torch.float32),
-        "p_spreads": ((*part, chosen.width), torch.float32),
-    }
-    return Recipe([measure, finish], workspace)

@@ -6,6 +6,7 @@ Dimension legend: B batch, H query heads, Hk key heads, D head width, n packed s
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,23 +27,18 @@ def fused_moments(
 ) -> Tensor:
     """α, β, σq², σk² and whether a spread is zero, by the kernel: ``[5, B or n, H, 1, 1]``."""
     query, key = within_reach(query), within_reach(key)
+    rest = (key_mask, bounds, criterion, longest)
     if is_watched(query):
-        return match(query.detach(), key.detach(), key_mask, bounds, criterion, longest)
+        return match(query.detach(), key.detach(), *rest)
     # No detach needed: autograd does not see kernels.
-    return statistics(query, key, key_mask, bounds, criterion, longest)
+    return statistics(query, key, *rest)
 
 
-def statistics(
-    query: Tensor,
-    key: Tensor,
-    key_mask: Tensor | None,
-    bounds: Tensor | None,
-    criterion: str,
-    longest: int,
-) -> Tensor:
-    """α, β, σq², σk² and whether a spread is zero: ``[5, B or n, H, 1, 1]``."""
+def statistics(query: Tensor, *rest: Any) -> Tensor:
+    """The same, from the arguments of `match`."""
     from lln.kernels.moments import launch_moments
 
+    key, key_mask, bounds, criterion, longest = rest
     curve = curve_of(query.shape[-1], criterion)
     return launch_moments.match(query, key, key_mask, bounds, curve, longest)
 

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lln.checks.reading import read_utf8
 from lln.errors import InvalidInputError
 from lln_lab.saved_data import read_arrays as arrays_of
+from lln_lab.texts import read_utf8
 
 VARIABLE = "LLN_DATA"
 KNOWN = json.loads((Path(__file__).parent / "known_files.json").read_text("utf-8"))
