@@ -33,16 +33,32 @@ def block_diagonal(query, key, value, **options):
     return lln.block_diagonal_attention(query, key, value, **({"block_size": 4} | options))
 
 
+def window(query, key, value, **options):
+    return lln.window_attention(query, key, value, **({"window": 4} | options))
+
+
+def window_varlen(query, key, value, cu_seqlens, **options):
+    return lln.window_attention_varlen(query, key, value, cu_seqlens, window=4, **options)
+
+
 DENSE = {
     "lln": lln.lln_attention,
     "diag": lln.lln_diag_attention,
     "block": block_diagonal,
+    "window": window,
 }
-PACKED = {"lln": lln.lln_attention_varlen, "diag": lln.lln_diag_attention_varlen}
+PACKED = {
+    "lln": lln.lln_attention_varlen,
+    "diag": lln.lln_diag_attention_varlen,
+    "window": window_varlen,
+}
 LLN_ONLY = ("lln", "diag")
 each_dense = pytest.mark.parametrize("attend", DENSE.values(), ids=DENSE)
 each_packed = pytest.mark.parametrize("attend", PACKED.values(), ids=PACKED)
 each_lln = pytest.mark.parametrize("attend", [DENSE[n] for n in LLN_ONLY], ids=LLN_ONLY)
+each_lln_packed = pytest.mark.parametrize("attend", [PACKED[n] for n in LLN_ONLY], ids=LLN_ONLY)
+# Without α and β.
+SOFTMAX = (block_diagonal, window)
 each_name = pytest.mark.parametrize("name", ["query", "key", "value"])
 
 
@@ -350,14 +366,14 @@ def test_causal_with_statistics_of_its_own_sequence(attend, matching):
     )
 
 
-@each_packed
+@each_lln_packed
 def test_causal_packed_with_statistics_of_its_own_sequence(attend):
     refuses_packed(
         attend, packed(), bounds(0, T), "causal", error=CausalStatisticsError, is_causal=True
     )
 
 
-@pytest.mark.parametrize("name", ["block", "diag"])
+@pytest.mark.parametrize("name", ["block", "diag", "window"])
 def test_blocks_are_self_attention(name):
     tensors = dense(key=(B, H, 4, D), value=(B, H, 4, E))
     refuses_dense(DENSE[name], tensors, "same positions", "T = 6 and S = 4", "lln_attention")
@@ -579,7 +595,7 @@ def test_bad_dropout(attend, bad):
     refuses_dense(attend, dense(), "dropout_p", "[0, 1)", repr(bad), dropout_p=bad)
 
 
-@pytest.mark.parametrize("name", ["block", "diag"])
+@pytest.mark.parametrize("name", ["block", "diag", "window"])
 @pytest.mark.parametrize(
     ("bad", "seen"), [(0.0, "0.0"), (NAN, "nan"), (INF, "inf"), (True, "bool"), ("1", "str")]
 )
@@ -758,7 +774,7 @@ def test_module_names_its_own_padding_mask():
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_false_mask_gives_zeros(attend, causal):
     options = {"is_causal": causal}
-    if causal and attend is not block_diagonal:
+    if causal and attend not in SOFTMAX:
         options |= {"alpha": 1.5, "beta": 1.5}
     tensors = {name: tensor.requires_grad_() for name, tensor in dense().items()}
     out = attend(**tensors, key_mask=torch.zeros(B, T, dtype=torch.bool), **options)
@@ -779,7 +795,7 @@ def test_all_false_mask_gives_zeros_whatever_the_matching(attend, matching):
 @pytest.mark.parametrize("causal", [False, True])
 def test_meta_device_works(attend, causal):
     options = {"is_causal": causal, "key_mask": mask(device="meta")}
-    if causal and attend is not block_diagonal:
+    if causal and attend not in SOFTMAX:
         options |= {"alpha": torch.ones(H, 1, 1, device="meta"), "beta": 1.5}
     out = attend(**{name: tensor.to("meta") for name, tensor in dense().items()}, **options)
     assert (out.shape, out.device.type, out.dtype) == ((B, H, T, E), "meta", torch.float32)

@@ -55,6 +55,13 @@ CALLS = {
     ),
     "masked causal": lambda sides, **o: lln.lln_attention(*sides, key_mask=MASK, **CAUSAL, **o),
     "block_diagonal": lambda sides, **o: lln.block_diagonal_attention(*sides, block_size=16, **o),
+    "window": lambda sides, **o: lln.window_attention(*sides, window=9, **o),
+    "window, masked": lambda sides, **o: lln.window_attention(
+        *sides, window=9, key_mask=MASK, is_causal=True, **o
+    ),
+    "packed window": lambda sides, **o: lln.window_attention_varlen(
+        *packed(sides), BOUNDS, window=9, **o
+    ),
     "no keys": lambda sides, **o: lln.lln_diag_attention(
         *sides, block_size=16, key_mask=MASK & torch.tensor([[True], [False]]), **o
     ),

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from lln import block_diagonal_attention, lln_attention, lln_attention_varlen, lln_diag_attention
+from lln import (
+    block_diagonal_attention,
+    lln_attention,
+    lln_attention_varlen,
+    lln_diag_attention,
+    window_attention,
+)
 from lln.eager.dropout import drop_keys
 from lln.testing import make_qkv
 
@@ -19,13 +25,15 @@ def attend(form, *qkv, **options):
         return out.transpose(0, 1)[None]
     if form == "block":
         return block_diagonal_attention(*qkv, block_size=10, **options)
+    if form == "window":
+        return window_attention(*qkv, window=6, **options)
     options |= {"alpha": 1.5, "beta": 1.5, "is_causal": form == "causal"}
     if form == "diag":
         return lln_diag_attention(*qkv, block_size=10, **options)
     return lln_attention(*qkv, **options)
 
 
-FORMS = ["lln", "causal", "block", "diag", "varlen"]
+FORMS = ["lln", "causal", "block", "diag", "window", "varlen"]
 
 
 def weights_of(form, **options):

@@ -13,6 +13,7 @@ from lln import (
     lln_diag_attention,
     lln_diag_attention_varlen,
     match_moments,
+    window_attention,
 )
 from lln.testing import make_qkv
 
@@ -24,7 +25,7 @@ TEMPERATURES = st.floats(0.2, 4.0)
 CRITERIA = st.sampled_from(["variance", "entropy"])
 GARBAGE = st.sampled_from([0.0, 1.0, -1e4, 1e30, torch.nan, torch.inf, -torch.inf])
 
-FORMS = ["lln", "causal", "block", "diag", "causal_diag"]
+FORMS = ["lln", "causal", "block", "diag", "causal_diag", "window", "causal_window"]
 LINEAR_FORMS = ["lln", "causal"]
 
 
@@ -33,6 +34,8 @@ def attend(form, query, key, value, *, alpha=None, beta=None, key_mask=None):
     options = {"key_mask": key_mask, "is_causal": causal}
     if form == "block":
         return block_diagonal_attention(query, key, value, block_size=4, **options)
+    if form.endswith("window"):
+        return window_attention(query, key, value, window=4, **options)
     options |= {"alpha": alpha, "beta": beta}
     if form.endswith("diag"):
         return lln_diag_attention(query, key, value, block_size=4, **options)
@@ -207,7 +210,7 @@ def test_padding_behind_changes_nothing(form, case, fill, padding):
     assert_same(found, wanted, exponent)
 
 
-@pytest.mark.parametrize("form", ["lln", "block", "diag"])
+@pytest.mark.parametrize("form", ["lln", "block", "diag", "window"])
 @given(case=cases(), seed=SEEDS, scale=SCALES, fill=GARBAGE)
 def test_batch_mates_change_nothing(form, case, seed, scale, fill):
     sample = case[:3]
@@ -260,7 +263,7 @@ def test_packed_sequences_are_separate_calls(matched, diag, packing, causal, blo
     torch.testing.assert_close(found, torch.cat(parts), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("form", ["causal", "causal_diag"])
+@pytest.mark.parametrize("form", ["causal", "causal_diag", "causal_window"])
 @given(
     case=cases(tokens=st.integers(2, 140)),
     cut_at=st.floats(0, 1, exclude_max=True),

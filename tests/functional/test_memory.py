@@ -22,6 +22,12 @@ CASES = {
     "masked": lambda dense, packed, n: lln.lln_diag_attention(
         *dense, block_size=64, key_mask=torch.ones(1, n) > 0
     ),
+    "window": lambda dense, packed, n: lln.window_attention(
+        *dense, window=16, key_mask=torch.ones(1, n) > 0
+    ),
+    "window_varlen": lambda dense, packed, n: lln.window_attention_varlen(
+        *packed, torch.tensor([0, 5, n // 2, n]), window=16
+    ),
     "causal": lambda dense, packed, n: lln.lln_attention(*dense, **FIXED, is_causal=True),
     "varlen": lambda dense, packed, n: lln.lln_diag_attention_varlen(
         *packed, torch.tensor([0, 5, n // 2, n])

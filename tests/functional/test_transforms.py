@@ -37,8 +37,12 @@ FUNCTIONS = {
     "diag_varlen": lambda q, k, v, bounds: lln.lln_diag_attention_varlen(q, k, v, bounds),
     "causal_varlen": lambda q, k, v, bounds: lln.lln_attention_varlen(q, k, v, bounds, **CAUSAL),
     "keys_varlen": lambda q, k, v, bounds: lln.lln_keys_attention_varlen(q, k, v, bounds, **KEYS),
+    "window": lambda q, k, v: lln.window_attention(q, k, v, window=5),
+    "window_varlen": lambda q, k, v, bounds: lln.window_attention_varlen(q, k, v, bounds, window=5),
 }
-DENSE = ("lln", "diag", "block", "causal", "keys")
+DENSE = ("lln", "diag", "block", "causal", "keys", "window")
+# Those that know no α and β.
+SOFTMAX = ("block", "window", "window_varlen")
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -50,7 +54,7 @@ def at_night(*names):
     )
 
 
-PACKED = ("causal_varlen", "diag_varlen", "keys_varlen")
+PACKED = ("causal_varlen", "diag_varlen", "keys_varlen", "window_varlen")
 
 
 def arguments(name, tokens=90, dtype=torch.float32, requires_grad=False, seed=0):
@@ -404,7 +408,7 @@ def test_func_vjp_and_jvp_agree_with_differences(name):
 
     def attend(query):
         # α and β of the inputs are detached, so only fixed ones have a derivative to compare with.
-        options = {} if name == "block" else FIXED
+        options = {} if name in SOFTMAX else FIXED
         return FIXED_FUNCTIONS[name](query, *others, **options)
 
     _, pullback = torch.func.vjp(attend, q)
@@ -418,7 +422,7 @@ def test_func_vjp_and_jvp_agree_with_differences(name):
 @every_function
 def test_forward_mode_without_a_transform(name):
     q, *others = arguments(name, 70, torch.float64)
-    options = {} if name == "block" else FIXED
+    options = {} if name in SOFTMAX else FIXED
     direction = torch.randn_like(q)
 
     def attend(query):
@@ -450,6 +454,8 @@ FIXED_FUNCTIONS = {
     "causal_varlen": lambda *a, **o: lln.lln_attention_varlen(*a, is_causal=True, **o),
     "keys": lambda *a, **o: lln.lln_keys_attention(*a, offset=-2.0, select="query", **KEYS, **o),
     "keys_varlen": lambda *a, **o: lln.lln_keys_attention_varlen(*a, offset=-2.0, **KEYS, **o),
+    "window": FUNCTIONS["window"],
+    "window_varlen": FUNCTIONS["window_varlen"],
 }
 
 
@@ -481,14 +487,14 @@ def test_func_per_sample_gradients():
 
 def reference_of(name, args):
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in args]
-    return FIXED_FUNCTIONS[name](*wide, **({} if name == "block" else FIXED))
+    return FIXED_FUNCTIONS[name](*wide, **({} if name in SOFTMAX else FIXED))
 
 
 @every_function
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_inputs_are_accumulated_in_float32(name, dtype):
     args = arguments(name, dtype=dtype)
-    found = FIXED_FUNCTIONS[name](*args, **({} if name == "block" else FIXED))
+    found = FIXED_FUNCTIONS[name](*args, **({} if name in SOFTMAX else FIXED))
     assert found.dtype == dtype
     assert_close(found, reference_of(name, args))
 
@@ -501,7 +507,7 @@ def test_autocast(name, mixed):
         args[1] = args[1].bfloat16()
     rounded = [t.bfloat16() if t.is_floating_point() else t for t in args]
     with torch.autocast("cpu", torch.bfloat16):
-        found = FIXED_FUNCTIONS[name](*args, **({} if name == "block" else FIXED))
+        found = FIXED_FUNCTIONS[name](*args, **({} if name in SOFTMAX else FIXED))
         like = F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 4, 8))
     assert found.dtype == like.dtype == torch.bfloat16
     assert_close(found, reference_of(name, rounded))

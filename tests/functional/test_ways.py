@@ -22,6 +22,7 @@ CALLS = {
     "lln": lambda q, k, v, **o: lln.lln_attention(q, k, v, **o),
     "diag": lambda q, k, v, **o: lln.block_diagonal_attention(q, k, v, block_size=4, **o),
     "lln_diag": lambda q, k, v, **o: lln.lln_diag_attention(q, k, v, block_size=4, **o),
+    "window": lambda q, k, v, **o: lln.window_attention(q, k, v, window=4, **o),
 }
 
 
@@ -79,7 +80,8 @@ def test_ways_and_the_values_of_impl_are_the_same():
 @pytest.mark.parametrize("impl", ["auto", "eager", "reference"])
 @pytest.mark.parametrize("kind", CALLS)
 def test_on_a_cpu_everything_is_plain_or_the_reference(kind, impl):
-    call = Call(kind, *make_qkv(1, 2, 10, 8), block_size=0 if kind == "lln" else 4)
+    size = {"lln": {}, "window": {"window": 4}}.get(kind, {"block_size": 4})
+    call = Call(kind, *make_qkv(1, 2, 10, 8), **size)
     assert prepare(call, impl).impl == ("reference" if impl == "reference" else "eager")
 
 

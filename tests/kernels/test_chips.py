@@ -192,6 +192,20 @@ def test_all_calls_fit(plug_in, chip, call):
     fit(**call)
 
 
+@pytest.mark.parametrize("chip", ["RTX 3090", pytest.param("A100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("options", [{}, {"window": 256}, {"is_causal": True}], ids=str)
+def test_windows_fit(plug_in, chip, dtype, width, options):
+    needs = plug_in(chip)
+    inputs = torch.randn(3, 1, 1, 300, width, dtype=dtype).requires_grad_().unbind()
+    out = lln.window_attention(*inputs, **({"window": 64} | options))
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    expected = {"window_fwd_kernel", "window_query_kernel", "window_key_kernel"}
+    assert {name for name, _ in needs} >= expected
+    assert 0 < max(shared for _, shared in needs) <= CHIPS[chip][1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])

@@ -6,13 +6,15 @@ import pytest
 import torch
 from tests.kernels.common import DEVICE, holes
 
-from lln.kernels.blocks import block_ops
+from lln.kernels.blocks import block_ops, window_ops
 from lln.kernels.keys import keys_ops
 from lln.kernels.lln import lln_ops
 from lln.kernels.summaries import summary_ops
 from lln.testing import make_qkv
 
-WITH_GRADIENTS = {"attend_saving", "attend_blocks", "attend_keys", "summarise", "read_summary"}
+WITH_GRADIENTS = {
+    "attend_saving", "attend_blocks", "attend_keys", "attend_window", "summarise", "read_summary"
+}  # fmt: skip
 # Those that run no kernel: see tests/parallel/test_alone.py and tests/nn/test_modules.py.
 OTHERS = {"gather_ranks", "exchange_rows", "inside_backward"}
 # As small as an odd call can be: the interpreter takes a program for every feature.
@@ -107,6 +109,20 @@ def attend_blocks_backward(mask=None):
         yield gradient_like(block_ops.attend_blocks(*given)), *given
 
 
+def attend_window(mask=None):
+    for is_causal in (False, True):
+        yield *sides_of(key_heads=2), mask, None, 5, 0.5, is_causal
+    places = torch.arange(TOKENS, device=DEVICE, dtype=torch.int32)
+    yield *sides_of(), None, places + 6 * (places > 7), 5, 0.5, False
+
+
+def attend_window_backward(mask=None):
+    for arguments in attend_window(mask):
+        given = plain(*arguments)
+        found = window_ops.attend_window(*given)
+        yield gradient_like(found[0]), *given, *found
+
+
 def match(mask=None):
     query, key, _ = sides_of(wanted=False)
     yield query, key, mask, None, "entropy", 0
@@ -152,7 +168,8 @@ CASES = {
     case.__name__: case
     for case in (
         attend, attend_saving, attend_backward, attend_blocks, attend_blocks_backward,
-        attend_keys, attend_keys_backward, choose_keys, choose_lists, decode, match,
+        attend_keys, attend_keys_backward, attend_window, attend_window_backward,
+        choose_keys, choose_lists, decode, match,
         read_summary, read_summary_backward, summarise, summarise_backward,
     )
 }  # fmt: skip

@@ -62,6 +62,10 @@ EVERY = {
         lambda *s, **o: lln.lln_attention(*s, is_causal=True, **GIVEN, **o)
     ),
     "lln_attention_varlen": packed(lln.lln_attention_varlen),
+    "window_attention": dense(lambda *s, **o: lln.window_attention(*s, window=5, **o)),
+    "window_attention_varlen": packed(
+        lambda *s, **o: lln.window_attention_varlen(*s, window=5, **o)
+    ),
     "LLNDiagAttention, running": module(statistics="running"),
     **WITH_BLOCKS,
 }
@@ -82,6 +86,8 @@ def test_triton_runs_every_part_in_a_kernel(monkeypatch, name):
         monkeypatch,
         "lln.eager.run.long_range",
         "lln.eager.run.short_range",
+        "lln.eager.run.near_range",
+        "lln.eager.packing.near_range",
         "lln.eager.packing._long_range",
         "lln.eager.packing.attend_blocks",
         "lln.functional.match.head_moments",
@@ -96,6 +102,7 @@ def test_eager_runs_no_kernel(monkeypatch, name):
         monkeypatch,
         "lln.kernels.lln.lln_ops.forward",
         "lln.kernels.blocks.block_ops._block_launches",
+        "lln.kernels.blocks.window_ops._launches",
         "lln.kernels.moments.moment_ops.statistics",
     )
     EVERY[name]("eager")

@@ -13,6 +13,7 @@ UNEVEN = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
 SMALL: dict[str, dict[str, object]] = {
     "nystromformer": {"landmarks": 8},
     "diag": {"block_size": 16},
+    "window": {"window": 7},
     "lln_diag": {"block_size": 16},
     "lln_keys": {"block_size": 8, "keys": 6},
     "performer": {"features": 24},

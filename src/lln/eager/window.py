@@ -87,7 +87,7 @@ def _cut(side: Tensor, step: int, first: int, length: int, nothing: int) -> Tens
     """
     tokens = side.shape[-2]
     if not is_compiling():
-        count = whole_parts(tokens, step)
+        count = max(whole_parts(tokens, step), 1)
         around = (-first, (count - 1) * step + length + first - tokens)
         return F.pad(side, (0, 0, *around), value=nothing).unfold(-2, length, step).mT
     # Gathered: a trace then puts no condition on the length, and holds for every length.

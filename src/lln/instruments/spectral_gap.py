@@ -38,8 +38,8 @@ def spectral_gap(inputs: AttentionInputs) -> Tensor:
       triangular.
     - Several diagonal blocks: zero, because every block has an eigenvalue 1 of its own.
     - Softmax, windows, LLN + diagonal and exact keys: Arnoldi iteration (scipy) on
-      x ↦ P·x − mean(P·x). Beyond N = 4,096 softmax makes P again for every product, some 150 times; the others keep
-      what they are made of, O(N·(block + window + keys + D)).
+      x ↦ P·x − mean(P·x). Beyond N = 4,096 softmax makes P again for every product, some 150 times;
+      the others keep what they are made of, O(N·(block + window + keys + D)).
 
     The gap of ``"lln_diag"`` sits near ``mix`` whatever the inputs, because the scaled-down block
     diagonal has an eigenvalue near 1 − mix for every block; look at the parts instead.

@@ -19,6 +19,7 @@ _SYSTEMS = {
     "softmax and LLN": {
         "softmax": "softmax.Softmax",
         "diag": "block_diagonal.BlockDiagonal",
+        "window": "window.Window",
         "lln": "lln.LLN",
         "lln_diag": "lln.LLNDiag",
         "lln_keys": "lln.LLNKeys",
