@@ -301,8 +301,8 @@ class WalkedAttention(torch.autograd.Function):
         needs, (gradient,) = ctx.needs_input_grad[:5], gradients
         if torch.is_grad_enabled() or is_batched(gradient):
 
-            def again(*learning: Any) -> Tensor:
-                return ctx.again(Inputs(*learning, sides[5]))
+            def again(query: Tensor, key: Tensor, value: Tensor, alpha: Any, beta: Any) -> Tensor:
+                return ctx.again(Inputs(query, key, value, alpha, beta, sides[5]))
 
             return *by_autograd(again, sides[:5], needs, gradient), None, None, None
         made = walk_back(Inputs(*sides), Walked(out, normaliser), gradient, needs)

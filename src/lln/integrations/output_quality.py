@@ -11,8 +11,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.integrations.valid_tokens import mask_of, mean_hidden
-
 _HIDDEN = "last_hidden_state"
 
 
@@ -55,3 +53,17 @@ def _main(outputs: Any) -> str:
     """The name of what a model is for: its logits, else what it returns first."""
     names = list(outputs) if isinstance(outputs, Mapping) else [_HIDDEN]
     return next((name for name in ("logits", _HIDDEN) if name in names), names[0])
+
+
+def mask_of(inputs: dict[str, Any], like: Tensor) -> Tensor | None:
+    """The valid tokens, if the tensor has as many."""
+    mask = inputs.get("attention_mask")
+    return mask.bool() if mask is not None and mask.shape == like.shape[:2] else None
+
+
+def mean_hidden(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the valid tokens, ``[B, width]``."""
+    if mask is None:
+        return hidden.mean(1)
+    weight = mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * weight).sum(1) / weight.sum(1).clamp_min(1)
