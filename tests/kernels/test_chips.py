@@ -192,9 +192,14 @@ def test_all_calls_fit(plug_in, chip, call):
     fit(**call)
 
 
-@pytest.mark.parametrize("chip", ["RTX 3090", pytest.param("A100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("chip", "width"),
+    [
+        ("RTX 3090", 64),
+        *(pytest.param(chip, 256, marks=pytest.mark.slow) for chip in CHIPS),
+    ],
+)
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-@pytest.mark.parametrize("width", [64, 256])
 @pytest.mark.parametrize("options", [{}, {"window": 256}, {"is_causal": True}], ids=str)
 def test_windows_fit(plug_in, chip, dtype, width, options):
     needs = plug_in(chip)

@@ -85,9 +85,8 @@ class ProjectedAttention(nn.Module):
         self.convolution = (
             ValueConvolution(embed_dim, convolution, **factory) if convolution else None
         )
-        self.core = self.core_class(
-            num_heads, self.head_dim, dropout=dropout, device=device, **options
-        )
+        options |= {"dropout": dropout, "device": device}
+        self.core = self.core_class(num_heads, self.head_dim, **options)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
