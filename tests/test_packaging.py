@@ -271,11 +271,6 @@ def test_command_line(arguments, fragments, command, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_command_line_as_a_module():
-    done = run("-m", "lln", "--version")
-    assert (done.returncode, done.stdout) == (0, f"lln {lln.__version__}\n"), done.stderr
-
-
 def test_doctor_by_itself(tmp_path):
     done = run("-m", "lln", "doctor", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -343,19 +338,12 @@ print(pickle.loads(pickle.dumps(lln_attention)) is lln.lln_attention, lln.instru
     assert done.stdout.splitlines() == [lln.__version__, "8", "True lln.instruments"], done.stderr
 
 
-def test_errors_of_ours_are_one_line_and_exit_2():
-    script = """
-import lln.testing.doctor
-from lln import InvalidInputError
-from lln.cli import main
+def test_errors_of_ours_are_one_line_and_exit_2(command, monkeypatch):
+    def examine(echo):
+        raise lln.InvalidInputError("rows must be at least 1, got 0.")
 
-def examine(echo):
-    raise InvalidInputError("rows must be at least 1, got 0.")
-
-lln.testing.doctor.examine = examine
-main()
-"""
-    done = run("-c", script, "doctor")
+    monkeypatch.setattr("lln.testing.doctor.examine", examine)
+    done = command("doctor")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.strip() == "lln: rows must be at least 1, got 0."
@@ -379,18 +367,13 @@ def test_doctor_reports_what_an_implementation_raises(monkeypatch):
     assert lines[-3].endswith("FAILED: RuntimeError: no compiler, impl 'eager'")
 
 
-def test_doctor_exits_1_where_attention_is_wrong():
-    script = """
-import lln.testing.doctor
-from lln.cli import main
+def test_doctor_exits_1_where_attention_is_wrong(command, monkeypatch):
+    right = lln.lln_diag_attention
 
-right = lln.testing.doctor.lln_diag_attention
-def wrong(*tensors, impl, **options):
-    return right(*tensors, impl=impl, **options) * (1.001 if impl == "eager" else 1.0)
+    def wrong(*tensors, impl, **options):
+        return right(*tensors, impl=impl, **options) * (1.001 if impl == "eager" else 1.0)
 
-lln.testing.doctor.lln_diag_attention = wrong
-main()
-"""
-    done = run("-c", script, "doctor")
+    monkeypatch.setattr("lln.testing.doctor.lln_diag_attention", wrong)
+    done = command("doctor")
     assert done.returncode == 1
     assert "WRONG" in done.stdout

@@ -5,6 +5,7 @@ import torch
 import torch.utils.flop_counter
 from tests.cpu.conftest import NAMES
 from tests.eager.test_further_gradients import NUMBERS
+from tests.pairs import pairs
 
 import lln
 from lln.cpu import library
@@ -127,10 +128,12 @@ def test_large_numbers_stay_finite(size, taken):
     assert taken
 
 
-@pytest.mark.parametrize("sizes", [(1.0, 1e9), (1e9, 1e9), (1.0, 1e18), (1e5, 1e5)])
-@pytest.mark.parametrize("numbers", ["given", "matched"])
-@pytest.mark.parametrize("width", [16, 64])
-@pytest.mark.parametrize("block_size", [0, 16])
+@pairs(
+    sizes=[(1.0, 1e9), (1e9, 1e9), (1.0, 1e18), (1e5, 1e5)],
+    numbers=["given", "matched"],
+    width=[16, 64],
+    block_size=[0, 16],
+)
 def test_peaks_that_are_rounded(sizes, numbers, width, block_size, taken, by_torch):
     """βk is rounded by 64 at 10⁹; the largest key of a slot must still have weight 1."""
     if numbers == "matched":
@@ -169,9 +172,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("block_size", [0, 16, 64, 160, 2**40])
-@pytest.mark.parametrize("transposed", [False, True])
+@pairs(mask=MASKS, block_size=[0, 16, 64, 160, 2**40], transposed=[False, True])
 def test_masks(mask, block_size, transposed, taken):
     sides = sides_of(150, transposed=transposed)
     check(sides, block_size=block_size, key_mask=MASKS[mask], mix=0.3 if block_size else None)
@@ -254,11 +255,10 @@ def test_a_sample_without_keys_is_zero(block_size, options, taken):
     assert taken == ["forward", "backward"] * 2 + ["match"]
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 3])
-@pytest.mark.parametrize("block_size", [0, 16])
-@pytest.mark.parametrize(
-    "options",
-    [
+@pairs(
+    key_heads=[1, 2, 3],
+    block_size=[0, 16],
+    options=[
         {},
         {"alpha": None, "beta": None},
         {"is_causal": True},
@@ -282,10 +282,12 @@ def test_a_temperature_for_every_key_head(taken):
     assert len(taken) == 6
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 20, 64, 2**40])
-@pytest.mark.parametrize("tokens", [1, 40, 143])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("mask", [None, "left", "some"])
+@pairs(
+    block_size=[1, 16, 20, 64, 2**40],
+    tokens=[1, 40, 143],
+    is_causal=[False, True],
+    mask=[None, "left", "some"],
+)
 def test_blocks_alone(block_size, tokens, is_causal, mask, taken):
     sides = sides_of(tokens, width=20, values=36, heads=4, key_heads=2)
     options = {"block_size": block_size, "enable_gqa": True, "is_causal": is_causal}
@@ -329,10 +331,12 @@ def test_a_mix_that_learns(shape, is_causal, taken):
     assert taken
 
 
-@pytest.mark.parametrize("block_size", [0, 24])
-@pytest.mark.parametrize("mask", [None, "some", "left"])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", [(), (3, 1, 1), (2, 3, 1, 1)])
+@pairs(
+    block_size=[0, 24],
+    mask=[None, "some", "left"],
+    is_causal=[False, True],
+    shape=[(), (3, 1, 1), (2, 3, 1, 1)],
+)
 def test_temperatures_that_learn(block_size, mask, is_causal, shape, taken):
     options = {"block_size": block_size, "is_causal": is_causal}
     options["key_mask"] = None if mask is None else MASKS[mask]

@@ -10,6 +10,7 @@ from tests.cpu.test_compiled_passes import (
     sides_of,
 )
 from tests.eager.test_further_gradients import NUMBERS
+from tests.pairs import pairs
 
 import lln
 from lln.cpu import compiled_passes
@@ -52,9 +53,7 @@ def test_with_blocks(block_size, taken):
     assert taken == ["forward_causal", "forward", "backward", "backward_causal"]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("block_size", [0, 16, 24])
-@pytest.mark.parametrize("transposed", [False, True])
+@pairs(mask=MASKS, block_size=[0, 16, 24], transposed=[False, True])
 def test_masks(mask, block_size, transposed, taken):
     sides = sides_of(150, transposed=transposed)
     check(sides, is_causal=True, block_size=block_size, key_mask=MASKS[mask])

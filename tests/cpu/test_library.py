@@ -128,7 +128,7 @@ def test_every_instruction_set(block_size, path_of_library, functions, monkeypat
     found = []
     for name in sets[: sets.index(functions.instructions) + 1]:
         monkeypatch.setattr(library, "_found", library.open_library(path_of_library, name))
-        sides = sides_of(300, width=48, values=80)
+        sides = sides_of(150, width=48, values=80)
         check(sides, block_size=block_size, alpha=None, beta=None)
         check(sides, is_causal=True)
         found.append(attention(sides, block_size))

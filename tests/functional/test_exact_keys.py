@@ -4,6 +4,7 @@ from itertools import accumulate, pairwise, product
 
 import pytest
 import torch
+from tests.pairs import pairs
 from torch.nn import functional as F
 
 from lln import (
@@ -124,9 +125,7 @@ def check(shape, dtype, *, block=16, keys=5, mask=None, causal=False, layout="co
 # Against the reference
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pairs(causal=[False, True], dtype=DTYPES, tokens=LENGTHS)
 def test_lengths(tokens, dtype, causal):
     batch, heads = (1, 1) if tokens > 60 else (2, 2)
     check(sizes(batch, heads, tokens), dtype, causal=causal)
@@ -551,19 +550,19 @@ def one_by_one(sides, lengths, numbers, **options):
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize(
-    ("form", "impl"),
-    [
+@pairs(
+    how=[
         ("matched", "eager"),
         ("fixed", "eager"),
         ("per_sequence", "eager"),
         ("causal", "eager"),
         ("causal", "reference"),
     ],
+    select=SELECTIONS,
+    packing=PACKED,
 )
-@pytest.mark.parametrize("select", SELECTIONS)
-@pytest.mark.parametrize("packing", PACKED)
-def test_packed_equals_one_call_per_sequence(packing, select, form, impl):
+def test_packed_equals_one_call_per_sequence(packing, select, how):
+    form, impl = how
     lengths = PACKED[packing]
     sides = packed_sides(lengths)
     numbers = {} if form == "matched" else dict(GIVEN)

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from tests.pairs import pairs
 
 import lln
 from lln.checks.call import Call
@@ -106,9 +107,7 @@ def assert_same(found, wanted, leaves):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("form", ["matched", "fixed", "shared", "per sequence"])
-@pytest.mark.parametrize("select", ["block", "query"])
-@pytest.mark.parametrize("name", LENGTHS)
+@pairs(form=["matched", "fixed", "shared", "per sequence"], select=["block", "query"], name=LENGTHS)
 def test_equal_to_one_call_per_sequence(padding, name, select, form):
     lengths = LENGTHS[name]
     sides, numbers = sides_of(lengths), numbers_of(form, lengths)

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from tests.pairs import pairs
 from tests.terms import kept_pairs, repeat_to, sizes_of_sums
 
 from lln import (
@@ -164,16 +165,12 @@ def small(tokens):
     return sizes(1, 1, tokens, 4) if tokens > 200 else sizes(2, 3, tokens, 8)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=name_of)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pairs(causal=[False, True], dtype=[FP64, FP32, BF16], tokens=LENGTHS)
 def test_lengths(tokens, dtype, causal):
     check_lln(small(tokens), dtype, causal=causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [FP64, FP32, FP16], ids=name_of)
-@pytest.mark.parametrize("width", WIDTHS)
+@pairs(causal=[False, True], dtype=[FP64, FP32, FP16], width=WIDTHS)
 def test_widths(width, dtype, causal):
     check_lln(sizes(1, 2, 33, width), dtype, causal=causal)
 
@@ -217,9 +214,7 @@ def test_cross_attention(shape, dtype):
     check_lln(shape, dtype, mask="right")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("mask", MASKS)
+@pairs(causal=[False, True], dtype=DTYPES, mask=MASKS)
 def test_masks(mask, dtype, causal):
     check_lln(sizes(2, 3, 129, 8), dtype, mask=mask, causal=causal)
 
@@ -231,9 +226,7 @@ def test_masks_of_short_and_long_sequences(tokens, mask, causal):
     check_lln(sizes(2, 1, tokens, 3, key_heads=1), FP32, mask=mask, causal=causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=name_of)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pairs(causal=[False, True], dtype=[FP64, FP32, BF16], layout=LAYOUTS)
 def test_layouts(layout, dtype, causal):
     check_lln(sizes(3, 3, 70, 8), dtype, causal=causal, layout=layout, mask="holes")
 
@@ -265,16 +258,12 @@ def test_scales(scale, dtype, causal):
     check_lln(sizes(1, 2, 200, 16, scale=scale), dtype, causal=causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [FP64, FP32, FP16], ids=name_of)
-@pytest.mark.parametrize("tokens", [t for t in LENGTHS if t != 1025])
+@pairs(causal=[False, True], dtype=[FP64, FP32, FP16], tokens=[t for t in LENGTHS if t != 1025])
 def test_diag_lengths(tokens, dtype, causal):
     check_diag(small(tokens), dtype, causal=causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mask", [None, *MASKS])
-@pytest.mark.parametrize("block", [1, 7, 64, 1000])
+@pairs(causal=[False, True], mask=[None, *MASKS], block=[1, 7, 64, 1000])
 def test_diag_blocks(block, mask, causal):
     shape = sizes(2, 4, 70, 8, key_heads=2, value_width=5)
     check_diag(shape, FP32, mask=mask, causal=causal, block=block, scale=0.7)
@@ -362,10 +351,7 @@ def packed_sums(upstream, exact, lengths, causal, block):
     return {name: max(sizes[name] for sizes in found) for name in ("alpha", "beta")}
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("block", [None, 1, 8, 500])
-@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=name_of)
-@pytest.mark.parametrize("packing", PACKED)
+@pairs(causal=[False, True], block=[None, 1, 8, 500], dtype=[FP64, FP32, BF16], packing=PACKED)
 def test_varlen(packing, dtype, block, causal):
     lengths = PACKED[packing]
     heads = {"heads": 4, "key_heads": 2, "value_width": 5}

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import sys
 import warnings
 
@@ -11,7 +10,7 @@ import torch
 import transformers
 
 import lln
-from lln.cli import model_commands
+from lln.cli import main, model_commands
 from lln.errors import CalibrationWarning, InvalidInputError, UnsupportedModelError
 from lln.integrations import attend
 from lln.integrations.attached import AttachedHeads, KeptSoftmax
@@ -506,27 +505,29 @@ def test_a_conversion_that_found_nothing_may_be_repeated(tiny):
 # The command line
 
 
-def run(*arguments):
-    script = "from lln.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The command line, here: a process of its own takes seconds."""
+
+    def run_here(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lln", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run_here
 
 
-def test_command_converts_a_folder(tiny, text, tmp_path, save_with_tokenizer):
+def test_command_converts_a_folder(tiny, text, tmp_path, save_with_tokenizer, run):
     save_with_tokenizer(tiny("bert", model="BertForSequenceClassification"), tmp_path / "in")
     lines = "\n".join(f"w{i} w{i + 3} w{i + 7} w{i + 1}" for i in range(2, 30))
     (tmp_path / "text.txt").write_text(lines)
     out = tmp_path / "out"
     arguments = ("convert", tmp_path / "in", out, "--calibrate", tmp_path / "text.txt")
-    done = run(*arguments, "--attention", "lln_diag", "--mix", "gate", "--layers", "1")
-    assert done.returncode == 0, done.stderr
-    assert "1 of 2 attention layers run lln_diag" in done.stdout
-    assert "random inputs" not in done.stdout
+    told = run(*arguments, "--attention", "lln_diag", "--mix", "gate", "--layers", "1")
+    assert "1 of 2 attention layers run lln_diag" in told
+    assert "random inputs" not in told
     assert (out / "1_Pooling" / "config.json").exists()
     assert (out / "tokenizer.json").exists()
     saved = json.loads((out / "config.json").read_text())["attn_implementation"]
@@ -537,14 +538,13 @@ def test_command_converts_a_folder(tiny, text, tmp_path, save_with_tokenizer):
 
 
 @pytest.mark.slow
-def test_command_converts_to_exact_keys(tiny, tmp_path, save_with_tokenizer):
+def test_command_converts_to_exact_keys(tiny, tmp_path, save_with_tokenizer, run):
     save_with_tokenizer(tiny("bert"), tmp_path / "in")
     lines = "\n".join(f"w{i} w{i + 3} w{i + 7} w{i + 1}" for i in range(2, 30))
     (tmp_path / "text.txt").write_text(lines)
     arguments = ("convert", tmp_path / "in", tmp_path / "out", "--calibrate", tmp_path / "text.txt")
     options = ("--attention", "lln_keys", "--group-size", "16", "--convolution", "5")
-    done = run(*arguments, *options)
-    assert done.returncode == 0, done.stderr
+    run(*arguments, *options)
     written = (tmp_path / "out" / "config.json").read_text()
     assert '"group_size": 16' in written
     assert '"convolution": 5' in written

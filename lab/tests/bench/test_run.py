@@ -12,11 +12,13 @@ import torch
 from lab.tests.commands import app
 from typer.testing import CliRunner
 
+from lln.cli import main
 from lln.errors import InvalidInputError
 from lln_lab.bench import attention_bench, suites, timing
 from lln_lab.bench.attention_table import table_of, text_of
 from lln_lab.bench.cases import Case
 from lln_lab.bench.operations import OPERATIONS
+from lln_lab.cli import add_to
 
 SMALL = ("--device", "cpu", "--lengths", "16", "32", "--width", "8", "--seconds", "0.001")
 FEW = ("--operations", "sdpa", "lln")
@@ -261,11 +263,12 @@ def test_lengths_are_whole_numbers_written_in_a_row_or_with_commas(tmp_path):
         assert [row["tokens"] for row in rows_of(out)] == [8, 16]
 
 
-def test_module_runs_the_command_and_prints_our_errors_as_one_line():
-    words = [sys.executable, "-m", "lln_lab", "bench", "--device", "abacus"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "lln: --device must be cpu or cuda, got 'abacus'.\n"
+def test_our_errors_are_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lln", "bench", "--device", "abacus"])
+    with pytest.raises(SystemExit) as stop:
+        main(add_to)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "lln: --device must be cpu or cuda, got 'abacus'.\n"
 
 
 # Suites

@@ -12,6 +12,7 @@ from lln_lab.documents.speed_tables import (
     speed_summary,
     trees_table,
 )
+from lln_lab.documents.study_sections import gate_rows
 from lln_lab.documents.targets import TARGETS, targets_table
 from lln_lab.markdown import source
 
@@ -275,3 +276,19 @@ def test_roberta_summary_leaves_what_was_not_run_empty():
     assert lines[2] == "| softmax (SDPA) | 20.0 |  | 9.0 |  | 30.0 |  |"
     assert lines[3] == "| LLN | 40.0 (0.50×) |  | 6.0 (1.50×) |  | 15.0 (2.00×) |  |"
     assert lines[5] == "| Diag alone |  |  |  |  |  |  |"
+
+
+def test_rows_of_gates_are_those_that_were_trained():
+    def cell(task, method, seed, loss):
+        own = {"task": task, "method": method, "seed": seed}
+        setup = {"device": "a GPU", "commit": 40 * "a", "changed": False}
+        return {"cell": own, "loss": loss, "accuracy": 0.5, "curve": [], "setup": setup}
+
+    softmax = [cell("table1", "softmax", seed, 2.0 + seed) for seed in range(2)]
+    baseline = cell("table1", "majority", 0, 1.0)
+    del baseline["curve"]
+    assert gate_rows([*softmax, baseline]) == ""
+    found = gate_rows([*softmax, baseline, cell("table1", "diag", 0, 3.0)])
+    assert "| Softmax attention | 2 | 2.500 ± 0.707 | 50.0 ± 0.0 |" in found
+    assert "| Block-diagonal attention | 1 | 3.000 | 50.0 |" in found
+    assert "majority" not in found

@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln.checks.call import Call
+from lln.eager.band import places_of
 from lln.eager.causal import CHUNK, LEAF, attend_chunks
 from lln.eager.diagonal import attend_blocks
 from lln.eager.dropout import drop_keys
@@ -22,7 +23,6 @@ from lln.eager.run import join, near_range, repeat_heads
 from lln.eager.scan import running_merge
 from lln.eager.summary import key_exponents, read, summarise
 from lln.eager.tiling import cut_tiles
-from lln.eager.window import places_of
 from lln.precision import accumulation_dtype
 
 

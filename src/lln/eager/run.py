@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lln.checks.call import Call
+from lln.eager.band import attend_window
 from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
@@ -22,7 +23,6 @@ from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks, slots_
 from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.summary import read_heads, summarise_heads
-from lln.eager.window import attend_window
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
 

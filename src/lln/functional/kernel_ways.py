@@ -10,10 +10,10 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.eager import packing
 from lln.eager import run as eager
+from lln.eager.band import places_of
 from lln.eager.dropout import drop_keys
 from lln.eager.summary import heads_of
 from lln.eager.tiling import cut_tiles
-from lln.eager.window import places_of
 from lln.functional.one_by_one import as_sample
 from lln.functional.way import Prepared, Way
 from lln.kernels.blocks.block_ops import fused_blocks

@@ -12,7 +12,8 @@ Dimension legend: B batch, T queries, S keys, n pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ UNKNOWN_PATTERN = (
 _NEAR = 8
 # Of more queries than these, evenly spread ones are probed.
 _QUERIES = 1024
+# Patterns of numbers alone that were probed and hold no packed sequences, with what they were asked
+# about: a model asks the same in every pass, and of many texts an answer takes milliseconds.
+_without_sequences: set[Hashable] = set()
+_MOST_KNOWN = 4096
 
 
 def packed_sequences(
@@ -51,6 +56,9 @@ def packed_sequences(
     Raises:
         InvalidInputError: Inside its sequences the pattern is neither causal nor bidirectional.
     """
+    asked = (_ingredients(mask_function), batch_size, queries, keys, window)
+    if asked in _without_sequences:
+        return None
     row = torch.arange(batch_size, device="cpu")[:, None]
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
@@ -73,7 +81,28 @@ def packed_sequences(
     # Hugging Face counts the edge of a window as inside only where it looks both ways.
     if not any(torch.equal(seen, same & near) for near in (causal, distance.abs() <= reach)):
         raise InvalidInputError(UNKNOWN_PATTERN)
-    return numbers if begins.any() else None
+    if begins.any():
+        return numbers
+    if asked[0] is not None and len(_without_sequences) < _MOST_KNOWN:
+        _without_sequences.add(asked)
+    return None
+
+
+def _ingredients(part: Any) -> Hashable:
+    """What a pattern is made of, if that is functions and numbers alone; else None.
+
+    Tensors may say something else at the next call.
+    """
+    if isinstance(part, bool | int | float | str):
+        return part
+    if isinstance(part, FunctionType):
+        held = [cell.cell_contents for cell in part.__closure__ or ()]
+        inside = tuple(_ingredients(one) for one in held)
+        return None if None in inside else (part.__code__, *inside)
+    if isinstance(part, tuple | list):
+        inside = tuple(_ingredients(one) for one in part)
+        return None if None in inside else inside
+    return None
 
 
 def _pairs(

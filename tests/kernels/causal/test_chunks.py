@@ -104,8 +104,10 @@ def test_grouped_heads_with_temperatures_of_their_own(chunks):
     assert None not in chunks
 
 
-@pytest.mark.parametrize("block_size", [0, ROWS])
-@pytest.mark.parametrize("scale", [30.0, 1e4])
+@pytest.mark.parametrize(
+    ("scale", "block_size"),
+    [(30.0, ROWS), (1e4, 0), *([(30.0, 0), (1e4, ROWS)] if ON_GPU else [])],
+)
 def test_rows_that_the_guard_refuses_are_repaired(chunks, scale, block_size):
     fixed(block_size=block_size, scale=scale, alpha=1.0, beta=1.0, tokens=2 * ROWS + 8)
     assert None not in chunks

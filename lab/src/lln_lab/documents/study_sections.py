@@ -9,9 +9,11 @@ from typing import Any
 
 from lln_lab.documents import theory_tables
 from lln_lab.experiments.catalogue import EXPERIMENTS
+from lln_lab.experiments.cell_table import cell_table
 from lln_lab.experiments.cells import read_all
 from lln_lab.experiments.cost import cost_table
 from lln_lab.experiments.curve_figure import draw_curves
+from lln_lab.experiments.experiment import Column
 from lln_lab.experiments.keys_table import conversion, decoder, from_scratch, selection, speed
 from lln_lab.experiments.recovery_table import quality, recovery
 from lln_lab.experiments.report_page import section
@@ -47,6 +49,8 @@ def sections() -> Iterator[Section]:
     yield from recoveries()
     yield from exact_keys()
     yield Section(DOCS / "experiments.md", "gates", gates(read("gates")))
+    rows = gate_rows(read_all(RESULTS / "cells", "gates", "gpu"))
+    yield Section(TABLES, "gate-rows", rows or "*Not run yet.*")
     yield from findings()
 
 
@@ -123,4 +127,38 @@ def gates(found: dict[str, Any]) -> str:
         f"{table(['recipe', 'measured', 'needed', 'reached, per seed', 'met'], rows)}\n\n"
         f"{devices}; {commits_of(setups)}; made by `python -m lln_lab.experiments.gates run`, "
         "`baselines` and `summary`."
+    )
+
+
+def gate_rows(cells: list[dict[str, Any]]) -> str:
+    """Every row of the recipes in which others than softmax were trained; empty without any."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        # Baselines are not trained and have no curve.
+        if "curve" in cell:
+            rows.setdefault(cell["cell"]["task"], []).append(cell)
+    shown = {
+        task: own
+        for task, own in rows.items()
+        if {one["cell"]["method"] for one in own} - {"softmax"}
+    }
+    if not shown:
+        return ""
+    columns = [
+        column
+        for task in shown
+        for column in (
+            Column(task, "loss", f"{task}: loss, nats"),
+            Column(task, "accuracy", f"{task}: accuracy, %"),
+        )
+    ]
+    trained = [one for own in shown.values() for one in own]
+    setups = [one["setup"] for one in trained]
+    devices = ", ".join(sorted({setup["device"] for setup in setups}))
+    # Two or three seeds: too few to call a row the best.
+    found = cell_table(trained, columns).replace("**", "")
+    return (
+        f"{found}\n\nMean ± standard deviation over the seeds; {devices}; "
+        f"{commits_of(setups)}; made by `python -m lln_lab.experiments.gates run {' '.join(shown)} "
+        "--method METHOD`."
     )

@@ -51,3 +51,13 @@ def encoder(results: dict[str, Any]) -> str:
         f"{setup['device']}, {setup['threads']} threads, torch {setup['torch']}; {source(setup)}."
     )
     return table(titles, lines, caption)
+
+
+def longest(results: dict[str, Any]) -> str:
+    """The row of the longest text, in a sentence."""
+    row = max(results["rows"], key=lambda one: one["tokens"])
+    before, after = row["sdpa"], row["lln_keys"]
+    return (
+        f"ModernBERT-base, converted, reads {row['tokens']:,} tokens in {after['ms']:.0f} ms and "
+        f"{after['gib']:.1f} GiB, where it took {before['ms']:.0f} ms and {before['gib']:.1f} GiB."
+    )

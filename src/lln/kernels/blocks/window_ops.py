@@ -77,7 +77,7 @@ def fused_window(
         value: ``[B, Hk, T, E]``.
         key_mask: bool ``[B, T]`` or None.
         places: int32 ``[T]``, where the tokens of packed sequences stand
-            (`lln.eager.window.places_of`); None = one behind the other.
+            (`lln.eager.band.places_of`); None = one behind the other.
         window: How many tokens a row sees before its own, and behind it unless ``is_causal``.
         scale: Factor of the scores.
         is_causal: Whether a row sees only its own and earlier tokens.
