@@ -16,10 +16,10 @@ from lln.checks.names import shown
 from lln.checks.signatures import check_options, explain_misfits
 from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
-from lln.nn.heads import LLNCore, LLNDiagCore
+from lln.nn.heads import AttentionCore, LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
 from lln.nn.value_convolution import ValueConvolution
-from lln.nn.window_heads import WindowCore
+from lln.nn.window import WindowCore
 from lln.precision import autocast_enabled
 from lln.tracing import values_are_readable
 
@@ -31,7 +31,7 @@ class ProjectedAttention(nn.Module):
     weights never exist: ``need_weights`` and ``attn_mask`` are refused.
     """
 
-    core_class: type[Any]
+    core_class: type[AttentionCore]
 
     # nn.TransformerEncoderLayer reads this before it takes its fused softmax path, which would
     # silently bypass this module.
