@@ -35,7 +35,7 @@ from lln.nn.multihead import (
     LLNKeysAttention,
     WindowAttention,
 )
-from lln.nn.window import WindowCore
+from lln.nn.window_heads import WindowCore
 
 if TYPE_CHECKING:
     from lln import instruments as instruments

@@ -19,7 +19,7 @@ from lln.errors import InvalidInputError
 from lln.nn.heads import LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
 from lln.nn.value_convolution import ValueConvolution
-from lln.nn.window import WindowCore
+from lln.nn.window_heads import WindowCore
 from lln.precision import autocast_enabled
 from lln.tracing import values_are_readable
 
