@@ -12,6 +12,7 @@ from tests.terms import kept_pairs, sizes_of_sums
 
 import lln
 from lln.functional import kernel_ways, prepared_calls
+from lln.functional.match import match_inputs
 from lln.kernels.launching import limits
 from lln.testing import assert_close, make_qkv
 
@@ -94,7 +95,7 @@ def sums_of(inputs, extra, upstream, *, key_mask=None, is_causal=False, block_si
     """The sizes of the gradients of α, β and mix, see `tests.terms`."""
     sides = {name: side for name, side in extra.items() if side is not None}
     if "alpha" not in sides:
-        matched = lln.match_moments(*inputs[:2], key_mask=key_mask)
+        matched = match_inputs(*inputs[:2], "variance", key_mask, "reference")
         sides |= dict(zip(("alpha", "beta"), matched, strict=True))
     keep = kept_pairs(key_mask, is_causal, inputs[0].shape[2], DEVICE)
     return sizes_of_sums(inputs, upstream, **sides, block_size=block_size, keep=keep)
