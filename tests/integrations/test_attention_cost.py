@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lln.integrations import attention_cost
 from lln.integrations.attention_cost import AttentionShape, measure_calls
 
 SHAPE = AttentionShape(
@@ -33,6 +34,10 @@ def test_operations_are_those_stated():
     assert by_query.operations(100, 32) == pytest.approx(100 * 2 * (per_token - 50))
     causal = replace(SHAPE, is_causal=True)
     assert causal.operations(100, None) == SHAPE.operations(100, None) / 2
+    near = replace(SHAPE, window=8)
+    assert near.operations(100, None) == 100 * 2 * 17 * 12
+    assert replace(near, is_causal=True).operations(100, None) == 100 * 2 * 9 * 12
+    assert replace(near, window=99).operations(100, None) == SHAPE.operations(100, None)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -44,3 +49,12 @@ def test_calls_are_measured_until_they_take_too_long(keys, is_causal):
     found = measure_calls(shape, keys, (64, 128, 256), most_seconds=0.0)
     assert found[64] > 0
     assert (found[128], found[256]) == (None, None)
+
+
+def test_a_layer_with_a_window_is_measured_within_it(monkeypatch):
+    windows = []
+    monkeypatch.setattr(
+        attention_cost, "window_attention", lambda *_, window, **__: windows.append(window)
+    )
+    measure_calls(replace(SHAPE, window=8), None, (64,))
+    assert set(windows) == {8}

@@ -132,6 +132,14 @@ def test_layers_that_are_left_out_stay_softmax(sharp, text):
     assert [type(heads) for heads in attached(sharp)] == kinds
 
 
+def test_layers_with_windows_stay_and_cost_what_they_cost(tiny, text):
+    report = convert(tiny("modernbert"), target=0.9, calibrate=text(90), block_size=8)
+    (kept,) = (layer.name for layer in report.layers if layer.attention == "window")
+    assert report.target.choice[kept] is None
+    # Counted as softmax over all keys, the window alone would be half of it.
+    assert report.target.rows[1].estimated[8192] < 0.4
+
+
 def test_logits_are_compared_where_there_are_any(tiny, text):
     kinds = {"MaskedLM": "logits", "SequenceClassification": "logits"}
     for kind, said in (kinds | {"QuestionAnswering": "start logits"}).items():

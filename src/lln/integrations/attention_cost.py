@@ -2,7 +2,7 @@
 
 Counted are the multiplications of one forward call, per token and head:
 
-    softmax       N (D + E)
+    softmax       N (D + E), with a window of w tokens to each side (2 w + 1)(D + E)
     exact keys    (W + K)(D + E)  +  2 D (E + 1)  +  N D / g
                   block and keys     slots           selection
 
@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from lln.functional.exact_keys import lln_keys_attention
+from lln.functional.windows import window_attention
 from lln.integrations.attention_call import AttentionCall
 
 # Lengths of which the report says what they cost.
@@ -48,6 +49,7 @@ class AttentionShape:
         impl: As in `lln.lln_attention`.
         dtype: Of the activations.
         device: Where they are.
+        window: Of a layer with a sliding window, which keeps it: tokens to a side.
     """
 
     heads: int
@@ -61,6 +63,7 @@ class AttentionShape:
     impl: str
     dtype: torch.dtype
     device: torch.device
+    window: int | None = None
 
     @classmethod
     def of(cls, call: AttentionCall) -> AttentionShape:
@@ -77,15 +80,18 @@ class AttentionShape:
             impl=call.settings.impl,
             dtype=call.query.dtype,
             device=call.query.device,
+            window=None if call.window is None else call.window - 1,
         )
 
     def operations(self, tokens: int, keys: int | None) -> float:
-        """Multiplications of one call on one sequence; None = softmax attention."""
+        """Multiplications of one call on one sequence; None = softmax attention, or its window."""
         per_token = self._softmax(tokens) if keys is None else self._keys(tokens, keys)
         return tokens * self.heads * per_token
 
     def _softmax(self, tokens: int) -> float:
         seen = tokens / 2 if self.is_causal else tokens
+        if self.window is not None:
+            seen = min(seen, self.window * (1 if self.is_causal else 2) + 1)
         return seen * (self.width + self.value_width)
 
     def _keys(self, tokens: int, keys: int) -> float:
@@ -135,6 +141,16 @@ def _call(shape: AttentionShape, tokens: int, keys: int | None) -> Callable[[], 
 
     query = noise(shape.heads, shape.width)
     key, value = noise(shape.key_heads, shape.width), noise(shape.key_heads, shape.value_width)
+    if shape.window is not None:
+        return lambda: window_attention(
+            query,
+            key,
+            value,
+            window=shape.window or 0,
+            is_causal=shape.is_causal,
+            enable_gqa=True,
+            impl=shape.impl,
+        )
     if keys is None:
         return lambda: F.scaled_dot_product_attention(
             query,

@@ -281,7 +281,9 @@ class TargetSearch:
     ) -> dict[tuple[AttentionShape, int | None], dict[int, float | None]]:
         """Seconds of one layer's attention, for every shape of layer and number of keys."""
         shapes = list(dict.fromkeys(layer.shape for layer in self.layers))
-        cells = [(shape, keys) for shape in shapes for keys in (None, *ladder)]
+        # Layers with windows keep them.
+        choices = {shape: (None, *(ladder if shape.window is None else ())) for shape in shapes}
+        cells = [(shape, keys) for shape, own in choices.items() for keys in own]
         found: dict[tuple[AttentionShape, int | None], dict[int, float | None]] = {}
         for number, (shape, keys) in enumerate(cells):
             found[shape, keys] = measure_calls(shape, keys)
