@@ -1,5 +1,7 @@
 """Sliding windows by the compiled passes, against the float64 reference."""
 
+import time
+
 import pytest
 import torch
 from tests.cpu.test_compiled_passes import MASKS, sides_of
@@ -125,3 +127,23 @@ def test_the_number_of_threads_changes_nothing(taken):
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
     assert taken == ["forward", "backward"] * 3
+
+
+def test_hidden_keys_take_no_longer_than_others(taken):
+    """They weigh less than the normal range holds, and processors take long over such numbers."""
+    query, key, value = torch.randn(3, 1, 4, 512, 64).unbind()
+
+    def seconds(is_causal):
+        begin = time.process_time()
+        options = {"block_size": 64, "is_causal": is_causal, "impl": "cpu"}
+        lln.block_diagonal_attention(query, key, value, **options)
+        return time.process_time() - begin
+
+    times = [(seconds(True), seconds(False)) for _ in range(9)]
+    assert min(hidden for hidden, _ in times[2:]) < 5 * min(seen for _, seen in times[2:])
+
+
+def test_the_smallest_numbers_stay_for_others(taken):
+    smallest = torch.full((64,), 1e-40)
+    lln.window_attention(*sides_of(70), enable_gqa=True, window=9, impl="cpu")
+    assert bool((smallest * 0.5 > 0).all())

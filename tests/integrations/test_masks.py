@@ -12,6 +12,7 @@ import transformers
 from transformers import masking_utils as theirs
 
 from lln.errors import InvalidInputError, UnsupportedModelError
+from lln.integrations import mask_probes
 from lln.integrations.convert import convert
 from lln.integrations.mask_probes import packed_sequences
 from lln.integrations.masks import slicing_mask
@@ -208,6 +209,37 @@ def test_packed_sequences_are_found_wherever_they_are_nested(window):
     ):
         found = slicing_mask(1, 36, 36, mask_function=nested, local_size=window)
         assert torch.equal(found, numbers_of(LENGTHS))
+
+
+def test_a_pattern_of_numbers_is_asked_once(monkeypatch):
+    asked, ask = [], mask_probes._pairs
+    monkeypatch.setattr(mask_probes, "_without_sequences", set())
+    monkeypatch.setattr(mask_probes, "_pairs", lambda *given: asked.append(given) or ask(*given))
+    for window, batch in ((3, 2), (3, 2), (4, 2), (3, 1), (3, 2)):
+        pattern = theirs.sliding_window_causal_mask_function(window)
+        assert packed_sequences(pattern, batch, range(9), range(9), window) is None
+    assert len(asked) == 3
+
+
+# Looked up by a pattern, which holds it nowhere.
+NUMBERS = torch.zeros(1, 9, dtype=torch.long)
+
+
+def one_number(_batch, _head, query, key):
+    return NUMBERS[0, query] == NUMBERS[0, key]
+
+
+@pytest.mark.parametrize(
+    "part", [theirs.packed_sequence_mask_function(NUMBERS), one_number], ids=["held", "looked up"]
+)
+def test_a_pattern_that_may_change_is_asked_every_time(part):
+    NUMBERS.zero_()
+    pattern = theirs.and_masks(theirs.causal_mask_function, part)
+    assert packed_sequences(pattern, 1, range(9), range(9)) is None
+    NUMBERS[:, 4:] = 1
+    found = packed_sequences(pattern, 1, range(9), range(9))
+    assert found is not None
+    assert torch.equal(found, NUMBERS)
 
 
 def first_five_see_each_other(batch, head, query, key):

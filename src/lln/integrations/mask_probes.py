@@ -31,10 +31,11 @@ UNKNOWN_PATTERN = (
 _NEAR = 8
 # Of more queries than these, evenly spread ones are probed.
 _QUERIES = 1024
-# Patterns of numbers alone that were probed and hold no packed sequences, with what they were asked
-# about: a model asks the same in every pass, and of many texts an answer takes milliseconds.
+# Hugging Face's patterns of numbers alone that were probed and hold no packed sequences, with what
+# they were asked about: a model asks the same in every pass, and of many texts that takes long.
 _without_sequences: set[Hashable] = set()
 _MOST_KNOWN = 4096
+_THEIRS = "transformers.masking_utils"
 
 
 def packed_sequences(
@@ -89,13 +90,13 @@ def packed_sequences(
 
 
 def _ingredients(part: Any) -> Hashable:
-    """What a pattern is made of, if that is functions and numbers alone; else None.
+    """What a pattern is made of, if that is Hugging Face's functions and numbers alone; else None.
 
-    Tensors may say something else at the next call.
+    Tensors may say something else at the next call, and so may whatever other functions look up.
     """
     if isinstance(part, bool | int | float | str):
         return part
-    if isinstance(part, FunctionType):
+    if isinstance(part, FunctionType) and part.__module__ == _THEIRS:
         held = [cell.cell_contents for cell in part.__closure__ or ()]
         inside = tuple(_ingredients(one) for one in held)
         return None if None in inside else (part.__code__, *inside)

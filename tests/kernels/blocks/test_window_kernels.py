@@ -17,7 +17,6 @@ from tests.kernels.common import (
 )
 
 import lln
-from lln.kernels.blocks import launch_window
 from lln.kernels.launching import sizes
 from lln.testing import LAYOUTS, assert_close, make_qkv, poison_empty
 
@@ -146,11 +145,7 @@ def test_packed_sequences(dtype, window, is_causal):
 @causal_or_not
 @pytest.mark.parametrize("tokens", [40, 129, 150] if ON_GPU else [129])
 @pytest.mark.parametrize("window", [33, 70, 128])
-def test_wide_windows_walk_over_whole_tiles_without_questions(
-    tokens, window, is_causal, monkeypatch
-):
-    """What is done from 256 tokens on, with tiles as small as tests take."""
-    monkeypatch.setattr(launch_window, "SPLIT_FROM", 33)
+def test_windows_of_several_tiles(tokens, window, is_causal, monkeypatch):
     for name in ("window_read", "window_query", "window_key"):
         monkeypatch.setitem(sizes.overrides, name, sizes.Tile(32, 4, 1, across=16))
     compare(batch=1, tokens=tokens, window=window, is_causal=is_causal)

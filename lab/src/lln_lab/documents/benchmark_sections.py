@@ -136,7 +136,7 @@ def of_windows() -> Iterator[Section]:
         command = missing(f"python -m lln_lab.benchmarks.windows {part}", name)
         yield Section(TABLES, name, write(found) if found else command)
     found = read("modernbert-cuda")
-    yield Section(README, "modernbert", window_tables.longest(found) if found else "")
+    yield Section(README, "modernbert", window_tables.ends(found) if found else "")
 
 
 def of_training_steps() -> Iterator[Section]:

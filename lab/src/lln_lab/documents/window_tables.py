@@ -53,11 +53,15 @@ def encoder(results: dict[str, Any]) -> str:
     return table(titles, lines, caption)
 
 
-def longest(results: dict[str, Any]) -> str:
-    """The row of the longest text, in a sentence."""
-    row = max(results["rows"], key=lambda one: one["tokens"])
-    before, after = row["sdpa"], row["lln_keys"]
+def ends(results: dict[str, Any]) -> str:
+    """The rows of the longest and the shortest texts, in a sentence each."""
+    rows = sorted(results["rows"], key=lambda one: one["tokens"])
+    short, long = rows[0], rows[-1]
+    before, after = long["sdpa"], long["lln_keys"]
+    was, now = (short[name]["ms"] for name in ("sdpa", "lln_keys"))
     return (
-        f"ModernBERT-base, converted, reads {row['tokens']:,} tokens in {after['ms']:.0f} ms and "
-        f"{after['gib']:.1f} GiB, where it took {before['ms']:.0f} ms and {before['gib']:.1f} GiB."
+        f"ModernBERT-base, converted, reads {long['tokens']:,} tokens in {after['ms']:.0f} ms and "
+        f"{after['gib']:.1f} GiB, where it took {before['ms']:.0f} ms and {before['gib']:.1f} GiB; "
+        f"{short['batch']} texts of {short['tokens']} took {now:.0f} ms instead of {was:.0f} "
+        "([both](lab/results/tables.md#sliding-windows))."
     )

@@ -17,9 +17,6 @@ from lln.kernels.launching.shapes import layout_of, output_like
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 from lln.kernels.launching.stretches import Tile, cdiv
 
-# From this window on most tiles lie within it: they are computed without asking what is hidden.
-SPLIT_FROM = 256
-
 
 class WindowCall(NamedTuple):
     """One call.
@@ -113,7 +110,6 @@ def _launch(
             "CAUSAL": call.causal,
             "HAS_MASK": call.mask is not None,
             "PACKED": call.places is not None,
-            "SPLIT": call.window >= SPLIT_FROM and call.mask is None and call.places is None,
             "PRECISION": precision_of(query, chosen.width),
             **strides_of(False, **tensors),
         }

@@ -78,32 +78,6 @@ def find_keys(p_places, p_mask, tokens, T, PACKED: tl.constexpr, HAS_MASK: tl.co
 
 
 @triton.jit
-def part_of(
-    part, begin, low, high, end, BS: tl.constexpr, SPLIT: tl.constexpr
-):  # fmt: skip
-    """Where one of three parts of a walk begins and ends: before, within and behind full tiles.
-
-    Args:
-        part: 0, 1 or 2; of a walk that is not split there is one.
-        begin: Where the walk begins.
-        low: From here on every pair lies within the window …
-        high: … up to the token before this.
-        end: Where it ends.
-        BS: Tokens of a step.
-        SPLIT: Whether the walk is split.
-    """
-    full = tl.minimum(begin + tl.maximum(low - begin + BS - 1, 0) // BS * BS, end)
-    behind = tl.minimum(full + tl.maximum(high - full, 0) // BS * BS, end)
-    if not SPLIT:
-        return begin, end
-    if part == 0:
-        return begin, full
-    if part == 1:
-        return full, behind
-    return behind, end
-
-
-@triton.jit
 def hide(b_s, b_distance, window, CAUSAL: tl.constexpr):
     """Scores, ``NEVER`` where the distance from key to row is outside of the window."""
     if CAUSAL:
@@ -124,7 +98,7 @@ def window_fwd_kernel(
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ob, stride_oh, stride_ot, stride_od,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one (sample, head); ℓ of its rows goes to ``[B, H, T]``."""
     batch, head, first, rows, inside = find_tile(tiles, H, T, BT)
@@ -140,24 +114,20 @@ def window_fwd_kernel(
     b_o = tl.zeros([BT, BE], tl.float32)
     begin = tl.maximum(first - window, 0)
     end = tl.minimum(first + BT, T) if CAUSAL else tl.minimum(first + BT + window, T)
-    low, high = first + BT - 1 - window, tl.minimum(first + 1 + (0 if CAUSAL else window), T)
-    for part in tl.static_range(3 if SPLIT else 1):
-        start, stop = part_of(part, begin, low, high, end, BS, SPLIT)
-        for place in tl.range(start, stop, BS, num_stages=STAGES):
-            keys = place + tl.arange(0, BS)
-            b_key, seen = find_keys(p_places, p_mask + batch * T, keys, T, PACKED, HAS_MASK)
-            b_k = load_rows(k, place, seen, BS, D, BD, part == 1)
-            b_s = scores(b_q, b_k, scale, PRECISION)
-            if part != 1:
-                b_s = hide(b_s, b_row[:, None] - b_key[None, :], window, CAUSAL)
-            b_new = tl.maximum(b_peak, tl.max(b_s, 1))
-            b_shrink = power_of_two(b_peak - b_new)
-            b_p = power_of_two(b_s - b_new[:, None])
-            b_mass = b_mass * b_shrink + tl.sum(b_p, 1)
-            b_v = load_rows(v, place, seen, BS, E, BE, part == 1)
-            b_o = b_o * b_shrink[:, None]
-            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)
-            b_peak = b_new
+    for start in tl.range(begin, end, BS, num_stages=STAGES):
+        keys = start + tl.arange(0, BS)
+        b_key, seen = find_keys(p_places, p_mask + batch * T, keys, T, PACKED, HAS_MASK)
+        b_k = load_rows(k, start, seen, BS, D, BD, False)
+        b_s = scores(b_q, b_k, scale, PRECISION)
+        b_s = hide(b_s, b_row[:, None] - b_key[None, :], window, CAUSAL)
+        b_new = tl.maximum(b_peak, tl.max(b_s, 1))
+        b_shrink = power_of_two(b_peak - b_new)
+        b_p = power_of_two(b_s - b_new[:, None])
+        b_mass = b_mass * b_shrink + tl.sum(b_p, 1)
+        b_v = load_rows(v, start, seen, BS, E, BE, False)
+        b_o = b_o * b_shrink[:, None]
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)
+        b_peak = b_new
     # A row with NaN sees it.
     sees = (b_peak > 0.5 * NEVER) | (b_mass != b_mass)
     b_o = tl.where(sees[:, None], b_o * (1.0 / b_mass)[:, None], 0.0)
@@ -174,7 +144,7 @@ def window_query_kernel(
     stride_gb, stride_gh, stride_gt, stride_gd, stride_dqb, stride_dqh, stride_dqt, stride_dqd,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient dq of one tile of queries; δ of its rows goes to ``[B, H, T]``."""
     batch, head, first, rows, inside = find_tile(tiles, H, T, BT)
@@ -196,20 +166,16 @@ def window_query_kernel(
     b_dq = tl.zeros([BT, BD], tl.float32)
     begin = tl.maximum(first - window, 0)
     end = tl.minimum(first + BT, T) if CAUSAL else tl.minimum(first + BT + window, T)
-    low, high = first + BT - 1 - window, tl.minimum(first + 1 + (0 if CAUSAL else window), T)
-    for part in tl.static_range(3 if SPLIT else 1):
-        start, stop = part_of(part, begin, low, high, end, BS, SPLIT)
-        for place in tl.range(start, stop, BS, num_stages=STAGES):
-            keys = place + tl.arange(0, BS)
-            b_key, seen = find_keys(p_places, p_mask + batch * T, keys, T, PACKED, HAS_MASK)
-            b_k = load_rows(k, place, seen, BS, D, BD, part == 1)
-            b_s = scores(b_q, b_k, scale, PRECISION)
-            if part != 1:
-                b_s = hide(b_s, b_row[:, None] - b_key[None, :], window, CAUSAL)
-            b_v = load_rows(v, place, seen, BS, E, BE, part == 1)
-            b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-            b_ds = power_of_two(b_s - b_norm[:, None]) * (b_dp - b_level[:, None])
-            b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    for start in tl.range(begin, end, BS, num_stages=STAGES):
+        keys = start + tl.arange(0, BS)
+        b_key, seen = find_keys(p_places, p_mask + batch * T, keys, T, PACKED, HAS_MASK)
+        b_k = load_rows(k, start, seen, BS, D, BD, False)
+        b_s = scores(b_q, b_k, scale, PRECISION)
+        b_s = hide(b_s, b_row[:, None] - b_key[None, :], window, CAUSAL)
+        b_v = load_rows(v, start, seen, BS, E, BE, False)
+        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        b_ds = power_of_two(b_s - b_norm[:, None]) * (b_dp - b_level[:, None])
+        b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     store_rows(dq, first, b_dq * scale, inside, BT, D, BD, False)
 
 
@@ -221,8 +187,7 @@ def window_key_kernel(
     stride_dkb, stride_dkh, stride_dkt, stride_dkd, stride_dvb, stride_dvh, stride_dvt, stride_dvd,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """The gradients dk and dv of one tile of keys, from the R query heads that share it.
 
@@ -243,30 +208,24 @@ def window_key_kernel(
     b_dv = tl.zeros([BT, BE], tl.float32)
     begin = first if CAUSAL else tl.maximum(first - window, 0)
     end = tl.minimum(first + BT + window, T)
-    low, high = first + BT - 1 - (0 if CAUSAL else window), tl.minimum(first + 1 + window, T)
     for r in range(R):
         own, at = tl.cast(r, tl.int64), (batch * HK * R + key_head * R + r) * T
-        for part in tl.static_range(3 if SPLIT else 1):
-            start, stop = part_of(part, begin, low, high, end, BS, SPLIT)
-            for place in tl.range(start, stop, BS, num_stages=STAGES):
-                rows = place + tl.arange(0, BS)
-                there = rows < T
-                ok = valid(p_mask + batch * T, rows, there, HAS_MASK)
-                b_q = load_queries(
-                    heads_on(q, own), place, there, ok, BS, D, BD, part == 1, HAS_MASK
-                )
-                b_do = load_rows(heads_on(g, own), place, there, BS, E, BE, part == 1)
-                # No row: its P is zero.
-                b_norm = tl.load(p_norm + at + rows, mask=there, other=-NEVER)
-                b_level = tl.load(p_level + at + rows, mask=there, other=0.0)
-                b_s = scores(b_k, b_q, scale, PRECISION)
-                if part != 1:
-                    b_row = places(p_places, rows, there, PACKED)
-                    b_s = hide(b_s, b_row[None, :] - b_key[:, None], window, CAUSAL)
-                b_p = power_of_two(b_s - b_norm[None, :])
-                b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-                b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-                b_ds = b_p * (b_dp - b_level[None, :])
-                b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+        for start in tl.range(begin, end, BS, num_stages=STAGES):
+            rows = start + tl.arange(0, BS)
+            there = rows < T
+            b_row = places(p_places, rows, there, PACKED)
+            ok = valid(p_mask + batch * T, rows, there, HAS_MASK)
+            b_q = load_queries(heads_on(q, own), start, there, ok, BS, D, BD, False, HAS_MASK)
+            b_do = load_rows(heads_on(g, own), start, there, BS, E, BE, False)
+            # No row: its P is zero.
+            b_norm = tl.load(p_norm + at + rows, mask=there, other=-NEVER)
+            b_level = tl.load(p_level + at + rows, mask=there, other=0.0)
+            b_s = scores(b_k, b_q, scale, PRECISION)
+            b_s = hide(b_s, b_row[None, :] - b_key[:, None], window, CAUSAL)
+            b_p = power_of_two(b_s - b_norm[None, :])
+            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+            b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+            b_ds = b_p * (b_dp - b_level[None, :])
+            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     store_rows(dk, first, b_dk * scale, inside, BT, D, BD, False)
     store_rows(dv, first, b_dv, inside, BT, E, BE, False)
