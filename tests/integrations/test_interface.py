@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import lln
 from lln.errors import BackendUnavailableError, InvalidInputError, UnsupportedModelError
 from lln.integrations import attend, own_attention
+from lln.integrations.cache import LLNCache
 from lln.integrations.convert import convert
 from lln.integrations.settings import SAVED_AS
 from lln.integrations.transformers import register
@@ -597,6 +598,13 @@ def test_causal_windows_equal_transformers_own(tiny, text):
     assert change(soft(**inputs)[0][valid], ours(**inputs)[0][valid]) < 1e-5
     out = ours.generate(**inputs, max_new_tokens=8, do_sample=False)
     assert torch.equal(out, soft.generate(**inputs, max_new_tokens=8, do_sample=False))
+
+
+def test_windows_that_continue_a_cache_of_all_keys(tiny, text):
+    soft, ours = tiny("mistral"), tiny("mistral", "lln")
+    ids, cache = text(30)["input_ids"], LLNCache(ours)
+    parts = [ours(part, past_key_values=cache)[0] for part in ids.split([21, 1, 8], dim=1)]
+    assert change(soft(ids)[0], torch.cat(parts, dim=1)) < 1e-5
 
 
 def test_causal_statistics_of_the_sequence_are_refused(tiny, text):
