@@ -10,7 +10,7 @@ our attention ran in every layer. A model that keeps its attention to itself is 
 
     convert(model, target=0.99, calibrate=batch)
 
-chooses how many exact keys every layer needs (`lln.integrations.target`).
+chooses how many exact keys every layer needs, with the laboratory (`lln_lab.conversion`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError, UnsupportedModelError
-from lln.integrations.attached import AttachedHeads, attached_to
+from lln.integrations.attached import AttachedHeads, attach, attached_to
 from lln.integrations.attend import observed
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import Conversion, relative_change
@@ -33,6 +33,7 @@ from lln.integrations.eval_mode import evaluating
 from lln.integrations.model_state import undone_on_error
 from lln.integrations.own_attention import refuse_own_attention
 from lln.integrations.progress import step_bar
+from lln.integrations.searches import OnStep, search_for
 from lln.integrations.settings import (
     ATTENTIONS,
     Settings,
@@ -41,7 +42,6 @@ from lln.integrations.settings import (
     kept_offset,
 )
 from lln.integrations.surgeon import Surgeon
-from lln.integrations.target import OnStep, TargetSearch, check_target
 from lln.integrations.transformers import register
 from lln.integrations.trial_batch import check_inputs, example_inputs
 
@@ -142,7 +142,7 @@ def convert(
             "calibrate, inputs to find new ones on, or convert the original model."
         )
     check_mix_of(attention, mix)
-    check_target(model, target, attention, statistics, keys, calibrate, holdout)
+    search = search_for(target, holdout, model, attention, statistics, keys, calibrate)
     settings = Settings(
         matching=criterion_of(matching, attention),
         statistics=statistics,
@@ -164,21 +164,17 @@ def convert(
     shown = step_bar() if on_step is None else nullcontext(on_step)
     with undone_on_error(model), evaluating(model), shown as tell:
         _switch(model, attention)
-        surgeon = Surgeon(
-            model, attention, settings, layers, calibrate is not None, partial(tell, "layers")
-        )
-        surgeon.searches = target is not None
+        told = partial(tell, "layers")
+        surgeon = Surgeon(model, attention, settings, layers, calibrate is not None, told, search)
         with observed(surgeon.look):
             outputs = model(**inputs)
         surgeon.check()
         report = Conversion(attention, statistics, surgeon.reports)
-        if target is not None:
+        if search is not None:
             surgeon.write_settings()
-            search = TargetSearch(
-                lambda inputs: model(**inputs),
-                surgeon.tried, target, inputs, outputs, unseen, tell,
-            )  # fmt: skip
-            report.target, report.layers = search.run()
+            report.target, report.layers = search.run(
+                lambda inputs: model(**inputs), attach, inputs, outputs, unseen, tell
+            )
         surgeon.write_settings()
         found, expected = _prove(model, inputs, surgeon), _output(outputs)
         report.moved = relative_change(found, expected, inputs.get("attention_mask"))

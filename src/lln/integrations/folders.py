@@ -21,7 +21,7 @@ from lln.files import check_apart, check_free, new_folder
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.convert import convert
 from lln.integrations.loading import load_model, load_tokenizer, loading
-from lln.integrations.target_report import REPORT_FILE
+from lln.integrations.searches import REPORT_FILE, load_search
 from lln.integrations.trial_batch import example_inputs
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ def convert_folder(
         **options: As in `lln.integrations.convert.convert`.
     """
     check_places(source, target, overwrite)
+    if target_quality is not None:
+        # Before the weights are loaded, which can take long.
+        load_search()
     lines, unseen = (
         None if path is None else list(_enough(each_line(path, name), samples, tokens))
         for path, name in ((calibrate, "--calibrate"), (holdout, "--holdout"))

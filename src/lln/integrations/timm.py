@@ -30,6 +30,7 @@ from lln.integrations.call_surgeon import CallSurgeon
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.progress import step_bar
 from lln.integrations.sdpa import attach_described, describe
+from lln.integrations.searches import OnStep, search_for
 from lln.integrations.settings import (
     ATTENTIONS,
     Settings,
@@ -37,7 +38,6 @@ from lln.integrations.settings import (
     criterion_of,
     kept_offset,
 )
-from lln.integrations.target import OnStep, check_target
 
 __all__ = ["attach_described", "convert", "describe"]
 
@@ -115,7 +115,7 @@ def convert(
         )
     check_choice("attention", attention, ATTENTIONS)
     check_mix_of(attention, mix)
-    check_target(model, target, attention, statistics, keys, calibrate, holdout)
+    search = search_for(target, holdout, model, attention, statistics, keys, calibrate)
     for name, images in (("calibrate", calibrate), ("holdout", holdout), ("batch", batch)):
         _check_images(name, images)
     settings = Settings(
@@ -141,9 +141,9 @@ def convert(
         outputs = model(inputs[_IMAGES])
         return {compared: outputs if isinstance(outputs, Tensor) else outputs[0]}
 
-    surgeon = CallSurgeon(model, run, attention, settings, layers, calibrate is not None)
+    surgeon = CallSurgeon(model, run, attention, settings, layers, calibrate is not None, search)
     with step_bar() if on_step is None else nullcontext(on_step) as tell:
-        report = surgeon.convert(inputs, target, unseen, tell)
+        report = surgeon.convert(inputs, unseen, tell)
     report.warn()
     if verbose:
         report.show()
