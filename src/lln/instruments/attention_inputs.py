@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
-from lln.checks.bounds import check_cu_seqlens
+from lln.checks.bounds import check_bounds
 from lln.checks.call import fit_blocks
 from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
 from lln.checks.names import check_choice
@@ -88,12 +88,7 @@ class AttentionInputs:
         checks.check_qkv(query, key, key, layout="packed" if packed else "dense", enable_gqa=True)
         check_choice("kind", self.kind, KINDS)
         if self.cu_seqlens is not None:
-            check_cu_seqlens(self.cu_seqlens, query.shape[0], query.device)
-            if self.key_mask is not None:
-                raise InvalidInputError(
-                    "key_mask and cu_seqlens cannot be combined: packed sequences carry no "
-                    "padding; drop the masked tokens before packing."
-                )
+            check_bounds(self.cu_seqlens, None, self.key_mask, query)
         else:
             checks.check_key_mask(self.key_mask, key)
             checks.check_causal(self.is_causal, query.shape[2], key.shape[2])
