@@ -75,16 +75,6 @@ class Found(Protocol):
         """Keys of every layer by its name; None = softmax."""
         ...
 
-    @property
-    def quality(self) -> float:
-        """Of the choice, on the calibration batch."""
-        ...
-
-    @property
-    def holdout(self) -> float | None:
-        """Of the choice, on held-out data."""
-        ...
-
     def notes(self) -> list[str]:
         """What should not be overlooked, in sentences."""
         ...

@@ -10,7 +10,7 @@ our attention ran in every layer. A model that keeps its attention to itself is 
 
     convert(model, target=0.99, calibrate=batch)
 
-chooses how many exact keys every layer needs, with the laboratory (`lln_lab.conversion`).
+chooses how many exact keys every layer needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attached import AttachedHeads, attach, attached_to
@@ -34,13 +33,7 @@ from lln.integrations.model_state import undone_on_error
 from lln.integrations.own_attention import refuse_own_attention
 from lln.integrations.progress import step_bar
 from lln.integrations.searches import OnStep, search_for
-from lln.integrations.settings import (
-    ATTENTIONS,
-    Settings,
-    check_mix_of,
-    criterion_of,
-    kept_offset,
-)
+from lln.integrations.settings import Settings
 from lln.integrations.surgeon import Surgeon
 from lln.integrations.transformers import register
 from lln.integrations.trial_batch import check_inputs, example_inputs
@@ -87,7 +80,8 @@ def convert(
         target: How close the converted model has to be to the original on ``calibrate``, as a mean
             cosine of logits, or of the mean hidden state of models without a head: a number
             between 0 and 1. Every layer then gets as few exact keys as that allows, 0 to 256, or
-            stays softmax where 256 do not suffice; the model runs at most 30 times to find out.
+            stays softmax where 256 do not suffice; the model runs at most 30 times to find out. The
+            search comes with the laboratory (`lln_lab.conversion`).
         holdout: With a target: a batch that was not calibrated on, to verify it.
         batch: Inputs of the proving runs without ``calibrate``; None = a small made-up batch.
         statistics: Where α and β come from (see `lln.LLNCore`); None = ``"fixed"`` with
@@ -119,6 +113,7 @@ def convert(
         UnsupportedModelError: If our attention did not run in every layer.
         InvalidInputError: One sentence on what does not fit, also if an earlier conversion has α
             and β that this one would not replace. The model is then as it was.
+        BackendUnavailableError: If a target needs the laboratory, and it is not installed.
 
     Warns:
         CalibrationWarning: If α and β rest on few tokens or are far larger than usual, if the
@@ -127,13 +122,21 @@ def convert(
     """
     register()
     _check_model(model)
-    check_choice("attention", attention, ATTENTIONS)
-    if statistics is None:
-        statistics = "sample" if calibrate is None else "fixed"
-    if statistics in ("fixed", "learned") and calibrate is None and target is None:
-        raise InvalidInputError(
-            f"statistics {statistics!r} needs calibrate, inputs to find α and β on."
-        )
+    settings = Settings.of_conversion(
+        attention,
+        calibrate is not None,
+        statistics,
+        matching,
+        mix,
+        momentum=momentum,
+        block_size=block_size,
+        keys=keys,
+        select=select,
+        group_size=group_size,
+        convolution=convolution,
+        impl=impl,
+    )
+    search = search_for(target, holdout, model, attention, settings.statistics, keys, calibrate)
     earlier = _earlier(model)
     if calibrate is None and earlier is not None and _is_worth_keeping(earlier):
         raise InvalidInputError(
@@ -141,22 +144,6 @@ def convert(
             f"(statistics {earlier.statistics!r}, mix {earlier.mix!r}) would be lost; pass "
             "calibrate, inputs to find new ones on, or convert the original model."
         )
-    check_mix_of(attention, mix)
-    search = search_for(target, holdout, model, attention, statistics, keys, calibrate)
-    settings = Settings(
-        matching=criterion_of(matching, attention),
-        statistics=statistics,
-        momentum=momentum,
-        mix=mix,
-        block_size=block_size,
-        keys=keys,
-        select=select,
-        group_size=group_size,
-        convolution=convolution,
-        offset=kept_offset(attention, statistics, calibrate is not None),
-        impl=impl,
-        attached=True,
-    )
     given = {"calibrate": calibrate, "batch": batch}
     checked = [check_inputs(name, it, model) for name, it in given.items() if it is not None]
     inputs = checked[0] if checked else example_inputs(model)
@@ -169,7 +156,7 @@ def convert(
         with observed(surgeon.look):
             outputs = model(**inputs)
         surgeon.check()
-        report = Conversion(attention, statistics, surgeon.reports)
+        report = Conversion(attention, settings.statistics, surgeon.reports)
         if search is not None:
             surgeon.write_settings()
             report.target, report.layers = search.run(
