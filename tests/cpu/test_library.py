@@ -6,9 +6,10 @@ import subprocess
 
 import pytest
 import torch
-from tests.cpu.test_compiled_passes import attention, check, sides_of
+from tests.cpu.test_compiled_passes import GIVEN, attention, check, sides_of
 from typer.testing import CliRunner
 
+import lln
 from lln.cli.app import app
 from lln.cpu import building, library
 
@@ -131,6 +132,11 @@ def test_every_instruction_set(block_size, path_of_library, functions, monkeypat
         sides = sides_of(150, width=48, values=80)
         check(sides, block_size=block_size, alpha=None, beta=None)
         check(sides, is_causal=True)
+        keys = {"block_size": 16, "keys": 9, "offset": -1.0, **GIVEN}
+        alone = [side.detach() for side in sides]
+        exact = lln.lln_keys_attention(*alone, **keys)
+        expected = lln.lln_keys_attention(*(side.double() for side in alone), **keys)
+        torch.testing.assert_close(exact.double(), expected, atol=1e-6, rtol=1e-5)
         found.append(attention(sides, block_size))
     assert sum(map(torch.equal, found[1:], found)) == 0
 

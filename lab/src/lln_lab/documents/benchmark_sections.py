@@ -131,6 +131,7 @@ def of_windows() -> Iterator[Section]:
         ("windows-cuda", window_tables.windows, "attention"),
         ("modernbert-cuda", window_tables.encoder, "encoder"),
         ("modernbert-cpu", window_tables.encoder, "encoder --device cpu"),
+        ("minilm-cpu", window_tables.encoder, "minilm --device cpu"),
     ):
         found = read(name)
         command = missing(f"python -m lln_lab.benchmarks.windows {part}", name)

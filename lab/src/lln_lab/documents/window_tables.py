@@ -45,11 +45,13 @@ def encoder(results: dict[str, Any]) -> str:
         cells += [f"{side['gib']:.1f}" for side in (before, after)] if has_memory else []
         lines.append(cells)
     setup = results["setup"]
-    caption = (
-        "ModernBERT-base, random weights, forward; two layers of three attend within ±64 tokens, "
-        "as before, the others with 64 exact keys. "
-        f"{setup['device']}, {setup['threads']} threads, torch {setup['torch']}; {source(setup)}."
-    )
+    what = "MiniLM's size (6 layers of 12 heads of 32), random weights, forward; 64 exact keys. "
+    if "minilm" not in setup["command"]:
+        what = (
+            "ModernBERT-base, random weights, forward; two layers of three attend within ±64 "
+            "tokens, as before, the others with 64 exact keys. "
+        )
+    caption = f"{what}{setup['device']}, {setup['threads']} threads, torch {setup['torch']}; {source(setup)}."
     return table(titles, lines, caption)
 
 
