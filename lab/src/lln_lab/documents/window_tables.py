@@ -51,7 +51,8 @@ def encoder(results: dict[str, Any]) -> str:
             "ModernBERT-base, random weights, forward; two layers of three attend within ±64 "
             "tokens, as before, the others with 64 exact keys. "
         )
-    caption = f"{what}{setup['device']}, {setup['threads']} threads, torch {setup['torch']}; {source(setup)}."
+    machine = f"{setup['device']}, {setup['threads']} threads, torch {setup['torch']}"
+    caption = f"{what}{machine}; {source(setup)}."
     return table(titles, lines, caption)
 
 
