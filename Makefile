@@ -22,10 +22,11 @@ export PYTHONDONTWRITEBYTECODE :=
 # Absolute, because some tests start Python in another folder.
 PYTEST_OLDEST := LLN_TEST_OLDEST=1 PYTHONPATH="$(CURDIR)/$(OLDEST):$(CURDIR)/src:$(CURDIR)/lab/src" $(PYTEST)
 # Whatever looks into transformers itself; `lln inspect` goes through capture.
-OLDEST_TESTS := tests/integrations lab/tests/recovery lab/tests/training_log tests/instruments/test_capture_transformers.py
+OLDEST_TESTS := tests/integrations lab/tests/conversion lab/tests/recovery lab/tests/training_log \
+	tests/instruments/test_capture_transformers.py
 # Guides and whole conversions run at night; the tests of their parts run with every change.
-OLDEST_LATER := $(patsubst %,--ignore=tests/integrations/test_%.py,docs examples target timm_target) \
-	--ignore=lab/tests/recovery/test_documents.py
+OLDEST_LATER := $(patsubst %,--ignore=tests/integrations/test_%.py,docs examples) \
+	$(patsubst %,--ignore=lab/tests/%.py,conversion/test_target conversion/test_timm_target recovery/test_documents)
 
 # Of the core what depends most on the version of torch.
 NEWEST_TESTS := $(OLDEST_TESTS) tests/functional tests/matching tests/nn

@@ -15,7 +15,6 @@ from lln.checks.reading import each_line, text_parts
 from lln.errors import InvalidInputError, LLNError, WriteError
 from lln.files import (
     check_apart,
-    check_file,
     check_folder,
     check_free,
     new_folder,
@@ -44,8 +43,6 @@ def test_what_is_no_file_is_refused_and_left(special):
     before = special.lstat().st_ino
     with pytest.raises(InvalidInputError, match=special.stem):
         write_atomically(special, "text")
-    with pytest.raises(InvalidInputError, match=f"^--out must name a file, got the {special.stem}"):
-        check_file(special, "--out")
     assert special.lstat().st_ino == before
 
 
@@ -58,7 +55,6 @@ def test_a_link_stays_one(tmp_path):
 
 
 def test_nothing_is_made_to_find_out_whether_it_could_be(tmp_path):
-    check_file(tmp_path / "a" / "b.json", "--out")
     check_folder(tmp_path / "a" / "b", "--out")
     check_free(tmp_path / "a" / "b", overwrite=False, name="--out")
     assert not list(tmp_path.iterdir())

@@ -21,6 +21,8 @@ LOOSE = {
     "tracing",
 }
 MOST_ROOMS = 12
+# Of Python, comments and empty lines included; whoever reads it all has read this much.
+MOST_LINES = 36_000
 LONGEST_CHAIN_OF_ROOMS = 9
 MOST_GROUPS_OF_KERNELS, LONGEST_CHAIN_OF_GROUPS = 8, 7
 
@@ -153,6 +155,11 @@ def test_the_top_of_the_package_is_small():
     loose = {path.stem for path in entries if path.suffix == ".py"}
     assert len(rooms) <= MOST_ROOMS, rooms
     assert loose == LOOSE | {"__init__", "__main__"}
+
+
+def test_the_library_is_small():
+    lines = sum(len(path.read_text("utf-8").splitlines()) for path in PACKAGE.rglob("*.py"))
+    assert lines <= MOST_LINES
 
 
 @each_package

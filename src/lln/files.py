@@ -27,32 +27,19 @@ _NUMBERED = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
 _TORCH = re.compile(r"PytorchStreamWriter failed|iostream error|inline_container\.cc")
 
 
-def check_file(path: Path, name: str) -> None:
-    """Refuse a path where a file could not be written, before there is anything to write.
+def check_folder(path: Path, name: str) -> None:
+    """Refuse a path where no folder could be made or used, before there is anything to write.
 
     Args:
-        path: The file that will be written.
+        path: The folder, which may already exist.
         name: The option or argument that gave it, such as ``--out``.
-
-    Raises:
-        InvalidInputError: One sentence.
     """
-    kind = _kind(path)
-    if kind:
-        raise InvalidInputError(
-            f"{name} must name a file, got the {kind} {str(path)!r}; name a new file."
-        )
-    _probe(path, path.parent, name)
-
-
-def check_folder(path: Path, name: str) -> None:
-    """The same for a folder, which may already exist."""
     if path.exists() and not path.is_dir():
         raise InvalidInputError(
-            f"{name} must name a folder, got the {_kind(path) or 'file'} {str(path)!r}; name a new "
-            "folder."
+            f"{name} must name a folder, got the {kind_of(path) or 'file'} {str(path)!r}; name a "
+            "new folder."
         )
-    _probe(path, path, name)
+    check_writable(path, path, name)
 
 
 def check_free(target: Path, overwrite: bool, name: str) -> None:
@@ -64,7 +51,7 @@ def check_free(target: Path, overwrite: bool, name: str) -> None:
         name: The option or argument that gave it.
     """
     if not target.exists():
-        _probe(target, target.parent, name)
+        check_writable(target, target.parent, name)
         return
     if not overwrite:
         raise InvalidInputError(f"{str(target)!r} exists; pass --overwrite to replace it.")
@@ -120,7 +107,7 @@ def replacing(path: Path, check: Callable[[Path], None] | None = None) -> Iterat
         InvalidInputError: If ``path`` exists and is not a regular file.
         WriteError: If the disk is full or not writable; ``path`` is then unchanged.
     """
-    kind = _kind(path)
+    kind = kind_of(path)
     if kind:
         raise InvalidInputError(f"{str(path)!r} is a {kind}, not a file; name a new file.")
     path = Path(os.path.realpath(path))
@@ -201,7 +188,7 @@ def writing(path: Path, kept: str) -> Iterator[None]:
         ) from error
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
     """``"folder"``, ``"pipe"`` and so on; empty for a regular file or nothing. Follows links."""
     try:
         mode = path.stat().st_mode
@@ -210,7 +197,7 @@ def _kind(path: Path) -> str:
     return next((kind for test, kind in _KINDS if test(mode)), "")
 
 
-def _probe(path: Path, folder: Path, name: str) -> None:
+def check_writable(path: Path, folder: Path, name: str) -> None:
     """Try a temporary file in the folder or its nearest parent: permission bits do not suffice."""
     folder = folder.absolute()
     while not os.path.lexists(folder):

@@ -625,6 +625,8 @@ def test_no_memory_is_an_error(taken, without_memory, monkeypatch):
     calls += [lambda: attention(sides, **MATCHED), lambda: lln.match_moments(*sides[:2])]
     calls += [lambda: attention(sides, key_mask=torch.arange(96).expand(2, -1) < 90)]
     calls += [lambda: lln.block_diagonal_attention(*sides, block_size=24)]
+    alone = [side.detach() for side in sides]
+    calls += [lambda: lln.lln_keys_attention(*alone), lambda: lln.choose_keys(*alone[:2], 4)]
     for call in calls:
         with pytest.raises(MemoryShortageError, match="compiled passes got no memory"):
             call()

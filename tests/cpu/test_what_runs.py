@@ -14,6 +14,7 @@ BOUNDS = torch.tensor([0, 40, 40, 96])
 MASK = torch.arange(96) < torch.tensor([[96], [40]])
 GIVEN = {"alpha": 0.7, "beta": 1.3}
 CAUSAL = GIVEN | {"is_causal": True}
+KEYS = GIVEN | {"offset": -1.0, "block_size": 16}
 # Of these no attention in PyTorch does without.
 ARITHMETIC = {"exp", "exp_", "_softmax", "logsumexp", "mm", "bmm", "baddbmm", "baddbmm_", "mul"}
 
@@ -65,17 +66,23 @@ CALLS = {
     "no keys": lambda sides, **o: lln.lln_diag_attention(
         *sides, block_size=16, key_mask=MASK & torch.tensor([[True], [False]]), **o
     ),
+    "keys": lambda sides, **o: lln.lln_keys_attention(*sides, keys=4, **KEYS, **o),
+    "packed keys": lambda sides, **o: lln.lln_keys_attention_varlen(
+        *packed(sides), BOUNDS, keys=4, **KEYS, **o
+    ),
     # Of these PyTorch computes the statistics only, as it always does.
     "paper": lambda sides, **o: lln.lln_attention(*sides, matching="paper", **o),
+    "matched keys": lambda sides, **o: lln.lln_keys_attention(*sides, keys=4, block_size=16, **o),
     # Compiled passes do not compute these.
-    "keys": lambda sides, **o: lln.lln_keys_attention(*sides, keys=4, block_size=16, **o),
-    "packed keys": lambda sides, **o: lln.lln_keys_attention_varlen(
-        *packed(sides), BOUNDS, keys=4, block_size=16, **o
+    "keys by query": lambda sides, **o: lln.lln_keys_attention(
+        *sides, keys=4, select="query", **KEYS, **o
     ),
     "decode": lambda sides, **o: decode(*sides, **o),
 }
 COMPILED = list(CALLS)[: list(CALLS).index("paper")]
-COMPILED_AS_DOCUMENTED = [*COMPILED, "paper"]
+COMPILED_AS_DOCUMENTED = [*COMPILED, "paper", "matched keys"]
+# Without gradients.
+FORWARD = ("keys", "packed keys", "matched keys")
 
 
 class Watched:
@@ -141,26 +148,32 @@ def test_eager_is_plain_pytorch(kind, learns, watched, plans):
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_cpu_is_compiled(kind, watched, plans):
-    sides = [side.requires_grad_() for side in sides_of()]
+    learns = kind not in FORWARD
+    sides = [side.requires_grad_(learns) for side in sides_of()]
 
     def call():
-        torch.autograd.grad(CALLS[kind](sides, impl="cpu").sum(), sides)
+        out = CALLS[kind](sides, impl="cpu")
+        if learns:
+            torch.autograd.grad(out.sum(), sides)
 
     # Dropped values are zeroed by a product before the call, and causal parts joined after it.
     others = {"mul"} if kind in ("lln, dropout", "causal blocks") else set()
     assert not operations(call) & ARITHMETIC - others
-    assert {"lln_causal_forward", "lln_forward"} & set(watched.called)
-    assert {"lln_causal_backward", "lln_backward"} & set(watched.called)
+    assert {"lln_causal_forward", "lln_forward", "lln_keys_forward"} & set(watched.called)
+    assert not learns or {"lln_causal_backward", "lln_backward"} & set(watched.called)
     # Not even a part of it is computed otherwise.
     assert not any("torch" in str(plan) for plan in plans) or "causal" in kind
     assert str(plans[0]).startswith("Compiled passes compute the call")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CALLS if kind not in COMPILED_AS_DOCUMENTED])
+@pytest.mark.parametrize(
+    "kind", [*FORWARD, *(kind for kind in CALLS if kind not in COMPILED_AS_DOCUMENTED)]
+)
 def test_cpu_refuses_what_the_passes_do_not_compute(kind, watched):
     errors = (BackendUnavailableError, InvalidInputError)
+    sides = [side.requires_grad_(kind in FORWARD) for side in sides_of()]
     with pytest.raises(errors, match=r"impl='cpu'.*use .*'eager'"):
-        CALLS[kind](sides_of(), impl="cpu")
+        CALLS[kind](sides, impl="cpu")
     assert not watched.called
 
 

@@ -55,9 +55,9 @@ def test_how_to_pack_and_how_to_read_long_documents_run(given):
 
 def test_the_guide_runs(given):
     found = by_heading("docs/huggingface.md")
-    # With tests of its own, beside the laboratory.
-    (recovery,) = found.pop("Recovery training")
-    assert "lln_lab" in recovery
+    # With tests of their own, beside the laboratory.
+    for heading in ("Converting to a target", "Recovery training"):
+        assert len(found.pop(heading)) == 1
     # It downloads a model, and has tests of its own.
     (vision,) = found.pop("timm")
     assert "pretrained=True" in vision

@@ -153,7 +153,7 @@ def test_refusals(images):
         convert(Vision(), "lln_diag", layers=["blocks.7"], verbose=False)
     with pytest.raises(InvalidInputError, match="input_size"):
         convert(nn.Conv2d(3, 4, 3), "lln_diag", verbose=False)
-    with pytest.raises(InvalidInputError, match="needs calibrate="):
+    with pytest.raises(InvalidInputError, match="needs calibrate, "):
         convert(Vision(), "lln_diag", statistics="learned", verbose=False)
     with pytest.raises(UnexpectedArgumentError, match="has no argument 'window'"):
         convert(Vision(), "lln_keys", window=8)

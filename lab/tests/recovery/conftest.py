@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from lab.tests.conversion.conftest import sharp, short_timing  # noqa: F401
 from tests.integrations.conftest import (  # noqa: F401
     one_thread,
     save_with_tokenizer,
@@ -12,7 +13,6 @@ from tests.integrations.conftest import (  # noqa: F401
 from tests.integrations.test_command_places import folder  # noqa: F401
 from tests.integrations.test_command_words import folders  # noqa: F401
 from tests.integrations.test_docs import given  # noqa: F401
-from tests.integrations.test_target import sharp, short_timing  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):

@@ -3,11 +3,12 @@
 import json
 
 import transformers
+from lab.tests.conversion.conftest import SHARP
+from lab.tests.conversion.test_target import attached
 from tests.integrations.test_convolution import NO_DROPOUT, filters
-from tests.integrations.test_target import SHARP, attached
 
 from lln.integrations.convert import convert
-from lln.integrations.target_report import REPORT_FILE
+from lln.integrations.searches import REPORT_FILE
 from lln_lab.cli.recover_command import recover as command
 from lln_lab.recovery.recover import recover
 

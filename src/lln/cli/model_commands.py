@@ -55,8 +55,8 @@ Keys = Annotated[
 Select = Annotated[
     str,
     typer.Option(
-        help="Of lln_keys: how these are chosen: block (by a block's mean query), query (by each "
-        "query's strongest features) or half (half of each)."
+        help="Of lln_keys: how these are chosen: block (by a block's mean query) or query (by each "
+        "query's strongest features)."
     ),
 ]
 GroupSize = Annotated[

@@ -46,14 +46,35 @@ class Blocks(NamedTuple):
     window: int = -1
 
 
+class Exact(NamedTuple):
+    """The exact keys of a call, outside its blocks.
+
+    Attributes:
+        keys: How many every group of queries chooses, or their indices, int64 ``[B, H, G, K]``.
+        group: Queries in a group.
+        groups: G.
+        offset: What is added to the slots' logits: a number, or ``[n or 1, 1, 1]``.
+        dtype: Of the caller's queries, to which the mean of a group is rounded.
+    """
+
+    keys: int | Tensor
+    group: int
+    groups: int
+    offset: float | Tensor = 0.0
+    dtype: torch.dtype = torch.float32
+
+
+# Bits of a float that shorter types do not have.
+DROPPED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+
 # Rows of a window that go through the cache together.
 WINDOW_ROWS = 64
 
 
 # The structures of the source as bytes, which are filled faster than those of ctypes.
 # A call: nine sizes, where temperatures are, temperatures, blocks, where the mask is, two answers,
-# the window.
-_CALL = struct.Struct("@9q2P2fq2fP3q")
+# the window, five sizes of exact keys, offsets.
+_CALL = struct.Struct("@9q2P2fq2fP3q5qPf")
 # A tensor: where it is, and its first three strides.
 _SIDE = struct.Struct("@P3q")
 # A curve: five coefficients, two limits and the floor.
@@ -94,6 +115,7 @@ class PassCall(NamedTuple):
         beta: Likewise.
         blocks: The short range; None = LLN alone. Causal ones are alone.
         key_mask: bool ``[B, S]``, True = attend.
+        exact: Keys beside those of the blocks; None = LLN is added to the blocks instead.
     """
 
     query: Tensor
@@ -103,6 +125,7 @@ class PassCall(NamedTuple):
     beta: float | Tensor
     blocks: Blocks | None = None
     key_mask: Tensor | None = None
+    exact: Exact | None = None
 
     def grouped(self, *others: Tensor) -> list[Tensor]:
         """Query, key, value and others, as wide as the passes want them."""
@@ -158,6 +181,29 @@ def backward_causal(
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value, from that of the output and what was kept."""
     return call.gradients("lln_causal_backward", gradient, _grouped(out), norm, shift)
+
+
+def forward_keys(call: PassCall) -> Tensor:
+    """Attention with exact keys, ``[B, H, T, E]``; its rows lie in memory as those of the query."""
+    assert call.exact is not None
+    query, sides = call.query, call.grouped()
+    shape = (*query.shape[:-1], sides[2].shape[-1])
+    if query.stride(1) < query.stride(2):
+        out = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
+    else:
+        out = query.new_empty(shape)
+    given = call.exact.keys if isinstance(call.exact.keys, Tensor) else None
+    _ask("lln_keys_forward", _call(call), (*sides, out), given)
+    return out[..., : call.value.shape[-1]]
+
+
+def choose(call: PassCall) -> Tensor:
+    """The keys that `forward_keys` chooses, int64 ``[B, H, G, K]``; -1 = none."""
+    assert call.exact is not None
+    query, exact = call.query, call.exact
+    found = query.new_empty((*query.shape[:2], exact.groups, exact.keys), dtype=torch.int64)
+    _ask("lln_keys_forward", _call(call), call.grouped(), None, found)
+    return found
 
 
 def match(
@@ -231,10 +277,14 @@ def _rows(side: Tensor) -> Tensor:
 
 def _call(asked: PassCall, writes: bool = False) -> _Asked:
     """What the library is asked for; ``writes``: it finds the temperatures of all heads itself."""
-    query, key, value, alpha, beta, blocks, key_mask = asked
+    query, key, value, alpha, beta, blocks, key_mask, exact = asked
     size, scale, mix, is_causal, window = blocks or (0, 1.0, 1.0, False, -1)
-    # A block of all tokens is the largest that there is.
-    size = min(size, query.shape[2])
+    if exact is None:
+        # A block of all tokens is the largest that there is.
+        size = min(size, query.shape[2])
+    keys, group, groups, offset, dtype = exact or (0, 0, 0, 0.0, torch.float32)
+    number, is_given = (keys.shape[-1], True) if isinstance(keys, Tensor) else (keys, False)
+    offsets, one_offset, kept_offset = _temperature(offset, is_written=False)
     alphas, one_alpha, kept_alpha = _temperature(alpha, writes)
     betas, one_beta, kept_beta = _temperature(beta, writes)
     mask = None if key_mask is None else key_mask.contiguous()
@@ -258,8 +308,15 @@ def _call(asked: PassCall, writes: bool = False) -> _Asked:
         mix is None,
         is_causal,
         window,
+        number,
+        group,
+        groups,
+        is_given,
+        DROPPED_BITS[dtype],
+        offsets,
+        one_offset,
     )
-    return _Asked(call, (kept_alpha, kept_beta, mask))
+    return _Asked(call, (kept_alpha, kept_beta, mask, kept_offset))
 
 
 def _temperature(given: float | Tensor, is_written: bool) -> tuple[int, float, Tensor | None]:

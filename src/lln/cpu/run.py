@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from lln.checks.call import Call
+from lln.cpu import compiled_passes
 from lln.cpu.compiled_attention import attend_compiled
 from lln.cpu.compiled_matching import compiled_curves
-from lln.cpu.compiled_passes import WINDOW_ROWS, Blocks
+from lln.cpu.compiled_passes import WINDOW_ROWS, Blocks, Exact, PassCall
 from lln.cpu.compiled_walk import walk_compiled
 from lln.eager import run as eager
 from lln.eager.causal import GUARD
 from lln.eager.causal_walk import Inputs
 from lln.eager.infinity import as_nan
+from lln.eager.key_blocks import blocks_in
+from lln.eager.products import per_head
 
 
 def attend_dense(call: Call) -> Tensor:
@@ -46,6 +49,39 @@ def attend_dense(call: Call) -> Tensor:
     else:
         out = _attend(wide, Blocks(call.block_size, call.factor, float(call.mix)))
     return out if out.dtype == call.query.dtype else out.to(call.query.dtype)
+
+
+def attend_keys(call: Call) -> Tensor:
+    """``[B, H, T, E]`` of a dense call with exact keys, which are numbers or can be seen.
+
+    Args:
+        call: A call of at least one number without gradients, not causal; α, β and the offset are
+            known, indices hold only keys that a group may see.
+    """
+    query, key, value = eager.widen_inputs(*call.qkv, call.key_mask, 0.0)
+    alpha, beta, offset = (
+        per_head(_of_heads(query, number), query) for number in (call.alpha, call.beta, call.offset)
+    )
+    exact = _exact(call, offset)
+    blocks = Blocks(call.block_size, call.factor, 0.0)
+    sides = PassCall(query, key, value, alpha, beta, blocks, call.key_mask, exact)
+    return compiled_passes.forward_keys(sides).to(call.query.dtype)
+
+
+def choose_keys(call: Call) -> Tensor:
+    """The keys of a dense call by number: int64 ``[B, H, G, K]``."""
+    query, key = call.query.to(torch.float32), call.key.to(torch.float32)
+    blocks = Blocks(call.block_size, call.factor, 0.0)
+    sides = PassCall(query, key, key, 1.0, 1.0, blocks, call.key_mask, _exact(call, 0.0))
+    return compiled_passes.choose(sides)
+
+
+def _exact(call: Call, offset: Any) -> Exact:
+    tokens, keys = call.query.shape[2], call.keys
+    blocks = blocks_in(tokens, call.block_size, call.key_mask is not None)
+    groups = blocks * (call.block_size // call.group_size)
+    keys = keys.contiguous() if isinstance(keys, Tensor) else min(keys, tokens)
+    return Exact(keys, call.group_size, groups, offset, call.query.dtype)
 
 
 def _learn(*numbers: object) -> bool:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lln.eager.key_blocks import Groups, KeyBlocks
-from lln.eager.key_inference import attend_without_gradients
 from lln.eager.key_terms import KeyTerms, Slots
 from lln.eager.masked_keys import attend_masked
 from lln.eager.products import multiply
@@ -32,9 +31,9 @@ from lln.eager.scan import earlier_merge, running_merge, shift
 from lln.eager.selection import seen_keys
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise, summarise_heads
 
-# How chosen keys are read: copied for every group, which always works; by PyTorch's fused softmax,
-# without gradients; or with all scores and a mask that hides the other keys.
-COPIED, FUSED, MASKED = "", "by fused softmax", "by all scores and a mask"
+# How chosen keys are read: copied for every group, which always works, or with all scores and a
+# mask that hides the other keys.
+COPIED, MASKED = "", "by all scores and a mask"
 
 
 class Earlier(NamedTuple):
@@ -62,14 +61,12 @@ def attend_keys(
         terms: The call.
         indices: int ``[B, H, G, K]``; -1 = none. Keys that a group may not see are left out.
         are_seen: Whether indices hold only keys that a group may see, so that none is left out.
-        reading: How chosen keys are read; see `key_inference.can_fuse` and `masked_keys.can_mask`.
+        reading: How chosen keys are read; see `masked_keys.can_mask`.
     """
     seen = indices >= 0 if are_seen else seen_keys(indices, terms.groups)
     share = log_share(seen, terms.groups, terms.query.dtype)
     if reading == MASKED:
         return attend_masked(terms, share, indices, seen)
-    if reading == FUSED:
-        return attend_without_gradients(terms, share, indices, seen)
     chosen = tuple(_pick(side, indices, seen) for side in (terms.key, terms.value))
     return attend_rows(terms, share, chosen, seen)
 

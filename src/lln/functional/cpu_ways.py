@@ -11,6 +11,7 @@ from lln.cpu import run as compiled
 from lln.cpu.compiled_matching import can_match_compiled
 from lln.eager import run as eager
 from lln.functional.announcing import announce_call
+from lln.functional.key_calls import complete, with_numbers
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens, one_by_one
 from lln.functional.way import Prepared, Way
@@ -75,6 +76,57 @@ class CompiledPasses(Way):
             # Nothing to pass over.
             return eager.attend_dense(with_temperatures(call, "eager"))
         return compiled.attend_dense(call)
+
+
+class CompiledKeys(CompiledPasses):
+    """Exact keys without gradients; a head per thread."""
+
+    name = "compiled exact keys"
+    kinds = ("lln_keys",)
+
+    def why_not(self, call: Call) -> str | None:
+        """See `Way.why_not`."""
+        reason = super().why_not(call) or why_absent(call.offset)
+        if reason is not None:
+            return reason
+        if call.is_causal:
+            return "has no passes for causal attention with exact keys"
+        if call.select != "block":
+            return "has no passes for keys by query"
+        if isinstance(call.keys, Tensor) and call.bounds is not None:
+            return "takes no indices of keys in packed sequences"
+        learns = (*call.qkv, call.alpha, call.beta, call.offset)
+        if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in learns):
+            return "has no passes for gradients of exact keys"
+        return None
+
+    def prepare(self, call: Call) -> Prepared:
+        """See `Way.prepare`."""
+        missing = (("α and β", call.alpha), ("the offset", call.offset))
+        names = [name for name, given in missing if given is None]
+        return Prepared(self, call.block_size, how=tuple(filter(None, [" and ".join(names)])))
+
+    def run(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.run`; keys are chosen on the way where nobody wants to see them."""
+        call = with_numbers(call, self.impl)
+        if is_observed() or isinstance(call.keys, Tensor):
+            known = complete(call, self.impl)
+            if is_observed():
+                announce_call(known)
+            call = known if call.bounds is None else call
+        if call.bounds is None:
+            return self.attend_dense(call, prepared)
+        if call.query.shape[0] == 0:
+            return no_tokens(call)
+        return one_by_one(call, lambda own: self.attend_dense(own, prepared))
+
+    def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.attend_dense`."""
+        del prepared
+        if not all(side.numel() for side in call.qkv):
+            # Nothing to pass over.
+            return eager.attend_dense(complete(call, "eager"))
+        return compiled.attend_keys(call)
 
 
 class CompiledMatching(CompiledPasses):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.checks.call import Call
+from lln.cpu.run import choose_keys as choose_compiled
 from lln.eager.key_blocks import Groups, KeyBlocks, dense_blocks, packed_blocks
 from lln.eager.selection import choose, drop_repeats, picked_lists, seen_keys
 from lln.functional.match import measure_heads
@@ -31,28 +32,33 @@ def with_all_keys(call: Call) -> Call:
     return call.replace(select="block", group_size=call.block_size)
 
 
-def complete(call: Call, impl: str) -> Call:
-    """The call with α, β, the offset and the indices of the keys in place, found by ``impl``."""
+def with_numbers(call: Call, impl: str) -> Call:
+    """The call with α, β and the offset in place, found by ``impl``."""
     alpha, beta, offset = call.alpha, call.beta, call.offset
-    if alpha is None or offset is None:
-        measured = call
-        if impl == "reference":
-            query, key = call.query.double(), call.key.double()
-            measured = call.replace(query=query, key=key)
-        moments = _moments(measured, impl)
-        if alpha is None:
-            alpha, beta = _temperatures(measured, moments)
-        if offset is None:
-            width = call.query.shape[-1]
-            offset = mass_offset(moments, alpha, beta, width, call.scale)
-    keys: Any = call.keys
+    if alpha is not None and offset is not None:
+        return call
+    measured = call
+    if impl == "reference":
+        query, key = call.query.double(), call.key.double()
+        measured = call.replace(query=query, key=key)
+    moments = _moments(measured, impl)
+    if alpha is None:
+        alpha, beta = _temperatures(measured, moments)
+    if offset is None:
+        offset = mass_offset(moments, alpha, beta, call.query.shape[-1], call.scale)
+    return call.replace(alpha=alpha, beta=beta, offset=offset)
+
+
+def complete(call: Call, impl: str) -> Call:
+    """The same with the indices of the keys in place, too."""
+    call, keys = with_numbers(call, impl), call.keys
     if isinstance(keys, Tensor):
         keys = _usable(call, keys)
     elif impl == "triton" and call.select == "query" and call.bounds is None:
         keys = _lists(call, keys)
     else:
         keys = choose_for(call, impl)
-    return call.replace(alpha=alpha, beta=beta, keys=keys, offset=offset)
+    return call.replace(keys=keys)
 
 
 def _usable(call: Call, indices: Tensor) -> Tensor:
@@ -101,6 +107,8 @@ def choose_for(call: Call, impl: str) -> Tensor:
         few = call.select != "block" and keys >= query.shape[2]
         if impl == "triton" and not few:
             return _by_kernels(call, keys)
+        if impl == "cpu" and call.query.numel() and keys:
+            return choose_compiled(call)
         return choose(query, key, keys, _groups(call), **options)
     query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
     if query.shape[2] == 0:

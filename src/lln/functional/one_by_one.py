@@ -13,6 +13,9 @@ from torch import Tensor
 
 from lln.checks.call import Call
 
+# Of every sequence.
+NUMBERS = ("alpha", "beta", "offset")
+
 
 def as_sample(call: Call) -> Call:
     """Packed ``[T, H, D]`` as the one sample ``[1, H, T, D]``."""
@@ -53,9 +56,9 @@ def one_by_one(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
     for index, (query, key, value, mix) in enumerate(zip(*sides, mixes, strict=True)):
         if lengths[index] == 0:
             continue
-        alpha, beta = (of_sequence(side, index) for side in (call.alpha, call.beta))
-        own = {"query": query, "key": key, "value": value, "alpha": alpha, "beta": beta}
-        dense = whole.replace(**own, mix=mix, bounds=None, longest=None)
+        own = {name: of_sequence(getattr(call, name), index) for name in NUMBERS}
+        own |= {"query": query, "key": key, "value": value, "mix": mix}
+        dense = whole.replace(**own, bounds=None, longest=None)
         outs.append(attend(dense)[0].transpose(0, 1))
     return torch.cat(outs)
 

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.eager.key_attention import COPIED, FUSED, MASKED
-from lln.eager.key_inference import can_fuse
+from lln.eager.key_attention import COPIED, MASKED
 from lln.eager.masked_keys import can_mask, mask_pays
 from lln.eager.packing import attend_packed, attend_packed_keys
 from lln.eager.run import attend_dense
@@ -83,4 +82,4 @@ def _reading(call: Call) -> str:
         width = call.query.shape[-1]
         if mask_pays(call.query.shape[2], call.block_size + chosen, width):
             return MASKED
-    return FUSED if can_fuse(*sides, **how) else COPIED
+    return COPIED

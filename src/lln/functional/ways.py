@@ -15,6 +15,7 @@ from lln.checks.arguments import IMPLEMENTATIONS, check_impl
 from lln.checks.call import Call
 from lln.errors import BackendUnavailableError
 from lln.functional.cpu_ways import (
+    CompiledKeys,
     CompiledMatching,
     CompiledPasses,
     PlainMoments,
@@ -41,6 +42,7 @@ WAYS: tuple[Way, ...] = (
     MomentKernel(),
     DecodeKernel(),
     CompiledPasses(),
+    CompiledKeys(),
     CompiledMatching(),
     PlainMoments(),
     Plain(),

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from lln import checks
-from lln.checks.bounds import check_cu_seqlens
-from lln.checks.call import fit_blocks
-from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
+from lln.checks.call import Call, fit_blocks
+from lln.checks.key_options import check_selection
 from lln.checks.names import check_choice
-from lln.eager.key_blocks import blocks_in
 from lln.errors import InvalidInputError
+from lln.functional.checked_call import checked_call, checked_packed_call
 
 KINDS = ("softmax", "lln", "diag", "lln_diag", "window", "lln_keys")
 
@@ -83,61 +82,43 @@ class AttentionInputs:
 
     def __post_init__(self) -> None:
         """Refuse what does not fit, in one sentence."""
-        packed = self.cu_seqlens is not None
-        query, key = self.query, self.key
-        checks.check_qkv(query, key, key, layout="packed" if packed else "dense", enable_gqa=True)
         check_choice("kind", self.kind, KINDS)
-        if self.cu_seqlens is not None:
-            check_cu_seqlens(self.cu_seqlens, query.shape[0], query.device)
-            if self.key_mask is not None:
-                raise InvalidInputError(
-                    "key_mask and cu_seqlens cannot be combined: packed sequences carry no "
-                    "padding; drop the masked tokens before packing."
-                )
+        if self.cu_seqlens is None:
+            checked_call(self.call, f"kind {self.kind!r}", enable_gqa=True)
         else:
-            checks.check_key_mask(self.key_mask, key)
-            checks.check_causal(self.is_causal, query.shape[2], key.shape[2])
-            if self.kind in ("diag", "lln_diag", "window", "lln_keys"):
-                checks.check_self_attention(query, key, f"kind {self.kind!r}")
+            checked_packed_call(self.call, None, enable_gqa=True)
         if self.block_size is not None:
             checks.check_block_size(self.block_size)
         checks.check_count("window", self.window, least=0)
         checks.check_scale(self.scale)
-        checks.check_mix(self.mix, (*query.shape[:-1], 1), query.device)
+        checks.check_mix(self.mix, (*self.query.shape[:-1], 1), self.query.device)
         mix = torch.as_tensor(self.mix)
         if not bool(((mix >= 0) & (mix <= 1)).all()):
             raise InvalidInputError("mix must lie in [0, 1] everywhere for P to be row-stochastic.")
-        if self.kind in ("lln", "lln_diag"):
-            self._check_temperatures(self.criterion)
-        elif self.kind == "lln_keys":
-            check_choice("matching", self.criterion, KEYS_MATCHING)
-            # Its own criterion was just checked.
-            self._check_temperatures("entropy")
-            self._check_keys()
 
-    def _check_temperatures(self, matching: str) -> None:
-        checks.check_options(
+    @property
+    def call(self) -> Call:
+        """The call that this attention is, or for softmax one that takes the same tensors."""
+        is_softmax = self.kind == "softmax"
+        return Call(
+            "lln" if is_softmax else self.kind,
             self.query,
             self.key,
-            self.batch,
-            alpha=self.alpha,
-            beta=self.beta,
-            matching=matching,
-            dropout_p=0.0,
+            self.key,
+            1.0 if is_softmax else self.alpha,
+            1.0 if is_softmax else self.beta,
+            "variance" if is_softmax else self.criterion,
+            block_size=_KEYS_BLOCK if self.block_size is None else self.block_size,
+            scale=self.scale,
+            key_mask=self.key_mask,
             is_causal=self.is_causal,
+            bounds=self.cu_seqlens,
+            keys=self.keys,
+            select=self.select,
+            group_size=self.group_size,  # pyright: ignore[reportArgumentType] None = as it chooses
+            offset=self.offset,
+            window=self.window if self.kind == "window" else 0,
         )
-
-    def _check_keys(self) -> None:
-        """Refuse chosen keys, groups and an offset that do not fit."""
-        query, size = self.query, self.tokens_in_block
-        check_offset(self.offset, self.batch, query.shape[1], query.device, self.is_causal)
-        per_block = size // self.queries_in_group
-        if self.cu_seqlens is None:
-            blocks = blocks_in(query.shape[2], size, self.key_mask is not None)
-            groups = (*query.shape[:2], blocks * per_block)
-        else:
-            groups = (query.shape[1], (query.shape[0] // size + self.batch) * per_block)
-        check_keys(self.keys, groups, query.device)
 
     @property
     def criterion(self) -> str:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.checks.call import Call
 from lln.eager.run import repeat_heads
 from lln.functional import ways
 from lln.functional.key_calls import chosen_indices, complete
@@ -154,24 +153,9 @@ class _Choice:
 
     def __init__(self, inputs: AttentionInputs, device: torch.device) -> None:
         self.inputs = inputs
-        call = Call(
-            "lln_keys",
-            inputs.query.detach(),
-            inputs.key.detach(),
-            inputs.key.detach(),
-            inputs.alpha,
-            inputs.beta,
-            inputs.criterion,
-            block_size=inputs.tokens_in_block,
-            scale=inputs.scale,
-            key_mask=inputs.key_mask,
-            is_causal=inputs.is_causal,
-            bounds=inputs.cu_seqlens,
-            keys=inputs.keys,
-            select=inputs.select,
-            group_size=inputs.queries_in_group,
-            offset=inputs.offset,
-        )
+        key = inputs.key.detach()
+        fitted = {"block_size": inputs.tokens_in_block, "group_size": inputs.queries_in_group}
+        call = inputs.call.replace(query=inputs.query.detach(), key=key, value=key, **fitted)
         with without_autocast(inputs.query), torch.no_grad():
             call = complete(call, ways.prepare(call, "auto").impl)
         sizes = (inputs.batch, inputs.query.shape[1], device)

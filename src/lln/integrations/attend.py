@@ -31,7 +31,6 @@ from lln.integrations import streaming
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.kept_softmax import softmax
-from lln.integrations.mask_kinds import check_mask
 from lln.integrations.packed_batches import boundaries, inside_sequences
 from lln.integrations.settings import Settings
 from lln.integrations.sharded_call import attend_sharded, ranks_of
@@ -119,7 +118,7 @@ def forward(
     past = None if marked is None else marked.take()
     if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
         query = query * (scaling * math.sqrt(query.shape[-1]))
-    mask = check_mask(attention_mask)
+    mask = _checked_mask(attention_mask)
     call = AttentionCall(
         module=module,
         attention=attention,
@@ -159,6 +158,19 @@ def forward(
             "weights of; pass use_cache=False."
         )
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _checked_mask(mask: object) -> Tensor | None:
+    """Refuse masks that are not ours."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        seen = f"{mask.dim()}-D" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InvalidInputError(
+            f"attention_mask is {seen}: LLN attention never forms the N×N scores that such a mask "
+            "belongs to; pass a 2-D [B, S] padding mask."
+        )
+    return mask
 
 
 def attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lln.checks.key_options import check_selection
 from lln.errors import CausalStatisticsError
 from lln.integrations.attached import AttachedHeads
-from lln.integrations.mask_kinds import is_packed
-from lln.integrations.packed_batches import padded
+from lln.integrations.packed_batches import is_packed, padded
 from lln.integrations.settings import KEYS_BLOCK, Settings
 
 

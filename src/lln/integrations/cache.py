@@ -29,8 +29,6 @@ except ImportError as error:
 class LLNCacheLayer(CacheLayerMixin):
     """One layer's past: a `KeySummary` and the unfinished diagonal block, whatever the length."""
 
-    is_compileable = False
-    is_croppable = False
     is_sliding = False
     supports_early_init = False
 
@@ -84,10 +82,6 @@ class LLNCacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """There is no maximum."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """The same under its former name."""
         return -1
 
     def reset(self) -> None:

@@ -21,8 +21,8 @@ from lln.integrations.eval_mode import evaluating
 from lln.integrations.fitted_layer import fit_layer
 from lln.integrations.kept_softmax import softmax
 from lln.integrations.sdpa import AnsweredHeads, attach, call_of, callers_seen, describe
+from lln.integrations.searches import OnStep, Run, Search
 from lln.integrations.settings import Settings
-from lln.integrations.target import OnStep, Run, TargetSearch, TriedLayer
 
 
 class CallSurgeon:
@@ -35,6 +35,7 @@ class CallSurgeon:
         settings: As `lln.integrations.convert.convert` makes them.
         layers: Numbers in the order they run, or names; None = all.
         calibrated: Whether α and β are found on the batch.
+        search: Given every layer to choose keys for, if there is a target.
     """
 
     def __init__(
@@ -45,26 +46,23 @@ class CallSurgeon:
         settings: Settings,
         layers: Sequence[int | str] | None,
         calibrated: bool,
+        search: Search | None,
     ) -> None:
         """Refuse a model that is converted already."""
         if describe(model):
             raise InvalidInputError(f"{type(model).__name__} is converted already; load it anew.")
         self.model, self.run, self.attention, self.settings = model, run, attention, settings
-        self.layers, self.calibrated = layers, calibrated
+        self.layers, self.calibrated, self.search = layers, calibrated, search
         self.names = {id(module): name for name, module in model.named_modules()}
         self.seen: list[nn.Module] = []
         self.fitted: list[tuple[nn.Module, AnsweredHeads]] = []
         self.reports: list[LayerReport] = []
-        # With a target: every layer with all numbers of keys.
-        self.searches = False
-        self.tried: list[TriedLayer] = []
         self.on_layer: Callable[[int, int], object] = lambda done, of: None
         self.handles: list[RemovableHandle] = []
 
     def convert(
         self,
         inputs: dict[str, Tensor],
-        target: float | None,
         holdout: dict[str, Tensor] | None,
         on_step: OnStep,
     ) -> Conversion:
@@ -72,24 +70,23 @@ class CallSurgeon:
 
         Args:
             inputs: The batch.
-            target: Quality to reach, see `lln.integrations.target`; None = convert all as told.
-            holdout: The batch to verify a target on.
+            holdout: The batch to verify a search on.
             on_step: Told of every step.
         """
-        self.searches, self.on_layer = target is not None, partial(on_step, "layers")
+        self.on_layer = partial(on_step, "layers")
         with evaluating(self.model):
             try:
                 with callers_seen(self.model, self._look):
                     expected = self.run(inputs)
                 self._check()
                 report = Conversion(self.attention, self.settings.statistics, self.reports)
-                if target is None:
+                if self.search is None:
                     for module, heads in self.fitted:
                         self._attach(module, heads)
                 else:
-                    found = (inputs, expected, holdout, on_step)
-                    search = TargetSearch(self.run, self.tried, target, *found)
-                    report.target, report.layers = search.run()
+                    report.target, report.layers = self.search.run(
+                        self.run, self._attach, inputs, expected, holdout, on_step
+                    )
                 report.moved = relative_change(_first(self.run(inputs)), _first(expected))
             except BaseException:
                 self._undo()
@@ -108,11 +105,9 @@ class CallSurgeon:
         self.seen.append(module)
         stays = LayerReport(name, "softmax", call.query.shape[1], call.query.shape[3])
         is_wanted = self.layers is None or number in self.layers or name in self.layers
-        if self.searches:
-            layer = TriedLayer.of(call, stays, self._attach)
-            if is_wanted:
-                layer.fit(lambda keys: self._heads_for(call, keys), call, out)
-            self.tried.append(layer)
+        if self.search is not None:
+            make = partial(self._heads_for, call) if is_wanted else None
+            self.search.add(call, stays, make, out)
         elif is_wanted:
             heads = self._heads_for(call)
             self.reports.append(fit_layer(name, heads, call, out, self.calibrated))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from lln.errors import CalibrationWarning
-from lln.integrations.target_report import TargetReport
 from lln.matching.calibration import doubts
 from lln.matching.key_calibration import doubts_of_length
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # ‖converted − original‖ / ‖original‖ from which on a model is another one until it is trained.
 _FAR = 0.3
@@ -63,6 +67,25 @@ class LayerReport:
         return self.attention in ("softmax", "window")
 
 
+class Found(Protocol):
+    """What a conversion to a target found (`lln_lab.conversion.target_report`)."""
+
+    @property
+    def choice(self) -> dict[str, int | None]:
+        """Keys of every layer by its name; None = softmax."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What should not be overlooked, in sentences."""
+        ...
+
+    def write(self, path: str | Path) -> None:
+        """Write everything as JSON."""
+
+    def show(self, console: Console) -> None:
+        """Print the table of quality against time, and what it means."""
+
+
 @dataclass(repr=False)
 class Conversion:
     """What `convert` did; shown as a table.
@@ -81,7 +104,7 @@ class Conversion:
     layers: list[LayerReport] = field(default_factory=list)
     moved: float = 0.0
     replaced: bool = False
-    target: TargetReport | None = None
+    target: Found | None = None
 
     def __str__(self) -> str:
         """The table as plain text."""

@@ -10,7 +10,7 @@ our attention ran in every layer. A model that keeps its attention to itself is 
 
     convert(model, target=0.99, calibrate=batch)
 
-chooses how many exact keys every layer needs (`lln.integrations.target`).
+chooses how many exact keys every layer needs, with the laboratory (`lln_lab.conversion`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError, UnsupportedModelError
-from lln.integrations.attached import AttachedHeads, attached_to
+from lln.integrations.attached import AttachedHeads, attach, attached_to
 from lln.integrations.attend import observed
 from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import Conversion, relative_change
@@ -33,15 +32,9 @@ from lln.integrations.eval_mode import evaluating
 from lln.integrations.model_state import undone_on_error
 from lln.integrations.own_attention import refuse_own_attention
 from lln.integrations.progress import step_bar
-from lln.integrations.settings import (
-    ATTENTIONS,
-    Settings,
-    check_mix_of,
-    criterion_of,
-    kept_offset,
-)
+from lln.integrations.searches import OnStep, search_for
+from lln.integrations.settings import Settings
 from lln.integrations.surgeon import Surgeon
-from lln.integrations.target import OnStep, TargetSearch, check_target
 from lln.integrations.transformers import register
 from lln.integrations.trial_batch import check_inputs, example_inputs
 
@@ -127,13 +120,21 @@ def convert(
     """
     register()
     _check_model(model)
-    check_choice("attention", attention, ATTENTIONS)
-    if statistics is None:
-        statistics = "sample" if calibrate is None else "fixed"
-    if statistics in ("fixed", "learned") and calibrate is None and target is None:
-        raise InvalidInputError(
-            f"statistics {statistics!r} needs calibrate, inputs to find α and β on."
-        )
+    settings = Settings.of_conversion(
+        attention,
+        calibrate is not None,
+        statistics,
+        matching,
+        mix,
+        momentum=momentum,
+        block_size=block_size,
+        keys=keys,
+        select=select,
+        group_size=group_size,
+        convolution=convolution,
+        impl=impl,
+    )
+    search = search_for(target, holdout, model, attention, settings.statistics, keys, calibrate)
     earlier = _earlier(model)
     if calibrate is None and earlier is not None and _is_worth_keeping(earlier):
         raise InvalidInputError(
@@ -141,22 +142,6 @@ def convert(
             f"(statistics {earlier.statistics!r}, mix {earlier.mix!r}) would be lost; pass "
             "calibrate, inputs to find new ones on, or convert the original model."
         )
-    check_mix_of(attention, mix)
-    check_target(model, target, attention, statistics, keys, calibrate, holdout)
-    settings = Settings(
-        matching=criterion_of(matching, attention),
-        statistics=statistics,
-        momentum=momentum,
-        mix=mix,
-        block_size=block_size,
-        keys=keys,
-        select=select,
-        group_size=group_size,
-        convolution=convolution,
-        offset=kept_offset(attention, statistics, calibrate is not None),
-        impl=impl,
-        attached=True,
-    )
     given = {"calibrate": calibrate, "batch": batch}
     checked = [check_inputs(name, it, model) for name, it in given.items() if it is not None]
     inputs = checked[0] if checked else example_inputs(model)
@@ -164,21 +149,17 @@ def convert(
     shown = step_bar() if on_step is None else nullcontext(on_step)
     with undone_on_error(model), evaluating(model), shown as tell:
         _switch(model, attention)
-        surgeon = Surgeon(
-            model, attention, settings, layers, calibrate is not None, partial(tell, "layers")
-        )
-        surgeon.searches = target is not None
+        told = partial(tell, "layers")
+        surgeon = Surgeon(model, attention, settings, layers, calibrate is not None, told, search)
         with observed(surgeon.look):
             outputs = model(**inputs)
         surgeon.check()
-        report = Conversion(attention, statistics, surgeon.reports)
-        if target is not None:
+        report = Conversion(attention, settings.statistics, surgeon.reports)
+        if search is not None:
             surgeon.write_settings()
-            search = TargetSearch(
-                lambda inputs: model(**inputs),
-                surgeon.tried, target, inputs, outputs, unseen, tell,
-            )  # fmt: skip
-            report.target, report.layers = search.run()
+            report.target, report.layers = search.run(
+                lambda inputs: model(**inputs), attach, inputs, outputs, unseen, tell
+            )
         surgeon.write_settings()
         found, expected = _prove(model, inputs, surgeon), _output(outputs)
         report.moved = relative_change(found, expected, inputs.get("attention_mask"))

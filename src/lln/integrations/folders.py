@@ -21,7 +21,7 @@ from lln.files import check_apart, check_free, new_folder
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.convert import convert
 from lln.integrations.loading import load_model, load_tokenizer, loading
-from lln.integrations.target_report import REPORT_FILE
+from lln.integrations.searches import REPORT_FILE, load_search
 from lln.integrations.trial_batch import example_inputs
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ def convert_folder(
         **options: As in `lln.integrations.convert.convert`.
     """
     check_places(source, target, overwrite)
+    if target_quality is not None:
+        # Before the weights are loaded, which can take long.
+        load_search()
     lines, unseen = (
         None if path is None else list(_enough(each_line(path, name), samples, tokens))
         for path, name in ((calibrate, "--calibrate"), (holdout, "--holdout"))
@@ -75,18 +78,20 @@ def convert_folder(
     held = None
     if lines is None:
         batch = None
-    elif target_quality is not None:
-        batch, held = _two_batches(source, lines, unseen, samples, tokens)
-        if torch.cuda.is_available():
-            nn.Module.to(model, "cuda")
-            batch, held = _on(model, batch), None if held is None else _on(model, held)
     elif attention == "lln_keys":
         # In a single line block and keys often cover everything.
-        batch = Pieces(source, lines, tokens).batch(0, samples)
+        pieces = Pieces(source, lines, tokens)
+        if target_quality is None or unseen is not None:
+            batch = pieces.batch(0, samples)
+        else:
+            batch, held = divided(pieces, samples)
     else:
         batch = text_batch(source, lines[:samples], tokens)
-    if target_quality is None and unseen is not None:
-        held = text_batch(source, unseen[:samples], tokens)
+    if unseen is not None:
+        held = Pieces(source, unseen, tokens).batch(0, samples)
+    if target_quality is not None and batch is not None and torch.cuda.is_available():
+        nn.Module.to(model, "cuda")
+        batch, held = _on(model, batch), None if held is None else _on(model, held)
     check_runs(source, model, batch)
     report = convert_quietly(
         model,
@@ -116,16 +121,6 @@ def save_converted(model: PreTrainedModel, report: Conversion, source: Path, fol
     if report.target is not None:
         report.target.write(folder / REPORT_FILE)
     copy_companions(source, folder)
-
-
-def _two_batches(
-    source: Path, lines: list[str], unseen: list[str] | None, samples: int, tokens: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-    """Samples to calibrate on, and others to verify on if there is text for them."""
-    pieces = Pieces(source, lines, tokens)
-    if unseen is not None:
-        return pieces.batch(0, samples), Pieces(source, unseen, tokens).batch(0, samples)
-    return divided(pieces, samples)
 
 
 def divided(pieces: Pieces, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:

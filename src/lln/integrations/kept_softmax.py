@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from lln.errors import UnsupportedModelError
 from lln.functional.windows import window_attention, window_attention_varlen
 from lln.integrations.attention_call import AttentionCall
-from lln.integrations.mask_kinds import is_packed
-from lln.integrations.packed_batches import inside_sequences, numbered
+from lln.integrations.packed_batches import inside_sequences, is_packed, numbered
 
 
 def softmax(call: AttentionCall) -> Tensor:

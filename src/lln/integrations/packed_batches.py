@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lln.errors import InvalidInputError
-from lln.integrations.mask_kinds import is_packed
 from lln.tracing import values_are_readable
 
 
@@ -47,6 +46,11 @@ def boundaries(kwargs: dict[str, Any], mask: Tensor | None, query: Tensor) -> Te
     begins[:, 1:] = mask[:, 1:] != mask[:, :-1]
     starts = begins.flatten().nonzero().squeeze(-1)
     return torch.cat([starts, starts.new_tensor([mask.numel()])])
+
+
+def is_packed(mask: Tensor | None) -> bool:
+    """Whether a mask numbers packed sequences."""
+    return mask is not None and mask.dtype == torch.int64
 
 
 def _differ(one: Tensor, two: Tensor) -> bool:

@@ -74,22 +74,6 @@ def criterion_of(matching: str | None, attention: str) -> str:
     return matching or ("rest" if attention == "lln_keys" else "variance")
 
 
-def kept_offset(attention: str, statistics: str, calibrated: bool) -> str | None:
-    """How a converted module keeps its offset: as its α and β; None = it keeps none."""
-    if attention != "lln_keys" or statistics == "sample" or not calibrated:
-        return None
-    return "fixed" if statistics == "fixed" else "learned"
-
-
-def check_mix_of(attention: str, mix: float | str) -> None:
-    """Refuse a mix of two outputs where one softmax weighs everything."""
-    if attention == "lln_keys" and mix != 0.5:
-        raise InvalidInputError(
-            f"mix goes with attention 'lln_diag': the one softmax of 'lln_keys' weighs its parts "
-            f"itself; choose 'lln_diag' or leave mix out, got {mix!r}."
-        )
-
-
 @dataclass(frozen=True)
 class Settings:
     """How attention layers named ``lln``, ``lln_diag`` or ``lln_keys`` compute.
@@ -202,6 +186,36 @@ class Settings:
                 "statistics='fixed' needs config.lln['alpha'] and config.lln['beta']; "
                 "lln.integrations.convert.convert(model, calibrate=batch) finds them per head."
             )
+
+    @classmethod
+    def of_conversion(
+        cls,
+        attention: str,
+        calibrated: bool,
+        statistics: str | None,
+        matching: str | None,
+        mix: float | str,
+        **options: Any,
+    ) -> Settings:
+        """What `convert` builds into a model, with defaults where it was told None."""
+        check_choice("attention", attention, ATTENTIONS)
+        if statistics is None:
+            statistics = "fixed" if calibrated else "sample"
+        if statistics in ("fixed", "learned") and not calibrated:
+            raise InvalidInputError(
+                f"statistics {statistics!r} needs calibrate, inputs to find α and β on."
+            )
+        if attention == "lln_keys" and mix != 0.5:
+            raise InvalidInputError(
+                f"mix goes with attention 'lln_diag': the one softmax of 'lln_keys' weighs its "
+                f"parts itself; choose 'lln_diag' or leave mix out, got {mix!r}."
+            )
+        offset = None
+        if attention == "lln_keys" and statistics != "sample" and calibrated:
+            # Kept as α and β are.
+            offset = "fixed" if statistics == "fixed" else "learned"
+        matching = criterion_of(matching, attention)
+        return cls(matching, statistics, mix=mix, offset=offset, attached=True, **options)
 
     @classmethod
     def of(cls, config: object) -> Settings:

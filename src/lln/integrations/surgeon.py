@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from lln.integrations.attention_call import AttentionCall
 from lln.integrations.conversion_report import LayerReport
 from lln.integrations.fitted_layer import fit_layer
 from lln.integrations.kept_softmax import softmax
+from lln.integrations.searches import Search
 from lln.integrations.settings import Settings
-from lln.integrations.target import TriedLayer
 from lln.integrations.transformers import name_of_module, remember_attention
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Surgeon:
         layers: Sequence[int | str] | None,
         calibrated: bool,
         on_layer: Callable[[int, int], object],
+        search: Search | None,
     ) -> None:
         """Nothing is fitted yet.
 
@@ -47,6 +49,7 @@ class Surgeon:
             layers: Numbers or names of those to convert; None = all.
             calibrated: Whether α and β are found on the batch.
             on_layer: Told before the first layer and after each how many are done, and of how many.
+            search: Given every layer to choose keys for, if there is a target.
         """
         self.model, self.attention, self.settings = model, attention, settings
         self.calibrated = calibrated
@@ -54,10 +57,7 @@ class Surgeon:
         self.calls = 0
         self.modules: list[nn.Module] = []
         self.reports: list[LayerReport] = []
-        # With a target: every layer with all numbers of keys.
-        self.searches = False
-        self.tried: list[TriedLayer] = []
-        self.on_layer = on_layer
+        self.on_layer, self.search = on_layer, search
         self.configs: dict[int, Any] = {}
         self.names: dict[int, str] = {}
 
@@ -78,31 +78,22 @@ class Surgeon:
         attention = "softmax" if call.window is None else "window"
         stays = LayerReport(name, attention, call.query.shape[1], call.query.shape[3])
         is_wanted = self._is_wanted(number, name, call)
-        if self.searches:
-            self._try(call, stays, softmax_out, is_wanted)
-        elif is_wanted:
+        if is_wanted and self.search is None:
             fitted = self._heads_for(call)
             self.reports.append(fit_layer(name, fitted, call, softmax_out, self.calibrated))
             attach(call.module, fitted)
         else:
             attach(call.module, KeptSoftmax())
             self.reports.append(stays)
+        if self.search is not None:
+            own = replace(call, settings=self.settings)
+            make = partial(self._heads_for, own) if is_wanted else None
+            self.search.add(own, stays, make, softmax_out)
         self._tell(number + 1)
         return softmax_out
 
     def _tell(self, done: int) -> None:
         self.on_layer(done, max(done, getattr(self.model.config, "num_hidden_layers", 0), 1))
-
-    def _try(
-        self, call: AttentionCall, stays: LayerReport, softmax_out: Tensor, is_wanted: bool
-    ) -> None:
-        """Fit a module with every number of keys, for a search to choose from."""
-        own = replace(call, settings=self.settings)
-        layer = TriedLayer.of(own, stays)
-        if is_wanted:
-            layer.fit(lambda keys: self._heads_for(call, keys), own, softmax_out)
-        layer.take(None)
-        self.tried.append(layer)
 
     def check(self) -> None:
         """Refuse a model of which we saw too little."""

@@ -23,21 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks.names import check_choice
 from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.call_surgeon import CallSurgeon
 from lln.integrations.conversion_report import Conversion
 from lln.integrations.progress import step_bar
 from lln.integrations.sdpa import attach_described, describe
-from lln.integrations.settings import (
-    ATTENTIONS,
-    Settings,
-    check_mix_of,
-    criterion_of,
-    kept_offset,
-)
-from lln.integrations.target import OnStep, check_target
+from lln.integrations.searches import OnStep, search_for
+from lln.integrations.settings import Settings
 
 __all__ = ["attach_described", "convert", "describe"]
 
@@ -107,31 +100,23 @@ def convert(
             f"{unfused[0]} has fused_attn=False and forms its weights itself; call "
             "timm.layers.set_fused_attn(True) before making the model."
         )
-    if statistics is None:
-        statistics = "sample" if calibrate is None else "fixed"
-    if statistics in ("fixed", "learned") and calibrate is None and target is None:
-        raise InvalidInputError(
-            f"statistics={statistics!r} needs calibrate=, images to find α and β on."
-        )
-    check_choice("attention", attention, ATTENTIONS)
-    check_mix_of(attention, mix)
-    check_target(model, target, attention, statistics, keys, calibrate, holdout)
-    for name, images in (("calibrate", calibrate), ("holdout", holdout), ("batch", batch)):
-        _check_images(name, images)
-    settings = Settings(
-        matching=criterion_of(matching, attention),
-        statistics=statistics,
+    settings = Settings.of_conversion(
+        attention,
+        calibrate is not None,
+        statistics,
+        matching,
+        mix,
         momentum=momentum,
-        mix=mix,
         block_size=block_size,
         keys=keys,
         select=select,
         group_size=group_size,
         convolution=convolution,
-        offset=kept_offset(attention, statistics, calibrate is not None),
         impl=impl,
-        attached=True,
     )
+    search = search_for(target, holdout, model, attention, settings.statistics, keys, calibrate)
+    for name, images in (("calibrate", calibrate), ("holdout", holdout), ("batch", batch)):
+        _check_images(name, images)
     images = calibrate if calibrate is not None else batch
     inputs = {_IMAGES: _example(model) if images is None else images}
     unseen = None if holdout is None else {_IMAGES: holdout}
@@ -141,9 +126,9 @@ def convert(
         outputs = model(inputs[_IMAGES])
         return {compared: outputs if isinstance(outputs, Tensor) else outputs[0]}
 
-    surgeon = CallSurgeon(model, run, attention, settings, layers, calibrate is not None)
+    surgeon = CallSurgeon(model, run, attention, settings, layers, calibrate is not None, search)
     with step_bar() if on_step is None else nullcontext(on_step) as tell:
-        report = surgeon.convert(inputs, target, unseen, tell)
+        report = surgeon.convert(inputs, unseen, tell)
     report.warn()
     if verbose:
         report.show()

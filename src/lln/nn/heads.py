@@ -46,6 +46,26 @@ class AttentionCore(nn.Module):
         self.num_heads, self.head_dim = num_heads, head_dim
         self.dropout, self.impl = dropout, impl
 
+    @explain_misfits
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """``[B, H, T, D]``, ``[B, Hk, S, D]``, ``[B, Hk, S, E]`` → ``[B, H, T, E]``.
+
+        Only `LLNCore` takes other tokens as keys; for the rest S = T.
+        """
+        return self._attend(self._checked(query, key, value, key_mask, is_causal))
+
+    def _attend(self, call: Call) -> Tensor:
+        """The attention of a checked call, ``[B, H, T, E]``."""
+        raise NotImplementedError
+
     def _checked(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> Call:
@@ -117,21 +137,10 @@ class LLNCore(AttentionCore):
             device=device,
         )
 
-    @explain_misfits
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """``[B, H, T, D]``, ``[B, Hk, S, D]``, ``[B, Hk, S, E]`` → ``[B, H, T, E]``."""
-        call = self._checked(query, key, value, key_mask, is_causal)
-        if is_causal:
-            checks.check_causal(is_causal, call.query.shape[2], call.key.shape[2])
-        alpha, beta = self.statistics(call.query, call.key, key_mask, is_causal)
+    def _attend(self, call: Call) -> Tensor:
+        if call.is_causal:
+            checks.check_causal(call.is_causal, call.query.shape[2], call.key.shape[2])
+        alpha, beta = self.statistics(call.query, call.key, call.key_mask, call.is_causal)
         return attend(call.replace(alpha=alpha, beta=beta), self.impl)
 
 
@@ -200,30 +209,19 @@ class LLNDiagCore(LLNCore):
         """Which head is the first that attends to blocks."""
         return self.lln_heads if self.join == "heads" else 0
 
-    @explain_misfits
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
-        call = self._checked(query, key, value, key_mask, is_causal)
+    def _attend(self, call: Call) -> Tensor:
         query, key, value = call.qkv
         checks.check_self_attention(query, key, type(self).__name__)
         if self.join in ("scale", "ratio") and value.shape[3] != self.value_dim:
             raise InvalidInputError(
                 f"value must have width {self.value_dim}, got {value.shape[3]}; give value_dim."
             )
-        alpha, beta = self.statistics(query, key, key_mask, is_causal)
+        alpha, beta = self.statistics(query, key, call.key_mask, call.is_causal)
         call = call.replace(
             kind="lln_diag",
             alpha=alpha,
             beta=beta,
-            mix=self._mix(query, key_mask),
+            mix=self._mix(query, call.key_mask),
             block_size=self.block_size,
         )
         if self.join == "heads":

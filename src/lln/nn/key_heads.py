@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.checks.call import Call
 from lln.checks.key_options import KEYS_MATCHING, check_selection
 from lln.checks.names import check_choice
 from lln.checks.signatures import check_options, explain_misfits
@@ -108,22 +109,11 @@ class LLNKeysCore(LLNCore):
         self.select, self.group_size = select, group_size
         self.offset = make_offset(offset, learn_offset, num_heads, device)
 
-    @explain_misfits
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
-        call = self._checked(query, key, value, key_mask, is_causal)
+    def _attend(self, call: Call) -> Tensor:
         checks.check_self_attention(call.query, call.key, type(self).__name__)
         group = check_selection(self.select, self.group_size, self.block_size)
         sources = (self.statistics, self.offset)
-        sides = (call.query, call.key, key_mask, is_causal, self.matching, self.impl)
+        sides = (call.query, call.key, call.key_mask, call.is_causal, self.matching, self.impl)
         alpha, beta, offset = numbers_of_call(*sources, *sides)
         call = call.replace(
             kind="lln_keys",

@@ -65,12 +65,10 @@ class LearnedOffset(nn.Module):
         num_heads: int,
         offset: float | Tensor | None,
         *,
-        process_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """Start at a number, at H values, or (None) at what the first batch gives."""
         super().__init__()
-        self.process_group = process_group
         start = 0.0 if offset is None else offset
         self.value = nn.Parameter(per_head("offset", start, num_heads, device, is_positive=False))
         self.register_buffer("known", torch.full((), offset is not None, device=device))
@@ -106,7 +104,7 @@ class LearnedOffset(nn.Module):
         own = torch.where(there > 0, offset[..., 0, 0].float(), 0.0).expand(keys.shape[0], -1)
         sums = torch.cat([own.sum(0), there.sum()[None]])
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(sums, group=self.process_group)
+            dist.all_reduce(sums)
         return sums[:-1] / sums[-1].clamp_min(1), (sums[-1] > 0) & sums.isfinite().all()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

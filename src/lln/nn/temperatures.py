@@ -91,7 +91,6 @@ class RunningStatistics(nn.Module):
         criterion: str = "variance",
         *,
         momentum: float = 0.1,
-        process_group: dist.ProcessGroup | None = None,
         impl: str = "auto",
         device: torch.device | str | None = None,
     ) -> None:
@@ -101,16 +100,13 @@ class RunningStatistics(nn.Module):
             num_heads: H.
             criterion: See `lln.match_moments`.
             momentum: Weight of a new batch in the average.
-            process_group: Whose batches are averaged together; None = all processes, if
-                ``torch.distributed`` is initialised.
             impl: What computes the statistics; as in `lln.lln_attention`.
             device: Where the buffers live.
         """
         super().__init__()
         checks.check_matching(criterion)
         _check_momentum(momentum)
-        self.criterion, self.momentum, self.process_group = criterion, momentum, process_group
-        self.impl = impl
+        self.criterion, self.momentum, self.impl = criterion, momentum, impl
         self.register_buffer("query_variance", torch.ones(num_heads, device=device))
         self.register_buffer("key_variance", torch.ones(num_heads, device=device))
         self.register_buffer("keys", torch.full((1,), 1024.0, device=device))
@@ -165,7 +161,7 @@ class RunningStatistics(nn.Module):
             return self._state_of_first_run(sums)
         own = sums.clone()
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(sums, group=self.process_group)
+            dist.all_reduce(sums)
         batch, usable = _averages(sums)
         first = (self.updates == 0) & usable
         before = self._state()

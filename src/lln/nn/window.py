@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lln import checks
+from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.functional.run import attend
 from lln.nn.heads import AttentionCore
@@ -54,18 +55,7 @@ class WindowCore(AttentionCore):
         checks.check_scale(scale)
         self.window, self.scale = window, scale
 
-    @explain_misfits
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """``[B, H, T, D]``, ``[B, Hk, T, D]``, ``[B, Hk, T, E]`` → ``[B, H, T, E]``."""
-        call = self._checked(query, key, value, key_mask, is_causal)
+    def _attend(self, call: Call) -> Tensor:
         checks.check_self_attention(call.query, call.key, type(self).__name__)
         call = call.replace(kind="window", window=self.window, scale=self.scale)
         return attend(call, self.impl)

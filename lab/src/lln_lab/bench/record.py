@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lln.checks.reading import read_json
-from lln.files import check_file, write_atomically
+from lln.files import write_atomically
 from lln_lab.bench.environment import IDENTITY, check_same
+from lln_lab.new_files import check_file
 
 _FIXED = ("kind", "environment", "cases")
 _CONTENT = {"environment": {"command?": str, "busy_cores?": (float, None)}, "cases": [dict]}

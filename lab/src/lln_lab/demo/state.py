@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from lln.files import check_file
+from lln_lab.new_files import check_file
 
 
 class State(str, Enum):

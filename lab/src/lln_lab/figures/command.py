@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lln.checks.names import did_you_mean
 from lln.errors import InvalidInputError
-from lln.files import check_file, write_atomically
+from lln.files import write_atomically
 from lln.integrations.progress import progress_bar
 from lln_lab.compact import compact_json
 from lln_lab.drawing import SUFFIXES, save
@@ -22,6 +22,7 @@ from lln_lab.figures import (
 )
 from lln_lab.figures.setting import Results, Setting
 from lln_lab.machine import check_device
+from lln_lab.new_files import check_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

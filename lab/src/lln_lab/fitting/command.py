@@ -9,12 +9,13 @@ import torch
 
 from lln.checks.printing import written
 from lln.errors import InvalidInputError
-from lln.files import check_file, check_folder, write_atomically
+from lln.files import check_folder, write_atomically
 from lln.integrations.progress import progress_bar
 from lln_lab.bench.terminal_tables import show_table
 from lln_lab.compact import compact_json
 from lln_lab.fitting.fit import Constants, FitConfig, fit_constants, scale
 from lln_lab.machine import check_device
+from lln_lab.new_files import check_file
 
 Echo = Callable[[str], None]
 # Draws the constants into a folder, on a device; gives back the files.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lln import checks
 from lln.errors import BackendUnavailableError, InvalidInputError
-from lln.files import check_file, check_folder
+from lln.files import check_folder
 from lln.instruments import capture
 from lln.instruments.observed_call import SeenCall
 from lln.integrations.progress import progress_bar
@@ -20,6 +20,7 @@ from lln_lab.inspection.key_needs import mass_table
 from lln_lab.inspection.page import render_json, render_page
 from lln_lab.inspection.study import INSTRUMENTS, Study, study_layer
 from lln_lab.inspection.text import read_text
+from lln_lab.new_files import check_file
 from lln_lab.report.page_environment import read_environment
 from lln_lab.report.page_file import PageFile
 

@@ -14,8 +14,8 @@ from lln.checks.names import check_choice
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attached import AttachedHeads
 from lln.integrations.conversion_report import relative_change
-from lln.integrations.output_quality import mask_of, mean_hidden
 from lln.integrations.transformers import find_module
+from lln_lab.conversion.output_quality import mask_of, mean_hidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,19 +19,24 @@
 namespace {
 
 // The keys of a head that are seen, one behind the other, and their number: everything else works on
-// them as on all keys, so that what masked tokens hold is never read.
+// them as on all keys, so that what masked tokens hold is never read. There is room for a multiple of
+// 16.
 struct SeenKeys {
   Call call;
   float *k, *v;
 
+  static int64_t floats(const Call& call) {
+    return (call.keys + 15) / 16 * 16 * (call.width + call.value_width);
+  }
+
   SeenKeys(const Head& head, Room& room) : call(head.call) {
-    const int64_t all_keys = call.keys;
+    const int64_t all_keys = call.keys, places = (all_keys + 15) / 16 * 16;
     room.used = 0;
-    k = room.take(all_keys * call.width);
-    v = room.take(all_keys * call.value_width);
+    k = room.take(places * call.width);
+    v = room.take(places * call.value_width);
     call.keys = 0;
     for (int64_t t = 0; t < all_keys; ++t) {
-      if (!head.mask[t]) continue;
+      if (head.mask && !head.mask[t]) continue;
       std::memcpy(k + call.keys * call.width, head.k + t * head.k_row, 4 * call.width);
       std::memcpy(v + call.keys * call.value_width, head.v + t * head.v_row,
                   4 * call.value_width);

@@ -28,6 +28,13 @@ struct Call {
   // Whether there are blocks alone, whether a token of one sees earlier ones only, and how many tokens
   // its queries see on either side of their own: then blocks are as many rows; -1 = their own block.
   int64_t has_blocks_alone, is_causal, window;
+  // Exact keys: how many a group of queries chooses outside its block, how many queries are a group,
+  // the number of groups, whether the choice is given, and how many of a float's last bits the
+  // queries' type lacks.
+  int64_t chosen, group, groups, is_given, dropped_bits;
+  // What is added to the slots' logits, like temperatures.
+  float* offsets;
+  float offset;
 };
 
 // log s as a polynomial in log p, where p is within the two limits; smaller spreads than the floor

@@ -9,6 +9,7 @@
 
 #include "bidirectional.h"
 #include "causal.h"
+#include "exact_keys.h"
 #include "matching.h"
 
 // The library has each function once per instruction set, `lln_forward_avx2` and so on.
@@ -35,7 +36,7 @@ EXPORTED(lln_forward)(const Call* call, const Side* query, const Side* key, cons
     float* weight = room.take(TILE * larger_of(call->width, block));
     float* turned = room.take(call->width * block);
     float* block_room = room.take(Block::floats(*call));
-    Room seen_room(larger_of(call->mask ? call->keys * (call->width + call->value_width) : 0,
+    Room seen_room(larger_of(call->mask ? SeenKeys::floats(*call) : 0,
                              curve ? floats_to_match(*call) : 0));
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
@@ -71,7 +72,7 @@ EXPORTED(lln_backward)(const Call* call, const Side* query, const Side* key, con
   {
     const WithoutTinyNumbers without_tiny_numbers;
     Room room(larger_of(lln, near) + 128);
-    Room seen_room(call->mask ? 2 * call->keys * (width + values) : 0);
+    Room seen_room(call->mask ? 2 * SeenKeys::floats(*call) : 0);
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t index = 0; index < all_heads; ++index) {
       if (is_short(shortage, room, seen_room)) continue;
@@ -151,6 +152,37 @@ EXPORTED(lln_causal_backward)(const Call* call, const Side* query, const Side* k
                          to_key + index * tokens * width, to_value + index * tokens * values};
       walk_backward(head, to, out + index * tokens * values, norm + index * tokens,
                     shift + index * tokens, peaks.data, room);
+    }
+  }
+  return !shortage;
+}
+
+// Attention with exact keys, choice included: the output, wherever its rows lie, and the tokens that
+// are chosen, ``[B · H, G, K]`` without gaps, -1 = none. The call may give them instead. Without an
+// output nothing attends; without memory for them they are not told.
+EXPORTED(lln_keys_forward)(const Call* call, const Side* query, const Side* key, const Side* value,
+                   const Side* out, int64_t* indices) {
+  const int64_t all_heads = call->batch * call->heads;
+  Shortage shortage{false};
+#pragma omp parallel num_threads(static_cast<int>(call->threads))
+  {
+    const WithoutTinyNumbers without_tiny_numbers;
+    Room room(KeyHead::floats(*call)), seen_room(SeenKeys::floats(*call));
+    Room summary(call->width * (call->value_width + 2));
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t index = 0; index < all_heads; ++index) {
+      if (is_short(shortage, room, seen_room) || is_short(shortage, summary, room)) continue;
+      Head head = head_of(*call, index, *query, *key, *value, nullptr);
+      head.centroid = summary.data;
+      head.peak = summary.data + call->width * call->value_width;
+      head.mass = head.peak + call->width;
+      const SeenKeys seen(head, seen_room);
+      room.used = 0;
+      KeyHead own(head, seen, room);
+      const int64_t b = index / call->heads, h = index % call->heads;
+      own.run(call->offsets ? call->offsets[index] : call->offset,
+              indices ? indices + index * call->groups * call->chosen : nullptr,
+              out ? out->data + b * out->batch + h * out->head : nullptr, out ? out->token : 0);
     }
   }
   return !shortage;

@@ -56,6 +56,19 @@ inline lanes larger(lanes one, lanes other) { return one > other ? one : other; 
 inline lanes lesser(lanes one, lanes other) { return one < other ? one : other; }
 #endif
 
+// One bit for every lane that reaches a border.
+inline uint32_t reaching(lanes number, lanes border) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(number, border, _CMP_GE_OQ);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps(number, border, _CMP_GE_OQ));
+#else
+  uint32_t found = 0;
+  for (int lane = 0; lane < LANES; ++lane) found |= (number[lane] >= border[lane]) << lane;
+  return found;
+#endif
+}
+
 // NaN where a number is NaN or infinite, else 0: e^−∞ = 0 would hide −∞.
 inline lanes unless_finite(lanes number) { return number - number; }
 

@@ -2,7 +2,7 @@
 
 import itertools
 
-from lln.integrations.key_budget import MOST_RUNS, Trials, choose_budget
+from lln_lab.conversion.key_budget import MOST_RUNS, Trials, choose_budget
 
 LADDER = (0, 16, 32, 64, 128, 256)
 

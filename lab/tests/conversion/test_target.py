@@ -1,40 +1,25 @@
 """Conversion to a target: what it chooses, keeps, says and refuses."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 import transformers
+from lab.tests.conversion.conftest import NO_DROPOUT, SHARP
 from torch.nn import functional as F
 
 from lln.cli import model_commands
 from lln.errors import CalibrationWarning, InvalidInputError
-from lln.integrations import target as target_module
 from lln.integrations.attached import AttachedHeads, KeptSoftmax
 from lln.integrations.attention_call import AttentionCall
-from lln.integrations.attention_cost import LENGTHS, measure_calls
 from lln.integrations.convert import convert
-from lln.integrations.output_quality import quality
+from lln.integrations.searches import REPORT_FILE
 from lln.integrations.settings import Settings
-from lln.integrations.target import ladder_of
-from lln.integrations.target_report import REPORT_FILE
+from lln_lab.conversion.attention_cost import LENGTHS
+from lln_lab.conversion.output_quality import quality
+from lln_lab.conversion.tried_layer import ladder_of
 
 NAMES = [f"encoder.layer.{index}.attention.self" for index in range(3)]
-SHARP = {"num_hidden_layers": 3, "initializer_range": 0.4}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def short_timing(monkeypatch):
-    """Long calls are not what these tests are about."""
-    monkeypatch.setattr(target_module, "measure_calls", partial(measure_calls, most_seconds=0.0))
-
-
-@pytest.fixture
-def sharp(tiny):
-    """A model whose attention is sharp enough to need keys."""
-    return tiny("bert", **SHARP, **NO_DROPOUT)
 
 
 def attached(model):

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lln.files import write_atomically
-from lln.integrations.attention_cost import MOST_SECONDS
+from lln_lab.conversion.attention_cost import MOST_SECONDS
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-# Its name beside a converted model.
-REPORT_FILE = "lln_target.json"
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class ParetoRow:
 
     Attributes:
         name: ``"softmax"``, ``"K = 64"`` or ``"choice"``.
-        quality: On the calibration batch, see `lln.integrations.output_quality.quality`.
+        quality: On the calibration batch, see `lln_lab.conversion.output_quality.quality`.
         holdout: On held-out data, if there is any.
         estimated: By tokens: operations of all attention, softmax's = 1.
         measured: By tokens: milliseconds of all attention for one sequence; None = not measured.

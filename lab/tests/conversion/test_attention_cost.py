@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lln.integrations import attention_cost
-from lln.integrations.attention_cost import AttentionShape, measure_calls
+from lln_lab.conversion import attention_cost
+from lln_lab.conversion.attention_cost import AttentionShape, measure_calls
 
 SHAPE = AttentionShape(
     heads=2,

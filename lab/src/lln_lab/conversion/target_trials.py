@@ -1,161 +1,30 @@
-"""Conversion to a target: the fewest exact keys with which a model is as good as asked."""
+"""The trials of a conversion to a target, and what they found."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from numbers import Real
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lln.checks.names import shown
 from lln.errors import InvalidInputError
-from lln.integrations.attached import AttachedHeads, KeptSoftmax, attach
-from lln.integrations.attention_call import AttentionCall
-from lln.integrations.attention_cost import LENGTHS, AttentionShape, measure_calls
 from lln.integrations.conversion_report import LayerReport
-from lln.integrations.fitted_layer import fit_layer
-from lln.integrations.key_budget import MOST_RUNS, Choice, Trials, choose_budget
-from lln.integrations.output_quality import compared, quality
-from lln.integrations.target_report import LayerChoice, ParetoRow, TargetReport
-
-# Numbers of exact keys that a layer may get.
-LADDER = (0, 16, 32, 64, 128, 256)
-
-# Called with the part of the work, the step and how many steps there are at most.
-OnStep = Callable[[str, int, int], object]
-
-# A model as a function from a batch to its outputs, whatever library it comes from.
-Run = Callable[[dict[str, Tensor]], Any]
-
-# Gives an attention module what it is to run.
-Attach = Callable[[nn.Module, AttachedHeads | KeptSoftmax], object]
+from lln.integrations.searches import Attach, OnStep, Run
+from lln_lab.conversion.attention_cost import LENGTHS, AttentionShape, measure_calls
+from lln_lab.conversion.key_budget import MOST_RUNS, Choice, Trials, choose_budget
+from lln_lab.conversion.output_quality import compared, quality
+from lln_lab.conversion.target_report import LayerChoice, ParetoRow, TargetReport
+from lln_lab.conversion.tried_layer import TriedLayer
 
 
-def check_target(
-    model: nn.Module,
-    target: float | None,
-    attention: str,
-    statistics: str,
-    keys: int,
-    calibrate: object | None,
-    holdout: object | None,
-) -> None:
-    """Refuse a target that cannot be met or understood, in one sentence.
-
-    Args:
-        model: To convert.
-        target: Of `lln.integrations.convert.convert`, like the others.
-        attention: What the model is converted to.
-        statistics: Where α and β come from.
-        keys: How many exact keys, if there is no target.
-        calibrate: The batch to search on.
-        holdout: The batch to verify on.
-    """
-    if target is None:
-        if holdout is not None:
-            raise InvalidInputError(
-                "holdout goes with target, whose choice it verifies; pass target=0.99, or leave "
-                "holdout out."
-            )
-        return
-    if isinstance(target, bool) or not isinstance(target, Real) or not 0 < target < 1:
-        raise InvalidInputError(
-            "target must be a number between 0 and 1, the mean cosine with the original's output, "
-            f"as 0.99, got {shown(target)}."
-        )
-    if attention != "lln_keys":
-        raise InvalidInputError(
-            f"target goes with attention 'lln_keys', whose keys it chooses, got {attention!r}."
-        )
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise InvalidInputError(
-            f"target does not take encoder–decoder models as {type(model).__name__}, because "
-            "cross attention has no exact keys; convert the encoder by itself."
-        )
-    if calibrate is None:
-        raise InvalidInputError("target needs calibrate, inputs to measure every layer on.")
-    if keys != 64:
-        raise InvalidInputError(
-            f"target chooses the keys of every layer itself; leave keys out, got {keys!r}."
-        )
-    if statistics == "sample":
-        raise InvalidInputError(
-            "target keeps what it found on the batch; choose statistics 'fixed', 'running' or "
-            "'learned', got 'sample'."
-        )
-
-
-def ladder_of(call: AttentionCall) -> tuple[int, ...]:
-    """The numbers of keys to try, and none beyond the first that is all of them.
-
-    A block has chosen all when it has those outside; by query two lists overlap, and only as many
-    keys as tokens are certain to be all.
-    """
-    tokens = call.key.shape[2]
-    by_block = call.settings.select == "block"
-    every = tokens - call.block_size if by_block else tokens
-    tried = [keys for keys in LADDER if keys == 0 or keys < tokens or not by_block]
-    enough = [keys for keys in tried if keys >= every]
-    return tuple(keys for keys in tried if not enough or keys <= enough[0])
-
-
-@dataclass
-class TriedLayer:
-    """An attention module with its fits for every number of keys; none = it stays softmax.
-
-    Attributes:
-        name: In the base model.
-        module: The model's attention module.
-        shape: Of its attention.
-        tokens: Length of the batch.
-        fits: By keys: what to attach, and its report.
-        softmax: The report if it stays softmax.
-        attach: How the module gets what was chosen.
-    """
-
-    name: str
-    module: nn.Module
-    shape: AttentionShape
-    tokens: int
-    softmax: LayerReport
-    attach: Attach = attach
-    fits: dict[int, tuple[AttachedHeads, LayerReport]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, call: AttentionCall, softmax: LayerReport, attach: Attach = attach) -> TriedLayer:
-        """The layer that made a call, not fitted yet."""
-        shape, tokens = AttentionShape.of(call), call.key.shape[2]
-        return cls(softmax.name, call.module, shape, tokens, softmax, attach)
-
-    def fit(
-        self,
-        make: Callable[[int], AttachedHeads],
-        call: AttentionCall,
-        softmax_out: Tensor,
-    ) -> None:
-        """Find α, β and the offset for every number of keys, and how far the output moves."""
-        for keys in ladder_of(call):
-            heads = make(keys)
-            self.fits[keys] = (heads, fit_layer(self.name, heads, call, softmax_out, True))
-
-    def take(self, keys: int | None) -> LayerReport:
-        """Attach the fit for so many keys, or softmax; returns its report."""
-        attached, report = (KeptSoftmax(), self.softmax) if keys is None else self.fits[keys]
-        self.attach(self.module, attached)
-        if isinstance(attached, AttachedHeads):
-            attached.train(self.module.training)
-        return report
-
-
-class TargetSearch:
+class TargetTrials:
     """Finds the keys of every layer of a model.
 
     Args:
         run: The model, whose layers ask for our attention; in eval mode, without gradients.
+        attach: How a module gets what was chosen.
         layers: All of them.
         target: Quality to reach.
         inputs: The batch to search on.
@@ -167,6 +36,7 @@ class TargetSearch:
     def __init__(
         self,
         run: Run,
+        attach: Attach,
         layers: Sequence[TriedLayer],
         target: float,
         inputs: dict[str, Tensor],
@@ -175,7 +45,8 @@ class TargetSearch:
         on_step: OnStep,
     ) -> None:
         """Refuse what cannot be searched."""
-        self.outputs_of, self.layers, self.target = run, list(layers), target
+        self.outputs_of, self.attach = run, attach
+        self.layers, self.target = list(layers), target
         self.inputs, self.expected, self.holdout = inputs, expected, holdout
         self.on_step = on_step
         self.tried = [layer for layer in self.layers if layer.fits]
@@ -256,7 +127,7 @@ class TargetSearch:
     def _take(self, choice: Choice) -> list[LayerReport]:
         """Give every layer what was chosen for it."""
         pairs = zip(self.layers, self._all(choice), strict=True)
-        return [layer.take(keys) for layer, keys in pairs]
+        return [layer.take(keys, self.attach) for layer, keys in pairs]
 
     def _quality(self, choice: Choice) -> float:
         self._take(choice)

@@ -4,7 +4,6 @@ import copy
 import json
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -12,20 +11,12 @@ from tests.integrations.test_timm import Vision
 from torch.nn import functional as F
 
 from lln.errors import CalibrationWarning, InvalidInputError
-from lln.integrations import target as target_module
 from lln.integrations.attached import KeptSoftmax
-from lln.integrations.attention_cost import measure_calls
 from lln.integrations.sdpa import AnsweredHeads
 from lln.integrations.timm import attach_described, convert, describe
 
 SIDE = 32
 TOKENS = (SIDE // 4) ** 2
-
-
-@pytest.fixture(autouse=True)
-def short_timing(monkeypatch):
-    """Long calls are not what these tests are about."""
-    monkeypatch.setattr(target_module, "measure_calls", partial(measure_calls, most_seconds=0.0))
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Conversion to a target: trials find how few exact keys suffice; ``lln convert --target``."""
