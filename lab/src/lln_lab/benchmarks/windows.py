@@ -73,6 +73,8 @@ class _Flash(torch.autograd.Function):
 def attention(lengths: list[int]) -> Iterator[dict[str, Any]]:
     """A row per length and window: every system forward, and forward and backward."""
     for tokens in lengths:
+        # Else the compiler gives up on a function that it has compiled for many masks.
+        torch._dynamo.reset()
         shape = (TOKENS // tokens, HEADS, tokens, WIDTH)
         inputs = [
             torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
