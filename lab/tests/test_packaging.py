@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from lln.cli import main
+from lln.integrations.searches import load_search
 from lln_lab.cli import add_to
+from lln_lab.conversion.target import TargetSearch
 
 
 def run(*arguments):
@@ -81,6 +83,11 @@ def test_the_program_finds_the_commands():
     # A checkout on PYTHONPATH may also be installed.
     (entry,) = set(metadata.entry_points(group="lln.commands"))
     assert entry.load() is add_to
+
+
+def test_a_conversion_finds_the_search():
+    (entry,) = set(metadata.entry_points(group="lln.searches"))
+    assert load_search() is entry.load() is TargetSearch
 
 
 # As if the laboratory were installed.

@@ -26,7 +26,7 @@ Target = Annotated[
         metavar="X",
         help="How close to the original the converted model has to be, from 0 to 1 (mean cosine of "
         "its output): every layer gets as few exact keys as that allows, 0 to 256, or stays "
-        "softmax where 256 do not suffice. Try 0.99.",
+        "softmax where 256 do not suffice. Try 0.99. The search comes with the laboratory.",
     ),
 ]
 Layers = Annotated[

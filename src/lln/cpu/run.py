@@ -60,12 +60,18 @@ def attend_keys(call: Call) -> Tensor:
     """
     query, key, value = eager.widen_inputs(*call.qkv, call.key_mask, 0.0)
     alpha, beta, offset = (
-        per_head(_of_heads(query, number), query) for number in (call.alpha, call.beta, call.offset)
+        per_head(number if _is_per_head(number, query) else _of_heads(query, number), query)
+        for number in (call.alpha, call.beta, call.offset)
     )
     exact = _exact(call, offset)
     blocks = Blocks(call.block_size, call.factor, 0.0)
     sides = PassCall(query, key, value, alpha, beta, blocks, call.key_mask, exact)
     return compiled_passes.forward_keys(sides).to(call.query.dtype)
+
+
+def _is_per_head(number: Any, query: Tensor) -> bool:
+    """Whether a temperature has an entry per query head; short calls feel what that spares."""
+    return isinstance(number, Tensor) and number.dim() == 4 and number.shape[1] == query.shape[1]
 
 
 def choose_keys(call: Call) -> Tensor:

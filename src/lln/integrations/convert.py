@@ -10,7 +10,7 @@ our attention ran in every layer. A model that keeps its attention to itself is 
 
     convert(model, target=0.99, calibrate=batch)
 
-chooses how many exact keys every layer needs, with the laboratory (`lln_lab.conversion`).
+chooses how many exact keys every layer needs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def convert(
         target: How close the converted model has to be to the original on ``calibrate``, as a mean
             cosine of logits, or of the mean hidden state of models without a head: a number
             between 0 and 1. Every layer then gets as few exact keys as that allows, 0 to 256, or
-            stays softmax where 256 do not suffice; the model runs at most 30 times to find out.
+            stays softmax where 256 do not suffice; the model runs at most 30 times to find out. The
+            search comes with the laboratory (`lln_lab.conversion`).
         holdout: With a target: a batch that was not calibrated on, to verify it.
         batch: Inputs of the proving runs without ``calibrate``; None = a small made-up batch.
         statistics: Where α and β come from (see `lln.LLNCore`); None = ``"fixed"`` with
@@ -112,6 +113,7 @@ def convert(
         UnsupportedModelError: If our attention did not run in every layer.
         InvalidInputError: One sentence on what does not fit, also if an earlier conversion has α
             and β that this one would not replace. The model is then as it was.
+        BackendUnavailableError: If a target needs the laboratory, and it is not installed.
 
     Warns:
         CalibrationWarning: If α and β rest on few tokens or are far larger than usual, if the

@@ -36,10 +36,11 @@ struct SeenKeys {
     v = room.take(places * call.value_width);
     call.keys = 0;
     for (int64_t t = 0; t < all_keys; ++t) {
+      fetch_row(head.k + (t + AHEAD) * head.k_row, call.width);
+      fetch_row(head.v + (t + AHEAD) * head.v_row, call.value_width);
       if (head.mask && !head.mask[t]) continue;
-      std::memcpy(k + call.keys * call.width, head.k + t * head.k_row, 4 * call.width);
-      std::memcpy(v + call.keys * call.value_width, head.v + t * head.v_row,
-                  4 * call.value_width);
+      copy_row(head.k + t * head.k_row, call.width, k + call.keys * call.width);
+      copy_row(head.v + t * head.v_row, call.value_width, v + call.keys * call.value_width);
       ++call.keys;
     }
   }

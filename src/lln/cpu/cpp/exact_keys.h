@@ -101,12 +101,9 @@ struct Choice {
     float least = LOWEST;
     if (maxima_count >= most) least = border_of(maxima, maxima_count, most, most / 4, highest);
     int64_t candidates = 0;
-    for (int64_t j = 0; j < count; j += LANES) {
-      for (uint32_t found = reaching(load(scores + j), all(least)); found; found &= found - 1) {
-        const int64_t at = j + __builtin_ctz(found);
-        value[candidates] = scores[at], place[candidates++] = static_cast<int32_t>(at);
-      }
-    }
+    for (int64_t j = 0; j < count; j += LANES)
+      candidates += collect(load(scores + j), all(least), static_cast<int32_t>(j),
+                            value + candidates, place + candidates);
     int64_t whole = candidates;
     for (; whole % 16; ++whole) value[whole] = LOWEST;
     least = whole >= most ? border_of(value, whole, most, 0, highest) : LOWEST;
@@ -138,19 +135,25 @@ inline float rounded(float number, int64_t dropped) {
   return number;
 }
 
-// Softmax without the division: every row's powers and their sum.
+// Softmax without the division: every row's powers and their sum. What takes long for one row, to join
+// its lanes, is done for all rows at once, so that the processor need not wait for it.
 void raise(int64_t rows, int64_t columns, float* weight, float* sums) {
-  for (int64_t i = 0; i < rows; ++i, weight += columns) {
-    lanes top = load(weight);
-    for (int64_t j = LANES; j < columns; j += LANES) top = larger(load(weight + j), top);
-    const lanes peak = all(largest_of(top));
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* row = weight + i * columns;
+    lanes top = load(row);
+    for (int64_t j = LANES; j < columns; j += LANES) top = larger(load(row + j), top);
+    sums[i] = largest_of(top);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    float* row = weight + i * columns;
+    const lanes peak = all(sums[i]);
     lanes sum = {};
     for (int64_t j = 0; j < columns; j += 16) {
       lanes power[GROUP];
-      for (int g = 0; g < GROUP; ++g) power[g] = load(weight + j + g * LANES) - peak;
+      for (int g = 0; g < GROUP; ++g) power[g] = load(row + j + g * LANES) - peak;
       exponential(power);
       for (int g = 0; g < GROUP; ++g) {
-        store(weight + j + g * LANES, power[g]);
+        store(row + j + g * LANES, power[g]);
         sum += power[g];
       }
     }
@@ -161,14 +164,14 @@ void raise(int64_t rows, int64_t columns, float* weight, float* sums) {
 // One head, whose groups of queries choose keys and attend.
 struct KeyHead {
   // Groups that choose together, and rows whose weights are in the cache.
-  static constexpr int64_t CHOOSERS = 12, ROWS_AT_ONCE = 32;
+  static constexpr int64_t CHOOSERS = 12, ROWS_AT_ONCE = 36;
 
   const Head& whole;
   const SeenKeys& seen;
   const Call& call;
   Head head;
   int64_t width, values;
-  // k, one column per key; the mean key; the queries' means, their scores and the choice.
+  // k, one column per key, as many columns together as a product takes; the mean key; the queries' means, their scores and the choice.
   float *across, *mean, *mean_queries, *scores;
   int64_t* chosen;
   // With a mask how many seen keys lie before each token, and which tokens are seen.
@@ -178,7 +181,10 @@ struct KeyHead {
   float *base, *level, *keys, *value_rows, *turned, *weight, *sums;
   Choice choice;
 
-  static int64_t score_row(const Call& call) { return (call.keys + 15) / 16 * 16; }
+  // Keys that are scored together: rows as far apart as all keys would share places in the cache.
+  static constexpr int64_t PANEL = PACKS * LANES;
+
+  static int64_t score_row(const Call& call) { return (call.keys + PANEL - 1) / PANEL * PANEL + 16; }
 
   // Of one group: the keys of its block, those chosen, and some more for the last columns.
   static int64_t exact_columns(const Call& call) {
@@ -232,10 +238,13 @@ struct KeyHead {
 
   // Everything of the head that all groups need.
   void prepare(float offset, bool attends) {
-    const int64_t keys_in_row = (number() + 15) / 16 * 16;
-    for (int64_t j = number(); j < keys_in_row; ++j)
-      std::memset(seen.k + j * width, 0, 4 * width);
-    transpose(keys_in_row, width, seen.k, width, across);
+    if (choice.most && !call.is_given) {
+      const int64_t whole_keys = (number() + 15) / 16 * 16;
+      std::memset(seen.k + number() * width, 0, 4 * (whole_keys - number()) * width);
+      for (int64_t j = 0; j < whole_keys; j += PANEL)
+        transpose(fewer(PANEL, whole_keys - j), width, seen.k + j * width, width,
+                  across + j * width);
+    }
     if (!attends) return;
     std::memset(mean, 0, 4 * width);
     for (int64_t t = 0; t < number(); t += TILE)
@@ -257,6 +266,7 @@ struct KeyHead {
       if (whole.mask && !whole.mask[t]) continue;
       ++counted;
       const float* q = whole.q + t * whole.q_row;
+      fetch_row(q + AHEAD * whole.q_row, width);
       for (int64_t d = 0; d < width; d += LANES) store(to + d, load(to + d) + load(q + d));
     }
     const float sign = call.scale < 0 ? -1.0f : 1.0f;
@@ -290,6 +300,11 @@ struct KeyHead {
     for (int64_t t = start; t < end; t += ROWS_AT_ONCE) {
       const int64_t rows = fewer(ROWS_AT_ONCE, end - t);
       const float* q = whole.q + t * whole.q_row;
+      // What the next rows are read from, and these are written to, comes in the meantime.
+      for (int64_t i = 0; i < rows; ++i) {
+        fetch_row(q + (ROWS_AT_ONCE + i) * whole.q_row, width);
+        fetch_row(out + (t + i) * out_row, values);
+      }
       product(rows, columns, width, {q, whole.q_row, 1}, turned, exact_columns(call), weight + width,
               row, call.scale, false);
       for (int64_t i = 0; i < rows; ++i) {
@@ -342,8 +357,11 @@ struct KeyHead {
           const int64_t start = begin + (first + n) * call.group;
           find_mean_query(inside(start), inside(start + call.group), mean_queries + n * width);
         }
-        product(together, (number() + 15) / 16 * 16, width, {mean_queries, width, 1}, across,
-                (number() + 15) / 16 * 16, scores, row, 1.0f, false);
+        for (int64_t j = 0; j < number(); j += PANEL) {
+          const int64_t columns = fewer(PANEL, (number() + 15) / 16 * 16 - j);
+          product(together, columns, width, {mean_queries, width, 1}, across + j * width, columns,
+                  scores + j, row, 1.0f, false);
+        }
       }
       for (int64_t n = 0; n < together; ++n) {
         const int64_t group = first + n, block = begin + group / in_block * call.block;

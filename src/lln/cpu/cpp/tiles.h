@@ -12,9 +12,11 @@ struct Matrix {
 };
 
 template <int R, int P>
-inline void few_rows(int64_t depth, Matrix left, const float* right, int64_t right_row, float* out,
+inline void few_rows(int64_t depth, const Matrix& left, const float* right, int64_t right_row, float* out,
                      int64_t out_row, float scale, bool adds) {
-  lanes sum[R][P] = {};
+  lanes sum[R][P];
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) sum[r][p] = all(0.0f);
   for (int64_t k = 0; k < depth; ++k) {
     lanes of_right[P];
     for (int p = 0; p < P; ++p) of_right[p] = load(right + k * right_row + p * LANES);

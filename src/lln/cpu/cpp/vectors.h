@@ -56,16 +56,38 @@ inline lanes larger(lanes one, lanes other) { return one > other ? one : other; 
 inline lanes lesser(lanes one, lanes other) { return one < other ? one : other; }
 #endif
 
-// One bit for every lane that reaches a border.
-inline uint32_t reaching(lanes number, lanes border) {
+// Rows this far ahead are asked for where they do not lie one behind the other in memory.
+constexpr int64_t AHEAD = 12;
+
+// Copies a row of a multiple of 16 numbers.
+inline void copy_row(const float* from, int64_t width, float* to) {
+  for (int64_t d = 0; d < width; d += LANES) store(to + d, load(from + d));
+}
+
+// Asks for a row.
+inline void fetch_row(const float* from, int64_t width) {
+  for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(from + d);
+}
+
+// Writes the numbers that reach a border one behind the other, and their places, of which the first is
+// given; how many there are.
+inline int64_t collect(lanes number, lanes border, int32_t first, float* to, int32_t* places) {
 #if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask(number, border, _CMP_GE_OQ);
-#elif defined(__AVX2__)
-  return _mm256_movemask_ps(_mm256_cmp_ps(number, border, _CMP_GE_OQ));
+  const __mmask16 found = _mm512_cmp_ps_mask(number, border, _CMP_GE_OQ);
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_mask_compressstoreu_ps(to, found, number);
+  _mm512_mask_compressstoreu_epi32(places, found, _mm512_add_epi32(lane, _mm512_set1_epi32(first)));
+  return __builtin_popcount(found);
 #else
-  uint32_t found = 0;
-  for (int lane = 0; lane < LANES; ++lane) found |= (number[lane] >= border[lane]) << lane;
-  return found;
+  int64_t count = 0;
+#if defined(__AVX2__)
+  if (!_mm256_movemask_ps(_mm256_cmp_ps(number, border, _CMP_GE_OQ))) return 0;
+#endif
+  for (int lane = 0; lane < LANES; ++lane) {
+    to[count] = number[lane], places[count] = first + lane;
+    count += number[lane] >= border[lane];
+  }
+  return count;
 #endif
 }
 
