@@ -93,7 +93,7 @@ def attention(lengths: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def encoder(device: str, lengths: list[int]) -> Iterator[dict[str, Any]]:
-    """A row per length: milliseconds of a pass, on a GPU also its peak in GiB, and those of a step."""
+    """A row per length: milliseconds of a pass; on a GPU peak GiB, too, and those of a step."""
     from transformers import ModernBertConfig, ModernBertModel
 
     from lln.integrations.convert import convert
