@@ -250,16 +250,20 @@ def test_what_is_not_a_number_shows_where_it_is_seen(bad, place, taken):
 
 
 def test_the_number_of_threads_changes_nothing(taken):
-    sides, threads, found = sides_of(192), torch.get_num_threads(), []
+    sides, threads, found = sides_of(1000), torch.get_num_threads(), []
+    mask = torch.arange(1000) < torch.tensor([[0], [700]])
     try:
-        for number in (1, 2, 5):
+        # The last ones cut heads.
+        for number in (1, 2, 13, 40):
             torch.set_num_threads(number)
-            found.append(attention(sides, keys=20, block_size=32, group_size=16))
+            options = {"keys": 20, "block_size": 32, "group_size": 16}
+            found.append(attention(sides, "auto", **options))
+            found.append(attention(sides, "auto", key_mask=mask, **options))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert taken == ["forward_keys"] * 3
+    for place, other in enumerate(found):
+        assert torch.equal(found[place % 2], other)
+    assert taken == ["forward_keys"] * 8
 
 
 def test_the_output_lies_in_memory_as_the_query_does(taken):

@@ -79,7 +79,7 @@ class CompiledPasses(Way):
 
 
 class CompiledKeys(CompiledPasses):
-    """Exact keys without gradients; a head per thread."""
+    """Exact keys without gradients."""
 
     name = "compiled exact keys"
     kinds = ("lln_keys",)
@@ -99,6 +99,11 @@ class CompiledKeys(CompiledPasses):
         if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in learns):
             return "has no passes for gradients of exact keys"
         return None
+
+    def pays(self, call: Call) -> bool:
+        """Always: the passes cut heads where there are fewer than threads."""
+        del call
+        return True
 
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""

@@ -176,6 +176,7 @@ struct KeyHead {
   int64_t* chosen;
   // With a mask how many seen keys lie before each token, and which tokens are seen.
   int64_t *ranks = nullptr, *tokens = nullptr;
+  bool has_slots = false;
   // L - βμ + g of the slots and the same with log ρ; keys and values of a group's columns, of which the
   // slots' come first; its keys again, one column per key; weights and what they are divided by.
   float *base, *level, *keys, *value_rows, *turned, *weight, *sums;
@@ -236,8 +237,8 @@ struct KeyHead {
   int64_t places_before(int64_t token) const { return ranks ? ranks[token] : token; }
   int64_t token_at(int64_t place) const { return tokens ? tokens[place] : place; }
 
-  // Everything of the head that all groups need.
-  void prepare(float offset, bool attends) {
+  // What all groups need.
+  void prepare(bool attends) {
     if (choice.most && !call.is_given) {
       const int64_t whole_keys = (number() + 15) / 16 * 16;
       std::memset(seen.k + number() * width, 0, 4 * (whole_keys - number()) * width);
@@ -250,12 +251,17 @@ struct KeyHead {
     for (int64_t t = 0; t < number(); t += TILE)
       add_tile_sums(fewer(TILE, number() - t), width, seen.k + t * width, mean);
     for (int64_t d = 0; d < width; ++d) mean[d] /= static_cast<float>(number());
+  }
+
+  // What those need that have slots.
+  void find_slots(float offset) {
     summarise(head, weight);
     for (int64_t d = 0; d < width; ++d)
       base[d] = d < call.channels
                     ? head.beta * (head.peak[d] - mean[d]) + std::log(head.mass[d]) + offset
                     : NEVER;
     std::memcpy(value_rows, head.centroid, 4 * width * values);
+    has_slots = true;
   }
 
   // The mean of the queries that count among start … end.
@@ -294,9 +300,10 @@ struct KeyHead {
         transpose_square(keys + j * width + d, width, turned + d * row + j, row);
   }
 
-  // The rows start … end of a group that meets so many exact keys, into out.
-  void attend(int64_t start, int64_t end, int64_t count, float* out, int64_t out_row) const {
-    const int64_t columns = (count + 15) / 16 * 16, row = width + columns;
+  // The rows start … end of a group that meets so many slots and exact keys, into out.
+  void attend(int64_t start, int64_t end, int64_t slots, int64_t count, float* out,
+              int64_t out_row) const {
+    const int64_t columns = (count + 15) / 16 * 16, row = slots + columns;
     for (int64_t t = start; t < end; t += ROWS_AT_ONCE) {
       const int64_t rows = fewer(ROWS_AT_ONCE, end - t);
       const float* q = whole.q + t * whole.q_row;
@@ -305,19 +312,19 @@ struct KeyHead {
         fetch_row(q + (ROWS_AT_ONCE + i) * whole.q_row, width);
         fetch_row(out + (t + i) * out_row, values);
       }
-      product(rows, columns, width, {q, whole.q_row, 1}, turned, exact_columns(call), weight + width,
+      product(rows, columns, width, {q, whole.q_row, 1}, turned, exact_columns(call), weight + slots,
               row, call.scale, false);
       for (int64_t i = 0; i < rows; ++i) {
         float* own = weight + i * row;
-        for (int64_t d = 0; d < width; d += LANES) {
+        for (int64_t d = 0; d < slots; d += LANES) {
           const lanes of_query = load(q + i * whole.q_row + d);
           store(own + d, of_query * head.alpha + load(level + d) + unless_finite(of_query));
         }
-        for (int64_t j = width + count; j < row; ++j) own[j] = NEVER;
+        for (int64_t j = slots + count; j < row; ++j) own[j] = NEVER;
       }
       raise(rows, row, weight, sums);
-      product(rows, values, width + count, {weight, row, 1}, value_rows, values, out + t * out_row,
-              out_row, 1.0f, false);
+      product(rows, values, slots + count, {weight, row, 1}, value_rows + (width - slots) * values,
+              values, out + t * out_row, out_row, 1.0f, false);
       for (int64_t i = 0; i < rows; ++i) {
         const lanes share = all(1.0f / sums[i]);
         float* own = out + (t + i) * out_row;
@@ -337,20 +344,24 @@ struct KeyHead {
     return found;
   }
 
-  // All groups, ``[G, K]``: they choose, or take what is given, and attend if there is an out.
-  void run(float offset, int64_t* indices, float* out, int64_t out_row) {
-    if (!number()) {
-      for (int64_t t = 0; out && t < call.queries; ++t) std::memset(out + t * out_row, 0, 4 * values);
-      for (int64_t k = 0; indices && k < call.groups * call.chosen; ++k) indices[k] = -1;
-      return;
-    }
-    prepare(offset, out != nullptr);
-    const int64_t groups = call.groups;
+  // Some groups of all, ``[G, K]``: they choose, or take what is given, and attend if there is an out.
+  void run(int64_t first_group, int64_t groups, float offset, int64_t* indices, float* out,
+           int64_t out_row) {
     const int64_t begin = first_block(whole), in_block = call.block / call.group;
     const int64_t row = score_row(call);
     const auto inside = [&](int64_t token) { return fewer(larger_of(token, 0), call.queries); };
-    int64_t gathered_block = -1;
-    for (int64_t first = 0; first < groups; first += CHOOSERS) {
+    if (!number()) {
+      const int64_t end = inside(begin + groups * call.group);
+      for (int64_t t = inside(begin + first_group * call.group); out && t < end; ++t)
+        std::memset(out + t * out_row, 0, 4 * values);
+      for (int64_t k = first_group * call.chosen; indices && k < groups * call.chosen; ++k)
+        indices[k] = -1;
+      return;
+    }
+    prepare(out != nullptr);
+    bool has_block = false;
+    int64_t gathered_block = 0;
+    for (int64_t first = first_group; first < groups; first += CHOOSERS) {
       const int64_t together = fewer(CHOOSERS, groups - first);
       if (!call.is_given && choice.most) {
         for (int64_t n = 0; n < together; ++n) {
@@ -382,18 +393,21 @@ struct KeyHead {
         const int64_t start = inside(begin + group * call.group);
         const int64_t end = inside(begin + (group + 1) * call.group);
         if (!out || start >= end) continue;
-        if (block != gathered_block || !group) {
+        if (!has_block || block != gathered_block) {
           gather(0, own_count, [&](int64_t i) { return own + i; });
           turn(0, own_count);
         }
-        gathered_block = block;
+        has_block = true, gathered_block = block;
         gather(own_count, far, [&](int64_t i) { return own_chosen[i]; });
         turn(own_count, own_count + far);
         const int64_t left = number() - own_count - far;
-        const float share = static_cast<float>(left) / static_cast<float>(number());
-        const float of_share = left > 0 ? std::log(share) : NEVER;
-        for (int64_t d = 0; d < width; ++d) level[d] = base[d] + of_share;
-        attend(start, end, own_count + far, out, out_row);
+        if (left > 0) {
+          if (!has_slots) find_slots(offset);
+          const float share = static_cast<float>(left) / static_cast<float>(number());
+          for (int64_t d = 0; d < width; ++d) level[d] = base[d] + std::log(share);
+        }
+        // Where all keys are exact, slots would weigh nothing.
+        attend(start, end, left > 0 ? width : 0, own_count + far, out, out_row);
       }
     }
   }

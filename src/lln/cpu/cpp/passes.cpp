@@ -163,6 +163,10 @@ EXPORTED(lln_causal_backward)(const Call* call, const Side* query, const Side* k
 EXPORTED(lln_keys_forward)(const Call* call, const Side* query, const Side* key, const Side* value,
                    const Side* out, int64_t* indices) {
   const int64_t all_heads = call->batch * call->heads;
+  // Of fewer heads than threads parts are computed side by side, each with what it needs of the head.
+  const int64_t wanted = (call->threads + all_heads - 1) / all_heads;
+  const int64_t parts = larger_of(fewer(wanted, call->groups / KeyHead::CHOOSERS), 1);
+  const int64_t in_part = (call->groups + parts - 1) / parts;
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
   {
@@ -170,8 +174,9 @@ EXPORTED(lln_keys_forward)(const Call* call, const Side* query, const Side* key,
     Room room(KeyHead::floats(*call)), seen_room(SeenKeys::floats(*call));
     Room summary(call->width * (call->value_width + 2));
 #pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t index = 0; index < all_heads; ++index) {
+    for (int64_t item = 0; item < all_heads * parts; ++item) {
       if (is_short(shortage, room, seen_room) || is_short(shortage, summary, room)) continue;
+      const int64_t index = item / parts, first = item % parts * in_part;
       Head head = head_of(*call, index, *query, *key, *value, nullptr);
       head.centroid = summary.data;
       head.peak = summary.data + call->width * call->value_width;
@@ -180,7 +185,8 @@ EXPORTED(lln_keys_forward)(const Call* call, const Side* query, const Side* key,
       room.used = 0;
       KeyHead own(head, seen, room);
       const int64_t b = index / call->heads, h = index % call->heads;
-      own.run(call->offsets ? call->offsets[index] : call->offset,
+      own.run(first, fewer(first + in_part, call->groups),
+              call->offsets ? call->offsets[index] : call->offset,
               indices ? indices + index * call->groups * call->chosen : nullptr,
               out ? out->data + b * out->batch + h * out->head : nullptr, out ? out->token : 0);
     }
