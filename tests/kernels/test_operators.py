@@ -111,9 +111,11 @@ def attend_blocks_backward(mask=None):
 
 def attend_window(mask=None):
     for is_causal in (False, True):
-        yield *sides_of(key_heads=2), mask, None, 5, 0.5, is_causal
+        yield *sides_of(key_heads=2), mask, None, 5, False, 0.5, is_causal
+        if mask is None:
+            yield *sides_of(key_heads=2), None, None, BLOCK, True, 0.5, is_causal
     places = torch.arange(TOKENS, device=DEVICE, dtype=torch.int32)
-    yield *sides_of(), None, places + 6 * (places > 7), 5, 0.5, False
+    yield *sides_of(), None, places + 6 * (places > 7), 5, False, 0.5, False
 
 
 def attend_window_backward(mask=None):

@@ -101,7 +101,7 @@ def test_eager_runs_no_kernel(monkeypatch, name):
     forbid(
         monkeypatch,
         "lln.kernels.lln.lln_ops.forward",
-        "lln.kernels.blocks.block_ops._block_launches",
+        "lln.kernels.blocks.block_ops._launches",
         "lln.kernels.blocks.window_ops._launches",
         "lln.kernels.moments.moment_ops.statistics",
     )

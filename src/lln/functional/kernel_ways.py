@@ -95,11 +95,13 @@ class Kernels(KernelWay):
         slices = f", up to {channels} channels per launch"
         if prepared.diagonal is None:
             return f"The fused kernels compute LLN attention{slices}."
+        tiled = ", tile by tile" if prepared.diagonal == "tiled" else ""
         if not prepared.value_width:
-            return f"A fused kernel computes {blocks}{slices}."
+            return f"A fused kernel computes {blocks}{tiled}{slices}."
         how = {
             "joint": f"and {blocks} in one pass",
             "separate": f"and another kernel {blocks}",
+            "tiled": f"and others {blocks}{tiled}",
             "added": f"and others add {blocks}, tile by tile",
             "eager": f"and PyTorch {blocks}, which fit no tile of this chip",
         }
@@ -144,6 +146,10 @@ class Kernels(KernelWay):
     def own_blocks(self, call: Call, value: Tensor, prepared: Prepared) -> Tensor:
         """The blocks ``[B, H, T, E]`` by kernels of their own."""
         query, key = call.query, call.key
+        if prepared.diagonal == "tiled":
+            rest = {"is_causal": call.is_causal, "scale": call.factor, "blocks": True}
+            own: dict[str, Any] = {"key_mask": None, "places": None, **rest}
+            return fused_window(query, key, value, window=prepared.block_size, **own)
         options: dict[str, Any] = {
             "block_size": prepared.block_size,
             "is_causal": call.is_causal,
@@ -243,12 +249,12 @@ def _diagonal(call: Call) -> tuple[str | None, int]:
         if spans and not isinstance(call.mix, Tensor) and (is_wide or not (joins or fits)):
             # A watched call needs two operators, and wide values two launches.
             in_place = call.value.shape[-1] <= MAX_WIDTH and not is_watched(query)
-            return "added" if in_place else "separate", MAX_WIDTH
+            return "added" if in_place else "tiled", MAX_WIDTH
         if joins:
             return "joint", 0
     if fits:
         return "separate", widest_block_value(query, rows)
-    return ("separate", MAX_WIDTH) if spans else (None, 0)
+    return ("tiled", MAX_WIDTH) if spans else (None, 0)
 
 
 class MomentKernel(KernelWay):

@@ -89,8 +89,9 @@ class Prepared(NamedTuple):
         way: What computes the call.
         block_size: Tokens in a block; for kernels at most the length of the longest sequence.
         diagonal: For kernels what computes the blocks: ``"joint"``, those of LLN attention in the
-            same pass; ``"separate"``, kernels of their own; ``"added"``, kernels that go over
-            blocks tile by tile and add them in place; ``"eager"``, PyTorch; None if there are none.
+            same pass; ``"separate"``, kernels of their own; ``"tiled"``, kernels that go over
+            blocks tile by tile; ``"added"``, the same, in place; ``"eager"``, PyTorch; None if
+            there are none.
         value_width: Channels of the values that one launch of LLN attention takes.
         block_value_width: The same for a launch of the kernels for blocks alone.
         how: How the way goes about it, where there are several possibilities; in words.

@@ -14,12 +14,12 @@ from tests.kernels.common import (
 import lln
 from lln.checks.call import Call
 from lln.functional.ways import prepare
-from lln.kernels.blocks import launch_tiled
+from lln.kernels.blocks import launch_window
 from lln.kernels.launching import sizes
 from lln.kernels.launching.sizes import Tile
 from lln.testing import make_qkv
 
-PASSES = ("tiled_read", "tiled_query", "tiled_value", "tiled_key")
+PASSES = ("window_read", "window_query", "window_value", "window_key")
 GIVEN = {"alpha": 2.0, "beta": 2.0}
 
 
@@ -35,19 +35,25 @@ def small(monkeypatch):
     limit_chips(monkeypatch, block_tokens=16)
 
 
+# Before the gradients of added blocks their own output is computed again.
+ADDED = ["attend_window, added", "attend_window", "window_gradients, added"]
+ALONE = ["attend_window", "window_gradients"]
+
+
 @pytest.fixture
 def added(monkeypatch):
-    """Counts the passes that add blocks in place, forward and backward."""
+    """The passes over blocks, forward and backward, and which of them add in place."""
     found = []
-    for name in ("add_blocks", "add_gradients"):
-        launch = getattr(launch_tiled, name)
+    for name, place in (("attend_window", 2), ("window_gradients", 5)):
+        launch = getattr(launch_window, name)
 
-        def note(*arguments, launch=launch, name=name):
-            # The last argument is the mix; None = blocks alone.
-            found.append(name if arguments[-1] is not None else "alone")
+        def note(*arguments, launch=launch, name=name, place=place):
+            assert arguments[0].blocks
+            mix = arguments[place] if len(arguments) > place else None
+            found.append(name if mix is None else f"{name}, added")
             return launch(*arguments)
 
-        monkeypatch.setattr(launch_tiled, name, note)
+        monkeypatch.setattr(launch_window, name, note)
     return found
 
 
@@ -74,7 +80,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_added_to_lln_attention(small, added, tiles, dtype, name):
     compare(dtype, **{"block_size": 40, **CALLS[name]})
-    assert added == ["add_blocks", "add_gradients"]
+    assert added == ADDED
 
 
 @pytest.mark.parametrize("heads", [1, 4], ids=["per sample", "per head"])
@@ -98,7 +104,7 @@ def test_gradients_of_temperatures(small, added, heads):
     wanted = gradients(lln.lln_diag_attention, impl="eager", **blocks)
     for ours, theirs in zip(found[2:], wanted[2:], strict=True):
         check_rounding(ours, theirs)
-    assert added == ["add_blocks", "add_gradients"]
+    assert added == ADDED
 
 
 def test_values_in_slices(small, added):
@@ -107,7 +113,7 @@ def test_values_in_slices(small, added):
     with pytest.MonkeyPatch.context() as patch:
         limit_chips(patch, block_tokens=16, **limits)
         compare(HALF[-1], tokens=70, width=16, value_width=40, block_size=40)
-    assert added == ["add_blocks", "add_gradients"]
+    assert added == ADDED
 
 
 GATED = {"extra": {**GIVEN, "mix": torch.rand(2, 1, 70, 1)}}
@@ -116,14 +122,14 @@ GATED = {"extra": {**GIVEN, "mix": torch.rand(2, 1, 70, 1)}}
 @pytest.mark.parametrize("call", [GATED, {**GATED, "is_causal": True}], ids=["", "causal"])
 def test_beside_lln_attention_where_the_mix_is_a_tensor(small, added, tiles, call):
     compare(HALF[-1], block_size=40, **call)
-    assert added == ["alone", "alone"]
+    assert added == ALONE
 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", ["plain", "full tiles", "grouped causal", "one block"])
 def test_blocks_alone(small, added, tiles, dtype, name):
     compare_blocks(dtype, **{"block_size": 40, **CALLS[name]})
-    assert added == ["alone", "alone"]
+    assert added == ALONE
 
 
 def test_gradients_repeat_bit_by_bit(small):
@@ -150,7 +156,7 @@ def test_dropped_keys_are_dropped_from_both_parts(small, added):
         assert (near > 0) == (far > 0)
         seen.add(near > 0)
     assert seen == {True, False}
-    assert set(added) == {"add_blocks"}
+    assert set(added) == {ADDED[0]}
 
 
 def test_the_widest_heads_take_blocks_that_fit_a_tile_too(monkeypatch, added):
@@ -168,7 +174,7 @@ def test_the_widest_heads_take_blocks_that_fit_a_tile_too(monkeypatch, added):
     gate = torch.rand(1, 1, 40, 1, device=DEVICE)
     assert prepare(call.replace(mix=gate), "auto").diagonal == "joint"
     compare(HALF[-1], tokens=40, heads=1, width=144, value_width=144, block_size=32)
-    assert added == ["add_blocks", "add_gradients"]
+    assert added == ADDED
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 70)])
@@ -187,8 +193,8 @@ def test_smaller_tiles_keep_both_sides():
     seen = [chosen]
     while (less := sizes.smaller(seen[-1])) is not None:
         seen.append(less)
-    found = [(one.tiled_query.stages, *one.tiled_query[::6]) for one in seen]
-    assert found[0] == (2, 128, 32)
+    found = [(one.window_query.stages, *one.window_query[::6]) for one in seen]
+    assert found[0] == (3, 128, 32)
     assert (1, 128, 32) in found
     assert found[-1] == (1, 16, 16)
 
@@ -204,7 +210,7 @@ def test_compiled_call(small, added):
         added.clear()
         sides = make_qkv(2, 2, tokens, 16, device=DEVICE, dtype=HALF[-1], requires_grad=True)
         found = [layer(*sides), attend(*sides)]
-        assert added == ["alone", "add_blocks"]
+        assert added == ["attend_window", "attend_window, added"]
         check_rounding(*found)
         gradients = [torch.autograd.grad(out.sum(), sides) for out in found]
         for compiled, plain in zip(*gradients, strict=True):

@@ -9,7 +9,8 @@
 FlashAttention's windows, as PyTorch has them; times are those of CUDA graphs, B · N = 65,536.
 ``encoder`` is ModernBERT-base with random weights, two layers of three with a window of 64 tokens
 to each side: as transformers runs it with SDPA, and converted to ``lln_keys``. On a GPU in bfloat16
-with B · N = 32,768, on a CPU in float32 with one text; both run in turn, the best of some rounds.
+with B · N = 32,768, forward, and forward and backward; on a CPU in float32 with one text, forward.
+Both run in turn, the best of some rounds.
 ``minilm`` is the same of a BERT of MiniLM's size, which has no windows.
 """
 
@@ -81,6 +82,8 @@ class _Flash(torch.autograd.Function):
 def attention(lengths: list[int]) -> Iterator[dict[str, Any]]:
     """A row per length and window: every system forward, and forward and backward."""
     for tokens in lengths:
+        # Else the compiler gives up on a function that it has compiled for many masks.
+        torch._dynamo.reset()
         shape = (TOKENS // tokens, HEADS, tokens, WIDTH)
         inputs = [
             torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -99,7 +102,7 @@ def attention(lengths: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def encoder(device: str, lengths: list[int], part: str) -> Iterator[dict[str, Any]]:
-    """A row per length: milliseconds of a forward pass, on a GPU also its peak in GiB."""
+    """A row per length: milliseconds of a pass; on a GPU peak GiB, too, and those of a step."""
     from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
     from lln.integrations.convert import convert
@@ -122,16 +125,19 @@ def encoder(device: str, lengths: list[int], part: str) -> Iterator[dict[str, An
         batch = ENCODER_TOKENS // tokens if device == "cuda" else 1
         ids = torch.randint(VOCABULARY, (batch, tokens), device=device)
         row: dict[str, Any] = {"tokens": tokens, "batch": batch}
-        found = {name: [one_pass(model, ids)] for name, model in models.items()}
-        # The shorter a pass, the more others disturb it.
-        for _ in range(max(ROUNDS[device], 16384 // (batch * tokens))):
-            for name, model in models.items():
-                found[name].append(one_pass(model, ids))
-        for name, passes in found.items():
+        passes = {"": one_pass} | ({"step_": one_step} if device == "cuda" else {})
+        for prefix, run in passes.items():
             # The first one warms up.
-            row[name] = {"ms": min(ms for ms, _ in passes[1:])}
-            if device == "cuda":
-                row[name]["gib"] = passes[-1][1]
+            found = {name: [run(model, ids)][1:] for name, model in models.items()}
+            # The shorter a pass, the more others disturb it.
+            for _ in range(max(ROUNDS[device], 16384 // (batch * tokens))):
+                for name, model in models.items():
+                    found[name].append(run(model, ids))
+            for name, made in found.items():
+                own = row.setdefault(name, {})
+                own[f"{prefix}ms"] = min(ms for ms, _ in made)
+                if device == "cuda":
+                    own[f"{prefix}gib"] = made[-1][1]
         print(row, flush=True)
         yield row
 
@@ -139,13 +145,26 @@ def encoder(device: str, lengths: list[int], part: str) -> Iterator[dict[str, An
 @torch.no_grad()
 def one_pass(model: Any, ids: torch.Tensor) -> tuple[float, float]:
     """Milliseconds and peak GiB of a forward pass."""
+    return timed(lambda: model(ids), ids)
+
+
+def one_step(model: Any, ids: torch.Tensor) -> tuple[float, float]:
+    """The same of a forward and a backward pass."""
+    model.zero_grad(set_to_none=True)
+    found = timed(lambda: model(ids).last_hidden_state.float().square().mean().backward(), ids)
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def timed(work: Callable[[], Any], ids: torch.Tensor) -> tuple[float, float]:
+    """Milliseconds of some work, and peak GiB on a GPU."""
     on_gpu = ids.device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     start = time.perf_counter()
-    model(ids)
+    work()
     if on_gpu:
         torch.cuda.synchronize()
     ms = 1e3 * (time.perf_counter() - start)

@@ -33,23 +33,29 @@ def windows(results: dict[str, Any]) -> str:
 
 def encoder(results: dict[str, Any]) -> str:
     """Milliseconds and GiB of an encoder as it was, and converted."""
-    has_memory = "gib" in results["rows"][0]["sdpa"]
-    titles = ["tokens", "texts", "SDPA", "converted", "times as fast"]
-    titles += ["GiB, SDPA", "GiB, converted"] if has_memory else []
+    own = results["rows"][0]["sdpa"]
+    passes = {"": "forward", "step_": "fwd + bwd"} if "step_ms" in own else {"": "forward"}
+    has_memory = "gib" in own
+    titles = ["tokens", "texts"]
+    for title in passes.values():
+        titles += [f"SDPA, {title}", "converted", "times as fast"]
+        titles += ["GiB, SDPA", "GiB, converted"] if has_memory else []
     lines = []
     for row in results["rows"]:
         before, after = row["sdpa"], row["lln_keys"]
         cells = [f"{row['tokens']:,}", str(row["batch"])]
-        cells += [f"{side['ms']:,.0f} ms" for side in (before, after)]
-        cells.append(f"{before['ms'] / after['ms']:.2f}×")
-        cells += [f"{side['gib']:.1f}" for side in (before, after)] if has_memory else []
+        for prefix in passes:
+            cells += [f"{side[prefix + 'ms']:,.0f} ms" for side in (before, after)]
+            cells.append(f"{before[prefix + 'ms'] / after[prefix + 'ms']:.2f}×")
+            if has_memory:
+                cells += [f"{side[prefix + 'gib']:.1f}" for side in (before, after)]
         lines.append(cells)
     setup = results["setup"]
-    what = "MiniLM's size (6 layers of 12 heads of 32), random weights, forward; 64 exact keys. "
+    what = "MiniLM's size (6 layers of 12 heads of 32), random weights; 64 exact keys. "
     if "minilm" not in setup["command"]:
         what = (
-            "ModernBERT-base, random weights, forward; two layers of three attend within ±64 "
-            "tokens, as before, the others with 64 exact keys. "
+            "ModernBERT-base, random weights; two layers of three attend within ±64 tokens, "
+            "as before, the others with 64 exact keys. "
         )
     machine = f"{setup['device']}, {setup['threads']} threads, torch {setup['torch']}"
     caption = f"{what}{machine}; {source(setup)}."

@@ -1,4 +1,4 @@
-"""Block-diagonal attention alone: `fused_blocks`, its operators and its gradients.
+"""Blocks that fit a tile, alone: `fused_blocks`, its operators and its gradients.
 
 Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, E value width.
 """
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.launching.limits import blocks_fit
 from lln.kernels.launching.operators import Operation, call, with_gradients
 from lln.kernels.launching.shapes import output_like, within_reach
 
@@ -23,51 +22,28 @@ _BLOCKS = (
 
 
 @cache
-def _block_launches() -> tuple[Any, Any, Any]:
-    """The launch modules (of whole blocks in a tile, and tile by tile) and `BlockCall`."""
-    from lln.kernels.blocks import launch_blocks, launch_tiled
+def _launches() -> Any:
+    """The module that imports Triton."""
+    from lln.kernels.blocks import launch_blocks
 
-    return launch_blocks, launch_tiled, launch_blocks.BlockCall
-
-
-def _fit(call: Any) -> bool:
-    return blocks_fit(call.query, call.block_size, False, call.mask is not None)
+    return launch_blocks
 
 
 def _attend(*inputs: Any) -> Tensor:
-    whole, tiled, kind = _block_launches()
-    call = kind(*inputs)
-    return (whole.attend_whole_blocks if _fit(call) else tiled.attend_tiled_blocks)(call)
-
-
-def add_blocks(tensors: Any, numbers: Any, out: Tensor, mix: float) -> None:
-    """Make of ``out`` mix · out + (1 − mix) · blocks.
-
-    Args:
-        tensors: Query, key and value.
-        numbers: Block size, scale, and whether it is causal.
-        out: ``[B, H, T, E]``.
-        mix: The weight of what is there.
-    """
-    _, tiled, kind = _block_launches()
-    tiled.add_blocks(kind(*tensors, None, *numbers), out, mix)
-
-
-def add_block_gradients(
-    gradient: Tensor, tensors: Any, numbers: Any, made: tuple[Tensor, ...], mix: float
-) -> None:
-    """The same with ``made``, the gradients of query, key and value."""
-    _, tiled, kind = _block_launches()
-    tiled.add_gradients(kind(*tensors, None, *numbers), within_reach(gradient), made, mix)
+    launches = _launches()
+    found: Tensor = launches.attend_whole_blocks(launches.BlockCall(*inputs))
+    return found
 
 
 def _gradients(
     gradients: Sequence[Tensor], inputs: Sequence[Any], *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    whole, tiled, kind = _block_launches()
-    call = kind(*inputs)
-    launch = whole.whole_blocks_gradients if _fit(call) else tiled.tiled_blocks_gradients
-    return launch(call, within_reach(gradients[0]))
+    launches = _launches()
+    call = launches.BlockCall(*inputs)
+    found: tuple[Tensor, Tensor, Tensor] = launches.whole_blocks_gradients(
+        call, within_reach(gradients[0])
+    )
+    return found
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:

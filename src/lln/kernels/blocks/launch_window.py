@@ -1,4 +1,7 @@
-"""Softmax inside a sliding window, from tensors to kernels.
+"""Softmax inside a sliding window or inside blocks, tile by tile, from tensors to kernels.
+
+Blocks stand alone, or are added in place to what LLN attention has written, so that LLN + Diag
+keeps neither part apart.
 
 Dimension legend: see `lln.kernels.blocks.triton_window`.
 """
@@ -14,8 +17,17 @@ from lln.kernels.blocks import triton_window as kernels
 from lln.kernels.launching.kernel_arguments import mask_bytes, precision_of, strides_of
 from lln.kernels.launching.recipes import Recipe, Step, launch_cached, over_tiles
 from lln.kernels.launching.shapes import layout_of, output_like
-from lln.kernels.launching.sizes import Sizes, choose_sizes
+from lln.kernels.launching.sizes import SHORT_BLOCK, Sizes, choose_sizes
 from lln.kernels.launching.stretches import Tile, cdiv
+
+# Narrower windows have too few tiles that are full.
+LEAST_SPLIT = 256
+# Beyond, the gradients of keys and of values do not fit the registers together.
+WIDEST_TOGETHER = 128
+
+# A kernel, the name of its tiles in `Sizes`, the side whose heads it goes over, and what it
+# computes, where there is a choice.
+_Pass = tuple[Any, str, Tensor, dict[str, bool]]
 
 
 class WindowCall(NamedTuple):
@@ -27,7 +39,8 @@ class WindowCall(NamedTuple):
         value: ``[B, HK, T, E]``.
         mask: bool ``[B, T]`` or None.
         places: int32 ``[T]`` or None; see `lln.kernels.blocks.window_ops.fused_window`.
-        window: Tokens on a side.
+        window: Tokens on a side, or of a block.
+        blocks: Whether a row sees its block; blocks have no mask and no places.
         scale: Factor of the scores.
         causal: Whether a row sees only its own and earlier tokens.
     """
@@ -38,35 +51,56 @@ class WindowCall(NamedTuple):
     mask: Tensor | None
     places: Tensor | None
     window: int
+    blocks: bool
     scale: float
     causal: bool
 
 
-def attend_window(call: WindowCall) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, E]``, and log₂ of every row's normaliser ``[B, H, T]``."""
-    out = output_like(call.query, call.value.shape[3])
+def attend_window(
+    call: WindowCall, out: Tensor | None = None, mix: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, T, E]``, and log₂ of every row's normaliser ``[B, H, T]``.
+
+    Args:
+        call: What to compute.
+        out: Where to write it.
+        mix: Make of ``out`` mix · out + (1 − mix) · (this); None = of this alone.
+    """
+    out = output_like(call.query, call.value.shape[3]) if out is None else out
     norm = torch.empty(call.query.shape[:3], dtype=torch.float32, device=call.query.device)
     if out.numel() > 0:
-        steps = [(kernels.window_fwd_kernel, "window_read", call.query)]
-        _launch("window", call, {"p_o": out}, {"p_norm": norm}, steps)
+        steps: list[_Pass] = [(kernels.window_fwd_kernel, "window_read", call.query, {})]
+        _launch("window", call, {"p_o": out}, {"p_norm": norm}, mix, steps)
     return out, norm
 
 
 def window_gradients(
-    call: WindowCall, out: Tensor, norm: Tensor, gradient: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    dq, dk, dv = (torch.empty_like(side) for side in (call.query, call.key, call.value))
+    call: WindowCall,
+    out: Tensor,
+    norm: Tensor,
+    gradient: Tensor,
+    made: tuple[Tensor, ...] | None = None,
+    mix: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, from what `attend_window` found; ``made`` as ``out``."""
+    if made is None:
+        made = tuple([torch.empty_like(side) for side in (call.query, call.key, call.value)])
     if gradient.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return tuple([side.zero_() for side in made])
+    dq, dk, dv = made
     sides = {"p_o": out, "p_g": gradient, "p_dq": dq, "p_dk": dk, "p_dv": dv}
-    steps = [
-        (kernels.window_query_kernel, "window_query", call.query),
-        (kernels.window_key_kernel, "window_key", call.key),
+    wide = max(call.query.shape[3], call.value.shape[3]) > WIDEST_TOGETHER
+    own = {"OF_VALUE": not wide, "OF_KEY": True}
+    steps: list[_Pass] = [
+        (kernels.window_query_kernel, "window_query", call.query, {}),
+        (kernels.window_key_kernel, "window_key", call.key, own),
     ]
+    if wide:
+        own = {"OF_VALUE": True, "OF_KEY": False}
+        steps.append((kernels.window_key_kernel, "window_value", call.key, own))
     rows = {"p_norm": norm, "p_level": torch.empty_like(norm)}
-    _launch("window backward", call, sides, rows, steps)
-    return dq, dk, dv
+    _launch("window backward", call, sides, rows, mix, steps)
+    return made
 
 
 def _launch(
@@ -74,7 +108,8 @@ def _launch(
     call: WindowCall,
     sides: dict[str, Tensor],
     rows: dict[str, Tensor],
-    steps: list[tuple[Any, str, Tensor]],
+    mix: float | None,
+    steps: list[_Pass],
 ) -> None:
     """Run the launches of a pass.
 
@@ -84,16 +119,19 @@ def _launch(
         sides: Its tensors ``[B, H, T, channels]`` besides query, key and value, by their names in
             the kernels.
         rows: Those of one number per row.
-        steps: Kernels, the names of their tiles in `Sizes`, and the side whose heads they go over.
+        mix: See `attend_window`.
+        steps: Its launches.
     """
     query, key, value = call.query, call.key, call.value
     tensors = {"p_q": query, "p_k": key, "p_v": value, **sides}
     layouts = tuple([layout_of(side) for side in (*tensors.values(), call.mask, call.places)])
-    kind = (name, query.device, layouts, call.window, call.scale, call.causal)
-    family = (name, query.device, query.dtype, query.shape[3], value.shape[3])
+    kind = (name, query.device, layouts, call[5:], mix is None)
+    short = call.blocks and call.window <= SHORT_BLOCK
+    family = (name, query.device, query.dtype, query.shape[3], value.shape[3], short)
 
     def choose() -> Sizes:
-        return choose_sizes(query, key, value, query.shape[0], key.shape[1], 0)
+        rows = call.window if call.blocks else 0
+        return choose_sizes(query, key, value, query.shape[0], key.shape[1], rows)
 
     def write(chosen: Sizes) -> Recipe:
         values = {
@@ -108,22 +146,37 @@ def _launch(
             "scale": call.scale,
             "window": call.window,
             "CAUSAL": call.causal,
+            "BLOCKS": call.blocks,
+            "ADDS": mix is not None,
             "HAS_MASK": call.mask is not None,
             "PACKED": call.places is not None,
             "PRECISION": precision_of(query, chosen.width),
             **strides_of(False, **tensors),
         }
-        made = [_step(kernel, getattr(chosen, tile), side, values) for kernel, tile, side in steps]
+        made = [
+            _step(kernel, call, getattr(chosen, tile), side, values | own)
+            for kernel, tile, side, own in steps
+        ]
         return Recipe(made, {})
 
     # Where there is none, anything that has an address.
     places = query if call.places is None else call.places
     runtime = {**tensors, **rows, "p_mask": mask_bytes(call.mask, query), "p_places": places}
+    runtime["mix"] = 0.0 if mix is None else mix
     launch_cached(kind, family, runtime, query.device, choose, write)
 
 
-def _step(kernel: Any, tile: Tile, side: Tensor, values: dict[str, Any]) -> Step:
+def _step(kernel: Any, call: WindowCall, tile: Tile, side: Tensor, values: dict[str, Any]) -> Step:
     """A launch over all tiles of a side's heads."""
-    tiles = cdiv(side.shape[2], tile.tokens)
-    own = {"tiles": tiles, "BS": tile.across}
+    tokens = side.shape[2]
+    tiles = cdiv(tokens, tile.tokens)
+    own = {"tiles": tiles, "BS": tile.across, "EDGES": True}
+    if call.blocks:
+        # Sizes are powers of two: what fits the longer one fits both.
+        longer = max(tile.tokens, tile.across)
+        even = call.window % longer == 0 and tokens % call.window == 0
+        own["FULL"], own["EDGES"] = even, call.causal or not even
+    else:
+        unmasked = call.mask is None and call.places is None
+        own["FULL"] = unmasked and call.window >= LEAST_SPLIT
     return over_tiles(kernel, (tiles * side.shape[0] * side.shape[1],), values, tile, **own)

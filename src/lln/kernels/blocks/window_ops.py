@@ -1,4 +1,4 @@
-"""Attention inside a sliding window: `fused_window`, its operators and its gradients.
+"""Attention inside a window or inside blocks, tile by tile: operators and gradients.
 
 Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, E value width.
 """
@@ -18,7 +18,7 @@ from lln.kernels.launching.shapes import output_like, within_reach
 
 _WINDOW = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? places, int window, "
-    "float scale, bool causal"
+    "bool blocks, float scale, bool causal"
 )
 
 
@@ -38,9 +38,9 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 def _gradients(
     gradients: Sequence[Tensor], inputs: Sequence[Any], kept: Sequence[Tensor], *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     launches = _launches()
-    found: tuple[Tensor, Tensor, Tensor] = launches.window_gradients(
+    found: tuple[Tensor, ...] = launches.window_gradients(
         launches.WindowCall(*inputs), *kept, within_reach(gradients[0])
     )
     return found
@@ -68,8 +68,9 @@ def fused_window(
     window: int,
     scale: float,
     is_causal: bool,
+    blocks: bool = False,
 ) -> Tensor:
-    """Softmax inside a sliding window: ``[B, H, T, E]`` in the dtype of query.
+    """Softmax inside a sliding window, or blocks: ``[B, H, T, E]`` in the dtype of query.
 
     Args:
         query: ``[B, H, T, D]``.
@@ -81,10 +82,42 @@ def fused_window(
         window: How many tokens a row sees before its own, and behind it unless ``is_causal``.
         scale: Factor of the scores.
         is_causal: Whether a row sees only its own and earlier tokens.
+        blocks: Whether a row sees its block of ``window`` tokens instead.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
-    rest = (key_mask, places, window, scale, is_causal)
+    rest = (key_mask, places, window, blocks, scale, is_causal)
     # In slices, because an output channel depends only on the same channel of the values.
     parts = value.split(MAX_WIDTH, -1) if value.shape[-1] > MAX_WIDTH else (value,)
     made = [call(_OPERATION, attend_window, query, key, part, *rest) for part in parts]
     return made[0] if len(made) == 1 else torch.cat(made, -1)
+
+
+def add_blocks(tensors: Sequence[Tensor], numbers: Sequence[Any], out: Tensor, mix: float) -> None:
+    """Make of ``out`` mix · out + (1 − mix) · blocks.
+
+    Args:
+        tensors: Query, key and value.
+        numbers: Block size, scale, and whether it is causal.
+        out: ``[B, H, T, E]``.
+        mix: The weight of what is there.
+    """
+    _launches().attend_window(_blocks(tensors, numbers), out, mix)
+
+
+def add_block_gradients(
+    gradient: Tensor,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[Any],
+    made: tuple[Tensor, ...],
+    mix: float,
+) -> None:
+    """The same with ``made``, the gradients of query, key and value."""
+    call = _blocks(tensors, numbers)
+    # The blocks' own output is not what was kept.
+    own = _launches().attend_window(call)
+    _launches().window_gradients(call, *own, within_reach(gradient), made, mix)
+
+
+def _blocks(tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
+    block_size, *rest = numbers
+    return _launches().WindowCall(*tensors, None, None, block_size, True, *rest)

@@ -87,39 +87,32 @@ WIDEST_TILES = {
 PAIR_TILE = Tile(64, 4, 3, 2, resident=2)
 MANY_HEADS = 4
 
-# Blocks tile by tile: heads of up to 128 channels, wider ones, and those with blocks of up to 64.
-TILED_TILES = {
-    "tiled_read": Tile(64, 4, 3, across=64),
-    "tiled_query": Tile(64, 4, 2, across=64),
-    "tiled_value": Tile(64, 4, 3, across=32),
-    "tiled_key": Tile(64, 4, 2, across=32),
-}
-WIDE_TILED_TILES = {
-    "tiled_read": Tile(128, 8, 2, across=64),
-    "tiled_query": Tile(128, 8, 2, across=32),
-    "tiled_value": Tile(128, 8, 3, across=32),
-    "tiled_key": Tile(128, 8, 1, across=64),
-}
-SHORT_TILED_TILES = dict.fromkeys(TILED_TILES, Tile(64, 4, 2, across=32))
-
-# Sliding windows, by the padded width of the wider side: the fastest of a sweep on an H200.
+# Sliding windows and long blocks, by the padded width of the wider side: the fastest of a sweep
+# on an H200.
 WINDOW_TILES = {
     64: {
         "window_read": Tile(64, 4, 3, across=64),
-        "window_query": Tile(64, 4, 3, across=64),
-        "window_key": Tile(64, 4, 3, across=32),
+        "window_query": Tile(64, 4, 3, across=32),
+        "window_value": Tile(64, 4, 3, across=32),
+        "window_key": Tile(64, 4, 2, across=32),
     },
     128: {
         "window_read": Tile(64, 4, 3, across=32),
         "window_query": Tile(64, 4, 2, across=32),
+        "window_value": Tile(64, 4, 2, across=32),
         "window_key": Tile(64, 4, 2, across=32),
     },
     256: {
         "window_read": Tile(64, 4, 2, across=32),
-        "window_query": Tile(64, 8, 1, across=32),
-        "window_key": Tile(64, 8, 1, across=32),
+        "window_query": Tile(128, 8, 3, across=32),
+        "window_value": Tile(128, 8, 3, across=32),
+        "window_key": Tile(128, 8, 1, across=64),
     },
 }
+# The keys of narrow heads with blocks, and all of wide heads with blocks of so many tokens at most.
+SHORT_BLOCK = 64
+BLOCK_KEY_TILE = Tile(64, 4, 3, across=32)
+SHORT_BLOCK_TILES = dict.fromkeys(WINDOW_TILES[256], Tile(64, 4, 2, across=32))
 
 # Causal attention by chunks, of one size for all passes: the fastest of a sweep on an H200.
 CHUNK_TILES = {
@@ -155,13 +148,11 @@ class Sizes:
         chunk: The outputs of a chunk.
         chunk_query: Its backward over the queries.
         chunk_key: Its backward over the keys.
-        tiled_read: Blocks tile by tile (`lln.kernels.blocks.triton_tiled_blocks`).
-        tiled_query: Their gradients of the queries.
-        tiled_value: Those of the values.
-        tiled_key: Those of the keys.
-        window_read: Sliding windows (`lln.kernels.blocks.triton_window`).
+        window_read: Sliding windows, and blocks tile by tile
+            (`lln.kernels.blocks.triton_window`).
         window_query: Their gradients of the queries.
-        window_key: Those of keys and values.
+        window_value: Those of the values, where wide heads have a pass for them.
+        window_key: Those of the keys, or of both.
         has_chunks: Whether causal attention goes by chunks where it can
             (`lln.kernels.causal.launch_chunks`).
         block_rows: Tokens per tile with the diagonal part: whole blocks.
@@ -199,12 +190,9 @@ class Sizes:
     chunk: Tile
     chunk_query: Tile
     chunk_key: Tile
-    tiled_read: Tile
-    tiled_query: Tile
-    tiled_value: Tile
-    tiled_key: Tile
     window_read: Tile
     window_query: Tile
+    window_value: Tile
     window_key: Tile
     has_chunks: bool
     block_rows: int
@@ -306,7 +294,6 @@ def _choose(
         "joint_grad": Tile(block_tile, block_warps, 2, 8),
         **dict.fromkeys(("walk", "walk_query", "walk_key"), walk),
         **CHUNK_TILES,
-        **TILED_TILES,
         **WINDOW_TILES[min(max(64, room), 256)],
         # Other types would round their states, or move twice the memory.
         "has_chunks": causal and width == value_width == 64 and dtype == torch.bfloat16,
@@ -324,6 +311,10 @@ def _choose(
     }
     if is_narrow:
         chosen |= _narrow_tiles(longest, block_tile, block_warps, short, block_size > 0)
+    if block_size and room <= 64:
+        chosen["window_key"] = BLOCK_KEY_TILE
+    elif 0 < block_size <= SHORT_BLOCK and room > 128:
+        chosen |= SHORT_BLOCK_TILES
     if widest == 64 and dtype != torch.float32:
         chosen |= MIDDLE_TILES | (MIDDLE_BLOCK_TILES if block_tile == 64 else {})
     if is_wide:
@@ -339,8 +330,6 @@ def _choose(
             chosen["joint_read"] = Tile(block_tile, 4, reading, 8, resident=1)
             chosen["ahead_read"] = Tile(block_tile, 4, 2, 8, resident=2)
             chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8, resident=1)
-    if widest > 128:
-        chosen |= WIDE_TILED_TILES if block_size > 64 else SHORT_TILED_TILES
     chosen |= {name: size for name, size in overridden if name in chosen}
     return Sizes(**chosen)
 

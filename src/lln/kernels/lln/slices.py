@@ -4,7 +4,7 @@ Every slice is a call of its own, which writes its channels of the output, and o
 the values, where they belong. Gradients of the other inputs are sums over the slices.
 
 *Blocks* are a diagonal part that is added in place, to output and gradients of all slices
-(`lln.kernels.blocks.launch_tiled`).
+(`lln.kernels.blocks.launch_window`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks import block_ops
+from lln.kernels.blocks import window_ops
 from lln.kernels.launching.operators import once_differentiable
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.lln import lln_ops
@@ -80,7 +80,7 @@ def _forward(
     for part, own in cut(tensors, width):
         summaries += lln_ops.forward((*own, *numbers), save, out[..., part])[1:]
     if blocks is not None:
-        block_ops.add_blocks(tensors[:3], blocks.numbers, out, blocks.mix)
+        window_ops.add_blocks(tensors[:3], blocks.numbers, out, blocks.mix)
     return out, summaries
 
 
@@ -132,7 +132,7 @@ class _AttendSlices(torch.autograd.Function):
         assert dk is not None
         if ctx.blocks is not None:
             mix, own = ctx.blocks
-            block_ops.add_block_gradients(gradient, tensors[:3], own, (dq, dk, dv), mix)
+            window_ops.add_block_gradients(gradient, tensors[:3], own, (dq, dk, dv), mix)
             # The others are of the LLN part alone.
             dalpha, dbeta = (None if side is None else side * mix for side in (dalpha, dbeta))
         dmix = torch.cat(of_mix, -1) if asked[2] and of_mix else dmix[0] if dmix else None
