@@ -257,7 +257,7 @@ def test_packing_refuses_what_does_not_fit(tiny, text):
     ids = text(6, batch=1)["input_ids"]
     bounds = torch.tensor([0, 2, 6])
     with pytest.raises(InvalidInputError, match="attention_mask and cu_seq_lens_q"):
-        model(ids, attention_mask=torch.ones_like(ids), cu_seq_lens_q=bounds)
+        model(ids, attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]]), cu_seq_lens_q=bounds)
     with pytest.raises(InvalidInputError, match="must be equal"):
         model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=torch.tensor([0, 6]))
     with pytest.raises(InvalidInputError, match="must be equal"):

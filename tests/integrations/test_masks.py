@@ -338,3 +338,12 @@ def test_what_is_not_refused_is_right_at_every_pair():
         both_ways = same & (distance.abs() <= reach)
         assert torch.equal(shown, causal) or torch.equal(shown, both_ways)
     assert min(accepted, refused) > 50
+
+
+def test_a_mask_that_hides_nothing_is_none():
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    assert slicing_mask(2, 6, 9, q_offset=3, attention_mask=mask) is None
+    mask[1, 0] = False
+    assert slicing_mask(2, 6, 9, q_offset=3, attention_mask=mask) is not None
+    # Only what is left after the cut counts.
+    assert slicing_mask(2, 6, 6, attention_mask=mask) is None

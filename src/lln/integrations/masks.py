@@ -2,8 +2,8 @@
 
 Hugging Face calls the mask function before the layers run and hands its result to every attention
 call. Without one it would hand over None, and padding would be attended to silently. Ours slices
-the padding mask and reads none of its values, so that ``torch.compile(fullgraph=True)`` and
-``torch.export`` pass.
+the padding mask; its values are read on a CPU only, and never where ``torch.compile`` or
+``torch.export`` trace the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from lln.errors import InvalidInputError
 from lln.integrations import unavailable
 from lln.integrations.mask_probes import UNKNOWN_PATTERN, packed_sequences
-from lln.tracing import has_values, is_compiling
+from lln.tracing import has_values, is_compiling, values_are_readable
 
 try:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
@@ -90,4 +90,8 @@ def slicing_mask(
 
 
 def _sliced(attention_mask: Tensor | None, kv_length: int) -> Tensor | None:
-    return None if attention_mask is None else attention_mask[:, -kv_length:]
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, -kv_length:]
+    # Every layer would look at keys of which none is hidden.
+    return None if values_are_readable(mask) and bool(mask.all()) else mask
