@@ -138,6 +138,9 @@ def of_windows() -> Iterator[Section]:
         yield Section(TABLES, name, write(found) if found else command)
     found = read("modernbert-cuda")
     yield Section(README, "modernbert", window_tables.ends(found) if found else "")
+    found = read("minilm-cpu")
+    lengths = (256, 1024, 4096)
+    yield Section(README, "minilm", window_tables.speeds(found, lengths) if found else "")
 
 
 def of_training_steps() -> Iterator[Section]:

@@ -62,6 +62,19 @@ def encoder(results: dict[str, Any]) -> str:
     return table(titles, lines, caption)
 
 
+def speeds(results: dict[str, Any], lengths: tuple[int, ...]) -> str:
+    """How many times as fast a converted encoder is at some lengths, in a sentence."""
+    rows = {row["tokens"]: row for row in results["rows"]}
+    found = [rows[tokens]["sdpa"]["ms"] / rows[tokens]["lln_keys"]["ms"] for tokens in lengths]
+    first, *others = [f"{speed:.1f}" for speed in found]
+    named = [f"{speed} at {tokens:,}" for speed, tokens in zip(others, lengths[1:], strict=True)]
+    return (
+        f"An encoder of MiniLM's size with 64 exact keys is {first} times as fast as with softmax "
+        f"at {lengths[0]:,} tokens, {', '.join(named[:-1])} and {named[-1]} "
+        "([table](lab/results/tables.md#on-a-cpu))"
+    )
+
+
 def ends(results: dict[str, Any]) -> str:
     """The rows of the longest and the shortest texts, in a sentence each."""
     rows = sorted(results["rows"], key=lambda one: one["tokens"])
