@@ -181,7 +181,8 @@ def main() -> None:
     given = parser.parse_args()
     usual = [512, 2048, 8192, 16384, 32768]
     if given.device == "cpu":
-        usual = [64, 256, 512, 1024, 2048, 4096]
+        usual = [256, 512, 1024, 2048, 4096]
+        usual = [64, *usual] if given.part == "minilm" else [*usual, 8192]
     command = f"python -m lln_lab.benchmarks.windows {given.part} --device {given.device}"
     content: dict[str, Any] = {"setup": describe(given.device, command), "rows": []}
     lengths = given.lengths or usual
