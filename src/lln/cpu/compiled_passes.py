@@ -200,8 +200,9 @@ def forward_keys(call: PassCall) -> Tensor:
 def choose(call: PassCall) -> Tensor:
     """The keys that `forward_keys` chooses, int64 ``[B, H, G, K]``; -1 = none."""
     assert call.exact is not None
-    query, exact = call.query, call.exact
-    found = query.new_empty((*query.shape[:2], exact.groups, exact.keys), dtype=torch.int64)
+    query, exact, keys = call.query, call.exact, call.exact.keys
+    assert isinstance(keys, int)
+    found = query.new_empty((*query.shape[:2], exact.groups, keys), dtype=torch.int64)
     _ask("lln_keys_forward", _call(call), call.grouped(), None, found)
     return found
 

@@ -84,6 +84,6 @@ def ends(results: dict[str, Any]) -> str:
     return (
         f"ModernBERT-base, converted, reads {long['tokens']:,} tokens in {after['ms']:.0f} ms and "
         f"{after['gib']:.1f} GiB, where it took {before['ms']:.0f} ms and {before['gib']:.1f} GiB; "
-        f"{short['batch']} texts of {short['tokens']} took {now:.0f} ms instead of {was:.0f} "
+        f"{short['batch']} texts of {short['tokens']} take {now:.0f} ms (before: {was:.0f}) "
         "([both](lab/results/tables.md#sliding-windows))."
     )

@@ -161,8 +161,8 @@ def _launch(
 
     # Where there is none, anything that has an address.
     places = query if call.places is None else call.places
-    runtime = {**tensors, **rows, "p_mask": mask_bytes(call.mask, query), "p_places": places}
-    runtime["mix"] = 0.0 if mix is None else mix
+    runtime: dict[str, Any] = {**tensors, **rows, "mix": 0.0 if mix is None else mix}
+    runtime |= {"p_mask": mask_bytes(call.mask, query), "p_places": places}
     launch_cached(kind, family, runtime, query.device, choose, write)
 
 
