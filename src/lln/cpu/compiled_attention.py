@@ -64,10 +64,10 @@ def _call(
     inputs: Sequence[Any], key_mask: Tensor | None, blocks: Blocks | None, exact: Exact | None
 ) -> PassCall:
     """What the passes compute, of query, key, value, α, β and the offset."""
-    alpha, beta = (per_head(number, inputs[0]) for number in inputs[3:5])
-    if exact is not None:
-        exact = exact._replace(offset=per_head(inputs[5], inputs[0]))
-    return PassCall(*inputs[:3], alpha, beta, blocks, key_mask, exact)
+    query, key, value, *numbers = inputs
+    alpha, beta, offset = (per_head(number, query) for number in numbers)
+    exact = None if exact is None else exact._replace(offset=offset)
+    return PassCall(query, key, value, alpha, beta, blocks, key_mask, exact)
 
 
 class _CompiledAttention(torch.autograd.Function):
@@ -92,13 +92,8 @@ class _CompiledAttention(torch.autograd.Function):
             found = by_autograd(lambda *given: ctx.by_torch(*given, kept), inputs, needs, gradient)
         else:
             call = _call(inputs, key_mask, *ctx.parts)
-            every: Sequence[Any] = [None] * 3
-            if call.exact is None:
-                every = [*compiled_passes.backward(call, gradient, kept), *every]
-            else:
-                every = compiled_passes.backward_keys(call, gradient, kept)
-            found = [
-                one.sum_to_size(own.shape) if need else None
-                for one, own, need in zip(every, inputs, needs, strict=True)
-            ]
-        return (*found, *(None for _ in ctx.needs_input_grad[6:]))
+            run = compiled_passes.backward if call.exact is None else compiled_passes.backward_keys
+            every = run(call, gradient, kept)
+            triples = zip(every, inputs, needs, strict=False)
+            found = [one.sum_to_size(own.shape) if need else None for one, own, need in triples]
+        return (*found, *(None for _ in ctx.needs_input_grad[len(found) :]))

@@ -184,10 +184,7 @@ def backward_causal(
 
 
 def forward_keys(call: PassCall, keeps: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Attention with exact keys, ``[B, H, T, E]``, and the keys if `backward_keys` needs them.
-
-    Its rows lie in memory as those of the query.
-    """
+    """Attention with exact keys ``[B, H, T, E]``, as the query in memory, and what was chosen."""
     assert call.exact is not None
     query, sides, keys = call.query, call.grouped(), call.exact.keys
     shape = (*query.shape[:-1], sides[2].shape[-1])
@@ -195,22 +192,15 @@ def forward_keys(call: PassCall, keeps: bool = False) -> tuple[Tensor, list[Tens
         out = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
     else:
         out = query.new_empty(shape)
+    found = keys if isinstance(keys, Tensor) else None
     if keeps and isinstance(keys, int):
-        found = _room_for_keys(call, keys)
-    else:
-        found = keys if isinstance(keys, Tensor) else None
+        found = query.new_empty((*shape[:2], call.exact.groups, keys), dtype=torch.int64)
     _ask("lln_keys_forward", _call(call), (*sides, out), found)
     return out[..., : call.value.shape[-1]], [] if found is None else [found]
 
 
 def backward_keys(call: PassCall, gradient: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, and of α, β and the offset of every head.
-
-    Args:
-        call: As `forward_keys` got it.
-        gradient: Of its output.
-        keys: What it has kept.
-    """
+    """Gradients of query, key and value and of every head's α, β and offset; keys as kept."""
     assert call.exact is not None
     call = call._replace(exact=call.exact._replace(keys=keys))
     numbers = keys.new_empty((3, *keys.shape[:2], 1, 1), dtype=torch.float32)
@@ -220,17 +210,11 @@ def backward_keys(call: PassCall, gradient: Tensor, keys: Tensor) -> tuple[Tenso
 def choose(call: PassCall) -> Tensor:
     """The keys that `forward_keys` chooses, int64 ``[B, H, G, K]``; -1 = none."""
     assert call.exact is not None
-    assert isinstance(call.exact.keys, int)
-    found = _room_for_keys(call, call.exact.keys)
+    query, exact, keys = call.query, call.exact, call.exact.keys
+    assert isinstance(keys, int)
+    found = query.new_empty((*query.shape[:2], exact.groups, keys), dtype=torch.int64)
     _ask("lln_keys_forward", _call(call), call.grouped(), None, found)
     return found
-
-
-def _room_for_keys(call: PassCall, keys: int) -> Tensor:
-    """A place for the keys of every group."""
-    assert call.exact is not None
-    shape = (*call.query.shape[:2], call.exact.groups, keys)
-    return call.query.new_empty(shape, dtype=torch.int64)
 
 
 def match(

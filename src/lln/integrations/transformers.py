@@ -214,7 +214,7 @@ def _with_cache(prepare: Any) -> Any:
                 return prepare(self, generation_config, model_kwargs, *args, **kwargs)
             finally:
                 generation_config.cache_implementation = chosen
-                cache._is_user_defined = False
+                model_kwargs["past_key_values"]._is_user_defined = False
         return prepare(self, generation_config, model_kwargs, *args, **kwargs)
 
     return wrapper
