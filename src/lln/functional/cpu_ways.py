@@ -79,7 +79,7 @@ class CompiledPasses(Way):
 
 
 class CompiledKeys(CompiledPasses):
-    """Exact keys, near and chosen, and slots; a head per thread, or a part of one."""
+    """Exact keys by group; a head per thread, without gradients also parts of heads."""
 
     name = "compiled exact keys"
     kinds = ("lln_keys",)
