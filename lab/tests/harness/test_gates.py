@@ -247,6 +247,8 @@ def test_a_cell_is_trained_tested_and_kept_once(tmp_path, monkeypatch, capsys):
     assert "finished before" in capsys.readouterr().out
 
 
+# PyTorch's compiler looks at gradients of what is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_training_is_the_same_one_and_says_so(tmp_path, monkeypatch):
     words(tmp_path)
     recipe = gates._words(Frame(Sizes(2, 16, 2, 32, 32), convolution=True), 4, 4, 40)
