@@ -25,6 +25,7 @@ from lln.nn.offsets import (
 )
 from lln.nn.temperatures import FixedTemperatures
 from lln.nn.value_convolution import ValueConvolution
+from lln.tracing import is_compiling
 
 # The name of the submodule in every converted attention module.
 ATTRIBUTE = "lln"
@@ -87,6 +88,8 @@ class AttachedHeads(LLNDiagCore):
             device=device,
         )
         self.attention, self.settings, self.matching = attention, settings, matching
+        # Which settings of a configuration were found to fit which of this module.
+        self._fitting: tuple[Settings, Settings] | None = None
         if keys is not None:
             checks.check_count("keys", keys, 0)
         self.keys = keys
@@ -116,6 +119,8 @@ class AttachedHeads(LLNDiagCore):
 
     def check_settings(self, settings: Settings) -> None:
         """Refuse a configuration that was changed after conversion and does not fit this module."""
+        if self._fitting and self._fitting[0] is settings and self._fitting[1] is self.settings:
+            return
         if not settings.attached:
             raise InvalidInputError(
                 "config.lln was replaced after conversion, and the model would be saved without "
@@ -130,6 +135,8 @@ class AttachedHeads(LLNDiagCore):
                     f"conversion, which built it into the model; convert again with "
                     f"{name}={found!r}."
                 )
+        if not is_compiling():
+            self._fitting = settings, self.settings
 
     @torch.no_grad()
     def set_temperatures(self, alpha: Tensor, beta: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 from numbers import Real
+from operator import is_
 from typing import Any
 
 from lln import checks
@@ -18,6 +19,7 @@ from lln.checks.schema import fault
 from lln.errors import InvalidInputError
 from lln.nn.heads import JOINS
 from lln.nn.temperatures import STATISTICS
+from lln.tracing import is_compiling
 
 ATTENTIONS = ("lln", "lln_diag", "lln_keys")
 # Those whose past has a fixed size; exact keys may be any of the past.
@@ -37,8 +39,7 @@ KEYS_BLOCK = 64
 # Raised when what is saved changes its meaning; an unknown number is refused on load.
 FORMAT = 1
 
-# Types of the entries whose values are checked further where they are used. Asked in every call of
-# every layer, which `fault` would be too slow for.
+# Types of the entries whose values are checked further where they are used.
 _TYPES = {
     "alpha": (Real, type(None)),
     "beta": (Real, type(None)),
@@ -231,17 +232,34 @@ class Settings:
             raise InvalidInputError(
                 f"config.lln must be a dictionary of settings, got {type(found).__name__}."
             )
+        before, settings = _known.get(id(found), (None, _DEFAULTS))
+        if before is not None and not is_compiling() and _is_unchanged(found, before):
+            return settings
         unknown = sorted(set(found) - _NAMES)
         if unknown:
             said = ", ".join(f"{name}{did_you_mean(name, _NAMES)}" for name in unknown)
             raise InvalidInputError(
                 f"config.lln has unknown settings {said}; known are {', '.join(sorted(_NAMES))}."
             )
-        return cls(**found)
+        settings = cls(**found)
+        if not is_compiling():
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[id(found)] = dict(found), settings
+        return settings
 
     def as_dict(self) -> dict[str, Any]:
         """What to keep in ``config.lln``."""
         return asdict(self)
+
+
+def _is_unchanged(found: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether a dictionary holds the very objects that it held, in their order."""
+    return (
+        len(found) == len(before)
+        and all(map(is_, found, before))
+        and all(map(is_, found.values(), before.values()))
+    )
 
 
 def check_layers(layers: dict[str, dict[str, Any]] | None) -> None:
@@ -272,5 +290,8 @@ def check_sizes(name: str, sizes: Any) -> None:
         )
 
 
+# Dictionaries that were checked, by their ids, with what they held: every layer asks in every call.
+_known: dict[int, tuple[dict[str, Any], Settings]] = {}
+_MOST_KNOWN = 256
 _NAMES = frozenset(field.name for field in fields(Settings))
 _DEFAULTS = Settings()
