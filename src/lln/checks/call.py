@@ -47,6 +47,7 @@ class Call(NamedTuple):
         summary: Of ``"decode"``: the `KeySummary` of all tokens so far.
         offset: What is added to the logits of the slots; a number, or broadcasts to
             ``[B, H, 1, 1]``; None = by mass matching.
+        or_softmax: Of ``"lln_keys"``: whether softmax itself may answer where it is sooner.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Call(NamedTuple):
     offset: Any = None
     summary: Any = None
     window: int = 0
+    or_softmax: bool = False
 
     def replace(self, **changes: Any) -> Call:
         """The same call with some fields changed, by their names."""

@@ -219,7 +219,7 @@ class AttachedHeads(LLNDiagCore):
 
 def attached_to(module: nn.Module) -> AttachedHeads | KeptSoftmax | None:
     """The submodule that `convert` gave an attention module, if it did."""
-    found = getattr(module, ATTRIBUTE, None)
+    found = module._modules.get(ATTRIBUTE)
     return found if isinstance(found, (AttachedHeads, KeptSoftmax)) else None
 
 

@@ -44,6 +44,7 @@ _TYPES = {
     "alpha": (Real, type(None)),
     "beta": (Real, type(None)),
     "momentum": Real,
+    "or_softmax": bool,
     "attached": bool,
     "layers": (dict, type(None)),
     "format": int,
@@ -97,6 +98,8 @@ class Settings:
         convolution: Tokens under a depthwise convolution of the values that `convert` gave every
             module, an odd number; 0 = none.
         impl: As in `lln.lln_attention`.
+        or_softmax: Of ``lln_keys``: whether calls that are sooner with softmax itself run that; set
+            by `convert`, and ended by training.
         attached: Whether `convert` gave every attention module a submodule ``lln`` of its own.
         layers: By name, the sizes of those submodules (see `lln.integrations.attached`).
         format: Version of this dictionary.
@@ -115,6 +118,7 @@ class Settings:
     offset: float | str | None = None
     convolution: int = 0
     impl: str = "auto"
+    or_softmax: bool = False
     attached: bool = False
     layers: dict[str, dict[str, Any]] | None = None
     format: int = FORMAT
@@ -255,11 +259,7 @@ class Settings:
 
 def _is_unchanged(found: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether a dictionary holds the very objects that it held, in their order."""
-    return (
-        len(found) == len(before)
-        and all(map(is_, found, before))
-        and all(map(is_, found.values(), before.values()))
-    )
+    return list(found) == list(before) and all(map(is_, found.values(), before.values()))
 
 
 def check_layers(layers: dict[str, dict[str, Any]] | None) -> None:
