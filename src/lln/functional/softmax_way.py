@@ -67,7 +67,7 @@ class Softmax(Way):
 
     def describe(self, prepared: Prepared) -> str:
         """A sentence on what computes a prepared call."""
-        return f"Softmax itself computes the call: {prepared.how[0]}."
+        return f"{': '.join(('Softmax itself computes the call', *prepared.how))}."
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.run`; without α and β."""

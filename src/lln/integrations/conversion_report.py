@@ -200,12 +200,11 @@ class Conversion:
         near = sum(layer.attention == "window" for layer in self.layers)
         exact = f"; {near} attend within their windows, exactly as before" if near else ""
         found = "α, β and offset" if has_offset else "α and β"
-        short = ", and softmax where that is sooner" if self.or_softmax else ""
+        end = ". Calls that are sooner with softmax itself run that." if self.or_softmax else "."
         behind = "" if self.tokens is None else f", {found} from {self.tokens} tokens"
         console.print(
-            f"{changed} of {len(self.layers)} attention layers run {self.attention}{short}, "
-            f"statistics {self.statistics}{behind}{exact}; the model's output moved by "
-            f"{self.moved:.1%}.",
+            f"{changed} of {len(self.layers)} attention layers run {self.attention}, statistics "
+            f"{self.statistics}{behind}{exact}; the model's output moved by {self.moved:.1%}{end}",
             highlight=False,
         )
         if self.target is not None:
