@@ -1,12 +1,7 @@
-"""The way that runs softmax itself, in calls so short that nothing is sooner.
+"""The way that runs softmax itself, where a converted model may and nothing is sooner.
 
-A model whose layers were converted, and not trained since, loses nothing by it: softmax is what it
-was trained with. Only such calls allow it (`Call.or_softmax`).
-
-Up to how many tokens softmax is sooner was measured (``crossings.json``, filled by
-``python -m lln_lab.benchmarks.short_calls``).
-
-Dimension legend: as in `lln.checks.call`.
+Up to how many tokens that is so was measured: ``crossings.json``, which
+``python -m lln_lab.benchmarks.short_calls`` fills.
 """
 
 from __future__ import annotations
@@ -14,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from importlib import resources
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +23,17 @@ from lln.functional.way import Prepared, Way
 from lln.observers import is_observed
 from lln.tracing import is_untraced
 
-Crossings = dict[str, dict[str, list[tuple[int | None, int]]]]
-CROSSINGS: Crossings = json.loads(
-    resources.files("lln.functional").joinpath("crossings.json").read_text("utf-8")
-)["crossings"]
-# What runs instead of plain PyTorch, where it can.
+# What computes exact keys elsewhere than in plain PyTorch, where it can.
 _ENGINES = {"cpu": CompiledKeys(), "cuda": KeyKernels()}
+
+
+def read_crossings() -> dict[str, Any]:
+    """By chip or kind of device, and by what would run instead: most heads, most tokens."""
+    file = resources.files("lln.functional").joinpath("crossings.json")
+    return json.loads(file.read_text("utf-8"))["crossings"]
+
+
+CROSSINGS = read_crossings()
 
 
 class Softmax(Way):
@@ -49,12 +50,11 @@ class Softmax(Way):
             return "is not allowed to replace exact keys by softmax here"
         if is_observed() or not is_untraced(*call.qkv, call.key_mask):
             return "runs exact keys where somebody watches"
-        if call.bounds is not None or (call.is_causal and call.key_mask is not None):
-            return "would need a mask of all pairs"
-        sides = call.query.shape[-1], call.value.shape[-1]
-        on_gpu = call.query.is_cuda
-        if sides[0] != sides[1] or (on_gpu and (sides[0] > 256 or call.query.dtype.itemsize == 8)):
-            return "would need all pairs of scores at once"
+        width, is_cuda = call.query.shape[-1], call.query.is_cuda
+        has_no_pass = is_cuda and (width > 256 or call.query.dtype == torch.float64)
+        masks_pairs = call.is_causal and call.key_mask is not None
+        if call.bounds is not None or masks_pairs or has_no_pass or call.value.shape[-1] != width:
+            return "would hold all pairs of tokens at once"
         return None
 
     def pays(self, call: Call) -> bool:
@@ -79,44 +79,44 @@ def softmax_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_mask: Tensor | None,
-    is_causal: bool,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention, Eq. (1), of a dense call, ``[B, H, T, E]``; a mask is not for causal ones.
+    """Softmax attention, Eq. (1), of a dense call; causal ones take no mask.
 
     As everywhere, what masked keys hold does not count, and without any key the output is 0.
     """
-    mask, grouped = None, key.shape[1] != query.shape[1]
+    mask, is_grouped = None, key.shape[1] != query.shape[1]
     if key_mask is not None:
         # 0 · NaN would be NaN. A text without keys then averages zeros.
         there = key_mask[:, None, :, None]
         key, value = torch.where(there, key, 0.0), torch.where(there, value, 0.0)
         mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None, :]
-    if grouped and (mask is not None or not query.is_cuda):
+    if is_grouped and (mask is not None or not query.is_cuda):
         key, value = (repeat_heads(side, query.shape[1]) for side in (key, value))
-        grouped = False
+        is_grouped = False
     return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
 
 
 def _why(call: Call) -> str:
-    """Why softmax is taken, as a sentence without its end; empty if it is not."""
+    """Why softmax is taken, in words; empty if it is not."""
     batch, heads, tokens, _ = call.query.shape
     device = call.query.device
-    engine = _ENGINES.get(device.type)
+    engine = None if call.is_causal else _ENGINES.get(device.type)
     instead = "causal" if call.is_causal else "plain"
-    if not call.is_causal and engine is not None and engine.why_not(call) is None:
+    if engine is not None and engine.why_not(call) is None:
         instead = "compiled"
-    exact = call.keys if isinstance(call.keys, int) else 0
-    # All blocks but one. Compiled passes are no slower than softmax there: the table says.
+    # All blocks but one. Compiled passes may be sooner than softmax there: the table says.
     others = (tokens - 1) // call.block_size * call.block_size
-    if exact >= others and (device.type, instead) != ("cpu", "compiled"):
+    has_all = isinstance(call.keys, int) and call.keys >= others
+    if has_all and (device.type, instead) != ("cpu", "compiled"):
         return "blocks and exact keys would hold every token"
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    table = CROSSINGS.get(chip) or CROSSINGS.get(device.type, {})
-    fits = (most for heads_of, most in table[instead] if batch * heads <= (heads_of or math.inf))
-    most = next(fits, 0) if table else 0
-    of = f"{batch * heads:,} heads on {device.type}"
-    return f"up to {most:,} tokens it is sooner for {of}" if tokens <= most else ""
+    rows = CROSSINGS.get(chip, CROSSINGS.get(device.type, {})).get(instead, [])
+    count = batch * heads
+    most = next((most for heads, most in rows if count <= (heads or math.inf)), 0)
+    reason = f"up to {most:,} tokens it is sooner for {count:,} heads on {device.type}"
+    return reason if tokens <= most else ""
