@@ -8,7 +8,7 @@ import torch
 import lln
 from lln.errors import InvalidInputError
 from lln.functional import softmax_way
-from lln.integrations import attend, short_calls
+from lln.integrations import attend
 from lln.integrations.convert import convert
 from lln.integrations.short_calls import end_softmax
 from lln.observers import add_observer, remove_observer
@@ -22,7 +22,6 @@ def crossings(monkeypatch):
     rows = [[None, 20]]
     table = {"cpu": {"compiled": rows, "plain": rows, "causal": rows}}
     monkeypatch.setattr(softmax_way, "CROSSINGS", table)
-    monkeypatch.setattr(short_calls, "_decided", {})
 
 
 @pytest.fixture

@@ -27,13 +27,10 @@ from lln.tracing import is_untraced
 _ENGINES = {"cpu": CompiledKeys(), "cuda": KeyKernels()}
 
 
-def read_crossings() -> dict[str, Any]:
-    """By chip or kind of device, and by what would run instead: most heads, most tokens."""
-    file = resources.files("lln.functional").joinpath("crossings.json")
-    return json.loads(file.read_text("utf-8"))["crossings"]
-
-
-CROSSINGS = read_crossings()
+# By chip or kind of device, and by what would run instead: most heads, most tokens.
+CROSSINGS: dict[str, Any] = json.loads(
+    resources.files("lln.functional").joinpath("crossings.json").read_text("utf-8")
+)["crossings"]
 
 
 class Softmax(Way):
@@ -50,12 +47,11 @@ class Softmax(Way):
             return "is not allowed to replace exact keys by softmax here"
         if is_observed() or not is_untraced(*call.qkv, call.key_mask):
             return "runs exact keys where somebody watches"
-        width, is_cuda = call.query.shape[-1], call.query.is_cuda
-        has_no_pass = is_cuda and (width > 256 or call.query.dtype == torch.float64)
-        masks_pairs = call.is_causal and call.key_mask is not None
-        if call.bounds is not None or masks_pairs or has_no_pass or call.value.shape[-1] != width:
-            return "would hold all pairs of tokens at once"
-        return None
+        query, width = call.query, call.value.shape[-1]
+        is_fused = not query.is_cuda or (width <= 256 and query.dtype != torch.float64)
+        masks_pairs = call.bounds is not None or (call.is_causal and call.key_mask is not None)
+        fits = is_fused and not masks_pairs and query.shape[-1] == width
+        return None if fits else "would hold all pairs of tokens at once"
 
     def pays(self, call: Call) -> bool:
         """Where softmax was measured to be sooner, or all keys would be exact anyhow."""
@@ -66,7 +62,7 @@ class Softmax(Way):
         return Prepared(self, how=(_why(call),))
 
     def describe(self, prepared: Prepared) -> str:
-        """A sentence on what computes a prepared call."""
+        """See `Way.describe`."""
         return f"{': '.join(('Softmax itself computes the call', *prepared.how))}."
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:
@@ -83,32 +79,26 @@ def softmax_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention, Eq. (1), of a dense call; causal ones take no mask.
-
-    As everywhere, what masked keys hold does not count, and without any key the output is 0.
-    """
-    mask, is_grouped = None, key.shape[1] != query.shape[1]
+    """Softmax attention, Eq. (1); causal calls take no mask. As everywhere: no keys, zeros."""
+    mask: Tensor | None = None
     if key_mask is not None:
-        # 0 · NaN would be NaN. A text without keys then averages zeros.
+        # 0 · NaN would be NaN. Of a text without keys this averages zeros.
         there = key_mask[:, None, :, None]
         key, value = torch.where(there, key, 0.0), torch.where(there, value, 0.0)
         mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None, :]
-    if is_grouped and (mask is not None or not query.is_cuda):
+    if key.shape[1] != query.shape[1] and (mask is not None or not query.is_cuda):
         key, value = (repeat_heads(side, query.shape[1]) for side in (key, value))
-        is_grouped = False
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
-    )
+    options = {"scale": scale, "enable_gqa": key.shape[1] != query.shape[1]}
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
 
 
 def _why(call: Call) -> str:
     """Why softmax is taken, in words; empty if it is not."""
     batch, heads, tokens, _ = call.query.shape
     device = call.query.device
-    engine = None if call.is_causal else _ENGINES.get(device.type)
-    instead = "causal" if call.is_causal else "plain"
-    if engine is not None and engine.why_not(call) is None:
-        instead = "compiled"
+    engine = _ENGINES.get(device.type)
+    is_compiled = engine is not None and engine.why_not(call) is None
+    instead = "compiled" if is_compiled else "causal" if call.is_causal else "plain"
     # All blocks but one. Compiled passes may be sooner than softmax there: the table says.
     others = (tokens - 1) // call.block_size * call.block_size
     has_all = isinstance(call.keys, int) and call.keys >= others

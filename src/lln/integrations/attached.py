@@ -6,7 +6,7 @@ in a submodule ``lln`` of the attention module, which the function finds there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -88,8 +88,10 @@ class AttachedHeads(LLNDiagCore):
             device=device,
         )
         self.attention, self.settings, self.matching = attention, settings, matching
-        # Which settings of a configuration were found to fit which of this module.
+        # Which settings of a configuration were found to fit which of this module, and in which
+        # layouts of calls softmax then pays (`lln.integrations.short_calls`).
         self._fitting: tuple[Settings, Settings] | None = None
+        self.softmax_pays: dict[Hashable, bool] = {}
         if keys is not None:
             checks.check_count("keys", keys, 0)
         self.keys = keys
@@ -136,7 +138,7 @@ class AttachedHeads(LLNDiagCore):
                     f"{name}={found!r}."
                 )
         if not is_compiling():
-            self._fitting = settings, self.settings
+            self._fitting, self.softmax_pays = (settings, self.settings), {}
 
     @torch.no_grad()
     def set_temperatures(self, alpha: Tensor, beta: Tensor) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +103,7 @@ def convert(
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
         or_softmax: Whether layers with exact keys run softmax itself, as before, in calls that are
-            sooner with it (``lln/functional/crossings.json``): the first training step ends that.
+            sooner with it; the first training step ends that.
         verbose: Whether to print the table too, for scripts; a shell or notebook shows it anyhow.
         on_step: Called with the part of the work, the step and how many there are at most: before
             the first layer with step 0, then after every step. None = a progress bar, if stderr is
@@ -173,8 +172,7 @@ def convert(
         report.moved = relative_change(found, expected, inputs.get("attention_mask"))
         # Not before: all that is measured above is of exact keys.
         report.or_softmax = or_softmax and attention == "lln_keys"
-        surgeon.settings = replace(settings, or_softmax=report.or_softmax)
-        surgeon.write_settings()
+        surgeon.write_settings(report.or_softmax)
     report.replaced = earlier is not None and _is_worth_keeping(earlier)
     report.warn()
     if verbose:

@@ -236,8 +236,8 @@ class Settings:
             raise InvalidInputError(
                 f"config.lln must be a dictionary of settings, got {type(found).__name__}."
             )
-        before, settings = _known.get(id(found), (None, _DEFAULTS))
-        if before is not None and not is_compiling() and _is_unchanged(found, before):
+        before, settings = _known.get(id(found), ({}, _DEFAULTS))
+        if list(found) == list(before) and all(map(is_, found.values(), before.values())):
             return settings
         unknown = sorted(set(found) - _NAMES)
         if unknown:
@@ -247,7 +247,8 @@ class Settings:
             )
         settings = cls(**found)
         if not is_compiling():
-            if len(_known) >= _MOST_KNOWN:
+            # As many as there may be configurations at work.
+            if len(_known) >= 256:
                 _known.clear()
             _known[id(found)] = dict(found), settings
         return settings
@@ -255,11 +256,6 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """What to keep in ``config.lln``."""
         return asdict(self)
-
-
-def _is_unchanged(found: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether a dictionary holds the very objects that it held, in their order."""
-    return list(found) == list(before) and all(map(is_, found.values(), before.values()))
 
 
 def check_layers(layers: dict[str, dict[str, Any]] | None) -> None:
@@ -290,8 +286,8 @@ def check_sizes(name: str, sizes: Any) -> None:
         )
 
 
-# Dictionaries that were checked, by their ids, with what they held: every layer asks in every call.
+# Dictionaries that were checked, by their ids, with the very objects that they held: every layer
+# asks in every call.
 _known: dict[int, tuple[dict[str, Any], Settings]] = {}
-_MOST_KNOWN = 256
 _NAMES = frozenset(field.name for field in fields(Settings))
 _DEFAULTS = Settings()

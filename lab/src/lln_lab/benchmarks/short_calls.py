@@ -30,7 +30,6 @@ import torch
 
 from lln.files import write_atomically
 from lln.functional import softmax_way
-from lln.integrations import short_calls
 from lln_lab.bench.environment import describe
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -80,21 +79,16 @@ def models(name: str, device: str, longest: int) -> dict[str, Any]:
 
 
 @contextmanager
-def always(known: dict[Any, bool]) -> Iterator[None]:
-    """Softmax in calls of any length; ``known`` keeps what was decided, from turn to turn."""
-    tables, decided = dict(softmax_way.CROSSINGS), dict(short_calls._decided)
+def always() -> Iterator[None]:
+    """Softmax in calls of any length; every layer keeps what it decided here."""
+    tables = dict(softmax_way.CROSSINGS)
     softmax_way.CROSSINGS.clear()
     softmax_way.CROSSINGS.update({"cpu": ALWAYS, "cuda": ALWAYS})
-    short_calls._decided.clear()
-    short_calls._decided.update(known)
     try:
         yield
     finally:
-        known.update(short_calls._decided)
         softmax_way.CROSSINGS.clear()
         softmax_way.CROSSINGS.update(tables)
-        short_calls._decided.clear()
-        short_calls._decided.update(decided)
 
 
 @torch.no_grad()
@@ -123,7 +117,7 @@ def measure(
         seconds: What the turns of a row may take; at least five are made.
     """
     for name in names:
-        systems, known = models(name, device, max(lengths)), {}
+        systems = models(name, device, max(lengths))
         heads = SIZES[name]["num_attention_heads"]
         for batch in batches:
             for tokens in lengths:
@@ -134,7 +128,7 @@ def measure(
                 while turn < 7 or (time.perf_counter() - start < seconds and turn < 200):
                     # Who runs first has other caches.
                     for system in SYSTEMS[turn % 4 :] + SYSTEMS[: turn % 4]:
-                        with always(known) if system == "softmax" else nullcontext():
+                        with always() if system == "softmax" else nullcontext():
                             times[system].append(one_pass(systems[system], ids))
                     turn += 1
                 kept = {system: found[2:] for system, found in times.items()}
