@@ -23,7 +23,6 @@ from lln.functional.way import Prepared, Way
 from lln.observers import is_observed
 from lln.tracing import is_untraced
 
-# What computes exact keys elsewhere than in plain PyTorch, where it can.
 _ENGINES = {"cpu": CompiledKeys(), "cuda": KeyKernels()}
 
 

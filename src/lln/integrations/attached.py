@@ -88,8 +88,7 @@ class AttachedHeads(LLNDiagCore):
             device=device,
         )
         self.attention, self.settings, self.matching = attention, settings, matching
-        # Which settings of a configuration were found to fit which of this module, and in which
-        # layouts of calls softmax then pays (`lln.integrations.short_calls`).
+        # Which settings fit which of this module, and where softmax then pays (`short_calls`).
         self._fitting: tuple[Settings, Settings] | None = None
         self.softmax_pays: dict[Hashable, bool] = {}
         if keys is not None:

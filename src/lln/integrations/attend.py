@@ -1,8 +1,7 @@
 """The attention functions that Hugging Face calls.
 
-Every call goes one of six ways: dense (padded batches, cross attention), packed sequences, causal
-with a past (a cache), softmax for layers that keep it or are sooner with it, or over the tokens of
-several ranks.
+Every call goes one of five ways: dense (padded batches, cross attention), packed sequences,
+causal with a past (a cache), softmax where kept or sooner, or over the tokens of several ranks.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width.
@@ -153,9 +152,8 @@ def forward(
     keeps = isinstance(attached, KeptSoftmax) or call.window is not None
     weights = None
     if not kwargs.get("output_attentions"):
-        out = None if keeps or past is not None else short_softmax(call)
-        if out is None:
-            out = softmax(call) if keeps else attend(call, past)
+        short = None if keeps or past is not None else short_softmax(call)
+        out = short if short is not None else softmax(call) if keeps else attend(call, past)
     elif past is None:
         out, weights = _with_weights(call, softmax if keeps else _attend)
     else:

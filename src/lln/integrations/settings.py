@@ -247,7 +247,6 @@ class Settings:
             )
         settings = cls(**found)
         if not is_compiling():
-            # As many as there may be configurations at work.
             if len(_known) >= 256:
                 _known.clear()
             _known[id(found)] = dict(found), settings
