@@ -26,7 +26,7 @@ from lln.tracing import is_untraced
 _ENGINES = {"cpu": CompiledKeys(), "cuda": KeyKernels()}
 
 
-# By chip or kind of device, and by what would run instead: most heads, most tokens.
+# By chip or kind of device, and by what would run instead: most channels, most tokens.
 CROSSINGS: dict[str, Any] = json.loads(
     resources.files("lln.functional").joinpath("crossings.json").read_text("utf-8")
 )["crossings"]
@@ -93,7 +93,7 @@ def softmax_attention(
 
 def _why(call: Call) -> str:
     """Why softmax is taken, in words; empty if it is not."""
-    batch, heads, tokens, _ = call.query.shape
+    batch, heads, tokens, width = call.query.shape
     device = call.query.device
     engine = _ENGINES.get(device.type)
     is_compiled = engine is not None and engine.why_not(call) is None
@@ -105,7 +105,7 @@ def _why(call: Call) -> str:
         return "blocks and exact keys would hold every token"
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     rows = CROSSINGS.get(chip, CROSSINGS.get(device.type, {})).get(instead, [])
-    count = batch * heads
-    most = next((most for heads, most in rows if count <= (heads or math.inf)), 0)
-    reason = f"up to {most:,} tokens it is sooner for {count:,} heads on {device.type}"
+    count = batch * heads * width
+    most = next((most for channels, most in rows if count <= (channels or math.inf)), 0)
+    reason = f"up to {most:,} tokens it is sooner for {count:,} channels on {device.type}"
     return reason if tokens <= most else ""

@@ -34,7 +34,7 @@ from lln.integrations.kept_softmax import softmax
 from lln.integrations.packed_batches import boundaries, inside_sequences
 from lln.integrations.settings import Settings
 from lln.integrations.sharded_call import attend_sharded, ranks_of
-from lln.integrations.short_calls import end_softmax, short_softmax
+from lln.integrations.short_calls import end_softmax, repeated_softmax, short_softmax
 
 # What a model may ask of its attention that changes single scores.
 _REFUSED = {
@@ -101,6 +101,8 @@ def forward(
                 f"{type(module).__name__} passes {name} ({_REFUSED[name]}), which linear attention "
                 "cannot apply; this model must keep its own attention."
             )
+    if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
+        query = query * (scaling * math.sqrt(query.shape[-1]))
     settings = Settings.of(getattr(module, "config", None))
     attached = attached_to(module)
     if settings.attached and attached is None and _observer is None:
@@ -117,10 +119,14 @@ def forward(
         attached.check_settings(settings)
         if settings.or_softmax and attached.training and torch.is_grad_enabled():
             end_softmax(module)
+        if attached.softmax_pays and ranks_of(module) is None:
+            sides, causal = (query, key, value), is_causal
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            again = repeated_softmax(attached, *sides, attention_mask, causal, dropout, kwargs)
+            if again is not None:
+                return again.transpose(1, 2).contiguous(), None
     marked = getattr(key, "lln_past", None)
     past = None if marked is None else marked.take()
-    if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
-        query = query * (scaling * math.sqrt(query.shape[-1]))
     mask = _checked_mask(attention_mask)
     call = AttentionCall(
         module=module,

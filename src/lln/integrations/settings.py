@@ -229,7 +229,8 @@ class Settings:
         Args:
             config: A transformers configuration, or anything with an attribute ``lln``.
         """
-        found = getattr(config, "lln", None)
+        # transformers' own way to an attribute takes longer than all that is asked here.
+        found = None if config is None else object.__getattribute__(config, "__dict__").get("lln")
         if found is None:
             return _DEFAULTS
         if not isinstance(found, dict):
