@@ -20,7 +20,7 @@ OPTIONS = {"block_size": 4, "group_size": 4, "keys": 3, "alpha": 1.0, "beta": 1.
 
 @pytest.fixture(autouse=True)
 def crossings(monkeypatch):
-    table = {"compiled": [[2, 20], [None, 10]], "plain": [[None, 20]], "causal": [[None, 15]]}
+    table = {"compiled": [[16, 20], [None, 10]], "plain": [[None, 20]], "causal": [[None, 15]]}
     monkeypatch.setattr(softmax_way, "CROSSINGS", {"cpu": table})
 
 
@@ -33,7 +33,7 @@ def is_softmax(call, impl="auto"):
     return isinstance(choose(call, impl), Softmax)
 
 
-def test_the_table_decides_by_heads_tokens_and_what_would_run_instead(monkeypatch):
+def test_the_table_decides_by_channels_tokens_and_what_would_run_instead(monkeypatch):
     # Without a compiler plain PyTorch would run.
     for engine, most in (("compiled", (20, 10)), ("plain", (20, 20))):
         reason = None if engine == "compiled" else "has no compiler"
@@ -57,7 +57,7 @@ def test_where_keys_hold_every_token_plain_pytorch_has_no_say(monkeypatch):
 
 def test_it_says_why():
     assert str(prepare(call_of(is_causal=True, tokens=9), "auto")) == (
-        "Softmax itself computes the call: up to 15 tokens it is sooner for 2 heads on cpu."
+        "Softmax itself computes the call: up to 15 tokens it is sooner for 16 channels on cpu."
     )
 
 
@@ -116,14 +116,14 @@ def test_more_tokens_than_the_table_has_run_what_they_would():
         assert torch.equal(attend(allowed, "auto"), attend(not_allowed, "auto"))
 
 
-def test_every_table_that_ships_ends_with_any_number_of_heads():
+def test_every_table_that_ships_ends_with_any_number_of_channels():
     shipped = json.loads(Path(softmax_way.__file__).with_name("crossings.json").read_text("utf-8"))
     shipped = shipped["crossings"]
     assert {"cpu", "cuda"} <= set(shipped)
     for tables in shipped.values():
         assert set(tables) == {"compiled", "plain", "causal"}
         for rows in tables.values():
-            heads = [most for most, _ in rows]
-            assert heads[-1] is None
-            assert heads[:-1] == sorted(set(heads[:-1]))
+            channels = [most for most, _ in rows]
+            assert channels[-1] is None
+            assert channels[:-1] == sorted(set(channels[:-1]))
             assert all(isinstance(tokens, int) and tokens >= 0 for _, tokens in rows)
