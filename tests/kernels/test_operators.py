@@ -203,7 +203,7 @@ def laid_out_otherwise():
     choice = keys_ops.fused_choice(
         query, key, None, 3, block_size=BLOCK, group_size=BLOCK, flip=False
     )
-    given = *sides, alpha, beta, offset, choice, *(None,) * 5, *NUMBERS, BLOCK, BLOCK, 0.5
+    given = *sides, alpha, beta, offset, choice, None, *NUMBERS, BLOCK, BLOCK, 0.5
     found = keys_ops.attend_keys(*given)
     yield "attend_keys_backward", gradient_like(found[0]), *given, *found
     given = key, value, beta, None, 1.0

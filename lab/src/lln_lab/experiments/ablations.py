@@ -6,9 +6,10 @@ one LLN and softmax stay at the frequencies of words for longer than this traini
 and all temperatures would look alike; with one they leave it within 200 steps, so that 600 steps
 tell them apart. *parts*: block size, how LLN and blocks are joined, exact keys, alternating layers,
 a convolution of the values; 1,500 steps, twice as many as blocks need to leave the frequencies of
-words. *keys*: exact keys at 512 and at 2,048 tokens, trained from scratch without slots
-(docs/exact_keys.md), beside keys at random, blocks that every other layer shifts by half, and a
-convolution. Its cells in which queries chose by their features are kept, but can no longer be made.
+words. *keys*: how many exact keys a query needs at 512 and at 2,048 tokens, trained from scratch
+without slots (docs/exact_keys.md), beside keys at random, pages, blocks that every other layer
+shifts by half, and a convolution. Kept cells with ``select=query`` and ``select=half`` are of
+choices that were removed; pages took their place.
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ KEYS = (
     "diag/softmax",
     "diag/lln_keys@keys=64,offset=-1e4",
     "diag/lln_keys@keys=64,offset=-1e4+random",
+    *(f"window/pages@pages={pages}" for pages in (1, 4, 16)),
+    "pages",
     "diag+conv",
     "diag/softmax+conv",
+    "window/pages+conv",
 )
 SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4)
 LENGTHS = (512, 2048)

@@ -101,6 +101,7 @@ EXPERIMENT = Experiment(
         "lln",
         "lln_diag",
         "lln_keys",
+        "pages",
         "elu",
         "hedgehog",
     ),
