@@ -216,7 +216,7 @@ def test_what_does_not_fit_gets_a_sentence(tiny, text):
         ({"offset": "much"}, "offset must be a finite number"),
         (
             {"select": "query"},
-            "select='query', and keys are chosen by blocks only;.* page_attention",
+            "select='query', and keys are chosen by blocks only;.*page_attention",
         ),
     ):
         with pytest.raises(InvalidInputError, match=said):
