@@ -289,7 +289,6 @@ def huge_blocks(causal):
         "keys": (lln_keys_attention, keys),
         "own keys": (lln_keys_attention, keys | {"group_size": 1}),
         "large groups": (lln_keys_attention, keys | {"group_size": FAR // 2}),
-        "by query": (lln_keys_attention, keys | {"select": "query"}),
     }
 
 

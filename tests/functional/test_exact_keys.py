@@ -20,7 +20,8 @@ from lln.testing import LAYOUTS, assert_close, make_qkv
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPES = [FP64, FP32, BF16, FP16]
-SELECTIONS = ["block", "query"]
+# Queries that share their keys: all of a block, or none.
+GROUPS = [None, 1]
 MASKS = ["right", "left", "holes", "one_row", "all"]
 LENGTHS = [0, 1, 2, 15, 63, 64, 65, 130, 257]
 GIVEN = {"alpha": 0.8, "beta": 1.1, "offset": -2.5}
@@ -94,7 +95,6 @@ def check(shape, dtype, *, block=16, keys=5, mask=None, causal=False, layout="co
         for name in ("alpha", "beta", "offset")
     ]
     alpha, beta, offset = numbers
-    select, group = more.get("select", "block"), more.get("group_size")
     options = {"block_size": block, "key_mask": key_mask, "is_causal": causal, **more}
     options["enable_gqa"] = True
     found = lln_keys_attention(
@@ -104,7 +104,7 @@ def check(shape, dtype, *, block=16, keys=5, mask=None, causal=False, layout="co
     indices = choose_keys(query, key, keys, **options)
     leaves = [query, key, value, *numbers]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    group = group or (block if select == "block" else 1)
+    group = more.get("group_size") or block
     where = {"block": block, "group": group, "mask": key_mask, "causal": causal}
     expected = expected_of(exact, indices, **where, scale=more.get("scale"))
     assert_close(found, expected)
@@ -140,9 +140,9 @@ def test_blocks_and_keys(block, keys, causal):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @pytest.mark.parametrize("mask", [None, *MASKS])
-@pytest.mark.parametrize("select", SELECTIONS)
-def test_selections_and_masks(select, mask, causal):
-    check(sizes(2, 2, 45), FP64, block=8, select=select, mask=mask, causal=causal)
+@pytest.mark.parametrize("group", GROUPS)
+def test_choices_and_masks(group, mask, causal):
+    check(sizes(2, 2, 45), FP64, block=8, group_size=group, mask=mask, causal=causal)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -157,7 +157,7 @@ def test_groups(group, mask):
     check(sizes(2, 2, 45), FP64, group_size=group, mask=mask)
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -169,19 +169,19 @@ def test_groups(group, mask):
     ],
     ids=str,
 )
-def test_shapes(shape, select):
-    check(shape, FP64, select=select, mask="holes")
+def test_shapes(shape, group):
+    check(shape, FP64, group_size=group, mask="holes")
 
 
 @pytest.mark.parametrize("scale", [0.7, -0.7, 2])
-@pytest.mark.parametrize("select", SELECTIONS)
-def test_scales(scale, select):
-    check(sizes(1, 2), FP64, scale=scale, select=select)
+@pytest.mark.parametrize("group", GROUPS)
+def test_scales(scale, group):
+    check(sizes(1, 2), FP64, scale=scale, group_size=group)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
-    check(sizes(), FP32, layout=layout, select="query", mask="left")
+    check(sizes(), FP32, layout=layout, group_size=1, mask="left")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
@@ -189,7 +189,7 @@ def test_layouts(layout):
 def test_reference_implementation_takes_the_same_arguments(mask, causal):
     inputs = make_qkv(2, 4, 45, 8, key_heads=2, value_width=5)
     options = {**GIVEN, "beta": torch.rand(2, 2, 1, 1) + 0.5, "enable_gqa": True}
-    options |= {"block_size": 8, "keys": 5, "is_causal": causal, "select": "query"}
+    options |= {"block_size": 8, "keys": 5, "is_causal": causal, "group_size": 1}
     options["key_mask"] = None if mask is None else make_mask(mask, 2, 45)
     found, wanted = (
         lln_keys_attention(*inputs, **options, impl=impl) for impl in ("eager", "reference")
@@ -253,13 +253,13 @@ def test_every_key_exact_is_softmax(mask, block, keys):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("keys", [50, 51, 1000])
 def test_as_many_keys_as_tokens_are_all_of_them(keys, causal, mask):
-    """Two lists of half as many would leave some out; a choice and a call must agree."""
+    """A choice and a call must agree."""
     query, key, value = make_qkv(2, 2, 50, 8, dtype=FP64)
     key_mask = None if mask is None else make_mask(mask, 2, 50)
     keep = torch.ones(50, 50, dtype=torch.bool)
     keep = keep.tril() if causal else keep
     keep = keep if mask is None else keep & key_mask[:, None, None]
-    options = {"block_size": 8, "select": "query", "key_mask": key_mask, "is_causal": causal}
+    options = {"block_size": 8, "group_size": 1, "key_mask": key_mask, "is_causal": causal}
     chosen = choose_keys(query, key, keys, **options)
     options |= GIVEN if causal else {}
     wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=keep).nan_to_num(0.0)
@@ -272,7 +272,7 @@ def test_packed_sequences_shorter_than_the_keys_see_all():
     query, key, value = (side[0].transpose(0, 1) for side in make_qkv(1, 2, 50, 8, dtype=FP64))
     bounds = torch.tensor([0, 20, 50])
     found = lln_keys_attention_varlen(
-        query, key, value, bounds, block_size=8, keys=40, select="query"
+        query, key, value, bounds, block_size=8, keys=40, group_size=1
     )
     for start, end in ((0, 20), (20, 50)):
         sides = (side[start:end].transpose(0, 1) for side in (query, key, value))
@@ -294,12 +294,12 @@ def test_every_key_exact_is_causal_softmax(masked):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
-def test_more_keys_are_closer_to_softmax(select):
+@pytest.mark.parametrize("group", GROUPS)
+def test_more_keys_are_closer_to_softmax(group):
     query, key, value = make_qkv(1, 4, 128, 16, scale=1.5, dtype=FP64)
     wanted = F.scaled_dot_product_attention(query, key, value)
     errors = [
-        (lln_keys_attention(query, key, value, block_size=16, keys=keys, select=select) - wanted)
+        (lln_keys_attention(query, key, value, block_size=16, keys=keys, group_size=group) - wanted)
         .norm()
         .item()
         for keys in (0, 12, 40, 110)
@@ -323,13 +323,13 @@ def test_no_keys_leave_block_and_slots():
 
 @pytest.mark.parametrize("spread", [1.0, 8.0])
 def test_an_offset_far_below_leaves_softmax_over_block_and_keys(spread):
-    """The recipe of docs/exact_keys.md for training from scratch, at any temperature."""
+    """At any temperature."""
     sides = [side.requires_grad_() for side in make_qkv(1, 2, 40, 8, dtype=FP64)]
     query, key, value = sides
-    chosen = choose_keys(query, key, 6, block_size=8, select="query")
+    chosen = choose_keys(query, key, 6, block_size=8, group_size=1)
     found = lln_keys_attention(
         query, key, value, alpha=spread, beta=spread, offset=-1e4, block_size=8, keys=chosen,
-        select="query",
+        group_size=1,
     )  # fmt: skip
     place = torch.arange(40) // 8
     exact = (place[:, None] == place).repeat(1, 2, 1, 1)
@@ -345,16 +345,16 @@ def test_an_offset_far_below_leaves_softmax_over_block_and_keys(spread):
 
 
 def keys_forms():
-    for select in SELECTIONS:
+    for group in GROUPS:
         for causal in (False, True):
-            options = {"block_size": 8, "keys": 4, "select": select, "is_causal": causal}
+            options = {"block_size": 8, "keys": 4, "group_size": group, "is_causal": causal}
             yield options | (GIVEN if causal else {})
 
 
 every_form = pytest.mark.parametrize(
     "options",
     list(keys_forms()),
-    ids=lambda o: f"{o['select']}-{'causal' if o['is_causal'] else 'both'}",
+    ids=lambda o: f"{o['group_size']}-{'causal' if o['is_causal'] else 'both'}",
 )
 
 
@@ -432,18 +432,18 @@ def test_empty_inputs(batch, heads, tokens, masked, options):
     assert out.shape == (batch, heads, tokens, 6)
     out.sum().backward()
     assert all(side.grad is not None and not side.grad.any() for side in sides)
-    names = ("block_size", "select", "is_causal")
+    names = ("block_size", "group_size", "is_causal")
     indices = choose_keys(*sides[:2], 4, key_mask=mask, **{name: options[name] for name in names})
-    groups = blocks_in(tokens, 8, masked) * (1 if options["select"] == "block" else 8)
+    groups = blocks_in(tokens, 8, masked) * (8 // (options["group_size"] or 8))
     assert indices.shape[:3] == (batch, heads, groups)
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_short_sequences_are_finite(tokens, select):
+def test_short_sequences_are_finite(tokens, group):
     """One key has no spread to match."""
     sides = make_qkv(2, 2, tokens, 4, requires_grad=True)
-    out = lln_keys_attention(*sides, block_size=1, keys=4, select=select)
+    out = lln_keys_attention(*sides, block_size=1, keys=4, group_size=group)
     out.sum().backward()
     assert out.isfinite().all()
     assert all(side.grad.isfinite().all() for side in sides)
@@ -454,15 +454,15 @@ def test_large_numbers_are_finite():
     assert lln_keys_attention(query, key, value, block_size=8, keys=4).isfinite().all()
 
 
-@pytest.mark.parametrize(("select", "group_size"), [("block", 1), ("block", 8), ("query", None)])
+@pytest.mark.parametrize("group_size", [1, 8])
 @pytest.mark.parametrize("side", [0, 1, 2], ids=["query", "key", "value"])
-def test_causal_rows_see_no_later_block(select, group_size, side):
+def test_causal_rows_see_no_later_block(group_size, side):
     """Of later queries in their own block, those that share their choice may count; see below."""
     sides = make_qkv(1, 2, 40, 8, dtype=FP64)
     options = {**GIVEN, "is_causal": True, "block_size": 8, "keys": 4}
-    options |= {"select": select, "group_size": group_size}
+    options["group_size"] = group_size
     wanted = lln_keys_attention(*sides, **options)
-    alone = side > 0 or select == "query" or group_size == 1
+    alone = side > 0 or group_size == 1
     for start in (9, 12, 31, 32) if alone else (8, 16, 32):
         changed = [tensor.clone() for tensor in sides]
         changed[side][:, :, start:] = 3 * torch.randn(1, 2, 40 - start, 8, dtype=FP64)
@@ -558,10 +558,10 @@ def one_by_one(sides, lengths, numbers, **options):
         ("causal", "eager"),
         ("causal", "reference"),
     ],
-    select=SELECTIONS,
+    group=GROUPS,
     packing=PACKED,
 )
-def test_packed_equals_one_call_per_sequence(packing, select, how):
+def test_packed_equals_one_call_per_sequence(packing, group, how):
     form, impl = how
     lengths = PACKED[packing]
     sides = packed_sides(lengths)
@@ -571,7 +571,7 @@ def test_packed_equals_one_call_per_sequence(packing, select, how):
             name: (torch.rand(len(lengths), 4, 1, 1, dtype=FP64) * number).requires_grad_()
             for name, number in GIVEN.items()
         }
-    options = {"block_size": 8, "keys": 4, "select": select, "is_causal": form == "causal"}
+    options = {"block_size": 8, "keys": 4, "group_size": group, "is_causal": form == "causal"}
     found = lln_keys_attention_varlen(
         *sides, bounds_of(lengths), **numbers, **options, enable_gqa=True, impl=impl
     )
@@ -662,12 +662,12 @@ def test_packed_indices_of_other_sequences_do_not_count(impl):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("side", [0, 1, 2], ids=["query", "key", "value"])
-def test_nan_stays_in_its_packed_sequence(side, select, causal):
+def test_nan_stays_in_its_packed_sequence(side, group, causal):
     lengths = [12, 20, 9]
     sides = [tensor.detach() for tensor in packed_sides(lengths)]
-    options = {**GIVEN, "block_size": 8, "keys": 4, "select": select, "is_causal": causal}
+    options = {**GIVEN, "block_size": 8, "keys": 4, "group_size": group, "is_causal": causal}
     options["enable_gqa"] = True
     wanted = lln_keys_attention_varlen(*sides, bounds_of(lengths), **options)
     sides[side][30] = torch.nan
@@ -678,10 +678,10 @@ def test_nan_stays_in_its_packed_sequence(side, select, causal):
 
 
 @pytest.mark.parametrize("bounds", [[0], [0, 0], [0, 0, 0]], ids=str)
-@pytest.mark.parametrize("select", SELECTIONS)
-def test_packed_without_tokens(select, bounds):
+@pytest.mark.parametrize("group", GROUPS)
+def test_packed_without_tokens(group, bounds):
     sides = [torch.zeros(0, 2, 4, requires_grad=True) for _ in range(3)]
-    out = lln_keys_attention_varlen(*sides, torch.tensor(bounds), select=select)
+    out = lln_keys_attention_varlen(*sides, torch.tensor(bounds), group_size=group)
     assert out.shape == (0, 2, 4)
     out.sum().backward()
     assert all(side.grad is not None for side in sides)
@@ -742,26 +742,23 @@ def announced(call):
     return one
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
-def test_calls_are_announced(select):
+@pytest.mark.parametrize("group", GROUPS)
+def test_calls_are_announced(group):
     query, key, value = make_qkv(2, 2, 30, 4)
-    call = announced(
-        lambda: lln_keys_attention(query, key, value, block_size=8, keys=4, select=select)
-    )
+    choice = {"block_size": 8, "group_size": group}
+    call = announced(lambda: lln_keys_attention(query, key, value, keys=4, **choice))
     assert call.kind == "lln_keys"
     assert call.block_size == 8
-    assert call.group_size == (8 if select == "block" else 1)
+    assert call.group_size == (group or 8)
     assert call.offset.shape == call.alpha.shape == call.beta.shape == (2, 2, 1, 1)
-    wanted = choose_keys(query, key, 4, block_size=8, select=select)
+    wanted = choose_keys(query, key, 4, **choice)
     assert torch.equal(call.indices, wanted)
     again = lln_keys_attention(
         *(query, key, value),
         **{"alpha": call.alpha, "beta": call.beta, "offset": call.offset, "keys": call.indices},
-        **{"block_size": 8, "group_size": call.group_size, "select": select},
+        **{"block_size": 8, "group_size": call.group_size},
     )
-    torch.testing.assert_close(
-        again, lln_keys_attention(query, key, value, block_size=8, keys=4, select=select)
-    )
+    torch.testing.assert_close(again, lln_keys_attention(query, key, value, keys=4, **choice))
 
 
 def test_packed_calls_are_announced():

@@ -95,28 +95,27 @@ def test_second_derivatives():
     assert gradgradcheck(attend, (*sides, *numbers_of(())), fast_mode=True)
 
 
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_the_choice_has_no_part_in_the_gradient(select):
+@pytest.mark.parametrize("group", [4, 1])
+def test_the_choice_has_no_part_in_the_gradient(group):
     query, key, value = leaves(2, 2, 20, 4)
-    options = {"alpha": 0.7, "beta": 0.9, "offset": -1.0, "block_size": 4}
-    chosen = choose_keys(query, key, 4, block_size=4, select=select)
-    group = 4 if select == "block" else 1
+    options = {"alpha": 0.7, "beta": 0.9, "offset": -1.0, "block_size": 4, "group_size": group}
+    chosen = choose_keys(query, key, 4, block_size=4, group_size=group)
     found, wanted = (
         torch.autograd.grad(
             lln_keys_attention(query, key, value, **options, **how).square().sum(),
             (query, key, value),
         )
-        for how in ({"keys": 4, "select": select}, {"keys": chosen, "group_size": group})
+        for how in ({"keys": 4}, {"keys": chosen})
     )
     assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_masked_tokens_get_no_gradient(select, causal):
+@pytest.mark.parametrize("group", [8, 1])
+def test_masked_tokens_get_no_gradient(group, causal):
     query, key, value = leaves(2, 2, 30, 3)
     mask = holes(2, 30)
-    options = {"alpha": 0.7, "beta": 0.9, "offset": -1.0, "is_causal": causal, "select": select}
+    options = {"alpha": 0.7, "beta": 0.9, "offset": -1.0, "is_causal": causal, "group_size": group}
     out = lln_keys_attention(query, key, value, key_mask=mask, block_size=8, keys=4, **options)
     out.square().sum().backward()
     hidden = ~mask[:, None, :, None]

@@ -73,7 +73,6 @@ def dense_keys_matrix(
     scale=None,
     offset=None,
     keys=64,
-    select="block",
     group_size=None,
 ):
     """P of exact keys of one sample; what is not given is matched and chosen."""
@@ -88,7 +87,7 @@ def dense_keys_matrix(
     if isinstance(keys, torch.Tensor):
         indices = keys[None]
     else:
-        own = {"select": select, "group_size": group_size, "scale": scale}
+        own = {"group_size": group_size, "scale": scale}
         own |= {"block_size": block_size, "key_mask": mask, "is_causal": is_causal}
         indices = choose_keys(*sides, keys, **own)
     pairs = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
@@ -99,9 +98,8 @@ def dense_keys_matrix(
     pairs = pairs.tril() if is_causal else pairs
     # Blocks are counted from the first key that a row may see: only the mask says which.
     seen = None if keep is None else pairs
-    group = group_size or (block_size if select == "block" else 1)
     exact = reference.exact_pairs(
-        indices, tokens, block_size, group, keep=seen, is_causal=is_causal
+        indices, tokens, block_size, group_size or block_size, keep=seen, is_causal=is_causal
     )
     exact = exact & pairs
     alpha, beta = (torch.as_tensor(side, dtype=torch.float64) for side in (alpha, beta))

@@ -37,7 +37,7 @@ def test_any_attention(data):
         "scale": data.draw(st.sampled_from([None, -0.3, 1.0])),
         "offset": data.draw(st.floats(-8, 2)),
         "keys": data.draw(st.integers(0, 12)),
-        "select": data.draw(st.sampled_from(["block", "query"])),
+        "group_size": data.draw(st.sampled_from([None, 1])),
         "window": data.draw(st.integers(0, 70)),
     }
     seed = data.draw(st.integers(0, 2**31))

@@ -39,10 +39,10 @@ def rows_of(query, key, **options):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize(("select", "group_size"), [("block", None), ("block", 4), ("query", None)])
-def test_rows_are_the_weights_of_the_attention(select, group_size, is_causal):
+@pytest.mark.parametrize("group_size", [None, 4, 1])
+def test_rows_are_the_weights_of_the_attention(group_size, is_causal):
     query, key, value = make_qkv(2, 4, 90, 8, key_heads=2, dtype=torch.float64)
-    choice = {"keys": 11, "select": select, "group_size": group_size, "block_size": 16}
+    choice = {"keys": 11, "group_size": group_size, "block_size": 16}
     options = NUMBERS | choice | {"is_causal": is_causal}
     matrix = rows_of(query, key, **options).unflatten(0, (2, 4))
     out = lln.lln_keys_attention(query, key, value, enable_gqa=True, **options)
@@ -169,7 +169,6 @@ def test_what_is_missing_or_does_not_fit_is_said():
         ({"is_causal": True, "alpha": 1.0, "beta": 1.0}, CausalStatisticsError, "the offset"),
         ({"keys": -1}, InvalidInputError, "keys must be"),
         ({"keys": torch.zeros(1, 2, 3, 4, dtype=torch.int64)}, InvalidInputError, "keys must be i"),
-        ({"select": "best"}, InvalidInputError, "select must be 'block' or 'query'"),
         ({"group_size": 3}, InvalidInputError, "group_size must divide block_size"),
         ({"offset": math.nan}, InvalidInputError, "offset must be a finite number"),
         ({"matching": "best"}, InvalidInputError, "matching must be one of"),

@@ -121,7 +121,7 @@ def test_more_keys_bring_a_model_closer_to_its_original(tiny, text):
 def test_a_converted_model_is_saved_and_loaded(tiny, text, tmp_path, statistics):
     model = tiny("roberta", **NO_DROPOUT)
     inputs = text(24, padding=5)
-    convert(model, "lln_keys", calibrate=inputs, statistics=statistics, select="query", **SIZES)
+    convert(model, "lln_keys", calibrate=inputs, statistics=statistics, **SIZES)
     if statistics == "learned":
         with torch.no_grad():
             heads_of(model, 1).offset.value.add_(1.5)
@@ -129,7 +129,7 @@ def test_a_converted_model_is_saved_and_loaded(tiny, text, tmp_path, statistics)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text("utf-8"))["lln"]
     kept = {"sample": None, "fixed": "fixed"}.get(statistics, "learned")
-    wanted = SIZES | {"select": "query", "matching": "rest", "offset": kept}
+    wanted = SIZES | {"matching": "rest", "offset": kept}
     assert {name: saved[name] for name in wanted} == wanted
     loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
     assert loaded.config._attn_implementation == "lln_keys"
@@ -203,7 +203,6 @@ def test_what_does_not_fit_gets_a_sentence(tiny, text):
         convert(model, "lln_keys", mix="gate", batch=text())
     for options, said in (
         ({"keys": -1}, "keys"),
-        ({"select": "best"}, "select must be 'block' or 'query'"),
         ({"group_size": 3}, "group_size must divide block_size"),
         ({"matching": "hope"}, "matching must be one of 'rest'"),
     ):
@@ -215,13 +214,17 @@ def test_what_does_not_fit_gets_a_sentence(tiny, text):
     for settings, said in (
         ({"offset": "learned"}, "needs a module to live in"),
         ({"offset": "much"}, "offset must be a finite number"),
+        (
+            {"select": "query"},
+            "select='query', and keys are chosen by blocks only;.*page_attention",
+        ),
     ):
         with pytest.raises(InvalidInputError, match=said):
             tiny("roberta", "lln_keys", settings)(**text())
+    # What models were saved with when it was one of two.
+    tiny("roberta", "lln_keys", {"select": "block"})(**text())
     with pytest.raises(CausalStatisticsError, match=r"config.lln\['offset'\]"):
         tiny("llama", "lln_keys", FIXED | {"offset": None})(**text())
-    # A causal choice looks at earlier tokens only, however keys are selected.
-    tiny("llama", "lln_keys", FIXED | {"select": "query"})(**text())
 
 
 def test_a_changed_offset_in_the_configuration_is_refused(tiny, text):

@@ -165,8 +165,6 @@ def test_only_sequences_that_block_and_keys_cover_are_doubted():
 
 def test_what_does_not_fit_gets_a_sentence():
     query, key, value = gaussian(tokens=100)
-    with pytest.raises(InvalidInputError, match="select must be 'block' or 'query'"):
-        calibrate_keys(query, key, value, select="best")
     with pytest.raises(InvalidInputError, match="keys"):
         calibrate_keys(query, key, value, keys=-1)
     with pytest.raises(InvalidInputError, match="T = 100 and S = 50"):

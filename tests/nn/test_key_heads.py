@@ -41,13 +41,13 @@ def closed_form(q, k, alpha, beta, mask=None):
     return mass_offset(head_moments(q, k, mask), alpha, beta, D)
 
 
-@pytest.mark.parametrize("select", ["block", "query"])
+@pytest.mark.parametrize("group", [None, 1])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_core_is_the_function(select, masked):
+def test_the_core_is_the_function(group, masked):
     q, k, v = heads_of()
     mask = some_padding() if masked else None
-    found = core_of(select=select)(q, k, v, key_mask=mask)
-    expected = lln.lln_keys_attention(q, k, v, select=select, key_mask=mask, **SIZES)
+    found = core_of(group_size=group)(q, k, v, key_mask=mask)
+    expected = lln.lln_keys_attention(q, k, v, group_size=group, key_mask=mask, **SIZES)
     assert torch.equal(found, expected)
 
 
@@ -152,7 +152,7 @@ def test_checkpointing_gives_the_same_gradients(reentrant):
     "options",
     [
         CAUSAL | {"offset": -2.0},
-        CAUSAL | {"offset": -2.0, "select": "query"},
+        CAUSAL | {"offset": -2.0, "group_size": 1},
         CAUSAL | {"offset": -2.0, "group_size": 4},
         CAUSAL | {"learn_offset": True},
         {"statistics": "learned", "learn_offset": True},
@@ -190,9 +190,7 @@ def test_causal_calls_that_would_see_the_future_are_refused():
     [
         ({"keys": -1}, "keys"),
         ({"block_size": 0}, "block_size"),
-        ({"select": "best"}, "select must be 'block' or 'query'"),
         ({"group_size": 3}, "group_size must divide block_size"),
-        ({"select": "query", "group_size": 4}, "takes no group_size"),
         ({"matching": "hope"}, "matching must be one of 'rest'"),
         ({"dropout": 0.1}, "has no dropout"),
         ({"offset": "learned"}, "learn_offset=True"),

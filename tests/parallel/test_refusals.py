@@ -153,8 +153,6 @@ def test_implementations_that_cannot_read_other_summaries(pool, kind, impl):
 
 
 def test_choices_that_are_not_available(pool):
-    ways = ("gather the sequence and call lln.lln_keys_attention", "select='block' for others")
-    refused(pool, *ways, "'query'", kind="lln_keys", options={"select": "query"})
     keys = torch.zeros(1, 2, 1, 3, dtype=torch.int64)
     refused(pool, "as a number", kind="lln_keys", options={"keys": keys})
 

@@ -100,7 +100,7 @@ def test_options_that_do_not_fit_are_refused():
 def test_lln_keys_is_lln_keys_attention():
     query, key, value = heads()
     mask = some_padding()
-    sizes = {"block_size": 8, "keys": 6, "select": "query"}
+    sizes = {"block_size": 8, "keys": 6, "group_size": 1}
     found = build("lln_keys", **sizes).core(query, key, value, mask)
     expected = lln.lln_keys_attention(query, key, value, key_mask=mask, **sizes)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -123,7 +123,7 @@ def test_a_learned_offset_starts_in_training_and_shows_in_the_matrix():
     assert layer.core.attention.offset.known
 
 
-@pytest.mark.parametrize("options", [{"select": "query"}, {"group_size": 4}])
+@pytest.mark.parametrize("options", [{"group_size": 1}, {"group_size": 4}])
 def test_no_choice_of_a_causal_layer_looks_ahead(options):
     layer = build("lln_keys", is_causal=True, block_size=8, keys=4, **options).eval()
     x = tokens()

@@ -12,30 +12,23 @@ import torch
 from torch import Tensor
 
 from lln.checks.arguments import MATCHING_CRITERIA, check_count, check_per_head
-from lln.checks.names import check_choice, shown
+from lln.checks.names import shown
 from lln.checks.tensors import check_tensor, shape_of
 from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.tracing import values_are_readable
 
 KEYS_MATCHING = ("rest", *MATCHING_CRITERIA)
-SELECTIONS = ("block", "query")
 
 
-def check_selection(select: str, group_size: int | None, block_size: int) -> int:
-    """Refuse an unknown selection, or groups that do not divide a block.
+def check_group_size(group_size: int | None, block_size: int) -> int:
+    """Refuse groups that do not divide a block.
 
     Returns:
-        How many queries share their keys.
+        How many queries share their keys; a block, unless told otherwise.
     """
-    check_choice("select", select, SELECTIONS)
     if group_size is None:
-        return block_size if select == "block" else 1
+        return block_size
     check_count("group_size", group_size)
-    if select != "block" and group_size != 1:
-        raise InvalidInputError(
-            f"select={select!r} gives every query its own keys and takes no group_size, got "
-            f"{group_size}; leave it out, or use select='block'."
-        )
     if block_size % group_size:
         raise InvalidInputError(
             f"group_size must divide block_size, got {group_size} and {block_size}."

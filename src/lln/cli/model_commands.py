@@ -52,19 +52,12 @@ Keys = Annotated[
         metavar="N", help="Of lln_keys: keys outside its block that a query sees exactly.", min=0
     ),
 ]
-Select = Annotated[
-    str,
-    typer.Option(
-        help="Of lln_keys: how these are chosen: block (by a block's mean query) or query (by each "
-        "query's strongest features)."
-    ),
-]
 GroupSize = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Of lln_keys with --select block: queries that share their keys, a divisor of the "
-        "block size. 16 choose better than a block and cost more. Default: a block.",
+        help="Of lln_keys: queries that share their keys, a divisor of the block size. 16 choose "
+        "better than a block and cost more. Default: a block.",
         min=1,
     ),
 ]
@@ -131,7 +124,6 @@ def convert(
     mix: Mix = "0.5",
     block_size: BlockSize = None,
     keys: Keys = 64,
-    select: Select = "block",
     group_size: GroupSize = None,
     convolution: Convolution = 0,
     overwrite: Overwrite = False,
@@ -175,7 +167,6 @@ def convert(
             mix=number_or_name(mix),
             block_size=block_size,
             keys=keys,
-            select=select,
             group_size=group_size,
             convolution=convolution,
             overwrite=overwrite,

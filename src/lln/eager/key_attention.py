@@ -25,15 +25,10 @@ from torch import Tensor
 
 from lln.eager.key_blocks import Groups, KeyBlocks
 from lln.eager.key_terms import KeyTerms, Slots
-from lln.eager.masked_keys import attend_masked
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift
 from lln.eager.selection import seen_keys
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise, summarise_heads
-
-# How chosen keys are read: copied for every group, which always works, or with all scores and a
-# mask that hides the other keys.
-COPIED, MASKED = "", "by all scores and a mask"
 
 
 class Earlier(NamedTuple):
@@ -52,21 +47,16 @@ class Earlier(NamedTuple):
     number: Tensor
 
 
-def attend_keys(
-    terms: KeyTerms, indices: Tensor, *, are_seen: bool = False, reading: str = COPIED
-) -> Tensor:
+def attend_keys(terms: KeyTerms, indices: Tensor, *, are_seen: bool = False) -> Tensor:
     """The attention above: ``[B, H, T, E]``.
 
     Args:
         terms: The call.
         indices: int ``[B, H, G, K]``; -1 = none. Keys that a group may not see are left out.
         are_seen: Whether indices hold only keys that a group may see, so that none is left out.
-        reading: How chosen keys are read; see `masked_keys.can_mask`.
     """
     seen = indices >= 0 if are_seen else seen_keys(indices, terms.groups)
     share = log_share(seen, terms.groups, terms.query.dtype)
-    if reading == MASKED:
-        return attend_masked(terms, share, indices, seen)
     chosen = tuple(_pick(side, indices, seen) for side in (terms.key, terms.value))
     return attend_rows(terms, share, chosen, seen)
 

@@ -20,7 +20,7 @@ from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
-from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks, slots_of_heads
+from lln.eager.key_attention import attend_keys, slots_of_blocks, slots_of_heads
 from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.page_attention import attend_pages
@@ -33,13 +33,12 @@ from lln.tracing import is_untraced_on_cpu
 _PADDING_LIMIT = 1e18
 
 
-def attend_dense(call: Call, *, walks: bool = False, reading: str = COPIED) -> Tensor:
+def attend_dense(call: Call, *, walks: bool = False) -> Tensor:
     """``[B, H, T, E]`` in the dtype of query.
 
     Args:
         call: A dense call.
         walks: See `causal_attention`.
-        reading: See `lln.eager.key_attention`.
     """
     query, key, value = widen(*call.qkv, call.key_mask, call.dropout_p)
     wide = call.replace(query=query, key=key, value=value)
@@ -54,7 +53,7 @@ def attend_dense(call: Call, *, walks: bool = False, reading: str = COPIED) -> T
     elif call.kind == "lln_diag":
         out = join(long_range(wide, walks), short_range(wide), call.mix)
     else:
-        out = exact_keys(wide, reading)
+        out = exact_keys(wide)
     return out.to(call.query.dtype)
 
 
@@ -96,7 +95,7 @@ def near_range(call: Call, places: Tensor | None = None) -> Tensor:
     )
 
 
-def exact_keys(call: Call, reading: str) -> Tensor:
+def exact_keys(call: Call) -> Tensor:
     """Attention over own block, chosen keys and slots, of a call in the accumulation dtype.
 
     Indices hold only keys that a group may see, or -1.
@@ -113,7 +112,7 @@ def exact_keys(call: Call, reading: str) -> Tensor:
     else:
         slots = slots_of_heads(call.key, call.value, call.beta, key_mask, heads)
     terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
-    return attend_keys(terms, indices, are_seen=True, reading=reading)
+    return attend_keys(terms, indices, are_seen=True)
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lln.checks.key_options import check_selection
+from lln.checks.key_options import check_group_size
 from lln.errors import CausalStatisticsError
 from lln.integrations.attached import AttachedHeads
 from lln.integrations.packed_batches import is_packed, padded
@@ -59,8 +59,7 @@ class AttentionCall:
     @property
     def group_size(self) -> int:
         """How many queries share their exact keys."""
-        settings = self.settings
-        return check_selection(settings.select, settings.group_size, self.block_size)
+        return check_group_size(self.settings.group_size, self.block_size)
 
     @property
     def keys(self) -> int:
@@ -87,7 +86,6 @@ class AttentionCall:
             "matching": self.settings.criterion(self.attention),
             "keys": self.keys,
             "block_size": self.block_size,
-            "select": self.settings.select,
             "group_size": self.group_size,
         }
 

@@ -58,7 +58,6 @@ def convert(
     mix: float | str = 0.5,
     block_size: int | None = None,
     keys: int = 64,
-    select: str = "block",
     group_size: int | None = None,
     convolution: int = 0,
     momentum: float = 0.1,
@@ -95,8 +94,7 @@ def convert(
             ``"scale"``, ``"gate"`` or ``"heads"`` (see `lln.LLNDiagCore`).
         block_size: Tokens in a diagonal block; None = the head width, 64 for ``"lln_keys"``.
         keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
-        select: How they are chosen (see `lln.choose_keys`).
-        group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        group_size: Queries that share them; None = a block.
         convolution: Tokens under a depthwise convolution of the values, added to the output of
             every converted layer: an odd number, 0 = none. It starts at zero and changes nothing
             until it is trained, as by `lln recover`. For encoders.
@@ -136,7 +134,6 @@ def convert(
         momentum=momentum,
         block_size=block_size,
         keys=keys,
-        select=select,
         group_size=group_size,
         convolution=convolution,
         impl=impl,

@@ -13,7 +13,7 @@ from operator import is_
 from typing import Any
 
 from lln import checks
-from lln.checks.key_options import KEYS_MATCHING, check_selection
+from lln.checks.key_options import KEYS_MATCHING, check_group_size
 from lln.checks.names import check_choice, did_you_mean, shown
 from lln.checks.schema import fault
 from lln.errors import InvalidInputError
@@ -91,8 +91,7 @@ class Settings:
             ``"ratio"``, ``"scale"``, ``"gate"`` or ``"heads"`` (see `lln.LLNDiagCore`).
         block_size: Tokens in a diagonal block; None = the head width, 64 for ``lln_keys``.
         keys: Of ``lln_keys``: how many keys outside its block a group of queries sees one by one.
-        select: How they are chosen (see `lln.choose_keys`).
-        group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        group_size: Queries that share them; None = a block.
         offset: What puts the slots on the scale of softmax scores: a number; None = the closed
             form in every call; after `convert` also ``"fixed"`` or ``"learned"``, per head.
         convolution: Tokens under a depthwise convolution of the values that `convert` gave every
@@ -113,7 +112,6 @@ class Settings:
     mix: float | str = 0.5
     block_size: int | None = None
     keys: int = 64
-    select: str = "block"
     group_size: int | None = None
     offset: float | str | None = None
     convolution: int = 0
@@ -142,7 +140,7 @@ class Settings:
         if self.block_size is not None:
             checks.check_block_size(self.block_size)
         checks.check_count("keys", self.keys, 0)
-        check_selection(self.select, self.group_size, self.block_size or KEYS_BLOCK)
+        check_group_size(self.group_size, self.block_size or KEYS_BLOCK)
         checks.check_count("convolution", self.convolution, 0)
         self._check_offset()
         if isinstance(self.mix, str):
@@ -240,6 +238,15 @@ class Settings:
         before, settings = _known.get(id(found), ({}, _DEFAULTS))
         if list(found) == list(before) and all(map(is_, found.values(), before.values())):
             return settings
+        given, found = found, dict(found)
+        # Once queries could also choose by their features.
+        select = found.pop("select", "block")
+        if select != "block":
+            raise InvalidInputError(
+                f"config.lln has select={shown(select)}, and keys are chosen by blocks only; "
+                "convert the original model again, or use the pages of lln.page_attention, which "
+                "every query chooses for itself."
+            )
         unknown = sorted(set(found) - _NAMES)
         if unknown:
             said = ", ".join(f"{name}{did_you_mean(name, _NAMES)}" for name in unknown)
@@ -250,7 +257,7 @@ class Settings:
         if not is_compiling():
             if len(_known) >= 256:
                 _known.clear()
-            _known[id(found)] = dict(found), settings
+            _known[id(given)] = dict(given), settings
         return settings
 
     def as_dict(self) -> dict[str, Any]:

@@ -53,14 +53,12 @@ class KeyChoice(NamedTuple):
     Attributes:
         keys: K.
         block_size: Tokens in a block.
-        select: As in `lln.choose_keys`.
         group_size: Queries that share their keys.
         is_causal: Whether row i sees keys 0 … i only.
     """
 
     keys: int
     block_size: int
-    select: str
     group_size: int
     is_causal: bool
 
@@ -194,12 +192,12 @@ def _measure(
         scale: Factor of the softmax scores; None = 1/√D.
     """
     _, heads, tokens, width = query.shape
-    keys, block_size, select, group_size, is_causal = choice
+    keys, block_size, group_size, is_causal = choice
     block_size, group_size = fit_blocks(block_size, group_size, tokens)
     blocks = dense_blocks(1, tokens, block_size, key_mask, query.device)
     groups = Groups(blocks, group_size, key_mask, is_causal)
     flip = scale is not None and scale < 0
-    indices = choose(query, key, keys, groups, select=select, flip=flip)
+    indices = choose(query, key, keys, groups, flip=flip)
     scale = 1 / math.sqrt(width) if scale is None else scale
     key, value = (side.repeat_interleave(heads // side.shape[1], 1) for side in (key, value))
     if key_mask is not None:

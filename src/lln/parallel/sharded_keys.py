@@ -49,7 +49,6 @@ def lln_keys_attention(
     matching: str = "rest",
     block_size: int = 64,
     keys: int = 64,
-    select: str = "block",
     group_size: int | None = None,
     offset: float | Tensor | None = None,
     key_mask: Tensor | None = None,
@@ -74,7 +73,6 @@ def lln_keys_attention(
         matching: As in `lln.lln_keys_attention`, from the statistics of the whole sequence.
         block_size: Tokens in a block; blocks that cross ranks are computed where they begin.
         keys: How many keys outside its block every group sees one by one.
-        select: ``"block"``; the others need the whole sequence on one rank.
         group_size: Queries that share their chosen keys; None = a block.
         offset: As in `lln.lln_keys_attention`; the gradient is this rank's share.
         key_mask: As in `lln.parallel.lln_diag_attention`.
@@ -100,7 +98,6 @@ def lln_keys_attention(
         key_mask=key_mask,
         is_causal=is_causal,
         keys=keys,
-        select=select,
         group_size=group_size,  # pyright: ignore[reportArgumentType] None until it is checked
         offset=offset,
     )

@@ -17,7 +17,6 @@ from lln.cli.model_commands import (
     Keys,
     Layers,
     Overwrite,
-    Select,
     Target,
     number_or_name,
 )
@@ -45,7 +44,6 @@ def recover(
     ] = None,
     block_size: BlockSize = None,
     keys: Keys = 64,
-    select: Select = "block",
     group_size: GroupSize = None,
     convolution: Convolution = 0,
     tokens: Annotated[
@@ -120,7 +118,6 @@ def recover(
             mix=number_or_name(mix),
             block_size=block_size,
             keys=keys,
-            select=select,
             group_size=group_size,
             convolution=convolution,
             training={

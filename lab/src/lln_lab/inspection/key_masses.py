@@ -50,7 +50,6 @@ def key_masses(
     *,
     keys: int | Iterable[int] = KEYS,
     block_size: int = 64,
-    select: str = "block",
     group_size: int | None = None,
     key_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -69,8 +68,7 @@ def key_masses(
         key: ``[B, Hk, T, D]``, H a multiple of Hk, or ``[T, Hk, D]``.
         keys: Numbers of keys to try, or one.
         block_size: Tokens in a block.
-        select: How keys are chosen, see `lln.choose_keys`.
-        group_size: Queries that share their chosen keys, likewise.
+        group_size: Queries that share their chosen keys, see `lln.choose_keys`.
         key_mask: bool ``[B, T]``, True = attend; padded queries do not count either.
         is_causal: Whether row i sees keys 0 … i only, and chosen keys are of earlier blocks.
         scale: Factor of the scores; None = 1/√D.
@@ -96,7 +94,6 @@ def key_masses(
         checks.check_count("most_rows", most_rows)
     options: dict[str, Any] = {
         "block_size": block_size,
-        "select": select,
         "group_size": group_size,
         "key_mask": key_mask,
         "is_causal": is_causal,
