@@ -13,7 +13,7 @@ def places(queries, keys, tokens, key_mask):
 
 
 def parts(queries, tokens, window, sinks, key_mask, is_causal):
-    """What is visible, near, and a sink: bool ``[B or 1, T, S]``; and the places ``[B or 1, S]``."""
+    """What is visible, near, a sink: bool ``[B or 1, T, S]``; and the places ``[B or 1, S]``."""
     distance, place = places(queries, tokens, tokens, key_mask)
     seen = torch.ones(1, queries, tokens, dtype=torch.bool)
     if key_mask is not None:
@@ -48,14 +48,17 @@ def best_pages(scores, pages):
     """Ascending indices of the largest scores, ties to the lower page; -1 where there are fewer."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True)
     kept = min(pages, scores.shape[-1])
-    index = order.indices[..., :kept].masked_fill(order.values[..., :kept].isinf(), scores.shape[-1])
+    index = order.indices[..., :kept].masked_fill(
+        order.values[..., :kept].isinf(), scores.shape[-1]
+    )
     index = index.sort(-1).values
     index = index.masked_fill(index == scores.shape[-1], -1)
     return torch.nn.functional.pad(index, (0, pages - kept), value=-1).int()
 
 
 def attend_pages(
-    query, key, value, indices, *, window, sinks, page_size, key_mask=None, is_causal=False, scale=None
+    query, key, value, indices, *, window, sinks, page_size, key_mask=None, is_causal=False,
+    scale=None,
 ):  # fmt: skip
     """The attention in the dtype of its inputs."""
     (batch, heads, queries, width), (key_heads, tokens) = query.shape, key.shape[1:3]

@@ -93,7 +93,9 @@ def test_more_pages_than_there_are_and_nothing_to_choose():
     query, key = inputs_of(1, 2, 2, 70, 70, 16, torch.float32)
     check(query, key, 20, **PLAIN)
     check(query, key, 4, **PLAIN | {"window": 70})
-    check(query, key, 4, **PLAIN | {"key_mask": torch.zeros(1, 70, dtype=torch.bool, device=DEVICE)})
+    check(
+        query, key, 4, **PLAIN | {"key_mask": torch.zeros(1, 70, dtype=torch.bool, device=DEVICE)}
+    )
     check(query, key, 4, **PLAIN | {"sinks": 100})
 
 

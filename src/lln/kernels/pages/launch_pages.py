@@ -6,6 +6,7 @@ Dimension legend: see `lln.kernels.pages.triton_page_choice`; parts, slots, entr
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from lln.kernels.launching.shapes import layout_of, output_like
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 from lln.kernels.launching.stretches import Tile, cdiv
 from lln.kernels.launching.triton_steps import NEVER
+from lln.kernels.pages import triton_page_few as page_few
 from lln.kernels.pages import triton_page_grad as page_grad
 from lln.kernels.pages import triton_page_lists as page_lists
 from lln.kernels.pages import triton_page_read as page_read
@@ -36,6 +38,9 @@ from lln.kernels.pages.launch_page_choice import QUERIES, Near
 MOST_BYTES, MOST_BITS = 2**30, 2**28
 # Entries of a segment; queries in a tile that joins their pages.
 SEGMENT, JOINED = 512, 32
+# So many queries behind a longer text go query by query: keys in a tile of theirs, and the programs
+# that a multiprocessor gets at least.
+FEW, FEW_KEYS, FEW_PROGRAMS = 16, 64, 2
 
 
 class PagesCall(NamedTuple):
@@ -56,6 +61,11 @@ class PagesCall(NamedTuple):
     chosen: Tensor
     near: Near
     scale: float
+
+    @property
+    def is_few(self) -> bool:
+        """Whether lists are made only for gradients."""
+        return self.query.shape[2] <= FEW and self.query.shape[2] < self.key.shape[2]
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -125,8 +135,10 @@ class PageLists(NamedTuple):
     table: Tensor
 
 
-def list_shapes(call: PagesCall) -> tuple[tuple[int, ...], ...]:
-    """The shapes of `PageLists`."""
+def list_shapes(call: PagesCall, always: bool = False) -> tuple[tuple[int, ...], ...]:
+    """The shapes of `PageLists`; of few queries only ``always``."""
+    if call.is_few and not always:
+        return ((0,),) * 5
     chunk, parts = call.parts
     rows = call.lines * parts
     counts = (rows, call.pages)
@@ -137,7 +149,7 @@ def list_pages(call: PagesCall) -> PageLists:
     """Sort the queries by page."""
     device, (chunk, parts) = call.query.device, call.parts
     order, counts, ends, segment_ends, table = lists = PageLists(
-        *[torch.empty(shape, dtype=torch.int32, device=device) for shape in list_shapes(call)]
+        *[torch.empty(shape, dtype=torch.int32, device=device) for shape in list_shapes(call, True)]
     )
     if order.numel() == 0 or call.pages == 0:
         return lists
@@ -154,13 +166,13 @@ def list_pages(call: PagesCall) -> PageLists:
         runtime["p_counts"] = counts[here]
         kind = (first, count, tuple(values.items()))
         own = values | {"first_part": first}
-        launch_fixed(("mark pages", *kind), runtime, device, lambda: _mark(call, own, count))
+        launch_fixed(("mark pages", *kind), runtime, device, partial(_mark, call, own, count))
         torch.cumsum(counts[here], 1, dtype=torch.int32, out=ends[here])
         several = (counts[here] + (SEGMENT - 1)) // SEGMENT
         torch.cumsum(several, 1, dtype=torch.int32, out=segment_ends[here])
         runtime |= {"p_ends": ends[here], "p_segment_ends": segment_ends[here]}
         runtime |= {"p_order": order[here], "p_table": table[here]}
-        launch_fixed(("list pages", *kind), runtime, device, lambda: _list(call, own, count))
+        launch_fixed(("list pages", *kind), runtime, device, partial(_list, call, own, count))
     return lists
 
 
@@ -186,7 +198,20 @@ def _list(call: PagesCall, values: dict[str, Any], count: int) -> Recipe:
 
 
 def attend_pages(call: PagesCall) -> tuple[Tensor, ...]:
-    """Output ``[B, H, T, E]``, log₂ of every row's normaliser ``[B, H, T]``, and `PageLists`."""
+    """Output ``[B, H, T, E]``, log₂ of every row's normaliser ``[B, H, T]``, and `PageLists`.
+
+    Of few queries lists are empty.
+    """
+    if call.is_few:
+        device = call.query.device
+        out = output_like(call.query, call.value.shape[3])
+        norm = torch.empty(call.query.shape[:3], dtype=torch.float32, device=device)
+        lists = [torch.empty(n, dtype=torch.int32, device=device) for n in list_shapes(call)]
+        if out.numel() > 0:
+            sides = {"p_q": call.query, "p_k": call.key, "p_v": call.value, "p_o": out}
+            rows = {"p_norm": norm, "p_chosen": call.chosen}
+            _launch("read few", call, sides, rows, PageLists(*lists), _few_steps)
+        return out, norm, *lists
     window, front = _window_call(call)
     out, norm = launch_window.attend_window(window)
     lists = list_pages(call)
@@ -204,18 +229,18 @@ def page_gradients(
     call: PagesCall, out: Tensor, norm: Tensor, lists: PageLists, gradient: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value."""
+    if call.is_few:
+        lists = list_pages(call)
     window, front = _window_call(call)
     level = torch.empty_like(norm)
-    if front:
+    before = call.key.shape[2] - window.key.shape[2]
+    if before or front:
         # Rows in front have no gradient, and weights of zero.
         wide = [pad(side, (0, 0, front, 0)) for side in (out, gradient)]
         norm_wide = pad(norm, (front, 0), value=-NEVER.value)
         level_wide = torch.empty_like(norm_wide)
-        near = launch_window.window_gradients(
-            window, wide[0], norm_wide, wide[1], level=level_wide
-        )
+        near = launch_window.window_gradients(window, wide[0], norm_wide, wide[1], level=level_wide)
         level = level_wide[:, :, front:].contiguous()
-        before = call.key.shape[2] - window.key.shape[2]
         dq, dk, dv = near[0][:, :, front:], *(pad(side, (0, 0, before, 0)) for side in near[1:])
     else:
         dq, dk, dv = launch_window.window_gradients(window, out, norm, gradient, level=level)
@@ -229,7 +254,7 @@ def page_gradients(
 
 
 def _window_call(call: PagesCall) -> tuple[launch_window.WindowCall, int]:
-    """The part that is near; its queries follow so many rows of zeros where they continue a text."""
+    """The part that is near, and how many rows of zeros come before queries that continue."""
     query, key, value, _, near, scale = call
     mask, front = near.mask, min(near.window, key.shape[2] - query.shape[2])
     if key.shape[2] > query.shape[2]:
@@ -250,8 +275,8 @@ def _launch(
 ) -> None:
     """Run the launches of a pass, as many parts at a time as fit into memory."""
     query, key, value = call.query, call.key, call.value
-    layouts = tuple([layout_of(side) for side in (*sides.values(), call.near.mask)])
-    kind = (name, query.device, layouts, call.near[1:], call.scale, call.chosen.shape[3])
+    layouts = tuple([layout_of(s) for s in (*sides.values(), call.near.mask, call.chosen)])
+    kind = (name, query.device, layouts, call.near[1:], call.scale)
     family = (name, query.device, query.dtype, query.shape[3], value.shape[3], call.near.page)
 
     def write(chosen: Sizes) -> Recipe:
@@ -296,7 +321,7 @@ def _read_steps(call: PagesCall, values: dict[str, Any], chosen: Sizes) -> Recip
     tile, tiles = _rows_of(chosen.page_read, values), cdiv(call.parts[0], JOINED)
     steps = []
     for first, count in rounds:
-        own = values | {"first_part": first}
+        own = values | {"first_part": first, "HAS_NEAR": True}
         grid = (call.segments * count,)
         steps.append(over_tiles(page_read.page_read_kernel, grid, own, tile))
         steps.append(_join(page_read.page_join_kernel, own, tiles, count))
@@ -307,12 +332,35 @@ def _read_steps(call: PagesCall, values: dict[str, Any], chosen: Sizes) -> Recip
     return Recipe(steps, workspace)
 
 
+def _few_steps(call: PagesCall, values: dict[str, Any], chosen: Sizes) -> Recipe:
+    near, tokens, members = call.near, call.query.shape[2], values["R"]
+    keys = near.window * (1 if near.causal else 2) + 1 + near.sinks + values["P"] * near.page
+    wanted = cdiv(FEW_PROGRAMS * chosen.cores, call.lines * tokens)
+    across = FEW_KEYS if chosen.width <= 128 else FEW_KEYS // 2
+    share = cdiv(cdiv(keys, across), wanted) * across
+    slots = cdiv(keys, share)
+    own = values | {"chunk": tokens, "parts": 1, "first_part": 0, "slots": slots}
+    # All slots are as sinks: every query has them.
+    own |= {"sink_pages": slots, "V": slots + 1, "keys": keys, "share": share, "HAS_NEAR": False}
+    tile = Tile(max(16, power_of_two(members)), 4, chosen.page_read.stages)
+    grid = (slots * tokens * call.lines,)
+    steps = [over_tiles(page_few.page_few_kernel, grid, own, tile, BS=across)]
+    steps.append(_join(page_read.page_join_kernel, own, 1, call.lines, 16))
+    entries = tokens * slots * members
+    workspace: Workspace = {
+        "p_part": ((call.lines, entries, values["E"]), torch.float32),
+        "p_part_norm": ((call.lines, entries), torch.float32),
+    }
+    return Recipe(steps, workspace)
+
+
 def _grad_steps(call: PagesCall, values: dict[str, Any], chosen: Sizes) -> Recipe:
     entries = call.parts[0] * call.slots * values["R"]
     sums = call.segments * call.near.page
     shares = entries * values["D"] * call.query.itemsize
     rounds = _together(call, shares + 4 * sums * (values["D"] + values["E"]))
     tile, tiles = _rows_of(chosen.page_grad, values), cdiv(call.parts[0], JOINED)
+    values |= {"PRECISION": precision_of(call.query)}
     pages = call.pages - call.sink_pages
     steps = []
     for first, count in rounds:
@@ -329,6 +377,6 @@ def _grad_steps(call: PagesCall, values: dict[str, Any], chosen: Sizes) -> Recip
     return Recipe(steps, workspace)
 
 
-def _join(kernel: Any, values: dict[str, Any], tiles: int, count: int) -> Step:
-    own = {"tiles": tiles, "BT": JOINED, "STAGES": 2}
+def _join(kernel: Any, values: dict[str, Any], tiles: int, count: int, rows: int = JOINED) -> Step:
+    own = {"tiles": tiles, "BT": rows, "STAGES": 2}
     return Step(kernel, (tiles * values["R"] * count,), values | own, 4)

@@ -125,16 +125,16 @@ def _gradients(
     from lln.kernels.pages import launch_pages
 
     lists = launch_pages.PageLists(*kept[2:])
-    return launch_pages.page_gradients(
-        _pages_call(inputs), *kept[:2], lists, within_reach(gradients[0])
-    )
+    given, gradient = _pages_call(inputs), within_reach(gradients[0])
+    return launch_pages.page_gradients(given, kept[0], kept[1], lists, gradient)
 
 
 def _fake(*inputs: Any) -> tuple[Tensor, ...]:
     from lln.kernels.pages.launch_pages import list_shapes
 
     query, value = inputs[0], inputs[2]
-    lists = [query.new_empty(s, dtype=torch.int32) for s in list_shapes(_pages_call(inputs))]
+    shapes = list_shapes(_pages_call(inputs))
+    lists = [query.new_empty(shape, dtype=torch.int32) for shape in shapes]
     norm = query.new_empty(query.shape[:3], dtype=torch.float32)
     return output_like(query, value.shape[-1]), norm, *lists
 

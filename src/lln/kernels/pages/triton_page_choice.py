@@ -71,7 +71,8 @@ def near_peaks_kernel(
     b_query, b_member = tile * (BT // BR) + rows // BR, rows % BR
     ok = (b_query < T) & (b_member < R)
     b_q = load_group(
-        p_q, batch, head * R, b_query, b_member, ok, stride_qb, stride_qh, stride_qt, stride_qd, D, BD
+        p_q, batch, head * R, b_query, b_member, ok, stride_qb, stride_qh, stride_qt, stride_qd,
+        D, BD,
     )  # fmt: skip
     k = rows_of(p_k, batch, head, 0, stride_kb, stride_kh, stride_kt, stride_kd)
     first = first_valid(p_first, batch, HAS_MASK)
@@ -122,15 +123,15 @@ def page_scores_kernel(
     high_place = low_place + BT // BR - 1
     low_key = first + page_tile * BP * page
     high_key = low_key + BP * page - 1
-    if CAUSAL:
-        if low_key > high_place:
-            return
+    if low_key > (high_place if CAUSAL else low_key):
+        return
     rows = tl.arange(0, BT)
     b_row, b_member = row_tile * (BT // BR) + rows // BR, rows % BR
     ok = (b_row < count) & (b_member < R)
     b_query = first_query + b_row
     b_q = load_group(
-        p_q, batch, head * R, b_query, b_member, ok, stride_qb, stride_qh, stride_qt, stride_qd, D, BD
+        p_q, batch, head * R, b_query, b_member, ok, stride_qb, stride_qh, stride_qt, stride_qd,
+        D, BD,
     )  # fmt: skip
     columns = tl.arange(0, BD)
     b_page = page_tile * BP + tl.arange(0, BP)
@@ -213,7 +214,9 @@ def pick_kernel(
         b_page = places
     else:
         b_page = tl.load(
-            p_found + (index * count + row) * candidates + places, mask=places < candidates, other=-1
+            p_found + (index * count + row) * candidates + places,
+            mask=places < candidates,
+            other=-1,
         )
         known = b_page >= 0
     b_score = tl.load(p_scores + b_page, mask=known, other=LOWEST)

@@ -3,8 +3,8 @@
 The window kernels have written what comes from near keys, with the normaliser of all parts. Then,
 with the formulas of `lln.kernels.blocks.triton_window`:
 
-1. ``page_grad``: a segment (`lln.kernels.pages.triton_page_lists`) leaves dk and dv of its page, and a
-   share of dq in every row's own place.
+1. ``page_grad``: a segment (`lln.kernels.pages.triton_page_lists`) leaves dk and dv of its page,
+   and a share of dq in every row's own place.
 2. ``page_query``: the shares of a query are added to dq.
 3. ``page_key``: the segments of a page are added to dk and dv, sinks' and the page's own.
 

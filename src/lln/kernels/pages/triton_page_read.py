@@ -3,9 +3,10 @@
 The window kernels attend to what is near. What else a query sees comes page by page, so that keys
 and values are read once and met by tiles of rows that chose them:
 
-1. ``page_read``: a program takes a segment of a page's list (`lln.kernels.pages.triton_page_lists`).
-   Rows are entries times the R heads that share the keys. Every row's softmax over the page, without
-   what is near, goes to a place of its own: output, and log₂ of its normaliser.
+1. ``page_read``: a program takes a segment of a page's list
+   (`lln.kernels.pages.triton_page_lists`). Rows are entries times the R heads that share the keys.
+   Every row's softmax over the page, without what is near, goes to a place of its own: output, and
+   log₂ of its normaliser.
 2. ``page_join``: near and all pages of a query, under one normaliser.
 
 Dimension legend: see `lln.kernels.pages.triton_page_choice`; BK keys in a page's tile.
@@ -64,7 +65,7 @@ def page_keys(
 
 @triton.jit
 def page_rows(p_order, at, end, first_query, slots, R: tl.constexpr, BT: tl.constexpr):
-    """Entry, query, head of its group, and whether there is one, of rows ``[BT]`` from ``at`` on."""
+    """Entry, query, head of its group, and whether there is one, of the rows from ``at`` on."""
     rows = tl.arange(0, BT)
     b_at, b_member = at + rows // R, rows % R
     ok = (rows < BT // R * R) & (b_at < end)
@@ -111,7 +112,7 @@ def page_read_kernel(
     BT: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    """One segment: outputs ``[parts here, R, entries, E]``, log₂ of normalisers ``[…, entries]``."""
+    """One segment: outputs ``[parts here, R, entries, E]``, log₂ of normalisers likewise."""
     wait_for_launch(FOLLOWS)
     local, batch, head, first_query, number, begin, end = find_segment(
         p_table, p_ends, first_part, parts, chunk, most, V, HK, C
@@ -152,9 +153,10 @@ def page_read_kernel(
 
 
 @triton.jit
-def find_joined(p_chosen, first_part, parts, chunk, tiles, T, P, HK, R: tl.constexpr, BT: tl.constexpr):
-    """A program's queries: place among parts, sample, head of all, first, which in a part and of
-    all, whether there are any, and where their pages stand."""
+def find_joined(
+    p_chosen, first_part, parts, chunk, tiles, T, P, HK, R: tl.constexpr, BT: tl.constexpr
+):
+    """A program's queries: line of results, sample, head, first, rows, which are there, pages."""
     tile, rest = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     local, member = rest // R, rest % R
     index = (first_part + local) // parts
@@ -177,8 +179,8 @@ def has_page(p_chosen, slot, sink_pages, V, ok):
 def page_join_kernel(
     p_o, p_norm, p_part, p_part_norm, p_chosen, first_part, parts, chunk, tiles, slots, sink_pages,
     V, T, P, HK, stride_ob, stride_oh, stride_ot, stride_od,
-    R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, HAS_NEAR: tl.constexpr,
+    STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Add the pages of BT queries of one head to what is near, in place."""
     wait_for_launch(FOLLOWS)
@@ -187,11 +189,16 @@ def page_join_kernel(
     )
     o = rows_of(p_o, batch, head, 0, stride_ob, stride_oh, stride_ot, stride_od)
     p_norm += (batch * HK * R + head) * T + first + tl.arange(0, BT)
-    b_peak = tl.load(p_norm, mask=ok, other=0.0)
-    # A row that saw nothing has -NEVER.
-    b_mass = tl.where(b_peak > -0.5 * NEVER, 0.0, 1.0)
-    b_peak = tl.where(b_peak > -0.5 * NEVER, NEVER, b_peak)
-    b_o = load_rows(o, first, ok, BT, E, BE, False).to(tl.float32)
+    if HAS_NEAR:
+        b_peak = tl.load(p_norm, mask=ok, other=0.0)
+        # A row that saw nothing has -NEVER.
+        b_mass = tl.where(b_peak > -0.5 * NEVER, 0.0, 1.0)
+        b_peak = tl.where(b_peak > -0.5 * NEVER, NEVER, b_peak)
+        b_o = load_rows(o, first, ok, BT, E, BE, False).to(tl.float32)
+    else:
+        b_peak = tl.full([BT], NEVER, tl.float32)
+        b_mass = tl.zeros([BT], tl.float32)
+        b_o = tl.zeros([BT, BE], tl.float32)
     columns = tl.arange(0, BE)
     for slot in tl.range(0, slots, num_stages=STAGES):
         there = has_page(p_chosen, slot, sink_pages, V, ok)
