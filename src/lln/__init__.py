@@ -23,6 +23,7 @@ from lln.functional.decoding import decode_step
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.functional.exact_keys import choose_keys, lln_keys_attention, lln_keys_attention_varlen
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
+from lln.functional.pages import choose_pages, page_attention, page_attention_varlen
 from lln.functional.statistics import match_moments
 from lln.functional.windows import window_attention, window_attention_varlen
 from lln.matching.calibration import calibrate
@@ -33,8 +34,10 @@ from lln.nn.multihead import (
     LLNAttention,
     LLNDiagAttention,
     LLNKeysAttention,
+    PageAttention,
     WindowAttention,
 )
+from lln.nn.page_heads import PageCore
 from lln.nn.window import WindowCore
 
 if TYPE_CHECKING:
@@ -57,6 +60,8 @@ __all__ = [
     "LLNError",
     "LLNKeysAttention",
     "LLNKeysCore",
+    "PageAttention",
+    "PageCore",
     "UnexpectedArgumentError",
     "WindowAttention",
     "WindowCore",
@@ -65,6 +70,7 @@ __all__ = [
     "calibrate",
     "calibrate_keys",
     "choose_keys",
+    "choose_pages",
     "decode_step",
     "lln_attention",
     "lln_attention_varlen",
@@ -73,6 +79,8 @@ __all__ = [
     "lln_keys_attention",
     "lln_keys_attention_varlen",
     "match_moments",
+    "page_attention",
+    "page_attention_varlen",
     "reference",
     "window_attention",
     "window_attention_varlen",

@@ -22,7 +22,8 @@ class Announcement:
     """One call of an entry point, as it is about to be computed.
 
     Attributes:
-        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"`` or ``"lln_keys"``.
+        kind: ``"softmax"``, ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"``, ``"pages"`` or
+            ``"lln_keys"``.
         query: ``[B, H, T, D]``, or packed ``[T, H, D]`` with ``cu_seqlens``.
         key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
         alpha: α of the LLN part, as used.
@@ -34,9 +35,13 @@ class Announcement:
         is_causal: Whether row i sees keys 0 … i only.
         cu_seqlens: Bounds of packed sequences.
         offset: What ``"lln_keys"`` adds to the logits of the slots.
-        indices: The chosen keys of every group of queries, ``[B, H, G, K]``; -1 = none.
+        indices: The chosen keys of every group of queries, ``[B, H, G, K]``; -1 = none. Of
+            ``"pages"`` the pages of every query, ``[B, Hk, T, P]``; of packed ones None.
         group_size: Queries in a group.
-        window: Tokens that ``"window"`` sees before a query, and behind it if it is not causal.
+        window: Tokens that ``"window"`` and ``"pages"`` see before a query, and behind it if they
+            are not causal.
+        sinks: How many first tokens ``"pages"`` sees.
+        page_size: Tokens in a page.
     """
 
     kind: str
@@ -54,6 +59,8 @@ class Announcement:
     indices: Tensor | None = None
     group_size: int | None = None
     window: int | None = None
+    sinks: int = 0
+    page_size: int = 0
 
     def __repr__(self) -> str:
         """Tensors are shown by their shapes."""

@@ -186,6 +186,43 @@ def window_attention(
     return normalise(log_softmax_kernel(query, key, scale), seen) @ value
 
 
+def page_pairs(
+    pages: Tensor,
+    keys: int,
+    *,
+    window: int,
+    sinks: int,
+    page_size: int,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Which pairs enter the softmax of `page_attention`: bool ``[B, H, T, S]``.
+
+    Those of a query with its window, with the first tokens, and with the pages that it chose.
+
+    Args:
+        pages: int ``[B, H, T, P]``, the numbers of the pages of every query; -1 = none.
+        keys: S; queries are the last of the keys' positions.
+        window: Tokens to each side of a query's own.
+        sinks: How many first tokens every query sees.
+        page_size: Tokens in a page; pages and sinks are counted from the first valid token.
+        key_mask: bool ``[B, S]``.
+        is_causal: Whether a query sees only its own and earlier tokens.
+    """
+    place = torch.arange(keys, device=pages.device)
+    distance = place[keys - pages.shape[2] :, None] - place
+    later = place.expand(1, keys)
+    if key_mask is not None and keys > 0:
+        later = later - key_mask.int().argmax(-1, keepdim=True)
+    page = later.div(page_size, rounding_mode="floor")[:, None, None, :, None]
+    chosen = (page == pages.unsqueeze(-2)).any(-1) & (later >= 0)[:, None, None]
+    first = ((later >= 0) & (later < sinks))[:, None, None]
+    pairs = (distance.abs() <= window) | first | chosen
+    if is_causal:
+        pairs = pairs & (distance >= 0)
+    return pairs if key_mask is None else pairs & key_mask[:, None, None]
+
+
 def lln_diag_attention(
     query: Tensor,
     key: Tensor,

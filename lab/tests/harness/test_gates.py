@@ -22,6 +22,7 @@ from lln_lab.experiments.gate_hosts import (
     ShiftedSum,
     TreeHost,
     WordHost,
+    framed_encoder,
 )
 from lln_lab.experiments.gates import NAME, gate_of, main, measured
 from lln_lab.experiments.hosts import Sizes
@@ -151,6 +152,26 @@ def test_shifted_sums_are_the_convolution():
     torch.testing.assert_close(ShiftedSum(filters)(value), filters(value))
 
 
+def test_systems_with_heads_of_their_own_get_the_same_convolution():
+    sizes = Sizes(2, 16, 2, 32, 64)
+    frame = Frame(sizes, convolution=True)
+    softmax = framed_encoder("softmax", frame)
+    wide = framed_encoder("longformer@window=256,global_tokens=0", frame)
+    wide.load_state_dict(softmax.state_dict())
+    x = torch.randn(2, 64, 16)
+    torch.testing.assert_close(wide(x), softmax(x))
+    for name in ("reformer", "transformer_ls", "transnormer_t1", "transnormer_t2"):
+        built = framed_encoder(name, frame).eval()
+        before = built(x)
+        with torch.no_grad():
+            for module in built.modules():
+                if isinstance(module, ShiftedSum):
+                    module.weight.zero_()
+        assert not torch.equal(built(x), before), name
+    with pytest.raises(InvalidInputError, match="no values for the convolution"):
+        framed_encoder("set_transformer", frame)
+
+
 def test_rotary_answers_depend_on_distances_alone():
     torch.manual_seed(0)
     host = WordHost("softmax", Frame(FRAME.sizes, rotary=True), 40)
@@ -224,6 +245,39 @@ def test_a_cell_is_trained_tested_and_kept_once(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(line) == 0
     assert "finished before" in capsys.readouterr().out
+
+
+# PyTorch's compiler looks at gradients of what is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_training_is_the_same_one_and_says_so(tmp_path, monkeypatch):
+    words(tmp_path)
+    recipe = gates._words(Frame(Sizes(2, 16, 2, 32, 32), convolution=True), 4, 4, 40)
+    monkeypatch.setitem(gates.RECIPES["small"], "table1", recipe)
+    seen = []
+
+    def backend(graph, inputs):
+        def call(*values):
+            seen.append(torch.is_grad_enabled())
+            return graph(*values)
+
+        return call
+
+    def compile_layers(model):
+        for layer in model.encoder.layers:
+            layer.compile(backend=backend)
+
+    monkeypatch.setattr(gates, "compile_layers", compile_layers)
+    line = ["run", "table1", "--scale", "small", "--seed", "1", "--work", str(tmp_path)]
+    for form in ("plain", "compiled"):
+        more = ["--compile"] if form == "compiled" else []
+        assert main([*line, "--out", str(tmp_path / form), *more]) == 0
+    (plain,), (compiled,) = (
+        read_all(tmp_path / form, NAME, "small") for form in ("plain", "compiled")
+    )
+    assert (plain["compiled"], compiled["compiled"]) == (False, True)
+    assert compiled["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    # Four steps of two layers; what only looks at the model runs as it is written.
+    assert seen == [True] * 8
 
 
 def cell(task, method, seed=0, **found):

@@ -20,9 +20,9 @@ class Call(NamedTuple):
     """A call of attention.
 
     Attributes:
-        kind: ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"`` or ``"lln_keys"``; ``"decode"``,
-            one token after others; or what a module asks for by itself, the ``"moments"`` or
-            ``"temperatures"`` of queries and keys.
+        kind: ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"``, ``"pages"`` or ``"lln_keys"``;
+            ``"decode"``, one token after others; or what a module asks for by itself, the
+            ``"moments"`` or ``"temperatures"`` of queries and keys.
         query: ``[B, H, T, D]``, or packed ``[T, H, D]``.
         key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
         value: ``[B, Hk, S, E]``, or packed ``[T, Hk, E]``.
@@ -40,13 +40,20 @@ class Call(NamedTuple):
         longest: Length of the longest packed sequence, or more; None = unknown.
         keys: Of ``"lln_keys"``: how many keys to choose per group of queries, or their indices
             ``[B, H, G, K]`` (packed: ``[H, G, K]``); once chosen by query for the kernels, lists.
+            Of ``"pages"``: how many pages per query, or their numbers ``[B, Hk, T, P]``.
         select: How keys are chosen: ``"block"`` or ``"query"``.
         group_size: Queries that share their chosen keys.
-        window: Of ``"window"``: how many tokens before its own a query sees, and how many behind it
-            where it is not causal.
+        window: Of ``"window"`` and ``"pages"``: how many tokens before its own a query sees, and
+            how many behind it where it is not causal.
+        sinks: Of ``"pages"``: how many first tokens of its sequence every query sees.
+        page_size: Of ``"pages"``: tokens in a page.
+        choice_query: Of ``"pages"``: what pages are chosen by, ``[B, H, T, r]`` or packed; None =
+            query.
+        choice_key: Likewise, ``[B, Hk, S, r]``; None = key.
         summary: Of ``"decode"``: the `KeySummary` of all tokens so far.
         offset: What is added to the logits of the slots; a number, or broadcasts to
             ``[B, H, 1, 1]``; None = by mass matching.
+        or_softmax: Of ``"lln_keys"``: whether softmax itself may answer where it is sooner.
     """
 
     kind: str
@@ -72,6 +79,11 @@ class Call(NamedTuple):
     offset: Any = None
     summary: Any = None
     window: int = 0
+    sinks: int = 0
+    page_size: int = 0
+    choice_query: Tensor | None = None
+    choice_key: Tensor | None = None
+    or_softmax: bool = False
 
     def replace(self, **changes: Any) -> Call:
         """The same call with some fields changed, by their names."""
@@ -97,8 +109,8 @@ class Call(NamedTuple):
 
     def _with_fitted_window(self) -> Call:
         """A window of all tokens shows no fewer than a larger one."""
-        tokens = self.query.shape[2] if self.bounds is None else self.longest
-        tokens = self.query.shape[0] if tokens is None else tokens
+        tokens = self.key.shape[2] if self.bounds is None else self.longest
+        tokens = self.key.shape[0] if tokens is None else tokens
         holds = always_holds if is_compiling() else bool
         return self.replace(window=max(tokens, 1)) if holds(self.window > tokens) else self
 
@@ -110,7 +122,7 @@ class Call(NamedTuple):
     @property
     def has_temperatures(self) -> bool:
         """Whether it has a part of LLN attention, with α and β."""
-        return self.kind not in ("diag", "window")
+        return self.kind not in ("diag", "window", "pages")
 
     @property
     def samples(self) -> int:

@@ -1,6 +1,7 @@
 """Dense calls in plain PyTorch, from checked arguments to the output.
 
-α, β, the offset and the indices of exact keys are known. Arithmetic runs in the accumulation dtype.
+α, β, the offset, the indices of exact keys and the numbers of pages are known. Arithmetic runs in
+the accumulation dtype.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width.
@@ -22,6 +23,8 @@ from lln.eager.infinity import as_nan
 from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks, slots_of_heads
 from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.key_terms import KeyTerms
+from lln.eager.page_attention import attend_pages
+from lln.eager.page_choice import Sight
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -46,6 +49,8 @@ def attend_dense(call: Call, *, walks: bool = False, reading: str = COPIED) -> T
         out = short_range(wide)
     elif call.kind == "window":
         out = near_range(wide)
+    elif call.kind == "pages":
+        out = attend_pages(query, key, value, call.keys, Sight.of(call), call.factor)
     elif call.kind == "lln_diag":
         out = join(long_range(wide, walks), short_range(wide), call.mix)
     else:

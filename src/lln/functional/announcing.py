@@ -19,8 +19,11 @@ def announce_call(call: Call) -> None:
         parts["scale"] = call.scale
     if call.block_size:
         parts["block_size"] = call.block_size
-    if call.kind == "window":
+    if call.kind in ("window", "pages"):
         parts["window"] = call.window
+    if call.kind == "pages":
+        parts |= {"sinks": call.sinks, "page_size": call.page_size}
+        parts["indices"] = call.keys if call.bounds is None else None
     if call.kind == "lln_diag":
         parts["mix"] = call.mix
     if call.kind == "lln_keys":

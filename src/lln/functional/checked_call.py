@@ -14,6 +14,7 @@ from lln.checks.bounds import check_bounds
 from lln.checks.call import Call
 from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
 from lln.checks.names import check_choice
+from lln.checks.page_options import check_last_queries, check_pages
 from lln.eager.key_blocks import blocks_in
 from lln.precision import cast_for_autocast
 
@@ -32,7 +33,9 @@ def checked_call(call: Call, operation: str, enable_gqa: bool) -> Call:
     """
     query, key, value = cast_for_autocast(*call.qkv)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
-    if call.kind != "lln":
+    if call.kind == "pages" and call.is_causal is True:
+        check_last_queries(query, key, operation)
+    elif call.kind != "lln":
         checks.check_self_attention(query, key, operation)
     checks.check_key_mask(call.key_mask, key)
     return _CHECKS[call.kind](_known(call, query, key, value))
@@ -79,6 +82,11 @@ def _check_diag(call: Call) -> Call:
 def _check_window(call: Call) -> Call:
     checks.check_count("window", call.window, least=0)
     return _check_softmax(call)
+
+
+def _check_pages(call: Call) -> Call:
+    check_pages(call)
+    return _check_window(call)
 
 
 def _check_softmax(call: Call) -> Call:
@@ -129,6 +137,7 @@ _CHECKS = {
     "lln": _check_lln,
     "diag": _check_diag,
     "window": _check_window,
+    "pages": _check_pages,
     "lln_diag": _check_lln_diag,
     "lln_keys": _check_lln_keys,
 }

@@ -27,11 +27,13 @@ _DENSE = {
     "offset": (-3, -4),
     "mix": (-3, -4),
     "keys": (-3, -4),
+    "choice_query": (-3, -4),
+    "choice_key": (-3, -4),
     "key_mask": (None, -2),
 }
 # Packed sequences are one after the other in the place of samples and are not divided.
 _PACKED = {
-    **dict.fromkeys(("query", "key", "value", "mix"), (-2, None)),
+    **dict.fromkeys(("query", "key", "value", "mix", "choice_query", "choice_key"), (-2, None)),
     **dict.fromkeys(("alpha", "beta", "offset", "keys"), (-3, None)),
     "bounds": (None, None),
 }

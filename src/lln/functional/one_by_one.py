@@ -15,15 +15,21 @@ from lln.checks.call import Call
 
 # Of every sequence.
 NUMBERS = ("alpha", "beta", "offset")
+# Of every token, where they are there.
+CHOICES = ("choice_query", "choice_key")
 
 
 def as_sample(call: Call) -> Call:
     """Packed ``[T, H, D]`` as the one sample ``[1, H, T, D]``."""
     query, key, value = (side.transpose(0, 1)[None] for side in call.qkv)
+    choices = {name: getattr(call, name) for name in CHOICES}
+    choices = {
+        name: None if side is None else side.transpose(0, 1)[None] for name, side in choices.items()
+    }
     mix = call.mix
     if isinstance(mix, Tensor):
         mix = mix.reshape((1,) * (3 - mix.dim()) + tuple(mix.shape)).transpose(0, 1)[None]
-    return call.replace(query=query, key=key, value=value, mix=mix)
+    return call.replace(query=query, key=key, value=value, mix=mix, **choices)
 
 
 def no_tokens(call: Call) -> Tensor:
@@ -53,11 +59,17 @@ def one_by_one(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
     mixes: Any = [whole.mix] * len(lengths)
     if isinstance(whole.mix, Tensor) and whole.mix.shape[2] > 1:
         mixes = _copied(whole.mix).split(lengths, 2)
+    chosen_by = {
+        name: side.split(lengths, 2)
+        for name in CHOICES
+        if (side := getattr(whole, name)) is not None
+    }
     for index, (query, key, value, mix) in enumerate(zip(*sides, mixes, strict=True)):
         if lengths[index] == 0:
             continue
         own = {name: of_sequence(getattr(call, name), index) for name in NUMBERS}
         own |= {"query": query, "key": key, "value": value, "mix": mix}
+        own |= {name: parts[index] for name, parts in chosen_by.items()}
         dense = whole.replace(**own, bounds=None, longest=None)
         outs.append(attend(dense)[0].transpose(0, 1))
     return torch.cat(outs)

@@ -14,9 +14,10 @@ from lln.eager.run import attend_dense
 from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete
 from lln.functional.one_by_one import no_tokens, one_by_one
+from lln.functional.page_calls import with_pages
 from lln.functional.way import ATTENTIONS, Prepared, Way
 from lln.observers import is_observed
-from lln.tracing import is_untraced_on_cpu
+from lln.tracing import has_values, is_untraced_on_cpu
 
 # How it goes about a call: `Prepared.how`.
 WALK, IN_TURN = "from chunk to chunk", "one sequence after the other"
@@ -29,11 +30,19 @@ class Plain(Way):
     impl = "eager"
     kinds = (*ATTENTIONS, "moments", "temperatures", "decode")
 
+    def why_not(self, call: Call) -> str | None:
+        """See `Way.why_not`."""
+        if call.kind == "pages" and call.bounds is not None and not has_values(call.bounds):
+            return "reads cu_seqlens where pages are chosen, which a compiler or transform hides"
+        return None
+
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
         how: tuple[str, ...] = ()
         if call.kind == "lln_keys":
             how = tuple(filter(None, [_reading(call)]))
+        elif call.kind == "pages":
+            how = (IN_TURN,) if call.bounds is not None else ()
         elif call.kind != "window" and is_untraced_on_cpu(
             *call.qkv, call.alpha, call.beta, call.mix, call.bounds
         ):
@@ -64,6 +73,8 @@ class Plain(Way):
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
+        if call.kind == "pages":
+            call = with_pages(call, self.impl)
         return attend_dense(call, walks=WALK in prepared.how)
 
     def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:

@@ -22,7 +22,10 @@ from lln.tracing import is_capturing, is_untraced
 
 # Of these fields counts how a tensor lies in memory; their numbers do not. All others count as they
 # are, so that a new field cannot be forgotten.
-SIDES = ("query", "key", "value", "alpha", "beta", "mix", "key_mask", "bounds", "offset")
+SIDES = (
+    *("query", "key", "value", "alpha", "beta", "mix", "key_mask", "bounds", "offset"),
+    *("choice_query", "choice_key"),
+)
 _sides = attrgetter(*SIDES)
 _options = attrgetter(*(name for name in FIELDS if name not in (*SIDES, "dropout_p")))
 # Beyond this many layouts the oldest are dropped: every sequence length is another one.

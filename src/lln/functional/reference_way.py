@@ -18,6 +18,7 @@ from lln.eager.run import join, repeat_heads, repeat_temperature, widen
 from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete
 from lln.functional.one_by_one import as_sample, no_tokens, of_sequence, one_by_one
+from lln.functional.page_calls import with_pages
 from lln.functional.way import ATTENTIONS, Prepared, Way
 from lln.observers import is_observed
 
@@ -53,7 +54,7 @@ class Reference(Way):
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
         del prepared
-        return _attend(call)
+        return _attend(with_pages(call, self.impl) if call.kind == "pages" else call)
 
 
 def _attend(call: Call) -> Tensor:
@@ -64,7 +65,20 @@ def _attend(call: Call) -> Tensor:
         repeat_temperature(side, heads, torch.float64)
         for side in (call.alpha, call.beta, call.offset)
     )
-    sides, keep = (query, key, value), _kept_pairs(call)
+    sides = (query, key, value)
+    if call.kind == "pages":
+        pairs = reference.page_pairs(
+            repeat_heads(call.keys, heads),
+            key.shape[2],
+            window=call.window,
+            sinks=call.sinks,
+            page_size=call.page_size,
+            key_mask=call.key_mask,
+            is_causal=call.is_causal,
+        )
+        exact: dict[str, Any] = {"keep": pairs, "scale": call.scale}
+        return reference.softmax_attention(*sides, **exact).to(call.query.dtype)
+    keep = _kept_pairs(call)
     if call.kind == "lln_keys":
         exact = reference.exact_pairs(
             call.keys,

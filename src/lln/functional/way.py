@@ -10,11 +10,12 @@ from lln.checks.call import Call
 from lln.functional.announcing import announce_call
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens
+from lln.functional.page_calls import with_pages
 from lln.observers import is_observed
 from lln.precision import without_autocast
 
 # The kinds of calls that are attention; the others are parts of it.
-ATTENTIONS = ("lln", "diag", "lln_diag", "window", "lln_keys")
+ATTENTIONS = ("lln", "diag", "lln_diag", "window", "pages", "lln_keys")
 
 
 class Way:
@@ -65,6 +66,8 @@ class Way:
     def run(self, call: Call, prepared: Prepared) -> Tensor:
         """Match α and β where they are missing, tell observers, and attend."""
         call = with_temperatures(call, prepared.impl)
+        if call.kind == "pages" and call.bounds is None:
+            call = with_pages(call, prepared.impl)
         if is_observed():
             announce_call(call)
         if call.bounds is None:

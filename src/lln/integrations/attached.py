@@ -6,7 +6,7 @@ in a submodule ``lln`` of the attention module, which the function finds there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from lln.nn.offsets import (
 )
 from lln.nn.temperatures import FixedTemperatures
 from lln.nn.value_convolution import ValueConvolution
+from lln.tracing import is_compiling
 
 # The name of the submodule in every converted attention module.
 ATTRIBUTE = "lln"
@@ -87,6 +88,9 @@ class AttachedHeads(LLNDiagCore):
             device=device,
         )
         self.attention, self.settings, self.matching = attention, settings, matching
+        # Which settings fit which of this module, and where softmax then pays (`short_calls`).
+        self._fitting: tuple[Settings, Settings] | None = None
+        self.softmax_pays: dict[Hashable, bool] = {}
         if keys is not None:
             checks.check_count("keys", keys, 0)
         self.keys = keys
@@ -116,6 +120,8 @@ class AttachedHeads(LLNDiagCore):
 
     def check_settings(self, settings: Settings) -> None:
         """Refuse a configuration that was changed after conversion and does not fit this module."""
+        if self._fitting and self._fitting[0] is settings and self._fitting[1] is self.settings:
+            return
         if not settings.attached:
             raise InvalidInputError(
                 "config.lln was replaced after conversion, and the model would be saved without "
@@ -130,6 +136,8 @@ class AttachedHeads(LLNDiagCore):
                     f"conversion, which built it into the model; convert again with "
                     f"{name}={found!r}."
                 )
+        if not is_compiling():
+            self._fitting, self.softmax_pays = (settings, self.settings), {}
 
     @torch.no_grad()
     def set_temperatures(self, alpha: Tensor, beta: Tensor) -> None:
@@ -212,7 +220,7 @@ class AttachedHeads(LLNDiagCore):
 
 def attached_to(module: nn.Module) -> AttachedHeads | KeptSoftmax | None:
     """The submodule that `convert` gave an attention module, if it did."""
-    found = getattr(module, ATTRIBUTE, None)
+    found = module._modules.get(ATTRIBUTE)
     return found if isinstance(found, (AttachedHeads, KeptSoftmax)) else None
 
 

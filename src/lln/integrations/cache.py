@@ -21,7 +21,12 @@ from lln.integrations.streaming import Past
 
 try:
     from transformers import PreTrainedModel
-    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+    from transformers.cache_utils import (
+        Cache,
+        CacheLayerMixin,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+    )
 except ImportError as error:
     raise unavailable(error) from error
 
@@ -128,6 +133,29 @@ class LLNCacheLayer(CacheLayerMixin):
             setattr(self.past, name, change(tensor))
 
 
+class WindowCacheLayer(DynamicSlidingWindowLayer):
+    """The past of a layer with a sliding window: the keys that its next token can see."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values behind those kept; keep the last of them."""
+        new, before = key_states.shape[2], self.sliding_window - 1
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if not self.record_past:
+            self.keys, self.values = _last(keys, before), _last(values, before)
+            if new > 1:
+                # Views would keep the whole prompt alive.
+                self.keys, self.values = self.keys.clone(), self.values.clone()
+        # A past that is recorded, to be cropped, may hold more than masks are made for.
+        return _last(keys, before + new), _last(values, before + new)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens away, of a past that is recorded."""
+        # Assisted generation gives a tensor in older transformers; positions are to stay numbers.
+        super().crop(int(tokens_to_remove))
+
+
 class LLNCache(Cache):
     """The cache of a causal model with LLN attention, of fixed size.
 
@@ -135,8 +163,8 @@ class LLNCache(Cache):
     make one yourself to continue a conversation or to run the model step by step.
 
     Args:
-        model: With ``attn_implementation`` ``"lln"`` or ``"lln_diag"``; layers that keep softmax
-            get Hugging Face's growing cache.
+        model: With ``attn_implementation`` ``"lln"`` or ``"lln_diag"``; layers with a sliding
+            window keep the keys inside it, others that keep softmax all keys.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -150,7 +178,7 @@ class LLNCache(Cache):
         softmax = _softmax_layers(model, config)
         super().__init__(
             layers=[
-                DynamicLayer() if index in softmax else LLNCacheLayer()
+                softmax[index] if index in softmax else LLNCacheLayer()
                 for index in range(config.num_hidden_layers)
             ]
         )
@@ -164,14 +192,21 @@ class LLNCache(Cache):
         raise InvalidInputError("LLNCache keeps summaries; it has no keys and values to iterate.")
 
 
-def _softmax_layers(model: torch.nn.Module, config: Any) -> set[int]:
-    """Indices of the layers that keep softmax attention."""
-    kinds = getattr(config, "layer_types", None) or []
-    kept = {index for index, kind in enumerate(kinds) if kind == "sliding_attention"}
-    if not kinds and getattr(config, "sliding_window", None) is not None:
-        kept.update(range(config.num_hidden_layers))
-    for module in model.modules():
-        attached = attached_to(module)
-        if attached is not None and not isinstance(attached, AttachedHeads):
-            kept.add(getattr(module, "layer_idx", -1))
-    return kept
+def _softmax_layers(model: torch.nn.Module, config: Any) -> dict[int, DynamicLayer]:
+    """The caches of the layers that keep softmax attention, by index."""
+    layers = {
+        getattr(module, "layer_idx", -1): DynamicLayer()
+        for module in model.modules()
+        if (found := attached_to(module)) is not None and not isinstance(found, AttachedHeads)
+    }
+    kinds = getattr(config, "layer_types", None)
+    for index, layer in enumerate(config.per_layer_config):
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and (not kinds or kinds[index] == "sliding_attention"):
+            layers[index] = WindowCacheLayer(window)
+    return layers
+
+
+def _last(side: Tensor, count: int) -> Tensor:
+    """The last keys or values of those that are there."""
+    return side[:, :, max(side.shape[2] - count, 0) :]

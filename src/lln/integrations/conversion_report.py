@@ -97,6 +97,7 @@ class Conversion:
         moved: ‖converted − original‖ / ‖original‖ of the model's output on the batch.
         replaced: Whether an earlier conversion was replaced, with its α, β and joins.
         target: Of a conversion to a target: quality against time, and the choice.
+        or_softmax: Whether calls that are sooner with softmax itself run that.
     """
 
     attention: str
@@ -105,6 +106,7 @@ class Conversion:
     moved: float = 0.0
     replaced: bool = False
     target: Found | None = None
+    or_softmax: bool = False
 
     def __str__(self) -> str:
         """The table as plain text."""
@@ -198,10 +200,11 @@ class Conversion:
         near = sum(layer.attention == "window" for layer in self.layers)
         exact = f"; {near} attend within their windows, exactly as before" if near else ""
         found = "α, β and offset" if has_offset else "α and β"
+        end = ". Calls that are sooner with softmax itself run that." if self.or_softmax else "."
         behind = "" if self.tokens is None else f", {found} from {self.tokens} tokens"
         console.print(
             f"{changed} of {len(self.layers)} attention layers run {self.attention}, statistics "
-            f"{self.statistics}{behind}{exact}; the model's output moved by {self.moved:.1%}.",
+            f"{self.statistics}{behind}{exact}; the model's output moved by {self.moved:.1%}{end}",
             highlight=False,
         )
         if self.target is not None:

@@ -20,6 +20,12 @@ def compile_encoder(model: Any) -> None:
     model.encoder.compile(dynamic=False)
 
 
+def compile_layers(model: Any) -> None:
+    """Compile the layers of a host one by one: equal ones share what the first one waited for."""
+    for layer in model.encoder.layers:
+        layer.compile(dynamic=False)
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Say what to do where PyTorch cannot compile an encoder.
@@ -40,15 +46,20 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def as_written(model: Any) -> Iterator[None]:
-    """Run the encoder without its compiled form.
+    """Run a host without what is compiled of it.
 
     Compiling once more, for batches without gradients, takes longer than it saves; and instruments
     cannot see inside.
     """
-    encoder = model.encoder
-    compiled = getattr(encoder, _COMPILED, None)
-    setattr(encoder, _COMPILED, None)
+    compiled = {
+        module: call
+        for module in model.modules()
+        if (call := getattr(module, _COMPILED, None)) is not None
+    }
+    for module in compiled:
+        setattr(module, _COMPILED, None)
     try:
         yield
     finally:
-        setattr(encoder, _COMPILED, compiled)
+        for module, call in compiled.items():
+            setattr(module, _COMPILED, call)

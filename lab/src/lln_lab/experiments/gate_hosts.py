@@ -20,10 +20,16 @@ from torch.nn import functional as F
 
 from lln.errors import InvalidInputError
 from lln_lab.experiments.hosts import INIT_STD, Sizes, encoder
-from lln_lab.experiments.methods import Method
+from lln_lab.experiments.methods import BRANCHES, Method
 from lln_lab.experiments.tasks.task import PAD
+from lln_lab.peers.peer import Core, Mask
 from lln_lab.peers.projected import Branched, TokenConvolution
+from lln_lab.peers.projections import join_heads, split_heads
+from lln_lab.peers.registry import find
 from lln_lab.peers.rotary import frequencies, rotate
+
+# Their gated values are mixed by the distance of tokens: they need no convolution to see near ones.
+PLACED = ("tnn", "flash")
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,15 @@ def framed_encoder(name: str, frame: Frame) -> nn.Module:
     """The encoder of a method, without embeddings."""
     # Nyströmformer brings a convolution of its own.
     own = name.startswith("nystromformer@") and "kernel=" in name
+    wanted = frame.convolution and not own
+    systems = [find(system) for system, _ in Method.parse(name).systems]
+    branched = all(issubclass(system, (Core, Branched)) for system in systems)
     built = encoder(
-        Method.parse(f"{name}+conv" if frame.convolution and not own else name), frame.sizes, None
+        Method.parse(f"{name}+conv" if wanted and branched else name), frame.sizes, None
     )
+    if wanted and not branched:
+        for layer in built.layers:
+            convolve_values(getattr(layer, "attention", layer))
     for module in built.modules():
         if isinstance(module, TokenConvolution):
             module.filter = ShiftedSum(module.filter)
@@ -56,6 +68,35 @@ def framed_encoder(name: str, frame: Frame) -> nn.Module:
     if frame.rotary and not any(isinstance(module, Branched) for module in built.modules()):
         raise InvalidInputError(f"{name} has no heads to turn; run it with learned positions.")
     return built
+
+
+def convolve_values(peer: Any) -> None:
+    """Add the convolution of its values to a system that makes its heads by itself.
+
+    Before the output projection, as in `Branched`; the projection is linear, so what it makes of
+    the convolution can be added behind it.
+
+    Raises:
+        InvalidInputError: If it has no such values.
+    """
+    if peer.card.name in PLACED:
+        return
+    width, heads = peer.host.embed_dim, peer.host.num_heads
+    maps = [getattr(peer, side, None) for side in ("value", "out")]
+    if any(getattr(one, "weight", torch.empty(0)).shape != (width, width) for one in maps):
+        raise InvalidInputError(
+            f"{peer.card.name} has no values for the convolution of every row; run it without one."
+        )
+    peer.convolution = TokenConvolution(heads, BRANCHES["conv"]["convolution"])
+    # A block has its residual and norms around `attend`; `mix` is nothing but the attention.
+    part = "attend" if peer.card.kind == "block" else "mix"
+    attend = getattr(peer, part)
+
+    def both(x: Tensor, key_mask: Mask) -> Tensor:
+        near = peer.convolution(split_heads(peer.value(x), heads), key_mask)
+        return attend(x, key_mask) + F.linear(join_heads(near), peer.out.weight)
+
+    setattr(peer, part, both)
 
 
 class ShiftedSum(nn.Module):

@@ -34,6 +34,7 @@ from lln_lab.compact import compact_json
 from lln_lab.experiments import gate_baselines
 from lln_lab.experiments.captured import Course, Phase, narrow, train_captured
 from lln_lab.experiments.cells import Cell, is_finished, read_all, write
+from lln_lab.experiments.compiling import as_written, compile_layers, explained
 from lln_lab.experiments.gate_data import Photos, Place, TaskSource, Tests, Words
 from lln_lab.experiments.gate_fresh import Paths, Trees
 from lln_lab.experiments.gate_hosts import Frame
@@ -185,8 +186,10 @@ def run_cell(
         source.open(device)
         build = functools.partial(source.host, frame=recipe.frame)
         model = same_start(build, cell.method, cell.seed).to(device)
+        if options.compile:
+            compile_layers(model)
         valid = source.tests("valid")
-        with progress_bar(time_left=True) as bar:
+        with explained(), progress_bar(time_left=True) as bar:
             line = bar.add_task(cell.title, total=recipe.course.steps)
 
             def tell(step: int, said: str) -> None:
@@ -205,6 +208,7 @@ def run_cell(
         source.close()
     packed = {"right": np.packbits(right).tobytes().hex()} if len(right) <= 20_000 else {}
     result = found | {"questions": len(right), **packed, **trained}
+    result["compiled"] = options.compile
     result["parameters"] = sum(weight.numel() for weight in model.parameters())
     result["setup"] = describe(device.type, options.command)
     write(cell, recipe.config(cell.method), result, options.out)
@@ -222,7 +226,7 @@ def measured(model: nn.Module, tests: Tests) -> tuple[dict[str, float], np.ndarr
     for group, batches in tests.items():
         own = []
         for batch in batches:
-            with narrow(batch["labels"].device):
+            with narrow(batch["labels"].device), as_written(model):
                 output = model(**batch)
             labels = batch["labels"]
             expected = labels.argmax(-1) if labels.is_floating_point() else labels.flatten()
@@ -317,6 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     one.add_argument("--minutes", type=float, help="stop then, with a checkpoint")
     one.add_argument("--eager", action="store_true", help="call every kernel by itself")
+    one.add_argument("--compile", action="store_true", help="faster steps after a minute's wait")
     one.set_defaults(function=run)
     two = commands.add_parser("baselines", help="answers without a network")
     two.add_argument("names", nargs="*", metavar="TASK", help="default: listops retrieval")
