@@ -216,7 +216,9 @@ def attend_pages(call: PagesCall) -> tuple[Tensor, ...]:
     out, norm = launch_window.attend_window(window)
     lists = list_pages(call)
     if front:
-        out, norm = out[:, :, front:], norm[:, :, front:].contiguous()
+        # Copies, because results must lie in memory as the operator says.
+        own = output_like(call.query, call.value.shape[3])
+        out, norm = own.copy_(out[:, :, front:]), norm[:, :, front:].contiguous()
     if out.numel() == 0 or call.slots == 0:
         return out, norm, *lists
     sides = {"p_q": call.query, "p_k": call.key, "p_v": call.value, "p_o": out}
@@ -241,7 +243,9 @@ def page_gradients(
         level_wide = torch.empty_like(norm_wide)
         near = launch_window.window_gradients(window, wide[0], norm_wide, wide[1], level=level_wide)
         level = level_wide[:, :, front:].contiguous()
-        dq, dk, dv = near[0][:, :, front:], *(pad(side, (0, 0, before, 0)) for side in near[1:])
+        dq = torch.empty_like(call.query).copy_(near[0][:, :, front:])
+        dk, dv = torch.zeros_like(call.key), torch.zeros_like(call.value)
+        dk[:, :, before:], dv[:, :, before:] = near[1], near[2]
     else:
         dq, dk, dv = launch_window.window_gradients(window, out, norm, gradient, level=level)
     if out.numel() == 0 or call.slots == 0:
