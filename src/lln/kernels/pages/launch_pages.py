@@ -148,9 +148,10 @@ def list_shapes(call: PagesCall, always: bool = False) -> tuple[tuple[int, ...],
 def list_pages(call: PagesCall) -> PageLists:
     """Sort the queries by page."""
     device, (chunk, parts) = call.query.device, call.parts
-    order, counts, ends, segment_ends, table = lists = PageLists(
-        *[torch.empty(shape, dtype=torch.int32, device=device) for shape in list_shapes(call, True)]
-    )
+    # Zeros, because not all is written, and results must repeat.
+    shapes = list_shapes(call, True)
+    lists = PageLists(*[torch.zeros(n, dtype=torch.int32, device=device) for n in shapes])
+    order, counts, ends, segment_ends, table = lists
     if order.numel() == 0 or call.pages == 0:
         return lists
     table.fill_(-1)
