@@ -9,11 +9,13 @@ from tests.kernels.common import DEVICE, holes
 from lln.kernels.blocks import block_ops, window_ops
 from lln.kernels.keys import keys_ops
 from lln.kernels.lln import lln_ops
+from lln.kernels.pages import page_ops
 from lln.kernels.summaries import summary_ops
 from lln.testing import make_qkv
 
 WITH_GRADIENTS = {
-    "attend_saving", "attend_blocks", "attend_keys", "attend_window", "summarise", "read_summary"
+    "attend_saving", "attend_blocks", "attend_keys", "attend_pages", "attend_window", "summarise",
+    "read_summary",
 }  # fmt: skip
 # Those that run no kernel: see tests/parallel/test_alone.py and tests/nn/test_modules.py.
 OTHERS = {"gather_ranks", "exchange_rows", "inside_backward"}
@@ -115,6 +117,26 @@ def attend_window_backward(mask=None):
         yield gradient_like(found[0]), *given, *found
 
 
+def choose_pages(mask=None):
+    query, key, _ = sides_of(wanted=False)
+    yield query, key, mask, 3, 2, 4, True, 2
+
+
+def attend_pages(mask=None):
+    for queries in (TOKENS, 3):
+        query, key, value = sides_of()
+        query = query.detach()[:, :, -queries:].requires_grad_()
+        pages = page_ops.choose_pages(*plain(query, key), mask, 3, 2, 4, True, 2)
+        yield query, key, value, pages, mask, 3, 2, 4, True, 0.5
+
+
+def attend_pages_backward(mask=None):
+    for arguments in attend_pages(mask):
+        given = plain(*arguments)
+        found = page_ops.attend_pages(*given)
+        yield gradient_like(found[0]), *given, *found
+
+
 def match(mask=None):
     query, key, _ = sides_of(wanted=False)
     yield query, key, mask, None, "entropy", 0
@@ -160,8 +182,8 @@ CASES = {
     case.__name__: case
     for case in (
         attend, attend_saving, attend_backward, attend_blocks, attend_blocks_backward,
-        attend_keys, attend_keys_backward, attend_window, attend_window_backward,
-        choose_keys, decode, match,
+        attend_keys, attend_keys_backward, attend_pages, attend_pages_backward,
+        attend_window, attend_window_backward, choose_keys, choose_pages, decode, match,
         read_summary, read_summary_backward, summarise, summarise_backward,
     )
 }  # fmt: skip

@@ -81,8 +81,13 @@ def window_gradients(
     gradient: Tensor,
     made: tuple[Tensor, ...] | None = None,
     mix: float | None = None,
+    level: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value, from what `attend_window` found; ``made`` as ``out``."""
+    """Gradients of query, key and value, from what `attend_window` found; ``made`` as ``out``.
+
+    With the output and normaliser of more keys than the window's, they are the window's share;
+    rowsum(dO ∘ o) goes to ``level``, as ``norm``, for the others.
+    """
     if made is None:
         made = tuple([torch.empty_like(side) for side in (call.query, call.key, call.value)])
     if gradient.numel() == 0:
@@ -98,7 +103,7 @@ def window_gradients(
     if wide:
         own = {"OF_VALUE": True, "OF_KEY": False}
         steps.append((kernels.window_key_kernel, "window_value", call.key, own))
-    rows = {"p_norm": norm, "p_level": torch.empty_like(norm)}
+    rows = {"p_norm": norm, "p_level": torch.empty_like(norm) if level is None else level}
     _launch("window backward", call, sides, rows, mix, steps)
     return made
 

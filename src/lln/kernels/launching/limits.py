@@ -46,7 +46,7 @@ class Chip(NamedTuple):
         joint_summary: Most slots times channels of a summary in that pass.
         joint_summary_float32: The same in float32.
         takes_extras: Whether blocks still fit with a key mask or a mix per channel.
-        keys_bytes: Most bytes of a block of keys beside exact keys.
+        keys_bytes: Most bytes of a block of keys beside exact keys, and of a page.
     """
 
     shared: int
@@ -108,6 +108,8 @@ MAX_KEYS_WIDTH = 128
 LEAST_KEYS_GROUP = 16
 # Most keys that the kernels choose for a group.
 MAX_CHOSEN = 256
+# Limits of the kernels for pages: tokens of one, those of a query, heads that share keys.
+LONGEST_PAGE, MOST_PAGES, MOST_MEMBERS = 64, 256, 64
 
 _known: dict[tuple[str, int | None], int] = {}
 
@@ -315,6 +317,33 @@ def why_no_keys(query: Tensor, value_width: int, block_size: int, group_size: in
         f"has no tile for blocks of {block_size} tokens in groups of {group_size} with exact keys "
         f"by {max(query.shape[-1], value_width)} channels here"
     )
+
+
+def why_no_pages(
+    query: Tensor, value_width: int, page_size: int, pages: int, members: int
+) -> str | None:
+    """Why the kernels do not take attention to chosen pages; None if they do.
+
+    Args:
+        query: ``[…, D]``.
+        value_width: E.
+        page_size: Tokens of a page.
+        pages: Pages of a query.
+        members: Query heads per key head.
+    """
+    chip = chip_of(query.device) or CHIPS[-1]
+    widest = max(16, power_of_two(max(query.shape[-1], value_width)))
+    page_bytes = max(16, power_of_two(page_size)) * widest * query.itemsize
+    if widest > MAX_WIDTH or page_size > LONGEST_PAGE or page_bytes > chip.keys_bytes:
+        return (
+            f"has no tile for pages of {page_size} tokens by "
+            f"{max(query.shape[-1], value_width)} channels here"
+        )
+    if pages > MOST_PAGES:
+        return f"takes up to {MOST_PAGES} pages per query, got {pages}"
+    if members > MOST_MEMBERS:
+        return f"takes up to {MOST_MEMBERS} query heads per key head, got {members}"
+    return None
 
 
 def power_of_two(number: int) -> int:

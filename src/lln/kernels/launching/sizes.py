@@ -109,6 +109,12 @@ WINDOW_TILES = {
         "window_key": Tile(128, 8, 1, across=64),
     },
 }
+# Chosen pages by the same width; nothing was timed yet.
+PAGE_TILES = {
+    64: {"page_read": Tile(128, 4, 2), "page_grad": Tile(64, 4, 2)},
+    128: {"page_read": Tile(64, 4, 2), "page_grad": Tile(64, 4, 1)},
+    256: {"page_read": Tile(64, 8, 1), "page_grad": Tile(32, 8, 1)},
+}
 # The keys of narrow heads with blocks, and all of wide heads with blocks of so many tokens at most.
 SHORT_BLOCK = 64
 BLOCK_KEY_TILE = Tile(64, 4, 3, across=32)
@@ -153,6 +159,9 @@ class Sizes:
         window_query: Their gradients of the queries.
         window_value: Those of the values, where wide heads have a pass for them.
         window_key: Those of the keys, or of both.
+        page_score: Rows of queries, and pages across, whose scores are computed at once.
+        page_read: Rows that read one page.
+        page_grad: The same with gradients.
         has_chunks: Whether causal attention goes by chunks where it can
             (`lln.kernels.causal.launch_chunks`).
         block_rows: Tokens per tile with the diagonal part: whole blocks.
@@ -194,6 +203,9 @@ class Sizes:
     window_query: Tile
     window_value: Tile
     window_key: Tile
+    page_score: Tile
+    page_read: Tile
+    page_grad: Tile
     has_chunks: bool
     block_rows: int
     has_blocks: bool
@@ -295,6 +307,8 @@ def _choose(
         **dict.fromkeys(("walk", "walk_query", "walk_key"), walk),
         **CHUNK_TILES,
         **WINDOW_TILES[min(max(64, room), 256)],
+        **PAGE_TILES[min(max(64, room), 256)],
+        "page_score": Tile(128, 4, 3, across=64) if room <= 128 else Tile(64, 4, 2, across=32),
         # Other types would round their states, or move twice the memory.
         "has_chunks": causal and width == value_width == 64 and dtype == torch.bfloat16,
         "block_rows": rows,

@@ -1,0 +1,1 @@
+"""Attention to a window, sinks and chosen pages by Triton."""

@@ -1,0 +1,160 @@
+"""The choice of pages from tensors to kernels: allocate, cut into chunks of queries, launch.
+
+Dimension legend: see `lln.kernels.pages.triton_page_choice`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.eager.diagonal import first_tokens
+from lln.kernels.launching.kernel_arguments import mask_bytes, precision_of, strides_of
+from lln.kernels.launching.limits import power_of_two
+from lln.kernels.launching.recipes import (
+    Place,
+    Recipe,
+    Step,
+    Workspace,
+    launch_cached,
+    over_tiles,
+)
+from lln.kernels.launching.shapes import layout_of
+from lln.kernels.launching.sizes import Sizes, choose_sizes
+from lln.kernels.launching.stretches import Tile, cdiv
+from lln.kernels.pages import triton_page_choice as kernels
+
+# Scores are written for as many queries at a time as take this many bytes.
+MOST_BYTES = 256 * 2**20
+# Queries of a chunk are a multiple of this: kernels then get numbers of one kind.
+QUERIES = 128
+# Scores of a row that one program of ``pick`` holds, and a warp of it.
+SEGMENT, OF_WARP = 8192, 2048
+
+
+class Near(NamedTuple):
+    """What every query sees besides its pages, and how tokens lie in pages.
+
+    Attributes:
+        mask: bool ``[B, S]`` or None.
+        window: Tokens on a side.
+        sinks: First valid tokens that all queries see, at most S.
+        page: Tokens of a page.
+        causal: Whether a query sees only its own and earlier tokens.
+    """
+
+    mask: Tensor | None
+    window: int
+    sinks: int
+    page: int
+    causal: bool
+
+    def tensors(self, stand_in: Tensor) -> dict[str, Tensor]:
+        """The mask as bytes and the first valid tokens; ``stand_in`` where there are none."""
+        first = stand_in if self.mask is None else first_tokens(self.mask).to(torch.int32)
+        return {"p_mask": mask_bytes(self.mask, stand_in), "p_first": first}
+
+    def numbers(self, query: Tensor, key: Tensor) -> dict[str, Any]:
+        """What most kernels are told: these numbers, and those of heads and tokens."""
+        heads, key_heads = query.shape[1], key.shape[1]
+        return {
+            "window": self.window,
+            "sinks": self.sinks,
+            "page": self.page,
+            "CAUSAL": self.causal,
+            "HAS_MASK": self.mask is not None,
+            "T": query.shape[2],
+            "S": key.shape[2],
+            "ahead": key.shape[2] - query.shape[2],
+            "HK": key_heads,
+            "R": heads // key_heads,
+        }
+
+
+def choose_pages(query: Tensor, key: Tensor, near: Near, pages: int) -> Tensor:
+    """The best pages of every query: int32 ``[B, HK, T, P]``, ascending; -1 where there are fewer.
+
+    Args:
+        query: ``[B, H, T, r]``.
+        key: ``[B, HK, S, r]``.
+        near: What is no page.
+        pages: P.
+    """
+    shape = (query.shape[0], key.shape[1], query.shape[2], pages)
+    picked = torch.empty(shape, dtype=torch.int32, device=query.device)
+    if picked.numel() == 0 or key.shape[2] == 0:
+        return picked.fill_(-1)
+    family = ("choose pages", query.device, query.dtype, query.shape[3], shape[1])
+    layouts = tuple([layout_of(side) for side in (query, key, near.mask)])
+    kind = (*family, layouts, near[1:], pages)
+    runtime = {"p_q": query, "p_k": key, "p_picked": picked, **near.tensors(query)}
+    launch_cached(
+        kind, family, runtime, query.device,
+        lambda: choose_sizes(query, key, key, query.shape[0], key.shape[1], 0),
+        lambda chosen: _write(query, key, near, pages, chosen),
+    )  # fmt: skip
+    return picked
+
+
+def _write(query: Tensor, key: Tensor, near: Near, wanted: int, chosen: Sizes) -> Recipe:
+    (batch, _, tokens, width), key_heads = query.shape, key.shape[1]
+    lines, pages = batch * key_heads, cdiv(key.shape[2], near.page)
+    members = power_of_two(query.shape[1] // key_heads)
+    values = {**near.numbers(query, key), "pages": pages, "P": wanted, "BR": members}
+    values |= {"D": width, "BD": max(16, power_of_two(width)), "PEAKS": members > 1}
+    values |= {"PRECISION": precision_of(query, width), **strides_of(False, p_q=query, p_k=key)}
+    tile = _rows_of(chosen.page_score, tokens, members)
+    workspace: Workspace = {"p_peaks": (tuple(query.shape[:3]), torch.float32)}
+    steps = []
+    if members > 1:
+        tiles = cdiv(tokens, tile.tokens // members)
+        own = {"tiles": tiles, "BS": tile.across}
+        steps.append(over_tiles(kernels.near_peaks_kernel, (tiles * lines,), values, tile, **own))
+    most = max(QUERIES, MOST_BYTES // (4 * lines * pages) // QUERIES * QUERIES)
+    for first in range(0, tokens, most):
+        count = min(most, tokens - first)
+        own = {"first_query": first, "count": count}
+        own |= {"row_tiles": cdiv(count, tile.tokens // members)}
+        # Causal queries see no later pages.
+        seen = values["ahead"] + first + count if near.causal else key.shape[2]
+        own["page_tiles"] = cdiv(min(pages, cdiv(seen, near.page)), tile.across)
+        grid = (own["row_tiles"] * own["page_tiles"] * lines,)
+        own["BP"] = tile.across
+        steps.append(over_tiles(kernels.page_scores_kernel, grid, values, tile, **own))
+        steps += _pick(values, own, min(pages, cdiv(seen, near.page)), lines, workspace)
+    workspace["p_scores"] = ((lines, min(most, tokens), pages), torch.float32)
+    return Recipe(steps, workspace)
+
+
+def _pick(
+    values: dict[str, Any], own: dict[str, int], candidates: int, lines: int, workspace: Workspace
+) -> list[Step]:
+    """Rounds that leave the best of every segment, until there is one."""
+    steps, found, wanted = [], "p_scores", values["P"]
+    segment = max(SEGMENT, 2 * power_of_two(wanted))
+    while True:
+        wide = min(segment, max(32, power_of_two(candidates)))
+        segments, warps = cdiv(candidates, wide), max(1, min(8, wide // OF_WARP))
+        sets = 128 * warps
+        is_last, left = segments == 1, f"p_left{len(steps)}"
+        if not is_last:
+            size = lines * own["count"] * segments * wanted
+            workspace[left] = (max((size,), workspace.get(left, ((0,),))[0]), torch.int32)
+        mine = {"candidates": candidates, "segments": segments, "WIDE": wide}
+        mine |= {"SETS": sets if wide > sets >= 2 * wanted else 0, "FILL": power_of_two(wanted)}
+        mine |= {"p_found": Place(found), "p_picked": Place("p_picked" if is_last else left)}
+        mine |= {"rows": values["T"] if is_last else own["count"]}
+        mine |= {"rows_before": own["first_query"] if is_last else 0, "IS_FIRST": not steps}
+        grid = (segments * own["count"] * lines,)
+        steps.append(Step(kernels.pick_kernel, grid, values | own | mine, warps))
+        if is_last:
+            return steps
+        found, candidates = left, segments * wanted
+
+
+def _rows_of(tile: Tile, tokens: int, members: int) -> Tile:
+    """The tile with fewer rows where there are only a few queries, and at least one query."""
+    rows = max(16, members, min(tile.tokens, power_of_two(tokens) * members))
+    return tile._replace(tokens=rows)

@@ -1,0 +1,277 @@
+"""Choosing pages for every query: scores of pages, then the best of every row.
+
+A *page* is ``page`` tokens, counted from a sample's first valid one, ``first``. Its score for a
+query is the largest q·k among its tokens that are visible, no sinks and not near, and among the
+heads that share their keys; each head first takes off its largest product among the near keys and
+sinks (PEAKS).
+
+1. ``near_peaks`` finds what is taken off.
+2. ``page_scores``: rows are queries times heads. A tile of pages is gone through token by token of
+   all its pages at once, so that the maximum over a page is one of whole tiles, number by number,
+   and nothing crosses threads. Tiles far from window, sinks and ends are not asked what they hide.
+3. ``pick``: a row's largest scores, exactly, the first pages of equal ones. A bound below the P-th
+   largest comes from maxima of sets of columns; bisection from there counts few times.
+
+Dimension legend: see `triton_steps`; B samples, HK key heads, R query heads each, BR ≥ R, T
+queries, S keys, BP pages in a tile, P pages per query. A query stands ``ahead`` + its index.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lln.kernels.launching.triton_order import wait_for_launch
+from lln.kernels.launching.triton_steps import load_rows, rows_of
+
+LOWEST = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def first_valid(p_first, batch, HAS_MASK: tl.constexpr):
+    """A sample's first valid token."""
+    if HAS_MASK:
+        return tl.load(p_first + batch)
+    return 0
+
+
+@triton.jit
+def is_near(b_distance, window, CAUSAL: tl.constexpr):
+    """Whether keys at these distances from a query lie in its window."""
+    if CAUSAL:
+        return (b_distance >= 0) & (b_distance <= window)
+    return tl.abs(b_distance) <= window
+
+
+@triton.jit
+def load_group(
+    p_q, batch, head, b_query, b_member, ok, stride_qb, stride_qh, stride_qt, stride_qd,
+    D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Rows ``[BT, BD]`` of queries of the heads ``head`` + member; zero where not ok."""
+    columns = tl.arange(0, BD)
+    p_rows = p_q + batch * stride_qb + (head + b_member) * stride_qh
+    p_rows += b_query.to(tl.int64) * stride_qt
+    p_in = p_rows[:, None] + columns[None, :] * stride_qd
+    return tl.load(p_in, mask=ok[:, None] & (columns < D)[None, :], other=0)
+
+
+@triton.jit
+def near_peaks_kernel(
+    p_q, p_k, p_mask, p_first, p_peaks, window, sinks, ahead, tiles, T, S, HK,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    R: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The largest q·k among near keys and sinks, 0 if there are none: ``[B, H, T]``."""
+    tile, index = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = index // HK, index % HK
+    rows = tl.arange(0, BT)
+    b_query, b_member = tile * (BT // BR) + rows // BR, rows % BR
+    ok = (b_query < T) & (b_member < R)
+    b_q = load_group(
+        p_q, batch, head * R, b_query, b_member, ok, stride_qb, stride_qh, stride_qt, stride_qd,
+        D, BD,
+    )  # fmt: skip
+    k = rows_of(p_k, batch, head, 0, stride_kb, stride_kh, stride_kt, stride_kd)
+    first = first_valid(p_first, batch, HAS_MASK)
+    b_place = ahead + b_query
+    low = tl.maximum(ahead + tile * (BT // BR) - window, 0)
+    last = ahead + tile * (BT // BR) + BT // BR - 1
+    high = tl.minimum(last + 1 if CAUSAL else last + 1 + window, S)
+    steps = tl.cdiv(tl.maximum(high - low, 0), BS)
+    b_peak = tl.full([BT], LOWEST, tl.float32)
+    for step in tl.range(0, steps + tl.cdiv(sinks, BS), num_stages=STAGES):
+        begin = tl.where(step < steps, low + step * BS, first + (step - steps) * BS)
+        b_key = begin + tl.arange(0, BS)
+        seen = b_key < S
+        if HAS_MASK:
+            seen = seen & (tl.load(p_mask + batch * S + b_key, mask=seen, other=0) != 0)
+        b_s = tl.dot(
+            b_q, tl.trans(load_rows(k, begin, seen, BS, D, BD, False)), input_precision=PRECISION
+        )
+        b_distance = b_place[:, None] - b_key[None, :]
+        b_taken = is_near(b_distance, window, CAUSAL) | (b_key - first < sinks)[None, :]
+        b_taken = b_taken & seen[None, :]
+        if CAUSAL:
+            b_taken = b_taken & (b_distance >= 0)
+        b_peak = tl.maximum(b_peak, tl.max(tl.where(b_taken, b_s, LOWEST), 1))
+    b_peak = tl.where(b_peak == LOWEST, 0.0, b_peak)
+    tl.store(p_peaks + (index * R + b_member) * T + b_query, b_peak, mask=ok)
+
+
+@triton.jit
+def page_scores_kernel(
+    p_q, p_k, p_mask, p_first, p_peaks, p_scores, window, sinks, page, ahead, first_query, count,
+    pages, row_tiles, page_tiles, T, S, HK,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    R: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    BP: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PEAKS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile of pages for ``count`` queries from ``first_query`` on.
+
+    They go to ``[B·HK, count, pages]``. What no query of a tile of rows can see is not written.
+    """
+    wait_for_launch(FOLLOWS)
+    row_tile, rest = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
+    page_tile, index = rest % page_tiles, (rest // page_tiles).to(tl.int64)
+    batch, head = index // HK, index % HK
+    first = first_valid(p_first, batch, HAS_MASK)
+    low_place = ahead + first_query + row_tile * (BT // BR)
+    high_place = low_place + BT // BR - 1
+    low_key = first + page_tile * BP * page
+    high_key = low_key + BP * page - 1
+    if low_key > (high_place if CAUSAL else low_key):
+        return
+    rows = tl.arange(0, BT)
+    b_row, b_member = row_tile * (BT // BR) + rows // BR, rows % BR
+    ok = (b_row < count) & (b_member < R)
+    b_query = first_query + b_row
+    b_q = load_group(
+        p_q, batch, head * R, b_query, b_member, ok, stride_qb, stride_qh, stride_qt, stride_qd,
+        D, BD,
+    )  # fmt: skip
+    columns = tl.arange(0, BD)
+    b_page = page_tile * BP + tl.arange(0, BP)
+    p_rows = p_k + batch * stride_kb + head * stride_kh
+    b_best = tl.full([BT, BP], LOWEST, tl.float32)
+    is_inner = (high_key < S) & (low_key - first >= sinks) & (high_key < low_place - window)
+    if not CAUSAL:
+        is_after = (high_key < S) & (low_key - first >= sinks) & (low_key > high_place + window)
+        is_inner = is_inner | is_after
+    if is_inner:
+        for token in tl.range(0, page, num_stages=STAGES):
+            b_key = first + b_page * page + token
+            p_in = p_rows + b_key.to(tl.int64)[:, None] * stride_kt + columns[None, :] * stride_kd
+            if HAS_MASK:
+                seen = tl.load(p_mask + batch * S + b_key) != 0
+                b_k = tl.load(p_in, mask=seen[:, None] & (columns < D)[None, :], other=0)
+            elif D < BD:
+                b_k = tl.load(p_in, mask=(columns < D)[None, :], other=0)
+            else:
+                b_k = tl.load(p_in)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            if HAS_MASK:
+                b_s = tl.where(seen[None, :], b_s, LOWEST)
+            b_best = tl.maximum(b_best, b_s)
+    else:
+        for token in tl.range(0, page, num_stages=STAGES):
+            b_key = first + b_page * page + token
+            seen = b_key < S
+            if HAS_MASK:
+                seen = seen & (tl.load(p_mask + batch * S + b_key, mask=seen, other=0) != 0)
+            p_in = p_rows + b_key.to(tl.int64)[:, None] * stride_kt + columns[None, :] * stride_kd
+            b_k = tl.load(p_in, mask=seen[:, None] & (columns < D)[None, :], other=0)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_distance = (ahead + b_query)[:, None] - b_key[None, :]
+            b_free = (seen & (b_key - first >= sinks))[None, :]
+            if CAUSAL:
+                b_free = b_free & (b_distance > window)
+            else:
+                b_free = b_free & (tl.abs(b_distance) > window)
+            b_best = tl.maximum(b_best, tl.where(b_free, b_s, LOWEST))
+    if PEAKS:
+        p_in = p_peaks + (index * R + b_member) * T + b_query
+        b_best = b_best - tl.load(p_in, mask=ok, other=0.0)[:, None]
+    if BR > 1:
+        b_best = tl.where((b_member < R)[:, None], b_best, LOWEST)
+        b_best = tl.max(tl.reshape(b_best, [BT // BR, BR, BP]), 1)
+    b_row = row_tile * (BT // BR) + tl.arange(0, BT // BR)
+    p_out = p_scores + (index * count + b_row)[:, None] * pages + b_page[None, :]
+    tl.store(p_out, b_best, mask=(b_row < count)[:, None] & (b_page < pages)[None, :])
+
+
+@triton.jit
+def count_from(b_score, bound):
+    """How many numbers reach a bound."""
+    return tl.sum((b_score >= bound).to(tl.int32), 0)
+
+
+@triton.jit
+def pick_kernel(
+    p_scores, p_found, p_first, p_picked, page, ahead, first_query, count, pages, candidates,
+    segments, P, HK, rows_before, rows,
+    WIDE: tl.constexpr, SETS: tl.constexpr, FILL: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr, IS_FIRST: tl.constexpr, FOLLOWS: tl.constexpr,
+):  # fmt: skip
+    """The P best of one segment of a row's candidates, ascending; -1 where there are fewer.
+
+    Candidates are all pages, or in later rounds those that the round before left. Picked pages go
+    to ``[B·HK, rows, segments, P]``, those of row 0 behind ``rows_before`` others.
+    """
+    wait_for_launch(FOLLOWS)
+    segment, rest = tl.program_id(0) % segments, tl.program_id(0) // segments
+    row, index = rest % count, (rest // count).to(tl.int64)
+    places = segment * WIDE + tl.arange(0, WIDE)
+    p_scores += (index * count + row) * pages
+    if IS_FIRST:
+        known = places < pages
+        if CAUSAL:
+            first = first_valid(p_first, index // HK, HAS_MASK)
+            known = known & (first + places * page <= ahead + first_query + row)
+        b_page = places
+    else:
+        b_page = tl.load(
+            p_found + (index * count + row) * candidates + places,
+            mask=places < candidates,
+            other=-1,
+        )
+        known = b_page >= 0
+    b_score = tl.load(p_scores + b_page, mask=known, other=LOWEST)
+    # What is no number is not chosen.
+    b_score = tl.where(b_score == b_score, b_score, LOWEST)
+    high = tl.max(b_score, 0)
+    low = tl.full([], -3.0e38, tl.float32)
+    over = tl.full([], float("inf"), tl.float32)
+    taken_over = tl.full([], 0, tl.int32)
+    reached = count_from(b_score, low)
+    if reached > P:
+        if SETS > 0:
+            # At least P sets reach what the P-th largest of their maxima does.
+            b_peak = tl.max(tl.reshape(b_score, [WIDE // SETS, SETS]), 0)
+            known_sets = count_from(b_peak, low)
+            if known_sets >= P:
+                below = tl.min(tl.where(b_peak >= low, b_peak, high), 0)
+                above, number, step = high, known_sets, 0
+                while (step < 12) & (number > P + P // 8):
+                    middle = below * 0.5 + above * 0.5
+                    reach = count_from(b_peak, middle)
+                    number = tl.where(reach >= P, reach, number)
+                    below = tl.where(reach >= P, middle, below)
+                    above = tl.where(reach >= P, above, middle)
+                    step += 1
+                low = below
+                reached = count_from(b_score, low)
+        highest = count_from(b_score, high)
+        if highest >= P:
+            low, reached = high, P
+        else:
+            over, taken_over = high, highest
+            low = tl.maximum(low, tl.min(tl.where(b_score >= low, b_score, high), 0))
+        goes_on = reached > P
+        while goes_on:
+            middle = low * 0.5 + over * 0.5
+            goes_on = (middle > low) & (middle < over)
+            if goes_on:
+                reach = count_from(b_score, middle)
+                if reach >= P:
+                    low, reached = middle, reach
+                else:
+                    over, taken_over = middle, reach
+                goes_on = reached > P
+    b_sure = b_score >= over
+    b_maybe = (b_score >= low) & (b_score < over)
+    # Both counts in one running sum.
+    b_upto = tl.cumsum(tl.where(b_sure, 1 << 16, b_maybe.to(tl.int32)), 0)
+    b_rank = b_upto & 0xFFFF
+    wanted = P - taken_over
+    b_taken = b_sure | (b_maybe & (b_rank <= wanted))
+    b_slot = (b_upto >> 16) + tl.minimum(b_rank, wanted) - 1
+    p_out = p_picked + ((index * rows + rows_before + row) * segments + segment) * P
+    tl.store(p_out + b_slot, b_page, mask=b_taken & (b_slot < P))
+    slots = tl.arange(0, FILL)
+    found = tl.sum(b_taken.to(tl.int32), 0)
+    empty = (slots >= found) & (slots < P)
+    tl.store(p_out + slots, tl.full([FILL], -1, tl.int32), mask=empty)
