@@ -76,8 +76,8 @@ def _attend(call: Call) -> Tensor:
             key_mask=call.key_mask,
             is_causal=call.is_causal,
         )
-        exact: dict[str, Any] = {"keep": pairs, "scale": call.scale}
-        return reference.softmax_attention(*sides, **exact).to(call.query.dtype)
+        kept: dict[str, Any] = {"keep": pairs, "scale": call.scale}
+        return reference.softmax_attention(*sides, **kept).to(call.query.dtype)
     keep = _kept_pairs(call)
     if call.kind == "lln_keys":
         exact = reference.exact_pairs(
