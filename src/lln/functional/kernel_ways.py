@@ -18,7 +18,7 @@ from lln.functional.one_by_one import as_sample
 from lln.functional.way import Prepared, Way
 from lln.kernels.blocks.block_ops import fused_blocks
 from lln.kernels.blocks.window_ops import fused_window
-from lln.kernels.decode.decode_ops import fused_decode
+from lln.kernels.summaries.decode_ops import fused_decode
 from lln.kernels.launching.limits import (
     MAX_WIDTH,
     blocks_fit,
