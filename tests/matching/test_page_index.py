@@ -80,7 +80,7 @@ def test_what_does_not_fit_gets_a_sentence():
     for options, said in (({"rank": 0}, "rank"), ({"sinks": -1}, "sinks")):
         with pytest.raises(InvalidInputError, match=said):
             lln.PageIndex.of(query, key, **options)
-    with pytest.raises(InvalidInputError, match="not finite"):
+    with pytest.raises(InvalidInputError, match="must be finite"):
         lln.PageIndex.of(query, key.masked_fill(key > 1, torch.inf))
     # No variance, and sinks alone, are no reason to fail.
     index = lln.PageIndex.of(torch.zeros_like(query), key[:, :, :1].expand_as(key), sinks=99)

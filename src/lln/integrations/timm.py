@@ -52,7 +52,7 @@ def convert(
     matching: str | None = None,
     mix: float | str = 0.5,
     block_size: int | None = None,
-    keys: int = 64,
+    keys: int | None = None,
     select: str = "block",
     group_size: int | None = None,
     convolution: int = 0,
@@ -80,7 +80,7 @@ def convert(
         matching: Criterion of matching.
         mix: Weight of the LLN part, or a learned join.
         block_size: Tokens in a diagonal block; None = the head width, 64 for ``"lln_keys"``.
-        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
+        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees; None = 64.
         select: How they are chosen (see `lln.choose_keys`).
         group_size: Queries that share them; None = a block for ``"block"``, else 1.
         convolution: Tokens under a depthwise convolution of the values, an odd number, 0 = none. It

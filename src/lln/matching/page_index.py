@@ -24,6 +24,8 @@ from lln.precision import accumulation_dtype, without_autocast
 
 # Directions with less variance than this, relative to the largest, hold rounding and little else.
 _LEAST_VARIANCE = 1e-6
+# Tokens per direction to find: with fewer, what is found is as much the text's as the model's.
+_FEW = 16
 
 
 class PageIndex(NamedTuple):
@@ -96,6 +98,16 @@ def _projected(side: Tensor, projection: Tensor) -> Tensor:
         return (side.to(wide) @ projection.to(wide)).to(side.dtype)
 
 
+def doubts_of_projections(tokens: int, rank: int) -> list[str]:
+    """A sentence that warns of projections found on few tokens."""
+    if tokens >= _FEW * rank:
+        return []
+    return [
+        f"{tokens} tokens are few for projections of rank {rank}: the pages they choose may be the "
+        f"wrong ones; calibrate on {_FEW * rank} tokens or more."
+    ]
+
+
 def fit_index(
     query: Tensor,
     key: Tensor,
@@ -121,7 +133,7 @@ def fit_index(
         of_keys = of_keys + centred.mT @ centred
     if not bool((of_queries.isfinite() & of_keys.isfinite()).all()):
         raise InvalidInputError(
-            "no projections can be found on queries or keys that are not finite."
+            "queries and keys must be finite to find projections on."
         )
     rank = min(rank or max(width // 2, 1), width)
     query_root, query_inverse = _roots(of_queries)
