@@ -43,8 +43,8 @@ class Call(NamedTuple):
             Of ``"pages"``: how many pages per query, or their numbers ``[B, Hk, T, P]``.
         select: How keys are chosen: ``"block"`` or ``"query"``.
         group_size: Queries that share their chosen keys.
-        window: Of ``"window"`` and ``"pages"``: how many tokens before its own a query sees, and how
-            many behind it where it is not causal.
+        window: Of ``"window"`` and ``"pages"``: how many tokens before its own a query sees, and
+            how many behind it where it is not causal.
         sinks: Of ``"pages"``: how many first tokens of its sequence every query sees.
         page_size: Of ``"pages"``: tokens in a page.
         choice_query: Of ``"pages"``: what pages are chosen by, ``[B, H, T, r]`` or packed; None =

@@ -63,8 +63,8 @@ def _check_numbers(call: Call) -> None:
         raise InvalidInputError(f"pages must be a number, int32 or int64, got {pages.dtype}.")
     if call.bounds is not None:
         raise InvalidInputError(
-            "pages of packed sequences must be a number, got a tensor; call page_attention once per "
-            "sequence to give pages."
+            "pages of packed sequences must be a number, got a tensor; call page_attention once "
+            "per sequence to give pages."
         )
     batch, heads, tokens = call.query.shape[0], call.key.shape[1], call.query.shape[2]
     if pages.dim() != 4 or tuple(pages.shape[:3]) != (batch, heads, tokens):

@@ -1,10 +1,10 @@
 """One softmax over a query's window, the first tokens of its sequence and the pages it chose.
 
-    out_i = softmax(scale · q_i·k_j) · v_j    over |i − j| ≤ w, the first s tokens, and the tokens of
-                                              the pages that the query chose (`page_choice`)
+    out_i = softmax(scale · q_i·k_j) · v_j    over |i − j| ≤ w, the first s tokens, and the tokens
+                                              of the pages that the query chose (`page_choice`)
 
-A token that lies in two of them counts once. Nothing is N × N: rows are cut into tiles, a tile meets
-the keys of its windows, and pages are copied for every query.
+A token that lies in two of them counts once. Nothing is N × N: rows are cut into tiles, a tile
+meets the keys of its windows, and pages are copied for every query.
 
 Dimension legend: B batch, H query heads, Hk key heads, R = H / Hk, T queries, S keys, D head width,
 E value width, P pages per query, p tokens in a page, n tiles, c rows in a tile, K keys that a tile

@@ -1,6 +1,7 @@
 """Dense calls in plain PyTorch, from checked arguments to the output.
 
-α, β, the offset, the indices of exact keys and the numbers of pages are known. Arithmetic runs in the accumulation dtype.
+α, β, the offset, the indices of exact keys and the numbers of pages are known. Arithmetic runs in
+the accumulation dtype.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width.

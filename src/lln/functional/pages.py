@@ -51,8 +51,8 @@ def page_attention(
 
     Args:
         query: ``[B, H, T, D]``, any strides.
-        key: ``[B, Hk, S, D]``; S = T, or more where ``is_causal``: queries are then the last tokens,
-            as they are when a cache holds the earlier ones.
+        key: ``[B, Hk, S, D]``; S = T, or more where ``is_causal``: queries are then the last
+            tokens, as they are when a cache holds the earlier ones.
         value: ``[B, Hk, S, E]``.
         window: How many tokens a query sees on either side of its own, or before its own if
             ``is_causal``.

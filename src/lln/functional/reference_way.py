@@ -17,8 +17,8 @@ from lln.eager.key_blocks import dense_blocks
 from lln.eager.run import join, repeat_heads, repeat_temperature, widen
 from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete
-from lln.functional.page_calls import with_pages
 from lln.functional.one_by_one import as_sample, no_tokens, of_sequence, one_by_one
+from lln.functional.page_calls import with_pages
 from lln.functional.way import ATTENTIONS, Prepared, Way
 from lln.observers import is_observed
 
