@@ -44,6 +44,8 @@ def choose_step(query: Tensor, key: Tensor, pages: int, sight: Sight, scale: flo
     # Keys are infinite where scores are, which are fewer numbers.
     scores = as_nan(_grouped(query, key, scale, wide) @ key.to(wide).mT)
     near = max(keys - 1 - sight.window, 0)
+    if near == 0 or pages == 0:
+        return torch.full((*scores.shape[:2], 1, pages), -1, device=key.device)
     if mask is not None:
         first = sight.first(mask.device)[:, None]
         at = first + torch.arange(-(-keys // size) * size, device=mask.device)
@@ -59,8 +61,8 @@ def choose_step(query: Tensor, key: Tensor, pages: int, sight: Sight, scale: flo
         if sight.sinks:
             level = torch.maximum(level, scores[..., : sight.sinks].amax(-1, keepdim=True))
             scores[..., : sight.sinks] = -torch.inf
-        scores = F.pad(scores[..., :near], (0, -near % size), value=-torch.inf)
-    best = scores.unflatten(-1, (-1, size)).amax(-1)
+        scores = scores[..., :near]
+    best = F.max_pool1d(scores.flatten(1, 2), size, ceil_mode=True).view(*scores.shape[:3], -1)
     if best.shape[2] > 1:
         best = best - torch.where(level > -torch.inf, level, 0.0)
     best = F.pad(best.amax(2), (0, max(pages - best.shape[-1], 0)), value=-torch.inf)
@@ -92,17 +94,30 @@ def attend_step(
     window = torch.arange(max(near, 0), keys, device=device).expand(batch, heads, -1)
     at = torch.cat([sinks, window, paged], 2)
     seen = torch.cat([(sinks < near), torch.ones_like(window, dtype=torch.bool), there], 2)
-    at = at.clamp(0, keys - 1)
-    each = torch.arange(batch, device=device)[:, None, None]
+    # What is not there is read at the last token, which is, so that nothing else shows.
+    at = torch.where(seen, at, keys - 1)
     if mask is not None:
-        seen = seen & mask[each, at]
-    places = (each, torch.arange(heads, device=device)[:, None], at)
-    key, value = as_nan(key[places].to(wide)), value[places].to(wide)
+        seen = seen & mask.gather(1, at.flatten(1)).view(at.shape)
+    key, value = as_nan(_rows_at(key, at).to(wide)), _rows_at(value, at).to(wide)
     if mask is not None:
         key, value = (torch.where(seen.unsqueeze(-1), side, 0.0) for side in (key, value))
     scores = _grouped(query, key, scale, wide) @ key.mT
     weights = torch.where(seen.unsqueeze(2), scores, LOG_ZERO).softmax(-1)
     return (weights @ value).flatten(1, 2).unsqueeze(2).to(query.dtype)
+
+
+def _rows_at(side: Tensor, at: Tensor) -> Tensor:
+    """The rows of ``[B, Hk, S, D]`` at ``[B, Hk, K]``."""
+    batch, heads, keys, width = side.shape
+    which = torch.arange(batch * heads, device=at.device).view(batch, heads, 1)
+    step = side.stride(1) // width
+    strides = (heads * step * width, step * width, width, 1)
+    is_apart = side.stride()[1:] != strides[1:] or (batch > 1 and side.stride(0) != strides[0])
+    if side.requires_grad or is_apart:
+        return side[which // heads, which % heads, at]
+    # Rows behind one another are copied in a sixth of the time.
+    rows = side.as_strided((step * (batch * heads - 1) + keys, width), (width, 1))
+    return rows.index_select(0, (at + step * which).flatten()).view(*at.shape, width)
 
 
 def _grouped(query: Tensor, key: Tensor, scale: float, wide: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.eager.infinity import as_nan
 from lln.eager.page_choice import Sight, choose_pages
+from lln.eager.page_step import choose_step, is_step
 from lln.precision import accumulation_dtype
 
 
@@ -24,6 +25,8 @@ def choose_for(call: Call, impl: str) -> Tensor:
     del impl
     query = call.query if call.choice_query is None else call.choice_query
     key = call.key if call.choice_key is None else call.choice_key
+    if is_step(call):
+        return choose_step(query.detach(), key.detach(), call.keys, Sight.of(call), call.factor)
     dtype = accumulation_dtype(query.dtype)
     query, key = query.detach().to(dtype), as_nan(key.detach().to(dtype))
     if call.key_mask is not None:

@@ -100,12 +100,12 @@ def convert(
         keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees; None = 64.
         select: How they are chosen (see `lln.choose_keys`).
         group_size: Queries that share them; None = a block for ``"block"``, else 1.
-        pages: Of ``"lln_keys"``: how many pages a query sees beside its window and the first tokens,
-            in place of block, keys and slots (see `lln.page_attention`); 0 = that form. None = what
-            suits the model: 32 where it is causal or knows places by rotations, else 0, and 0
-            wherever what belongs to blocks is given.
+        pages: Of ``"lln_keys"``: how many pages a query sees beside its window and the first
+            tokens, in place of block, keys and slots (see `lln.page_attention`); 0 = blocks, keys
+            and slots. None = what suits the model: pages where it is causal or knows places by
+            rotations, unless what belongs to blocks is given.
         page_size: Tokens in a page; None = 16.
-        window: Tokens that a query sees on either side, or before its own; None = 127 before, or 64.
+        window: Tokens that a query sees before its own, or on either side; None = 127, or 64.
         sinks: First tokens that every query sees; None = 16 in a causal model, else 0.
         rank: Numbers per token that pages are chosen by, with projections found on ``calibrate``
             (`lln.PageIndex`); None = half the head width. Without ``calibrate`` keys are used.
