@@ -241,7 +241,7 @@ def _attend_keys(call: AttentionCall) -> Tensor:
 
 def _attend_pages(call: AttentionCall) -> Tensor:
     """Attention over near tokens, the first tokens and chosen pages; a cache gives all keys."""
-    options = call.page_options() | call.how() | {"dropout_p": call.dropout_p}
+    options = {**call.page_options(), **call.how(), "dropout_p": call.dropout_p}
     sides = (call.query, call.key, call.value)
     if call.cu_seqlens is None:
         return page_attention(*sides, key_mask=call.mask, **options)

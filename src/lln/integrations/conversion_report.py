@@ -34,11 +34,8 @@ class PagesSeen(NamedTuple):
 
     def __str__(self) -> str:
         """In words."""
-        sinks = f"{self.sinks} first tokens, " if self.sinks else ""
-        return (
-            f"window {self.window}, {sinks}{self.pages} pages of {self.page_size} "
-            f"by rank {self.rank}"
-        )
+        sinks = f"{self.sinks} sinks, " if self.sinks else ""
+        return f"window {self.window}, {sinks}pages {self.pages}×{self.page_size}, rank {self.rank}"
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ class PageCacheLayer(DynamicLayer):
             room[:, :, start:end] = side
         self._show(end)
         keys, *others = (room[:, :, :end] for room in self._rooms)
-        keys.lln_index = others[1] if index is not None else None
+        if index is not None:
+            keys.lln_index = others[1]  # pyright: ignore[reportAttributeAccessIssue]
         return keys, others[0]
 
     def crop(self, tokens_to_remove: int) -> None:

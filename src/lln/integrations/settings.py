@@ -316,6 +316,8 @@ def _form_asked_for(
             f"{of_blocks[0]} goes with blocks, keys and slots, {of_pages[0]} with pages, which "
             "have neither α nor β; choose one of the two forms."
         )
+    if of_pages and pages is None:
+        return CAUSAL_PAGES["pages"]
     return 0 if of_blocks else pages
 
 
