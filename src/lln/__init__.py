@@ -35,8 +35,10 @@ from lln.nn.multihead import (
     LLNAttention,
     LLNDiagAttention,
     LLNKeysAttention,
+    PageAttention,
     WindowAttention,
 )
+from lln.nn.page_heads import PageCore
 from lln.nn.window import WindowCore
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ __all__ = [
     "LLNError",
     "LLNKeysAttention",
     "LLNKeysCore",
+    "PageAttention",
+    "PageCore",
     "PageIndex",
     "UnexpectedArgumentError",
     "WindowAttention",

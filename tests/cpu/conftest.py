@@ -7,7 +7,7 @@ from lln.cpu import library as opening
 from lln.functional import prepared_calls
 
 NAMES = ("forward", "backward", "match", "forward_causal", "backward_causal")
-NAMES += ("forward_keys", "choose")
+NAMES += ("forward_keys", "backward_keys", "choose")
 
 
 @pytest.fixture(scope="session")

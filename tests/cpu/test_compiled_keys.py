@@ -300,7 +300,6 @@ def test_who_listens_hears_what_is_computed(is_packed, taken):
 REFUSED = {
     "causal": {"is_causal": True},
     "by query": {"select": "query", "keys": 4},
-    "gradients": {"alpha": torch.tensor(0.8, requires_grad=True)},
 }
 
 

@@ -618,7 +618,7 @@ def test_few_heads_leave_threads_without_work(taken, monkeypatch):
 def test_no_memory_is_an_error(taken, without_memory, monkeypatch):
     """With a library whose requests for memory all fail."""
     sides, causal = sides_of(), {"is_causal": True}
-    graphs = attention(sides, 16), attention(sides, **causal)
+    graphs = attention(sides, 16), attention(sides, **causal), lln.lln_keys_attention(*sides)
     monkeypatch.setattr(library, "_found", without_memory)
     calls = [lambda graph=graph: graph.sum().backward() for graph in graphs]
     calls += [lambda: attention(sides, 16), lambda: attention(sides, **causal)]

@@ -133,10 +133,12 @@ def test_every_instruction_set(block_size, path_of_library, functions, monkeypat
         check(sides, block_size=block_size, alpha=None, beta=None)
         check(sides, is_causal=True)
         keys = {"block_size": 16, "keys": 9, "offset": -1.0, **GIVEN}
-        alone = [side.detach() for side in sides]
-        exact = lln.lln_keys_attention(*alone, **keys)
-        expected = lln.lln_keys_attention(*(side.double() for side in alone), **keys)
+        exact = lln.lln_keys_attention(*sides, **keys)
+        expected = lln.lln_keys_attention(*(side.double() for side in sides), **keys)
         torch.testing.assert_close(exact.double(), expected, atol=1e-6, rtol=1e-5)
+        made = [torch.autograd.grad(out.sum(), sides) for out in (exact, expected)]
+        for one, other in zip(*made, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
         found.append(attention(sides, block_size))
     assert sum(map(torch.equal, found[1:], found)) == 0
 

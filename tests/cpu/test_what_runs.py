@@ -81,8 +81,6 @@ CALLS = {
 }
 COMPILED = list(CALLS)[: list(CALLS).index("paper")]
 COMPILED_AS_DOCUMENTED = [*COMPILED, "paper", "matched keys"]
-# Without gradients.
-FORWARD = ("keys", "packed keys", "matched keys")
 
 
 class Watched:
@@ -148,32 +146,27 @@ def test_eager_is_plain_pytorch(kind, learns, watched, plans):
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_cpu_is_compiled(kind, watched, plans):
-    learns = kind not in FORWARD
-    sides = [side.requires_grad_(learns) for side in sides_of()]
+    sides = [side.requires_grad_() for side in sides_of()]
 
     def call():
-        out = CALLS[kind](sides, impl="cpu")
-        if learns:
-            torch.autograd.grad(out.sum(), sides)
+        torch.autograd.grad(CALLS[kind](sides, impl="cpu").sum(), sides)
 
     # Dropped values are zeroed by a product before the call, and causal parts joined after it.
     others = {"mul"} if kind in ("lln, dropout", "causal blocks") else set()
     assert not operations(call) & ARITHMETIC - others
     assert {"lln_causal_forward", "lln_forward", "lln_keys_forward"} & set(watched.called)
-    assert not learns or {"lln_causal_backward", "lln_backward"} & set(watched.called)
+    backward = {"lln_causal_backward", "lln_backward", "lln_keys_backward"}
+    assert backward & set(watched.called)
     # Not even a part of it is computed otherwise.
     assert not any("torch" in str(plan) for plan in plans) or "causal" in kind
     assert str(plans[0]).startswith("Compiled passes compute the call")
 
 
-@pytest.mark.parametrize(
-    "kind", [*FORWARD, *(kind for kind in CALLS if kind not in COMPILED_AS_DOCUMENTED)]
-)
+@pytest.mark.parametrize("kind", [kind for kind in CALLS if kind not in COMPILED_AS_DOCUMENTED])
 def test_cpu_refuses_what_the_passes_do_not_compute(kind, watched):
     errors = (BackendUnavailableError, InvalidInputError)
-    sides = [side.requires_grad_(kind in FORWARD) for side in sides_of()]
     with pytest.raises(errors, match=r"impl='cpu'.*use .*'eager'"):
-        CALLS[kind](sides, impl="cpu")
+        CALLS[kind](sides_of(), impl="cpu")
     assert not watched.called
 
 

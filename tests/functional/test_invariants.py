@@ -13,6 +13,7 @@ from lln import (
     lln_diag_attention,
     lln_diag_attention_varlen,
     match_moments,
+    page_attention,
     window_attention,
 )
 from lln.testing import make_qkv
@@ -25,7 +26,17 @@ TEMPERATURES = st.floats(0.2, 4.0)
 CRITERIA = st.sampled_from(["variance", "entropy"])
 GARBAGE = st.sampled_from([0.0, 1.0, -1e4, 1e30, torch.nan, torch.inf, -torch.inf])
 
-FORMS = ["lln", "causal", "block", "diag", "causal_diag", "window", "causal_window"]
+FORMS = [
+    "lln",
+    "causal",
+    "block",
+    "diag",
+    "causal_diag",
+    "window",
+    "causal_window",
+    "pages",
+    "causal_pages",
+]
 LINEAR_FORMS = ["lln", "causal"]
 
 
@@ -36,6 +47,9 @@ def attend(form, query, key, value, *, alpha=None, beta=None, key_mask=None):
         return block_diagonal_attention(query, key, value, block_size=4, **options)
     if form.endswith("window"):
         return window_attention(query, key, value, window=4, **options)
+    if form.endswith("pages"):
+        sizes = {"window": 4, "sinks": 2, "pages": 2, "page_size": 4}
+        return page_attention(query, key, value, **sizes, **options)
     options |= {"alpha": alpha, "beta": beta}
     if form.endswith("diag"):
         return lln_diag_attention(query, key, value, block_size=4, **options)

@@ -132,6 +132,8 @@ RECORDED = {
     "lln_diag": lambda: lln.lln_diag_attention(Q, K, V),
     "keys": lambda: lln.lln_keys_attention(Q, K, V),
     "window": lambda: lln.window_attention(Q, K, V, window=4),
+    "pages": lambda: lln.page_attention(Q, K, V),
+    "choose_pages": lambda: lln.choose_pages(Q, K),
     "choose_keys": lambda: lln.choose_keys(Q, K),
     "match_moments": lambda: lln.match_moments(Q, K),
     "calibrate": lambda: lln.calibrate(Q, K),

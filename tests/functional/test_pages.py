@@ -46,7 +46,6 @@ def check(shape, dtype, *, mask=None, layout="contiguous", scale=None, is_causal
 
 
 @causal_or_not
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize(
     "form",
     [
@@ -60,19 +59,17 @@ def check(shape, dtype, *, mask=None, layout="contiguous", scale=None, is_causal
     ],
     ids=name_of,
 )
-@pytest.mark.parametrize("tokens", [1, 17, 90])
-def test_lengths_and_forms(tokens, form, dtype, is_causal):
-    check(sizes(1, 2, tokens, 8), dtype, is_causal=is_causal, **form)
+def test_lengths_and_forms(form, is_causal):
+    for tokens, dtype in zip((1, 17, 90, 90), DTYPES, strict=False):
+        check(sizes(1, 2, tokens, 8), dtype, is_causal=is_causal, **form)
 
 
 @causal_or_not
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, dtype, is_causal):
-    check(sizes(2, 2, 70, 8, key_heads=1), dtype, mask=mask, is_causal=is_causal)
+def test_masks(mask, is_causal):
+    check(sizes(2, 2, 70, 8, key_heads=1), torch.float32, mask=mask, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -84,9 +81,9 @@ def test_masks(mask, dtype, is_causal):
     ],
     ids=name_of,
 )
-def test_shapes(shape, dtype):
-    check(shape, dtype)
-    check(shape, dtype, mask="holes", scale=-0.1)
+def test_shapes(shape):
+    check(shape, torch.bfloat16)
+    check(shape, torch.float32, mask="holes", scale=-0.1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -37,12 +37,13 @@ FUNCTIONS = {
     "diag_varlen": lambda q, k, v, bounds: lln.lln_diag_attention_varlen(q, k, v, bounds),
     "causal_varlen": lambda q, k, v, bounds: lln.lln_attention_varlen(q, k, v, bounds, **CAUSAL),
     "keys_varlen": lambda q, k, v, bounds: lln.lln_keys_attention_varlen(q, k, v, bounds, **KEYS),
+    "pages": lambda q, k, v: lln.page_attention(q, k, v, window=5, pages=3),
     "window": lambda q, k, v: lln.window_attention(q, k, v, window=5),
     "window_varlen": lambda q, k, v, bounds: lln.window_attention_varlen(q, k, v, bounds, window=5),
 }
-DENSE = ("lln", "diag", "block", "causal", "keys", "window")
+DENSE = ("lln", "diag", "block", "causal", "keys", "pages", "window")
 # Those that know no α and β.
-SOFTMAX = ("block", "window", "window_varlen")
+SOFTMAX = ("block", "pages", "window", "window_varlen")
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -454,6 +455,7 @@ FIXED_FUNCTIONS = {
     "causal_varlen": lambda *a, **o: lln.lln_attention_varlen(*a, is_causal=True, **o),
     "keys": lambda *a, **o: lln.lln_keys_attention(*a, offset=-2.0, select="query", **KEYS, **o),
     "keys_varlen": lambda *a, **o: lln.lln_keys_attention_varlen(*a, offset=-2.0, **KEYS, **o),
+    "pages": FUNCTIONS["pages"],
     "window": FUNCTIONS["window"],
     "window_varlen": FUNCTIONS["window_varlen"],
 }

@@ -23,6 +23,7 @@ CALLS = {
     "diag": lambda q, k, v, **o: lln.block_diagonal_attention(q, k, v, block_size=4, **o),
     "lln_diag": lambda q, k, v, **o: lln.lln_diag_attention(q, k, v, block_size=4, **o),
     "window": lambda q, k, v, **o: lln.window_attention(q, k, v, window=4, **o),
+    "pages": lambda q, k, v, **o: lln.page_attention(q, k, v, window=4, pages=2, **o),
 }
 
 
@@ -80,7 +81,8 @@ def test_ways_and_the_values_of_impl_are_the_same():
 @pytest.mark.parametrize("impl", ["auto", "eager", "reference"])
 @pytest.mark.parametrize("kind", CALLS)
 def test_on_a_cpu_everything_is_plain_or_the_reference(kind, impl):
-    size = {"lln": {}, "window": {"window": 4}}.get(kind, {"block_size": 4})
+    pages = {"window": 4, "keys": 2, "page_size": 2}
+    size = {"lln": {}, "window": {"window": 4}, "pages": pages}.get(kind, {"block_size": 4})
     call = Call(kind, *make_qkv(1, 2, 10, 8), **size)
     assert prepare(call, impl).impl == ("reference" if impl == "reference" else "eager")
 

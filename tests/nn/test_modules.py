@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 each_layer = pytest.mark.parametrize("kind", LAYERS)
 # With those that match nothing.
-every_layer = pytest.mark.parametrize("kind", [*LAYERS, lln.WindowAttention])
+every_layer = pytest.mark.parametrize("kind", [*LAYERS, lln.WindowAttention, lln.PageAttention])
 each_statistics = pytest.mark.parametrize("statistics", STATISTICS)
 each_reentrant = pytest.mark.parametrize("reentrant", [False, True])
 

@@ -12,6 +12,7 @@ LAYERS = {
     lln.LLNDiagAttention: {"block_size": 4},
     lln.LLNKeysAttention: {"block_size": 4, "keys": 2},
     lln.WindowAttention: {"window": 4},
+    lln.PageAttention: {"window": 4, "pages": 2},
 }
 
 

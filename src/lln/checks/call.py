@@ -53,6 +53,7 @@ class Call(NamedTuple):
         summary: Of ``"decode"``: the `KeySummary` of all tokens so far.
         offset: What is added to the logits of the slots; a number, or broadcasts to
             ``[B, H, 1, 1]``; None = by mass matching.
+        or_softmax: Of ``"lln_keys"``: whether softmax itself may answer where it is sooner.
     """
 
     kind: str
@@ -82,6 +83,7 @@ class Call(NamedTuple):
     page_size: int = 0
     choice_query: Tensor | None = None
     choice_key: Tensor | None = None
+    or_softmax: bool = False
 
     def replace(self, **changes: Any) -> Call:
         """The same call with some fields changed, by their names."""

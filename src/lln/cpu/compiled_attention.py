@@ -15,72 +15,85 @@ import torch
 from torch import Tensor
 
 from lln.cpu import compiled_passes
-from lln.cpu.compiled_passes import Blocks, PassCall
+from lln.cpu.compiled_passes import Blocks, Exact, PassCall
 from lln.eager.products import per_head
 from lln.eager.saved_numbers import by_autograd, save, saved
 from lln.tracing import is_batched
 
-# Takes query, key, value, α and β.
-ByTorch = Callable[[Tensor, Tensor, Tensor, Any, Any], Tensor]
+# Takes query, key, value, α, β, the offset of exact keys and the keys.
+ByTorch = Callable[..., Tensor]
 
 
 def attend_compiled(
     sides: tuple[Tensor, Tensor, Tensor],
-    numbers: tuple[Any, Any],
+    numbers: tuple[Any, Any, Any],
     key_mask: Tensor | None,
     blocks: Blocks | None,
     by_torch: ByTorch,
     curves: Sequence[bytes] = (),
+    exact: Exact | None = None,
 ) -> Tensor:
-    """LLN attention, softmax attention inside blocks, or both: ``[B, H, T, E]``.
+    """LLN attention, softmax attention inside blocks, both, or exact keys: ``[B, H, T, E]``.
 
     Args:
         sides: ``[B, H, T, D]``, ``[B, Hk, S, D]`` and ``[B, Hk, S, E]`` in float32.
-        numbers: α and β: numbers, one entry, or ``[1 or B, 1 or H, 1, 1]``; without a gradient.
-            With ``curves`` the pass itself finds them; blocks alone do not read them.
+        numbers: α, β and the offset: numbers, one entry, or ``[1 or B, 1 or H, 1, 1]``; gradients
+            with exact keys only, which alone read the offset. With ``curves`` the pass itself finds
+            the others; blocks alone do not read them.
         key_mask: bool ``[B, S]``, True = attend.
         blocks: The short range, whose tokens are the queries; None = LLN alone. Blocks alone take
             no infinity in queries and keys.
         by_torch: Computes the same.
         curves: One `compiled_passes.packed_curve`, with a mask one for every sample; if T = S, the
             mask says which queries are measured, too.
+        exact: Keys beside those of the blocks; its offset is that of ``numbers``.
     """
     if curves:
         alpha = sides[0].new_empty((*sides[0].shape[:2], 1, 1))
-        numbers = alpha, torch.empty_like(alpha)
-    if torch.is_grad_enabled() and any(side.requires_grad for side in sides):
-        return _CompiledAttention.apply(*sides, *numbers, key_mask, blocks, curves, by_torch)
-    numbers = per_head(numbers[0], sides[0]), per_head(numbers[1], sides[0])
-    call = PassCall(*sides, *numbers, blocks, key_mask)
+        numbers = alpha, torch.empty_like(alpha), 0.0
+    inputs = (*sides, *numbers)
+    if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in inputs):
+        return _CompiledAttention.apply(*inputs, key_mask, blocks, exact, curves, by_torch)
+    call = _call(inputs, key_mask, blocks, exact)
+    if exact is not None:
+        return compiled_passes.forward_keys(call)[0]
     return compiled_passes.forward(call, curves=curves)[0]
+
+
+def _call(
+    inputs: Sequence[Any], key_mask: Tensor | None, blocks: Blocks | None, exact: Exact | None
+) -> PassCall:
+    """What the passes compute, of query, key, value, α, β and the offset."""
+    query, key, value, *numbers = inputs
+    alpha, beta, offset = (per_head(number, query) for number in numbers)
+    exact = None if exact is None else exact._replace(offset=offset)
+    return PassCall(query, key, value, alpha, beta, blocks, key_mask, exact)
 
 
 class _CompiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        query, key, value, alpha, beta, key_mask, ctx.blocks, curves, ctx.by_torch = given
-        numbers = per_head(alpha, query), per_head(beta, query)
-        call = PassCall(query, key, value, *numbers, ctx.blocks, key_mask)
-        out, made = compiled_passes.forward(call, True, curves)
-        save(ctx, (alpha, beta, key_mask, *(made or [None])), query, key, value)
+        *inputs, key_mask, blocks, exact, curves, ctx.by_torch = given
+        ctx.parts, call = (blocks, exact), _call(inputs, key_mask, blocks, exact)
+        if exact is None:
+            out, made = compiled_passes.forward(call, True, curves)
+        else:
+            out, made = compiled_passes.forward_keys(call, True)
+        save(ctx, (*inputs[3:], key_mask, *(made or [None])), *inputs[:3])
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        alpha, beta, key_mask, summary, *sides = saved(ctx)
-        needs = ctx.needs_input_grad[:3]
+        alpha, beta, offset, key_mask, kept, *sides = saved(ctx)
+        inputs, needs = (*sides, alpha, beta, offset), ctx.needs_input_grad[:6]
         found: Sequence[Tensor | None]
         if torch.is_grad_enabled() or is_batched(gradient):
-
-            def again(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                return ctx.by_torch(query, key, value, alpha, beta)
-
-            found = by_autograd(again, sides, needs, gradient)
+            found = by_autograd(lambda *given: ctx.by_torch(*given, kept), inputs, needs, gradient)
         else:
-            query, key, value = sides
-            numbers = per_head(alpha, query), per_head(beta, query)
-            call = PassCall(query, key, value, *numbers, ctx.blocks, key_mask)
-            every = compiled_passes.backward(call, gradient, summary)
-            found = [one if need else None for one, need in zip(every, needs, strict=True)]
-        return (*found, *(None for _ in ctx.needs_input_grad[3:]))
+            call = _call(inputs, key_mask, *ctx.parts)
+            run = compiled_passes.backward if call.exact is None else compiled_passes.backward_keys
+            every = run(call, gradient, kept)
+            triples = zip(every, inputs, needs, strict=False)
+            found = [one.sum_to_size(own.shape) if need else None for one, own, need in triples]
+        return (*found, *(None for _ in ctx.needs_input_grad[len(found) :]))

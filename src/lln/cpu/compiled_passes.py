@@ -183,18 +183,28 @@ def backward_causal(
     return call.gradients("lln_causal_backward", gradient, _grouped(out), norm, shift)
 
 
-def forward_keys(call: PassCall) -> Tensor:
-    """Attention with exact keys, ``[B, H, T, E]``; its rows lie in memory as those of the query."""
+def forward_keys(call: PassCall, keeps: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """Attention with exact keys ``[B, H, T, E]``, as the query in memory, and what was chosen."""
     assert call.exact is not None
-    query, sides = call.query, call.grouped()
+    query, sides, keys = call.query, call.grouped(), call.exact.keys
     shape = (*query.shape[:-1], sides[2].shape[-1])
     if query.stride(1) < query.stride(2):
         out = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
     else:
         out = query.new_empty(shape)
-    given = call.exact.keys if isinstance(call.exact.keys, Tensor) else None
-    _ask("lln_keys_forward", _call(call), (*sides, out), given)
-    return out[..., : call.value.shape[-1]]
+    found = keys if isinstance(keys, Tensor) else None
+    if keeps and isinstance(keys, int):
+        found = query.new_empty((*shape[:2], call.exact.groups, keys), dtype=torch.int64)
+    _ask("lln_keys_forward", _call(call), (*sides, out), found)
+    return out[..., : call.value.shape[-1]], [] if found is None else [found]
+
+
+def backward_keys(call: PassCall, gradient: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value and of every head's α, β and offset; keys as kept."""
+    assert call.exact is not None
+    call = call._replace(exact=call.exact._replace(keys=keys))
+    numbers = keys.new_empty((3, *keys.shape[:2], 1, 1), dtype=torch.float32)
+    return *call.gradients("lln_keys_backward", gradient, keys, numbers), *numbers
 
 
 def choose(call: PassCall) -> Tensor:

@@ -10,6 +10,7 @@ E value width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from lln.eager.causal import GUARD
 from lln.eager.causal_walk import Inputs
 from lln.eager.infinity import as_nan
 from lln.eager.key_blocks import blocks_in
-from lln.eager.products import per_head
 
 
 def attend_dense(call: Call) -> Tensor:
@@ -55,18 +55,24 @@ def attend_keys(call: Call) -> Tensor:
     """``[B, H, T, E]`` of a dense call with exact keys, which are numbers or can be seen.
 
     Args:
-        call: A call of at least one number without gradients, not causal; α, β and the offset are
-            known, indices hold only keys that a group may see.
+        call: A call of at least one number, not causal; α, β and the offset are known, indices hold
+            only keys that a group may see.
     """
-    query, key, value = eager.widen_inputs(*call.qkv, call.key_mask, 0.0)
+    sides = eager.widen_inputs(*call.qkv, call.key_mask, 0.0)
     alpha, beta, offset = (
-        per_head(number if _is_per_head(number, query) else _of_heads(query, number), query)
+        number if _is_per_head(number, sides[0]) else _of_heads(sides[0], number)
         for number in (call.alpha, call.beta, call.offset)
     )
-    exact = _exact(call, offset)
+    numbers = (alpha, beta, offset)
     blocks = Blocks(call.block_size, call.factor, 0.0)
-    sides = PassCall(query, key, value, alpha, beta, blocks, call.key_mask, exact)
-    return compiled_passes.forward_keys(sides).to(call.query.dtype)
+    by_torch = _by_torch(call, "query", "key", "value", "alpha", "beta", "offset", "keys")
+    out = attend_compiled(sides, numbers, call.key_mask, blocks, by_torch, exact=_exact(call))
+    return out.to(call.query.dtype)
+
+
+def _by_torch(call: Call, *names: str) -> Callable[..., Tensor]:
+    """Computes a call with other tensors, of which the first ones are named."""
+    return lambda *given: eager.attend_dense(call.replace(**dict(zip(names, given, strict=False))))
 
 
 def _is_per_head(number: Any, query: Tensor) -> bool:
@@ -78,16 +84,16 @@ def choose_keys(call: Call) -> Tensor:
     """The keys of a dense call by number: int64 ``[B, H, G, K]``."""
     query, key = call.query.to(torch.float32), call.key.to(torch.float32)
     blocks = Blocks(call.block_size, call.factor, 0.0)
-    sides = PassCall(query, key, key, 1.0, 1.0, blocks, call.key_mask, _exact(call, 0.0))
+    sides = PassCall(query, key, key, 1.0, 1.0, blocks, call.key_mask, _exact(call))
     return compiled_passes.choose(sides)
 
 
-def _exact(call: Call, offset: Any) -> Exact:
+def _exact(call: Call) -> Exact:
     tokens, keys = call.query.shape[2], call.keys
     blocks = blocks_in(tokens, call.block_size, call.key_mask is not None)
     groups = blocks * (call.block_size // call.group_size)
     keys = keys.contiguous() if isinstance(keys, Tensor) else min(keys, tokens)
-    return Exact(keys, call.group_size, groups, offset, call.query.dtype)
+    return Exact(keys, call.group_size, groups, dtype=call.query.dtype)
 
 
 def _learn(*numbers: object) -> bool:
@@ -120,32 +126,25 @@ def _long_range(call: Call) -> Tensor:
 def _short_range(call: Call) -> Tensor:
     """Softmax inside blocks or windows, of a call in float32."""
     kind = "window" if call.kind == "window" else "diag"
-
-    def by_torch(query: Tensor, key: Tensor, value: Tensor, *_: float) -> Tensor:
-        return eager.attend_dense(call.replace(kind=kind, query=query, key=key, value=value))
-
+    by_torch = _by_torch(call.replace(kind=kind), "query", "key", "value")
     query, key, value = call.qkv
     blocks = Blocks(call.block_size, call.factor, None, call.is_causal)
     if kind == "window":
         blocks = blocks._replace(size=WINDOW_ROWS, window=call.window)
     sides = (as_nan(query), as_nan(key), value)
-    return attend_compiled(sides, (1.0, 1.0), call.key_mask, blocks, by_torch)
+    return attend_compiled(sides, (1.0, 1.0, 0.0), call.key_mask, blocks, by_torch)
 
 
 def _attend(call: Call, blocks: Blocks | None) -> Tensor:
     """A call in float32 that is not causal: LLN alone, or mixed with blocks."""
     kind = "lln" if blocks is None else "lln_diag"
-
-    def by_torch(*given: Any) -> Tensor:
-        sides = dict(zip(("query", "key", "value", "alpha", "beta"), given, strict=True))
-        return eager.attend_dense(call.replace(kind=kind, **sides))
-
+    by_torch = _by_torch(call.replace(kind=kind), "query", "key", "value", "alpha", "beta")
     query, numbers, curves = call.query, (call.alpha, call.beta), ()
     if call.alpha is None or call.beta is None:
         curves = compiled_curves(call.key, call.key_mask, call.matching)
     elif call.key.shape[1] != query.shape[1]:
         numbers = _of_heads(query, call.alpha), _of_heads(query, call.beta)
-    return attend_compiled(call.qkv, numbers, call.key_mask, blocks, by_torch, curves)
+    return attend_compiled(call.qkv, (*numbers, 0.0), call.key_mask, blocks, by_torch, curves)
 
 
 def _walk(call: Call) -> Tensor:

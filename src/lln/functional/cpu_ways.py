@@ -79,7 +79,7 @@ class CompiledPasses(Way):
 
 
 class CompiledKeys(CompiledPasses):
-    """Exact keys without gradients."""
+    """Exact keys by group; a head per thread, without gradients also parts of heads."""
 
     name = "compiled exact keys"
     kinds = ("lln_keys",)
@@ -95,13 +95,10 @@ class CompiledKeys(CompiledPasses):
             return "has no passes for keys by query"
         if isinstance(call.keys, Tensor) and call.bounds is not None:
             return "takes no indices of keys in packed sequences"
-        learns = (*call.qkv, call.alpha, call.beta, call.offset)
-        if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in learns):
-            return "has no passes for gradients of exact keys"
         return None
 
     def pays(self, call: Call) -> bool:
-        """Always: the passes cut heads where there are fewer than threads."""
+        """Always: forward passes cut heads where there are fewer than threads."""
         del call
         return True
 

@@ -76,8 +76,8 @@ def lln_keys_attention(
             those of earlier blocks. Needs α, β and the offset given.
         scale: Factor of the scores; None = 1/√D.
         enable_gqa: Whether H may be a multiple of Hk; every query head chooses its own keys.
-        impl: As in `lln_attention`. ``"cpu"`` computes without gradients what is not causal, with
-            keys chosen by ``"block"``.
+        impl: As in `lln_attention`. ``"cpu"`` computes what is not causal, with keys chosen by
+            ``"block"``.
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query. A sequence without any valid key gives zeros.

@@ -24,7 +24,6 @@ from lln.functional.kernel_ways import (
     DecodeKernel,
     Kernels,
     KernelsBesidePlainBlocks,
-    KernelWay,
     MomentKernel,
     WindowKernel,
     why_no_kernels,
@@ -32,9 +31,11 @@ from lln.functional.kernel_ways import (
 from lln.functional.key_ways import KeyKernels
 from lln.functional.plain_ways import Plain
 from lln.functional.reference_way import Reference
+from lln.functional.softmax_way import Softmax
 from lln.functional.way import Prepared, Way
 
 WAYS: tuple[Way, ...] = (
+    Softmax(),
     Kernels(),
     KernelsBesidePlainBlocks(),
     WindowKernel(),
@@ -67,7 +68,7 @@ def prepare(call: Call, impl: str) -> Prepared:
     if impl not in IMPLEMENTATIONS:
         check_impl(impl)
     way = choose(call, impl)
-    if impl == "auto" and call.query.device.type == "cuda" and not isinstance(way, KernelWay):
+    if impl == "auto" and call.query.device.type == "cuda" and isinstance(way, Plain):
         reason = why_no_kernels(call.query)
         if reason is not None:
             # Not repeated: Python shows a warning from the same line only once.

@@ -24,7 +24,9 @@ from lln.instruments.score_variance import score_variance
 from lln.instruments.spectral_gap import spectral_gap
 from lln.instruments.temperature import temperature
 from lln.instruments.variance import variance
+from lln.observers import Announcement
 from lln.precision import without_autocast
+from lln.reference import page_pairs
 
 INSTRUMENTS: dict[str, Callable[..., Any]] = {
     "temperature": temperature,
@@ -43,6 +45,11 @@ _OF_MATRIX = ("temperature", "entropy", "spectral_gap", "variance", "log_normali
 
 # Entries of a P that is formed for one head at a time: 128 MiB.
 _LARGEST_MATRIX = 1 << 24
+
+_TOO_MANY_PAIRS = (
+    "which pairs a window and pages hold is written out for one text at a time and at most 4,096 "
+    "tokens"
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,11 @@ def prepare(layer: str, call: int, sighting: Sighting) -> SeenCall:
         options["mix"] = _detach(seen.mix)
         if isinstance(seen.mix, Tensor) and seen.mix.dim() and seen.mix.shape[-1] != 1:
             problem = "its two parts are mixed by channel, so that no single P describes them"
+    kind = seen.kind
+    if kind == "pages":
+        kind, pair_mask = "softmax", _page_pairs(seen)
+        problem = problem or ("" if pair_mask is not None else _TOO_MANY_PAIRS)
+        options["is_causal"] = False
     if seen.cu_seqlens is not None:
         options["cu_seqlens"] = seen.cu_seqlens
     elif not query.is_nested and seen.kind == "softmax":
@@ -118,8 +130,21 @@ def prepare(layer: str, call: int, sighting: Sighting) -> SeenCall:
             # Row i sees keys 0 … i of another sequence: no kind of ours.
             shape = (query.shape[2], key.shape[2])
             pair_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
-    return SeenCall(
-        layer, call, seen.kind, query, key, options, pair_mask, sighting.weights, problem
+    return SeenCall(layer, call, kind, query, key, options, pair_mask, sighting.weights, problem)
+
+
+def _page_pairs(seen: Announcement) -> Tensor | None:
+    """Which pairs the softmax over a window, sinks and pages holds; None = too many to form."""
+    if seen.indices is None or seen.query.shape[2] * seen.key.shape[2] > _LARGEST_MATRIX:
+        return None
+    return page_pairs(
+        repeat_heads(seen.indices, seen.query.shape[1]),
+        seen.key.shape[2],
+        window=seen.window or 0,
+        sinks=seen.sinks,
+        page_size=seen.page_size,
+        key_mask=seen.key_mask,
+        is_causal=seen.is_causal,
     )
 
 

@@ -6,7 +6,7 @@ in a submodule ``lln`` of the attention module, which the function finds there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -123,6 +123,9 @@ class AttachedHeads(LLNDiagCore):
             device=device,
         )
         self.attention, self.settings, self.matching = attention, settings, matching
+        # Which settings fit which of this module, and where softmax then pays (`short_calls`).
+        self._fitting: tuple[Settings, Settings] | None = None
+        self.softmax_pays: dict[Hashable, bool] = {}
         if keys is not None:
             checks.check_count("keys", keys, 0)
         self.keys, self.key_heads = keys, key_heads
@@ -159,6 +162,8 @@ class AttachedHeads(LLNDiagCore):
 
     def check_settings(self, settings: Settings) -> None:
         """Refuse a configuration that was changed after conversion and does not fit this module."""
+        if self._fitting and self._fitting[0] is settings and self._fitting[1] is self.settings:
+            return
         if not settings.attached:
             raise InvalidInputError(
                 "config.lln was replaced after conversion, and the model would be saved without "
@@ -179,6 +184,8 @@ class AttachedHeads(LLNDiagCore):
                     f"conversion, which built it into the model; convert again with "
                     f"{name}={found!r}."
                 )
+        if not is_compiling():
+            self._fitting, self.softmax_pays = (settings, self.settings), {}
 
     @torch.no_grad()
     def set_temperatures(self, alpha: Tensor, beta: Tensor) -> None:
@@ -268,7 +275,7 @@ class AttachedHeads(LLNDiagCore):
 
 def attached_to(module: nn.Module) -> AttachedHeads | KeptSoftmax | None:
     """The submodule that `convert` gave an attention module, if it did."""
-    found = getattr(module, ATTRIBUTE, None)
+    found = module._modules.get(ATTRIBUTE)
     return found if isinstance(found, (AttachedHeads, KeptSoftmax)) else None
 
 

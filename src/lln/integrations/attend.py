@@ -1,7 +1,7 @@
 """The attention functions that Hugging Face calls.
 
 Every call goes one of five ways: dense (padded batches, cross attention), packed sequences,
-causal with a past (a cache), softmax for layers that keep it, or over the tokens of several ranks.
+causal with a past (a cache), softmax where kept or sooner, or over the tokens of several ranks.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width.
@@ -35,6 +35,7 @@ from lln.integrations.kept_softmax import softmax
 from lln.integrations.packed_batches import boundaries, inside_sequences
 from lln.integrations.settings import Settings
 from lln.integrations.sharded_call import attend_sharded, ranks_of
+from lln.integrations.short_calls import end_softmax, short_softmax
 
 # What a model may ask of its attention that changes single scores.
 _REFUSED = {
@@ -95,11 +96,11 @@ def forward(
     Returns:
         ``[B, T, H, E]`` contiguous, and None or, with ``output_attentions``, the weights.
     """
-    for name, what in _REFUSED.items():
-        if kwargs.get(name) is not None:
+    for name in _REFUSED.keys() & kwargs:
+        if kwargs[name] is not None:
             raise UnsupportedModelError(
-                f"{type(module).__name__} passes {name} ({what}), which linear attention cannot "
-                "apply; this model must keep its own attention."
+                f"{type(module).__name__} passes {name} ({_REFUSED[name]}), which linear attention "
+                "cannot apply; this model must keep its own attention."
             )
     settings = Settings.of(getattr(module, "config", None))
     attached = attached_to(module)
@@ -115,6 +116,8 @@ def forward(
                 f"{attention!r}; convert it again."
             )
         attached.check_settings(settings)
+        if settings.or_softmax and attached.training and torch.is_grad_enabled():
+            end_softmax(module)
     marked = getattr(key, "lln_past", None)
     past = None if marked is None else marked.take()
     if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
@@ -151,7 +154,8 @@ def forward(
     keeps = isinstance(attached, KeptSoftmax) or call.window is not None
     weights = None
     if not kwargs.get("output_attentions"):
-        out = softmax(call) if keeps else attend(call, past)
+        short = None if keeps or past is not None else short_softmax(call)
+        out = short if short is not None else softmax(call) if keeps else attend(call, past)
     elif past is None:
         out, weights = _with_weights(call, softmax if keeps else _attend)
     else:

@@ -23,7 +23,12 @@ from lln.integrations.streaming import Past
 
 try:
     from transformers import PreTrainedModel
-    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+    from transformers.cache_utils import (
+        Cache,
+        CacheLayerMixin,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+    )
 except ImportError as error:
     raise unavailable(error) from error
 
@@ -132,6 +137,29 @@ class LLNCacheLayer(CacheLayerMixin):
             setattr(self.past, name, change(tensor))
 
 
+class WindowCacheLayer(DynamicSlidingWindowLayer):
+    """The past of a layer with a sliding window: the keys that its next token can see."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values behind those kept; keep the last of them."""
+        new, before = key_states.shape[2], self.sliding_window - 1
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if not self.record_past:
+            self.keys, self.values = _last(keys, before), _last(values, before)
+            if new > 1:
+                # Views would keep the whole prompt alive.
+                self.keys, self.values = self.keys.clone(), self.values.clone()
+        # A past that is recorded, to be cropped, may hold more than masks are made for.
+        return _last(keys, before + new), _last(values, before + new)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens away, of a past that is recorded."""
+        # Assisted generation gives a tensor in older transformers; positions are to stay numbers.
+        super().crop(int(tokens_to_remove))
+
+
 class LLNCache(Cache):
     """The cache of a causal model with LLN attention: of fixed size, but for layers with pages.
 
@@ -140,7 +168,8 @@ class LLNCache(Cache):
 
     Args:
         model: With ``attn_implementation`` ``"lln"`` or ``"lln_diag"``, or with pages of
-            ``"lln_keys"``; layers that keep softmax get Hugging Face's growing cache.
+            ``"lln_keys"``; layers with a sliding window keep the keys inside it, others that keep
+            softmax all keys.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -151,15 +180,16 @@ class LLNCache(Cache):
                 f"LLNCache is for models with attn_implementation 'lln' or 'lln_diag', or with "
                 f"pages of 'lln_keys', got {config._attn_implementation!r}."
             )
-        softmax, paged = _softmax_layers(model, config), _heads_by_layer(model)
-        is_paged = config._attn_implementation not in SUMMARISED
-
-        def layer(index: int) -> CacheLayerMixin:
-            if index in softmax:
-                return DynamicLayer()
-            return PageCacheLayer(paged.get(index)) if is_paged else LLNCacheLayer()
-
-        super().__init__(layers=[layer(index) for index in range(config.num_hidden_layers)])
+        layers: dict[int, CacheLayerMixin] = {**_softmax_layers(model, config)}
+        if config._attn_implementation not in SUMMARISED:
+            heads = _heads_by_layer(model)
+            for index in range(config.num_hidden_layers):
+                layers.setdefault(index, PageCacheLayer(heads.get(index)))
+        super().__init__(
+            layers=[
+                layers.get(index) or LLNCacheLayer() for index in range(config.num_hidden_layers)
+            ]
+        )
 
     def size(self) -> int:
         """Bytes held by the LLN layers."""
@@ -183,14 +213,21 @@ def _heads_by_layer(model: torch.nn.Module) -> dict[int, AttachedHeads]:
     return {index: heads for index, heads in found if isinstance(heads, AttachedHeads)}
 
 
-def _softmax_layers(model: torch.nn.Module, config: Any) -> set[int]:
-    """Indices of the layers that keep softmax attention."""
-    kinds = getattr(config, "layer_types", None) or []
-    kept = {index for index, kind in enumerate(kinds) if kind == "sliding_attention"}
-    if not kinds and getattr(config, "sliding_window", None) is not None:
-        kept.update(range(config.num_hidden_layers))
-    for module in model.modules():
-        attached = attached_to(module)
-        if attached is not None and not isinstance(attached, AttachedHeads):
-            kept.add(getattr(module, "layer_idx", -1))
-    return kept
+def _softmax_layers(model: torch.nn.Module, config: Any) -> dict[int, DynamicLayer]:
+    """The caches of the layers that keep softmax attention, by index."""
+    layers = {
+        getattr(module, "layer_idx", -1): DynamicLayer()
+        for module in model.modules()
+        if (found := attached_to(module)) is not None and not isinstance(found, AttachedHeads)
+    }
+    kinds = getattr(config, "layer_types", None)
+    for index, layer in enumerate(config.per_layer_config):
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and (not kinds or kinds[index] == "sliding_attention"):
+            layers[index] = WindowCacheLayer(window)
+    return layers
+
+
+def _last(side: Tensor, count: int) -> Tensor:
+    """The last keys or values of those that are there."""
+    return side[:, :, max(side.shape[2] - count, 0) :]

@@ -115,6 +115,7 @@ class Conversion:
         moved: ‖converted − original‖ / ‖original‖ of the model's output on the batch.
         replaced: Whether an earlier conversion was replaced, with its α, β and joins.
         target: Of a conversion to a target: quality against time, and the choice.
+        or_softmax: Whether calls that are sooner with softmax itself run that.
     """
 
     attention: str
@@ -123,6 +124,7 @@ class Conversion:
     moved: float = 0.0
     replaced: bool = False
     target: Found | None = None
+    or_softmax: bool = False
 
     def __str__(self) -> str:
         """The table as plain text."""
@@ -224,10 +226,11 @@ class Conversion:
         found = "α, β and offset" if self.attention == "lln_keys" else "α and β"
         if self.pages is not None:
             found = "projections"
+        end = ". Calls that are sooner with softmax itself run that." if self.or_softmax else "."
         behind = "" if self.tokens is None else f", {found} from {self.tokens} tokens"
         console.print(
             f"{changed} of {len(self.layers)} attention layers run {self.attention}, statistics "
-            f"{self.statistics}{behind}{exact}; the model's output moved by {self.moved:.1%}.",
+            f"{self.statistics}{behind}{exact}; the model's output moved by {self.moved:.1%}{end}",
             highlight=False,
         )
         if self.target is not None:

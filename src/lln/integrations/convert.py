@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lln.checks.arguments import check_flag
 from lln.checks.signatures import explain_misfits
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.attached import AttachedHeads, attach, attached_to
@@ -67,6 +68,7 @@ def convert(
     convolution: int = 0,
     momentum: float = 0.1,
     impl: str = "auto",
+    or_softmax: bool = True,
     verbose: bool = False,
     on_step: OnStep | None = None,
 ) -> Conversion:
@@ -114,6 +116,8 @@ def convert(
             until it is trained, as by `lln recover`. For encoders.
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
+        or_softmax: Whether layers with exact keys run softmax itself, as before, in calls that are
+            sooner with it; the first training step ends that.
         verbose: Whether to print the table too, for scripts; a shell or notebook shows it anyhow.
         on_step: Called with the part of the work, the step and how many there are at most: before
             the first layer with step 0, then after every step. None = a progress bar, if stderr is
@@ -134,6 +138,7 @@ def convert(
             output moved far, if an earlier conversion was replaced, or if a target is missed on
             held-out data.
     """
+    check_flag("or_softmax", or_softmax)
     register()
     _check_model(model)
     settings = Settings.of_conversion(
@@ -184,6 +189,9 @@ def convert(
         surgeon.write_settings()
         found, expected = _prove(model, inputs, surgeon), _output(outputs)
         report.moved = relative_change(found, expected, inputs.get("attention_mask"))
+        # Not before: all that is measured above is of exact keys.
+        report.or_softmax = or_softmax and attention == "lln_keys"
+        surgeon.write_settings(report.or_softmax)
     report.replaced = earlier is not None and _is_worth_keeping(earlier)
     report.warn()
     if verbose:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
+from operator import is_
 from typing import Any
 
 from lln import checks
@@ -18,6 +19,7 @@ from lln.checks.schema import fault
 from lln.errors import InvalidInputError
 from lln.nn.heads import JOINS
 from lln.nn.temperatures import STATISTICS
+from lln.tracing import is_compiling
 
 ATTENTIONS = ("lln", "lln_diag", "lln_keys")
 # Those whose past has a fixed size; exact keys may be any of the past.
@@ -41,12 +43,12 @@ OTHER_PAGES = CAUSAL_PAGES | {"window": 64, "sinks": 0}
 # Raised when what is saved changes its meaning; an unknown number is refused on load.
 FORMAT = 1
 
-# Types of the entries whose values are checked further where they are used. Asked in every call of
-# every layer, which `fault` would be too slow for.
+# Types of the entries whose values are checked further where they are used.
 _TYPES = {
     "alpha": (Real, type(None)),
     "beta": (Real, type(None)),
     "momentum": Real,
+    "or_softmax": bool,
     "attached": bool,
     "layers": (dict, type(None)),
     "format": int,
@@ -111,6 +113,8 @@ class Settings:
         convolution: Tokens under a depthwise convolution of the values that `convert` gave every
             module, an odd number; 0 = none.
         impl: As in `lln.lln_attention`.
+        or_softmax: Of ``lln_keys``: whether calls that are sooner with softmax itself run that; set
+            by `convert`, and ended by training.
         attached: Whether `convert` gave every attention module a submodule ``lln`` of its own.
         layers: By name, the sizes of those submodules (see `lln.integrations.attached`).
         format: Version of this dictionary.
@@ -134,6 +138,7 @@ class Settings:
     offset: float | str | None = None
     convolution: int = 0
     impl: str = "auto"
+    or_softmax: bool = False
     attached: bool = False
     layers: dict[str, dict[str, Any]] | None = None
     format: int = FORMAT
@@ -276,13 +281,21 @@ class Settings:
             raise InvalidInputError(
                 f"config.lln must be a dictionary of settings, got {type(found).__name__}."
             )
+        before, settings = _known.get(id(found), ({}, _DEFAULTS))
+        if list(found) == list(before) and all(map(is_, found.values(), before.values())):
+            return settings
         unknown = sorted(set(found) - _NAMES)
         if unknown:
             said = ", ".join(f"{name}{did_you_mean(name, _NAMES)}" for name in unknown)
             raise InvalidInputError(
                 f"config.lln has unknown settings {said}; known are {', '.join(sorted(_NAMES))}."
             )
-        return cls(**found)
+        settings = cls(**found)
+        if not is_compiling():
+            if len(_known) >= 256:
+                _known.clear()
+            _known[id(found)] = dict(found), settings
+        return settings
 
     def as_dict(self) -> dict[str, Any]:
         """What to keep in ``config.lln``."""
@@ -349,5 +362,8 @@ def check_sizes(name: str, sizes: Any) -> None:
         )
 
 
+# Dictionaries that were checked, by their ids, with the very objects that they held: every layer
+# asks in every call.
+_known: dict[int, tuple[dict[str, Any], Settings]] = {}
 _NAMES = frozenset(field.name for field in fields(Settings))
 _DEFAULTS = Settings()

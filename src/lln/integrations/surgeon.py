@@ -141,8 +141,9 @@ class Surgeon:
                 f"{len(self.modules) - 1} and {', '.join(self.names.values())}."
             )
 
-    def write_settings(self) -> None:
+    def write_settings(self, or_softmax: bool = False) -> None:
         """Note in the configurations what was done, so that it is saved with the model."""
+        self.settings = replace(self.settings, or_softmax=or_softmax)
         for config in self.configs.values():
             config.lln = self.settings.as_dict()
         described = {

@@ -201,7 +201,10 @@ def _with_cache(prepare: Any) -> Any:
             and generation_config.use_cache is not False
             and generation_config.cache_implementation in (None, "dynamic")
         ):
-            model_kwargs["past_key_values"] = LLNCache(self)
+            cache = model_kwargs["past_key_values"] = LLNCache(self)
+            if generation_config.is_assistant:
+                # Guesses are taken back; transformers tells the caches that it makes.
+                cache.activate_past_recording()
             # transformers restricts a cache that the user gives; this one is not the user's.
             chosen, generation_config.cache_implementation = (
                 generation_config.cache_implementation,

@@ -18,6 +18,7 @@ from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.nn.heads import AttentionCore, LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
+from lln.nn.page_heads import PageCore
 from lln.nn.value_convolution import ValueConvolution
 from lln.nn.window import WindowCore
 from lln.precision import autocast_enabled
@@ -312,6 +313,24 @@ class WindowAttention(ProjectedAttention):
     """
 
     core_class = WindowCore
+
+
+class PageAttention(ProjectedAttention):
+    """Multi-head softmax attention to a window, sinks and chosen pages, with projections.
+
+    Args:
+        embed_dim: Width of the model.
+        num_heads: H; divides embed_dim.
+        **options: As in `LLNAttention` and `PageCore`: ``window``, ``sinks``, ``pages``,
+            ``page_size`` and the rest; there are no α and β.
+
+    Example:
+        >>> layer = PageAttention(32, 4, batch_first=True, window=8, pages=2)
+        >>> layer(torch.randn(2, 10, 32))[0].shape
+        torch.Size([2, 10, 32])
+    """
+
+    core_class = PageCore
 
 
 def _key_mask_of_padding(key_padding_mask: Tensor, key: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def main():
             start = time.perf_counter()
             student = copy.deepcopy(original)
             settings = {"block_size": BLOCK_SIZE, "verbose": False} | ROWS[row]
-            convert(student, calibrate=batch, **settings)
+            convert(student, calibrate=batch, or_softmax=False, **settings)
             found = embed(student, held_out, 8)
             spread = (found * expected).sum(-1).std().item() / len(held_out) ** 0.5
             cell = {**agreement(found, expected), "error_of_mean": spread}

@@ -173,7 +173,7 @@ def build(original, row, calibration):
         return student, None
     # The same blocks for all; by default they would have the width of a head, 32 tokens.
     settings = {"statistics": "running", "block_size": BLOCK_SIZE, "verbose": False} | ROWS[row]
-    report = convert(student, calibrate=calibration, **settings)
+    report = convert(student, calibrate=calibration, or_softmax=False, **settings)
     return student, report.moved
 
 

@@ -20,6 +20,7 @@ _SYSTEMS = {
         "softmax": "softmax.Softmax",
         "diag": "block_diagonal.BlockDiagonal",
         "window": "window.Window",
+        "pages": "pages.Pages",
         "lln": "lln.LLN",
         "lln_diag": "lln.LLNDiag",
         "lln_keys": "lln.LLNKeys",

@@ -37,6 +37,7 @@ from lln.files import write_atomically, writing
 from lln.integrations.attached import KeptSoftmax, attach
 from lln.integrations.loading import indexed_files
 from lln.integrations.settings import Settings
+from lln.integrations.short_calls import end_softmax
 from lln.integrations.transformers import find_module, transformers
 from lln_lab.recovery.recovery_loss import OutputLoss, RecoveryLoss, check_end_loss, measure
 from lln_lab.recovery.work_folder import last_checkpoint, locked, saving
@@ -152,6 +153,8 @@ def recover(
             "recovery training needs accelerate; pip install 'lln[hf]'."
         ) from error
     folder = Path(output_dir)
+    # What is measured before it learns is exact keys, too.
+    end_softmax(model)
     teacher = softmax_teacher(model) if teacher is None else teacher
     names = layer_names(teacher)
     if probe is None:

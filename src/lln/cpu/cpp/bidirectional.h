@@ -229,6 +229,55 @@ void differentiate_nothing(const Call& call, const Gradients& to) {
   std::memset(to.to_value, 0, sizeof(float) * call.keys * call.value_width);
 }
 
+// Gradients of keys and values that come from those of the summary: of C, and of the slots' logits in
+// all queries, both of which are used up. With a mean, what it says is added to each key, and all is
+// added to what is there; then the result is the gradient of β where slots are those of keys less
+// their mean.
+double differentiate_summary(const Head& head, const Gradients& to, float* of_centroid,
+                             float* of_level, Room& room, const float* mean = nullptr,
+                             const float* of_mean = nullptr) {
+  const Call& call = head.call;
+  const int64_t width = call.width, values = call.value_width;
+  float* weight = room.take(TILE * width);
+  float* turned = room.take(width * values);
+  float* of_keys = room.take(TILE * width);
+  double of_beta = 0;
+  for (int64_t d = 0; d < width; ++d) {
+    const float share = 1.0f / head.mass[d];
+    lanes middle = {};
+    float* own = of_centroid + d * values;
+    for (int64_t e = 0; e < values; e += LANES) {
+      middle += load(own + e) * load(head.centroid + d * values + e);
+      store(own + e, load(own + e) * share);
+    }
+    of_level[d] = head.beta * (of_level[d] - sum_of(middle)) * share;
+  }
+  transpose(width, values, of_centroid, values, turned);
+  for (int64_t t = 0; t < call.keys; t += TILE) {
+    const int64_t tokens = fewer(TILE, call.keys - t);
+    const float* k = head.k + t * head.k_row;
+    float* to_key = to.to_key + t * width;
+    weigh_keys(tokens, width, k, head.k_row, head.beta, head.peak, weight);
+    product(tokens, values, width, {weight, width, 1}, of_centroid, values,
+            to.to_value + t * values, values, 1.0f, mean != nullptr);
+    product(tokens, width, values, {head.v + t * head.v_row, head.v_row, 1}, turned, width, of_keys,
+            width, head.beta, false);
+    lanes by_beta = {};
+    for (int64_t i = 0; i < tokens; ++i)
+      for (int64_t d = 0; d < width; d += LANES) {
+        const int64_t at = i * width + d;
+        lanes own = (load(of_keys + at) + load(of_level + d)) * load(weight + at);
+        if (mean) {
+          by_beta += own * (load(k + i * head.k_row + d) - load(mean + d));
+          own += load(to_key + at) + load(of_mean + d);
+        }
+        store(to_key + at, own);
+      }
+    of_beta += sum_of(by_beta);
+  }
+  return of_beta / head.beta;
+}
+
 // Gradients that come from LLN; every entry of the three is written.
 void differentiate(const Head& head, const Gradients& to, Room& room) {
   const Call& call = head.call;
@@ -262,31 +311,7 @@ void differentiate(const Head& head, const Gradients& to, Room& room) {
       store(row + d, load(row + d) + sum);
     }
   }
-  for (int64_t d = 0; d < width; ++d) {
-    const float share = 1.0f / head.mass[d];
-    lanes middle = {};
-    float* own = of_centroid + d * values;
-    for (int64_t e = 0; e < values; e += LANES) {
-      middle += load(own + e) * load(head.centroid + d * values + e);
-      store(own + e, load(own + e) * share);
-    }
-    row[d] = head.beta * (row[d] - sum_of(middle)) * share;
-  }
-  transpose(width, values, of_centroid, values, turned);
-  for (int64_t t = 0; t < call.keys; t += TILE) {
-    const int64_t tokens = fewer(TILE, call.keys - t);
-    float* to_key = to.to_key + t * width;
-    weigh_keys(tokens, width, head.k + t * head.k_row, head.k_row, head.beta, head.peak, weight);
-    product(tokens, values, width, {weight, width, 1}, of_centroid, values,
-            to.to_value + t * values, values, 1.0f, false);
-    product(tokens, width, values, {head.v + t * head.v_row, head.v_row, 1}, turned, width, to_key,
-            width, head.beta, false);
-    for (int64_t i = 0; i < tokens; ++i)
-      for (int64_t d = 0; d < width; d += LANES) {
-        float* own = to_key + i * width + d;
-        store(own, (load(own) + load(row + d)) * load(weight + i * width + d));
-      }
-  }
+  differentiate_summary(head, to, of_centroid, row, room);
 }
 
 // Adds rows to those at their places.

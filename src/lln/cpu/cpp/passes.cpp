@@ -65,7 +65,7 @@ EXPORTED(lln_backward)(const Call* call, const Side* query, const Side* key, con
                        float* to_value) {
   const int64_t all_heads = call->batch * call->heads;
   const int64_t width = call->width, values = call->value_width;
-  const int64_t lln = width * (2 + TILE + 2 * values);
+  const int64_t lln = width * (2 + 3 * TILE + 3 * values);
   const int64_t near = most_columns(*call) * 2 * (width + values + TILE) + Block::floats(*call);
   Shortage shortage{false};
 #pragma omp parallel num_threads(static_cast<int>(call->threads))
@@ -189,6 +189,55 @@ EXPORTED(lln_keys_forward)(const Call* call, const Side* query, const Side* key,
               call->offsets ? call->offsets[index] : call->offset,
               indices ? indices + index * call->groups * call->chosen : nullptr,
               out ? out->data + b * out->batch + h * out->head : nullptr, out ? out->token : 0);
+    }
+  }
+  return !shortage;
+}
+
+// Its gradients, contiguous, from that of the output and the keys that were chosen; also those of α, β
+// and the offset, ``[3, B · H]``. Those of keys and values are one for every query head.
+EXPORTED(lln_keys_backward)(const Call* call, const Side* query, const Side* key,
+                            const Side* value, const Side* gradient, int64_t* indices,
+                            float* to_numbers, float* to_query, float* to_key, float* to_value) {
+  const int64_t all_heads = call->batch * call->heads;
+  const int64_t width = call->width, values = call->value_width;
+  Shortage shortage{false};
+#pragma omp parallel num_threads(static_cast<int>(call->threads))
+  {
+    const WithoutTinyNumbers without_tiny_numbers;
+    Room room(KeyHead::floats(*call) + KeyGradients::floats(*call) + width * (values + 2));
+    Room seen_room((call->mask ? 2 : 1) * SeenKeys::floats(*call));
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t index = 0; index < all_heads; ++index) {
+      if (is_short(shortage, room, seen_room)) continue;
+      Head head = head_of(*call, index, *query, *key, *value, nullptr);
+      const int64_t b = index / call->heads, h = index % call->heads;
+      const Gradients all{gradient->data + b * gradient->batch + h * gradient->head,
+                          gradient->token, to_query + index * call->queries * width,
+                          to_key + index * call->keys * width,
+                          to_value + index * call->keys * values};
+      differentiate_nothing(*call, all);
+      room.used = 0;
+      head.centroid = room.take(width * (values + 2));
+      head.peak = head.centroid + width * values, head.mass = head.peak + width;
+      const SeenKeys seen(head, seen_room);
+      Gradients to = all;
+      if (call->mask) {
+        to.to_key = seen_room.take(call->keys * width);
+        to.to_value = seen_room.take(call->keys * values);
+        std::memset(to.to_key, 0, 4 * call->keys * width);
+        std::memset(to.to_value, 0, 4 * call->keys * values);
+      }
+      KeyHead own(head, seen, room);
+      KeyGradients found(to, *call, room);
+      own.gradients = &found;
+      const float offset = call->offsets ? call->offsets[index] : call->offset;
+      own.run(0, call->groups, offset, indices + index * call->groups * call->chosen, nullptr, 0);
+      float* numbers = to_numbers + index;
+      own.differentiate_slots(room, numbers, numbers + all_heads, numbers + 2 * all_heads);
+      if (!call->mask) continue;
+      SeenKeys::spread(head, width, to.to_key, all.to_key);
+      SeenKeys::spread(head, values, to.to_value, all.to_value);
     }
   }
   return !shortage;

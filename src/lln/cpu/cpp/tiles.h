@@ -144,11 +144,13 @@ void weigh_queries(int64_t tokens, int64_t width, const float* query, int64_t ro
   softmax(tokens, width, weight);
 }
 
-// Adds the sums of a tile's columns. Adding token by token would round more.
-void add_tile_sums(int64_t tokens, int64_t width, const float* weight, float* total) {
+// Adds the sums of a tile's columns, of rows as wide or as far apart as given. Adding token by token
+// would round more.
+void add_tile_sums(int64_t tokens, int64_t width, const float* weight, float* total,
+                   int64_t row = 0) {
   by_strips(width, [&](auto vectors, int64_t d) {
     lanes sum[vectors];
-    add_rows(weight + d, width, tokens, sum);
+    add_rows(weight + d, row ? row : width, tokens, sum);
     for (int n = 0; n < vectors; ++n) {
       float* to = total + d + n * LANES;
       store(to, load(to) + sum[n]);

@@ -1,0 +1,40 @@
+"""The table of what pages were chosen by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lln_lab.experiments.page_rules import PAGES, USED
+from lln_lab.markdown import source, table
+
+
+def rules(results: dict[str, Any]) -> str:
+    """Perplexity and the loss of copying of every way to choose, at every length."""
+    rows = results["rows"]
+    lengths = sorted({int(tokens) for cells in rows.values() for tokens in cells})
+    titles = ["pages chosen by"]
+    for tokens in lengths:
+        titles += [f"perplexity, {tokens:,}", f"copy, {tokens:,}"]
+    lines = []
+    for name, cells in rows.items():
+        line = [_called(name)]
+        for tokens in lengths:
+            cell = cells.get(str(tokens))
+            line += [f"{cell['perplexity']:.2f}", f"{cell['copy']:.3f}"] if cell else ["", ""]
+        lines.append(line)
+    setup = results["setup"]
+    many = ", ".join(f"{PAGES[tokens]} pages at {tokens:,} tokens" for tokens in lengths)
+    caption = (
+        "SmolLM2-135M-Instruct without training, English Wikipedia, window of 128, 16 sinks, pages "
+        f"of 16 tokens, {many}; scores of 32 channels, found on other texts of the same length. "
+        "*copy*: loss per token on the second half of a text whose halves are the same. Dense "
+        f"prototypes, N × N. {setup['device']}, torch {setup['torch']}; {source(setup)}."
+    )
+    return table(titles, lines, caption)
+
+
+def _called(name: str) -> str:
+    """A rule that is used is marked."""
+    if name == USED:
+        return f"**{name}** (what `page_attention` does)"
+    return name

@@ -1,0 +1,69 @@
+"""Softmax itself in calls of a converted layer that are sooner with it.
+
+The conversion allows it (``config.lln["or_softmax"]``), because softmax is what the model was
+trained with. A layer that learns, learns to live with exact keys: its first step ends that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lln.checks.call import Call
+from lln.functional.checked_call import checked_call
+from lln.functional.prepared_calls import MOST_LAYOUTS
+from lln.functional.softmax_way import Softmax, softmax_attention
+from lln.functional.ways import choose
+from lln.integrations.attention_call import AttentionCall
+from lln.observers import is_observed
+from lln.tracing import is_untraced
+
+
+def end_softmax(module: nn.Module) -> None:
+    """Let a module, or all modules of a model, run exact keys alone from now on."""
+    for one in module.modules():
+        settings = getattr(getattr(one, "config", None), "lln", None)
+        if isinstance(settings, dict) and settings.get("or_softmax"):
+            settings["or_softmax"] = False
+
+
+def short_softmax(call: AttentionCall) -> Tensor | None:
+    """Softmax attention, shape ``[B, H, T, D]``; None where the layer has to run exact keys."""
+    query, key, value, mask, heads = call.query, call.key, call.value, call.mask, call.heads
+    if heads is None or not call.settings.or_softmax or heads.training or call.dropout_p:
+        return None
+    if call.cu_seqlens is not None or is_observed() or not is_untraced(query):
+        return None
+    if torch.is_grad_enabled() and any(side.requires_grad for side in (query, key, value)):
+        return None
+    form = None if mask is None else (mask.shape, mask.dtype)
+    sides = (query.shape, key.shape, value.shape, query.dtype, query.device)
+    layout, known = (*sides, call.is_causal, form), heads.softmax_pays
+    # Found again in a few microseconds: on a GPU a short call has no more to lose.
+    pays = known.get(layout)
+    if pays is None:
+        if len(known) >= MOST_LAYOUTS:
+            known.clear()
+        pays = known[layout] = _pays(call)
+    return softmax_attention(query, key, value, mask, call.is_causal) if pays else None
+
+
+def _pays(call: AttentionCall) -> bool:
+    """What the list of ways says, of a call that was checked as any other."""
+    has_more = call.heads is not None and call.heads.convolution is not None
+    if call.attention != "lln_keys" or has_more or call.query.shape[2] != call.key.shape[2]:
+        return False
+    if call.has_pages:
+        return call.settings.impl == "auto" and _sees_all(call)
+    options = call.key_options() | {"key_mask": call.mask, "is_causal": call.is_causal}
+    own = Call("lln_keys", call.query, call.key, call.value, **options, or_softmax=True)
+    checked = checked_call(own, "lln_keys_attention", True)
+    return call.settings.impl == "auto" and isinstance(choose(checked, "auto"), Softmax)
+
+
+def _sees_all(call: AttentionCall) -> bool:
+    """Whether every query sees all tokens that it may see, which is softmax, one way or another."""
+    sizes, tokens = call.page_sizes, call.key.shape[2]
+    chosen = sizes["pages"] * sizes["page_size"]
+    # Looking both ways, pages are cut by the window on either side.
+    return tokens <= (sizes["window"] + 1 + chosen if call.is_causal else chosen)
