@@ -12,6 +12,7 @@ from lln.integrations import attend
 from lln.integrations.cache import LLNCache
 from lln.integrations.convert import convert
 from lln.integrations.page_cache import PageCacheLayer
+from lln.integrations.short_calls import short_softmax
 from lln.integrations.surgeon import has_rotations
 
 FORM = {"pages": 2, "page_size": 4, "window": 5, "sinks": 2, "rank": 3}
@@ -100,6 +101,21 @@ def test_generation_equals_no_cache_with_any_cache(tiny, text, name, calibrate):
     assert kinds == [True, name != "mistral"]
     theirs = transformers.DynamicCache()
     assert torch.equal(model.generate(**inputs, past_key_values=theirs), wanted)
+
+
+@torch.no_grad()
+def test_texts_that_are_seen_whole_run_softmax_itself(tiny, text):
+    for name, most in (("llama", 1 + 5 + 2 * 4), ("modernbert", 2 * 4)):
+        model = tiny(name)
+        convert(model, calibrate=text(40), **(FORM | {"layers": [0]}))
+        for tokens in (most, most + 1):
+            calls = []
+            with attend.observed(lambda call, calls=calls: calls.append(call)):
+                model(**text(tokens))
+            found = short_softmax(calls[0])
+            assert (found is not None) == (tokens == most)
+            if found is not None:
+                assert (found - attend.attend(calls[0])).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
