@@ -272,8 +272,11 @@ class Settings:
         Args:
             config: A transformers configuration, or anything with an attribute ``lln``.
         """
-        # transformers' own way to an attribute takes longer than all that is asked here.
-        found = None if config is None else object.__getattribute__(config, "__dict__").get("lln")
+        if config is None or is_compiling():
+            found = getattr(config, "lln", None)
+        else:
+            # transformers' own way to an attribute takes longer than all that is asked here.
+            found = object.__getattribute__(config, "__dict__").get("lln")
         if found is None:
             return _DEFAULTS
         if not isinstance(found, dict):
