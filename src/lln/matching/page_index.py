@@ -132,9 +132,7 @@ def fit_index(
         centred = own - own.mean(1, keepdim=True) if own.shape[1] else own
         of_keys = of_keys + centred.mT @ centred
     if not bool((of_queries.isfinite() & of_keys.isfinite()).all()):
-        raise InvalidInputError(
-            "queries and keys must be finite to find projections on."
-        )
+        raise InvalidInputError("queries and keys must be finite to find projections on.")
     rank = min(rank or max(width // 2, 1), width)
     query_root, query_inverse = _roots(of_queries)
     key_root, key_inverse = _roots(of_keys)
