@@ -54,12 +54,6 @@ class PageCacheLayer(DynamicLayer):
             keys.lln_index = others[1]  # pyright: ignore[reportAttributeAccessIssue]
         return keys, others[0]
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens."""
-        super().crop(tokens_to_remove)
-        if self._rooms and self.get_seq_length() == 0:
-            self._rooms = []
-
     def reset(self) -> None:
         """Forget everything."""
         self._rooms = []
