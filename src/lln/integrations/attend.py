@@ -208,11 +208,11 @@ def _with_neighbours(call: AttentionCall, out: Tensor) -> Tensor:
 
 def _attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
     """LLN attention, alone, with diagonal blocks or with exact keys: ``[B, H, T, E]``."""
+    if call.attention == "lln_keys":
+        return _attend_keys(call)
     continues = past is not None or call.query.shape[2] != call.key.shape[2]
     if call.is_causal and call.cu_seqlens is None and continues:
         return _continue(call, past)
-    if call.attention == "lln_keys":
-        return _attend_keys(call)
     sides = (call.query, call.key, call.value)
     alpha, beta = call.temperatures()
     shared, criterion = call.how(), call.settings.criterion(call.attention)
@@ -248,11 +248,6 @@ def _attend_keys(call: AttentionCall) -> Tensor:
 def _continue(call: AttentionCall, past: streaming.Past | None) -> Tensor:
     """Causal attention of tokens that come after others, kept in a cache."""
     tokens, keys = call.query.shape[2], call.key.shape[2]
-    if call.attention == "lln_keys":
-        raise InvalidInputError(
-            "lln_keys attention cannot continue a cache, because any key of the past may be chosen "
-            "exactly; run it with use_cache=False, or convert the model to 'lln_diag'."
-        )
     if call.settings.impl not in ("auto", "eager"):
         raise BackendUnavailableError(
             f"impl {call.settings.impl!r} cannot continue a cache, which plain PyTorch updates; "
