@@ -93,7 +93,7 @@ def _pays(call: AttentionCall) -> bool:
     has_more = call.heads is not None and call.heads.convolution is not None
     if call.attention != "lln_keys" or has_more or call.query.shape[2] != call.key.shape[2]:
         return False
-    options = call.key_options() | {"key_mask": call.mask, "is_causal": call.is_causal}
-    own = Call("lln_keys", call.query, call.key, call.value, **options, or_softmax=True)
+    sides, options = (call.query, call.key, call.value), call.key_options()
+    own = Call("lln_keys", *sides, key_mask=call.mask, **options, or_softmax=True)
     checked = checked_call(own, "lln_keys_attention", True)
     return call.settings.impl == "auto" and isinstance(choose(checked, "auto"), Softmax)
