@@ -143,7 +143,7 @@ def test_layers_that_do_not_exist(tiny, folders):
 
 def test_a_causal_model_without_calibration(tiny, folders):
     with pytest.raises(InvalidInputError, match="the future; pass calibrate, inputs"):
-        model_commands.convert(*folders("gpt2"))
+        model_commands.convert(*folders("gpt2"), pages=0)
     with pytest.raises(InvalidInputError, match="the future; pass calibrate, inputs"):
         convert(tiny("gpt2"), "lln_diag", verbose=False)
 

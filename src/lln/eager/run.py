@@ -25,6 +25,7 @@ from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.page_attention import attend_pages
 from lln.eager.page_choice import Sight
+from lln.eager.page_step import attend_step, is_step
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -40,6 +41,8 @@ def attend_dense(call: Call, *, walks: bool = False) -> Tensor:
         call: A dense call.
         walks: See `causal_attention`.
     """
+    if call.kind == "pages" and is_step(call):
+        return attend_step(*call.qkv, call.keys, Sight.of(call), call.factor)
     query, key, value = widen(*call.qkv, call.key_mask, call.dropout_p)
     wide = call.replace(query=query, key=key, value=value)
     if call.kind == "lln":

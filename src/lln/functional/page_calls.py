@@ -11,6 +11,7 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.eager.infinity import as_nan
 from lln.eager.page_choice import Sight, choose_pages
+from lln.eager.page_step import choose_step, is_step
 from lln.kernels.pages.page_ops import fused_page_choice
 from lln.precision import accumulation_dtype
 
@@ -36,6 +37,8 @@ def choose_for(call: Call, impl: str) -> Tensor:
             is_causal=call.is_causal,
             scale=call.factor,
         )
+    if is_step(call):
+        return choose_step(query.detach(), key.detach(), call.keys, Sight.of(call), call.factor)
     dtype = accumulation_dtype(query.dtype)
     query, key = query.detach().to(dtype), as_nan(key.detach().to(dtype))
     if call.key_mask is not None:

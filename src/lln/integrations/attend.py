@@ -27,6 +27,7 @@ from lln.errors import BackendUnavailableError, InvalidInputError, UnsupportedMo
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.functional.exact_keys import lln_keys_attention, lln_keys_attention_varlen
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
+from lln.functional.pages import page_attention, page_attention_varlen
 from lln.integrations import streaming
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to
 from lln.integrations.attention_call import AttentionCall
@@ -141,6 +142,7 @@ def forward(
         is_causal=getattr(module, "is_causal", True) if is_causal is None else bool(is_causal),
         window=kwargs.get("sliding_window"),
         dropout_p=dropout,
+        indexed=getattr(key, "lln_index", None),
     )
     if ranks_of(module) is not None:
         if _observer is not None:
@@ -208,6 +210,8 @@ def _with_neighbours(call: AttentionCall, out: Tensor) -> Tensor:
 
 def _attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
     """LLN attention, alone, with diagonal blocks or with exact keys: ``[B, H, T, E]``."""
+    if call.has_pages:
+        return _attend_pages(call)
     if call.attention == "lln_keys":
         return _attend_keys(call)
     continues = past is not None or call.query.shape[2] != call.key.shape[2]
@@ -243,6 +247,15 @@ def _attend_keys(call: AttentionCall) -> Tensor:
     if call.cu_seqlens is None:
         return lln_keys_attention(*sides, key_mask=call.mask, **options)
     return inside_sequences(lln_keys_attention_varlen, call.cu_seqlens)(*sides, **options)
+
+
+def _attend_pages(call: AttentionCall) -> Tensor:
+    """Attention over near tokens, the first tokens and chosen pages; a cache gives all keys."""
+    options = {**call.page_options(), **call.how(), "dropout_p": call.dropout_p}
+    sides = (call.query, call.key, call.value)
+    if call.cu_seqlens is None:
+        return page_attention(*sides, key_mask=call.mask, **options)
+    return inside_sequences(page_attention_varlen, call.cu_seqlens)(*sides, **options)
 
 
 def _continue(call: AttentionCall, past: streaming.Past | None) -> Tensor:

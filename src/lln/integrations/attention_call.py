@@ -35,6 +35,7 @@ class AttentionCall:
         is_causal: Whether a query sees only its own and earlier positions.
         window: Width of a sliding window, if the layer has one.
         dropout_p: Probability to drop a key.
+        indexed: What a cache keeps to choose pages by, ``[B, Hk, S, r]``.
     """
 
     module: nn.Module
@@ -49,6 +50,7 @@ class AttentionCall:
     is_causal: bool = False
     window: int | None = None
     dropout_p: float = 0.0
+    indexed: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -66,6 +68,27 @@ class AttentionCall:
         """How many keys outside its block a group of queries sees exactly."""
         own = None if self.heads is None else self.heads.keys
         return self.settings.keys if own is None else own
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether a query sees pages, in place of block, keys and slots."""
+        return self.attention == "lln_keys" and bool(self.settings.pages)
+
+    @property
+    def page_sizes(self) -> dict[str, int]:
+        """How many pages and other tokens a query sees."""
+        usual = self.settings.usual_pages(self.is_causal)
+        given = {name: getattr(self.settings, name) for name in usual}
+        return usual | {name: number for name, number in given.items() if number is not None}
+
+    def page_options(self) -> dict[str, Any]:
+        """What `lln.page_attention` is told besides."""
+        found: dict[str, Any] = {**self.page_sizes}
+        if self.heads is not None and self.heads.index is not None:
+            index = self.heads.index()
+            keys = index.of_keys(self.key) if self.indexed is None else self.indexed
+            found["choice"] = index.of_queries(self.query), keys
+        return found
 
     @property
     def key_mask(self) -> Tensor | None:

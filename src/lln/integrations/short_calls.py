@@ -93,7 +93,17 @@ def _pays(call: AttentionCall) -> bool:
     has_more = call.heads is not None and call.heads.convolution is not None
     if call.attention != "lln_keys" or has_more or call.query.shape[2] != call.key.shape[2]:
         return False
+    if call.has_pages:
+        return call.settings.impl == "auto" and _sees_all(call)
     sides, options = (call.query, call.key, call.value), call.key_options()
     own = Call("lln_keys", *sides, key_mask=call.mask, **options, or_softmax=True)
     checked = checked_call(own, "lln_keys_attention", True)
     return call.settings.impl == "auto" and isinstance(choose(checked, "auto"), Softmax)
+
+
+def _sees_all(call: AttentionCall) -> bool:
+    """Whether every query sees all tokens that it may see, which is softmax, one way or another."""
+    sizes, tokens = call.page_sizes, call.key.shape[2]
+    chosen = sizes["pages"] * sizes["page_size"]
+    # Looking both ways, pages are cut by the window on either side.
+    return tokens <= (sizes["window"] + 1 + chosen if call.is_causal else chosen)

@@ -28,6 +28,10 @@ DECODERS = {
     "diag": "blocks of 64 alone",
     "keys 64": "exact keys, 64 per query",
     "keys 128": "exact keys, 128 per query",
+    "pages 16": "window of 127, 16 sinks, 16 pages of 16",
+    "pages": "… 32 pages (the default)",
+    "pages 16, window 255": "… 16 pages, window of 255",
+    "window 255": "… 32 pages, window of 255",
 }
 # In results of a choice that the library had: every query by its two strongest features.
 BY_QUERY = ", by query"
@@ -67,7 +71,9 @@ def decoder(results: dict[str, Any]) -> str:
     lengths = sorted({tokens for cells in results["rows"].values() for tokens in cells}, key=int)
     rows = []
     for name, shown in DECODERS.items():
-        cells = [results["rows"].get(name, {}).get(tokens) for tokens in lengths]
+        if name not in results["rows"]:
+            continue
+        cells = [results["rows"][name].get(tokens) for tokens in lengths]
         row = [
             [f"{cell['perplexity']:,.2f}", f"{cell['copy']:.2f}"] if cell else ["", ""]
             for cell in cells

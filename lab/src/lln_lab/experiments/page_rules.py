@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from lln.matching.page_index import PageIndex
 from torch.nn import functional as F
 
 from lln.files import write_atomically
+from lln.matching.page_index import PageIndex
 from lln_lab.bench.environment import describe
 from lln_lab.experiments.decoder_conversion import FIRST_MEASURED, measure, smollm2, texts_of
 from lln_lab.experiments.tasks.data_folder import text_file
