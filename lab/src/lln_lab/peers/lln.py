@@ -228,18 +228,6 @@ class LLNKeys(LLN):
         choice = {"block_size": block_size, "key_mask": key_mask, "is_causal": is_causal}
         indices = choose_keys(query, key, core.keys, group_size=group, **choice)
         keep = visible(query, key_mask, is_causal)
-        exact = reference.exact_pairs(
-            indices, tokens, block_size, group, keep=keep, is_causal=is_causal
-        )
-        rest = keep
-        if is_causal:
-            place = torch.arange(tokens, device=query.device).expand(query.shape[0], 1, tokens)
-            if key_mask is not None:
-                place = place - key_mask[:, None].int().argmax(-1, keepdim=True)
-            block = place.div(block_size, rounding_mode="floor")
-            earlier = block.unsqueeze(-1) > block.unsqueeze(-2)
-            rest = earlier if keep is None else keep & earlier
-        matrix = reference.lln_keys_matrix(
-            query, key, alpha, beta, exact, offset, keep=keep, rest=rest
-        )
+        exact = reference.exact_pairs(indices, tokens, block_size, group, keep=keep)
+        matrix = reference.lln_keys_matrix(query, key, alpha, beta, exact, offset, keep=keep)
         return matrix.to(accumulation_dtype(query.dtype))
