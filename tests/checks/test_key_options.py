@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lln import (
-    CausalStatisticsError,
     InvalidInputError,
     UnexpectedArgumentError,
+    calibrate_keys,
     choose_keys,
     lln_keys_attention,
     lln_keys_attention_varlen,
@@ -127,10 +127,11 @@ WRONG = [
     (chosen(impl="eagre"), r"^impl must be .*\(did you mean 'eager'\?\)"),
 ]
 CAUSAL = [
-    (dense(is_causal=True), "^causal attention cannot take alpha and beta from"),
-    (dense(is_causal=True, offset=0.0), "^causal attention cannot take alpha and beta from"),
-    (dense(is_causal=True, alpha=1.0, beta=1.0), "^causal attention cannot take the offset from"),
-    (packed(is_causal=True, alpha=1.0, beta=1.0), "^causal attention cannot take the offset from"),
+    dense(is_causal=True),
+    dense(is_causal=True, **GIVEN),
+    packed(is_causal=True, **GIVEN),
+    chosen(is_causal=True),
+    lambda: calibrate_keys(Q, K, V, is_causal=True),
 ]
 UNEXPECTED = [
     (dense(dropout_p=0.1), "^lln_keys_attention has no argument 'dropout_p'"),
@@ -156,9 +157,9 @@ def test_refusals(call, said):
     assert is_one_sentence(str(caught.value)), caught.value
 
 
-@pytest.mark.parametrize(("call", "said"), CAUSAL)
-def test_statistics_of_the_future_are_refused(call, said):
-    with pytest.raises(CausalStatisticsError, match=said) as caught:
+@pytest.mark.parametrize("call", CAUSAL)
+def test_causal_calls_are_sent_to_pages(call):
+    with pytest.raises(InvalidInputError, match=r"never causal: use lln\.page_attention") as caught:
         call()
     assert is_one_sentence(str(caught.value)), caught.value
 
@@ -183,10 +184,10 @@ def test_unexpected_arguments(call, said):
         dense(offset=torch.zeros(1)),
         dense(offset=-3),
         dense(offset=torch.zeros(H, 1, 1, dtype=torch.float16)),
-        dense(is_causal=True, **GIVEN),
+        dense(**GIVEN),
         packed(keys=indices(H, 4, 2)),
         packed(keys=10**6),
-        packed(is_causal=True, **GIVEN),
+        packed(**GIVEN),
         packed(offset=torch.zeros(2, 1, 1, 1)),
     ],
 )

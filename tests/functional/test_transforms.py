@@ -271,18 +271,9 @@ def test_exports_packed_with_a_dynamic_length(name):
         close([exported(*args)], [FUNCTIONS[name](*args)])
 
 
-@pytest.mark.parametrize(
-    ("group", "causal"),
-    [
-        (BLOCK, False),
-        pytest.param(1, False, marks=pytest.mark.slow),
-        pytest.param(BLOCK, True, marks=pytest.mark.slow),
-    ],
-)
-def test_exports_exact_keys_with_a_dynamic_length(group, causal):
-    """Causal up to 32 blocks, as many as one level of merging takes."""
-    given = {**FIXED, "offset": -2.0} if causal else {}
-    options = {**KEYS, **given, "group_size": group, "is_causal": causal}
+@pytest.mark.parametrize("group", [BLOCK, pytest.param(1, marks=pytest.mark.slow)])
+def test_exports_exact_keys_with_a_dynamic_length(group):
+    options = {**KEYS, "group_size": group}
 
     class Keys(nn.Module):
         def forward(self, q, k, v):

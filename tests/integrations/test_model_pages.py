@@ -43,7 +43,6 @@ def index_of(model):
         ("roberta", {}, None),
         ("modernbert", {"keys": 64}, None),
         ("modernbert", {"statistics": "learned"}, None),
-        ("llama", {"pages": 0, "group_size": 1}, None),
     ],
 )
 def test_conversion_picks_the_form_that_suits_the_model(tiny, text, name, options, wanted):

@@ -161,6 +161,10 @@ def test_causal_calls_need_given_temperatures(pool):
     refused(pool, "alpha and beta", options={"is_causal": True}, error="CausalStatisticsError")
 
 
+def test_causal_exact_keys_are_sent_to_pages(pool):
+    refused(pool, "use lln.page_attention", kind="lln_keys", options={"is_causal": True})
+
+
 def wrong_lengths(group, rank, lengths):
     sides = torch.randn(3, 1, 2, 6, 4)
     return message_of(lambda: lln.parallel.lln_attention(*sides, group=group, lengths=lengths))

@@ -20,7 +20,7 @@ from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
-from lln.eager.key_attention import attend_keys, slots_of_blocks, slots_of_heads
+from lln.eager.key_attention import attend_keys, slots_of_heads
 from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.page_attention import attend_pages
@@ -108,12 +108,9 @@ def exact_keys(call: Call) -> Tensor:
     key, value = repeat_heads(call.key, heads), repeat_heads(call.value, heads)
     count = indices.shape[2] // (call.block_size // call.group_size)
     blocks = dense_blocks(batch, tokens, call.block_size, key_mask, query.device, count)
-    alpha, beta, offset = numbers_of_blocks(call, heads, query.dtype)
-    groups = Groups(blocks, call.group_size, key_mask, call.is_causal)
-    if call.is_causal:
-        slots = slots_of_blocks(key, value, beta, groups)
-    else:
-        slots = slots_of_heads(call.key, call.value, call.beta, key_mask, heads)
+    alpha, _, offset = numbers_of_blocks(call, heads, query.dtype)
+    groups = Groups(blocks, call.group_size, key_mask)
+    slots = slots_of_heads(call.key, call.value, call.beta, key_mask, heads)
     terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
     return attend_keys(terms, indices, are_seen=True)
 

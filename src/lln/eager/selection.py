@@ -1,8 +1,7 @@
 """Which keys a group of queries attends to exactly, outside its own block.
 
-Every key is scored with the mean query of the group; a causal group of several queries takes the
-mean of the group before it, because its own holds later queries. No choice carries a gradient.
-Equal scores are taken in the order of positions, so results repeat.
+Every key is scored with the mean query of the group. No choice carries a gradient. Equal scores are
+taken in the order of positions, so results repeat.
 
 Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, n blocks, W tokens
 in a block, G groups, g queries in a group, K keys per group.
@@ -64,9 +63,9 @@ def drop_repeats(indices: Tensor) -> Tensor:
 def seen_keys(indices: Tensor, groups: Groups) -> Tensor:
     """Which chosen keys a group may attend to: bool ``[B, H, G, K]``.
 
-    Not missing, not masked, of the same sequence, outside the block, and earlier if causal.
+    Not missing, not masked, of the same sequence and outside the block.
     """
-    blocks, group_size, key_mask, is_causal = groups
+    blocks, group_size, key_mask = groups
     tokens = blocks.home.shape[1]
     known = indices.clamp(0, max(tokens - 1, 0))
 
@@ -78,19 +77,15 @@ def seen_keys(indices: Tensor, groups: Groups) -> Tensor:
     block = divided(torch.arange(indices.shape[2], device=indices.device), rows)
     first, last = blocks.first[block][:, None], blocks.last[block][:, None]
     block = block[:, None]
-    seen = (indices >= 0) & (indices < tokens) & (home >= first) & (home <= last)
-    seen = seen & (home < block if is_causal else home != block)
+    seen = (indices >= 0) & (indices < tokens) & (home >= first) & (home <= last) & (home != block)
     return seen if key_mask is None else seen & of_keys(key_mask)
 
 
 def _by_mean(query: Tensor, key: Tensor, keys: int, groups: Groups) -> Tensor:
     """The keys with the largest products with the mean query of every group."""
-    blocks, group_size, key_mask, is_causal = groups
+    blocks, group_size, key_mask = groups
     dtype = accumulation_dtype(query.dtype)
     mean = group_means(query, blocks, group_size, blocks.valid(key_mask)).to(dtype)
-    if is_causal and group_size > 1:
-        # A group's own mean would let later queries decide what earlier ones see.
-        mean = torch.cat([torch.zeros_like(mean[:, :, :1]), mean[:, :, :-1]], 2)
     batch, heads, count, width = mean.shape
     key = key.to(dtype)
     if key_mask is not None:
@@ -102,8 +97,7 @@ def _by_mean(query: Tensor, key: Tensor, keys: int, groups: Groups) -> Tensor:
 
     def best(mean: Tensor, block: Tensor) -> Tensor:
         first, last = blocks.first[block], blocks.last[block]
-        allowed = (home >= first) & (home <= last)
-        allowed = allowed & (home < block if is_causal else home != block)
+        allowed = (home >= first) & (home <= last) & (home != block)
         if key_mask is not None:
             allowed = allowed & key_mask[:, None]
         scores = mean.reshape(batch, key.shape[1], -1, width) @ across

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.call import Call
-from lln.checks.key_options import check_group_size
+from lln.checks.key_options import check_group_size, check_not_causal
 from lln.checks.signatures import explain_misfits
 from lln.functional import ways
 from lln.functional.checked_call import checked_call, checked_packed_call, groups_in
@@ -70,11 +70,10 @@ def lln_keys_attention(
             ones.
         key_mask: bool ``[B, T]``, True = attend. It also says which queries count in statistics and
             in the choice of keys. Blocks are counted from the first valid token.
-        is_causal: Whether row i sees keys 0 … i only: the summary and the chosen keys are then
-            those of earlier blocks. Needs α, β and the offset given.
+        is_causal: Must be False; `lln.page_attention` is causal.
         scale: Factor of the scores; None = 1/√D.
         enable_gqa: Whether H may be a multiple of Hk; every query head chooses its own keys.
-        impl: As in `lln_attention`. ``"cpu"`` computes what is not causal.
+        impl: As in `lln_attention`.
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query. A sequence without any valid key gives zeros.
@@ -197,13 +196,12 @@ def choose_keys(
     Args:
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, T, D]``.
-        keys: K, how many: those with the largest products with the group's mean query (causal:
-            that of the group before it, whose queries are all earlier). A group gets fewer if fewer
-            can be chosen.
+        keys: K, how many: those with the largest products with the group's mean query. A group gets
+            fewer if fewer can be chosen.
         block_size: Tokens in a block.
         group_size: Queries that share their keys, a divisor of the block size; None = a block.
         key_mask: bool ``[B, T]``; masked keys are never chosen, masked queries do not count.
-        is_causal: Whether only keys of earlier blocks may be chosen.
+        is_causal: Must be False, as in `lln_keys_attention`.
         scale: Factor of the softmax scores; a negative one turns the choice around.
         enable_gqa: Whether H may be a multiple of Hk.
         impl: As in `lln_attention`; ``"reference"`` chooses in plain PyTorch.
@@ -224,7 +222,7 @@ def choose_keys(
     checks.check_qkv(query, key, key, layout="dense", enable_gqa=enable_gqa)
     checks.check_self_attention(query, key, "choose_keys")
     checks.check_key_mask(key_mask, key)
-    checks.check_flag("is_causal", is_causal)
+    check_not_causal(is_causal)
     checks.check_blocks(block_size, scale)
     checks.check_count("keys", keys, 0)
     group_size = check_group_size(group_size, block_size)
@@ -236,7 +234,6 @@ def choose_keys(
         block_size=block_size,
         scale=scale,
         key_mask=key_mask,
-        is_causal=is_causal,
         keys=keys,
         group_size=group_size,
     ).with_fitted_blocks()

@@ -65,7 +65,7 @@ def choose_for(call: Call, impl: str) -> Tensor:
     if query.shape[2] == 0:
         return torch.full((query.shape[1], 0, 0), -1, dtype=torch.int64, device=query.device)
     blocks, _ = packed_blocks(call.bounds.long(), query.shape[2], call.block_size)
-    groups = Groups(blocks, call.group_size, is_causal=call.is_causal)
+    groups = Groups(blocks, call.group_size)
     return choose(query, key, keys, groups, flip=flip)[0]
 
 
@@ -94,7 +94,7 @@ def _groups(call: Call) -> Groups:
     """Who chooses in a dense call."""
     batch, _, tokens, _ = call.query.shape
     blocks = dense_blocks(batch, tokens, call.block_size, call.key_mask, call.query.device)
-    return Groups(blocks, call.group_size, call.key_mask, call.is_causal)
+    return Groups(blocks, call.group_size, call.key_mask)
 
 
 def _flips(call: Call) -> bool:

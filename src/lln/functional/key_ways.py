@@ -71,8 +71,6 @@ class KeyKernels(KernelWay):
 
 def _why_not_taken(call: Call) -> str | None:
     """Why the kernels attend to no such blocks and groups."""
-    if call.is_causal:
-        return "has no kernel for causal attention with exact keys"
     if call.bounds is not None:
         if isinstance(call.keys, Tensor):
             return "takes no indices of keys in packed sequences"

@@ -48,8 +48,7 @@ class Softmax(Way):
             return "runs exact keys where somebody watches"
         query, width = call.query, call.value.shape[-1]
         is_fused = not query.is_cuda or (width <= 256 and query.dtype != torch.float64)
-        masks_pairs = call.bounds is not None or (call.is_causal and call.key_mask is not None)
-        fits = is_fused and not masks_pairs and query.shape[-1] == width
+        fits = is_fused and call.bounds is None and query.shape[-1] == width
         return None if fits else "would hold all pairs of tokens at once"
 
     def pays(self, call: Call) -> bool:
@@ -67,7 +66,7 @@ class Softmax(Way):
     def run(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.run`; without α and β."""
         del prepared
-        return softmax_attention(*call.qkv, call.key_mask, call.is_causal, call.scale)
+        return softmax_attention(*call.qkv, call.key_mask, scale=call.scale)
 
 
 def softmax_attention(
@@ -97,7 +96,7 @@ def _why(call: Call) -> str:
     device = call.query.device
     engine = _ENGINES.get(device.type)
     is_compiled = engine is not None and engine.why_not(call) is None
-    instead = "compiled" if is_compiled else "causal" if call.is_causal else "plain"
+    instead = "compiled" if is_compiled else "plain"
     # All blocks but one. Compiled passes may be sooner than softmax there: the table says.
     others = (tokens - 1) // call.block_size * call.block_size
     has_all = isinstance(call.keys, int) and call.keys >= others

@@ -46,8 +46,8 @@ class AttentionInputs:
         mix: Weight of the LLN part in ``"lln_diag"``: a number in [0, 1], or a tensor that
             broadcasts to ``[B, H, T, 1]``.
         key_mask: bool ``[B, S]``, True = attend. If T = S, padded queries do not count either.
-        is_causal: Whether row i sees keys 0 … i only. LLN kinds then need α and β, and
-            ``"lln_keys"`` its offset.
+        is_causal: Whether row i sees keys 0 … i only. LLN kinds then need α and β;
+            ``"lln_keys"`` refuses it.
         scale: Factor of the softmax scores; None = 1/√D.
         cu_seqlens: int ``[n + 1]``, boundaries of packed sequences; B is then n.
         keys: How many keys every group of queries sees one by one in ``"lln_keys"``, or their

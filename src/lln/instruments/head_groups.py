@@ -174,7 +174,6 @@ class _Choice:
             first_group=block * (inputs.tokens_in_block // size),
             group_size=size,
             block_size=inputs.tokens_in_block,
-            is_causal=inputs.is_causal,
         )
 
 

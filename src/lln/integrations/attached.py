@@ -234,7 +234,7 @@ class AttachedHeads(LLNDiagCore):
     ) -> tuple[Temperature, Temperature, Tensor | None]:
         """α, β and the offset of ``"lln_keys"``; None = matched to the sample."""
         call = self._checked(query, key, value, key_mask, is_causal)
-        sides = (call.query, call.key, key_mask, is_causal, self.matching, self.impl)
+        sides = (call.query, call.key, key_mask, self.matching, self.impl)
         return numbers_of_call(self.statistics, self.offset, *sides)
 
     def weight(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:

@@ -212,11 +212,11 @@ def _attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
     """LLN attention, alone, with diagonal blocks or with exact keys: ``[B, H, T, E]``."""
     if call.has_pages:
         return _attend_pages(call)
+    if call.attention == "lln_keys":
+        return _attend_keys(call)
     continues = past is not None or call.query.shape[2] != call.key.shape[2]
     if call.is_causal and call.cu_seqlens is None and continues:
         return _continue(call, past)
-    if call.attention == "lln_keys":
-        return _attend_keys(call)
     sides = (call.query, call.key, call.value)
     alpha, beta = call.temperatures()
     shared, criterion = call.how(), call.settings.criterion(call.attention)
@@ -261,11 +261,6 @@ def _attend_pages(call: AttentionCall) -> Tensor:
 def _continue(call: AttentionCall, past: streaming.Past | None) -> Tensor:
     """Causal attention of tokens that come after others, kept in a cache."""
     tokens, keys = call.query.shape[2], call.key.shape[2]
-    if call.attention == "lln_keys":
-        raise InvalidInputError(
-            "lln_keys attention cannot continue a cache here, because its blocks and slots are "
-            "made of all tokens anew; run it with use_cache=False, or convert the model with pages."
-        )
     if call.settings.impl not in ("auto", "eager"):
         raise BackendUnavailableError(
             f"impl {call.settings.impl!r} cannot continue a cache, which plain PyTorch updates; "

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lln.checks.key_options import check_group_size
+from lln.checks.key_options import check_group_size, check_not_causal
 from lln.errors import CausalStatisticsError
 from lln.integrations.attached import AttachedHeads
 from lln.integrations.packed_batches import is_packed, padded
@@ -101,6 +101,7 @@ class AttentionCall:
 
     def key_options(self) -> dict[str, Any]:
         """What attention with exact keys is told besides; α, β and the offset are of this call."""
+        check_not_causal(self.is_causal)
         alpha, beta, offset = self.numbers()
         return {
             "alpha": alpha,
@@ -132,12 +133,6 @@ class AttentionCall:
         offset = self.settings.offset
         # Checked with the settings: without a module to live in, the offset is a number.
         assert not isinstance(offset, str)
-        if self.is_causal and offset is None:
-            raise CausalStatisticsError(
-                "causal attention with exact keys needs an offset that does not come from the "
-                "sequence itself: use lln.integrations.convert.convert(model, 'lln_keys', "
-                "calibrate=batch), or config.lln['offset'] = a number."
-            )
         return *self._stateless_temperatures(), offset
 
     def _measured(self) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:

@@ -114,7 +114,7 @@ def _fit_rest(heads: AttachedHeads, call: AttentionCall) -> None:
     assert beta is not None
     settings = heads.settings
     is_free = heads.matching == "rest" and settings.statistics in ("fixed", "learned")
-    choice = KeyChoice(call.keys, call.block_size, call.group_size, call.is_causal)
+    choice = KeyChoice(call.keys, call.block_size, call.group_size)
     alpha, beta, offset = find_rest(
         query,
         key,

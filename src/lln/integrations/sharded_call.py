@@ -73,7 +73,7 @@ def _refuse(call: AttentionCall, past: bool, weights: bool) -> None:
         fix = "convert all of its layers to LLN attention"
     elif call.has_pages:
         problem = f"{name} sees pages, which have no parallel form"
-        fix = "convert with pages=0"
+        fix = "convert a causal model to 'lln' or 'lln_diag', others with pages=0"
     elif call.cu_seqlens is not None:
         problem, fix = "the sequences of the batch are packed", "pad them, one sequence per row"
     elif past:

@@ -95,8 +95,8 @@ def _pays(call: AttentionCall) -> bool:
         return False
     if call.has_pages:
         return call.settings.impl == "auto" and _sees_all(call)
-    options = call.key_options() | {"key_mask": call.mask, "is_causal": call.is_causal}
-    own = Call("lln_keys", call.query, call.key, call.value, **options, or_softmax=True)
+    sides, options = (call.query, call.key, call.value), call.key_options()
+    own = Call("lln_keys", *sides, key_mask=call.mask, **options, or_softmax=True)
     checked = checked_call(own, "lln_keys_attention", True)
     return call.settings.impl == "auto" and isinstance(choose(checked, "auto"), Softmax)
 

@@ -106,10 +106,10 @@ class Surgeon:
         """Pages or blocks, by the first layer that runs; a search for keys needs blocks."""
         is_free = self.search is None and not self.model.config.is_encoder_decoder
         asked = self.settings.pages
-        if self.search is not None and (asked or (asked is None and call.is_causal)):
+        if self.search is not None and (asked or call.is_causal):
             raise InvalidInputError(
                 "target chooses how many keys a block sees, and this model gets pages, which come "
-                "closer; leave target out and give pages, or pass pages=0 and group_size=1."
+                "closer; leave target out and give pages."
             )
         is_rotary = is_free and has_rotations(self.model)
         self.settings = self.settings.of_model(is_free and call.is_causal, is_rotary)
@@ -175,12 +175,20 @@ class Surgeon:
                 "would have to keep the last values, and cross attention has no neighbours; leave "
                 "it 0."
             )
-        if self.attention == "lln_keys" and call.query.shape[2] != call.key.shape[2]:
+        is_decoder = call.is_causal and self.model.config.is_encoder_decoder
+        is_cross = is_decoder or call.query.shape[2] != call.key.shape[2]
+        if self.attention == "lln_keys" and is_cross:
             raise InvalidInputError(
                 f"{type(self.model).__name__} has cross attention, whose queries and keys have no "
                 "common positions for exact keys; choose attention 'lln'."
             )
         is_paged = self.attention == "lln_keys" and bool(self.settings.pages)
+        if self.attention == "lln_keys" and call.is_causal and not is_paged:
+            raise InvalidInputError(
+                f"{type(self.model).__name__} is causal, and blocks, exact keys and slots look "
+                "both ways; leave pages, keys, block_size and group_size out for the pages of "
+                "lln.page_attention."
+            )
         if self.settings.statistics == "sample" and call.is_causal and not is_paged:
             raise InvalidInputError(
                 f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "

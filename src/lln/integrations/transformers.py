@@ -187,15 +187,8 @@ def _with_cache(prepare: Any) -> Any:
         self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         config = self.config.get_text_config(decoder=True)
-        has_cache = can_be_cached(config)
-        is_ours = config._attn_implementation == "lln_keys"
-        if is_ours and not has_cache and generation_config.use_cache is not False:
-            raise InvalidInputError(
-                "lln_keys attention has no cache of its blocks and slots; pass use_cache=False to "
-                "generate(), or convert the model with pages."
-            )
         if (
-            has_cache
+            can_be_cached(config)
             and not self.config.is_encoder_decoder
             and model_kwargs.get("past_key_values") is None
             and generation_config.use_cache is not False

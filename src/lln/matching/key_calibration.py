@@ -10,7 +10,7 @@ import warnings
 from torch import Tensor
 
 from lln import checks
-from lln.checks.key_options import check_group_size
+from lln.checks.key_options import check_group_size, check_not_causal
 from lln.checks.names import check_choice
 from lln.errors import CalibrationWarning
 from lln.matching.calibration import count_tokens, sentences_of_doubt
@@ -41,7 +41,7 @@ def calibrate_keys(
         block_size: Tokens in a block.
         group_size: Queries that share their keys; None = a block.
         key_mask: bool ``[B, T]``, True = attend; it also says which queries count.
-        is_causal: Whether row i sees keys 0 … i only.
+        is_causal: Must be False, as in `lln.lln_keys_attention`.
         scope: ``"head"``: for every sample and head; ``"batch"``: one value per head for the whole
             batch, to freeze into a model.
         rows: Query rows of every sample to measure on, evenly spaced over the valid ones.
@@ -70,14 +70,14 @@ def calibrate_keys(
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
     checks.check_self_attention(query, key, "calibrate_keys")
     checks.check_key_mask(key_mask, key)
-    checks.check_flag("is_causal", is_causal)
+    check_not_causal(is_causal)
     checks.check_blocks(block_size, scale)
     checks.check_count("keys", keys, 0)
     group = check_group_size(group_size, block_size)
     check_choice("scope", scope, ("head", "batch"))
     checks.check_count("rows", rows)
     pooled = scope == "batch"
-    choice = KeyChoice(keys, block_size, group, is_causal)
+    choice = KeyChoice(keys, block_size, group)
     start = entropy_temperatures(query, key, key_mask, pooled, scale)
     alpha, beta, offset = find_rest(
         query, key, value, *start, key_mask, pooled, choice, rows=rows, scale=scale

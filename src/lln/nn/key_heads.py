@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.call import Call
-from lln.checks.key_options import KEYS_MATCHING, check_group_size
+from lln.checks.key_options import KEYS_MATCHING, check_group_size, check_not_causal
 from lln.checks.names import check_choice
 from lln.checks.signatures import check_options, explain_misfits
 from lln.errors import InvalidInputError
@@ -105,10 +105,11 @@ class LLNKeysCore(LLNCore):
         self.offset = make_offset(offset, learn_offset, num_heads, device)
 
     def _attend(self, call: Call) -> Tensor:
+        check_not_causal(call.is_causal)
         checks.check_self_attention(call.query, call.key, type(self).__name__)
         group = check_group_size(self.group_size, self.block_size)
         sources = (self.statistics, self.offset)
-        sides = (call.query, call.key, call.key_mask, call.is_causal, self.matching, self.impl)
+        sides = (call.query, call.key, call.key_mask, self.matching, self.impl)
         alpha, beta, offset = numbers_of_call(*sources, *sides)
         call = call.replace(
             kind="lln_keys",

@@ -123,7 +123,7 @@ def _check_choice(call: Call, operation: str) -> None:
 
 def takes_keys(call: Call, impl: str) -> bool:
     """Whether this rank's part of a checked call with exact keys runs in the kernels."""
-    if call.is_causal or is_crowded(call.query.shape[0] * call.query.shape[1]):
+    if is_crowded(call.query.shape[0] * call.query.shape[1]):
         return False
     return ways.prepare(call, impl).impl == "triton"
 

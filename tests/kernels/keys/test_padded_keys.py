@@ -261,7 +261,7 @@ def test_auto_takes_the_kernels(monkeypatch):
     plan = prepare(request_of(), "auto")
     assert plan.impl == "triton"
     assert "padded" in str(plan)
-    others = ({"is_causal": True}, {"block_size": 48}, {"keys": 300})
+    others = ({"block_size": 48}, {"keys": 300})
     for options in (*others, {"keys": torch.zeros(2, 3, 4)}):
         plan = prepare(request_of(**options), "auto")
         assert str(plan).startswith("Plain PyTorch computes the call")
@@ -307,7 +307,6 @@ def test_every_attention_is_a_kernel(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"is_causal": True}, "causal"),
         ({"block_size": 48}, "blocks of 48"),
         ({"group_size": 8}, "groups of 8"),
         ({"keys": 300}, "at most 256"),

@@ -95,8 +95,7 @@ class AttentionShape:
         exact = block + min(keys, tokens - block)
         slots = 2 * self.width * (self.value_width + 1)
         scored = tokens * self.width / self.group_size if keys > 0 else 0.0
-        selection = scored / 2 if self.is_causal else scored
-        return exact * (self.width + self.value_width) + slots + selection
+        return exact * (self.width + self.value_width) + slots + scored
 
 
 def measure_calls(
@@ -164,7 +163,6 @@ def _call(shape: AttentionShape, tokens: int, keys: int | None) -> Callable[[], 
         block_size=shape.block_size,
         keys=keys,
         group_size=shape.group_size,
-        is_causal=shape.is_causal,
         enable_gqa=True,
         impl=shape.impl,
     )

@@ -30,15 +30,12 @@ from lln_lab.bench.environment import describe
 from lln_lab.experiments.tasks.data_folder import text_file
 from lln_lab.texts import read_utf8
 
-# Name of a row → how `convert` is called; None = not at all. Keys beside blocks are chosen by each
-# query.
+# Name of a row → how `convert` is called; None = not at all.
 ROWS = {
     "softmax": None,
     "lln": {"attention": "lln"},
     "lln_diag": {"attention": "lln_diag", "block_size": 64},
     "diag": {"attention": "lln_diag", "block_size": 64, "mix": 0.0},
-    "keys 64": {"attention": "lln_keys", "keys": 64, "group_size": 1},
-    "keys 128": {"attention": "lln_keys", "keys": 128, "group_size": 1},
     "pages": {"attention": "lln_keys"},
     "pages 16": {"attention": "lln_keys", "pages": 16},
     "pages 16, window 255": {"attention": "lln_keys", "pages": 16, "window": 255},

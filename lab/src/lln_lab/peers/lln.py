@@ -181,6 +181,7 @@ class LLNKeys(LLN):
         "d slots]",
         complexity="O(N²d/b + N (b + K + d) d)",
         is_linear=False,
+        causal=False,
         repeats_on_gpu=False,
         oracle="dense form; the tests of lln.lln_keys_attention",
         adds="none; one offset per head with learn_offset",
@@ -210,11 +211,11 @@ class LLNKeys(LLN):
         )
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
-        core, is_causal = self.attention, self.host.is_causal
+        core = self.attention
         assert isinstance(core, LLNKeysCore)
         was_training = core.training
         core.eval()
-        sides = (query, key, key_mask, is_causal, core.matching, core.impl)
+        sides = (query, key, key_mask, core.matching, core.impl)
         alpha, beta, offset = numbers_of_call(core.statistics, core.offset, *sides)
         core.train(was_training)
         moments = head_moments(query, key, key_mask)
@@ -225,21 +226,9 @@ class LLNKeys(LLN):
         tokens = query.shape[-2]
         group = check_group_size(core.group_size, core.block_size)
         block_size, group = fit_blocks(core.block_size, group, tokens)
-        choice = {"block_size": block_size, "key_mask": key_mask, "is_causal": is_causal}
+        choice = {"block_size": block_size, "key_mask": key_mask}
         indices = choose_keys(query, key, core.keys, group_size=group, **choice)
-        keep = visible(query, key_mask, is_causal)
-        exact = reference.exact_pairs(
-            indices, tokens, block_size, group, keep=keep, is_causal=is_causal
-        )
-        rest = keep
-        if is_causal:
-            place = torch.arange(tokens, device=query.device).expand(query.shape[0], 1, tokens)
-            if key_mask is not None:
-                place = place - key_mask[:, None].int().argmax(-1, keepdim=True)
-            block = place.div(block_size, rounding_mode="floor")
-            earlier = block.unsqueeze(-1) > block.unsqueeze(-2)
-            rest = earlier if keep is None else keep & earlier
-        matrix = reference.lln_keys_matrix(
-            query, key, alpha, beta, exact, offset, keep=keep, rest=rest
-        )
+        keep = visible(query, key_mask, False)
+        exact = reference.exact_pairs(indices, tokens, block_size, group, keep=keep)
+        matrix = reference.lln_keys_matrix(query, key, alpha, beta, exact, offset, keep=keep)
         return matrix.to(accumulation_dtype(query.dtype))
