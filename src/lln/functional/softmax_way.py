@@ -86,6 +86,9 @@ def softmax_attention(
         mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None, :]
     if key.shape[1] != query.shape[1] and (mask is not None or not query.is_cuda):
         key, value = (repeat_heads(side, query.shape[1]) for side in (key, value))
+    if scale is None and key.shape[1] == query.shape[1]:
+        # Reading names takes PyTorch as long as the rest of the way here.
+        return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal)
     options = {"scale": scale, "enable_gqa": key.shape[1] != query.shape[1]}
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
 
