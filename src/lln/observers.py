@@ -74,7 +74,7 @@ _observers: list[Observer] = []
 
 def is_observed() -> bool:
     """Whether there are observers, and the call is a real one rather than a trace."""
-    return not is_compiling() and bool(_observers)
+    return bool(_observers) and not is_compiling()
 
 
 def announce(announcement: Announcement) -> None:

@@ -11,6 +11,7 @@ import sys
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
@@ -67,7 +68,7 @@ def is_watched(tensor: Tensor) -> bool:
     """Whether a compiler, a transform or a dispatch mode has to see an operator here."""
     return (
         is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or _len_torch_dispatch_stack() > 0
         or type(tensor) not in _PLAIN
         or is_transformed()
     )
@@ -75,14 +76,15 @@ def is_watched(tensor: Tensor) -> bool:
 
 def is_moded() -> bool:
     """Whether a dispatch or function mode of PyTorch is active in this thread."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    return bool(_len_torch_dispatch_stack() or _len_torch_function_stack())
 
 
 def is_untraced(*sides: object) -> bool:
     """Whether all tensors among these are plain ones, and nobody traces the call."""
     if _is_traced():
         return False
-    return all(type(side) in _PLAIN for side in sides if isinstance(side, Tensor))
+    # Asking whether something is a tensor takes longer than asking whether it is a plain one.
+    return all(type(side) in _PLAIN or not isinstance(side, Tensor) for side in sides)
 
 
 def is_untraced_on_cpu(*sides: object) -> bool:
@@ -96,7 +98,13 @@ def is_untraced_on_cpu(*sides: object) -> bool:
 
 
 def _is_traced() -> bool:
-    return is_compiling() or is_moded() or is_transformed() or forward_ad._current_level >= 0
+    return (
+        is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def is_capturing() -> bool:

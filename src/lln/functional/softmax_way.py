@@ -79,17 +79,19 @@ def softmax_attention(
 ) -> Tensor:
     """Softmax attention, Eq. (1); causal calls take no mask. As everywhere: no keys, zeros."""
     mask: Tensor | None = None
+    is_shared = key.shape[1] != query.shape[1]
     if key_mask is not None:
         # 0 · NaN would be NaN. Of a text without keys this averages zeros.
         there = key_mask[:, None, :, None]
         key, value = torch.where(there, key, 0.0), torch.where(there, value, 0.0)
         mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None, :]
-    if key.shape[1] != query.shape[1] and (mask is not None or not query.is_cuda):
+    if is_shared and (mask is not None or not query.is_cuda):
         key, value = (repeat_heads(side, query.shape[1]) for side in (key, value))
-    if scale is None and key.shape[1] == query.shape[1]:
+        is_shared = False
+    if scale is None and not is_shared:
         # Reading names takes PyTorch as long as the rest of the way here.
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal)
-    options = {"scale": scale, "enable_gqa": key.shape[1] != query.shape[1]}
+    options = {"scale": scale, "enable_gqa": is_shared}
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
 
 

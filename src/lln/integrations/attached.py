@@ -123,9 +123,12 @@ class AttachedHeads(LLNDiagCore):
             device=device,
         )
         self.attention, self.settings, self.matching = attention, settings, matching
-        # Which settings fit which of this module, and where softmax then pays (`short_calls`).
+        # Which settings fit which of this module.
         self._fitting: tuple[Settings, Settings] | None = None
+        # Where softmax pays, and what ``config.lln`` held when that was asked (`short_calls`).
         self.softmax_pays: dict[Hashable, bool] = {}
+        self.pays_under: dict[str, Any] = {}
+        self.usual_scaling = head_dim**-0.5
         if keys is not None:
             checks.check_count("keys", keys, 0)
         self.keys, self.key_heads = keys, key_heads

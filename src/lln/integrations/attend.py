@@ -67,6 +67,31 @@ def observed(observer: Callable[[AttentionCall], Tensor | None]) -> Any:
         _observer = before
 
 
+def attention_function(attention: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`forward` for one attention, as Hugging Face calls it; short calls go a short way."""
+
+    # Not `functools.partial`: on a GPU the microseconds that it takes are seen in short calls.
+    def attend_by_name(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        sides, options = (query, key, value, attention_mask), (dropout, scaling, is_causal)
+        if _observer is None:
+            out = repeated_softmax(attention, module, *sides, *options, kwargs)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
+        return forward(attention, module, *sides, *options, **kwargs)
+
+    return attend_by_name
+
+
 def forward(
     attention: str,
     module: nn.Module,
@@ -120,12 +145,6 @@ def forward(
         attached.check_settings(settings)
         if settings.or_softmax and attached.training and torch.is_grad_enabled():
             end_softmax(module)
-        if attached.softmax_pays and ranks_of(module) is None:
-            sides, causal = (query, key, value), is_causal
-            causal = getattr(module, "is_causal", True) if causal is None else causal
-            again = repeated_softmax(attached, *sides, attention_mask, causal, dropout, kwargs)
-            if again is not None:
-                return again.transpose(1, 2).contiguous(), None
     marked = getattr(key, "lln_past", None)
     past = None if marked is None else marked.take()
     mask = _checked_mask(attention_mask)

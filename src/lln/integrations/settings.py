@@ -272,11 +272,8 @@ class Settings:
         Args:
             config: A transformers configuration, or anything with an attribute ``lln``.
         """
-        if config is None or is_compiling():
-            found = getattr(config, "lln", None)
-        else:
-            # transformers' own way to an attribute takes longer than all that is asked here.
-            found = object.__getattribute__(config, "__dict__").get("lln")
+        hidden = config is None or is_compiling()
+        found = getattr(config, "lln", None) if hidden else held_by(config)
         if found is None:
             return _DEFAULTS
         if not isinstance(found, dict):
@@ -370,6 +367,14 @@ def check_sizes(name: str, sizes: Any) -> None:
         raise InvalidInputError(
             f"in config.lln['layers'] {found}; convert the original model again."
         )
+
+
+def held_by(config: object) -> Any:
+    """What a configuration of transformers holds as its settings, checked or not; None = nothing.
+
+    Its own way to an attribute takes longer than all that is asked in a short call.
+    """
+    return object.__getattribute__(config, "__dict__").get("lln")
 
 
 # Dictionaries that were checked, by their ids, with the very objects that they held: every layer

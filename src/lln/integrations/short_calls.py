@@ -17,13 +17,15 @@ from lln.functional.checked_call import checked_call
 from lln.functional.prepared_calls import MOST_LAYOUTS
 from lln.functional.softmax_way import Softmax, softmax_attention
 from lln.functional.ways import choose
-from lln.integrations.attached import AttachedHeads
+from lln.integrations.attached import ATTRIBUTE, AttachedHeads
 from lln.integrations.attention_call import AttentionCall
+from lln.integrations.settings import held_by
+from lln.integrations.sharded_call import RANKS
 from lln.observers import is_observed
 from lln.tracing import is_untraced
 
-# What a call of Hugging Face may ask for that softmax alone does not answer.
-_ASKS_MORE = frozenset({"sliding_window", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k"})
+# What a model tells its attention that changes nothing here.
+_ASKS_NOTHING = frozenset({"position_ids", "use_cache", "output_hidden_states", "return_dict"})
 
 
 def end_softmax(module: nn.Module) -> None:
@@ -35,31 +37,41 @@ def end_softmax(module: nn.Module) -> None:
 
 
 def repeated_softmax(
-    heads: AttachedHeads,
+    attention: str,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    is_causal: bool,
     dropout_p: float,
+    scaling: float | None,
+    is_causal: bool | None,
     options: dict[str, Any],
 ) -> Tensor | None:
     """Softmax attention of a call like one that `short_softmax` took; None for any other.
 
     On a GPU a short call has no more to lose than the few microseconds that this takes.
     """
-    if heads.training or dropout_p or hasattr(key, "lln_past") or is_observed():
+    heads = module._modules.get(ATTRIBUTE)
+    if not (isinstance(heads, AttachedHeads) and heads.softmax_pays) or not is_untraced(query):
         return None
-    for name in _ASKS_MORE & options.keys():
-        if options[name] is not None and options[name] is not False:
-            return None
-    if not is_untraced(query) or (
-        torch.is_grad_enabled()
-        and (query.requires_grad or key.requires_grad or value.requires_grad)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not heads.softmax_pays.get(_layout(query, key, value, mask, causal)):
+        return None
+    if heads.training or dropout_p or hasattr(key, "lln_past") or heads.attention != attention:
+        return None
+    if RANKS in vars(module) or is_observed() or held_by(module.config) != heads.pays_under:
+        return None
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
     ):
         return None
-    pays = heads.softmax_pays.get(_layout(query, key, value, mask, is_causal))
-    return softmax_attention(query, key, value, mask, is_causal) if pays else None
+    if scaling is not None and scaling != heads.usual_scaling:
+        return None
+    for name, given in options.items():
+        if given is not None and given is not False and name not in _ASKS_NOTHING:
+            return None
+    return softmax_attention(query, key, value, mask, causal)
 
 
 def short_softmax(call: AttentionCall) -> Tensor | None:
@@ -77,6 +89,7 @@ def short_softmax(call: AttentionCall) -> Tensor | None:
         if len(known) >= MOST_LAYOUTS:
             known.clear()
         pays = known[layout] = _pays(call)
+        heads.pays_under = dict(held_by(call.module.config))
     return softmax_attention(*sides, call.mask, call.is_causal) if pays else None
 
 
@@ -84,8 +97,8 @@ def _layout(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> Hashable:
     form = None if mask is None else (mask.shape, mask.dtype)
-    shapes = query.shape, key.shape, value.shape
-    return *shapes, query.dtype, query.device, bool(is_causal), form
+    shapes = (query.shape, key.shape, value.shape)
+    return shapes, query.dtype, query.device, bool(is_causal), form
 
 
 def _pays(call: AttentionCall) -> bool:

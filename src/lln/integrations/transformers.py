@@ -12,7 +12,7 @@ come back with softmax. Settings live in ``config.lln`` (see `lln.integrations.s
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -37,7 +37,7 @@ except ImportError as error:
     raise unavailable(error) from error
 
 from lln.integrations.attached import ATTRIBUTE, AttachedHeads, attached_to, rebuild
-from lln.integrations.attend import forward
+from lln.integrations.attend import attention_function
 from lln.integrations.cache import LLNCache, can_be_cached
 from lln.integrations.masks import slicing_mask
 from lln.integrations.own_attention import refuse_own_attention
@@ -66,7 +66,7 @@ def register() -> None:
     if old is not None:
         raise old
     for name in ATTENTIONS:
-        AttentionInterface.register(name, partial(forward, name))
+        AttentionInterface.register(name, attention_function(name))
         AttentionMaskInterface.register(name, slicing_mask)
     for owner, method, wrap in (
         (PreTrainedModel, "get_correct_attn_implementation", _refusing),
