@@ -143,9 +143,7 @@ def _write(query: Tensor, key: Tensor, near: Near, wanted: int, chosen: Sizes) -
     return Recipe(steps, workspace)
 
 
-def _pick(
-    values: dict[str, Any], candidates: int, lines: int, workspace: Workspace
-) -> list[Step]:
+def _pick(values: dict[str, Any], candidates: int, lines: int, workspace: Workspace) -> list[Step]:
     """Rounds that leave the best of every segment until there is one: of groups, then of pages."""
     steps, wanted, group = [], values["P"], values["GROUP"]
     found, each, among = "p_scores", 1, {}

@@ -170,6 +170,25 @@ def score_steps(
 
 
 @triton.jit
+def edge_units(low, high, sinks, end, window, unit, units, CAUSAL: tl.constexpr):
+    """From which of a strip's units, ``unit`` keys each, to which anything is hidden.
+
+    Places of queries, the end of the sinks and that of all keys are counted from its first key.
+    """
+    begin = tl.minimum(tl.maximum(low - window, 0) // unit, units)
+    over = units
+    if not CAUSAL:
+        over = tl.minimum(tl.cdiv(tl.maximum(high + window + 1, 0), unit), units)
+    if sinks > 0:
+        over = tl.maximum(tl.where(begin < over, over, 0), tl.minimum(tl.cdiv(sinks, unit), units))
+        begin = 0
+    if end < unit * units:
+        begin = tl.where(begin < over, tl.minimum(begin, end // unit), end // unit)
+        over = units
+    return begin, over
+
+
+@triton.jit
 def page_scores_kernel(
     p_q, p_k, p_mask, p_first, p_peaks, p_scores, p_tops, window, sinks, page, ahead, first_query,
     count, pages, groups, row_tiles, page_tiles, T, S, HK,
@@ -193,15 +212,17 @@ def page_scores_kernel(
     high_place = low_place + BT // BR - 1
     first_page = page_tile * STEPS * BP
     low_key = first + first_page * page
-    high_key = low_key + STEPS * BP * page - 1
     steps = tl.minimum(STEPS, tl.cdiv(pages - first_page, BP))
     if CAUSAL:
         if low_key > high_place:
             return
         steps = tl.minimum(steps, tl.cdiv(high_place - low_key + 1, BP * page))
-    if GROUP > 0:
-        # Whole groups.
-        steps = tl.cdiv(steps * BP, GROUP) * (GROUP // BP)
+    UNIT: tl.constexpr = max(GROUP // BP, 1)
+    units = tl.cdiv(steps, UNIT)
+    edge, inner = edge_units(
+        low_place - low_key, high_place - low_key, first + sinks - low_key, S - low_key, window,
+        UNIT * BP * page, units, CAUSAL,
+    )  # fmt: skip
     rows = tl.arange(0, BT)
     b_row, b_member = row_tile * (BT // BR) + rows // BR, rows % BR
     ok = (b_row < count) & (b_member < R)
@@ -218,24 +239,16 @@ def page_scores_kernel(
     b_row = tl.where(b_row < count, b_row, -1)
     p_scores += index * count * pages
     p_tops += index * count * groups
-    is_inner = (high_key < S) & (low_key - first >= sinks) & (high_key < low_place - window)
-    if not CAUSAL:
-        is_after = (high_key < S) & (low_key - first >= sinks) & (low_key > high_place + window)
-        is_inner = is_inner | is_after
-    if is_inner:
+    begin, end = 0, edge
+    for part in tl.static_range(3):
         score_steps(
             b_q, b_query, b_row, p_keys, p_mask + batch * S, p_peaks, p_scores, p_tops, first,
-            first_page, steps, ok, window, sinks, page, ahead, pages, groups, S, stride_kt,
-            stride_kd, BR, D, BD, BT, BP, TOKENS, ROUNDS, GROUP, IS_EVEN, CAUSAL, HAS_MASK, PEAKS,
-            PRECISION, STAGES, True,
+            first_page + begin * UNIT * BP, (end - begin) * UNIT, ok, window, sinks, page, ahead,
+            pages, groups, S, stride_kt, stride_kd, BR, D, BD, BT, BP, TOKENS, ROUNDS, GROUP,
+            IS_EVEN, CAUSAL, HAS_MASK, PEAKS, PRECISION, STAGES, part != 1,
         )  # fmt: skip
-    else:
-        score_steps(
-            b_q, b_query, b_row, p_keys, p_mask + batch * S, p_peaks, p_scores, p_tops, first,
-            first_page, steps, ok, window, sinks, page, ahead, pages, groups, S, stride_kt,
-            stride_kd, BR, D, BD, BT, BP, TOKENS, ROUNDS, GROUP, IS_EVEN, CAUSAL, HAS_MASK, PEAKS,
-            PRECISION, STAGES, False,
-        )  # fmt: skip
+        begin = end
+        end = inner if part == 0 else units
 
 
 @triton.jit
@@ -270,6 +283,7 @@ def pick_kernel(
     else:
         p_in = p_found + (index * count + row) * (candidates // EACH) + places // EACH
         b_page = tl.load(p_in, mask=places < candidates, other=-1) * EACH + places % EACH
+        b_page = tl.max_contiguous(tl.multiple_of(b_page, EACH), EACH)
         known = (b_page >= 0) & (b_page < pages)
     b_score = tl.load(p_scores + b_page, mask=known, other=LOWEST)
     high = tl.max(b_score, 0)
