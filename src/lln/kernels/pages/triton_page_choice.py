@@ -15,7 +15,8 @@ sinks (PEAKS).
    comes from maxima of sets of columns; bisection from there counts few times.
 
 Dimension legend: see `triton_steps`; B samples, HK key heads, R query heads each, BR ≥ R, T
-queries, S keys, BP pages in a tile, TOKENS of each at once, P pages per query. A query stands ``ahead`` + its index.
+queries, S keys, BP pages in a tile, TOKENS of each at once, P pages per query. A query stands
+``ahead`` + its index.
 """
 
 from __future__ import annotations
@@ -267,7 +268,8 @@ def pick_kernel(
     """The P best of one segment of a row's candidates, ascending; -1 where there are fewer.
 
     Candidates are all pages, or in later rounds those that the round before left, or the EACH pages
-    of every group that it left; and groups are pages here while they are picked. Picked pages go to ``[B·HK, rows, segments, P]``, those of row 0 behind ``rows_before`` others.
+    of every group that it left; while groups are picked, they are the pages here. What is picked
+    goes to ``[B·HK, rows, segments, P]``, that of row 0 behind ``rows_before`` others.
     """
     wait_for_launch(FOLLOWS)
     segment, rest = tl.program_id(0) % segments, tl.program_id(0) // segments
