@@ -308,7 +308,9 @@ def _choose(
         **CHUNK_TILES,
         **WINDOW_TILES[min(max(64, room), 256)],
         **PAGE_TILES[min(max(64, room), 256)],
-        "page_score": Tile(128, 4, 3, across=128) if room <= 128 else Tile(64, 4, 2, across=32),
+        "page_score": Tile(128, 4, 3, across=128 if width <= 32 and dtype.itemsize == 2 else 64)
+        if room <= 128
+        else Tile(64, 4, 2, across=32),
         # Other types would round their states, or move twice the memory.
         "has_chunks": causal and width == value_width == 64 and dtype == torch.bfloat16,
         "block_rows": rows,

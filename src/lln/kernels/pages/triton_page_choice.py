@@ -232,8 +232,9 @@ def page_scores_kernel(
         p_q, batch, head * R, b_query, b_member, ok, stride_qb, stride_qh, stride_qt, stride_qd,
         D, BD,
     )  # fmt: skip
-    # Not as it was loaded, so that it is multiplied from registers: shared memory has no time.
-    b_q = tl.where(ok[:, None], b_q, tl.zeros_like(b_q))
+    if BD <= 32:
+        # Not as it was loaded: it is multiplied from registers, as shared memory has no time.
+        b_q = tl.where(ok[:, None], b_q, tl.zeros_like(b_q))
     p_peaks += (index * R + b_member) * T + b_query
     p_keys = p_k + batch * stride_kb + head * stride_kh
     b_row = row_tile * (BT // BR) + tl.arange(0, BT // BR)
