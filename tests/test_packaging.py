@@ -37,6 +37,7 @@ PUBLIC = [
     "LLNKeysCore",
     "PageAttention",
     "PageCore",
+    "PageIndex",
     "UnexpectedArgumentError",
     "WindowAttention",
     "WindowCore",

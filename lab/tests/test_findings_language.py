@@ -191,7 +191,8 @@ def test_readme_on_training_from_scratch():
     ]
     other = from_scratch()["diag/query+noslots"] - from_scratch()["diag/softmax"]
     says(
-        f"64 keys are {found[0]:.2f} to {other:.2f} nats behind softmax in their place at 512 "
-        f"tokens and {found[1]:.2f} at 2,048, in the mean of three seeds",
+        f"64 keys by query (the predecessor of pages) were {found[0]:.2f} to {other:.2f} nats "
+        f"behind softmax in their place at 512 tokens and {found[1]:.2f} at 2,048, in the mean of "
+        "three seeds",
         name="README.md",
     )

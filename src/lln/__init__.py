@@ -28,6 +28,7 @@ from lln.functional.statistics import match_moments
 from lln.functional.windows import window_attention, window_attention_varlen
 from lln.matching.calibration import calibrate
 from lln.matching.key_calibration import calibrate_keys
+from lln.matching.page_index import PageIndex
 from lln.nn.heads import LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
 from lln.nn.multihead import (
@@ -62,6 +63,7 @@ __all__ = [
     "LLNKeysCore",
     "PageAttention",
     "PageCore",
+    "PageIndex",
     "UnexpectedArgumentError",
     "WindowAttention",
     "WindowCore",

@@ -248,7 +248,6 @@ def exact_pairs(
     group_size: int,
     *,
     keep: Tensor | None = None,
-    is_causal: bool = False,
 ) -> Tensor:
     """Which pairs enter the softmax of `lln_keys_attention` one by one: bool ``[B, H, T, T]``.
 
@@ -260,7 +259,6 @@ def exact_pairs(
         block_size: Tokens in a block.
         group_size: Queries in a group, a divisor of the block size.
         keep: As above; blocks are counted from the first token that it lets any query see.
-        is_causal: Whether a query sees chosen keys of earlier blocks only.
     """
     place = torch.arange(tokens, device=indices.device).expand(indices.shape[0], 1, tokens)
     if keep is not None and tokens > 0:
@@ -274,8 +272,6 @@ def exact_pairs(
     chosen.scatter_(-1, torch.where(missing, tokens, indices), True)
     rows = group.unsqueeze(-1).expand(-1, indices.shape[1], -1, tokens)
     chosen = chosen[..., :tokens].gather(2, rows)
-    if is_causal:
-        chosen = chosen & (block.unsqueeze(-2) < block.unsqueeze(-1))
     pairs = own | chosen
     return pairs if keep is None else pairs & keep
 
@@ -289,7 +285,6 @@ def lln_keys_matrix(
     offset: float | Tensor,
     *,
     keep: Tensor | None = None,
-    rest: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Weights of `lln_keys_attention`, ``[..., T, S]``.
@@ -302,12 +297,11 @@ def lln_keys_matrix(
         exact: bool ``[..., T, S]``, see `exact_pairs`.
         offset: g, added to the logarithm of the LLN kernel.
         keep: bool, which pairs exist at all.
-        rest: bool, which pairs the LLN part sums over; None = all that exist.
         scale: Factor of the softmax scores; None = 1/√D.
     """
     key = _hide(key, keep)
     everything = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=key.device)
-    rest = (everything if keep is None else keep) if rest is None else rest
+    rest = everything if keep is None else keep
     missing = (rest & ~exact).sum(-1, keepdim=True).double()
     number = rest.sum(-1, keepdim=True).clamp_min(1)
     share = missing / number
@@ -331,7 +325,6 @@ def lln_keys_attention(
     offset: float | Tensor,
     *,
     keep: Tensor | None = None,
-    rest: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Softmax over exact pairs and LLN over all, under one normaliser, ``[..., T, E]``.
@@ -342,9 +335,7 @@ def lln_keys_attention(
     ρ_i is the share of keys that are not exact: with every key exact this is softmax, Eq. (1). μ is
     the mean key: like softmax, this does not change when a vector is added to all keys.
     """
-    matrix = lln_keys_matrix(
-        query, key, alpha, beta, exact, offset, keep=keep, rest=rest, scale=scale
-    )
+    matrix = lln_keys_matrix(query, key, alpha, beta, exact, offset, keep=keep, scale=scale)
     return matrix @ _hide(value, keep)
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lln import (
-    CausalStatisticsError,
     InvalidInputError,
     UnexpectedArgumentError,
+    calibrate_keys,
     choose_keys,
     lln_keys_attention,
     lln_keys_attention_varlen,
@@ -62,7 +62,6 @@ WRONG = [
         r"^keys must be indices .* = \[2, 4, 4, K\] .* key_mask",
     ),
     (dense(keys=indices(B, H, 3, 2), group_size=4), r"^keys must be .* = \[2, 4, 6, K\]"),
-    (dense(keys=indices(B, H, 3, 2), select="query"), r"^keys must be .* = \[2, 4, 24, K\]"),
     (packed(keys=indices(H, 3, 2)), r"^keys must be indices \[H, G, K\] = \[4, 4, K\]"),
     (packed(keys=indices(1, H, 4, 2)), r"^keys must be indices .* got shape \[1, 4, 4, 2\]"),
     (dense(keys=indices(B, H, 3, 2, device="meta")), "^keys must be on the device .* meta and cpu"),
@@ -92,11 +91,6 @@ WRONG = [
     (chosen(group_size=5), "^group_size must divide block_size, got 5 and 8"),
     (dense(group_size=0), "^group_size must be an integer of at least 1, got 0"),
     (dense(group_size=2.0), "^group_size must be an integer of at least 1, got float 2.0"),
-    (dense(select="query", group_size=8), "^select='query' gives .* takes no group_size, got 8"),
-    (packed(select="query", group_size=2), "^select='query' gives .* takes no group_size, got 2"),
-    (dense(select="blocks"), r"^select must be 'block' or 'query', .*\(did you mean 'block'\?\)"),
-    (packed(select="Query"), r"^select must be 'block' or 'query', .*\(did you mean 'query'\?\)"),
-    (chosen(select=None), "^select must be 'block' or 'query', got None"),
     # Numbers and matching
     (dense(matching="rests"), r"^matching must be one of 'rest', .*\(did you mean 'rest'\?\)"),
     (packed(matching=1), "^matching must be one of 'rest', 'variance', 'entropy', 'paper', got 1"),
@@ -133,10 +127,11 @@ WRONG = [
     (chosen(impl="eagre"), r"^impl must be .*\(did you mean 'eager'\?\)"),
 ]
 CAUSAL = [
-    (dense(is_causal=True), "^causal attention cannot take alpha and beta from"),
-    (dense(is_causal=True, offset=0.0), "^causal attention cannot take alpha and beta from"),
-    (dense(is_causal=True, alpha=1.0, beta=1.0), "^causal attention cannot take the offset from"),
-    (packed(is_causal=True, alpha=1.0, beta=1.0), "^causal attention cannot take the offset from"),
+    dense(is_causal=True),
+    dense(is_causal=True, **GIVEN),
+    packed(is_causal=True, **GIVEN),
+    chosen(is_causal=True),
+    lambda: calibrate_keys(Q, K, V, is_causal=True),
 ]
 UNEXPECTED = [
     (dense(dropout_p=0.1), "^lln_keys_attention has no argument 'dropout_p'"),
@@ -162,9 +157,9 @@ def test_refusals(call, said):
     assert is_one_sentence(str(caught.value)), caught.value
 
 
-@pytest.mark.parametrize(("call", "said"), CAUSAL)
-def test_statistics_of_the_future_are_refused(call, said):
-    with pytest.raises(CausalStatisticsError, match=said) as caught:
+@pytest.mark.parametrize("call", CAUSAL)
+def test_causal_calls_are_sent_to_pages(call):
+    with pytest.raises(InvalidInputError, match=r"never causal: use lln\.page_attention") as caught:
         call()
     assert is_one_sentence(str(caught.value)), caught.value
 
@@ -185,15 +180,14 @@ def test_unexpected_arguments(call, said):
         dense(keys=indices(B, H, 3, 0)),
         dense(keys=indices(B, H, 3, 40, dtype=torch.int32)),
         dense(group_size=1),
-        dense(select="query", group_size=1),
         dense(offset=torch.zeros(())),
         dense(offset=torch.zeros(1)),
         dense(offset=-3),
         dense(offset=torch.zeros(H, 1, 1, dtype=torch.float16)),
-        dense(is_causal=True, **GIVEN),
+        dense(**GIVEN),
         packed(keys=indices(H, 4, 2)),
         packed(keys=10**6),
-        packed(is_causal=True, **GIVEN),
+        packed(**GIVEN),
         packed(offset=torch.zeros(2, 1, 1, 1)),
     ],
 )

@@ -74,9 +74,6 @@ CALLS = {
     "paper": lambda sides, **o: lln.lln_attention(*sides, matching="paper", **o),
     "matched keys": lambda sides, **o: lln.lln_keys_attention(*sides, keys=4, block_size=16, **o),
     # Compiled passes do not compute these.
-    "keys by query": lambda sides, **o: lln.lln_keys_attention(
-        *sides, keys=4, select="query", **KEYS, **o
-    ),
     "decode": lambda sides, **o: decode(*sides, **o),
 }
 COMPILED = list(CALLS)[: list(CALLS).index("paper")]

@@ -17,9 +17,9 @@ LENGTHS = {
 }
 
 
-def padded(lengths, block_size=4, most=100, apart=0):
+def padded(lengths, block_size=4, most=100):
     bounds = [0, *accumulate(lengths)]
-    return pad_sequences(bounds, block_size, most, apart, torch.device("cpu"))
+    return pad_sequences(bounds, block_size, most, torch.device("cpu"))
 
 
 def blocks(length, block_size=4):
@@ -128,15 +128,10 @@ def test_groups_have_a_largest_size():
     assert group_sequences([5, 8, 6, 7, 5], 4, 2) == [[0, 1], [2, 3], [4]]
 
 
-def test_short_sequences_stay_apart():
-    assert group_sequences([5, 8, 0, 6, 9], 4, 100, apart=6) == [[0, 3], [1, 4]]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_padding_at_most_doubles_the_blocks(seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = (200 * torch.rand(30, generator=generator) ** (1 + seed)).long().tolist()
-    for apart in (0, 10):
-        groups = group_sequences(lengths, 4, 100, apart)
-        taken = sum(len(group) * max(blocks(lengths[s]) for s in group) for group in groups)
-        assert taken <= 2 * sum(map(blocks, lengths))
+    groups = group_sequences(lengths, 4, 100)
+    taken = sum(len(group) * max(blocks(lengths[s]) for s in group) for group in groups)
+    assert taken <= 2 * sum(map(blocks, lengths))

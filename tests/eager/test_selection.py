@@ -7,7 +7,6 @@ from lln import choose_keys, lln_keys_attention
 from lln.eager import selection
 from lln.testing import make_qkv
 
-SELECTIONS = ["block", "query"]
 GIVEN = {"alpha": 0.8, "beta": 1.1, "offset": -2.5}
 
 
@@ -16,19 +15,7 @@ def best(scores, wanted, allowed):
     return sorted(allowed, key=lambda place: (-scores[place], place))[:wanted]
 
 
-def by_features(query, key, wanted, allowed):
-    """The allowed keys that are largest in the two strongest of [q, -q]."""
-    both = torch.cat([query, -query]).tolist()
-    strongest = sorted(range(len(both)), key=lambda feature: -both[feature])[:2]
-    lists = torch.cat([key, -key], -1).mT.tolist()
-    found = [
-        best(lists[feature], count, allowed)
-        for feature, count in zip(strongest, (wanted - wanted // 2, wanted // 2), strict=True)
-    ]
-    return found[0] + found[1]
-
-
-def slowly(query, key, keys, *, block, group, select, mask=None, causal=False, flip=False):
+def slowly(query, key, keys, *, block, group, mask=None, flip=False):
     """Indices ``[B, H, G, K]`` by loops over samples, heads and groups."""
     batch, heads, tokens, _ = query.shape
     query = -query if flip else query
@@ -45,43 +32,14 @@ def slowly(query, key, keys, *, block, group, select, mask=None, causal=False, f
             for number in range(groups):
                 here = number * group // block
                 start = number * group - gap
-                if causal and group > 1:
-                    # The group's own mean holds later queries.
-                    start -= group
                 rows = [row for row in range(start, start + group) if 0 <= row < tokens]
                 counted = [row for row in rows if valid[row]]
-                others = {
-                    place
-                    for place in range(tokens)
-                    if valid[place] and (home[place] < here if causal else home[place] != here)
-                }
-                listed = []
-                if select == "block":
-                    total = sum((query[sample, head, row] for row in counted), query.new_zeros(()))
-                    scores = (own_key * total / max(len(counted), 1)).sum(-1).tolist()
-                    listed += best(scores, wanted, others)
-                row = number - gap
-                if select == "query" and 0 <= row < tokens:
-                    # Not causal, all tokens share their lists, and a block leaves out its own.
-                    ranked = (
-                        others if causal else {place for place in range(tokens) if valid[place]}
-                    )
-                    # Whatever a masked query holds counts as zero.
-                    asks = query[sample, head, row] * float(valid[row])
-                    own = by_features(asks, own_key, wanted, ranked)
-                    listed += [place for place in own if place in others]
-                # As many keys as tokens are all keys, whoever chooses.
-                listed = sorted(others if keys >= tokens else set(listed))
+                others = {place for place in range(tokens) if valid[place] and home[place] != here}
+                total = sum((query[sample, head, row] for row in counted), query.new_zeros(()))
+                scores = (own_key * total / max(len(counted), 1)).sum(-1).tolist()
+                listed = sorted(best(scores, wanted, others))
                 found[sample, head, number, : len(listed)] = torch.tensor(listed).long()
     return found
-
-
-def of_tokens(indices, tokens, mask, block):
-    """Of one list per place, those of places that hold a token."""
-    batch = indices.shape[0]
-    first = torch.zeros(batch, dtype=torch.int64) if mask is None else mask.int().argmax(-1)
-    goal = torch.arange(tokens) + (-first % block)[:, None]
-    return torch.stack([one[:, place] for one, place in zip(indices, goal, strict=True)])
 
 
 def masks(kind, batch, tokens):
@@ -95,82 +53,40 @@ def masks(kind, batch, tokens):
     return mask
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @pytest.mark.parametrize("kind", [None, "holes", "left", "all"])
-@pytest.mark.parametrize(
-    ("select", "group"), [("block", 8), ("block", 2), ("block", 1), ("query", 1)]
-)
+@pytest.mark.parametrize("group", [8, 2, 1])
 @pytest.mark.parametrize("keys", [1, 5, 100])
-def test_the_choice_is_that_of_a_slow_loop(keys, select, group, kind, causal):
+def test_the_choice_is_that_of_a_slow_loop(keys, group, kind):
     query, key, _ = make_qkv(2, 4, 29, 4, key_heads=2, dtype=torch.float64)
     mask = masks(kind, 2, 29)
-    options = {"select": select, "key_mask": mask, "is_causal": causal, "enable_gqa": True}
-    size = group if select == "block" else None
-    found = choose_keys(query, key, keys, block_size=8, group_size=size, **options)
+    options = {"key_mask": mask, "enable_gqa": True}
+    found = choose_keys(query, key, keys, block_size=8, group_size=group, **options)
     assert found.dtype == torch.int64
-    wanted = slowly(query, key, keys, block=8, group=group, select=select, mask=mask, causal=causal)
+    wanted = slowly(query, key, keys, block=8, group=group, mask=mask)
     assert found.shape == wanted.shape
-    if select != "block":
-        found, wanted = (of_tokens(side, 29, mask, 8) for side in (found, wanted))
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
-def test_a_negative_scale_turns_the_choice_around(select):
+def test_a_negative_scale_turns_the_choice_around():
     query, key, _ = make_qkv(1, 2, 24, 4, dtype=torch.float64)
-    found = choose_keys(query, key, 4, block_size=8, select=select, scale=-0.5)
-    group = 8 if select == "block" else 1
-    wanted = slowly(query, key, 4, block=8, group=group, select=select, flip=True)
-    assert torch.equal(found, wanted)
-    assert torch.equal(found, choose_keys(-query, key, 4, block_size=8, select=select))
+    found = choose_keys(query, key, 4, block_size=8, scale=-0.5)
+    assert torch.equal(found, slowly(query, key, 4, block=8, group=8, flip=True))
+    assert torch.equal(found, choose_keys(-query, key, 4, block_size=8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-def test_equal_scores_are_taken_in_the_order_of_positions(dtype, causal):
+def test_equal_scores_are_taken_in_the_order_of_positions(dtype):
     query = torch.ones(1, 1, 40, 4, dtype=dtype)
     key = torch.ones(1, 1, 40, 4, dtype=dtype)
     key[:, :, 37] = 2.0
-    found = choose_keys(query, key, 5, block_size=8, is_causal=causal)[0, 0].tolist()
-    if causal:
-        assert found == [[-1] * 5, *([[0, 1, 2, 3, 4]] * 4)]
-    else:
-        first = [8, 9, 10, 11, 37]
-        assert found == [first, *([[0, 1, 2, 3, 37]] * 3), [0, 1, 2, 3, 4]]
+    found = choose_keys(query, key, 5, block_size=8)[0, 0].tolist()
+    first = [8, 9, 10, 11, 37]
+    assert found == [first, *([[0, 1, 2, 3, 37]] * 3), [0, 1, 2, 3, 4]]
 
 
-def test_equal_features_are_taken_in_the_order_of_positions():
-    query = torch.tensor([3.0, 2.0, 1.0, 0.5]).expand(1, 1, 24, 4)
-    key = torch.ones(1, 1, 24, 4)
-    found = choose_keys(query, key, 8, block_size=8, select="query")[0, 0]
-    assert found[0].tolist() == [-1] * 8
-    assert found[-1].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_of_equally_strong_features_the_first_win(dtype):
-    """Features 0 to 3 are q, 4 to 7 are -q."""
-    rows = {
-        (1.0, 2.0, 2.0, 2.0): [1, 2],
-        (-2.0, 1.0, 2.0, -2.0): [2, 4],
-        (-2.0, -2.0, -1.0, -2.0): [4, 5],
-        (0.0, 0.0, 0.0, 0.0): [0, 1],
-        (-0.0, 0.0, -3.0, 0.0): [6, 0],
-        (torch.nan, 1.0, torch.nan, -1.0): [1, 7],
-        (torch.inf, -torch.inf, 5.0, torch.inf): [0, 3],
-    }
-    query = torch.tensor(list(rows), dtype=dtype).repeat(9, 1)[None, None]
-    found = selection.strongest_features(query)[0, 0].unflatten(0, (9, -1))
-    assert all(once.tolist() == list(rows.values()) for once in found)
-    one = torch.tensor([[3.0], [-3.0], [0.0]], dtype=dtype)[None, None]
-    assert selection.strongest_features(one)[0, 0].tolist() == [[0, 1], [1, 0], [0, 1]]
-
-
-@pytest.mark.parametrize("select", SELECTIONS)
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-def test_the_choice_repeats_and_does_not_depend_on_stretches(select, causal, monkeypatch):
+def test_the_choice_repeats_and_does_not_depend_on_stretches(monkeypatch):
     query, key, _ = make_qkv(2, 2, 100, 8, dtype=torch.bfloat16)
-    options = {"block_size": 8, "select": select, "is_causal": causal}
+    options = {"block_size": 8}
     wanted = choose_keys(query, key, 7, **options)
     assert all(torch.equal(choose_keys(query, key, 7, **options), wanted) for _ in range(5))
     for most in (1, 1000, 2 * 2 * 100 * 5):
@@ -200,32 +116,25 @@ def test_indices_carry_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("select", "group"), [("block", 8), ("block", 2), ("query", 1)])
-def test_chosen_indices_give_the_same_output(select, group, masked, causal, dtype):
+@pytest.mark.parametrize("group", [8, 2, 1])
+def test_chosen_indices_give_the_same_output(group, masked, dtype):
     query, key, value = make_qkv(2, 2, 29, 4)
     mask = masks("left", 2, 29) if masked else None
-    shared = {"block_size": 8, "key_mask": mask, "is_causal": causal}
-    size = group if select == "block" else None
-    wanted = lln_keys_attention(
-        *(query, key, value), **GIVEN, **shared, keys=5, select=select, group_size=size
-    )
-    indices = choose_keys(query, key, 5, **shared, select=select, group_size=size)
-    found = lln_keys_attention(
-        *(query, key, value), **GIVEN, **shared, keys=indices.to(dtype), group_size=group
-    )
+    shared = {"block_size": 8, "group_size": group, "key_mask": mask}
+    wanted = lln_keys_attention(query, key, value, **GIVEN, **shared, keys=5)
+    indices = choose_keys(query, key, 5, **shared)
+    found = lln_keys_attention(query, key, value, **GIVEN, **shared, keys=indices.to(dtype))
     assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("impl", ["eager", "reference"])
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @pytest.mark.parametrize(
     "extra",
     [[9, 9], [9, 17], [0, 3], [20, 20], [999, -7], [-1, 29]],
     ids=["repeated", "both", "own", "masked", "nowhere", "beyond"],
 )
-def test_what_may_not_be_seen_does_not_count(extra, causal, impl):
+def test_what_may_not_be_seen_does_not_count(extra, impl):
     """Group 2 of 8 tokens lies in block 2; 20 is masked, 17 its own, 9 counts once."""
     sides = make_qkv(1, 1, 29, 4, dtype=torch.float64)
     mask = torch.ones(1, 29, dtype=torch.bool)
@@ -233,25 +142,15 @@ def test_what_may_not_be_seen_does_not_count(extra, causal, impl):
     plain, more = torch.full((2, 1, 1, 5, 4), -1).unbind()
     plain[..., 2, :2] = torch.tensor([2, 9])
     more[..., 2, :] = torch.tensor([9, *extra, 2])
-    # For block 0: its own keys, and in causal attention all later ones.
+    # For block 0: its own key, and a masked one.
     more[..., 0, :2] = torch.tensor([1, 12])
     if extra == [0, 3]:
         plain[..., 2, 2:] = torch.tensor(extra)
-    options = {**GIVEN, "block_size": 8, "key_mask": mask, "is_causal": causal, "impl": impl}
+    options = {**GIVEN, "block_size": 8, "key_mask": mask, "impl": impl}
     found, wanted = (lln_keys_attention(*sides, keys=keys, **options) for keys in (more, plain))
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
     none = lln_keys_attention(*sides, keys=torch.full_like(plain, -1), **options)
     assert not torch.allclose(found[:, :, 16:24], none[:, :, 16:24])
-
-
-def test_later_keys_do_not_count_in_causal_attention():
-    sides = make_qkv(1, 1, 24, 4, dtype=torch.float64)
-    options = {**GIVEN, "block_size": 8, "is_causal": True}
-    none = torch.full((1, 1, 3, 2), -1)
-    later = none.clone()
-    later[..., 0, 0], later[..., 1, :] = 20, torch.tensor([16, 23])
-    found, wanted = (lln_keys_attention(*sides, keys=keys, **options) for keys in (later, none))
-    assert torch.equal(found, wanted)
 
 
 def test_own_indices_get_gradients_through_keys_only():

@@ -27,7 +27,6 @@ CALLS = {
     "diag": partial(lln.block_diagonal_attention, block_size=16),
     "lln_diag": partial(lln.lln_diag_attention, block_size=16, **GIVEN),
     "keys": partial(lln.lln_keys_attention, **KEYS),
-    "keys by query": partial(lln.lln_keys_attention, select="query", **KEYS),
     "keys, masked": partial(lln.lln_keys_attention, key_mask=MASK, **KEYS),
     "packed lln_diag": packed(lln.lln_diag_attention_varlen, block_size=16, **GIVEN),
     "packed keys": packed(lln.lln_keys_attention_varlen, **KEYS),

@@ -280,27 +280,25 @@ def test_one_feature_ignores_the_query(is_causal):
 FAR = 2**40
 
 
-def huge_blocks(causal):
-    fixed = {**GIVEN, "is_causal": causal}
-    keys = {**fixed, "offset": -2.0, "keys": 3}
-    return {
-        "diag": (block_diagonal_attention, {"is_causal": causal}),
-        "lln_diag": (lln_diag_attention, fixed),
-        "keys": (lln_keys_attention, keys),
-        "own keys": (lln_keys_attention, keys | {"group_size": 1}),
-        "large groups": (lln_keys_attention, keys | {"group_size": FAR // 2}),
-        "by query": (lln_keys_attention, keys | {"select": "query"}),
-    }
+KEYS = {**GIVEN, "offset": -2.0, "keys": 3}
+HUGE_BLOCKS = {
+    "diag": (block_diagonal_attention, {}),
+    "causal diag": (block_diagonal_attention, {"is_causal": True}),
+    "lln_diag": (lln_diag_attention, GIVEN),
+    "causal lln_diag": (lln_diag_attention, GIVEN | {"is_causal": True}),
+    "keys": (lln_keys_attention, KEYS),
+    "own keys": (lln_keys_attention, KEYS | {"group_size": 1}),
+    "large groups": (lln_keys_attention, KEYS | {"group_size": FAR // 2}),
+}
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @pytest.mark.parametrize("mask", [None, "left"])
 @pytest.mark.parametrize("impl", ["eager", "reference"])
-@pytest.mark.parametrize("name", huge_blocks(False))
-def test_a_block_far_beyond_the_sequence_is_one_block(name, impl, mask, causal):
-    attend, options = huge_blocks(causal)[name]
+@pytest.mark.parametrize("name", HUGE_BLOCKS)
+def test_a_block_far_beyond_the_sequence_is_one_block(name, impl, mask):
+    attend, options = HUGE_BLOCKS[name]
     inputs = make_qkv(2, 2, 128, 8)
-    options |= {"impl": impl}
+    options = options | {"impl": impl}
     if mask is not None:
         options["key_mask"] = torch.arange(128) >= torch.tensor([[0], [21]])
     found = attend(*inputs, block_size=FAR, **options)
@@ -310,14 +308,18 @@ def test_a_block_far_beyond_the_sequence_is_one_block(name, impl, mask, causal):
     assert torch.equal(found, attend(*inputs, block_size=128, **options))
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-@pytest.mark.parametrize("attend", [lln_diag_attention_varlen, lln_keys_attention_varlen])
-def test_a_block_far_beyond_packed_sequences_is_one_block(attend, causal):
+@pytest.mark.parametrize(
+    ("attend", "options"),
+    [
+        (lln_diag_attention_varlen, GIVEN),
+        (lln_diag_attention_varlen, GIVEN | {"is_causal": True}),
+        (lln_keys_attention_varlen, KEYS),
+    ],
+    ids=["diag", "causal diag", "keys"],
+)
+def test_a_block_far_beyond_packed_sequences_is_one_block(attend, options):
     bounds = torch.tensor([0, 40, 41, 41, 105])
     inputs = torch.randn(3, 105, 2, 8)
-    options = {**GIVEN, "is_causal": causal}
-    if attend is lln_keys_attention_varlen:
-        options |= {"offset": -2.0, "keys": 3}
     found = attend(*inputs, bounds, block_size=FAR, **options)
     wanted = attend(*inputs, bounds, block_size=64, **options)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)

@@ -31,11 +31,10 @@ def numbers_of(shape):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_input(shape, causal, masked):
+def test_every_input(shape, masked):
     sides = leaves(value_width=1)
-    options = {"block_size": 2, "is_causal": causal, "key_mask": holes(2, 7) if masked else None}
+    options = {"block_size": 2, "key_mask": holes(2, 7) if masked else None}
     keys = choose_keys(*sides[:2], 2, **options)
 
     def attend(query, key, value, alpha, beta, offset):
@@ -45,10 +44,9 @@ def test_every_input(shape, causal, masked):
     assert gradcheck(attend, (*sides, *numbers_of(shape)), fast_mode=shape != ())
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-def test_with_numbers_and_groups(causal):
+def test_with_numbers_and_groups():
     sides = leaves(1, 4, 7, 2, key_heads=2)
-    options = {"block_size": 4, "group_size": 2, "is_causal": causal, "enable_gqa": True}
+    options = {"block_size": 4, "group_size": 2, "enable_gqa": True}
     keys = choose_keys(*sides[:2], 2, **options)
 
     def attend(query, key, value):
@@ -70,14 +68,13 @@ def test_beta_per_key_head():
     assert gradcheck(attend, (*sides, beta), fast_mode=True)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-def test_packed(causal):
+def test_packed():
     sides = [torch.randn(9, 2, 2, dtype=FP64, requires_grad=True) for _ in range(3)]
     bounds = torch.tensor([0, 3, 3, 9])
     keys = torch.tensor([8, 1]).expand(2, 9 // 2 + 3, 2)
 
     def attend(query, key, value, alpha, beta, offset):
-        given = {"alpha": alpha, "beta": beta, "offset": offset, "is_causal": causal}
+        given = {"alpha": alpha, "beta": beta, "offset": offset}
         given |= {"block_size": 2, "keys": keys}
         return lln_keys_attention_varlen(query, key, value, bounds, **given)
 
@@ -95,28 +92,26 @@ def test_second_derivatives():
     assert gradgradcheck(attend, (*sides, *numbers_of(())), fast_mode=True)
 
 
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_the_choice_has_no_part_in_the_gradient(select):
+@pytest.mark.parametrize("group", [4, 1])
+def test_the_choice_has_no_part_in_the_gradient(group):
     query, key, value = leaves(2, 2, 20, 4)
-    options = {"alpha": 0.7, "beta": 0.9, "offset": -1.0, "block_size": 4}
-    chosen = choose_keys(query, key, 4, block_size=4, select=select)
-    group = 4 if select == "block" else 1
+    options = {"alpha": 0.7, "beta": 0.9, "offset": -1.0, "block_size": 4, "group_size": group}
+    chosen = choose_keys(query, key, 4, block_size=4, group_size=group)
     found, wanted = (
         torch.autograd.grad(
             lln_keys_attention(query, key, value, **options, **how).square().sum(),
             (query, key, value),
         )
-        for how in ({"keys": 4, "select": select}, {"keys": chosen, "group_size": group})
+        for how in ({"keys": 4}, {"keys": chosen})
     )
     assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_masked_tokens_get_no_gradient(select, causal):
+@pytest.mark.parametrize("group", [8, 1])
+def test_masked_tokens_get_no_gradient(group):
     query, key, value = leaves(2, 2, 30, 3)
     mask = holes(2, 30)
-    options = {"alpha": 0.7, "beta": 0.9, "offset": -1.0, "is_causal": causal, "select": select}
+    options = {"alpha": 0.7, "beta": 0.9, "offset": -1.0, "group_size": group}
     out = lln_keys_attention(query, key, value, key_mask=mask, block_size=8, keys=4, **options)
     out.square().sum().backward()
     hidden = ~mask[:, None, :, None]

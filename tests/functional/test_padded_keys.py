@@ -107,11 +107,11 @@ def assert_same(found, wanted, leaves):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pairs(form=["matched", "fixed", "shared", "per sequence"], select=["block", "query"], name=LENGTHS)
-def test_equal_to_one_call_per_sequence(padding, name, select, form):
+@pairs(form=["matched", "fixed", "shared", "per sequence"], group=[8, 1], name=LENGTHS)
+def test_equal_to_one_call_per_sequence(padding, name, group, form):
     lengths = LENGTHS[name]
     sides, numbers = sides_of(lengths), numbers_of(form, lengths)
-    options = {"block_size": 8, "keys": 4, "select": select}
+    options = {"block_size": 8, "keys": 4, "group_size": group}
     leaves = [*sides, *(side for side in numbers.values() if torch.is_tensor(side))]
     found = call(sides, lengths, numbers, **options)
     assert sum(padding) == sum(length > 0 for length in lengths)
@@ -129,11 +129,11 @@ def test_no_more_samples_than_a_grid_has_room_for(padding, monkeypatch):
 
 
 @pytest.mark.parametrize("keys", [0, 1, 5, 16, 18, 100])
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_as_many_keys_as_tokens_are_all(padding, select, keys):
+@pytest.mark.parametrize("group", [8, 1])
+def test_as_many_keys_as_tokens_are_all(padding, group, keys):
     """A sequence that has no more tokens than keys sees all, also beside a longer one."""
     lengths = [5, 16, 20, 1]
-    sides, options = sides_of(lengths), {"block_size": 8, "keys": keys, "select": select}
+    sides, options = sides_of(lengths), {"block_size": 8, "keys": keys, "group_size": group}
     found = call(sides, lengths, GIVEN, **options)
     assert_same(found, one_by_one(sides, lengths, GIVEN, **options), sides)
     if keys == 100:
@@ -164,11 +164,11 @@ def test_groups_of_queries_and_scales(padding, group_size, scale):
     assert_same(found, one_by_one(sides, lengths, {}, **options), sides)
 
 
-@pytest.mark.parametrize("select", ["block", "query"])
+@pytest.mark.parametrize("group", [8, 1])
 @pytest.mark.parametrize("side", [0, 1, 2], ids=["query", "key", "value"])
-def test_nan_stays_in_its_sequence(padding, side, select):
+def test_nan_stays_in_its_sequence(padding, side, group):
     lengths = [12, 20, 9]
-    sides, options = sides_of(lengths), {"block_size": 8, "keys": 4, "select": select}
+    sides, options = sides_of(lengths), {"block_size": 8, "keys": 4, "group_size": group}
     wanted = call(sides, lengths, GIVEN, **options)
     with torch.no_grad():
         sides[side][[12, 31]] = torch.nan
@@ -203,7 +203,7 @@ def announced(act):
 
 
 @pytest.mark.parametrize("form", ["matched", "paper", "per sequence"])
-@pytest.mark.parametrize("choice", [{}, {"group_size": 4}, {"select": "query"}], ids=str)
+@pytest.mark.parametrize("choice", [{}, {"group_size": 4}, {"group_size": 1}], ids=str)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_announced_as_a_packed_call(padding, name, choice, form):
     lengths = LENGTHS[name]
@@ -236,10 +236,9 @@ def test_announced_as_a_packed_call(padding, name, choice, form):
 
 
 @pytest.mark.parametrize("bounds", [[0], [0, 0], [0, 0, 0]], ids=str)
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_without_tokens(padding, select, bounds):
+def test_without_tokens(padding, bounds):
     sides = [torch.zeros(0, 2, 4, requires_grad=True) for _ in range(3)]
-    out = lln.lln_keys_attention_varlen(*sides, torch.tensor(bounds), select=select)
+    out = lln.lln_keys_attention_varlen(*sides, torch.tensor(bounds))
     assert out.shape == (0, 2, 4)
     out.sum().backward()
     assert all(side.grad is not None for side in sides)

@@ -20,7 +20,7 @@ OPTIONS = {"block_size": 4, "group_size": 4, "keys": 3, "alpha": 1.0, "beta": 1.
 
 @pytest.fixture(autouse=True)
 def crossings(monkeypatch):
-    table = {"compiled": [[2, 20], [None, 10]], "plain": [[None, 20]], "causal": [[None, 15]]}
+    table = {"compiled": [[16, 20], [None, 10]], "plain": [[None, 20]]}
     monkeypatch.setattr(softmax_way, "CROSSINGS", {"cpu": table})
 
 
@@ -33,7 +33,7 @@ def is_softmax(call, impl="auto"):
     return isinstance(choose(call, impl), Softmax)
 
 
-def test_the_table_decides_by_heads_tokens_and_what_would_run_instead(monkeypatch):
+def test_the_table_decides_by_channels_tokens_and_what_would_run_instead(monkeypatch):
     # Without a compiler plain PyTorch would run.
     for engine, most in (("compiled", (20, 10)), ("plain", (20, 20))):
         reason = None if engine == "compiled" else "has no compiler"
@@ -41,8 +41,6 @@ def test_the_table_decides_by_heads_tokens_and_what_would_run_instead(monkeypatc
         for batch, tokens in zip((1, 2), most, strict=True):
             assert is_softmax(call_of(batch, tokens=tokens))
             assert not is_softmax(call_of(batch, tokens=tokens + 1))
-    assert is_softmax(call_of(tokens=15, is_causal=True))
-    assert not is_softmax(call_of(tokens=16, is_causal=True))
 
 
 def test_where_keys_hold_every_token_plain_pytorch_has_no_say(monkeypatch):
@@ -56,8 +54,8 @@ def test_where_keys_hold_every_token_plain_pytorch_has_no_say(monkeypatch):
 
 
 def test_it_says_why():
-    assert str(prepare(call_of(is_causal=True, tokens=9), "auto")) == (
-        "Softmax itself computes the call: up to 15 tokens it is sooner for 2 heads on cpu."
+    assert str(prepare(call_of(tokens=9), "auto")) == (
+        "Softmax itself computes the call: up to 20 tokens it is sooner for 16 channels on cpu."
     )
 
 
@@ -66,8 +64,6 @@ def test_nobody_gets_it_who_did_not_ask():
     assert not is_softmax(call_of(or_softmax=False))
     for impl in ("eager", "reference"):
         assert not is_softmax(call_of(), impl)
-    mask = torch.ones(1, 19, dtype=torch.bool)
-    assert not is_softmax(call_of(tokens=9, is_causal=True, key_mask=mask[:, :9]))
     wider = call_of().replace(value=torch.randn(1, 2, 19, 9))
     assert "all pairs" in Softmax().why_not(wider)
     add_observer(print)
@@ -78,17 +74,16 @@ def test_nobody_gets_it_who_did_not_ask():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_it_is_softmax_attention(dtype, is_causal, key_heads):
+def test_it_is_softmax_attention(dtype, key_heads):
     query, key, value = make_qkv(2, 4, 9, 8, dtype=dtype)
     key, value = key[:, :key_heads], value[:, :key_heads]
-    own = call_of().replace(query=query, key=key, value=value, is_causal=is_causal)
+    own = call_of().replace(query=query, key=key, value=value)
     assert is_softmax(own)
     for scale in (None, 0.2):
         found = attend(own.replace(scale=scale), "auto")
         wide = [side.double().repeat_interleave(4 // side.shape[1], 1) for side in own.qkv]
-        expected = F.scaled_dot_product_attention(*wide, is_causal=is_causal, scale=scale)
+        expected = F.scaled_dot_product_attention(*wide, scale=scale)
         assert found.dtype == dtype
         assert torch.allclose(found.double(), expected, atol=3e-2 if dtype.itemsize == 2 else 1e-6)
 
@@ -116,14 +111,14 @@ def test_more_tokens_than_the_table_has_run_what_they_would():
         assert torch.equal(attend(allowed, "auto"), attend(not_allowed, "auto"))
 
 
-def test_every_table_that_ships_ends_with_any_number_of_heads():
+def test_every_table_that_ships_ends_with_any_number_of_channels():
     shipped = json.loads(Path(softmax_way.__file__).with_name("crossings.json").read_text("utf-8"))
     shipped = shipped["crossings"]
     assert {"cpu", "cuda"} <= set(shipped)
     for tables in shipped.values():
-        assert set(tables) == {"compiled", "plain", "causal"}
+        assert set(tables) == {"compiled", "plain"}
         for rows in tables.values():
-            heads = [most for most, _ in rows]
-            assert heads[-1] is None
-            assert heads[:-1] == sorted(set(heads[:-1]))
+            channels = [most for most, _ in rows]
+            assert channels[-1] is None
+            assert channels[:-1] == sorted(set(channels[:-1]))
             assert all(isinstance(tokens, int) and tokens >= 0 for _, tokens in rows)

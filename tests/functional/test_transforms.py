@@ -32,7 +32,7 @@ FUNCTIONS = {
     "diag": lambda q, k, v: lln.lln_diag_attention(q, k, v, block_size=BLOCK),
     "block": lambda q, k, v: lln.block_diagonal_attention(q, k, v, block_size=BLOCK),
     "causal": lambda q, k, v: lln.lln_attention(q, k, v, **CAUSAL),
-    "keys": lambda q, k, v: lln.lln_keys_attention(q, k, v, **KEYS, select="query"),
+    "keys": lambda q, k, v: lln.lln_keys_attention(q, k, v, **KEYS, group_size=1),
     "varlen": lambda q, k, v, bounds: lln.lln_attention_varlen(q, k, v, bounds),
     "diag_varlen": lambda q, k, v, bounds: lln.lln_diag_attention_varlen(q, k, v, bounds),
     "causal_varlen": lambda q, k, v, bounds: lln.lln_attention_varlen(q, k, v, bounds, **CAUSAL),
@@ -271,18 +271,9 @@ def test_exports_packed_with_a_dynamic_length(name):
         close([exported(*args)], [FUNCTIONS[name](*args)])
 
 
-@pytest.mark.parametrize(
-    ("select", "causal"),
-    [
-        ("block", False),
-        pytest.param("query", False, marks=pytest.mark.slow),
-        pytest.param("block", True, marks=pytest.mark.slow),
-    ],
-)
-def test_exports_exact_keys_with_a_dynamic_length(select, causal):
-    """Causal up to 32 blocks, as many as one level of merging takes."""
-    given = {**FIXED, "offset": -2.0} if causal else {}
-    options = {**KEYS, **given, "select": select, "is_causal": causal}
+@pytest.mark.parametrize("group", [BLOCK, pytest.param(1, marks=pytest.mark.slow)])
+def test_exports_exact_keys_with_a_dynamic_length(group):
+    options = {**KEYS, "group_size": group}
 
     class Keys(nn.Module):
         def forward(self, q, k, v):
@@ -344,25 +335,6 @@ def test_compiled_choice_has_as_many_groups(fresh_dynamo):
     compiled = torch.compile(lln.choose_keys, fullgraph=True, dynamic=True, backend="eager")
     expected = lln.choose_keys(query, key, 3, **options)
     assert torch.equal(compiled(query, key, 3, **options), expected)
-
-
-@pytest.mark.slow
-def test_exported_choices_by_features_stay_on_their_side_of_the_keys():
-    """With no more tokens than keys all are taken, which is another way of choosing."""
-    layer = lln.LLNKeysAttention(16, 2, batch_first=True, keys=8, select="query").eval()
-
-    class Layer(nn.Module):
-        def forward(self, x):
-            return layer(x, x, x)[0]
-
-    shapes = ({1: torch.export.Dim.DYNAMIC},)
-    exported = torch.export.export(Layer(), (torch.randn(1, 40, 16),), dynamic_shapes=shapes)
-    exported = exported.module()
-    for tokens in (9, 70):
-        x = torch.randn(1, tokens, 16)
-        close([exported(x)], [Layer()(x)])
-    with pytest.raises(AssertionError, match=r"Guard failed: .* >= 9"):
-        exported(torch.randn(1, 8, 16))
 
 
 @pytest.mark.slow
@@ -453,7 +425,7 @@ FIXED_FUNCTIONS = {
     "varlen": lln.lln_attention_varlen,
     "diag_varlen": lln.lln_diag_attention_varlen,
     "causal_varlen": lambda *a, **o: lln.lln_attention_varlen(*a, is_causal=True, **o),
-    "keys": lambda *a, **o: lln.lln_keys_attention(*a, offset=-2.0, select="query", **KEYS, **o),
+    "keys": lambda *a, **o: lln.lln_keys_attention(*a, offset=-2.0, group_size=1, **KEYS, **o),
     "keys_varlen": lambda *a, **o: lln.lln_keys_attention_varlen(*a, offset=-2.0, **KEYS, **o),
     "pages": FUNCTIONS["pages"],
     "window": FUNCTIONS["window"],

@@ -31,7 +31,7 @@ def dense_matrix(
     heads, tokens, width = query.shape
     key = key.repeat_interleave(heads // key.shape[0], 0)
     if kind == "lln_keys":
-        own = {"keep": keep, "is_causal": is_causal, "scale": scale, **exact}
+        own = {"keep": keep, "scale": scale, **exact}
         return dense_keys_matrix(query, key, alpha, beta, block_size or 64, **own)
     if kind in ("lln", "lln_diag") and alpha is None:
         mask = None if keep is None else keep[None]
@@ -69,11 +69,9 @@ def dense_keys_matrix(
     block_size,
     *,
     keep=None,
-    is_causal=False,
     scale=None,
     offset=None,
     keys=64,
-    select="block",
     group_size=None,
 ):
     """P of exact keys of one sample; what is not given is matched and chosen."""
@@ -88,25 +86,18 @@ def dense_keys_matrix(
     if isinstance(keys, torch.Tensor):
         indices = keys[None]
     else:
-        own = {"select": select, "group_size": group_size, "scale": scale}
-        own |= {"block_size": block_size, "key_mask": mask, "is_causal": is_causal}
+        own = {"group_size": group_size, "scale": scale}
+        own |= {"block_size": block_size, "key_mask": mask}
         indices = choose_keys(*sides, keys, **own)
     pairs = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
     pairs = pairs if keep is None else pairs & keep
-    first = 0 if keep is None else int(keep.int().argmax())
-    block = (torch.arange(tokens) - first).div(block_size, rounding_mode="floor")
-    rest = pairs & (block[:, None] > block) if is_causal else pairs
-    pairs = pairs.tril() if is_causal else pairs
     # Blocks are counted from the first key that a row may see: only the mask says which.
     seen = None if keep is None else pairs
-    group = group_size or (block_size if select == "block" else 1)
-    exact = reference.exact_pairs(
-        indices, tokens, block_size, group, keep=seen, is_causal=is_causal
-    )
+    exact = reference.exact_pairs(indices, tokens, block_size, group_size or block_size, keep=seen)
     exact = exact & pairs
     alpha, beta = (torch.as_tensor(side, dtype=torch.float64) for side in (alpha, beta))
     numbers = (alpha, beta, exact, offset)
-    return reference.lln_keys_matrix(*sides, *numbers, keep=pairs, rest=rest, scale=scale)[0]
+    return reference.lln_keys_matrix(*sides, *numbers, keep=pairs, scale=scale)[0]
 
 
 def only_valid(matrix, keep):

@@ -18,7 +18,7 @@ from torch import nn
 
 import lln
 from lln import instruments
-from lln.errors import CausalStatisticsError, InvalidInputError
+from lln.errors import InvalidInputError
 from lln.instruments import capture, of_matrix
 from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.head_groups import head_groups
@@ -38,12 +38,11 @@ def rows_of(query, key, **options):
     return matrix
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize(("select", "group_size"), [("block", None), ("block", 4), ("query", None)])
-def test_rows_are_the_weights_of_the_attention(select, group_size, is_causal):
+@pytest.mark.parametrize("group_size", [None, 4, 1])
+def test_rows_are_the_weights_of_the_attention(group_size):
     query, key, value = make_qkv(2, 4, 90, 8, key_heads=2, dtype=torch.float64)
-    choice = {"keys": 11, "select": select, "group_size": group_size, "block_size": 16}
-    options = NUMBERS | choice | {"is_causal": is_causal}
+    choice = {"keys": 11, "group_size": group_size, "block_size": 16}
+    options = NUMBERS | choice
     matrix = rows_of(query, key, **options).unflatten(0, (2, 4))
     out = lln.lln_keys_attention(query, key, value, enable_gqa=True, **options)
     torch.testing.assert_close(matrix @ value.repeat_interleave(2, 1), out, rtol=1e-9, atol=1e-10)
@@ -59,9 +58,8 @@ def test_rows_of_a_block_far_beyond_the_sequence():
     assert torch.equal(found, instruments.entropy(query, key, kind="lln_keys", **options))
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-def test_given_indices_that_do_not_count(is_causal):
-    """Repeated keys, keys of the own block, masked and missing ones, and later ones if causal."""
+def test_given_indices_that_do_not_count():
+    """Repeated keys, keys of the own block, masked and missing ones."""
     query, key, _ = make_qkv(2, 2, 50, 8)
     keep = torch.ones(2, 50, dtype=torch.bool)
     keep[0, :13] = False
@@ -70,7 +68,6 @@ def test_given_indices_that_do_not_count(is_causal):
     # Blocks of 10 tokens from the first valid one: up to 6, with two groups each.
     indices = torch.randint(-1, 50, (2, 2, 12, 30), generator=generator)
     options = NUMBERS | {"block_size": 10, "group_size": 5, "keys": indices}
-    options |= {"is_causal": is_causal}
     found = {
         name: getattr(instruments, name)(query, key, kind="lln_keys", key_mask=keep, **options)
         for name in ("entropy", "variance", "spectral_gap", "temperature")
@@ -101,12 +98,11 @@ def test_numbers_per_head():
         torch.testing.assert_close(found[sample], dense_entropy(matrix), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-def test_packed_indices(is_causal):
+def test_packed_indices():
     query, key, _ = make_qkv(1, 2, 60, 8)
     packed = [side[0].transpose(0, 1) for side in (query, key)]
     bounds = [0, 7, 7, 40, 41, 60]
-    options = NUMBERS | {"block_size": 8, "group_size": 4, "is_causal": is_causal}
+    options = NUMBERS | {"block_size": 8, "group_size": 4}
     generator = torch.Generator().manual_seed(1)
     indices = torch.randint(-1, 60, (2, (60 // 8 + 5) * 2, 9), generator=generator)
     found = instruments.entropy(
@@ -165,11 +161,9 @@ def test_what_is_missing_or_does_not_fit_is_said():
     query, key, _ = make_qkv(1, 2, 20, 8)
     options = {"kind": "lln_keys", "block_size": 4}
     for bad, error, sentence in (
-        ({"is_causal": True}, CausalStatisticsError, "pass α and β|alpha"),
-        ({"is_causal": True, "alpha": 1.0, "beta": 1.0}, CausalStatisticsError, "the offset"),
+        ({"is_causal": True}, InvalidInputError, "use lln.page_attention"),
         ({"keys": -1}, InvalidInputError, "keys must be"),
         ({"keys": torch.zeros(1, 2, 3, 4, dtype=torch.int64)}, InvalidInputError, "keys must be i"),
-        ({"select": "best"}, InvalidInputError, "select must be 'block' or 'query'"),
         ({"group_size": 3}, InvalidInputError, "group_size must divide block_size"),
         ({"offset": math.nan}, InvalidInputError, "offset must be a finite number"),
         ({"matching": "best"}, InvalidInputError, "matching must be one of"),
@@ -193,12 +187,11 @@ class Attention(nn.Module):
         return lln.lln_keys_attention(*sides, **self.options)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-def test_capture_measures_what_ran(is_causal):
+def test_capture_measures_what_ran():
     query, key, value = make_qkv(2, 2, 60, 8, dtype=torch.float64)
     keep = torch.ones(2, 60, dtype=torch.bool)
     keep[1, :9] = False
-    options = NUMBERS | {"keys": 5, "block_size": 12, "is_causal": is_causal, "key_mask": keep}
+    options = NUMBERS | {"keys": 5, "block_size": 12, "key_mask": keep}
     model = Attention(**options)
     before = model(query, key, value)
     with capture(model, instruments=("entropy", "spectral_gap", "log_normality")) as seen:

@@ -9,9 +9,8 @@ import transformers
 from tests.integrations.test_timm import Vision
 
 import lln
-from lln.errors import CausalStatisticsError, InvalidInputError
+from lln.errors import InvalidInputError
 from lln.integrations import attend, timm
-from lln.integrations.cache import LLNCache
 from lln.integrations.convert import convert
 from lln.nn.offsets import FixedOffset, LearnedOffset
 
@@ -121,7 +120,7 @@ def test_more_keys_bring_a_model_closer_to_its_original(tiny, text):
 def test_a_converted_model_is_saved_and_loaded(tiny, text, tmp_path, statistics):
     model = tiny("roberta", **NO_DROPOUT)
     inputs = text(24, padding=5)
-    convert(model, "lln_keys", calibrate=inputs, statistics=statistics, select="query", **SIZES)
+    convert(model, "lln_keys", calibrate=inputs, statistics=statistics, **SIZES)
     if statistics == "learned":
         with torch.no_grad():
             heads_of(model, 1).offset.value.add_(1.5)
@@ -129,7 +128,7 @@ def test_a_converted_model_is_saved_and_loaded(tiny, text, tmp_path, statistics)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text("utf-8"))["lln"]
     kept = {"sample": None, "fixed": "fixed"}.get(statistics, "learned")
-    wanted = SIZES | {"select": "query", "matching": "rest", "offset": kept}
+    wanted = SIZES | {"matching": "rest", "offset": kept}
     assert {name: saved[name] for name in wanted} == wanted
     loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
     assert loaded.config._attn_implementation == "lln_keys"
@@ -170,31 +169,20 @@ def test_packed_sequences_equal_separate_ones(tiny, text):
         assert change(packed[:, start:end], alone) < 1e-5
 
 
-@pytest.mark.parametrize("statistics", ["fixed", "running", "learned"])
-def test_a_causal_model_converts_and_sees_no_later_token(tiny, text, statistics):
-    model = tiny("llama")
-    convert(model, "lln_keys", calibrate=text(30), statistics=statistics, **SIZES)
-    inputs = text(30, seed=3)
-    changed = copy.deepcopy(inputs)
-    changed["input_ids"][:, 21:] = text(30, seed=4)["input_ids"][:, 21:]
-    found, expected = (model(**side, use_cache=False)[0] for side in (changed, inputs))
-    assert change(found[:, :21], expected[:, :21]) < 1e-6
-    assert change(found[:, 21:], expected[:, 21:]) > 1e-3
+@pytest.mark.parametrize("options", [{"pages": 0}, {"group_size": 1}], ids=str)
+def test_a_causal_model_gets_pages_or_a_sentence(tiny, text, options):
+    with pytest.raises(InvalidInputError, match=r"is causal, and .* the pages of lln\.page_att"):
+        convert(tiny("llama"), "lln_keys", calibrate=text(30), **options)
 
 
-def test_a_causal_model_generates_without_a_cache_only(tiny, text):
+def test_a_causal_model_of_blocks_and_keys_does_not_run(tiny, text):
+    """As some were saved; with a past and without."""
     model = tiny("llama", "lln_keys", FIXED | SIZES)
-    ids = text(12)["input_ids"]
-    with pytest.raises(InvalidInputError, match=r"pass use_cache=False to generate"):
-        model.generate(ids, max_new_tokens=3, do_sample=False)
-    with pytest.raises(InvalidInputError, match="LLNCache is for models"):
-        LLNCache(model)
-    first = model(ids, use_cache=True)
-    with pytest.raises(InvalidInputError, match="cannot continue a cache"):
-        model(ids[:, -1:], past_key_values=first.past_key_values, use_cache=True)
-    out = model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False)
-    for place in range(12, 15):
-        assert torch.equal(model(out[:, :place])[0][:, -1].argmax(-1), out[:, place])
+    for use_cache in (False, True):
+        with pytest.raises(InvalidInputError, match=r"never causal: use lln\.page_attention"):
+            model(text(12)["input_ids"], use_cache=use_cache)
+        with pytest.raises(InvalidInputError, match=r"never causal: use lln\.page_attention"):
+            model.generate(text(12)["input_ids"], use_cache=use_cache, max_new_tokens=2)
 
 
 def test_what_does_not_fit_gets_a_sentence(tiny, text):
@@ -203,7 +191,6 @@ def test_what_does_not_fit_gets_a_sentence(tiny, text):
         convert(model, "lln_keys", mix="gate", batch=text())
     for options, said in (
         ({"keys": -1}, "keys"),
-        ({"select": "best"}, "select must be 'block' or 'query'"),
         ({"group_size": 3}, "group_size must divide block_size"),
         ({"matching": "hope"}, "matching must be one of 'rest'"),
     ):
@@ -215,13 +202,15 @@ def test_what_does_not_fit_gets_a_sentence(tiny, text):
     for settings, said in (
         ({"offset": "learned"}, "needs a module to live in"),
         ({"offset": "much"}, "offset must be a finite number"),
+        (
+            {"select": "query"},
+            "select='query', and keys are chosen by blocks only;.*page_attention",
+        ),
     ):
         with pytest.raises(InvalidInputError, match=said):
             tiny("roberta", "lln_keys", settings)(**text())
-    with pytest.raises(CausalStatisticsError, match=r"config.lln\['offset'\]"):
-        tiny("llama", "lln_keys", FIXED | {"offset": None})(**text())
-    # A causal choice looks at earlier tokens only, however keys are selected.
-    tiny("llama", "lln_keys", FIXED | {"select": "query"})(**text())
+    # What models were saved with when it was one of two.
+    tiny("roberta", "lln_keys", {"select": "block"})(**text())
 
 
 def test_a_changed_offset_in_the_configuration_is_refused(tiny, text):

@@ -20,7 +20,7 @@ SIZES = {"keys": 3, "block_size": 4}
 def crossings(monkeypatch):
     """Softmax up to 20 tokens, whatever this machine has; SIZES hold 7 of them."""
     rows = [[None, 20]]
-    table = {"cpu": {"compiled": rows, "plain": rows, "causal": rows}}
+    table = {"cpu": {"compiled": rows, "plain": rows}}
     monkeypatch.setattr(softmax_way, "CROSSINGS", table)
 
 
@@ -78,19 +78,6 @@ def test_short_calls_are_the_softmax_that_they_were(tiny, text, ran, name, paddi
     after.config.lln["or_softmax"] = False
     assert not torch.allclose(outputs(after, inputs)[valid], expected[valid], atol=1e-5)
     assert set(ran) == {"attend"}
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_causal_models_run_causal_softmax_without_padding(tiny, text, ran, name):
-    before, after = pair(tiny, text, name, statistics="fixed")
-    ids = {"input_ids": text(19)["input_ids"], "use_cache": False}
-    ran.clear()
-    assert torch.allclose(outputs(after, ids), outputs(before, ids), atol=1e-5)
-    assert ran == ["short_softmax"] * 2
-    # Padding would take a mask of all pairs.
-    ran.clear()
-    outputs(after, text(19, padding=6) | {"use_cache": False})
-    assert ran == ["attend"] * 2
 
 
 def test_the_first_step_of_training_ends_it_and_is_saved(tiny, text, ran, tmp_path):

@@ -67,10 +67,10 @@ def plug_in(monkeypatch):
     sizes._choose.cache_clear()
 
 
-def fit_keys(dtype, width, select, block_size=64, keys=64):
+def fit_keys(dtype, width, block_size=64, keys=64):
     """Forward and backward of one call with exact keys."""
     inputs = [torch.randn(2, 3, 300, width, dtype=dtype).requires_grad_() for _ in range(3)]
-    numbers = GIVEN | {"offset": 0.0, "block_size": block_size, "keys": keys, "select": select}
+    numbers = GIVEN | {"offset": 0.0, "block_size": block_size, "keys": keys}
     mask = torch.rand(2, 300) > 0.5
     out = lln.lln_keys_attention(*inputs, **numbers, key_mask=mask, impl="triton")
     torch.autograd.grad(out, inputs, torch.ones_like(out))
@@ -107,10 +107,9 @@ each_size_of_keys = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @each_size_of_keys
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_exact_keys_fit(plug_in, chip, dtype, width, select):
+def test_exact_keys_fit(plug_in, chip, dtype, width):
     needs = plug_in(chip)
-    fit_keys(dtype, width, select)
+    fit_keys(dtype, width)
     assert len(needs) >= 8
     assert max(shared for _, shared in needs) <= CHIPS[chip][1]
 

@@ -54,24 +54,14 @@ def choose_keys(mask=None):
     yield query, key, mask, 0, BLOCK, BLOCK, True
 
 
-def choose_lists(mask=None):
-    query, key, _ = sides_of(wanted=False)
-    for keys in (3, 4):
-        yield query, key, mask, keys, False
-
-
 def attend_keys(mask=None):
     query, key, value = sides_of()
     numbers = (*NUMBERS, BLOCK)
     groups = keys_ops.fused_choice(
         query, key, mask, 3, block_size=BLOCK, group_size=BLOCK, flip=False
     )
-    lists = keys_ops.fused_lists(query, key, mask, 3, flip=False)
-    by_group = (groups, mask, *(None,) * 4, *numbers, BLOCK, 0.5)
-    by_query = (lists[0], mask, *lists[1:], *numbers, 1, 0.5)
     for learned in (numbers_of(), (None,) * 3):
-        yield query, key, value, *learned, *by_group
-        yield query, key, value, *learned, *by_query
+        yield query, key, value, *learned, groups, mask, *numbers, BLOCK, 0.5
 
 
 def attend_keys_backward(mask=None):
@@ -193,8 +183,7 @@ CASES = {
     for case in (
         attend, attend_saving, attend_backward, attend_blocks, attend_blocks_backward,
         attend_keys, attend_keys_backward, attend_pages, attend_pages_backward,
-        attend_window, attend_window_backward, choose_keys, choose_lists, choose_pages, decode,
-        match,
+        attend_window, attend_window_backward, choose_keys, choose_pages, decode, match,
         read_summary, read_summary_backward, summarise, summarise_backward,
     )
 }  # fmt: skip
@@ -236,7 +225,7 @@ def laid_out_otherwise():
     choice = keys_ops.fused_choice(
         query, key, None, 3, block_size=BLOCK, group_size=BLOCK, flip=False
     )
-    given = *sides, alpha, beta, offset, choice, *(None,) * 5, *NUMBERS, BLOCK, BLOCK, 0.5
+    given = *sides, alpha, beta, offset, choice, None, *NUMBERS, BLOCK, BLOCK, 0.5
     found = keys_ops.attend_keys(*given)
     yield "attend_keys_backward", gradient_like(found[0]), *given, *found
     given = key, value, beta, None, 1.0

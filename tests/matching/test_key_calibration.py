@@ -35,36 +35,34 @@ def error(*sides, **options):
     return per_sample(*sides, **options).sum(0).sqrt()
 
 
-def per_sample(query, key, value, key_mask=None, is_causal=False, **options):
+def per_sample(query, key, value, key_mask=None, **options):
     """The squared error of every sample and head, ``[B, H]``."""
     tokens = query.shape[2]
-    keep = torch.ones(tokens, tokens, dtype=torch.bool).tril(0 if is_causal else tokens)
+    keep = torch.ones(tokens, tokens, dtype=torch.bool)
     if key_mask is not None:
         keep = keep & key_mask[:, None, None]
     shared = query.shape[1] // key.shape[1]
     key, value = (side.repeat_interleave(shared, 1) for side in (key, value))
     soft = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=keep)
-    options |= {"key_mask": key_mask, "is_causal": is_causal}
+    options |= {"key_mask": key_mask}
     apart = lln.lln_keys_attention(query, key, value, **options) - soft
     if key_mask is not None:
         apart = torch.where(key_mask[:, None, :, None], apart, 0.0)
     return apart.square().sum((2, 3))
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scale", [0.6, 1.5])
-def test_nothing_that_could_be_chosen_has_a_smaller_error(scale, causal, masked):
+def test_nothing_that_could_be_chosen_has_a_smaller_error(scale, masked):
     query, key, value = gaussian(tokens=80, key_heads=1, scale=scale, dtype=torch.float64)
-    # A sink: rows of a decoder rest on the first key, which is unlike all others.
+    # A sink: rows rest on the first key, which is unlike all others.
     key[:, :, 0] += 3.0
     mask = None
     if masked:
         mask = torch.ones(2, 80, dtype=torch.bool)
         mask[0, 57:] = False
         mask[1, :9] = False
-    options = {"keys": 6, "block_size": 16, "key_mask": mask, "is_causal": causal}
-    options["group_size"] = 1 if causal else None
+    options = {"keys": 6, "block_size": 16, "key_mask": mask}
     sides = (query, key, value)
     alpha, beta, offset = calibrate_keys(*sides, rows=80, scope="batch", **options)
     found = error(*sides, alpha=alpha, beta=beta, offset=offset, **options)
@@ -165,8 +163,6 @@ def test_only_sequences_that_block_and_keys_cover_are_doubted():
 
 def test_what_does_not_fit_gets_a_sentence():
     query, key, value = gaussian(tokens=100)
-    with pytest.raises(InvalidInputError, match="select must be 'block' or 'query'"):
-        calibrate_keys(query, key, value, select="best")
     with pytest.raises(InvalidInputError, match="keys"):
         calibrate_keys(query, key, value, keys=-1)
     with pytest.raises(InvalidInputError, match="T = 100 and S = 50"):

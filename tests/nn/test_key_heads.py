@@ -8,13 +8,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lln
-from lln import CausalStatisticsError, InvalidInputError
+from lln import InvalidInputError
 from lln.matching.mass import mass_offset
 from lln.matching.moments import head_moments
 
 B, T, HEADS, D = 2, 40, 2, 8
 SIZES = {"keys": 4, "block_size": 8}
-CAUSAL = {"alpha": 1.0, "beta": 1.0, "statistics": "fixed"}
+FIXED = {"alpha": 1.0, "beta": 1.0, "statistics": "fixed"}
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +41,13 @@ def closed_form(q, k, alpha, beta, mask=None):
     return mass_offset(head_moments(q, k, mask), alpha, beta, D)
 
 
-@pytest.mark.parametrize("select", ["block", "query"])
+@pytest.mark.parametrize("group", [None, 1])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_core_is_the_function(select, masked):
+def test_the_core_is_the_function(group, masked):
     q, k, v = heads_of()
     mask = some_padding() if masked else None
-    found = core_of(select=select)(q, k, v, key_mask=mask)
-    expected = lln.lln_keys_attention(q, k, v, select=select, key_mask=mask, **SIZES)
+    found = core_of(group_size=group)(q, k, v, key_mask=mask)
+    expected = lln.lln_keys_attention(q, k, v, group_size=group, key_mask=mask, **SIZES)
     assert torch.equal(found, expected)
 
 
@@ -148,41 +148,11 @@ def test_checkpointing_gives_the_same_gradients(reentrant):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        CAUSAL | {"offset": -2.0},
-        CAUSAL | {"offset": -2.0, "select": "query"},
-        CAUSAL | {"offset": -2.0, "group_size": 4},
-        CAUSAL | {"learn_offset": True},
-        {"statistics": "learned", "learn_offset": True},
-        {"statistics": "running"},
-        {"statistics": "running", "learn_offset": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("training", [False, True])
-def test_causal_rows_do_not_see_later_tokens(options, training):
+def test_causal_calls_are_refused():
     q, k, v = heads_of()
-    results = []
-    for later in (0.0, 3.0):
-        core = core_of(**options).train(training)
-        sides = [side.clone() for side in (q, k, v)]
-        for side in sides:
-            side[:, :, 25:] += later * torch.linspace(-1, 1, D)
-        results.append(core(*sides, is_causal=True))
-    # To rounding: zero weights of later keys may change the order of a sum.
-    earlier = (result[:, :, :25] for result in results)
-    torch.testing.assert_close(*earlier, rtol=1e-6, atol=1e-6)
-    assert (results[0][:, :, 25:] - results[1][:, :, 25:]).abs().max() > 0.1
-
-
-def test_causal_calls_that_would_see_the_future_are_refused():
-    q, k, v = heads_of()
-    with pytest.raises(CausalStatisticsError, match="statistics='sample'"):
-        core_of()(q, k, v, is_causal=True)
-    with pytest.raises(CausalStatisticsError, match="learn_offset=True"):
-        core_of(**CAUSAL)(q, k, v, is_causal=True)
+    for core in (core_of(), core_of(**FIXED, offset=-2.0)):
+        with pytest.raises(InvalidInputError, match=r"never causal: use lln\.page_attention"):
+            core(q, k, v, is_causal=True)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +160,7 @@ def test_causal_calls_that_would_see_the_future_are_refused():
     [
         ({"keys": -1}, "keys"),
         ({"block_size": 0}, "block_size"),
-        ({"select": "best"}, "select must be 'block' or 'query'"),
         ({"group_size": 3}, "group_size must divide block_size"),
-        ({"select": "query", "group_size": 4}, "takes no group_size"),
         ({"matching": "hope"}, "matching must be one of 'rest'"),
         ({"dropout": 0.1}, "has no dropout"),
         ({"offset": "learned"}, "learn_offset=True"),

@@ -30,13 +30,6 @@ def test_the_top_level_computes_it_and_nothing_travels(group, kind, known, monke
     assert all(torch.equal(found[name], side) for name, side in expected.items())
 
 
-def test_what_several_ranks_cannot_do_yet_one_can(group):
-    sides = torch.randn(3, 1, 2, 40, 4)
-    options = {"block_size": 8, "keys": 4, "select": "query"}
-    found = lln.parallel.lln_keys_attention(*sides, group=group, **options)
-    assert torch.equal(found, lln.lln_keys_attention(*sides, **options))
-
-
 def test_lengths_of_other_ranks_are_refused(group):
     sides = torch.randn(3, 1, 2, 6, 4)
     with pytest.raises(lln.InvalidInputError, match="lengths must have"):

@@ -11,7 +11,6 @@ LENGTHS = {
 }
 each_size = pytest.mark.parametrize("size", [2, 3, 4])
 each_cut = pytest.mark.parametrize("cut", LENGTHS)
-each_order = pytest.mark.parametrize("causal", [False, True])
 
 
 def check(pool, size, cut, **case):
@@ -22,9 +21,8 @@ def check(pool, size, cut, **case):
 
 @each_size
 @each_cut
-@each_order
-def test_chosen_keys(pool, size, cut, causal):
-    check(pool, size, cut, learn=LEARN, options={"is_causal": causal})
+def test_chosen_keys(pool, size, cut):
+    check(pool, size, cut, learn=LEARN)
 
 
 @each_size
@@ -35,24 +33,21 @@ def test_everything_matched(pool, size, cut):
 
 @each_size
 @each_cut
-@each_order
-def test_padding(pool, size, cut, causal):
+def test_padding(pool, size, cut):
     tokens = sum(LENGTHS[cut][size])
     hidden = [(0, 0, min(6, tokens - 1)), (1, tokens - 2, tokens), (1, 1, 2)]
-    check(pool, size, cut, learn=LEARN, hidden=hidden, options={"is_causal": causal})
+    check(pool, size, cut, learn=LEARN, hidden=hidden)
 
 
-@each_order
-def test_small_groups(pool, causal):
+def test_small_groups(pool):
     for group_size in (1, 2):
-        options = {"is_causal": causal, "group_size": group_size, "scale": -0.4}
+        options = {"group_size": group_size, "scale": -0.4}
         check(pool, 3, "crossed", learn=LEARN, options=options)
         check(pool, 3, "whole", learn=LEARN, hidden=[(0, 0, 3)], options=options)
 
 
-@each_order
-def test_grouped_queries(pool, causal):
-    options = {"enable_gqa": True, "is_causal": causal}
+def test_grouped_queries(pool):
+    options = {"enable_gqa": True}
     case = {"heads": 4, "learn": LEARN, "options": options}
     check(pool, 3, "crossed", **case)
     check(pool, 3, "crossed", **case, key_head_beta=True)

@@ -153,14 +153,16 @@ def test_implementations_that_cannot_read_other_summaries(pool, kind, impl):
 
 
 def test_choices_that_are_not_available(pool):
-    ways = ("gather the sequence and call lln.lln_keys_attention", "select='block' for others")
-    refused(pool, *ways, "'query'", kind="lln_keys", options={"select": "query"})
     keys = torch.zeros(1, 2, 1, 3, dtype=torch.int64)
     refused(pool, "as a number", kind="lln_keys", options={"keys": keys})
 
 
 def test_causal_calls_need_given_temperatures(pool):
     refused(pool, "alpha and beta", options={"is_causal": True}, error="CausalStatisticsError")
+
+
+def test_causal_exact_keys_are_sent_to_pages(pool):
+    refused(pool, "use lln.page_attention", kind="lln_keys", options={"is_causal": True})
 
 
 def wrong_lengths(group, rank, lengths):

@@ -15,7 +15,6 @@ SHAPE = AttentionShape(
     value_width=4,
     block_size=16,
     group_size=16,
-    select="block",
     is_causal=False,
     impl="auto",
     dtype=torch.float32,
@@ -30,8 +29,6 @@ def test_operations_are_those_stated():
     # Without keys nothing is selected, and no more are read than there are.
     assert SHAPE.operations(100, 0) == 100 * 2 * (16 * 12 + 2 * 8 * 5)
     assert SHAPE.operations(100, 84) == SHAPE.operations(100, 256)
-    by_query = replace(SHAPE, select="query", group_size=1)
-    assert by_query.operations(100, 32) == pytest.approx(100 * 2 * (per_token - 50))
     causal = replace(SHAPE, is_causal=True)
     assert causal.operations(100, None) == SHAPE.operations(100, None) / 2
     near = replace(SHAPE, window=8)

@@ -92,9 +92,9 @@ def test_all_methods_start_from_the_same_weights():
 
 def test_methods_are_read_and_refused():
     assert Method.parse("hedgehog+diag").branches == {"diagonal": 64}
-    one = Method.parse("diag/lln_keys@keys=4,select=query+conv")
-    assert one.systems == (("diag", {}), ("lln_keys", {"keys": 4, "select": "query"}))
-    assert one.title.endswith("(keys 4, select query) + convolution")
+    one = Method.parse("diag/lln_keys@keys=4,group_size=8+conv")
+    assert one.systems == (("diag", {}), ("lln_keys", {"keys": 4, "group_size": 8}))
+    assert one.title.endswith("(keys 4, group_size 8) + convolution")
     assert set(all_methods()) == set(peers.available())
     for wrong in ("nothing", "lln+nothing", "lln/elu/diag", "lln@alpha"):
         with pytest.raises(InvalidInputError):

@@ -13,44 +13,39 @@ from lln.testing import make_qkv
 from lln_lab.inspection.key_masses import key_masses
 
 
-def dense_masses(query, key, indices, block_size, group_size, keep, is_causal=False, scale=None):
+def dense_masses(query, key, indices, block_size, group_size, keep, scale=None):
     """Block and chosen mass of every row, ``[B, H, T]`` each."""
     pairs = keep[:, None, None] & torch.ones(query.shape[2], 1, dtype=torch.bool)
     # Every row keeps the first key for the count of blocks: only the mask says where they begin.
     sizes = (query.shape[2], block_size, group_size)
-    exact = reference.exact_pairs(indices, *sizes, keep=pairs, is_causal=is_causal)
+    exact = reference.exact_pairs(indices, *sizes, keep=pairs)
     near = reference.exact_pairs(indices[..., :0], *sizes, keep=pairs)
-    if is_causal:
-        pairs = pairs.tril()
     p = reference.softmax_matrix(query, key, keep=pairs, scale=scale)
     return (p * near).sum(-1), (p * (exact & ~near)).sum(-1)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize(("select", "group_size"), [("block", None), ("block", 4), ("query", None)])
-def test_masses_equal_dense(select, group_size, is_causal):
+@pytest.mark.parametrize("group_size", [None, 4, 1])
+def test_masses_equal_dense(group_size):
     query, key, _ = make_qkv(3, 4, 70, 8, key_heads=2, scale=1.5)
     keep = torch.ones(3, 70, dtype=torch.bool)
     keep[1, :21] = False
     keep[2] = torch.arange(70) % 3 != 1
-    choice = {"select": select, "group_size": group_size, "block_size": 16, "scale": -0.4}
-    choice |= {"is_causal": is_causal, "key_mask": keep}
+    choice = {"group_size": group_size, "block_size": 16, "scale": -0.4}
+    choice |= {"key_mask": keep}
     found = key_masses(query, key, keys=(0, 5, 70), **choice)
     assert found.keys.tolist() == [0, 5, 70]
     repeated = key.repeat_interleave(2, 1)
     for place, number in enumerate((0, 5, 70)):
         indices = choose_keys(query, key, number, enable_gqa=True, **choice)
-        size = group_size or (16 if select == "block" else 1)
-        options = {"is_causal": is_causal, "scale": -0.4}
-        rows = dense_masses(query, repeated, indices, 16, size, keep, **options)
+        size = group_size or 16
+        rows = dense_masses(query, repeated, indices, 16, size, keep, scale=-0.4)
         for own, dense in zip((found.block, found.chosen[..., place]), rows, strict=True):
             expected = (dense * keep[:, None]).sum(-1) / keep.sum(-1)[:, None]
             torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
     total = found.block.unsqueeze(-1) + found.chosen + found.rest
     torch.testing.assert_close(total, torch.ones_like(total))
     assert found.chosen[..., 0].eq(0).all()
-    if select == "block" and not is_causal:
-        assert found.rest[..., -1].abs().max() < 1e-12
+    assert found.rest[..., -1].abs().max() < 1e-12
 
 
 def test_packed_sequences_and_one_number():
@@ -102,7 +97,6 @@ def test_a_sick_head_is_nan_and_touches_no_other():
         ({"keys": (4, -1)}, "keys must be"),
         ({"keys": (4.5,)}, "keys must be"),
         ({"most_rows": 0}, "most_rows must be"),
-        ({"select": "best"}, "select must be 'block' or 'query'"),
         ({"block_size": 0}, "block_size must be at least 1"),
         ({"key": torch.zeros(1, 2, 9, 8)}, "same positions"),
     ],

@@ -39,9 +39,8 @@ class Call(NamedTuple):
         bounds: ``cu_seqlens`` ``[n + 1]`` of packed sequences; None = dense.
         longest: Length of the longest packed sequence, or more; None = unknown.
         keys: Of ``"lln_keys"``: how many keys to choose per group of queries, or their indices
-            ``[B, H, G, K]`` (packed: ``[H, G, K]``); once chosen by query for the kernels, lists.
+            ``[B, H, G, K]`` (packed: ``[H, G, K]``).
             Of ``"pages"``: how many pages per query, or their numbers ``[B, Hk, T, P]``.
-        select: How keys are chosen: ``"block"`` or ``"query"``.
         group_size: Queries that share their chosen keys.
         window: Of ``"window"`` and ``"pages"``: how many tokens before its own a query sees, and
             how many behind it where it is not causal.
@@ -72,9 +71,8 @@ class Call(NamedTuple):
     is_causal: bool = False
     bounds: Tensor | None = None
     longest: int | None = None
-    # int | Tensor | lln.kernels.keys.lists.Lists
+    # int | Tensor
     keys: Any = 0
-    select: str = "block"
     group_size: int = 0
     offset: Any = None
     summary: Any = None

@@ -11,31 +11,24 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from lln.checks.arguments import MATCHING_CRITERIA, check_count, check_per_head
-from lln.checks.names import check_choice, shown
+from lln.checks.arguments import MATCHING_CRITERIA, check_count, check_flag, check_per_head
+from lln.checks.names import shown
 from lln.checks.tensors import check_tensor, shape_of
-from lln.errors import CausalStatisticsError, InvalidInputError
+from lln.errors import InvalidInputError
 from lln.tracing import values_are_readable
 
 KEYS_MATCHING = ("rest", *MATCHING_CRITERIA)
-SELECTIONS = ("block", "query")
 
 
-def check_selection(select: str, group_size: int | None, block_size: int) -> int:
-    """Refuse an unknown selection, or groups that do not divide a block.
+def check_group_size(group_size: int | None, block_size: int) -> int:
+    """Refuse groups that do not divide a block.
 
     Returns:
-        How many queries share their keys.
+        How many queries share their keys; a block, unless told otherwise.
     """
-    check_choice("select", select, SELECTIONS)
     if group_size is None:
-        return block_size if select == "block" else 1
+        return block_size
     check_count("group_size", group_size)
-    if select != "block" and group_size != 1:
-        raise InvalidInputError(
-            f"select={select!r} gives every query its own keys and takes no group_size, got "
-            f"{group_size}; leave it out, or use select='block'."
-        )
     if block_size % group_size:
         raise InvalidInputError(
             f"group_size must divide block_size, got {group_size} and {block_size}."
@@ -70,19 +63,21 @@ def check_keys(keys: int | Tensor, groups: tuple[int, ...], device: torch.device
         )
 
 
+def check_not_causal(is_causal: bool) -> None:
+    """Refuse causal calls."""
+    check_flag("is_causal", is_causal)
+    if is_causal:
+        raise InvalidInputError(
+            "attention with exact keys is never causal: use lln.page_attention, whose queries see "
+            "near tokens, the first ones and chosen pages of the past, also from a cache."
+        )
+
+
 def check_offset(
-    offset: float | Tensor | None, batch: int, heads: int, device: torch.device, is_causal: bool
+    offset: float | Tensor | None, batch: int, heads: int, device: torch.device
 ) -> None:
     """Refuse an offset that is not finite or does not broadcast to ``[B, H, 1, 1]``."""
-    if offset is None:
-        if is_causal:
-            raise CausalStatisticsError(
-                "causal attention cannot take the offset from the sequence it processes, because a "
-                "statistic over all tokens lets every row see the future; pass offset (fixed, "
-                "learned, or from lln.calibrate_keys on other data)."
-            )
-        return
-    if type(offset) is float and -math.inf < offset < math.inf:
+    if offset is None or (type(offset) is float and -math.inf < offset < math.inf):
         return
     if not isinstance(offset, Tensor):
         if isinstance(offset, bool) or not isinstance(offset, Real) or not math.isfinite(offset):

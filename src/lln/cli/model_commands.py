@@ -16,7 +16,8 @@ STATISTICS = (
 )
 
 ATTENTION = (
-    "lln_keys: one softmax over blocks, chosen keys and LLN's slots; lln_diag: LLN mixed with "
+    "lln_keys: one softmax over neighbours and chosen tokens, with LLN's slots for the rest or, in "
+    "decoders, without; lln_diag: LLN mixed with "
     "softmax inside blocks; lln: LLN alone."
 )
 Target = Annotated[
@@ -47,24 +48,29 @@ BlockSize = Annotated[
     ),
 ]
 Keys = Annotated[
-    int,
+    int | None,
     typer.Option(
-        metavar="N", help="Of lln_keys: keys outside its block that a query sees exactly.", min=0
+        metavar="N",
+        help="Of lln_keys: keys outside its block that a query sees exactly. Default: 64.",
+        min=0,
     ),
 ]
-Select = Annotated[
-    str,
+Pages = Annotated[
+    int | None,
     typer.Option(
-        help="Of lln_keys: how these are chosen: block (by a block's mean query) or query (by each "
-        "query's strongest features)."
+        metavar="N",
+        help="Of lln_keys: pages that a query sees beside its window and the first tokens, in "
+        "place of block, keys and slots; 0 = those. Default: 32 for decoders and encoders with "
+        "rotary positions, else 0.",
+        min=0,
     ),
 ]
 GroupSize = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Of lln_keys with --select block: queries that share their keys, a divisor of the "
-        "block size. 16 choose better than a block and cost more. Default: a block.",
+        help="Of lln_keys: queries that share their keys, a divisor of the block size. 16 choose "
+        "better than a block and cost more. Default: a block.",
         min=1,
     ),
 ]
@@ -130,9 +136,39 @@ def convert(
     ] = None,
     mix: Mix = "0.5",
     block_size: BlockSize = None,
-    keys: Keys = 64,
-    select: Select = "block",
+    keys: Keys = None,
     group_size: GroupSize = None,
+    pages: Pages = None,
+    page_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens in a page. Default: 16.", min=1)
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With pages: tokens that a query sees before its own, or on either side. Default: "
+            "127, or 64.",
+            min=0,
+        ),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With pages: first tokens that every query sees. Default: 16 in a decoder, else "
+            "0.",
+            min=0,
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With pages and --calibrate: numbers per token that pages are chosen by. "
+            "Default: half the head width.",
+            min=1,
+        ),
+    ] = None,
     convolution: Convolution = 0,
     overwrite: Overwrite = False,
 ) -> None:
@@ -175,8 +211,12 @@ def convert(
             mix=number_or_name(mix),
             block_size=block_size,
             keys=keys,
-            select=select,
             group_size=group_size,
+            pages=pages,
+            page_size=page_size,
+            window=window,
+            sinks=sinks,
+            rank=rank,
             convolution=convolution,
             overwrite=overwrite,
             echo=typer.echo,

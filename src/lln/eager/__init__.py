@@ -4,6 +4,6 @@ To learn the method from it, read in this order: `summary` (keys and values into
 that read it), `diagonal` (softmax inside blocks), `band` (inside sliding windows), `run` (both
 together), `scan` and `causal` (every row sees the past only), `key_attention` (exact keys beside
 the summary) with `selection` (which keys). The others serve these: `packing`, `tiling` and
-`padding` for sequences without padding between them, `causal_walk` and `masked_keys` for the same
-results in less time.
+`padding` for sequences without padding between them, `causal_walk` for the same results in less
+time.
 """

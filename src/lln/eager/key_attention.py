@@ -10,7 +10,7 @@ For query i of a block, with (L, C) the summary of the sequence (`lln.eager.summ
 ρ_i is the share of keys that are neither in the block nor chosen: when every key is exact, the
 slots vanish and this is softmax attention. μ is the mean of the keys that the summary holds: the
 slots are those of centred keys. Softmax does not change when a vector is added to all keys, and
-neither does this. A causal row sees the chosen keys and the summary of earlier blocks only.
+neither does this.
 
 Dimension legend: B batch (1 for packed sequences), H heads, T tokens, D head width, E value width,
 n blocks, W tokens in a block, G groups, g queries in a group, K keys per group.
@@ -18,55 +18,27 @@ n blocks, W tokens in a block, G groups, g queries in a group, K keys per group.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from lln.eager.key_blocks import Groups, KeyBlocks
+from lln.eager.key_blocks import Groups
 from lln.eager.key_terms import KeyTerms, Slots
-from lln.eager.masked_keys import attend_masked
 from lln.eager.products import multiply
-from lln.eager.scan import earlier_merge, running_merge, shift
+from lln.eager.scan import running_merge
 from lln.eager.selection import seen_keys
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise, summarise_heads
 
-# How chosen keys are read: copied for every group, which always works, or with all scores and a
-# mask that hides the other keys.
-COPIED, MASKED = "", "by all scores and a mask"
 
-
-class Earlier(NamedTuple):
-    """The tokens before the first block of a causal call that continues a sequence.
-
-    Attributes:
-        log_mass: ``[B, H, D]``, of their summary.
-        centroid: ``[B, H, D, E]``.
-        key_sum: ``[B, H, D]``, sum of their keys.
-        number: ``[B, 1, 1]``, how many there are.
-    """
-
-    log_mass: Tensor
-    centroid: Tensor
-    key_sum: Tensor
-    number: Tensor
-
-
-def attend_keys(
-    terms: KeyTerms, indices: Tensor, *, are_seen: bool = False, reading: str = COPIED
-) -> Tensor:
+def attend_keys(terms: KeyTerms, indices: Tensor, *, are_seen: bool = False) -> Tensor:
     """The attention above: ``[B, H, T, E]``.
 
     Args:
         terms: The call.
         indices: int ``[B, H, G, K]``; -1 = none. Keys that a group may not see are left out.
         are_seen: Whether indices hold only keys that a group may see, so that none is left out.
-        reading: How chosen keys are read; see `masked_keys.can_mask`.
     """
     seen = indices >= 0 if are_seen else seen_keys(indices, terms.groups)
     share = log_share(seen, terms.groups, terms.query.dtype)
-    if reading == MASKED:
-        return attend_masked(terms, share, indices, seen)
     chosen = tuple(_pick(side, indices, seen) for side in (terms.key, terms.value))
     return attend_rows(terms, share, chosen, seen)
 
@@ -81,7 +53,7 @@ def attend_rows(terms: KeyTerms, share: Tensor, chosen: tuple[Tensor, ...], seen
             not seen.
         seen: bool ``[B, H, G, K]``, which of them there are.
     """
-    blocks, group_size, key_mask, is_causal = terms.groups
+    blocks, group_size, key_mask = terms.groups
     rows = blocks.gather(terms.query)
     scaled = rows * terms.factor
     near_keys, near_values = blocks.gather(terms.key), blocks.gather(terms.value)
@@ -93,10 +65,6 @@ def attend_rows(terms: KeyTerms, share: Tensor, chosen: tuple[Tensor, ...], seen
     near = multiply(scaled, near_keys.mT)
     if valid is not None:
         near = torch.where(valid[:, None].unsqueeze(-2), near, LOG_ZERO)
-    if is_causal:
-        later = torch.ones(near.shape[-2:], dtype=torch.bool, device=near.device).triu(1)
-        # Below LOG_ZERO: a row whose visible keys are all masked must weigh those, not later keys.
-        near = near.masked_fill(later, 10 * LOG_ZERO)
 
     far_keys, far_values = chosen
     grouped = scaled.flatten(2, 3).unflatten(2, (-1, group_size))
@@ -128,19 +96,16 @@ def log_share(seen: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
 
     Args:
         seen: bool ``[B, H, G, K]``, see `lln.eager.selection.seen_keys`.
-        groups: Who sees them; the summary of a causal group holds earlier blocks only.
+        groups: Who sees them.
         dtype: Of the result.
     """
-    blocks, group_size, key_mask, is_causal = groups
+    blocks, group_size, key_mask = groups
     size = blocks.place.shape[2]
     own = blocks.valid(key_mask).sum(-1)
     upto = own.cumsum(-1)
-    before = upto - own
-    start = before[:, blocks.first]
-    held = before - start if is_causal else upto[:, blocks.last] - start
-    rest = held if is_causal else held - own
+    held = upto[:, blocks.last] - (upto - own)[:, blocks.first]
     far = seen.sum(-1).unflatten(2, (-1, size // group_size))
-    return share_of(held, rest, far, group_size, dtype)
+    return share_of(held, held - own, far, group_size, dtype)
 
 
 def share_of(
@@ -161,25 +126,19 @@ def share_of(
     return found.repeat_interleave(group_size, -1).unsqueeze(-1)
 
 
-def slots_of_blocks(
-    key: Tensor,
-    value: Tensor,
-    beta: float | Tensor,
-    groups: Groups,
-    segment: Tensor | None = None,
-    before: Earlier | None = None,
+def slots_of_sequences(
+    key: Tensor, value: Tensor, beta: float | Tensor, groups: Groups, segment: Tensor
 ) -> Slots:
-    """L - βμ, C and μ that every block reads: of its sequence, or of the blocks before it.
+    """L - βμ, C and μ of the packed sequence of every block.
 
     Args:
-        key: ``[B, H, T, D]``.
-        value: ``[B, H, T, E]``.
-        beta: A number, or broadcasts to ``[B, H, n, 1, 1]``.
-        groups: Where the tokens lie; if causal, a block reads only the blocks before it.
-        segment: int ``[n]``, the sequence of every block; None = one sequence.
-        before: What a causal call of one sequence has seen before the first block.
+        key: ``[1, H, T, D]``.
+        value: ``[1, H, T, E]``.
+        beta: A number, or broadcasts to ``[1, H, n, 1, 1]``.
+        groups: Where the tokens lie.
+        segment: int ``[n]``, the sequence of every block.
     """
-    blocks, _, key_mask, is_causal = groups
+    blocks, _, key_mask = groups
     valid = blocks.valid(key_mask)[:, None]
     rows = blocks.gather(key)
     summaries = summarise(*key_exponents(rows, blocks.gather(value), beta, valid))
@@ -187,44 +146,15 @@ def slots_of_blocks(
     # are shares: a difference of running sums would lose the digits of what came in between.
     own = torch.where(valid.unsqueeze(-1), rows, 0.0).sum(-2)
     number = valid.sum(-1, keepdim=True).to(own.dtype)
-    mean = _mean_slot(own, number)
-    if before is None:
-        log_mass, centroid = _merged(summaries, blocks, segment, is_causal)
-        _, centre = _merged(mean, blocks, segment, is_causal)
-    else:
-        log_mass, centroid = earlier_merge(*summaries, (before.log_mass, before.centroid))
-        _, centre = earlier_merge(*mean, _mean_slot(before.key_sum, before.number))
+    weight = torch.where(number > 0, number.clamp_min(1).log(), LOG_ZERO)
+    mean = weight, (own / number.clamp_min(1)).unsqueeze(-2)
+    (log_mass, centroid), (_, centre) = (
+        (mass.index_select(-2, blocks.last), middle.index_select(-3, blocks.last))
+        for mass, middle in (running_merge(*sides, segment) for sides in (summaries, mean))
+    )
     centre = centre.squeeze(-2)
     factor = beta.squeeze(-1) if isinstance(beta, Tensor) else beta
     return log_mass - factor * centre, centroid, centre
-
-
-def _merged(
-    summaries: tuple[Tensor, Tensor], blocks: KeyBlocks, segment: Tensor | None, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The summary of every block's sequence, or of the blocks before it, from those of blocks."""
-    log_mass, centroid = running_merge(*summaries, segment)
-    if not is_causal:
-        log_mass = log_mass.index_select(-2, blocks.last)
-        return log_mass, centroid.index_select(-3, blocks.last)
-    log_mass, centroid = shift(log_mass, centroid)
-    begins = torch.arange(blocks.first.shape[0], device=blocks.first.device) == blocks.first
-    log_mass = torch.where(begins[:, None], LOG_ZERO, log_mass)
-    return log_mass, torch.where(begins[:, None, None], 0.0, centroid)
-
-
-def _mean_slot(total: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys that all weigh the same as a summary of one slot, from their sum and their number.
-
-    Args:
-        total: ``[..., D]``.
-        number: Broadcasts to ``[..., 1]``.
-
-    Returns:
-        Log-mass ``[..., 1]`` and centroid ``[..., 1, D]``.
-    """
-    log_mass = torch.where(number > 0, number.clamp_min(1).log(), LOG_ZERO)
-    return log_mass, (total / number.clamp_min(1)).unsqueeze(-2)
 
 
 def slots_of_heads(

@@ -71,13 +71,11 @@ class Groups(NamedTuple):
         blocks: Where the tokens lie.
         size: g, a divisor of W.
         key_mask: bool ``[B, T]``; masked keys are never chosen, masked queries do not count.
-        is_causal: Whether only keys of earlier blocks may be chosen.
     """
 
     blocks: KeyBlocks
     size: int
     key_mask: Tensor | None = None
-    is_causal: bool = False
 
 
 def _take(side: Tensor, place: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from lln.eager.causal import CHUNK, LEAF, attend_chunks
 from lln.eager.diagonal import attend_blocks
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
-from lln.eager.key_attention import attend_keys, slots_of_blocks
+from lln.eager.key_attention import attend_keys, slots_of_sequences
 from lln.eager.key_blocks import Groups, packed_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.run import join, near_range, repeat_heads
@@ -56,13 +56,8 @@ def attend_packed(call: Call) -> Tensor:
     return out.to(query.dtype)
 
 
-def attend_packed_keys(call: Call, reading: str) -> Tensor:
-    """A packed call with exact keys, all of it known: ``[T, H, E]``.
-
-    Args:
-        call: The call.
-        reading: See `lln.eager.key_attention`.
-    """
+def attend_packed_keys(call: Call) -> Tensor:
+    """A packed call with exact keys, all of it known: ``[T, H, E]``."""
     assert call.bounds is not None
     dtype, tokens = accumulation_dtype(call.query.dtype), call.query.shape[0]
     query, key, value = (side.to(dtype).transpose(0, 1)[None] for side in call.qkv)
@@ -75,11 +70,10 @@ def attend_packed_keys(call: Call, reading: str) -> Tensor:
             per_tile(number, sequence, query) for number in (call.alpha, call.beta, call.offset)
         )
     )
-    groups = Groups(blocks, call.group_size, is_causal=call.is_causal)
-    slots = slots_of_blocks(key, value, beta, groups, sequence)
+    groups = Groups(blocks, call.group_size)
+    slots = slots_of_sequences(key, value, beta, groups, sequence)
     terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
-    out = attend_keys(terms, call.keys[None], reading=reading)
-    return out[0].transpose(0, 1).to(call.query.dtype)
+    return attend_keys(terms, call.keys[None])[0].transpose(0, 1).to(call.query.dtype)
 
 
 def short_range(

@@ -113,22 +113,19 @@ class _Take(torch.autograd.Function):
         return _Take.apply(grad_outputs[0], back, there), None, None
 
 
-def pad_sequences(
-    bounds: list[int], block_size: int, most: int, apart: int, device: torch.device
-) -> Padding:
+def pad_sequences(bounds: list[int], block_size: int, most: int, device: torch.device) -> Padding:
     """Lay out packed sequences as padded samples.
 
     Args:
         bounds: 0, then the end of every sequence; at least one has tokens.
         block_size: See `group_sequences`.
         most: See `group_sequences`.
-        apart: See `group_sequences`.
         device: Where the indices go.
     """
     lengths = [end - start for start, end in pairwise(bounds)]
     groups = [
         _group(sequences, lengths, device)
-        for sequences in group_sequences(lengths, block_size, most, apart)
+        for sequences in group_sequences(lengths, block_size, most)
     ]
     order = list(chain.from_iterable(group.sequences for group in groups))
     widths = [group.longest for group in groups for _ in group.sequences]
@@ -158,9 +155,7 @@ def pad_sequences(
     return Padding(groups, inward, Picks(outward, None), ordered, restored)
 
 
-def group_sequences(
-    lengths: list[int], block_size: int, most: int, apart: int = 0
-) -> list[list[int]]:
+def group_sequences(lengths: list[int], block_size: int, most: int) -> list[list[int]]:
     """Which sequences to pad together, so that padding at most doubles the number of blocks.
 
     One group if that is enough, otherwise one for every power of two of blocks.
@@ -169,16 +164,9 @@ def group_sequences(
         lengths: Tokens of every sequence.
         block_size: Tokens in a block.
         most: Most sequences in a group.
-        apart: Sequences of up to so many tokens are not together with longer ones.
     """
-    groups = []
-    for is_long in (False, True):
-        part = [
-            sequence
-            for sequence, length in enumerate(lengths)
-            if length and (length > apart) == is_long
-        ]
-        groups += _similar({sequence: -(-lengths[sequence] // block_size) for sequence in part})
+    held = enumerate(lengths)
+    groups = _similar({sequence: -(-length // block_size) for sequence, length in held if length})
     return [group[start : start + most] for group in groups for start in range(0, len(group), most)]
 
 

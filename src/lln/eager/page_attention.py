@@ -83,12 +83,12 @@ def _attend_tiles(
         sight: See `attend_pages`.
     """
     tokens, keys, size = query.shape[2], key.shape[2], row.shape[1]
-    rows, device = query[:, :, row], query.device
+    rows, device = _taken(query, row), query.device
     place = row + (keys - tokens)
     reach = size + sight.window * (1 if sight.is_causal else 2)
     met = place[:, :1] - sight.window + torch.arange(reach, device=device)
     there = met.clamp(0, keys - 1)
-    near_keys, near_values = key[:, :, there], value[:, :, there]
+    near_keys, near_values = _taken(key, there), _taken(value, there)
     near = multiply(rows.flatten(3, 4), near_keys.mT).unflatten(3, (size, -1))
     distance = (place.unsqueeze(-1) - met.unsqueeze(-2))[None]
     at = met[None, :, None].expand_as(distance)
@@ -107,7 +107,7 @@ def _attend_tiles(
     seen = sight.is_visible(distance, at, keys) & ~sight.is_near(distance)
     far = torch.where(_lifted(seen), far, _UNSEEN)
 
-    chosen = pages[:, :, row]
+    chosen = _taken(pages, row)
     within = torch.arange(sight.page_size, device=device)
     at = (first[:, None, None, None, None] + chosen * sight.page_size).unsqueeze(-1) + within
     at = torch.where(chosen.unsqueeze(-1) < 0, -1, at).flatten(4)
@@ -122,6 +122,11 @@ def _attend_tiles(
     out = multiply(near.flatten(3, 4), near_values).unflatten(3, (size, -1)) + paged @ page_values
     out = out + multiply(far.flatten(2, 4), sink_values).unflatten(2, rows.shape[2:5])
     return out.flatten(2, 3)
+
+
+def _taken(side: Tensor, rows: Tensor) -> Tensor:
+    """Rows ``[n, c]`` of ``[B, Hk, T, …]``, by a selection whose gradient is added in order."""
+    return side.index_select(2, rows.flatten()).unflatten(2, rows.shape)
 
 
 def _lifted(seen: Tensor) -> Tensor:

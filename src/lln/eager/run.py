@@ -20,11 +20,12 @@ from lln.eager.causal import causal_attention
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
-from lln.eager.key_attention import COPIED, attend_keys, slots_of_blocks, slots_of_heads
+from lln.eager.key_attention import attend_keys, slots_of_heads
 from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.page_attention import attend_pages
 from lln.eager.page_choice import Sight
+from lln.eager.page_step import attend_step, is_step
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -33,14 +34,15 @@ from lln.tracing import is_untraced_on_cpu
 _PADDING_LIMIT = 1e18
 
 
-def attend_dense(call: Call, *, walks: bool = False, reading: str = COPIED) -> Tensor:
+def attend_dense(call: Call, *, walks: bool = False) -> Tensor:
     """``[B, H, T, E]`` in the dtype of query.
 
     Args:
         call: A dense call.
         walks: See `causal_attention`.
-        reading: See `lln.eager.key_attention`.
     """
+    if call.kind == "pages" and is_step(call):
+        return attend_step(*call.qkv, call.keys, Sight.of(call), call.factor)
     query, key, value = widen(*call.qkv, call.key_mask, call.dropout_p)
     wide = call.replace(query=query, key=key, value=value)
     if call.kind == "lln":
@@ -54,7 +56,7 @@ def attend_dense(call: Call, *, walks: bool = False, reading: str = COPIED) -> T
     elif call.kind == "lln_diag":
         out = join(long_range(wide, walks), short_range(wide), call.mix)
     else:
-        out = exact_keys(wide, reading)
+        out = exact_keys(wide)
     return out.to(call.query.dtype)
 
 
@@ -96,7 +98,7 @@ def near_range(call: Call, places: Tensor | None = None) -> Tensor:
     )
 
 
-def exact_keys(call: Call, reading: str) -> Tensor:
+def exact_keys(call: Call) -> Tensor:
     """Attention over own block, chosen keys and slots, of a call in the accumulation dtype.
 
     Indices hold only keys that a group may see, or -1.
@@ -106,14 +108,11 @@ def exact_keys(call: Call, reading: str) -> Tensor:
     key, value = repeat_heads(call.key, heads), repeat_heads(call.value, heads)
     count = indices.shape[2] // (call.block_size // call.group_size)
     blocks = dense_blocks(batch, tokens, call.block_size, key_mask, query.device, count)
-    alpha, beta, offset = numbers_of_blocks(call, heads, query.dtype)
-    groups = Groups(blocks, call.group_size, key_mask, call.is_causal)
-    if call.is_causal:
-        slots = slots_of_blocks(key, value, beta, groups)
-    else:
-        slots = slots_of_heads(call.key, call.value, call.beta, key_mask, heads)
+    alpha, _, offset = numbers_of_blocks(call, heads, query.dtype)
+    groups = Groups(blocks, call.group_size, key_mask)
+    slots = slots_of_heads(call.key, call.value, call.beta, key_mask, heads)
     terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
-    return attend_keys(terms, indices, are_seen=True, reading=reading)
+    return attend_keys(terms, indices, are_seen=True)
 
 
 def join(long_range: Tensor, short_range: Tensor, mix: float | Tensor) -> Tensor:

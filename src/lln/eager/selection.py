@@ -1,9 +1,7 @@
 """Which keys a group of queries attends to exactly, outside its own block.
 
-``"block"`` scores every key with the mean query of the group; a causal group of several queries
-takes the mean of the group before it, because its own holds later queries. ``"query"`` gives every
-query the keys that are largest in its two strongest features. No choice carries a gradient. Equal
-scores are taken in the order of positions, so results repeat.
+Every key is scored with the mean query of the group. No choice carries a gradient. Equal scores are
+taken in the order of positions, so results repeat.
 
 Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, n blocks, W tokens
 in a block, G groups, g queries in a group, K keys per group.
@@ -26,35 +24,26 @@ MOST_SCORES = 1 << 26
 
 
 @torch.no_grad()
-def choose(
-    query: Tensor, key: Tensor, keys: int, groups: Groups, *, select: str, flip: bool = False
-) -> Tensor:
+def choose(query: Tensor, key: Tensor, keys: int, groups: Groups, *, flip: bool = False) -> Tensor:
     """Indices of the chosen keys, int64 ``[B, H, G, K]``, ascending; -1 where there are fewer.
 
     Args:
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, T, D]``.
         keys: K.
-        groups: Who chooses; of one query for ``"query"``.
-        select: ``"block"`` or ``"query"``.
+        groups: Who chooses.
         flip: Whether the softmax scores have a negative factor.
     """
     query, key = (-query if flip else query).detach(), key.detach()
     count, size = groups.blocks.place.shape[1:]
     heads, tokens = query.shape[1:3]
-    if select != "block" and keys >= tokens > 0:
-        # All of them, which two lists of half as many would not be.
-        found = _by_mean(query, key, tokens, groups._replace(size=size))
-        return found.repeat_interleave(size, 2)
     # A trace must hold for every length: then a group has empty places instead.
-    if select == "block" and not is_compiling():
+    if not is_compiling():
         keys = min(keys, tokens)
     shape = (query.shape[0], heads, count * (size // groups.size), keys)
     if keys == 0 or 0 in query.shape[:3]:
         return torch.full(shape, -1, dtype=torch.int64, device=query.device)
-    if select == "block":
-        return _by_mean(query, key, keys, groups)
-    return _by_features(query, key, keys, groups)
+    return _by_mean(query, key, keys, groups)
 
 
 def drop_repeats(indices: Tensor) -> Tensor:
@@ -74,9 +63,9 @@ def drop_repeats(indices: Tensor) -> Tensor:
 def seen_keys(indices: Tensor, groups: Groups) -> Tensor:
     """Which chosen keys a group may attend to: bool ``[B, H, G, K]``.
 
-    Not missing, not masked, of the same sequence, outside the block, and earlier if causal.
+    Not missing, not masked, of the same sequence and outside the block.
     """
-    blocks, group_size, key_mask, is_causal = groups
+    blocks, group_size, key_mask = groups
     tokens = blocks.home.shape[1]
     known = indices.clamp(0, max(tokens - 1, 0))
 
@@ -88,19 +77,15 @@ def seen_keys(indices: Tensor, groups: Groups) -> Tensor:
     block = divided(torch.arange(indices.shape[2], device=indices.device), rows)
     first, last = blocks.first[block][:, None], blocks.last[block][:, None]
     block = block[:, None]
-    seen = (indices >= 0) & (indices < tokens) & (home >= first) & (home <= last)
-    seen = seen & (home < block if is_causal else home != block)
+    seen = (indices >= 0) & (indices < tokens) & (home >= first) & (home <= last) & (home != block)
     return seen if key_mask is None else seen & of_keys(key_mask)
 
 
 def _by_mean(query: Tensor, key: Tensor, keys: int, groups: Groups) -> Tensor:
     """The keys with the largest products with the mean query of every group."""
-    blocks, group_size, key_mask, is_causal = groups
+    blocks, group_size, key_mask = groups
     dtype = accumulation_dtype(query.dtype)
     mean = group_means(query, blocks, group_size, blocks.valid(key_mask)).to(dtype)
-    if is_causal and group_size > 1:
-        # A group's own mean would let later queries decide what earlier ones see.
-        mean = torch.cat([torch.zeros_like(mean[:, :, :1]), mean[:, :, :-1]], 2)
     batch, heads, count, width = mean.shape
     key = key.to(dtype)
     if key_mask is not None:
@@ -112,8 +97,7 @@ def _by_mean(query: Tensor, key: Tensor, keys: int, groups: Groups) -> Tensor:
 
     def best(mean: Tensor, block: Tensor) -> Tensor:
         first, last = blocks.first[block], blocks.last[block]
-        allowed = (home >= first) & (home <= last)
-        allowed = allowed & (home < block if is_causal else home != block)
+        allowed = (home >= first) & (home <= last) & (home != block)
         if key_mask is not None:
             allowed = allowed & key_mask[:, None]
         scores = mean.reshape(batch, key.shape[1], -1, width) @ across
@@ -149,93 +133,6 @@ def group_means(query: Tensor, blocks: KeyBlocks, group_size: int, valid: Tensor
     number = counted.flatten(2, 3).unflatten(2, (-1, group_size)).sum(-2).clamp_min(1)
     # Rounded to the precision of the queries, as in the kernel, so that both choose the same keys.
     return (rows.sum(-2) / number).to(query.dtype)
-
-
-def _by_features(query: Tensor, key: Tensor, keys: int, groups: Groups) -> Tensor:
-    """For every query the keys that are largest in its two strongest features of [q, -q]."""
-    key_mask = groups.key_mask
-    key = key.to(accumulation_dtype(key.dtype))
-
-    def lists(share: int) -> Tensor:
-        if groups.is_causal:
-            return _earlier_lists(key, share, groups.blocks, key_mask)
-        return _feature_lists(key, share, key_mask).unsqueeze(2)
-
-    first = lists(keys - keys // 2)
-    second = lists(keys // 2) if keys % 2 else first
-    if key_mask is not None:
-        # Whatever padding holds decides nothing, not even in which order kernels add.
-        query = torch.where(key_mask[:, None, :, None], query, 0.0)
-    return picked_lists(first, second, strongest_features(query), groups)
-
-
-def strongest_features(query: Tensor) -> Tensor:
-    """The two strongest of the 2D features [q, -q], stronger first: int64 ``[B, H, T, 2]``.
-
-    Of equal ones the first wins, which `max` promises and `topk` does not. NaN counts as zero.
-    """
-    both = torch.cat([query, -query], -1)
-    both = torch.where(both.isnan(), 0.0, both)
-    first = both.max(-1, keepdim=True).indices
-    second = both.scatter(-1, first, -torch.inf).max(-1, keepdim=True).indices
-    return torch.cat([first, second], -1)
-
-
-def picked_lists(first: Tensor, second: Tensor, features: Tensor, groups: Groups) -> Tensor:
-    """The keys that every query takes from the lists of its features: int64 ``[B, H, G, K]``.
-
-    Args:
-        first: int ``[B, Hk, n or 1, 2D, ·]``, the keys of every feature, one set for each block or
-            one for all; -1 = none. Of the query's strongest feature.
-        second: Likewise, of its second strongest.
-        features: int ``[B, H, T, 2]``, see `strongest_features`.
-        groups: Of one query each.
-    """
-    heads = features.shape[1]
-    # Places without a token get a float zero.
-    own = groups.blocks.gather(features).long()
-    if first.shape[2] == 1:
-        # All blocks share their lists.
-        own = own.flatten(2, 3).unsqueeze(2)
-    picked = []
-    for lists, feature in zip((first, second), own.unsqueeze(-2).unbind(-1), strict=True):
-        every = lists.long().repeat_interleave(heads // lists.shape[1], 1)
-        picked.append(every.gather(3, feature.expand(-1, -1, -1, -1, lists.shape[-1])))
-    chosen = torch.cat(picked, -1).flatten(2, 3)
-    seen = seen_keys(chosen, groups)
-    return drop_repeats(torch.where(seen, chosen, -1))
-
-
-def _feature_lists(key: Tensor, keys: int, key_mask: Tensor | None) -> Tensor:
-    """For each of the 2D features [k, -k] the keys where it is largest: ``[B, Hk, 2D, K]``."""
-    both = torch.cat([key, -key], -1).mT
-    if key_mask is not None:
-        both = torch.where(key_mask[:, None, None], both, -torch.inf)
-    return largest(both, keys)
-
-
-def _earlier_lists(key: Tensor, keys: int, blocks: KeyBlocks, key_mask: Tensor | None) -> Tensor:
-    """The same for every block, of the keys of earlier blocks: ``[B, Hk, n, 2D, K]``.
-
-    A list of all keys would not do: later ones would push out earlier ones, and so be seen.
-    """
-    valid = blocks.valid(key_mask)[:, None, ..., None]
-    both = blocks.gather(torch.cat([key, -key], -1))
-    both = torch.where(valid, both, -torch.inf).mT
-    # The best so far, in the order of positions, to which every block adds its keys.
-    best = torch.full_like(both[:, :, 0, :, :1], -torch.inf).expand(-1, -1, -1, keys)
-    held = torch.full_like(best, -1, dtype=torch.int64)
-    lists = []
-    for block in range(both.shape[2]):
-        lists.append(held)
-        scores = torch.cat([best, both[:, :, block]], -1)
-        own = blocks.place[:, block, None, None].expand(*held.shape[:3], -1)
-        positions = torch.cat([held, own], -1)
-        taken = largest(scores, keys)
-        known, there = taken.clamp_min(0), taken >= 0
-        best = torch.where(there, scores.gather(-1, known), -torch.inf)
-        held = torch.where(there, positions.gather(-1, known), -1)
-    return torch.stack(lists, 2)
 
 
 def largest(scores: Tensor, keys: int) -> Tensor:

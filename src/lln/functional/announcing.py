@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lln.checks.call import Call
-from lln.functional.key_calls import chosen_indices
 from lln.observers import Announcement, announce
 
 
@@ -27,6 +26,6 @@ def announce_call(call: Call) -> None:
     if call.kind == "lln_diag":
         parts["mix"] = call.mix
     if call.kind == "lln_keys":
-        parts |= {"offset": call.offset, "indices": chosen_indices(call)}
+        parts |= {"offset": call.offset, "indices": call.keys}
         parts["group_size"] = call.group_size
     announce(Announcement(call.kind, call.query, call.key, **parts))

@@ -12,7 +12,13 @@ from torch import Tensor
 from lln import checks
 from lln.checks.bounds import check_bounds
 from lln.checks.call import Call
-from lln.checks.key_options import KEYS_MATCHING, check_keys, check_offset, check_selection
+from lln.checks.key_options import (
+    KEYS_MATCHING,
+    check_group_size,
+    check_keys,
+    check_not_causal,
+    check_offset,
+)
 from lln.checks.names import check_choice
 from lln.checks.page_options import check_last_queries, check_pages
 from lln.eager.key_blocks import blocks_in
@@ -106,11 +112,12 @@ def _check_lln_diag(call: Call) -> Call:
 
 def _check_lln_keys(call: Call) -> Call:
     query, keys = call.query, call.keys
+    check_not_causal(call.is_causal)
     check_choice("matching", call.matching, KEYS_MATCHING)
     _check_numbers(call, "entropy")
-    check_offset(call.offset, call.samples, query.shape[1], query.device, call.is_causal)
+    check_offset(call.offset, call.samples, query.shape[1], query.device)
     checks.check_blocks(call.block_size, call.scale)
-    group = check_selection(call.select, call.group_size, call.block_size)
+    group = check_group_size(call.group_size, call.block_size)
     call = call.replace(group_size=group)
     groups = groups_in(call.with_fitted_blocks()) if isinstance(keys, Tensor) else ()
     check_keys(keys, groups, query.device)

@@ -89,10 +89,6 @@ class CompiledKeys(CompiledPasses):
         reason = super().why_not(call) or why_absent(call.offset)
         if reason is not None:
             return reason
-        if call.is_causal:
-            return "has no passes for causal attention with exact keys"
-        if call.select != "block":
-            return "has no passes for keys by query"
         if isinstance(call.keys, Tensor) and call.bounds is not None:
             return "takes no indices of keys in packed sequences"
         return None

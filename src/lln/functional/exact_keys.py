@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.call import Call
-from lln.checks.key_options import check_selection
+from lln.checks.key_options import check_group_size, check_not_causal
 from lln.checks.signatures import explain_misfits
 from lln.functional import ways
 from lln.functional.checked_call import checked_call, checked_packed_call, groups_in
@@ -32,7 +32,6 @@ def lln_keys_attention(
     matching: str = "rest",
     block_size: int = 64,
     keys: int | Tensor = 64,
-    select: str = "block",
     group_size: int | None = None,
     offset: float | Tensor | None = None,
     key_mask: Tensor | None = None,
@@ -64,7 +63,6 @@ def lln_keys_attention(
         keys: How many keys outside the block every group of queries sees one by one, or their
             indices ``[B, H, G, K]`` as `choose_keys` returns them (-1 = none; keys that are
             repeated, masked or in the block count once or not at all).
-        select: How keys are chosen, see `choose_keys`.
         group_size: Queries that share their chosen keys; None = a block.
         offset: g, what puts the mass of the slots on the scale of softmax scores: a number or a
             tensor that broadcasts to ``[B, H, 1, 1]``, may carry gradients. None = by mass matching
@@ -72,12 +70,10 @@ def lln_keys_attention(
             ones.
         key_mask: bool ``[B, T]``, True = attend. It also says which queries count in statistics and
             in the choice of keys. Blocks are counted from the first valid token.
-        is_causal: Whether row i sees keys 0 … i only: the summary and the chosen keys are then
-            those of earlier blocks. Needs α, β and the offset given.
+        is_causal: Must be False; `lln.page_attention` is causal.
         scale: Factor of the scores; None = 1/√D.
         enable_gqa: Whether H may be a multiple of Hk; every query head chooses its own keys.
-        impl: As in `lln_attention`. ``"cpu"`` computes what is not causal, with keys chosen by
-            ``"block"``.
+        impl: As in `lln_attention`.
 
     Returns:
         ``[B, H, T, E]`` in the dtype of query. A sequence without any valid key gives zeros.
@@ -107,7 +103,6 @@ def lln_keys_attention(
         key_mask=key_mask,
         is_causal=is_causal,
         keys=keys,
-        select=select,
         group_size=group_size,  # pyright: ignore[reportArgumentType] None until it is checked
         offset=offset,
     )
@@ -127,7 +122,6 @@ def lln_keys_attention_varlen(
     matching: str = "rest",
     block_size: int = 64,
     keys: int | Tensor = 64,
-    select: str = "block",
     group_size: int | None = None,
     offset: float | Tensor | None = None,
     is_causal: bool = False,
@@ -150,7 +144,6 @@ def lln_keys_attention_varlen(
         matching: As in `lln_keys_attention`.
         block_size: Tokens in a block; every sequence starts a new one.
         keys: As in `lln_keys_attention`; indices are ``[H, G, K]`` and count packed tokens.
-        select: As in `lln_keys_attention`.
         group_size: As in `lln_keys_attention`.
         offset: As in `lln_keys_attention`, ``[n, H, 1, 1]``.
         is_causal: As in `lln_keys_attention`.
@@ -178,7 +171,6 @@ def lln_keys_attention_varlen(
         is_causal=is_causal,
         bounds=cu_seqlens,
         keys=keys,
-        select=select,
         group_size=group_size,  # pyright: ignore[reportArgumentType] None until it is checked
         offset=offset,
     )
@@ -192,7 +184,6 @@ def choose_keys(
     keys: int = 64,
     *,
     block_size: int = 64,
-    select: str = "block",
     group_size: int | None = None,
     key_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -205,17 +196,12 @@ def choose_keys(
     Args:
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, T, D]``.
-        keys: K, how many; a group gets fewer if fewer can be chosen, or if the two lists of
-            ``"query"`` share keys or name some of its own block. As many as tokens: all.
+        keys: K, how many: those with the largest products with the group's mean query. A group gets
+            fewer if fewer can be chosen.
         block_size: Tokens in a block.
-        select: ``"block"``: the keys with the largest products with the group's mean query (causal:
-            that of the group before it, whose queries are all earlier);
-            ``"query"``: for every query the K/2 keys that are largest in each of its two strongest
-            features of [q, -q].
-        group_size: Queries that share their keys, a divisor of the block size; None = a block for
-            ``"block"``, 1 for ``"query"``.
+        group_size: Queries that share their keys, a divisor of the block size; None = a block.
         key_mask: bool ``[B, T]``; masked keys are never chosen, masked queries do not count.
-        is_causal: Whether only keys of earlier blocks may be chosen.
+        is_causal: Must be False, as in `lln_keys_attention`.
         scale: Factor of the softmax scores; a negative one turns the choice around.
         enable_gqa: Whether H may be a multiple of Hk.
         impl: As in `lln_attention`; ``"reference"`` chooses in plain PyTorch.
@@ -236,10 +222,10 @@ def choose_keys(
     checks.check_qkv(query, key, key, layout="dense", enable_gqa=enable_gqa)
     checks.check_self_attention(query, key, "choose_keys")
     checks.check_key_mask(key_mask, key)
-    checks.check_flag("is_causal", is_causal)
+    check_not_causal(is_causal)
     checks.check_blocks(block_size, scale)
     checks.check_count("keys", keys, 0)
-    group_size = check_selection(select, group_size, block_size)
+    group_size = check_group_size(group_size, block_size)
     call = Call(
         "lln_keys",
         query,
@@ -248,9 +234,7 @@ def choose_keys(
         block_size=block_size,
         scale=scale,
         key_mask=key_mask,
-        is_causal=is_causal,
         keys=keys,
-        select=select,
         group_size=group_size,
     ).with_fitted_blocks()
     with torch.no_grad(), without_autocast(query):

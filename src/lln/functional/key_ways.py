@@ -71,8 +71,6 @@ class KeyKernels(KernelWay):
 
 def _why_not_taken(call: Call) -> str | None:
     """Why the kernels attend to no such blocks and groups."""
-    if call.is_causal:
-        return "has no kernel for causal attention with exact keys"
     if call.bounds is not None:
         if isinstance(call.keys, Tensor):
             return "takes no indices of keys in packed sequences"
@@ -80,19 +78,12 @@ def _why_not_taken(call: Call) -> str | None:
             return "reads cu_seqlens where keys are exact, which a compiler or transform hides"
         if is_capturing():
             return "reads cu_seqlens where keys are exact, which a CUDA graph cannot wait for"
-    # Chosen by query, keys are read beside whole blocks; indices are read group by group.
-    by_query = call.select == "query" and isinstance(call.keys, int)
-    group = call.block_size if by_query else call.group_size
-    return why_no_keys(call.query, call.value.shape[-1], call.block_size, group)
+    return why_no_keys(call.query, call.value.shape[-1], call.block_size, call.group_size)
 
 
 def _why_not_chosen(call: Call) -> str | None:
     """Why the kernels cannot choose so many keys."""
     keys = call.keys
-    if not isinstance(keys, int):
-        return None
-    if keys > MAX_CHOSEN:
+    if isinstance(keys, int) and keys > MAX_CHOSEN:
         return f"chooses at most {MAX_CHOSEN} keys, not {keys}"
-    if call.select == "query" and keys == 0:
-        return "has no kernel for select='query' without keys"
     return None

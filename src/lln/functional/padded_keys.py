@@ -20,12 +20,7 @@ from lln.checks.bounds import read_bounds
 from lln.checks.call import Call
 from lln.eager.padding import Padding, pad_sequences
 from lln.functional.announcing import announce_call
-from lln.functional.key_calls import (
-    chosen_indices,
-    complete,
-    paper_temperatures,
-    with_all_keys,
-)
+from lln.functional.key_calls import complete, paper_temperatures
 from lln.kernels.launching.limits import MAX_GRID
 from lln.observers import is_observed
 
@@ -78,13 +73,10 @@ class PaddedCall(NamedTuple):
         tokens, heads, _ = packed.query.shape
         sequences = bounds.shape[0] - 1
         blocks = [0, *((bounds.diff() + size - 1) // size).cumsum(0).tolist()]
-        keys = min(packed.keys, tokens) if packed.select == "block" else packed.keys
-        shape = (heads, (tokens // size + sequences) * rows, keys)
+        shape = (heads, (tokens // size + sequences) * rows, min(packed.keys, tokens))
         found = torch.full(shape, -1, dtype=torch.int64, device=packed.query.device)
         for group, own in zip(self.padding.groups, self.groups, strict=True):
-            chosen = chosen_indices(own).long()
-            # Where every key is exact, a whole block shares its keys also by query.
-            chosen = chosen.repeat_interleave(own.group_size // packed.group_size, 2)
+            chosen = own.keys.long()
             own_tokens = zip(group.sequences, group.lengths, strict=True)
             for sample, (sequence, length) in enumerate(own_tokens):
                 first, count = blocks[sequence] * rows, -(-length // packed.group_size)
@@ -121,8 +113,6 @@ def pad_call(call: Call, impl: str) -> PaddedCall:
         call.block_size,
         # The kernels have the heads of all samples along an axis of their grids.
         max(1, MAX_GRID // (heads + call.key.shape[1])),
-        # Sequences with no more tokens than keys see all of them, which is another choice.
-        call.keys if call.select == "query" else 0,
         call.query.device,
     )
     if call.alpha is None and call.matching == "paper":
@@ -145,5 +135,5 @@ def pad_call(call: Call, impl: str) -> PaddedCall:
             bounds=None,
             longest=None,
         )
-        groups.append(complete(with_all_keys(dense), impl))
+        groups.append(complete(dense, impl))
     return PaddedCall(call, padding, groups)

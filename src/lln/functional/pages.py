@@ -85,7 +85,7 @@ def page_attention(
         torch.Size([1, 2, 200, 16])
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    form = {"window": window, "sinks": sinks, "keys": pages, "page_size": page_size}
+    form: dict[str, Any] = {"window": window, "sinks": sinks, "keys": pages, "page_size": page_size}
     call = Call("pages", query, key, value, key_mask=key_mask, **options, **form)
     call = _with_choice(call, choice)
     return attend(checked_call(call, "page_attention", enable_gqa), impl)
@@ -142,7 +142,7 @@ def page_attention_varlen(
         torch.Size([100, 2, 8])
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    form = {"window": window, "sinks": sinks, "keys": pages, "page_size": page_size}
+    form: dict[str, Any] = {"window": window, "sinks": sinks, "keys": pages, "page_size": page_size}
     call = Call("pages", query, key, value, key_mask=key_mask, bounds=cu_seqlens, **options, **form)
     call = _with_choice(call, choice)
     return attend(checked_packed_call(call, max_seqlen, enable_gqa), impl)
@@ -192,7 +192,7 @@ def choose_pages(
         >>> choose_pages(key.flip(2), key, 1, window=0, sinks=0, page_size=2).flatten().tolist()
         [2, 2, 1, 1, 0, 0]
     """
-    form = {"window": window, "sinks": sinks, "keys": pages, "page_size": page_size}
+    form: dict[str, Any] = {"window": window, "sinks": sinks, "keys": pages, "page_size": page_size}
     options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
     call = Call("pages", query, key, key, **options, **form)
     call = checked_call(call, "choose_pages", enable_gqa)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.eager.key_attention import COPIED, MASKED
-from lln.eager.masked_keys import can_mask, mask_pays
 from lln.eager.packing import attend_packed, attend_packed_keys
 from lln.eager.run import attend_dense
 from lln.functional.announcing import announce_call
@@ -39,11 +35,9 @@ class Plain(Way):
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
         how: tuple[str, ...] = ()
-        if call.kind == "lln_keys":
-            how = tuple(filter(None, [_reading(call)]))
-        elif call.kind == "pages":
+        if call.kind == "pages":
             how = (IN_TURN,) if call.bounds is not None else ()
-        elif call.kind != "window" and is_untraced_on_cpu(
+        elif call.kind not in ("window", "lln_keys") and is_untraced_on_cpu(
             *call.qkv, call.alpha, call.beta, call.mix, call.bounds
         ):
             # On a CPU nobody waits to learn the lengths, and tiles of equal size take many times
@@ -66,10 +60,9 @@ class Plain(Way):
         call = complete(call, self.impl)
         if is_observed():
             announce_call(call)
-        reading = prepared.how[0] if prepared.how else COPIED
         if call.bounds is None:
-            return attend_dense(call, reading=reading)
-        return no_tokens(call) if call.query.shape[0] == 0 else attend_packed_keys(call, reading)
+            return attend_dense(call)
+        return no_tokens(call) if call.query.shape[0] == 0 else attend_packed_keys(call)
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
@@ -82,15 +75,3 @@ class Plain(Way):
         if IN_TURN in prepared.how:
             return one_by_one(call, lambda own: self.attend_dense(own, prepared))
         return attend_packed(call)
-
-
-def _reading(call: Call) -> str:
-    """How plain PyTorch reads chosen keys; see `lln.eager.key_attention`."""
-    sides = (*call.qkv, call.alpha, call.beta, call.offset)
-    how: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.factor}
-    if call.bounds is None and call.group_size == 1 and can_mask(*sides, **how):
-        chosen = call.keys if isinstance(call.keys, int) else call.keys.shape[-1]
-        width = call.query.shape[-1]
-        if mask_pays(call.query.shape[2], call.block_size + chosen, width):
-            return MASKED
-    return COPIED

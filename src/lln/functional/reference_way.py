@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lln import reference
 from lln.checks.call import Call
-from lln.eager.key_blocks import dense_blocks
 from lln.eager.run import join, repeat_heads, repeat_temperature, widen
 from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete
@@ -76,21 +75,15 @@ def _attend(call: Call) -> Tensor:
             key_mask=call.key_mask,
             is_causal=call.is_causal,
         )
-        exact: dict[str, Any] = {"keep": pairs, "scale": call.scale}
-        return reference.softmax_attention(*sides, **exact).to(call.query.dtype)
+        kept: dict[str, Any] = {"keep": pairs, "scale": call.scale}
+        return reference.softmax_attention(*sides, **kept).to(call.query.dtype)
     keep = _kept_pairs(call)
     if call.kind == "lln_keys":
         exact = reference.exact_pairs(
-            call.keys,
-            query.shape[2],
-            call.block_size,
-            call.group_size,
-            keep=keep,
-            is_causal=call.is_causal,
+            call.keys, query.shape[2], call.block_size, call.group_size, keep=keep
         )
-        rest = _earlier_blocks(call) if call.is_causal else keep
         out = reference.lln_keys_attention(
-            *sides, alpha, beta, exact, offset, keep=keep, rest=rest, scale=call.scale
+            *sides, alpha, beta, exact, offset, keep=keep, scale=call.scale
         )
         return out.to(call.query.dtype)
     if call.kind == "window":
@@ -114,15 +107,6 @@ def _kept_pairs(call: Call) -> Tensor | None:
         return keep
     earlier = reference.causal_keep(tokens, call.query.device)
     return earlier if keep is None else keep & earlier
-
-
-def _earlier_blocks(call: Call) -> Tensor:
-    """Which pairs a causal summary holds, keys of earlier blocks: bool ``[B, 1, T, T]``."""
-    batch, _, tokens, _ = call.query.shape
-    mask = call.key_mask
-    home = dense_blocks(batch, tokens, call.block_size, mask, call.query.device).home[:, None]
-    earlier = home.unsqueeze(-2) < home.unsqueeze(-1)
-    return earlier if mask is None else earlier & mask[:, None, None]
 
 
 def _keys_one_by_one(call: Call) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.functional import prepared_calls, ways
 from lln.functional.head_shards import on_own_shards
-from lln.functional.key_calls import with_all_keys
 from lln.kernels.lln import repeats
 from lln.observers import is_observed
 from lln.tracing import is_compiling, is_sharded
@@ -31,8 +30,6 @@ def attend(call: Call, impl: str) -> Tensor:
     if is_sharded(call.query):
         return on_own_shards(call, lambda own: attend(own, impl))
     call = call.with_fitted_blocks()
-    if call.kind == "lln_keys":
-        call = with_all_keys(call)
     if is_compiling() or is_observed():
         return ways.prepare(call, impl).run(call)
     if repeats.try_fast_path is not None:

@@ -26,7 +26,7 @@ from lln.tracing import is_untraced
 _ENGINES = {"cpu": CompiledKeys(), "cuda": KeyKernels()}
 
 
-# By chip or kind of device, and by what would run instead: most heads, most tokens.
+# By chip or kind of device, and by what would run instead: most channels, most tokens.
 CROSSINGS: dict[str, Any] = json.loads(
     resources.files("lln.functional").joinpath("crossings.json").read_text("utf-8")
 )["crossings"]
@@ -48,8 +48,7 @@ class Softmax(Way):
             return "runs exact keys where somebody watches"
         query, width = call.query, call.value.shape[-1]
         is_fused = not query.is_cuda or (width <= 256 and query.dtype != torch.float64)
-        masks_pairs = call.bounds is not None or (call.is_causal and call.key_mask is not None)
-        fits = is_fused and not masks_pairs and query.shape[-1] == width
+        fits = is_fused and call.bounds is None and query.shape[-1] == width
         return None if fits else "would hold all pairs of tokens at once"
 
     def pays(self, call: Call) -> bool:
@@ -67,7 +66,7 @@ class Softmax(Way):
     def run(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.run`; without α and β."""
         del prepared
-        return softmax_attention(*call.qkv, call.key_mask, call.is_causal, call.scale)
+        return softmax_attention(*call.qkv, call.key_mask, scale=call.scale)
 
 
 def softmax_attention(
@@ -87,17 +86,20 @@ def softmax_attention(
         mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None, :]
     if key.shape[1] != query.shape[1] and (mask is not None or not query.is_cuda):
         key, value = (repeat_heads(side, query.shape[1]) for side in (key, value))
+    if scale is None and key.shape[1] == query.shape[1]:
+        # Reading names takes PyTorch as long as the rest of the way here.
+        return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal)
     options = {"scale": scale, "enable_gqa": key.shape[1] != query.shape[1]}
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
 
 
 def _why(call: Call) -> str:
     """Why softmax is taken, in words; empty if it is not."""
-    batch, heads, tokens, _ = call.query.shape
+    batch, heads, tokens, width = call.query.shape
     device = call.query.device
     engine = _ENGINES.get(device.type)
     is_compiled = engine is not None and engine.why_not(call) is None
-    instead = "compiled" if is_compiled else "causal" if call.is_causal else "plain"
+    instead = "compiled" if is_compiled else "plain"
     # All blocks but one. Compiled passes may be sooner than softmax there: the table says.
     others = (tokens - 1) // call.block_size * call.block_size
     has_all = isinstance(call.keys, int) and call.keys >= others
@@ -105,7 +107,7 @@ def _why(call: Call) -> str:
         return "blocks and exact keys would hold every token"
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     rows = CROSSINGS.get(chip, CROSSINGS.get(device.type, {})).get(instead, [])
-    count = batch * heads
-    most = next((most for heads, most in rows if count <= (heads or math.inf)), 0)
-    reason = f"up to {most:,} tokens it is sooner for {count:,} heads on {device.type}"
+    count = batch * heads * width
+    most = next((most for channels, most in rows if count <= (channels or math.inf)), 0)
+    reason = f"up to {most:,} tokens it is sooner for {count:,} channels on {device.type}"
     return reason if tokens <= most else ""

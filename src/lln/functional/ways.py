@@ -29,6 +29,7 @@ from lln.functional.kernel_ways import (
     why_no_kernels,
 )
 from lln.functional.key_ways import KeyKernels
+from lln.functional.page_ways import PageKernels
 from lln.functional.plain_ways import Plain
 from lln.functional.reference_way import Reference
 from lln.functional.softmax_way import Softmax
@@ -39,6 +40,7 @@ WAYS: tuple[Way, ...] = (
     Kernels(),
     KernelsBesidePlainBlocks(),
     WindowKernel(),
+    PageKernels(),
     KeyKernels(),
     MomentKernel(),
     DecodeKernel(),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.call import Call, fit_blocks
-from lln.checks.key_options import check_selection
+from lln.checks.key_options import check_group_size
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
 from lln.functional.checked_call import checked_call, checked_packed_call
@@ -46,15 +46,14 @@ class AttentionInputs:
         mix: Weight of the LLN part in ``"lln_diag"``: a number in [0, 1], or a tensor that
             broadcasts to ``[B, H, T, 1]``.
         key_mask: bool ``[B, S]``, True = attend. If T = S, padded queries do not count either.
-        is_causal: Whether row i sees keys 0 … i only. LLN kinds then need α and β, and
-            ``"lln_keys"`` its offset.
+        is_causal: Whether row i sees keys 0 … i only. LLN kinds then need α and β;
+            ``"lln_keys"`` refuses it.
         scale: Factor of the softmax scores; None = 1/√D.
         cu_seqlens: int ``[n + 1]``, boundaries of packed sequences; B is then n.
         keys: How many keys every group of queries sees one by one in ``"lln_keys"``, or their
             indices ``[B, H, G, K]`` (packed: ``[H, G, K]``) as `lln.choose_keys` returns them.
-            Only ``"lln_keys"`` reads this and the next three.
-        select: How they are chosen, see `lln.choose_keys`.
-        group_size: Queries that share their chosen keys; None = as in `lln.choose_keys`.
+            Only ``"lln_keys"`` reads this and the next two.
+        group_size: Queries that share their chosen keys; None = a block.
         offset: What is added to the logits of the slots, a number or a tensor that broadcasts to
             ``[B, H, 1, 1]``; None = by mass matching, as `lln.lln_keys_attention` does.
         window: How many tokens ``"window"`` sees before a query, and behind it if not causal; other
@@ -75,7 +74,6 @@ class AttentionInputs:
     scale: float | None = None
     cu_seqlens: Tensor | None = None
     keys: int | Tensor = 64
-    select: str = "block"
     group_size: int | None = None
     offset: float | Tensor | None = None
     window: int = 64
@@ -114,8 +112,7 @@ class AttentionInputs:
             is_causal=self.is_causal,
             bounds=self.cu_seqlens,
             keys=self.keys,
-            select=self.select,
-            group_size=self.group_size,  # pyright: ignore[reportArgumentType] None = as it chooses
+            group_size=self.group_size,  # pyright: ignore[reportArgumentType] None = a block
             offset=self.offset,
             window=self.window if self.kind == "window" else 0,
         )
@@ -146,7 +143,7 @@ class AttentionInputs:
         tokens = self.query.shape[-2]
         if self.cu_seqlens is not None:
             tokens = int(self.cu_seqlens.diff().max()) if self.batch else 0
-        return fit_blocks(size, check_selection(self.select, self.group_size, size), tokens)
+        return fit_blocks(size, check_group_size(self.group_size, size), tokens)
 
     @property
     def batch(self) -> int:

@@ -41,7 +41,6 @@ def place_choices(
     first_group: int,
     group_size: int,
     block_size: int,
-    is_causal: bool,
 ) -> ChosenKeys:
     """Chosen keys, counted among the tokens at ``positions`` only.
 
@@ -52,7 +51,6 @@ def place_choices(
         first_group: The group of the first of them.
         group_size: Queries in a group.
         block_size: Tokens in a block.
-        is_causal: Whether a group sees keys of earlier blocks only.
     """
     place = positions - positions[:1]
     group = place // group_size
@@ -63,5 +61,5 @@ def place_choices(
     found = torch.searchsorted(positions, indices).clamp_max(positions.shape[0] - 1)
     home = (place // block_size)[found]
     own = (torch.arange(groups, device=group.device) * group_size // block_size)[:, None]
-    seen = (positions[found] == indices) & (home < own if is_causal else home != own)
+    seen = (positions[found] == indices) & (home != own)
     return ChosenKeys(offset, drop_repeats(torch.where(seen, found, -1)), group)

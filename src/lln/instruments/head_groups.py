@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lln.eager.run import repeat_heads
 from lln.functional import ways
-from lln.functional.key_calls import chosen_indices, complete
+from lln.functional.key_calls import complete
 from lln.functional.statistics import matched_temperatures
 from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.chosen_keys import ChosenKeys, place_choices
@@ -161,7 +161,7 @@ class _Choice:
         sizes = (inputs.batch, inputs.query.shape[1], device)
         self.temperatures = per_head(call.alpha, *sizes), per_head(call.beta, *sizes)
         self.offset = per_head(call.offset, *sizes)
-        self.indices = chosen_indices(call).to(device).long()
+        self.indices = call.keys.to(device).long()
 
     def of_samples(self, at: slice, places: Tensor, block: int) -> ChosenKeys:
         """Those of some samples, whose tokens at ``places`` count and begin with a block."""
@@ -174,7 +174,6 @@ class _Choice:
             first_group=block * (inputs.tokens_in_block // size),
             group_size=size,
             block_size=inputs.tokens_in_block,
-            is_causal=inputs.is_causal,
         )
 
 

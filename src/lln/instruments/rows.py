@@ -226,12 +226,8 @@ class _KeysKernel:
 
     def tile(self, rows: slice, normalised: bool = True) -> RowTile:
         """Log P of some rows, or the kernel's logarithms."""
-        heads = self.heads
         log_kernel = self.lln.tile(rows, normalised=False).log_p + self.level[:, rows]
         columns = slice(0, log_kernel.shape[-1])
-        if heads.is_causal:
-            held = heads.block[columns] < heads.block[rows, None]
-            log_kernel.masked_fill_(~held, -torch.inf)
         scores = self.query[:, rows] @ self.key[..., columns]
         scores.masked_fill_(~self._exact(rows, columns), -torch.inf)
         log_kernel = torch.logaddexp(scores, log_kernel)

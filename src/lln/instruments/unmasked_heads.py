@@ -72,21 +72,15 @@ class UnmaskedHeads:
     def slot_shifts(self) -> tuple[Tensor, Tensor]:
         """What ``"lln_keys"`` adds to the logits αq_f + L_f of its slots.
 
-        -βμ by feature, ``[G, T, D]`` or ``[G, 1, D]``, and scale·q·μ + g + ln ρ by row,
+        -βμ by feature, ``[G, 1, D]``, and scale·q·μ + g + ln ρ by row,
         ``[G, T, 1]``, with μ the mean of the keys that the slots hold and ρ the share of them that
         are not exact. ln ρ is -inf where all are, or where there are none.
         """
         assert self.chosen is not None
-        before = torch.searchsorted(self.block, self.block)
-        exact = (self.chosen.indices >= 0).sum(-1)[:, self.chosen.group]
-        if self.is_causal:
-            total = torch.cat([torch.zeros_like(self.key[:, :1]), self.key.cumsum(1)], 1)
-            held = before
-            centre = total[:, before] / held.clamp_min(1)[:, None]
-        else:
-            held = torch.full_like(before, self.key.shape[1])
-            centre = self.key.mean(1, keepdim=True)
-            exact = exact + torch.searchsorted(self.block, self.block, right=True) - before
-        share = (held - exact) / held.clamp_min(1).to(self.query.dtype)
+        own = torch.searchsorted(self.block, self.block, right=True)
+        own = own - torch.searchsorted(self.block, self.block)
+        exact = own + (self.chosen.indices >= 0).sum(-1)[:, self.chosen.group]
+        held, centre = self.key.shape[1], self.key.mean(1, keepdim=True)
+        share = (held - exact).to(self.query.dtype) / max(held, 1)
         level = self.scale * (self.query * centre).sum(-1) + share.log()
         return -self.beta * centre, level.unsqueeze(-1) + self.chosen.offset

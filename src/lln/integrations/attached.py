@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lln import checks
 from lln.errors import InvalidInputError, UnsupportedModelError
 from lln.integrations.settings import Settings
+from lln.matching.page_index import PageIndex
 from lln.nn.heads import LLNDiagCore
 from lln.nn.offsets import (
     FixedOffset,
@@ -31,7 +32,7 @@ from lln.tracing import is_compiling
 ATTRIBUTE = "lln"
 
 # Settings that are built into `AttachedHeads`: changing them in the configuration does nothing.
-_BUILT_IN = ("matching", "statistics", "momentum", "mix", "offset", "convolution")
+_BUILT_IN = ("matching", "statistics", "momentum", "mix", "offset", "convolution", "rank")
 
 
 class KeptSoftmax(nn.Module):
@@ -42,8 +43,39 @@ class KeptSoftmax(nn.Module):
         return {"softmax": True}
 
 
+class KeptIndex(nn.Module):
+    """What the pages of one attention module are chosen by, saved with the model."""
+
+    query: Tensor
+    key: Tensor
+
+    def __init__(
+        self, key_heads: int, width: int, rank: int, device: torch.device | str | None
+    ) -> None:
+        """NaN until it is set or loaded."""
+        super().__init__()
+        self.rank = rank
+        for name in PageIndex._fields:
+            empty = torch.full((key_heads, width, rank), torch.nan, device=device)
+            self.register_buffer(name, empty)
+        self._is_known = False
+
+    def forward(self) -> PageIndex:
+        """The projections; refused where they were neither found nor loaded."""
+        if not self._is_known and not is_compiling():
+            if bool(self.query.isnan().any() | self.key.isnan().any()):
+                raise InvalidInputError(
+                    "the projections that pages are chosen by were not in the checkpoint; convert "
+                    "the original model again."
+                )
+            self._is_known = True
+        return PageIndex(self.query, self.key)
+
+
 class AttachedHeads(LLNDiagCore):
     """α, β and join of one attention module; with exact keys α, β and the offset.
+
+    With pages what they are chosen by, and neither α nor β.
 
     With a convolution also its filter, which changes nothing before it is trained.
 
@@ -54,6 +86,7 @@ class AttachedHeads(LLNDiagCore):
         value_dim: E.
         settings: Of the model.
         keys: Of ``"lln_keys"``: how many keys this module sees exactly; None = as the settings say.
+        key_heads: Hk; with pages that were calibrated.
         device: Where buffers and parameters live.
     """
 
@@ -66,10 +99,12 @@ class AttachedHeads(LLNDiagCore):
         settings: Settings,
         *,
         keys: int | None = None,
+        key_heads: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the statistics and the join; temperatures are NaN until they are set or loaded."""
-        kept = settings.statistics in ("fixed", "learned")
+        self.has_pages = attention == "lln_keys" and bool(settings.pages)
+        kept = settings.statistics in ("fixed", "learned") and not self.has_pages
         matching = settings.criterion(attention)
         # `numbers` halves what "entropy" gives, which is "rest".
         has_rest = attention == "lln_keys" and matching == "rest"
@@ -80,7 +115,7 @@ class AttachedHeads(LLNDiagCore):
             block_size=settings.block_size,
             value_dim=value_dim,
             matching="entropy" if has_rest else matching,
-            statistics=settings.statistics,
+            statistics="sample" if self.has_pages else settings.statistics,
             alpha=1.0 if kept else None,
             beta=1.0 if kept else None,
             momentum=settings.momentum,
@@ -93,7 +128,13 @@ class AttachedHeads(LLNDiagCore):
         self.softmax_pays: dict[Hashable, bool] = {}
         if keys is not None:
             checks.check_count("keys", keys, 0)
-        self.keys = keys
+        self.keys, self.key_heads = keys, key_heads
+        rank = settings.rank or max(head_dim // 2, 1)
+        # As wide as the keys, it would be one more way to write them.
+        has_index = self.has_pages and settings.statistics == "fixed" and rank < head_dim
+        self.index = None
+        if has_index:
+            self.index = KeptIndex(key_heads or num_heads, head_dim, rank, device)
         size, channels = settings.convolution, num_heads * value_dim
         self.convolution = ValueConvolution(channels, size, device=device) if size else None
         self.fixed_mix = None if isinstance(settings.mix, str) else settings.mix
@@ -116,7 +157,8 @@ class AttachedHeads(LLNDiagCore):
             "head_dim": self.head_dim,
             "value_dim": self.value_dim,
         }
-        return sizes if self.keys is None else sizes | {"keys": self.keys}
+        own = {"keys": self.keys, "key_heads": self.key_heads}
+        return sizes | {name: count for name, count in own.items() if count is not None}
 
     def check_settings(self, settings: Settings) -> None:
         """Refuse a configuration that was changed after conversion and does not fit this module."""
@@ -127,6 +169,12 @@ class AttachedHeads(LLNDiagCore):
                 "config.lln was replaced after conversion, and the model would be saved without "
                 "its α and β; change single entries, as in config.lln['block_size'] = 64, or "
                 "convert again with the new settings."
+            )
+        if bool(settings.pages) != bool(self.settings.pages):
+            raise InvalidInputError(
+                f"config.lln['pages'] was changed from {self.settings.pages} to {settings.pages} "
+                "after conversion, which built one of the two forms; convert again with "
+                f"pages={settings.pages}."
             )
         for name in _BUILT_IN if self.keys is None else (*_BUILT_IN, "keys"):
             found, kept = getattr(settings, name), getattr(self.settings, name)
@@ -152,6 +200,13 @@ class AttachedHeads(LLNDiagCore):
     def set_offset(self, offset: Tensor) -> None:
         """Set a ``"fixed"`` offset, or the start of a ``"learned"`` one, from H values."""
         self._kept_offset().copy_(offset.float().flatten().expand(self.num_heads))
+
+    @torch.no_grad()
+    def set_index(self, found: PageIndex) -> None:
+        """Set what pages are chosen by."""
+        assert self.index is not None
+        self.index.query.copy_(found.query)
+        self.index.key.copy_(found.key)
 
     def _kept_offset(self) -> Tensor:
         assert not isinstance(self.offset, MatchedOffset)
@@ -179,7 +234,7 @@ class AttachedHeads(LLNDiagCore):
     ) -> tuple[Temperature, Temperature, Tensor | None]:
         """α, β and the offset of ``"lln_keys"``; None = matched to the sample."""
         call = self._checked(query, key, value, key_mask, is_causal)
-        sides = (call.query, call.key, key_mask, is_causal, self.matching, self.impl)
+        sides = (call.query, call.key, key_mask, self.matching, self.impl)
         return numbers_of_call(self.statistics, self.offset, *sides)
 
     def weight(self, query: Tensor, key_mask: Tensor | None) -> float | Tensor:
@@ -195,8 +250,8 @@ class AttachedHeads(LLNDiagCore):
         return added.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AttachedHeads:
-        """Follow the model to another device, but keep fixed α, β and offsets in float32."""
-        kinds = (FixedTemperatures, FixedOffset)
+        """Follow the model to another device, but keep what was calibrated in float32."""
+        kinds = (FixedTemperatures, FixedOffset, KeptIndex)
         fixed = [module for module in self.children() if isinstance(module, kinds)]
         before = [(module, dict(module.named_buffers())) for module in fixed]
         super()._apply(fn, recurse)
@@ -252,6 +307,7 @@ def rebuild(
             sizes["value_dim"],
             settings,
             keys=sizes.get("keys"),
+            key_heads=sizes.get("key_heads"),
         )
     finally:
         torch.set_default_dtype(default)

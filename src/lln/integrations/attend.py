@@ -27,6 +27,7 @@ from lln.errors import BackendUnavailableError, InvalidInputError, UnsupportedMo
 from lln.functional.dense import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.functional.exact_keys import lln_keys_attention, lln_keys_attention_varlen
 from lln.functional.packed import lln_attention_varlen, lln_diag_attention_varlen
+from lln.functional.pages import page_attention, page_attention_varlen
 from lln.integrations import streaming
 from lln.integrations.attached import AttachedHeads, KeptSoftmax, attached_to
 from lln.integrations.attention_call import AttentionCall
@@ -34,7 +35,7 @@ from lln.integrations.kept_softmax import softmax
 from lln.integrations.packed_batches import boundaries, inside_sequences
 from lln.integrations.settings import Settings
 from lln.integrations.sharded_call import attend_sharded, ranks_of
-from lln.integrations.short_calls import end_softmax, short_softmax
+from lln.integrations.short_calls import end_softmax, repeated_softmax, short_softmax
 
 # What a model may ask of its attention that changes single scores.
 _REFUSED = {
@@ -101,6 +102,8 @@ def forward(
                 f"{type(module).__name__} passes {name} ({_REFUSED[name]}), which linear attention "
                 "cannot apply; this model must keep its own attention."
             )
+    if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
+        query = query * (scaling * math.sqrt(query.shape[-1]))
     settings = Settings.of(getattr(module, "config", None))
     attached = attached_to(module)
     if settings.attached and attached is None and _observer is None:
@@ -117,10 +120,14 @@ def forward(
         attached.check_settings(settings)
         if settings.or_softmax and attached.training and torch.is_grad_enabled():
             end_softmax(module)
+        if attached.softmax_pays and ranks_of(module) is None:
+            sides, causal = (query, key, value), is_causal
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            again = repeated_softmax(attached, *sides, attention_mask, causal, dropout, kwargs)
+            if again is not None:
+                return again.transpose(1, 2).contiguous(), None
     marked = getattr(key, "lln_past", None)
     past = None if marked is None else marked.take()
-    if scaling is not None and abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
-        query = query * (scaling * math.sqrt(query.shape[-1]))
     mask = _checked_mask(attention_mask)
     call = AttentionCall(
         module=module,
@@ -135,6 +142,7 @@ def forward(
         is_causal=getattr(module, "is_causal", True) if is_causal is None else bool(is_causal),
         window=kwargs.get("sliding_window"),
         dropout_p=dropout,
+        indexed=getattr(key, "lln_index", None),
     )
     if ranks_of(module) is not None:
         if _observer is not None:
@@ -202,11 +210,13 @@ def _with_neighbours(call: AttentionCall, out: Tensor) -> Tensor:
 
 def _attend(call: AttentionCall, past: streaming.Past | None = None) -> Tensor:
     """LLN attention, alone, with diagonal blocks or with exact keys: ``[B, H, T, E]``."""
+    if call.has_pages:
+        return _attend_pages(call)
+    if call.attention == "lln_keys":
+        return _attend_keys(call)
     continues = past is not None or call.query.shape[2] != call.key.shape[2]
     if call.is_causal and call.cu_seqlens is None and continues:
         return _continue(call, past)
-    if call.attention == "lln_keys":
-        return _attend_keys(call)
     sides = (call.query, call.key, call.value)
     alpha, beta = call.temperatures()
     shared, criterion = call.how(), call.settings.criterion(call.attention)
@@ -239,14 +249,18 @@ def _attend_keys(call: AttentionCall) -> Tensor:
     return inside_sequences(lln_keys_attention_varlen, call.cu_seqlens)(*sides, **options)
 
 
+def _attend_pages(call: AttentionCall) -> Tensor:
+    """Attention over near tokens, the first tokens and chosen pages; a cache gives all keys."""
+    options = {**call.page_options(), **call.how(), "dropout_p": call.dropout_p}
+    sides = (call.query, call.key, call.value)
+    if call.cu_seqlens is None:
+        return page_attention(*sides, key_mask=call.mask, **options)
+    return inside_sequences(page_attention_varlen, call.cu_seqlens)(*sides, **options)
+
+
 def _continue(call: AttentionCall, past: streaming.Past | None) -> Tensor:
     """Causal attention of tokens that come after others, kept in a cache."""
     tokens, keys = call.query.shape[2], call.key.shape[2]
-    if call.attention == "lln_keys":
-        raise InvalidInputError(
-            "lln_keys attention cannot continue a cache, because any key of the past may be chosen "
-            "exactly; run it with use_cache=False, or convert the model to 'lln_diag'."
-        )
     if call.settings.impl not in ("auto", "eager"):
         raise BackendUnavailableError(
             f"impl {call.settings.impl!r} cannot continue a cache, which plain PyTorch updates; "

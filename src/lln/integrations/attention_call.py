@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lln.checks.key_options import check_selection
+from lln.checks.key_options import check_group_size, check_not_causal
 from lln.errors import CausalStatisticsError
 from lln.integrations.attached import AttachedHeads
 from lln.integrations.packed_batches import is_packed, padded
@@ -35,6 +35,7 @@ class AttentionCall:
         is_causal: Whether a query sees only its own and earlier positions.
         window: Width of a sliding window, if the layer has one.
         dropout_p: Probability to drop a key.
+        indexed: What a cache keeps to choose pages by, ``[B, Hk, S, r]``.
     """
 
     module: nn.Module
@@ -49,6 +50,7 @@ class AttentionCall:
     is_causal: bool = False
     window: int | None = None
     dropout_p: float = 0.0
+    indexed: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -59,14 +61,34 @@ class AttentionCall:
     @property
     def group_size(self) -> int:
         """How many queries share their exact keys."""
-        settings = self.settings
-        return check_selection(settings.select, settings.group_size, self.block_size)
+        return check_group_size(self.settings.group_size, self.block_size)
 
     @property
     def keys(self) -> int:
         """How many keys outside its block a group of queries sees exactly."""
         own = None if self.heads is None else self.heads.keys
         return self.settings.keys if own is None else own
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether a query sees pages, in place of block, keys and slots."""
+        return self.attention == "lln_keys" and bool(self.settings.pages)
+
+    @property
+    def page_sizes(self) -> dict[str, int]:
+        """How many pages and other tokens a query sees."""
+        usual = self.settings.usual_pages(self.is_causal)
+        given = {name: getattr(self.settings, name) for name in usual}
+        return usual | {name: number for name, number in given.items() if number is not None}
+
+    def page_options(self) -> dict[str, Any]:
+        """What `lln.page_attention` is told besides."""
+        found: dict[str, Any] = {**self.page_sizes}
+        if self.heads is not None and self.heads.index is not None:
+            index = self.heads.index()
+            keys = index.of_keys(self.key) if self.indexed is None else self.indexed
+            found["choice"] = index.of_queries(self.query), keys
+        return found
 
     @property
     def key_mask(self) -> Tensor | None:
@@ -79,6 +101,7 @@ class AttentionCall:
 
     def key_options(self) -> dict[str, Any]:
         """What attention with exact keys is told besides; α, β and the offset are of this call."""
+        check_not_causal(self.is_causal)
         alpha, beta, offset = self.numbers()
         return {
             "alpha": alpha,
@@ -87,7 +110,6 @@ class AttentionCall:
             "matching": self.settings.criterion(self.attention),
             "keys": self.keys,
             "block_size": self.block_size,
-            "select": self.settings.select,
             "group_size": self.group_size,
         }
 
@@ -111,12 +133,6 @@ class AttentionCall:
         offset = self.settings.offset
         # Checked with the settings: without a module to live in, the offset is a number.
         assert not isinstance(offset, str)
-        if self.is_causal and offset is None:
-            raise CausalStatisticsError(
-                "causal attention with exact keys needs an offset that does not come from the "
-                "sequence itself: use lln.integrations.convert.convert(model, 'lln_keys', "
-                "calibrate=batch), or config.lln['offset'] = a number."
-            )
         return *self._stateless_temperatures(), offset
 
     def _measured(self) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:

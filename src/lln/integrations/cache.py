@@ -1,5 +1,7 @@
 """A cache of fixed size for ``generate()``: the summary of all tokens instead of the tokens.
 
+Layers that see pages may go back to any token, and get a cache that grows (`page_cache`).
+
 A cache layer of Hugging Face is asked to take new keys and values in and to return those to attend
 to. Ours returns the new ones as they are, marked with what is kept of the past; the attention
 function reads that mark and extends it. So a token costs the same in time and memory wherever it
@@ -16,7 +18,7 @@ from torch import Tensor
 from lln.errors import InvalidInputError, LLNError
 from lln.integrations import unavailable
 from lln.integrations.attached import AttachedHeads, attached_to
-from lln.integrations.settings import SUMMARISED
+from lln.integrations.settings import SUMMARISED, Settings
 from lln.integrations.streaming import Past
 
 try:
@@ -29,6 +31,8 @@ try:
     )
 except ImportError as error:
     raise unavailable(error) from error
+
+from lln.integrations.page_cache import PageCacheLayer
 
 
 class LLNCacheLayer(CacheLayerMixin):
@@ -157,39 +161,56 @@ class WindowCacheLayer(DynamicSlidingWindowLayer):
 
 
 class LLNCache(Cache):
-    """The cache of a causal model with LLN attention, of fixed size.
+    """The cache of a causal model with LLN attention: of fixed size, but for layers with pages.
 
     ``generate()`` makes one by itself once `lln.integrations.transformers.register` was called;
     make one yourself to continue a conversation or to run the model step by step.
 
     Args:
-        model: With ``attn_implementation`` ``"lln"`` or ``"lln_diag"``; layers with a sliding
-            window keep the keys inside it, others that keep softmax all keys.
+        model: With ``attn_implementation`` ``"lln"`` or ``"lln_diag"``, or with pages of
+            ``"lln_keys"``; layers with a sliding window keep the keys inside it, others that keep
+            softmax all keys.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Choose the kind of every layer."""
         config = model.config.get_text_config(decoder=True)
-        if config._attn_implementation not in SUMMARISED:
+        if not can_be_cached(config):
             raise InvalidInputError(
-                f"LLNCache is for models with attn_implementation 'lln' or 'lln_diag', got "
-                f"{config._attn_implementation!r}."
+                f"LLNCache is for models with attn_implementation 'lln' or 'lln_diag', or with "
+                f"pages of 'lln_keys', got {config._attn_implementation!r}."
             )
-        softmax = _softmax_layers(model, config)
+        layers: dict[int, CacheLayerMixin] = {**_softmax_layers(model, config)}
+        if config._attn_implementation not in SUMMARISED:
+            heads = _heads_by_layer(model)
+            for index in range(config.num_hidden_layers):
+                layers.setdefault(index, PageCacheLayer(heads.get(index)))
         super().__init__(
             layers=[
-                softmax[index] if index in softmax else LLNCacheLayer()
-                for index in range(config.num_hidden_layers)
+                layers.get(index) or LLNCacheLayer() for index in range(config.num_hidden_layers)
             ]
         )
 
     def size(self) -> int:
         """Bytes held by the LLN layers."""
-        return sum(layer.size() for layer in self.layers if isinstance(layer, LLNCacheLayer))
+        kinds = (LLNCacheLayer, PageCacheLayer)
+        return sum(layer.size() for layer in self.layers if isinstance(layer, kinds))
 
     def __iter__(self) -> Any:
         """Pairs of keys and values, as other caches give them; ours has none to give."""
         raise InvalidInputError("LLNCache keeps summaries; it has no keys and values to iterate.")
+
+
+def can_be_cached(config: Any) -> bool:
+    """Whether `LLNCache` serves the attention of a text model's configuration."""
+    name = config._attn_implementation
+    return name in SUMMARISED or (name == "lln_keys" and bool(Settings.of(config).pages))
+
+
+def _heads_by_layer(model: torch.nn.Module) -> dict[int, AttachedHeads]:
+    """What `convert` attached, by the number of the layer."""
+    found = ((getattr(module, "layer_idx", -1), attached_to(module)) for module in model.modules())
+    return {index: heads for index, heads in found if isinstance(heads, AttachedHeads)}
 
 
 def _softmax_layers(model: torch.nn.Module, config: Any) -> dict[int, DynamicLayer]:

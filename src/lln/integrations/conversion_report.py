@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,28 @@ from torch import Tensor
 from lln.errors import CalibrationWarning
 from lln.matching.calibration import doubts
 from lln.matching.key_calibration import doubts_of_length
+from lln.matching.page_index import doubts_of_projections
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 # ‖converted − original‖ / ‖original‖ from which on a model is another one until it is trained.
 _FAR = 0.3
+
+
+class PagesSeen(NamedTuple):
+    """What a query of a module with pages sees, as `lln.page_attention` counts it."""
+
+    pages: int
+    page_size: int
+    window: int
+    sinks: int
+    rank: int
+
+    def __str__(self) -> str:
+        """In words."""
+        sinks = f"{self.sinks} sinks, " if self.sinks else ""
+        return f"window {self.window}, {sinks}pages {self.pages}×{self.page_size}, rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class LayerReport:
         block_size: Of ``"lln_keys"``: tokens in a block.
         longest: Of ``"lln_keys"``: tokens of the longest sequence that the offset was found on;
             None = it was not.
+        pages: Of ``"lln_keys"`` with pages: what a query sees; it has neither α nor β.
     """
 
     name: str
@@ -60,6 +77,7 @@ class LayerReport:
     keys: int | None = None
     block_size: int | None = None
     longest: int | None = None
+    pages: PagesSeen | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -122,22 +140,29 @@ class Conversion:
             (layer.tokens for layer in self.layers if layer.tokens is not None), default=None
         )
 
+    @property
+    def pages(self) -> PagesSeen | None:
+        """What a query of a layer with pages sees; None = there are none."""
+        return next((layer.pages for layer in self.layers if layer.pages is not None), None)
+
     def notes(self) -> list[str]:
         """What should not be overlooked, in sentences."""
         found = []
         if self.replaced:
             found.append("the model was converted before: its α, β and joins were replaced.")
         if self.moved > _FAR:
-            nearer = (
-                "convert with more keys or a target (target=0.99, --target 0.99)"
-                if self.attention == "lln_keys"
-                else "convert with attention 'lln_keys', which stays closer"
-            )
+            nearer = "convert with attention 'lln_keys', which stays closer"
+            if self.attention == "lln_keys":
+                nearer = "convert with more keys or a target (target=0.99, --target 0.99)"
+            if self.pages is not None:
+                nearer = f"convert with more pages (pages={2 * self.pages.pages})"
             found.append(
                 f"the model's output moved by {self.moved:.0%}: {nearer}, or train the model "
                 "before you use it (lln recover)."
             )
-        if self.tokens is not None:
+        if self.tokens is not None and self.pages is not None:
+            found += doubts_of_projections(self.tokens, self.pages.rank)
+        elif self.tokens is not None:
             sharp = [layer for layer in self.layers if layer.sharp]
             most = [
                 max((side[1] for layer in sharp if (side := getattr(layer, name))), default=0.0)
@@ -179,18 +204,17 @@ class Conversion:
 
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("layer", no_wrap=True)
-        has_offset = self.attention == "lln_keys"
-        offset_title = ("keys", "offset") if has_offset else ()
-        for title in ("attention", "heads", "α", "β", *offset_title, "moved"):
+        titles = ("α", "β", "keys", "offset") if self.attention == "lln_keys" else ("α", "β")
+        if self.pages is not None:
+            titles = ("a query sees",)
+        for title in ("attention", "heads", *titles, "moved"):
             table.add_column(title, justify="right" if title != "attention" else "left")
         for layer in self.layers:
             table.add_row(
                 layer.name,
                 layer.attention,
                 f"{layer.heads}×{layer.width}",
-                _span(layer.alpha, layer),
-                _span(layer.beta, layer),
-                *(_keys_and_offset(layer) if has_offset else ()),
+                *_numbers(layer, titles),
                 "" if layer.is_kept else f"{layer.moved:.1%}",
             )
         stream = StringIO()
@@ -199,7 +223,9 @@ class Conversion:
         changed = sum(not layer.is_kept for layer in self.layers)
         near = sum(layer.attention == "window" for layer in self.layers)
         exact = f"; {near} attend within their windows, exactly as before" if near else ""
-        found = "α, β and offset" if has_offset else "α and β"
+        found = "α, β and offset" if self.attention == "lln_keys" else "α and β"
+        if self.pages is not None:
+            found = "projections"
         end = ". Calls that are sooner with softmax itself run that." if self.or_softmax else "."
         behind = "" if self.tokens is None else f", {found} from {self.tokens} tokens"
         console.print(
@@ -233,6 +259,14 @@ def relative_change(found: Tensor, expected: Tensor, mask: Tensor | None = None)
 def span(values: Tensor) -> tuple[float, float]:
     """Smallest and largest."""
     return values.min().item(), values.max().item()
+
+
+def _numbers(layer: LayerReport, titles: tuple[str, ...]) -> tuple[str, ...]:
+    """What a row says of a layer, in as many columns."""
+    if len(titles) == 1:
+        return ("" if layer.pages is None else str(layer.pages),)
+    both = (_span(layer.alpha, layer), _span(layer.beta, layer))
+    return (*both, *_keys_and_offset(layer)) if "offset" in titles else both
 
 
 def _keys_and_offset(layer: LayerReport) -> tuple[str, str]:

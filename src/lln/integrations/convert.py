@@ -57,9 +57,13 @@ def convert(
     matching: str | None = None,
     mix: float | str = 0.5,
     block_size: int | None = None,
-    keys: int = 64,
-    select: str = "block",
+    keys: int | None = None,
     group_size: int | None = None,
+    pages: int | None = None,
+    page_size: int | None = None,
+    window: int | None = None,
+    sinks: int | None = None,
+    rank: int | None = None,
     convolution: int = 0,
     momentum: float = 0.1,
     impl: str = "auto",
@@ -94,9 +98,17 @@ def convert(
         mix: Weight of the LLN part of ``"lln_diag"``: a number, or a learned join: ``"ratio"``,
             ``"scale"``, ``"gate"`` or ``"heads"`` (see `lln.LLNDiagCore`).
         block_size: Tokens in a diagonal block; None = the head width, 64 for ``"lln_keys"``.
-        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
-        select: How they are chosen (see `lln.choose_keys`).
-        group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees; None = 64.
+        group_size: Queries that share them; None = a block.
+        pages: Of ``"lln_keys"``: how many pages a query sees beside its window and the first
+            tokens, in place of block, keys and slots (see `lln.page_attention`); 0 = blocks, keys
+            and slots. None = what suits the model: pages where it is causal or knows places by
+            rotations, unless what belongs to blocks is given.
+        page_size: Tokens in a page; None = 16.
+        window: Tokens that a query sees before its own, or on either side; None = 127, or 64.
+        sinks: First tokens that every query sees; None = 16 in a causal model, else 0.
+        rank: Numbers per token that pages are chosen by, with projections found on ``calibrate``
+            (`lln.PageIndex`); None = half the head width. Without ``calibrate`` keys are used.
         convolution: Tokens under a depthwise convolution of the values, added to the output of
             every converted layer: an odd number, 0 = none. It starts at zero and changes nothing
             until it is trained, as by `lln recover`. For encoders.
@@ -136,8 +148,12 @@ def convert(
         momentum=momentum,
         block_size=block_size,
         keys=keys,
-        select=select,
         group_size=group_size,
+        pages=pages if attention == "lln_keys" else 0,
+        page_size=page_size,
+        window=window,
+        sinks=sinks,
+        rank=rank,
         convolution=convolution,
         impl=impl,
     )

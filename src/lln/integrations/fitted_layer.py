@@ -10,9 +10,15 @@ from torch import Tensor
 from lln.integrations.attached import AttachedHeads
 from lln.integrations.attend import attend
 from lln.integrations.attention_call import AttentionCall
-from lln.integrations.conversion_report import LayerReport, relative_change, span
+from lln.integrations.conversion_report import (
+    LayerReport,
+    PagesSeen,
+    relative_change,
+    span,
+)
 from lln.integrations.packed_batches import padded
 from lln.matching.calibration import check_tokens, count_tokens, find_temperatures, unusual
+from lln.matching.page_index import PageIndex
 from lln.matching.rest_search import (
     FACTORS,
     NO_REST,
@@ -25,7 +31,7 @@ from lln.matching.rest_search import (
 def fit_layer(
     name: str, heads: AttachedHeads, call: AttentionCall, softmax_out: Tensor, calibrated: bool
 ) -> LayerReport:
-    """Find α, β and offset of a module if asked to, and compare its output with softmax's.
+    """Find α, β and offset, or projections, if asked to; compare the output with softmax's.
 
     Args:
         name: Of the module.
@@ -38,8 +44,11 @@ def fit_layer(
     if calibrated:
         _fit(heads, call)
     moved = _moved(call, softmax_out)
-    found = _describe_temperatures(heads, call, calibrated)
     _, count, _, width = call.query.shape
+    if heads.has_pages:
+        found = _describe_pages(heads, call)
+        return LayerReport(name, heads.attention, count, width, moved=moved, **found)
+    found = _describe_temperatures(heads, call, calibrated)
     if heads.attention == "lln_keys":
         found |= {"keys": call.keys, "block_size": call.block_size}
         if calibrated and isinstance(heads.settings.offset, str):
@@ -51,7 +60,22 @@ def _of_heads(call: AttentionCall, heads: AttachedHeads) -> AttentionCall:
     return replace(call, heads=heads, settings=heads.settings, dropout_p=0.0)
 
 
+def _describe_pages(heads: AttachedHeads, call: AttentionCall) -> dict[str, Any]:
+    """What a report says of a module with pages."""
+    if heads.index is None:
+        return {"pages": PagesSeen(**call.page_sizes, rank=call.key.shape[-1])}
+    tokens = int(count_tokens(call.key, call.key_mask).sum())
+    return {"pages": PagesSeen(**call.page_sizes, rank=heads.index.rank), "tokens": tokens}
+
+
 def _fit(heads: AttachedHeads, call: AttentionCall) -> None:
+    if heads.has_pages:
+        if heads.index is not None:
+            query, key, _, mask = _samples(call)
+            sinks = call.page_sizes["sinks"]
+            found = PageIndex.of(query, key, heads.index.rank, sinks=sinks, key_mask=mask)
+            heads.set_index(found)
+        return
     _fit_temperatures(heads, call)
     if heads.attention == "lln_keys" and isinstance(heads.settings.offset, str):
         _fit_rest(heads, call)
@@ -90,7 +114,7 @@ def _fit_rest(heads: AttachedHeads, call: AttentionCall) -> None:
     assert beta is not None
     settings = heads.settings
     is_free = heads.matching == "rest" and settings.statistics in ("fixed", "learned")
-    choice = KeyChoice(call.keys, call.block_size, settings.select, call.group_size, call.is_causal)
+    choice = KeyChoice(call.keys, call.block_size, call.group_size)
     alpha, beta, offset = find_rest(
         query,
         key,

@@ -62,8 +62,8 @@ def slicing_mask(
         raise InvalidInputError(
             f"{q_length} tokens came with {kv_length} keys that do not end at the last token: a "
             "static cache keeps keys of a fixed length, most of them empty, which LLN attention "
-            "would have to read anew for every token; use lln.integrations.cache.LLNCache, whose "
-            "size is fixed too."
+            "would have to read anew for every token; leave cache_implementation out, or pass "
+            "past_key_values=lln.integrations.cache.LLNCache(model)."
         )
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return _sliced(attention_mask, kv_length)

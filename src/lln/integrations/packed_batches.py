@@ -82,6 +82,8 @@ def inside_sequences(attention: Callable[..., Tensor], cu_seqlens: Tensor) -> Ca
         mix = options.get("mix")
         if isinstance(mix, Tensor):
             options["mix"] = _packed(mix.expand(*query.shape[:3], -1))
+        if options.get("choice") is not None:
+            options["choice"] = tuple(map(_packed, options["choice"]))
         out = attention(*map(_packed, (query, key, value)), cu_seqlens, **options)
         return out.unflatten(0, (query.shape[0], -1)).transpose(1, 2)
 

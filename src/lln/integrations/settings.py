@@ -7,13 +7,13 @@ the model. Everything in it is checked here; what is unknown is refused, never i
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
 from operator import is_
 from typing import Any
 
 from lln import checks
-from lln.checks.key_options import KEYS_MATCHING, check_selection
+from lln.checks.key_options import KEYS_MATCHING, check_group_size
 from lln.checks.names import check_choice, did_you_mean, shown
 from lln.checks.schema import fault
 from lln.errors import InvalidInputError
@@ -33,8 +33,12 @@ SAVED_AS = {
 }
 KEPT_OFFSETS = ("fixed", "learned")
 
-# Tokens in a block of ``lln_keys``, unless told otherwise.
-KEYS_BLOCK = 64
+# Tokens in a block of ``lln_keys``, and keys outside of it, unless told otherwise.
+KEYS_BLOCK, KEYS = 64, 64
+# What ``lln_keys`` sees in its form with pages, unless told otherwise; measured in
+# docs/tutorials/decoder.md. Encoders look both ways and rest on no first token.
+CAUSAL_PAGES = {"pages": 32, "page_size": 16, "window": 127, "sinks": 16}
+OTHER_PAGES = CAUSAL_PAGES | {"window": 64, "sinks": 0}
 
 # Raised when what is saved changes its meaning; an unknown number is refused on load.
 FORMAT = 1
@@ -49,6 +53,8 @@ _TYPES = {
     "layers": (dict, type(None)),
     "format": int,
 }
+_PAGE_SIZES = {"pages": 0, "page_size": 1, "window": 0, "sinks": 0, "rank": 1}
+_OF_BLOCKS = ("block_size", "group_size")
 _KEPT_SOFTMAX = {"softmax": True}
 _HEADS = {
     "attention": frozenset(ATTENTIONS),
@@ -56,6 +62,7 @@ _HEADS = {
     "head_dim": int,
     "value_dim": int,
     "keys?": (int, None),
+    "key_heads?": (int, None),
 }
 # No model has as many; a configuration that lists them would only take long to read.
 _MOST_LAYERS = 10_000
@@ -91,8 +98,15 @@ class Settings:
             ``"ratio"``, ``"scale"``, ``"gate"`` or ``"heads"`` (see `lln.LLNDiagCore`).
         block_size: Tokens in a diagonal block; None = the head width, 64 for ``lln_keys``.
         keys: Of ``lln_keys``: how many keys outside its block a group of queries sees one by one.
-        select: How they are chosen (see `lln.choose_keys`).
-        group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        group_size: Queries that share them; None = a block.
+        pages: Of ``lln_keys``: how many pages a query sees beside its window and the first tokens,
+            in place of block, keys and slots (see `lln.page_attention`); 0 = that form. None is for
+            `convert` to decide.
+        page_size: Tokens in a page.
+        window: Tokens that a query sees on either side, or before its own.
+        sinks: First tokens that every query sees.
+        rank: Numbers per token that a conversion with ``calibrate`` lets pages be chosen by; None =
+            half the head width.
         offset: What puts the slots on the scale of softmax scores: a number; None = the closed
             form in every call; after `convert` also ``"fixed"`` or ``"learned"``, per head.
         convolution: Tokens under a depthwise convolution of the values that `convert` gave every
@@ -112,9 +126,13 @@ class Settings:
     momentum: float = 0.1
     mix: float | str = 0.5
     block_size: int | None = None
-    keys: int = 64
-    select: str = "block"
+    keys: int = KEYS
     group_size: int | None = None
+    pages: int | None = 0
+    page_size: int | None = None
+    window: int | None = None
+    sinks: int | None = None
+    rank: int | None = None
     offset: float | str | None = None
     convolution: int = 0
     impl: str = "auto"
@@ -142,8 +160,11 @@ class Settings:
         if self.block_size is not None:
             checks.check_block_size(self.block_size)
         checks.check_count("keys", self.keys, 0)
-        check_selection(self.select, self.group_size, self.block_size or KEYS_BLOCK)
+        check_group_size(self.group_size, self.block_size or KEYS_BLOCK)
         checks.check_count("convolution", self.convolution, 0)
+        for name, least in _PAGE_SIZES.items():
+            if getattr(self, name) is not None:
+                checks.check_count(name, getattr(self, name), least)
         self._check_offset()
         if isinstance(self.mix, str):
             if self.mix not in LEARNED_JOINS:
@@ -160,6 +181,23 @@ class Settings:
     def criterion(self, attention: str) -> str:
         """What α and β of an attention are matched by."""
         return criterion_of(self.matching, attention)
+
+    def of_model(self, is_causal: bool, is_rotary: bool) -> Settings:
+        """With the form of ``lln_keys`` that suits a model, where none was asked for.
+
+        A causal model gets pages, and so does one whose tokens know their places by rotations:
+        block, keys and slots were made for places that are added to the tokens.
+        """
+        if self.pages == 0 or (self.pages is None and not (is_causal or is_rotary)):
+            return replace(self, pages=0)
+        given = {name: getattr(self, name) for name in CAUSAL_PAGES}
+        given = {name: number for name, number in given.items() if number is not None}
+        return replace(self, **(self.usual_pages(is_causal) | given), offset=None)
+
+    @staticmethod
+    def usual_pages(is_causal: bool) -> dict[str, int]:
+        """The sizes of the form with pages, where they are left out."""
+        return CAUSAL_PAGES if is_causal else OTHER_PAGES
 
     def _check_offset(self) -> None:
         offset = self.offset
@@ -200,10 +238,14 @@ class Settings:
         statistics: str | None,
         matching: str | None,
         mix: float | str,
+        *,
+        keys: int | None = None,
+        pages: int | None = 0,
         **options: Any,
     ) -> Settings:
         """What `convert` builds into a model, with defaults where it was told None."""
         check_choice("attention", attention, ATTENTIONS)
+        pages = _form_asked_for(attention, pages, statistics, matching, keys, options)
         if statistics is None:
             statistics = "fixed" if calibrated else "sample"
         if statistics in ("fixed", "learned") and not calibrated:
@@ -220,7 +262,8 @@ class Settings:
             # Kept as α and β are.
             offset = "fixed" if statistics == "fixed" else "learned"
         matching = criterion_of(matching, attention)
-        return cls(matching, statistics, mix=mix, offset=offset, attached=True, **options)
+        options |= {"mix": mix, "keys": KEYS if keys is None else keys, "pages": pages}
+        return cls(matching, statistics, offset=offset, attached=True, **options)
 
     @classmethod
     def of(cls, config: object) -> Settings:
@@ -229,7 +272,11 @@ class Settings:
         Args:
             config: A transformers configuration, or anything with an attribute ``lln``.
         """
-        found = getattr(config, "lln", None)
+        if config is None or is_compiling():
+            found = getattr(config, "lln", None)
+        else:
+            # transformers' own way to an attribute takes longer than all that is asked here.
+            found = object.__getattribute__(config, "__dict__").get("lln")
         if found is None:
             return _DEFAULTS
         if not isinstance(found, dict):
@@ -239,6 +286,15 @@ class Settings:
         before, settings = _known.get(id(found), ({}, _DEFAULTS))
         if list(found) == list(before) and all(map(is_, found.values(), before.values())):
             return settings
+        given, found = found, dict(found)
+        # Once queries could also choose by their features.
+        select = found.pop("select", "block")
+        if select != "block":
+            raise InvalidInputError(
+                f"config.lln has select={shown(select)}, and keys are chosen by blocks only; "
+                "convert the original model again, or use the pages of lln.page_attention, which "
+                "every query chooses for itself."
+            )
         unknown = sorted(set(found) - _NAMES)
         if unknown:
             said = ", ".join(f"{name}{did_you_mean(name, _NAMES)}" for name in unknown)
@@ -249,12 +305,43 @@ class Settings:
         if not is_compiling():
             if len(_known) >= 256:
                 _known.clear()
-            _known[id(found)] = dict(found), settings
+            _known[id(given)] = dict(given), settings
         return settings
 
     def as_dict(self) -> dict[str, Any]:
         """What to keep in ``config.lln``."""
         return asdict(self)
+
+
+def _form_asked_for(
+    attention: str,
+    pages: int | None,
+    statistics: str | None,
+    matching: str | None,
+    keys: int | None,
+    options: dict[str, Any],
+) -> int | None:
+    """How many pages a conversion asks for, None = as suits the model; refuses a mixture."""
+    of_pages = [name for name in _PAGE_SIZES if options.get(name) is not None]
+    of_pages += ["pages"] if pages else []
+    if attention != "lln_keys" or pages == 0:
+        if of_pages:
+            raise InvalidInputError(
+                f"{of_pages[0]} goes with the pages of attention 'lln_keys', got attention "
+                f"{attention!r}, pages={pages!r}; leave it out."
+            )
+        return 0
+    said = {"keys": keys, "matching": matching, **options}
+    of_blocks = [name for name in ("keys", "matching", *_OF_BLOCKS) if said.get(name) is not None]
+    of_blocks += ["statistics"] if statistics in ("running", "learned") else []
+    if of_blocks and of_pages:
+        raise InvalidInputError(
+            f"{of_blocks[0]} goes with blocks, keys and slots, {of_pages[0]} with pages, which "
+            "have neither α nor β; choose one of the two forms."
+        )
+    if of_pages and pages is None:
+        return CAUSAL_PAGES["pages"]
+    return 0 if of_blocks else pages
 
 
 def check_layers(layers: dict[str, dict[str, Any]] | None) -> None:
@@ -276,7 +363,7 @@ def check_sizes(name: str, sizes: Any) -> None:
         return
     found = fault(sizes, _HEADS, name)
     if found is None:
-        least = {"num_heads": 1, "head_dim": 1, "value_dim": 1, "keys": 0}
+        least = {"num_heads": 1, "head_dim": 1, "value_dim": 1, "keys": 0, "key_heads": 1}
         for size in [size for size in least if sizes.get(size) is not None]:
             checks.check_count(f"{size} of {name[:80]!r}", sizes[size], least[size])
     else:

@@ -71,6 +71,9 @@ def _refuse(call: AttentionCall, past: bool, weights: bool) -> None:
     if call.window is not None or isinstance(attached_to(call.module), KeptSoftmax):
         problem = f"{name} has softmax attention or a sliding window"
         fix = "convert all of its layers to LLN attention"
+    elif call.has_pages:
+        problem = f"{name} sees pages, which have no parallel form"
+        fix = "convert a causal model to 'lln' or 'lln_diag', others with pages=0"
     elif call.cu_seqlens is not None:
         problem, fix = "the sequences of the batch are packed", "pad them, one sequence per row"
     elif past:

@@ -27,6 +27,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def has_rotations(model: PreTrainedModel) -> bool:
+    """Whether the tokens of a text know their places by rotations of queries and keys.
+
+    Configurations say so in many ways; all models of transformers have a module of that name.
+    """
+    names = (type(module).__name__.lower() for module in model.modules())
+    return model.main_input_name == "input_ids" and any("rotary" in name for name in names)
+
+
 class Surgeon:
     """Looks at every attention call of one forward pass and fits LLN attention beside it."""
 
@@ -70,6 +79,7 @@ class Surgeon:
         number = len(self.modules)
         if number == 0:
             self._tell(0)
+            self._choose_form(call)
         name = name_of_module(self.model, call.module)
         self.modules.append(call.module)
         self.names[id(call.module)] = name
@@ -91,6 +101,18 @@ class Surgeon:
             self.search.add(own, stays, make, softmax_out)
         self._tell(number + 1)
         return softmax_out
+
+    def _choose_form(self, call: AttentionCall) -> None:
+        """Pages or blocks, by the first layer that runs; a search for keys needs blocks."""
+        is_free = self.search is None and not self.model.config.is_encoder_decoder
+        asked = self.settings.pages
+        if self.search is not None and (asked or call.is_causal):
+            raise InvalidInputError(
+                "target chooses how many keys a block sees, and this model gets pages, which come "
+                "closer; leave target out and give pages."
+            )
+        is_rotary = is_free and has_rotations(self.model)
+        self.settings = self.settings.of_model(is_free and call.is_causal, is_rotary)
 
     def _tell(self, done: int) -> None:
         self.on_layer(done, max(done, getattr(self.model.config, "num_hidden_layers", 0), 1))
@@ -153,12 +175,21 @@ class Surgeon:
                 "would have to keep the last values, and cross attention has no neighbours; leave "
                 "it 0."
             )
-        if self.attention == "lln_keys" and call.query.shape[2] != call.key.shape[2]:
+        is_decoder = call.is_causal and self.model.config.is_encoder_decoder
+        is_cross = is_decoder or call.query.shape[2] != call.key.shape[2]
+        if self.attention == "lln_keys" and is_cross:
             raise InvalidInputError(
                 f"{type(self.model).__name__} has cross attention, whose queries and keys have no "
                 "common positions for exact keys; choose attention 'lln'."
             )
-        if self.settings.statistics == "sample" and call.is_causal:
+        is_paged = self.attention == "lln_keys" and bool(self.settings.pages)
+        if self.attention == "lln_keys" and call.is_causal and not is_paged:
+            raise InvalidInputError(
+                f"{type(self.model).__name__} is causal, and blocks, exact keys and slots look "
+                "both ways; leave pages, keys, block_size and group_size out for the pages of "
+                "lln.page_attention."
+            )
+        if self.settings.statistics == "sample" and call.is_causal and not is_paged:
             raise InvalidInputError(
                 f"{type(self.model).__name__} is causal, and α, β of the sequence itself would "
                 "show it the future; "
@@ -175,6 +206,7 @@ class Surgeon:
             call.value.shape[3],
             self.settings,
             keys=keys,
+            key_heads=call.key.shape[1] if is_paged else None,
             device=call.query.device,
         )
         fitted.train(call.module.training)

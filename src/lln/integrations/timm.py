@@ -52,8 +52,7 @@ def convert(
     matching: str | None = None,
     mix: float | str = 0.5,
     block_size: int | None = None,
-    keys: int = 64,
-    select: str = "block",
+    keys: int | None = None,
     group_size: int | None = None,
     convolution: int = 0,
     momentum: float = 0.1,
@@ -80,9 +79,8 @@ def convert(
         matching: Criterion of matching.
         mix: Weight of the LLN part, or a learned join.
         block_size: Tokens in a diagonal block; None = the head width, 64 for ``"lln_keys"``.
-        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees.
-        select: How they are chosen (see `lln.choose_keys`).
-        group_size: Queries that share them; None = a block for ``"block"``, else 1.
+        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees; None = 64.
+        group_size: Queries that share them; None = a block.
         convolution: Tokens under a depthwise convolution of the values, an odd number, 0 = none. It
             starts at zero and changes nothing until it is trained.
         momentum: Of ``"running"``.
@@ -109,7 +107,6 @@ def convert(
         momentum=momentum,
         block_size=block_size,
         keys=keys,
-        select=select,
         group_size=group_size,
         convolution=convolution,
         impl=impl,

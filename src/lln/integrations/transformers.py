@@ -23,7 +23,6 @@ from lln.integrations import too_old, unavailable
 from lln.integrations.settings import (
     ATTENTIONS,
     SAVED_AS,
-    SUMMARISED,
     Settings,
     attention_of,
     check_layers,
@@ -39,7 +38,7 @@ except ImportError as error:
 
 from lln.integrations.attached import ATTRIBUTE, AttachedHeads, attached_to, rebuild
 from lln.integrations.attend import forward
-from lln.integrations.cache import LLNCache
+from lln.integrations.cache import LLNCache, can_be_cached
 from lln.integrations.masks import slicing_mask
 from lln.integrations.own_attention import refuse_own_attention
 
@@ -57,8 +56,8 @@ def register() -> None:
     - a model that would ignore them, or break on them, is refused before it is built;
     - models are built with what `lln.integrations.convert` attached before they were saved, and
       note their attention where ``save_pretrained`` keeps it;
-    - ``generate()`` uses `LLNCache` for the first two, unless it is given another cache; models
-      with exact keys generate without a cache.
+    - ``generate()`` uses `LLNCache`, unless it is given another cache; models with blocks and
+      slots of ``"lln_keys"`` generate without a cache.
     """
     global _registered
     if _registered:
@@ -188,14 +187,8 @@ def _with_cache(prepare: Any) -> Any:
         self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         config = self.config.get_text_config(decoder=True)
-        has_keys = config._attn_implementation == "lln_keys"
-        if has_keys and generation_config.use_cache is not False:
-            raise InvalidInputError(
-                "lln_keys attention keeps no cache of the past, any key of which it may choose "
-                "exactly; pass use_cache=False to generate(), or convert the model to 'lln_diag'."
-            )
         if (
-            config._attn_implementation in SUMMARISED
+            can_be_cached(config)
             and not self.config.is_encoder_decoder
             and model_kwargs.get("past_key_values") is None
             and generation_config.use_cache is not False

@@ -10,7 +10,7 @@ import warnings
 from torch import Tensor
 
 from lln import checks
-from lln.checks.key_options import check_selection
+from lln.checks.key_options import check_group_size, check_not_causal
 from lln.checks.names import check_choice
 from lln.errors import CalibrationWarning
 from lln.matching.calibration import count_tokens, sentences_of_doubt
@@ -24,7 +24,6 @@ def calibrate_keys(
     *,
     keys: int = 64,
     block_size: int = 64,
-    select: str = "block",
     group_size: int | None = None,
     key_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -38,12 +37,11 @@ def calibrate_keys(
         query: ``[B, H, T, D]``, activations of a real model.
         key: ``[B, Hk, T, D]``; H a multiple of Hk.
         value: ``[B, Hk, T, E]``.
-        keys: As the attention will choose them, and likewise the next three.
+        keys: As the attention will choose them, and likewise the next two.
         block_size: Tokens in a block.
-        select: How keys are chosen, see `lln.choose_keys`.
-        group_size: Queries that share their keys; None = a block for ``"block"``, else 1.
+        group_size: Queries that share their keys; None = a block.
         key_mask: bool ``[B, T]``, True = attend; it also says which queries count.
-        is_causal: Whether row i sees keys 0 … i only.
+        is_causal: Must be False, as in `lln.lln_keys_attention`.
         scope: ``"head"``: for every sample and head; ``"batch"``: one value per head for the whole
             batch, to freeze into a model.
         rows: Query rows of every sample to measure on, evenly spaced over the valid ones.
@@ -72,14 +70,14 @@ def calibrate_keys(
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=True)
     checks.check_self_attention(query, key, "calibrate_keys")
     checks.check_key_mask(key_mask, key)
-    checks.check_flag("is_causal", is_causal)
+    check_not_causal(is_causal)
     checks.check_blocks(block_size, scale)
     checks.check_count("keys", keys, 0)
-    group = check_selection(select, group_size, block_size)
+    group = check_group_size(group_size, block_size)
     check_choice("scope", scope, ("head", "batch"))
     checks.check_count("rows", rows)
     pooled = scope == "batch"
-    choice = KeyChoice(keys, block_size, select, group, is_causal)
+    choice = KeyChoice(keys, block_size, group)
     start = entropy_temperatures(query, key, key_mask, pooled, scale)
     alpha, beta, offset = find_rest(
         query, key, value, *start, key_mask, pooled, choice, rows=rows, scale=scale

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lln.checks.call import fit_blocks
-from lln.eager.key_attention import log_share, slots_of_blocks
+from lln.eager.key_attention import log_share, slots_of_heads
 from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.selection import choose, seen_keys
 from lln.eager.summary import LOG_ZERO
@@ -53,16 +53,12 @@ class KeyChoice(NamedTuple):
     Attributes:
         keys: K.
         block_size: Tokens in a block.
-        select: As in `lln.choose_keys`.
         group_size: Queries that share their keys.
-        is_causal: Whether row i sees keys 0 … i only.
     """
 
     keys: int
     block_size: int
-    select: str
     group_size: int
-    is_causal: bool
 
 
 class SampledRows(NamedTuple):
@@ -194,12 +190,12 @@ def _measure(
         scale: Factor of the softmax scores; None = 1/√D.
     """
     _, heads, tokens, width = query.shape
-    keys, block_size, select, group_size, is_causal = choice
+    keys, block_size, group_size = choice
     block_size, group_size = fit_blocks(block_size, group_size, tokens)
     blocks = dense_blocks(1, tokens, block_size, key_mask, query.device)
-    groups = Groups(blocks, group_size, key_mask, is_causal)
+    groups = Groups(blocks, group_size, key_mask)
     flip = scale is not None and scale < 0
-    indices = choose(query, key, keys, groups, select=select, flip=flip)
+    indices = choose(query, key, keys, groups, flip=flip)
     scale = 1 / math.sqrt(width) if scale is None else scale
     key, value = (side.repeat_interleave(heads // side.shape[1], 1) for side in (key, value))
     if key_mask is not None:
@@ -210,7 +206,7 @@ def _measure(
     # One column more than there are tokens, where keys go that a group does not see.
     chosen = torch.where(seen, indices, tokens)[0]
     slots = [
-        _slots_alone(query, key, value, *sides, groups, scale)
+        _slots_alone(query, key, value, *sides, key_mask, scale)
         for sides in zip(alpha, beta, strict=True)
     ]
     token = torch.arange(tokens, device=query.device)
@@ -226,8 +222,7 @@ def _measure(
         own = home[row, None]
         exact = torch.zeros(heads, len(row), tokens + 1, dtype=torch.bool, device=query.device)
         exact = exact.scatter_(-1, chosen[:, group[row]], True)[..., :tokens] | (home == own)
-        visible = exists & (token <= row[:, None]) if is_causal else exists
-        scores = torch.where(visible, scale * query[0][:, row] @ key[0].mT, -torch.inf)
+        scores = torch.where(exists, scale * query[0][:, row] @ key[0].mT, -torch.inf)
         near = torch.where(exact, scores, -torch.inf)
         from_near = near.softmax(-1) @ value[0]
         missing = scores.softmax(-1) @ value[0] - from_near
@@ -251,7 +246,7 @@ def _slots_alone(
     value: Tensor,
     alpha: Tensor,
     beta: Tensor,
-    groups: Groups,
+    key_mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """What every row would get from its slots alone: their log-mass and the output, ``[H, T, ·]``.
@@ -262,16 +257,14 @@ def _slots_alone(
         value: ``[1, H, T, E]``.
         alpha: ``[H, 1, 1]``.
         beta: ``[H, 1, 1]``.
-        groups: Where the tokens lie, and what they may see.
+        key_mask: bool ``[1, T]``.
         scale: Factor of the softmax scores.
     """
-    blocks = groups.blocks
-    log_mass, centroid, centre = slots_of_blocks(key, value, beta[None, :, None], groups)
-    rows = blocks.gather(query)
-    level = scale * (rows * centre.unsqueeze(-2)).sum(-1, keepdim=True)
-    logits = alpha[:, None] * rows + log_mass.unsqueeze(-2) + level
-    read = blocks.scatter(logits.softmax(-1) @ centroid)
-    return blocks.scatter(logits.logsumexp(-1, keepdim=True))[0, ..., 0], read[0]
+    slots = slots_of_heads(key, value, beta[None], key_mask, query.shape[1])
+    log_mass, centroid, centre = (side[0] for side in slots)
+    level = scale * (query[0] * centre).sum(-1, keepdim=True)
+    logits = alpha * query[0] + log_mass + level
+    return logits.logsumexp(-1), logits.softmax(-1) @ centroid[:, 0]
 
 
 def _least_error(rows: SampledRows, may_be_none: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lln import checks
 from lln.checks.call import Call
-from lln.checks.key_options import KEYS_MATCHING, check_selection
+from lln.checks.key_options import KEYS_MATCHING, check_group_size, check_not_causal
 from lln.checks.names import check_choice
 from lln.checks.signatures import check_options, explain_misfits
 from lln.errors import InvalidInputError
@@ -33,11 +33,7 @@ class LLNKeysCore(LLNCore):
         head_dim: D.
         keys: How many keys outside its block every group of queries sees one by one.
         block_size: Tokens in a block.
-        select: How keys are chosen: ``"block"`` or ``"query"`` (see
-            `lln.choose_keys`).
-        group_size: Queries that share their keys; None = a block for ``"block"``, 1 for the others
-            and in causal calls, where a choice made for several queries would show the later ones
-            to the earlier.
+        group_size: Queries that share their keys (see `lln.choose_keys`); None = a block.
         offset: What puts the mass of the slots on the scale of softmax scores: a number or H
             values; None = the closed form of `lln.matching.mass` in every call.
             `lln.calibrate_keys` finds it on real activations.
@@ -67,7 +63,6 @@ class LLNKeysCore(LLNCore):
         *,
         keys: int = 64,
         block_size: int = 64,
-        select: str = "block",
         group_size: int | None = None,
         offset: float | Tensor | None = None,
         learn_offset: bool = False,
@@ -104,16 +99,17 @@ class LLNKeysCore(LLNCore):
         )
         checks.check_count("keys", keys, 0)
         checks.check_block_size(block_size)
-        check_selection(select, group_size, block_size)
+        check_group_size(group_size, block_size)
         self.matching, self.keys, self.block_size = matching, keys, block_size
-        self.select, self.group_size = select, group_size
+        self.group_size = group_size
         self.offset = make_offset(offset, learn_offset, num_heads, device)
 
     def _attend(self, call: Call) -> Tensor:
+        check_not_causal(call.is_causal)
         checks.check_self_attention(call.query, call.key, type(self).__name__)
-        group = check_selection(self.select, self.group_size, self.block_size)
+        group = check_group_size(self.group_size, self.block_size)
         sources = (self.statistics, self.offset)
-        sides = (call.query, call.key, call.key_mask, call.is_causal, self.matching, self.impl)
+        sides = (call.query, call.key, call.key_mask, self.matching, self.impl)
         alpha, beta, offset = numbers_of_call(*sources, *sides)
         call = call.replace(
             kind="lln_keys",
@@ -122,7 +118,6 @@ class LLNKeysCore(LLNCore):
             matching=self.matching,
             block_size=self.block_size,
             keys=self.keys,
-            select=self.select,
             group_size=group,
             offset=offset,
         )
@@ -132,7 +127,7 @@ class LLNKeysCore(LLNCore):
         """The settings, for ``print(module)``."""
         return (
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, keys={self.keys}, "
-            f"block_size={self.block_size}, select={self.select!r}, matching={self.matching!r}"
+            f"block_size={self.block_size}, matching={self.matching!r}"
         )
 
 

@@ -285,8 +285,8 @@ class LLNKeysAttention(ProjectedAttention):
     Args:
         embed_dim: Width of the model.
         num_heads: H; divides embed_dim.
-        **options: As in `LLNAttention` and `LLNKeysCore`: ``keys``, ``block_size``, ``select``,
-            ``offset``, ``learn_offset`` and the rest; ``dropout`` must be 0.
+        **options: As in `LLNAttention` and `LLNKeysCore`: ``keys``, ``block_size``, ``offset``,
+            ``learn_offset`` and the rest; ``dropout`` must be 0.
 
     Example:
         >>> layer = LLNKeysAttention(32, 4, batch_first=True, keys=2, block_size=4)

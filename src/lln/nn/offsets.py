@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lln import checks
 from lln.checks.names import shown
-from lln.errors import CausalStatisticsError, InvalidInputError
+from lln.errors import InvalidInputError
 from lln.functional.statistics import measured_moments
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.matching.moments import Moments
@@ -54,8 +54,7 @@ class LearnedOffset(nn.Module):
     """One offset per head as a parameter, which starts at what the first batch gives.
 
     The closed form of the first batch of training, averaged over its samples and over all
-    processes, is where it starts. In eval mode before that, every call has its own closed form. A
-    causal model starts from unit variances, because its batch would show rows the future.
+    processes, is where it starts. In eval mode before that, every call has its own closed form.
     """
 
     known: Tensor
@@ -149,7 +148,6 @@ def numbers_of_call(
     query: Tensor,
     key: Tensor,
     key_mask: Tensor | None,
-    is_causal: bool,
     matching: str,
     impl: str,
 ) -> tuple[Temperature, Temperature, Tensor | None]:
@@ -161,36 +159,30 @@ def numbers_of_call(
         query: ``[B, H, T, D]``.
         key: ``[B, Hk, T, D]``.
         key_mask: bool ``[B, T]``.
-        is_causal: Whether later tokens must not matter.
         matching: ``"rest"`` or a criterion of `lln.match_moments`.
         impl: What measures the moments.
     """
     width = query.shape[-1]
     moments: Moments | None = None
     if isinstance(statistics, RunningStatistics):
-        moments = statistics.moments(query, key, key_mask, is_causal)
+        moments = statistics.moments(query, key, key_mask, False)
         alpha, beta = keys_temperatures(moments, width, matching)
     elif isinstance(statistics, SampleStatistics):
-        statistics.check_causal(is_causal)
         alpha = beta = None
     else:
-        alpha, beta = statistics(query, key, key_mask, is_causal)
+        alpha, beta = statistics(query, key, key_mask)
     if isinstance(offset, FixedOffset):
         return alpha, beta, offset()
     if isinstance(offset, MatchedOffset):
         if moments is not None:
             return alpha, beta, mass_offset(moments, *keep(alpha, beta), width)
-        if is_causal:
-            raise CausalStatisticsError(
-                "the offset of a causal sequence cannot come from that sequence, which would let "
-                "every row see the future; give offset, learn_offset=True or statistics='running'."
-            )
         return alpha, beta, None
 
     def closed_form() -> tuple[Tensor, Tensor]:
         found = moments
         if found is None:
-            found = _moments(query, key, key_mask, is_causal, impl)
+            with torch.no_grad(), without_autocast(query):
+                found = measured_moments(query, key, key_mask, impl)
         sides = keys_temperatures(found, width, matching) if alpha is None else (alpha, beta)
         return mass_offset(found, *keep(*sides), width), found.keys
 
@@ -202,15 +194,3 @@ def keep(alpha: Temperature, beta: Temperature) -> tuple[float | Tensor, float |
     assert alpha is not None
     assert beta is not None
     return alpha, beta
-
-
-@torch.no_grad()
-def _moments(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool, impl: str
-) -> Moments:
-    """Those of the call; unit variances where it is causal."""
-    if not is_causal:
-        with without_autocast(query):
-            return measured_moments(query, key, key_mask, impl)
-    ones = torch.ones(1, query.shape[1], device=query.device)
-    return Moments(ones, ones, ones[:, :1] * query.shape[2], torch.zeros_like(ones).bool())

@@ -33,6 +33,7 @@ class PageCore(WindowCore):
         **options: As in `WindowCore`: ``scale``, ``dropout``, ``impl``, ``device``.
 
     Example:
+        >>> import torch
         >>> core = PageCore(2, 16, window=8, pages=4)
         >>> query, key, value = torch.randn(3, 1, 2, 100, 16)
         >>> core(query, key, value).shape

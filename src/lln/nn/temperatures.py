@@ -49,17 +49,13 @@ class SampleStatistics(nn.Module):
         self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, is_causal: bool = False
     ) -> tuple[Tensor, Tensor]:
         """α, β of shape ``[B, H, 1, 1]`` (one value for all with ``"paper"``)."""
-        self.check_causal(is_causal)
-        with without_autocast(query):
-            return matched_temperatures(query, key, self.criterion, key_mask, self.impl)
-
-    def check_causal(self, is_causal: bool) -> None:
-        """Refuse a causal call."""
         if is_causal:
             raise CausalStatisticsError(
                 "statistics='sample' would let every row of a causal sequence see the future; use "
                 "statistics='running', 'fixed' or 'learned'."
             )
+        with without_autocast(query):
+            return matched_temperatures(query, key, self.criterion, key_mask, self.impl)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""

@@ -29,7 +29,6 @@ from lln.tracing import is_compiling
 
 _KINDS = ("lln", "lln_diag", "lln_keys")
 _MATCHING = ("rest", "variance", "entropy", "paper")
-_SELECT = ("block", "query")
 
 # What all ranks must have in common, and how a number of it is shown.
 _COMMON: dict[str, Callable[[int], object]] = {
@@ -48,7 +47,6 @@ _COMMON: dict[str, Callable[[int], object]] = {
     "block_size": int,
     "scale": lambda code: _decode(code),
     "keys": int,
-    "select": lambda code: repr(_SELECT[code]),
     "group_size": int,
     "set of inputs that need gradients": lambda code: f"{code:07b}",
 }
@@ -211,7 +209,6 @@ def _common_facts(call: Call) -> list[int]:
         call.block_size,
         _encode(call.scale),
         call.keys if isinstance(call.keys, int) else -1,
-        _SELECT.index(call.select),
         call.group_size,
         sum(needed << place for place, needed in enumerate(learning)),
     ]

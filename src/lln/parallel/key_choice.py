@@ -94,7 +94,7 @@ def choose_together(means: Tensor, key: Tensor, call: Call, here: OwnBlocks) -> 
     Args:
         means: Of all ranks, from `gather_means`.
         key: ``[B, Hk, X, D]``.
-        call: What is asked for; the kernels take none that is causal.
+        call: What is asked for.
         here: The blocks of this rank.
     """
     key, layout, group_size = key.detach(), here.layout, call.group_size
@@ -120,11 +120,8 @@ def choose_together(means: Tensor, key: Tensor, call: Call, here: OwnBlocks) -> 
         found = pad(found, (0, 0, 0, 1), value=-1)
     else:
         table = table[:, :, :total]
-        if call.is_causal and group_size > 1:
-            # A group's own mean would let later queries decide what earlier ones see.
-            table = torch.cat([torch.zeros_like(table[:, :, :1]), table[:, :, :-1]], 2)
         home = layout.number(ranks.own)[:, None] + here.blocks.home
-        scores, found = _candidates(table, key, keys, home, here.valid, rows, call.is_causal)
+        scores, found = _candidates(table, key, keys, home, here.valid, rows)
     send = [place[:, None, :, None].expand(-1, heads, -1, keys) for place in places]
     packed = torch.stack([_bits(scores), found.to(_bits(scores).dtype)], -1)
     lines = [packed.gather(2, one.unsqueeze(-1).expand(*one.shape, 2)) for one in send]
@@ -162,7 +159,6 @@ def _candidates(
     home: Tensor,
     valid: Tensor,
     rows: int,
-    is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Scores and places of this rank's K best keys for every group ``[B, H, A + 1, K]``.
 
@@ -173,7 +169,6 @@ def _candidates(
         home: int ``[B, X]``, the number of every key's block in the whole sequence.
         valid: bool ``[B, X]``, which keys are valid and belong to this rank's blocks.
         rows: Groups in a block.
-        is_causal: Whether only keys of earlier blocks may be chosen.
     """
     dtype = accumulation_dtype(key.dtype)
     (batch, heads, groups, width), held = table.shape, key.shape[2]
@@ -187,7 +182,7 @@ def _candidates(
     stretch = max(MOST_SCORES // (batch * heads * held), 1)
     start = 0
     for mean, own in zip(table.split(stretch, 2), block.split(stretch), strict=True):
-        allowed = (home[:, None] < own if is_causal else home[:, None] != own) & valid[:, None]
+        allowed = (home[:, None] != own) & valid[:, None]
         score = mean.to(dtype).reshape(batch, key.shape[1], -1, width) @ key.mT
         score = score.view(batch, heads, -1, held)
         score = torch.where(allowed[:, None], score, -torch.inf)

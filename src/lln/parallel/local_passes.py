@@ -92,7 +92,7 @@ def check_local(call: Call, impl: str, operation: str) -> None:
     """Refuse implementations that cannot read the summaries of other ranks.
 
     Raises:
-        InvalidInputError: If keys are not chosen by blocks.
+        InvalidInputError: If keys are indices.
         BackendUnavailableError: If there is no such implementation here.
     """
     if call.kind == "lln_keys":
@@ -114,12 +114,6 @@ def check_local(call: Call, impl: str, operation: str) -> None:
 
 
 def _check_choice(call: Call, operation: str) -> None:
-    if call.select != "block":
-        raise InvalidInputError(
-            f"{operation} cannot choose keys by the features of queries (select={call.select!r}); "
-            "gather the sequence and call lln.lln_keys_attention for these keys, or use "
-            "select='block' for others, by the mean query of a group."
-        )
     if isinstance(call.keys, Tensor):
         raise InvalidInputError(
             f"{operation} chooses the keys itself, got indices; give keys as a number."
@@ -129,7 +123,7 @@ def _check_choice(call: Call, operation: str) -> None:
 
 def takes_keys(call: Call, impl: str) -> bool:
     """Whether this rank's part of a checked call with exact keys runs in the kernels."""
-    if call.is_causal or is_crowded(call.query.shape[0] * call.query.shape[1]):
+    if is_crowded(call.query.shape[0] * call.query.shape[1]):
         return False
     return ways.prepare(call, impl).impl == "triton"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
-from lln.eager.key_attention import Earlier, attend_rows, share_of, slots_of_blocks
+from lln.eager.key_attention import attend_rows, share_of
 from lln.eager.key_blocks import Groups
 from lln.eager.key_terms import KeyTerms, Slots
 from lln.eager.run import numbers_of_blocks, repeat_heads, widen
@@ -49,7 +49,6 @@ def lln_keys_attention(
     matching: str = "rest",
     block_size: int = 64,
     keys: int = 64,
-    select: str = "block",
     group_size: int | None = None,
     offset: float | Tensor | None = None,
     key_mask: Tensor | None = None,
@@ -74,7 +73,6 @@ def lln_keys_attention(
         matching: As in `lln.lln_keys_attention`, from the statistics of the whole sequence.
         block_size: Tokens in a block; blocks that cross ranks are computed where they begin.
         keys: How many keys outside its block every group sees one by one.
-        select: ``"block"``; the others need the whole sequence on one rank.
         group_size: Queries that share their chosen keys; None = a block.
         offset: As in `lln.lln_keys_attention`; the gradient is this rank's share.
         key_mask: As in `lln.parallel.lln_diag_attention`.
@@ -100,7 +98,6 @@ def lln_keys_attention(
         key_mask=key_mask,
         is_causal=is_causal,
         keys=keys,
-        select=select,
         group_size=group_size,  # pyright: ignore[reportArgumentType] None until it is checked
         offset=offset,
     )
@@ -198,34 +195,24 @@ def _read(
     """The rows of the blocks that begin on this rank: ``[B, H, X, E]``."""
     query, key, value = call.qkv
     layout, blocks = here.layout, here.blocks
-    heads, is_causal = query.shape[1], call.is_causal
+    heads = query.shape[1]
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta, offset = numbers_of_blocks(call, heads, query.dtype)
     there = blocks.valid(here.valid)
-    held = there.sum(-1)
+    own = there.sum(-1)
     known = summaries()
-    if is_causal:
-        known = known.before(layout.shards.ranks.own)
     log_mass, centroid = (repeat_heads(side, heads) for side in known.merged())
     total, number = known.sums.sum(0).unbind(-1)
     total = repeat_heads(total, heads)
     count = number[:, :1, :1] if number.shape[1] else number.new_zeros(number.shape[0], 1, 1)
-    if is_causal:
-        before = Earlier(log_mass, centroid, total, count)
-        own = Groups(blocks, call.group_size, here.valid, is_causal)
-        slots = slots_of_blocks(key, value, beta, own, before=before)
-        held = count[:, 0].long() + held.cumsum(-1) - held
-        rest = held
-    else:
-        slots = _slots(log_mass, centroid, total / count.clamp_min(1), beta)
-        whole = count[:, 0].long()
-        rest, held = whole - held, whole.expand_as(held)
+    slots = _slots(log_mass, centroid, total / count.clamp_min(1), beta)
+    held = count[:, 0].long().expand_as(own)
     rows = layout.size // call.group_size
-    seen = choice.seen.sum(-1).unflatten(2, (held.shape[1], rows))
-    share = share_of(held, rest, seen, call.group_size, query.dtype)
+    seen = choice.seen.sum(-1).unflatten(2, (own.shape[1], rows))
+    share = share_of(held, held - own, seen, call.group_size, query.dtype)
     # Where every place holds a key, no mask is looked at.
     mask = None if blocks.is_plain and call.key_mask is None else here.valid
-    groups = Groups(blocks, call.group_size, mask, is_causal)
+    groups = Groups(blocks, call.group_size, mask)
     terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
     return attend_rows(terms, share, far(query.dtype).spread(query.shape[-1]), choice.seen)
 

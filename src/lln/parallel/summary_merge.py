@@ -49,10 +49,9 @@ class RankSummaries(NamedTuple):
         """
         earlier = torch.arange(self.log_mass.shape[0], device=self.log_mass.device) < rank
         earlier = earlier.view(-1, 1, 1, 1)
-        return RankSummaries(
-            torch.where(earlier, self.log_mass, LOG_ZERO),
-            torch.where(earlier.unsqueeze(-1), self.centroid, 0.0),
-            torch.where(earlier.unsqueeze(-1), self.sums, 0.0),
+        return self._replace(
+            log_mass=torch.where(earlier, self.log_mass, LOG_ZERO),
+            centroid=torch.where(earlier.unsqueeze(-1), self.centroid, 0.0),
         )
 
 

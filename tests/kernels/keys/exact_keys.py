@@ -1,4 +1,4 @@
-"""What the tests of both kinds of exact keys share: the comparison with the reference."""
+"""What the tests of exact keys share: the comparison with the reference."""
 
 import torch
 from tests.kernels.common import DEVICE, ON_GPU
@@ -43,14 +43,12 @@ def compare(
     key_heads=None,
     learned=False,
     layout="contiguous",
-    select="block",
     inputs=None,
     **options,
 ):
     """Kernels against the reference and plain PyTorch, forward and backward, within budget.
 
-    The others get the keys that plain PyTorch chooses; by ``select="query"`` the kernels choose
-    for themselves.
+    All get the keys that plain PyTorch chooses.
     """
     # Masks and numbers differ by sample; elsewhere the interpreter is spared the second one.
     batch = 2 if ON_GPU or learned or options.get("key_mask") is not None else 1
@@ -69,14 +67,9 @@ def compare(
         }
     chosen = {k: options[k] for k in ("block_size", "group_size", "key_mask") if k in options}
     chosen |= {"enable_gqa": True, "impl": "eager", "scale": options.get("scale")}
-    by_kernels = {**options, "select": select}
-    options["keys"] = lln.choose_keys(*inputs[:2], options["keys"], select=select, **chosen)
-    if select == "query":
-        options["group_size"] = 1
-    else:
-        by_kernels["keys"] = options["keys"]
+    options["keys"] = lln.choose_keys(*inputs[:2], options["keys"], **chosen)
     with poison_empty():
-        found, found_grads = run(inputs, numbers, by_kernels, "triton")
+        found, found_grads = run(inputs, numbers, options, "triton")
     wide, plain = (
         [side.detach().to(kind).requires_grad_() for side in inputs]
         for kind in (torch.float64, dtype)

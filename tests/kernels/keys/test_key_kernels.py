@@ -165,7 +165,6 @@ def test_compiled():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"is_causal": True}, "causal"),
         ({"block_size": 48}, "blocks of 48"),
         ({"group_size": 8}, "groups of 8"),
         ({"keys": 300}, "at most 256"),

@@ -18,7 +18,7 @@ from lln.kernels.keys import keys_ops
 from lln.observers import add_observer, remove_observer
 from lln.testing import assert_close, make_qkv, poison_empty
 
-# Every feature takes a program, and a program takes long in the interpreter.
+# A program takes long in the interpreter.
 WIDTH = 16 if ON_GPU else 4
 
 
@@ -90,7 +90,7 @@ def compare(lengths, dtype=torch.float32, key_heads=1, value_width=None, numbers
     All have the keys that the kernels chose and announced. Those are plain PyTorch's, but among
     many keys scores may be too close to tell them apart.
     """
-    is_certain = options.get("select") == "query" or max(lengths) < 200
+    is_certain = max(lengths) < 200
     sides = learning(sides_of(lengths, dtype, key_heads, value_width))
     numbers = learning(numbers)
     with poison_empty():
@@ -106,7 +106,7 @@ def compare(lengths, dtype=torch.float32, key_heads=1, value_width=None, numbers
     if is_certain:
         assert torch.equal(call.indices[:, queries], plain.indices[:, queries])
     assert call.cu_seqlens.tolist() == plain.cu_seqlens.tolist()
-    options |= {"keys": call.indices, "group_size": group, "select": "block"}
+    options |= {"keys": call.indices, "group_size": group}
     if not numbers:
         numbers = [call.alpha, call.beta, call.offset]
         grads = [*grads, *(None,) * 3]
@@ -131,18 +131,16 @@ def compare(lengths, dtype=torch.float32, key_heads=1, value_width=None, numbers
 CASES = {
     # One group, padded; empty sequences at both ends and between; one token.
     "block": {"lengths": [0, 1, 0, 33, 0], "keys": 5, "value_width": 6},
-    # Two groups: the sequence with no more tokens than keys sees all of them.
-    "query": {"lengths": [17, 0, 18, 33], "keys": 17, "select": "query", "dtype": HALF[0]},
+    "half": {"lengths": [17, 0, 18, 33], "keys": 17, "dtype": HALF[0]},
 }
 SLOW = {
     "one sequence": {"lengths": [40], "keys": 6},
     "equal": {"lengths": [33, 33], "keys": 6, "key_heads": 2},
     "no keys": {"lengths": [1, 20, 33], "keys": 0},
     "all keys": {"lengths": [1, 20, 33], "keys": 50},
-    "all keys by query": {"lengths": [1, 20, 33], "keys": 50, "select": "query"},
     "groups": {"lengths": [20, 33], "keys": 6, "block_size": 32, "group_size": 16},
     "classes": {"lengths": [3, 0, 17, 1, 1, 70], "keys": 6},
-    "negative scale": {"lengths": [18, 33], "keys": 6, "scale": -0.3, "select": "query"},
+    "negative scale": {"lengths": [18, 33], "keys": 6, "scale": -0.3},
 }
 
 
@@ -172,11 +170,10 @@ LARGE = {
 
 @pytest.mark.skipif(not ON_GPU, reason="takes minutes in the interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("select", ["block", "query"])
 @pytest.mark.parametrize("name", LARGE)
-def test_large_outputs_and_gradients(name, select, dtype):
+def test_large_outputs_and_gradients(name, dtype):
     lengths = LARGE[name]
-    options = {"block_size": 64, "keys": 64, "select": select}
+    options = {"block_size": 64, "keys": 64}
     compare(lengths, dtype, numbers=numbers_of(lengths, 1).values(), **options)
 
 
@@ -203,11 +200,10 @@ def test_matched_numbers(matching):
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="sums may be divided otherwise in a larger batch")
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_every_sequence_is_a_dense_call_to_the_bit(select):
+def test_every_sequence_is_a_dense_call_to_the_bit():
     lengths = [18, 33]
     sides, numbers = learning(sides_of(lengths)), learning(numbers_of(lengths, 1).values())
-    options = {"block_size": 16, "keys": 6, "scale": -0.3, "select": select}
+    options = {"block_size": 16, "keys": 6, "scale": -0.3}
     found, gradients = outcome(sides, numbers, lengths, "triton", **options)
     start = 0
     for index, length in enumerate(lengths):
@@ -237,12 +233,11 @@ def test_one_sequence_is_the_dense_call():
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter runs programs one after the other")
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_bits_repeat(select):
+def test_bits_repeat():
     lengths = [300, 1, 0, 500, 40]
     sides = learning(sides_of(lengths, HALF[-1]))
     numbers = learning(numbers_of(lengths, 1).values())
-    options = {"block_size": 16, "keys": 4, "select": select}
+    options = {"block_size": 16, "keys": 4}
     first = outcome(sides, numbers, lengths, "triton", **options)
     for _ in range(20):
         again = outcome(sides, numbers, lengths, "triton", **options)
@@ -266,30 +261,27 @@ def test_auto_takes_the_kernels(monkeypatch):
     plan = prepare(request_of(), "auto")
     assert plan.impl == "triton"
     assert "padded" in str(plan)
-    others = ({"is_causal": True}, {"block_size": 48}, {"keys": 300})
-    for options in (*others, {"keys": torch.zeros(2, 3, 4)}, {"keys": 0, "select": "query"}):
+    others = ({"block_size": 48}, {"keys": 300})
+    for options in (*others, {"keys": torch.zeros(2, 3, 4)}):
         plan = prepare(request_of(**options), "auto")
         assert str(plan).startswith("Plain PyTorch computes the call")
 
 
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_without_tokens(select):
+def test_without_tokens():
     sides = [torch.zeros(0, 2, 4, device=DEVICE, requires_grad=True) for _ in range(3)]
-    options = {"select": select, "impl": "triton"}
-    out = lln.lln_keys_attention_varlen(*sides, bounds_of([0, 0]), **options)
+    out = lln.lln_keys_attention_varlen(*sides, bounds_of([0, 0]), impl="triton")
     assert out.shape == (0, 2, 4)
     out.sum().backward()
     assert all(side.grad is not None for side in sides)
 
 
-@pytest.mark.parametrize("select", ["block", "query"])
-def test_instruments_measure_what_the_kernels_would_compute(monkeypatch, select):
+def test_instruments_measure_what_the_kernels_would_compute(monkeypatch):
     """They complete the packed call, where nothing is padded."""
     x = torch.randn(23, 1, 4).to(DEVICE)
     options = {"kind": "lln_keys", "cu_seqlens": bounds_of([3, 20]), "block_size": 16, "keys": 3}
-    plain = instruments.entropy(x, x, select=select, **options)
+    plain = instruments.entropy(x, x, **options)
     let_auto_take_kernels(monkeypatch)
-    torch.testing.assert_close(instruments.entropy(x, x, select=select, **options), plain)
+    torch.testing.assert_close(instruments.entropy(x, x, **options), plain)
 
 
 def test_every_attention_is_a_kernel(monkeypatch):
@@ -315,11 +307,9 @@ def test_every_attention_is_a_kernel(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"is_causal": True}, "causal"),
         ({"block_size": 48}, "blocks of 48"),
         ({"group_size": 8}, "groups of 8"),
         ({"keys": 300}, "at most 256"),
-        ({"keys": 0, "select": "query"}, "without keys"),
         ({"keys": torch.zeros(2, 2, 3, dtype=torch.int64)}, "no indices of keys in packed"),
     ],
     ids=str,

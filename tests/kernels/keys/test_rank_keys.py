@@ -36,7 +36,7 @@ def test_candidates_are_those_of_plain_pytorch(name):
         key[:, 0][~mask] = float("nan")
     home = (torch.arange(held, device=DEVICE) + gaps[:, None]) // size
     valid = torch.ones_like(home, dtype=torch.bool) if mask is None else mask
-    expected = _candidates(mean, key, case["keys"], home, valid, size // group, False)
+    expected = _candidates(mean, key, case["keys"], home, valid, size // group)
     sizes = {"block_size": size, "group_size": group}
     found = fused_candidates(mean, key, mask, gaps, case["keys"], **sizes)
     for side, want in zip(found, expected, strict=True):

@@ -97,8 +97,7 @@ def exact_keys_without_a_kernel(group, rank):
     from lln import BackendUnavailableError, parallel
 
     said = []
-    cases = ({"is_causal": True, "offset": 0.0}, {"block_size": 48}, {"keys": 300})
-    for options in cases:
+    for options in ({"block_size": 48}, {"keys": 300}):
         sides = torch.randn(3, 1, 1, 20, 8)
         try:
             parallel.lln_keys_attention(*sides, group=group, **GIVEN, **options, impl="triton")
@@ -108,8 +107,7 @@ def exact_keys_without_a_kernel(group, rank):
 
 
 def test_exact_keys_that_the_kernels_do_not_take_are_refused(pool):
-    for causal, block, keys in pool.run(exact_keys_without_a_kernel, 2):
-        assert "causal" in causal
+    for block, keys in pool.run(exact_keys_without_a_kernel, 2):
         assert "blocks of 48" in block
         assert "at most 256" in keys
 

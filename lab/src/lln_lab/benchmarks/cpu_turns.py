@@ -39,6 +39,8 @@ HEADS, WIDTH = 12, 64
 PASSES = ("forward", "fwd + bwd")
 # What the others are compared with, and what causal ones are.
 BASES = ("softmax", "softmax causal")
+# What alternated in results that were made before queries chose pages.
+OLD_RECIPE = ("diag", "keys by query")
 # Turns that a length gets at least, however long they take.
 FEWEST = 3
 # Times of one round: pass, length and call → milliseconds.
@@ -72,8 +74,8 @@ def example() -> dict[str, Callable[..., Any]]:
         "softmax": scaled_dot_product_attention,
         "lln_diag": lln.lln_diag_attention,
         "lln_keys": lln.lln_keys_attention,
-        "diag": partial(lln.block_diagonal_attention, block_size=64),
-        "keys by query": partial(lln.lln_keys_attention, select="query", offset=-1e4),
+        "window": partial(lln.window_attention, window=64),
+        "pages": partial(lln.page_attention, window=64, sinks=0, pages=16),
     }
 
 
@@ -207,13 +209,16 @@ def example_table(content: dict[str, Any]) -> str:
 
     titles = {"lln_diag": "LLN + Diag", "lln_keys": "exact keys", "scratch": "from scratch"}
     rounds: list[Times] = []
+    is_old = any(case.endswith(OLD_RECIPE[1]) for case in content["ways"]["plain"][0])
     for times in content["ways"]["plain"]:
         cases = [f"{name} {tokens}" for name in PASSES for tokens in content["lengths"]]
         # Layers of the two kinds alternate.
-        both = [(times[f"{case} diag"], times[f"{case} keys by query"]) for case in cases]
+        kinds = OLD_RECIPE if is_old else ("window", "pages")
+        both = [[times[f"{case} {kind}"] for kind in kinds] for case in cases]
         means = {f"{case} scratch": sum(two) / 2 for case, two in zip(cases, both, strict=True)}
         rounds.append(times | means)
     own = {"ways": {"plain": rounds}}
+    gone = f" ({', '.join(OLD_RECIPE)}; made before the latter were removed)" if is_old else ""
     lines = []
     for tokens in content["lengths"]:
         cells = [f"{tokens:,}"]
@@ -231,8 +236,8 @@ def example_table(content: dict[str, Any]) -> str:
     caption = (
         "Milliseconds of one processor (times faster than softmax; below 1 it is slower), all "
         "by PyTorch's operations, without compiled passes; α and β matched, float32, B = 1, "
-        f"H = {HEADS}, D = {WIDTH}. *From scratch*: the mean of the two layers that alternate. "
-        f"Freed memory is kept. {setup['device']}, torch {setup['torch']}; {source(setup)}."
+        f"H = {HEADS}, D = {WIDTH}. *From scratch*: the mean of the two layers that alternate"
+        f"{gone}. Freed memory is kept. {setup['device']}, torch {setup['torch']}; {source(setup)}."
     )
     return table(heads, lines, caption)
 

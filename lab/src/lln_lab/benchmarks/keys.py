@@ -86,10 +86,8 @@ def softmax_times(inputs: list[torch.Tensor], time_of: Callable[..., float]) -> 
 
 
 def read_setting(setting: str) -> tuple[str, dict[str, Any]]:
-    """``64:16`` is 64 keys for every 16 queries, ``64:query`` 64 for each by its features."""
+    """``64:16`` is 64 keys for every 16 queries."""
     keys, group = setting.split(":")
-    if group == "query":
-        return f"keys {keys}, by query", {"keys": int(keys), "select": "query"}
     return f"keys {keys}, groups of {group}", {"keys": int(keys), "group_size": int(group)}
 
 
@@ -138,7 +136,7 @@ def main() -> None:
         nargs="+",
         default=["64:64"],
         metavar="KEYS:GROUP",
-        help="64:16 = 64 keys for every 16 queries, 64:query = 64 for each by its features",
+        help="64:16 = 64 keys for every 16 queries",
     )
     parser.add_argument("--packed", action="store_true", help="packed sequences of two lengths")
     parser.add_argument("--out", type=Path)

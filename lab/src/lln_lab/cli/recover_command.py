@@ -17,7 +17,7 @@ from lln.cli.model_commands import (
     Keys,
     Layers,
     Overwrite,
-    Select,
+    Pages,
     Target,
     number_or_name,
 )
@@ -39,14 +39,17 @@ def recover(
     ] = None,
     layers: Layers = None,
     target_quality: Target = None,
-    statistics: Annotated[str, typer.Option(help=STATISTICS)] = "running",
+    statistics: Annotated[
+        str | None,
+        typer.Option(help=f"{STATISTICS} Default: running; attention with pages has none."),
+    ] = None,
     mix: Annotated[
         str | None, typer.Option(help=f"{MIX} Default: gate; lln_keys has no such weight.")
     ] = None,
     block_size: BlockSize = None,
-    keys: Keys = 64,
-    select: Select = "block",
+    keys: Keys = None,
     group_size: GroupSize = None,
+    pages: Pages = None,
     convolution: Convolution = 0,
     tokens: Annotated[
         int,
@@ -120,8 +123,8 @@ def recover(
             mix=number_or_name(mix),
             block_size=block_size,
             keys=keys,
-            select=select,
             group_size=group_size,
+            pages=pages,
             convolution=convolution,
             training={
                 "batch_size": batch_size,

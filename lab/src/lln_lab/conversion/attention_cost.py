@@ -6,9 +6,8 @@ Counted are the multiplications of one forward call, per token and head:
     exact keys    (W + K)(D + E)  +  2 D (E + 1)  +  N D / g
                   block and keys     slots           selection
 
-The slots are made and read once each; g queries share what is selected, and selection by features
-(``"query"``) multiplies nothing. Causal attention has half of N. Sorting and memory are not
-counted: measure before you rely on it.
+The slots are made and read once each; g queries share what is selected. Causal attention has half
+of N. Sorting and memory are not counted: measure before you rely on it.
 
 Dimension legend: N tokens, D head width, E value width, W tokens in a block, K keys per group.
 """
@@ -44,7 +43,6 @@ class AttentionShape:
         value_width: E.
         block_size: W.
         group_size: Queries that share their keys.
-        select: How keys are chosen.
         is_causal: Whether a query sees only earlier keys.
         impl: As in `lln.lln_attention`.
         dtype: Of the activations.
@@ -58,7 +56,6 @@ class AttentionShape:
     value_width: int
     block_size: int
     group_size: int
-    select: str
     is_causal: bool
     impl: str
     dtype: torch.dtype
@@ -75,7 +72,6 @@ class AttentionShape:
             value_width=call.value.shape[3],
             block_size=call.block_size,
             group_size=call.group_size,
-            select=call.settings.select,
             is_causal=call.is_causal,
             impl=call.settings.impl,
             dtype=call.query.dtype,
@@ -98,10 +94,8 @@ class AttentionShape:
         block = min(self.block_size, tokens)
         exact = block + min(keys, tokens - block)
         slots = 2 * self.width * (self.value_width + 1)
-        is_scored = self.select == "block" and keys > 0
-        scored = tokens * self.width / self.group_size if is_scored else 0.0
-        selection = scored / 2 if self.is_causal else scored
-        return exact * (self.width + self.value_width) + slots + selection
+        scored = tokens * self.width / self.group_size if keys > 0 else 0.0
+        return exact * (self.width + self.value_width) + slots + scored
 
 
 def measure_calls(
@@ -168,9 +162,7 @@ def _call(shape: AttentionShape, tokens: int, keys: int | None) -> Callable[[], 
         offset=0.0,
         block_size=shape.block_size,
         keys=keys,
-        select=shape.select,
         group_size=shape.group_size,
-        is_causal=shape.is_causal,
         enable_gqa=True,
         impl=shape.impl,
     )

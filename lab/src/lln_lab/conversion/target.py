@@ -27,7 +27,7 @@ class TargetSearch:
         model: To convert.
         attention: What the model is converted to.
         statistics: Where α and β come from.
-        keys: How many exact keys, if there is no target.
+        keys: How many exact keys were asked for.
         calibrate: The batch to search on.
     """
 
@@ -37,7 +37,7 @@ class TargetSearch:
         model: nn.Module,
         attention: str,
         statistics: str,
-        keys: int,
+        keys: int | None,
         calibrate: object | None,
     ) -> None:
         """Refuse a target that cannot be met or understood, in one sentence."""
@@ -57,7 +57,7 @@ class TargetSearch:
             )
         if calibrate is None:
             raise InvalidInputError("target needs calibrate, inputs to measure every layer on.")
-        if keys != 64:
+        if keys is not None:
             raise InvalidInputError(
                 f"target chooses the keys of every layer itself; leave keys out, got {keys!r}."
             )

@@ -19,16 +19,10 @@ LADDER = (0, 16, 32, 64, 128, 256)
 
 
 def ladder_of(call: AttentionCall) -> tuple[int, ...]:
-    """The numbers of keys to try, and none beyond the first that is all of them.
-
-    A block has chosen all when it has those outside; by query two lists overlap, and only as many
-    keys as tokens are certain to be all.
-    """
+    """The numbers of keys to try, and none beyond the first that is all outside a block."""
     tokens = call.key.shape[2]
-    by_block = call.settings.select == "block"
-    every = tokens - call.block_size if by_block else tokens
-    tried = [keys for keys in LADDER if keys == 0 or keys < tokens or not by_block]
-    enough = [keys for keys in tried if keys >= every]
+    tried = [keys for keys in LADDER if keys == 0 or keys < tokens]
+    enough = [keys for keys in tried if keys >= tokens - call.block_size]
     return tuple(keys for keys in tried if not enough or keys <= enough[0])
 
 

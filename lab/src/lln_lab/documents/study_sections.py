@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lln_lab.documents import theory_tables
+from lln_lab.documents.page_tables import rules
 from lln_lab.experiments.catalogue import EXPERIMENTS
 from lln_lab.experiments.cell_table import cell_table
 from lln_lab.experiments.cells import read_all
@@ -73,6 +74,7 @@ def exact_keys() -> Iterator[Section]:
         read(f"keys_training/{p.stem}") for p in sorted((RESULTS / "keys_training").glob("*.json"))
     ]
     yield Section(page, "key-training", from_scratch(trained))
+    yield Section(DOCS / "pages.md", "page-rules", rules(read("page_rules")))
     decoders = decoder(read("decoder_conversion"))
     yield Section(DOCS / "tutorials/decoder.md", "key-decoder", decoders)
     for device in ("cuda", "query-cuda", "cpu", "cpu-x86"):

@@ -4,12 +4,12 @@
 in float16 with its loss scale (Figure 10b). Every layer has a convolution of its values: without
 one LLN and softmax stay at the frequencies of words for longer than this training lasts (Table 1),
 and all temperatures would look alike; with one they leave it within 200 steps, so that 600 steps
-tell them apart. *parts*: block size, how LLN and blocks are joined, exact keys, their choice,
-alternating layers, a convolution of the values; 1,500 steps, twice as many as blocks need to leave
-the frequencies of words. *keys*: how many exact keys a query needs at 512
-and at 2,048 tokens, and how to choose them, trained from scratch without slots
-(docs/exact_keys.md), beside keys at random, blocks that every other layer shifts by half, keys in
-every layer, and a convolution.
+tell them apart. *parts*: block size, how LLN and blocks are joined, exact keys, alternating layers,
+a convolution of the values; 1,500 steps, twice as many as blocks need to leave the frequencies of
+words. *keys*: how many exact keys a query needs at 512 and at 2,048 tokens, trained from scratch
+without slots (docs/exact_keys.md), beside keys at random, pages, blocks that every other layer
+shifts by half, and a convolution. Kept cells with ``select=query`` and ``select=half`` are of
+choices that were removed; pages took their place.
 """
 
 from __future__ import annotations
@@ -49,25 +49,23 @@ PARTS = (
     "diag/lln",
     "diag/softmax",
     *(f"diag/lln_keys@keys={keys},learn_offset=True" for keys in (16, 64, 128)),
-    "diag/lln_keys@select=query,learn_offset=True",
     "lln_keys@learn_offset=True",
     "diag+conv",
     "lln+conv",
     "diag/lln+conv",
 )
-QUERY_KEYS = "lln_keys@keys=64,select=query,offset=-1e4"
 KEYS = (
     "softmax",
     "diag",
     "diag/diag@shift=32",
     "diag/softmax",
-    *(f"diag/lln_keys@keys={keys},select=query,offset=-1e4" for keys in (16, 64, 256)),
-    "diag/lln_keys@keys=64,select=block,offset=-1e4",
+    "diag/lln_keys@keys=64,offset=-1e4",
     "diag/lln_keys@keys=64,offset=-1e4+random",
-    QUERY_KEYS,
+    *(f"window/pages@pages={pages}" for pages in (1, 4, 16)),
+    "pages",
     "diag+conv",
     "diag/softmax+conv",
-    f"diag/{QUERY_KEYS}+conv",
+    "window/pages+conv",
 )
 SMOKE = Recipe(4, 4, 1e-3, saves=1, points=4)
 LENGTHS = (512, 2048)

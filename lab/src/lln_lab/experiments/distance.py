@@ -101,7 +101,7 @@ EXPERIMENT = Experiment(
         "lln",
         "lln_diag",
         "lln_keys",
-        "lln_keys@select=query,offset=-1e4",
+        "pages",
         "elu",
         "hedgehog",
     ),

@@ -28,7 +28,13 @@ DECODERS = {
     "diag": "blocks of 64 alone",
     "keys 64": "exact keys, 64 per query",
     "keys 128": "exact keys, 128 per query",
+    "pages 16": "window of 127, 16 sinks, 16 pages of 16",
+    "pages": "… 32 pages (the default)",
+    "pages 16, window 255": "… 16 pages, window of 255",
+    "window 255": "… 32 pages, window of 255",
 }
+# In results of a choice that the library had: every query by its two strongest features.
+BY_QUERY = ", by query"
 SELECTIONS = {
     "none": "none",
     "random": "at random",
@@ -65,7 +71,9 @@ def decoder(results: dict[str, Any]) -> str:
     lengths = sorted({tokens for cells in results["rows"].values() for tokens in cells}, key=int)
     rows = []
     for name, shown in DECODERS.items():
-        cells = [results["rows"].get(name, {}).get(tokens) for tokens in lengths]
+        if name not in results["rows"]:
+            continue
+        cells = [results["rows"][name].get(tokens) for tokens in lengths]
         row = [
             [f"{cell['perplexity']:,.2f}", f"{cell['copy']:.2f}"] if cell else ["", ""]
             for cell in cells
@@ -161,22 +169,24 @@ def speed(results: dict[str, Any]) -> str:
         memory = [f"{row[settings[0]]['memory']:.2f}"] if has_memory else []
         rows.append([f"{row['tokens']:,}", *times, f"{ratio:.2f}×", *memory])
     head += ["memory"] if has_memory else []
-    setup = results["setup"]
+    setup, gone = results["setup"], ""
+    if any(name.endswith(BY_QUERY) for name in settings):
+        gone = " Made before keys by query were removed from the library."
     kind = "Medians of CUDA graphs, bfloat16" if has_memory else "Best of seven calls, float32"
     batch = "65,536 tokens in a batch" if has_memory else "batch 1"
     return (
         f"{table(head, rows)}\n\nMilliseconds, forward / forward and backward; the last columns "
         f"are those of {_setting(settings[0])}. {kind}, {batch}, {results['heads']} heads of "
         f"{results['width']}, α, β and offset given, choosing keys included. {setup['device']}, "
-        f"torch {setup['torch']}, {commit_of(setup)}; made by `{setup['command']}`."
+        f"torch {setup['torch']}, {commit_of(setup)}; made by `{setup['command']}`.{gone}"
     )
 
 
 def _setting(name: str) -> str:
     """``keys 64, groups of 16`` in words; groups of a block need none."""
     keys, _, group = name.removeprefix("keys ").partition(", groups of ")
-    if keys.endswith(", by query"):
-        return f"{keys.removesuffix(', by query')} keys by query"
+    if keys.endswith(BY_QUERY):
+        return f"{keys.removesuffix(BY_QUERY)} keys by query"
     return f"{keys} keys" if group == "64" else f"{keys} keys per {group} queries"
 
 

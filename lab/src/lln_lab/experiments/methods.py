@@ -4,7 +4,7 @@ A method is a system of `lln_lab.peers`, or two that alternate (``diag/softmax``
 layers). ``+diag`` averages a system with softmax inside blocks, ``+conv`` adds a depthwise
 convolution of the values: both work for every core. ``+random`` lets exact keys be drawn instead of
 chosen, a control; ``+calibrated`` lets LLN measure α and β on the way instead of matching them.
-Options of a system follow an @, separated by commas: ``lln_keys@keys=128,select=query``,
+Options of a system follow an @, separated by commas: ``lln_keys@keys=128,group_size=16``,
 ``diag/lln_keys@keys=32+conv``.
 """
 
@@ -84,7 +84,7 @@ class Method:
 
 
 def _read_system(text: str) -> tuple[str, dict[str, Any]]:
-    """``lln_keys@keys=128,select=query`` → the system and its options."""
+    """``lln_keys@keys=128,group_size=16`` → the system and its options."""
     system, _, given = text.partition("@")
     peers.card(system)
     options = {}

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from lln.matching.page_index import PageIndex
 from torch.nn import functional as F
 
 from lln.files import write_atomically
+from lln.matching.page_index import PageIndex
 from lln_lab.bench.environment import describe
 from lln_lab.experiments.decoder_conversion import FIRST_MEASURED, measure, smollm2, texts_of
 from lln_lab.experiments.tasks.data_folder import text_file
@@ -112,24 +112,32 @@ def best_pages(scores, pages):
     return chosen.scatter_(-1, top.indices, top.values > -torch.inf).repeat_interleave(PAGE, -1)
 
 
+def find_indices(model, texts):
+    """Projections of every layer and rank, from what softmax attends to in some texts."""
+    ranks = {RANK, *(change.get("first_rank", RANK) for change in ROWS.values() if change)}
+    found = {}
+
+    def attend(module, query, key, value, attention_mask=None, **_options):
+        found[module.layer_idx] = {rank: PageIndex.of(query, key, rank) for rank in ranks}
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("page_rule", attend)
+    model.set_attn_implementation("page_rule")
+    model(texts, use_cache=False)
+    return found
+
+
 class Variant:
-    """Attention of one row, for transformers: finds projections on the first call of a layer."""
+    """Attention of one row, for transformers."""
 
-    def __init__(self, change, pages):
-        self.change = change
-        self.pages = self.change.get("pages", pages)
-        self.indices = {}
-
-    def of_layer(self, layer, query, key):
-        if layer not in self.indices:
-            ranks = {RANK, self.change.get("first_rank", RANK)}
-            self.indices[layer] = {rank: PageIndex.of(query, key, rank) for rank in ranks}
-        return self.indices[layer]
+    def __init__(self, change, pages, indices):
+        self.change, self.indices = change, indices
+        self.pages = change.get("pages", pages)
 
     def attend(self, module, query, key, value, attention_mask=None, **_options):
-        indices = self.of_layer(module.layer_idx, query, key)
         texts = [
-            self.one(*(side[None] for side in sides), indices)
+            self.one(*(side[None] for side in sides), self.indices[module.layer_idx])
             for sides in zip(query, key, value, strict=True)
         ]
         return torch.cat(texts).transpose(1, 2).contiguous(), None
@@ -200,7 +208,7 @@ def main():
     text = read_utf8(text_file(given.data, "valid"), "--data")
     for tokens in given.tokens:
         ids = texts_of(text, tokenizer, tokens).to(given.device)
-        known = ids[: max(CALIBRATION_TOKENS // tokens, 1)]
+        indices = find_indices(model, ids[: max(CALIBRATION_TOKENS // tokens, 1)])
         count = max(given.texts * 2048 // tokens, 1)
         for row in given.rows:
             cells = results["rows"].setdefault(row, {})
@@ -208,10 +216,9 @@ def main():
                 continue
             model.set_attn_implementation("sdpa")
             if ROWS[row] is not None:
-                variant = Variant(ROWS[row], PAGES.get(tokens, 16))
+                variant = Variant(ROWS[row], PAGES.get(tokens, 16), indices)
                 transformers.AttentionInterface.register("page_rule", variant.attend)
                 model.set_attn_implementation("page_rule")
-                model(known, use_cache=False)
             texts = ids[FIRST_MEASURED : FIRST_MEASURED + count]
             cells[str(tokens)] = measure(model, texts)
             print(row, tokens, cells[str(tokens)], flush=True)

@@ -56,7 +56,7 @@ class RandomKeys(nn.Module):
                 "without it, or a task such as mlm."
             )
         core = self.core
-        sides = (query, key, None, False, core.matching, core.impl)
+        sides = (query, key, None, core.matching, core.impl)
         alpha, beta, offset = numbers_of_call(core.statistics, core.offset, *sides)
         return lln_keys_attention(
             query,

@@ -14,10 +14,10 @@ BLOCK = 64
 
 
 def measure_masses(seen: SeenCall) -> dict[str, Tensor]:
-    """Masses of a softmax call by name, ``[B, H]`` each; nothing for cross attention."""
-    if seen.tokens[0] != seen.tokens[1]:
+    """Masses of a softmax call by name, ``[B, H]`` each; nothing for causal and cross attention."""
+    if seen.tokens[0] != seen.tokens[1] or seen.options["is_causal"]:
         return {}
-    shared = {name: seen.options[name] for name in ("key_mask", "is_causal", "scale")}
+    shared = {name: seen.options[name] for name in ("key_mask", "scale")}
     found = key_masses(seen.query, seen.key, keys=KEYS, block_size=BLOCK, **shared)
     values = {"mass.block": found.block}
     for place, number in enumerate(KEYS):

@@ -50,10 +50,8 @@ def key_masses(
     *,
     keys: int | Iterable[int] = KEYS,
     block_size: int = 64,
-    select: str = "block",
     group_size: int | None = None,
     key_mask: Tensor | None = None,
-    is_causal: bool = False,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     most_rows: int | None = 1024,
@@ -69,10 +67,8 @@ def key_masses(
         key: ``[B, Hk, T, D]``, H a multiple of Hk, or ``[T, Hk, D]``.
         keys: Numbers of keys to try, or one.
         block_size: Tokens in a block.
-        select: How keys are chosen, see `lln.choose_keys`.
-        group_size: Queries that share their chosen keys, likewise.
+        group_size: Queries that share their chosen keys, see `lln.choose_keys`.
         key_mask: bool ``[B, T]``, True = attend; padded queries do not count either.
-        is_causal: Whether row i sees keys 0 … i only, and chosen keys are of earlier blocks.
         scale: Factor of the scores; None = 1/√D.
         cu_seqlens: int ``[n + 1]``, boundaries of packed sequences; B is then n.
         most_rows: Rows to measure of a longer sequence, at random but always the same ones; None =
@@ -96,10 +92,8 @@ def key_masses(
         checks.check_count("most_rows", most_rows)
     options: dict[str, Any] = {
         "block_size": block_size,
-        "select": select,
         "group_size": group_size,
         "key_mask": key_mask,
-        "is_causal": is_causal,
         "scale": scale,
         "cu_seqlens": cu_seqlens,
     }
@@ -163,11 +157,8 @@ def _sum_rows(heads: UnmaskedHeads, choices: list[ChosenKeys], rows: Tensor) -> 
     count, tokens, _ = heads.key.shape
     key = heads.key.mT.contiguous()
     total = heads.key.new_zeros(count, 1 + len(choices))
-    column = torch.arange(tokens, device=rows.device)
     for part in rows.split(max(TILE // (count * tokens), 1)):
         scores = heads.scale * heads.query[:, part] @ key
-        if heads.is_causal:
-            scores.masked_fill_(column > part[:, None], -torch.inf)
         p = scores.softmax(-1)
         near = heads.block[part, None] == heads.block
         masses = [torch.where(near, p, 0.0).sum((-2, -1))]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lln import reference
 from lln.checks.call import fit_blocks
-from lln.checks.key_options import check_selection
+from lln.checks.key_options import check_group_size
 from lln.checks.names import check_choice
 from lln.errors import InvalidInputError
 from lln.functional.exact_keys import choose_keys
@@ -163,10 +163,7 @@ class LLNKeys(LLN):
     Args:
         keys: How many keys outside its block a group of queries sees one by one.
         block_size: Tokens in a block.
-        select: How keys are chosen: ``"block"`` or ``"query"`` (see
-            `lln.choose_keys`); a causal layer takes ``"block"`` only.
-        group_size: Queries that share their keys; None = a block for ``"block"``, 1 for the others
-            and in a causal layer.
+        group_size: Queries that share their keys (see `lln.choose_keys`); None = a block.
         offset: What puts the slots on the scale of softmax scores: a number or one value per head;
             None = the closed form in every call.
         learn_offset: Whether the offset is a parameter that starts at ``offset``, or at the closed
@@ -184,6 +181,7 @@ class LLNKeys(LLN):
         "d slots]",
         complexity="O(N²d/b + N (b + K + d) d)",
         is_linear=False,
+        causal=False,
         repeats_on_gpu=False,
         oracle="dense form; the tests of lln.lln_keys_attention",
         adds="none; one offset per head with learn_offset",
@@ -195,7 +193,6 @@ class LLNKeys(LLN):
         *,
         keys: int = 64,
         block_size: int = 64,
-        select: str = "block",
         group_size: int | None = None,
         offset: float | Tensor | None = None,
         learn_offset: bool = False,
@@ -206,7 +203,6 @@ class LLNKeys(LLN):
             host,
             keys=keys,
             block_size=block_size,
-            select=select,
             group_size=group_size,
             offset=offset,
             learn_offset=learn_offset,
@@ -215,11 +211,11 @@ class LLNKeys(LLN):
         )
 
     def matrix(self, query: Tensor, key: Tensor, key_mask: Mask = None) -> Tensor:
-        core, is_causal = self.attention, self.host.is_causal
+        core = self.attention
         assert isinstance(core, LLNKeysCore)
         was_training = core.training
         core.eval()
-        sides = (query, key, key_mask, is_causal, core.matching, core.impl)
+        sides = (query, key, key_mask, core.matching, core.impl)
         alpha, beta, offset = numbers_of_call(core.statistics, core.offset, *sides)
         core.train(was_training)
         moments = head_moments(query, key, key_mask)
@@ -228,23 +224,11 @@ class LLNKeys(LLN):
         if offset is None:
             offset = mass_offset(moments, alpha, beta, query.shape[-1])
         tokens = query.shape[-2]
-        group = check_selection(core.select, core.group_size, core.block_size)
+        group = check_group_size(core.group_size, core.block_size)
         block_size, group = fit_blocks(core.block_size, group, tokens)
-        choice = {"block_size": block_size, "key_mask": key_mask, "is_causal": is_causal}
-        indices = choose_keys(query, key, core.keys, select=core.select, group_size=group, **choice)
-        keep = visible(query, key_mask, is_causal)
-        exact = reference.exact_pairs(
-            indices, tokens, block_size, group, keep=keep, is_causal=is_causal
-        )
-        rest = keep
-        if is_causal:
-            place = torch.arange(tokens, device=query.device).expand(query.shape[0], 1, tokens)
-            if key_mask is not None:
-                place = place - key_mask[:, None].int().argmax(-1, keepdim=True)
-            block = place.div(block_size, rounding_mode="floor")
-            earlier = block.unsqueeze(-1) > block.unsqueeze(-2)
-            rest = earlier if keep is None else keep & earlier
-        matrix = reference.lln_keys_matrix(
-            query, key, alpha, beta, exact, offset, keep=keep, rest=rest
-        )
+        choice = {"block_size": block_size, "key_mask": key_mask}
+        indices = choose_keys(query, key, core.keys, group_size=group, **choice)
+        keep = visible(query, key_mask, False)
+        exact = reference.exact_pairs(indices, tokens, block_size, group, keep=keep)
+        matrix = reference.lln_keys_matrix(query, key, alpha, beta, exact, offset, keep=keep)
         return matrix.to(accumulation_dtype(query.dtype))

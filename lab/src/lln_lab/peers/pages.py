@@ -27,6 +27,8 @@ class Pages(Core):
         citation="this project; pages by their mean: Lu et al. 2025 (MoBA), arXiv 2502.13189",
         equation="P = softmax(QKᵀ/√d) over |i − j| ≤ w, j < s and the chosen pages, 0 elsewhere",
         complexity="O(N² d) to choose, without exponentials; O(N (w + s + Pp) d) to attend",
+        is_linear=False,
+        repeats_on_gpu=False,
         oracle="dense form; softmax where the pages hold all tokens",
     )
 

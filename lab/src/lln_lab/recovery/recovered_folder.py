@@ -23,6 +23,7 @@ from lln.integrations.folders import (
     save_converted,
 )
 from lln.integrations.loading import load_model
+from lln.integrations.surgeon import has_rotations
 from lln_lab.recovery.recover import recover
 from lln_lab.recovery.work_folder import check_unlocked
 from lln_lab.texts import read_lines
@@ -78,6 +79,11 @@ def recover_folder(
     if target_quality is not None:
         calibration, held = divided(pieces, 24)
     check_runs(source, model, calibration)
+    is_paged = attention == "lln_keys" and target_quality is None and options.get("pages") != 0
+    if options.get("statistics") is None and not (
+        is_paged and (options.get("pages") or has_rotations(model))
+    ):
+        options["statistics"] = "running"
     conversion = convert_quietly(
         model,
         attention,

@@ -1,1 +1,1 @@
-"""Attention with exact keys: choosing them, by groups or by query, and reading them."""
+"""Attention with exact keys: choosing them and reading them."""

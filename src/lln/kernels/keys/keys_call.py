@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lln.eager.key_blocks import blocks_in
 from lln.kernels.keys.launch_choice import gaps_before
-from lln.kernels.keys.lists import Lists
 from lln.kernels.launching.kernel_arguments import flat_scale, mask_bytes
 from lln.kernels.summaries.lln_call import LLNCall
 
@@ -57,13 +56,8 @@ class KeysCall(NamedTuple):
         alpha: 4-D, broadcasts to ``[B, H, 1, 1]``; None = ``alpha_number``.
         beta: 4-D; None = ``beta_number``.
         offset: 4-D; None = ``offset_number``.
-        indices: int32 ``[B, H, G, K]``, contiguous; -1 = none. With ``features``, the keys of
-            `lln.kernels.keys.lists.Lists`.
+        indices: int32 ``[B, H, G, K]``, contiguous; -1 = none.
         mask: bool ``[B, T]`` or None.
-        features: As the next three, a field of `Lists`; None = keys were chosen by groups.
-        order: See above.
-        starts: See above.
-        members: See above.
         alpha_number: α where it is one number.
         beta_number: β where it is one number.
         offset_number: The offset where it is one number.
@@ -81,10 +75,6 @@ class KeysCall(NamedTuple):
     offset: Tensor | None
     indices: Tensor
     mask: Tensor | None
-    features: Tensor | None
-    order: Tensor | None
-    starts: Tensor | None
-    members: Tensor | None
     alpha_number: float
     beta_number: float
     offset_number: float
@@ -111,13 +101,6 @@ class KeysCall(NamedTuple):
         return self.blocks * (self.block_size // self.group_size)
 
     @property
-    def lists(self) -> Lists:
-        """What a choice by query returned."""
-        assert self.features is not None and self.order is not None  # noqa: PT018
-        assert self.starts is not None and self.members is not None  # noqa: PT018
-        return Lists(self.indices, self.features, self.order, self.starts, self.members)
-
-    @property
     def summary_heads(self) -> int:
         """SH."""
         if self.outside is not None:
@@ -132,7 +115,7 @@ class KeysCall(NamedTuple):
     @property
     def options(self) -> tuple[Hashable, ...]:
         """What the kernels depend on besides how the tensors lie in memory, in `runtime` too."""
-        given = (self.alpha, self.beta, self.offset, self.mask, self.features, self.outside)
+        given = (self.alpha, self.beta, self.offset, self.mask, self.outside)
         numbers = (self.block_size, self.group_size, self.scale, self.held, self.summary_heads)
         return *[side is None for side in given], *numbers
 
@@ -144,8 +127,6 @@ class KeysCall(NamedTuple):
         """
         batch, query = self.query.shape[0], self.query
         mask, gaps, held = self.masking
-        names = ("p_lists", "p_features", "p_order", "p_starts", "p_members")
-        lists = {} if self.features is None else dict(zip(names, self.lists, strict=True))
         return {
             "p_q": query,
             "p_k": self.key,
@@ -160,7 +141,6 @@ class KeysCall(NamedTuple):
             "alpha": self.alpha_number,
             "beta": self.beta_number,
             "offset": self.offset_number,
-            **lists,
             **others,
         }
 

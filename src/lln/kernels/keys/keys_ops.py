@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lln.eager.key_blocks import blocks_in
-from lln.kernels.keys.lists import Lists, list_shapes
 from lln.kernels.launching.kernel_arguments import tensor_or_number
 from lln.kernels.launching.operators import Operation, call, operator, with_gradients
 from lln.kernels.launching.shapes import output_like, summary_heads, within_reach
@@ -25,8 +24,7 @@ from lln.tracing import is_watched
 # The arguments of a call are the fields of `lln.kernels.keys.keys_call.KeysCall`.
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? alpha, Tensor? beta, Tensor? offset, "
-    "Tensor indices, Tensor? key_mask, Tensor? features, Tensor? order, Tensor? starts, "
-    "Tensor? members"
+    "Tensor indices, Tensor? key_mask"
 )
 _NUMBERS = (
     "float alpha_number, float beta_number, float offset_number, int block_size, int group_size, "
@@ -50,15 +48,6 @@ def fused_choice(
     return choose_keys(*arguments) if is_watched(query) else _choose(*arguments)
 
 
-def fused_lists(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, keys: int, *, flip: bool
-) -> Lists:
-    """The keys of every feature and the queries by feature, by the kernels."""
-    query, key = within_reach(query.detach()), within_reach(key.detach())
-    arguments = (query, key, key_mask, min(keys, query.shape[2]), flip)
-    return Lists(*(choose_lists if is_watched(query) else _choose_lists)(*arguments))
-
-
 def fused_keys(
     query: Tensor,
     key: Tensor,
@@ -66,7 +55,7 @@ def fused_keys(
     alpha: float | Tensor,
     beta: float | Tensor,
     offset: float | Tensor,
-    indices: Tensor | Lists,
+    indices: Tensor,
     *,
     key_mask: Tensor | None,
     block_size: int,
@@ -82,7 +71,7 @@ def fused_keys(
         alpha: A number, or broadcasts to ``[B, H, 1, 1]``.
         beta: Likewise, or to ``[B, Hk, 1, 1]``.
         offset: A number, or broadcasts to ``[B, H, 1, 1]``.
-        indices: ``[B, H, G, K]``; only keys that a group may see, or -1. Or the lists of features.
+        indices: ``[B, H, G, K]``; only keys that a group may see, or -1.
         key_mask: bool ``[B, T]`` or None.
         block_size: A power of two.
         group_size: A power of two.
@@ -93,11 +82,8 @@ def fused_keys(
     beta_t, beta_number = tensor_or_number(beta, key.shape[1])
     offset_t, offset_number = tensor_or_number(offset, query.shape[1])
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    if isinstance(indices, Lists):
-        chosen, *of_lists = indices
-    else:
-        chosen, of_lists = indices.to(torch.int32).contiguous(), (None,) * 4
-    tensors = (query, key, value, alpha_t, beta_t, offset_t, chosen, key_mask, *of_lists)
+    chosen = indices.to(torch.int32).contiguous()
+    tensors = (query, key, value, alpha_t, beta_t, offset_t, chosen, key_mask)
     numbers = (alpha_number, beta_number, offset_number, block_size, group_size, factor)
     return call(_ATTEND, attend_keys, *tensors, *numbers)
 
@@ -106,12 +92,6 @@ def _choose(*arguments: Any) -> Tensor:
     from lln.kernels.keys.launch_choice import choose
 
     return choose(*arguments)
-
-
-def _choose_lists(*arguments: Any) -> tuple[Tensor, ...]:
-    from lln.kernels.keys.launch_list_choice import choose_lists
-
-    return choose_lists(*arguments)
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, ...]:
@@ -156,24 +136,6 @@ choose_keys = operator(
     "bool flip",
     _choose,
     _fake_choice,
-)
-
-
-def _fake_lists(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, keys: int, flip: bool
-) -> tuple[Tensor, ...]:
-    return tuple(
-        query.new_empty(shape, dtype=torch.int16 if name == "features" else torch.int32)
-        for name, shape in list_shapes(query, key, keys).items()
-    )
-
-
-choose_lists = operator(
-    "choose_lists",
-    "Tensor query, Tensor key, Tensor? key_mask, int keys, bool flip",
-    _choose_lists,
-    _fake_lists,
-    results=5,
 )
 
 

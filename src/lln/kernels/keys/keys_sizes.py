@@ -46,7 +46,7 @@ def constant_args(call: KeysCall, **others: Tensor) -> dict[str, Any]:
         "E": value_width,
         "BD": max(16, power_of_two(width)),
         "BE": max(16, power_of_two(value_width)),
-        "BM": max(16, call.group_size if call.features is None else call.block_size),
+        "BM": max(16, call.group_size),
         "BW": max(16, call.block_size),
         "BK": chosen,
         "MORE": call.indices.shape[-1] > chosen,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.keys import launch_lists
 from lln.kernels.keys import triton_keys_grad as keys_grad
 from lln.kernels.keys import triton_keys_read as keys_read
 from lln.kernels.keys.keys_call import KeysCall, Summary
@@ -23,15 +22,12 @@ from lln.kernels.keys.launch_slots import (
     gradient_step,
     summarise,
 )
-from lln.kernels.launching.limits import multiprocessors
 from lln.kernels.launching.recipes import Place, Recipe, Step, Workspace, launch_fixed
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.stretches import cdiv
 
 # Pairs whose blocks a program finds.
 PAIRS_AT_ONCE = 1024
-# Programs of the lists' gradients per multiprocessor, at least.
-LIST_PROGRAMS = 4
 # The pairs' gradients may take this share of the memory of query, key, value and their gradients.
 PAIR_SHARE = 0.17
 # What a kernel gets that takes the pairs of blocks in order.
@@ -60,8 +56,6 @@ def read_keys(call: KeysCall, summary: Summary) -> tuple[Tensor, Tensor, Tensor]
 
     def write() -> Recipe:
         values = constant_args(call, p_o=out)
-        if call.features is not None:
-            return launch_lists.read_recipe(call, values)
         own = {"STAGES": STAGES["chosen"]}
         grid = (call.groups * batch * heads,)
         kernel = keys_read.keys_read_kernel
@@ -107,16 +101,13 @@ def exact_keys_gradients(
     del parts, of_slots
     dbeta = torch.empty((batch * slots, call.blocks), device=device)
     runtime |= gathered | {"p_dbeta_parts": dbeta}
-    if call.features is not None:
-        runtime["p_chosen"] = launch_lists.lists_of_runs(call)
-    chosen = runtime["p_chosen"]
     # Before the pairs take their memory, because sorting needs some of its own.
-    runtime |= _sorted_pairs(call, chosen, runtime["p_gaps"])
+    runtime |= _sorted_pairs(call, runtime["p_gaps"])
     launch_fixed(
         ("pair gradients", *call.options),
         runtime,
         device,
-        lambda: _write_pairs(call, constant_args(call, **strides), chosen),
+        lambda: _write_pairs(call, constant_args(call, **strides)),
     )
     shape = (batch, heads, 1, 1)
     of_alpha = of_beta = of_offset = None
@@ -131,35 +122,25 @@ def exact_keys_gradients(
     return dq, dk, dv, of_alpha, of_beta, of_offset
 
 
-def _write_pairs(call: KeysCall, values: dict[str, Any], chosen: Tensor) -> Recipe:
+def _write_pairs(call: KeysCall, values: dict[str, Any]) -> Recipe:
     batch, key_heads = call.key.shape[:2]
-    values |= {"G": chosen.shape[2], "K": chosen.shape[3]}
     own = {"BP": rows_at_once(call), "STAGES": STAGES["key"], **SORTED_PAIRS}
-    each = heads_at_once(call, chosen)
-    workspace = pair_memory(call, chosen)
-    share = call.query.shape[1] // key_heads
-    if call.features is not None:
-        numbers = (each * share, 2 * call.query.shape[2], call.query.shape[3])
-        workspace["p_part"] = numbers, call.query.dtype
+    each, share = heads_at_once(call), call.query.shape[1] // key_heads
     steps = []
     for first in range(0, batch * key_heads, each):
         count = min(each, batch * key_heads - first)
-        if call.features is None:
-            steps.append(far_step(values, first * share, count * share))
-        else:
-            heads = (first * share, count * share)
-            steps += launch_lists.gradient_steps(call, values, *heads, chosen.shape[2])
+        steps.append(far_step(values, first * share, count * share))
         some = values | own | {"first_head": first}
         grid, number = (call.blocks * count,), warps("key", values)
         steps.append(Step(keys_grad.keys_key_kernel, grid, some, number, registers(values)))
-    return Recipe(steps, workspace)
+    return Recipe(steps, pair_memory(call))
 
 
-def pair_memory(call: KeysCall, chosen: Tensor) -> Workspace:
+def pair_memory(call: KeysCall) -> Workspace:
     """Where dk and dv of every (group, chosen key) of some heads go."""
     query, value_width = call.query, call.value.shape[3]
     share = query.shape[1] // call.key.shape[1]
-    pairs = heads_at_once(call, chosen) * share * chosen.shape[2] * chosen.shape[3]
+    pairs = heads_at_once(call) * share * call.indices.shape[2] * call.indices.shape[3]
     return {
         "p_pair_dk": ((pairs, query.shape[3]), query.dtype),
         "p_pair_dv": ((pairs, value_width), query.dtype),
@@ -173,9 +154,9 @@ def far_step(values: dict[str, Any], first: int, count: int) -> Step:
     return Step(keys_grad.keys_far_kernel, grid, values | own, warps("far", values))
 
 
-def _sorted_pairs(call: KeysCall, chosen: Tensor, gaps: Tensor) -> dict[str, Tensor]:
+def _sorted_pairs(call: KeysCall, gaps: Tensor) -> dict[str, Tensor]:
     """The pairs (group, chosen key) of all query heads, sorted by head and block of the key."""
-    batch, heads, groups, keys = chosen.shape
+    batch, heads, groups, keys = call.indices.shape
     device, pairs = call.query.device, groups * keys
     # Missing keys sort behind all others.
     last = batch * heads * call.blocks
@@ -188,7 +169,7 @@ def _sorted_pairs(call: KeysCall, chosen: Tensor, gaps: Tensor) -> dict[str, Ten
         return Recipe([Step(keys_grad.pair_blocks_kernel, grid, values, 4)], {})
 
     if pairs:
-        runtime = {"p_chosen": chosen, "p_gaps": gaps, "p_block": found}
+        runtime = {"p_chosen": call.indices, "p_gaps": gaps, "p_block": found}
         launch_fixed(("blocks of pairs", *call.options), runtime, device, write)
     return in_order(found, last)
 
@@ -211,16 +192,12 @@ def short_dtype(last: int) -> torch.dtype:
     return torch.int16 if last < 2**15 - 1 else torch.int32
 
 
-def heads_at_once(call: KeysCall, chosen: Tensor) -> int:
+def heads_at_once(call: KeysCall) -> int:
     """How many key heads the backward takes at once, to bound the memory of the pairs."""
     query, key = call.query, call.key
     width = query.shape[3] + call.value.shape[3]
     share = query.shape[1] // key.shape[1]
-    numbers, least = share * chosen.shape[2] * chosen.shape[3] * width, 1
-    if call.features is not None:
-        numbers += share * launch_lists.numbers_per_head(call)
-        # A head has few runs: of a small batch too few programs would run at a time.
-        least = cdiv(LIST_PROGRAMS * multiprocessors(query.device), share * chosen.shape[2])
+    numbers = share * call.indices.shape[2] * call.indices.shape[3] * width
     one = max(numbers * query.itemsize, 1)
     tensors = 2 * (query.nbytes + key.nbytes + call.value.nbytes)
-    return min(max(least, int(tensors * PAIR_SHARE) // one), query.shape[0] * key.shape[1])
+    return min(max(1, int(tensors * PAIR_SHARE) // one), query.shape[0] * key.shape[1])

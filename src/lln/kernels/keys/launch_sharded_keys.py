@@ -86,7 +86,7 @@ def sharded_keys_gradients(
 def _write_pairs(call: KeysCall, values: dict[str, Any], cuts: int) -> Recipe:
     """Add blocks and chosen rows to dq, and write dk and dv."""
     batch, key_heads, rows, _ = call.key.shape
-    share, each = call.query.shape[1] // key_heads, heads_at_once(call, call.indices)
+    share, each = call.query.shape[1] // key_heads, heads_at_once(call)
     values["G"] = call.indices.shape[2]
     # The kernel of the rows counts those behind the tokens.
     own = {"S": rows - call.query.shape[2], "parts": cuts, "BP": rows_at_once(call)}
@@ -101,7 +101,7 @@ def _write_pairs(call: KeysCall, values: dict[str, Any], cuts: int) -> Recipe:
             some = values | own | {"first_head": first}
             kernel = triton_sharded_keys.keys_rows_kernel
             steps.append(Step(kernel, (cuts * count,), some, number))
-    return Recipe(steps, pair_memory(call, call.indices))
+    return Recipe(steps, pair_memory(call))
 
 
 def _parts_of(call: KeysCall, cuts: int) -> tuple[Tensor, int]:

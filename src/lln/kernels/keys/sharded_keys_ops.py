@@ -150,7 +150,7 @@ def _call(inputs: Sequence[Any]) -> Any:
     query, key, value, alpha, offset, log_mass, centroid, centre, chosen, mask, held = inputs[:11]
     alpha_number, offset_number, block_size, group_size, scale, number = inputs[11:]
     summary = (log_mass.contiguous(), centroid.to(value.dtype).contiguous(), centre.contiguous())
-    tensors = (query, key, value, alpha, None, offset, chosen, mask, None, None, None, None)
+    tensors = (query, key, value, alpha, None, offset, chosen, mask)
     # β is in the log-masses already.
     factors = (alpha_number, 0.0, offset_number)
     outside = Outside(*summary, held, number)

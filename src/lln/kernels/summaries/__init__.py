@@ -1,1 +1,1 @@
-"""The passes of LLN attention: keys and values into a summary, queries that read one."""
+"""The passes of LLN attention: keys into a summary, queries that read one, one token more."""

@@ -1,6 +1,6 @@
 """One token at a time, from tensors to the kernel.
 
-Dimension legend: see `lln.kernels.decode.triton_decode`.
+Dimension legend: see `lln.kernels.summaries.triton_decode`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.kernels.decode.triton_decode import decode_kernel
 from lln.kernels.launching.kernel_arguments import flat_scale, strides_of
 from lln.kernels.launching.recipes import Recipe, Step, launch_cached
 from lln.kernels.launching.shapes import layout_of
 from lln.kernels.launching.sizes import Sizes, choose_sizes
 from lln.kernels.launching.stretches import cdiv
+from lln.kernels.summaries.triton_decode import decode_kernel
 
 # Channels per program; the slots' weights are recomputed for every such slice.
 _SLICE = 64

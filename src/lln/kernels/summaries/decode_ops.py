@@ -34,7 +34,7 @@ def fused_decode(
 
 def append_and_read(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-mass and centroid after one token, from the arguments of `decode`."""
-    from lln.kernels.decode.launch_decode import decode as launch
+    from lln.kernels.summaries.launch_decode import decode as launch
 
     return launch(*arguments)
 
