@@ -83,10 +83,26 @@ def test_equal_scores_choose_the_first_pages(monkeypatch):
     key[:, :, ::3, 0] = 1.0
     check(query.round(), key, 5, **PLAIN)
     # Sets of columns give the first bound.
-    monkeypatch.setattr(launch_page_choice, "OF_WARP", 512)
-    query, key = inputs_of(1, 1, 1, 40, 2100, 16, torch.float32)
+    monkeypatch.setattr(launch_page_choice, "GROUPED", 1000)
+    query, key = inputs_of(1, 1, 1, 24, 8300, 16, torch.float32)
     check(query, key, 5, **PLAIN)
     check(query.round(), key.round(), 5, **PLAIN)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_groups_of_pages_are_chosen_first(monkeypatch, is_causal):
+    # Programs of one group: before, at and behind the window, with sinks and with an open end.
+    monkeypatch.setattr(launch_page_choice, "STRIP", 16)
+    options = PLAIN | {"is_causal": is_causal, "window": 40, "page_size": 4}
+    query, key = inputs_of(1, 4, 2, 20, 900, 16, torch.float32)
+    check(query, key, 5, **options)
+    check(query, key, 5, **options | {"key_mask": holes(1, 900)})
+    check(query.round(), key.round(), 3, **options)
+    # Programs of several groups, and queries among all keys.
+    monkeypatch.setattr(launch_page_choice, "STRIP", 64)
+    query, key = inputs_of(1, 1, 1, 560, 560, 16, torch.float32)
+    check(query, key, 4, **options)
+    check(query.round(), key.round(), 4, **options | {"sinks": 200, "window": 3})
 
 
 def test_more_pages_than_there_are_and_nothing_to_choose():

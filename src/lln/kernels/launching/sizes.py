@@ -159,7 +159,7 @@ class Sizes:
         window_query: Their gradients of the queries.
         window_value: Those of the values, where wide heads have a pass for them.
         window_key: Those of the keys, or of both.
-        page_score: Rows of queries, and pages across, whose scores are computed at once.
+        page_score: Rows of queries, and keys across, whose scores are computed at once.
         page_read: Rows that read one page.
         page_grad: The same with gradients.
         has_chunks: Whether causal attention goes by chunks where it can
@@ -308,7 +308,9 @@ def _choose(
         **CHUNK_TILES,
         **WINDOW_TILES[min(max(64, room), 256)],
         **PAGE_TILES[min(max(64, room), 256)],
-        "page_score": Tile(128, 4, 3, across=64) if room <= 128 else Tile(64, 4, 2, across=32),
+        "page_score": Tile(128, 4, 3, across=128 if width <= 32 and dtype.itemsize == 2 else 64)
+        if room <= 128
+        else Tile(64, 4, 2, across=32),
         # Other types would round their states, or move twice the memory.
         "has_chunks": causal and width == value_width == 64 and dtype == torch.bfloat16,
         "block_rows": rows,

@@ -32,6 +32,9 @@ MOST_BYTES = 256 * 2**20
 QUERIES = 128
 # Scores of a row that one program of ``pick`` holds, and a warp of it.
 SEGMENT, OF_WARP = 8192, 2048
+# Tokens of a page that are scored at once; most pages of a program; pages of a group, and from how
+# many times P pages on there are groups.
+TOKENS, STRIP, GROUP, GROUPED = 16, 128, 16, 32
 
 
 class Near(NamedTuple):
@@ -110,48 +113,67 @@ def _write(query: Tensor, key: Tensor, near: Near, wanted: int, chosen: Sizes) -
     steps = []
     if members > 1:
         tiles = cdiv(tokens, tile.tokens // members)
-        own = {"tiles": tiles, "BS": tile.across}
+        own = {"tiles": tiles, "BS": min(64, tile.across)}
         steps.append(over_tiles(kernels.near_peaks_kernel, (tiles * lines,), values, tile, **own))
     most = max(QUERIES, MOST_BYTES // (4 * lines * pages) // QUERIES * QUERIES)
+    at_once = min(TOKENS, power_of_two(near.page))
+    width = tile.across // at_once
+    group = max(GROUP, width) if pages >= GROUPED * wanted else 0
+    groups = cdiv(pages, group) if group else 0
+    strip, row_tiles = max(STRIP, width), cdiv(min(tokens, most), tile.tokens // members)
+    # Smaller programs rather than processors without one.
+    while strip > max(GROUP, width) and lines * row_tiles * cdiv(pages, strip) < 4 * chosen.cores:
+        strip //= 2
+    values |= {"BP": width, "TOKENS": at_once, "ROUNDS": cdiv(near.page, at_once)}
+    values |= {"IS_EVEN": near.page % at_once == 0, "STEPS": strip // width}
+    values |= {"GROUP": group, "groups": groups}
     for first in range(0, tokens, most):
         count = min(most, tokens - first)
         own = {"first_query": first, "count": count}
         own |= {"row_tiles": cdiv(count, tile.tokens // members)}
         # Causal queries see no later pages.
         seen = values["ahead"] + first + count if near.causal else key.shape[2]
-        own["page_tiles"] = cdiv(min(pages, cdiv(seen, near.page)), tile.across)
+        shown = min(pages, cdiv(seen, near.page))
+        own["page_tiles"] = cdiv(shown, strip)
         grid = (own["row_tiles"] * own["page_tiles"] * lines,)
-        own["BP"] = tile.across
         steps.append(over_tiles(kernels.page_scores_kernel, grid, values, tile, **own))
-        steps += _pick(values, own, min(pages, cdiv(seen, near.page)), lines, workspace)
+        steps += _pick(values | own, shown, lines, workspace)
     workspace["p_scores"] = ((lines, min(most, tokens), pages), torch.float32)
+    workspace["p_tops"] = ((lines, min(most, tokens), groups), torch.float32)
     return Recipe(steps, workspace)
 
 
-def _pick(
-    values: dict[str, Any], own: dict[str, int], candidates: int, lines: int, workspace: Workspace
-) -> list[Step]:
-    """Rounds that leave the best of every segment, until there is one."""
-    steps, found, wanted = [], "p_scores", values["P"]
+def _pick(values: dict[str, Any], candidates: int, lines: int, workspace: Workspace) -> list[Step]:
+    """Rounds that leave the best of every segment until there is one: of groups, then of pages."""
+    steps, wanted, group = [], values["P"], values["GROUP"]
+    found, each, among = "p_scores", 1, {}
+    if group:
+        candidates = cdiv(candidates, group)
+        among = {"pages": values["groups"], "page": values["page"] * group}
+        among["p_scores"] = Place("p_tops")
     segment = max(SEGMENT, 2 * power_of_two(wanted))
     while True:
         wide = min(segment, max(32, power_of_two(candidates)))
         segments, warps = cdiv(candidates, wide), max(1, min(8, wide // OF_WARP))
         sets = 128 * warps
-        is_last, left = segments == 1, f"p_left{len(steps)}"
+        is_last, left = segments == 1 and not among, f"p_left{len(steps)}"
         if not is_last:
-            size = lines * own["count"] * segments * wanted
+            size = lines * values["count"] * segments * wanted
             workspace[left] = (max((size,), workspace.get(left, ((0,),))[0]), torch.int32)
-        mine = {"candidates": candidates, "segments": segments, "WIDE": wide}
-        mine |= {"SETS": sets if wide > sets >= 2 * wanted else 0, "FILL": power_of_two(wanted)}
+        mine = {"candidates": candidates, "segments": segments, "WIDE": wide, "EACH": each}
+        mine |= {"SETS": sets if wide >= 8 * sets and sets >= 2 * wanted else 0}
+        mine |= {"FILL": power_of_two(wanted), "IS_FIRST": not steps}
         mine |= {"p_found": Place(found), "p_picked": Place("p_picked" if is_last else left)}
-        mine |= {"rows": values["T"] if is_last else own["count"]}
-        mine |= {"rows_before": own["first_query"] if is_last else 0, "IS_FIRST": not steps}
-        grid = (segments * own["count"] * lines,)
-        steps.append(Step(kernels.pick_kernel, grid, values | own | mine, warps))
+        mine |= {"rows": values["T"] if is_last else values["count"]}
+        mine |= {"rows_before": values["first_query"] if is_last else 0}
+        grid = (segments * values["count"] * lines,)
+        steps.append(Step(kernels.pick_kernel, grid, values | among | mine, warps))
         if is_last:
             return steps
-        found, candidates = left, segments * wanted
+        found, candidates, each = left, segments * wanted, 1
+        if segments == 1:
+            among, each = {}, group
+            candidates *= group
 
 
 def _rows_of(tile: Tile, tokens: int, members: int) -> Tile:

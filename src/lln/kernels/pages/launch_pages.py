@@ -383,5 +383,5 @@ def _grad_steps(call: PagesCall, values: dict[str, Any], chosen: Sizes) -> Recip
 
 
 def _join(kernel: Any, values: dict[str, Any], tiles: int, count: int, rows: int = JOINED) -> Step:
-    own = {"tiles": tiles, "BT": rows, "STAGES": 2}
+    own = {"tiles": tiles, "BT": rows, "STAGES": 3}
     return Step(kernel, (tiles * values["R"] * count,), values | own, 4)

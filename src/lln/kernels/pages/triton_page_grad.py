@@ -114,8 +114,8 @@ def page_query_kernel(
     for slot in tl.range(0, slots, num_stages=STAGES):
         there = has_page(p_chosen, slot, sink_pages, V, ok)
         p_in = p_dq_part + ((line * chunk + b_row) * slots + slot)[:, None] * D + columns[None, :]
-        b_x = tl.load(p_in, mask=there[:, None] & (columns < D)[None, :], other=0)
-        b_dq += b_x.to(tl.float32)
+        b_x = tl.load(p_in, mask=ok[:, None] & (columns < D)[None, :], other=0)
+        b_dq += tl.where(there[:, None], b_x.to(tl.float32), 0.0)
     store_rows(dq, first, b_dq, ok, BT, D, BD, False)
 
 

@@ -201,11 +201,13 @@ def page_join_kernel(
         b_o = tl.zeros([BT, BE], tl.float32)
     columns = tl.arange(0, BE)
     for slot in tl.range(0, slots, num_stages=STAGES):
+        # What is not there is loaded, too: nothing waits for the pages, which come along.
         there = has_page(p_chosen, slot, sink_pages, V, ok)
         b_at = (line * chunk + b_row) * slots + slot
-        b_part = tl.load(p_part_norm + b_at, mask=there, other=NEVER)
+        b_part = tl.where(there, tl.load(p_part_norm + b_at, mask=ok, other=NEVER), NEVER)
         p_in = p_part + b_at[:, None] * E + columns[None, :]
-        b_x = tl.load(p_in, mask=there[:, None] & (columns < E)[None, :], other=0)
+        b_x = tl.load(p_in, mask=ok[:, None] & (columns < E)[None, :], other=0)
+        b_x = tl.where(there[:, None], b_x, tl.zeros_like(b_x))
         b_new = tl.maximum(b_peak, b_part)
         b_old = power_of_two(b_peak - b_new)
         b_share = tl.where(b_part <= 0.5 * NEVER, 0.0, power_of_two(b_part - b_new))
