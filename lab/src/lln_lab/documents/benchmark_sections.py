@@ -24,7 +24,7 @@ from lln_lab.benchmarks import (
     roberta_turns,
     under_load,
 )
-from lln_lab.documents import peer_tables, window_tables
+from lln_lab.documents import page_tables, peer_tables, window_tables
 from lln_lab.documents.speed_tables import (
     causal_cpu_table,
     cpu_table,
@@ -44,6 +44,7 @@ RESULTS = Path("lab/results/benchmarks")
 FIGURES = Path("docs/figures")
 CONSTANTS = Path("src/lln/matching/constants.json")
 README, BENCHMARKS, PEERS = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/peers.md")
+PAGES = Path("docs/pages.md")
 STUDY, METHOD = (Path(f"docs/{name}.md") for name in ("tutorials/study", "method"))
 # What README shows of a CPU and of a GPU.
 CPU_LENGTHS = (256, 1024, 4096)
@@ -126,7 +127,7 @@ def of_gpu() -> Iterator[Section]:
 
 
 def of_windows() -> Iterator[Section]:
-    """Sliding windows, alone and in an encoder."""
+    """Sliding windows, alone and in an encoder; pages."""
     for name, write, part in (
         ("windows-cuda", window_tables.windows, "attention"),
         ("modernbert-cuda", window_tables.encoder, "encoder"),
@@ -138,6 +139,9 @@ def of_windows() -> Iterator[Section]:
         yield Section(TABLES, name, write(found) if found else command)
     found = read("modernbert-cuda")
     yield Section(README, "modernbert", window_tables.ends(found) if found else "")
+    found = read("pages-cuda")
+    command = missing("python -m lln_lab.benchmarks.pages", "pages-cuda")
+    yield Section(PAGES, "page-times", page_tables.times(found) if found else command)
     found = read("minilm-cpu")
     lengths = (256, 1024, 4096)
     yield Section(README, "minilm", window_tables.speeds(found, lengths) if found else "")

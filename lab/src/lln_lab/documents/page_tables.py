@@ -1,4 +1,4 @@
-"""The table of what pages were chosen by."""
+"""Tables of pages: what they were chosen by, and what they take on a GPU."""
 
 from __future__ import annotations
 
@@ -38,3 +38,24 @@ def _called(name: str) -> str:
     if name == USED:
         return f"**{name}** (what `page_attention` does)"
     return name
+
+
+def times(results: dict[str, Any]) -> str:
+    """Milliseconds of pages and of softmax, and the ratio, for steps, long texts and tokens."""
+    lines = []
+    for row in results["rows"]:
+        name = "forward + backward" if row["part"] == "training" else "forward"
+        own, softmax = row["lln"][name], row["softmax"][name]
+        read = f"{row['all'] / row['read']:.1f}×" if "read" in row else ""
+        cells = [row["part"], row["heads"], str(row["batch"]), f"{row['tokens']:,}"]
+        lines.append([*cells, f"{own:.3g}", f"{softmax:.3g}", f"{softmax / own:.2f}×", read])
+    titles = ["", "heads", "texts", "tokens", "pages, ms", "softmax, ms", "faster", "fewer bytes"]
+    setup = results["setup"]
+    caption = (
+        "*training*: forward and backward of an encoder's layer, window ±128 and 16 pages; "
+        "*prefill*: a whole text, causal; *decode*: one token after so many. Both with window 127, "
+        "16 sinks and 32 pages. Pages of 16 tokens, chosen by 32 channels, choice included. "
+        "Softmax is PyTorch's fastest; *fewer bytes*: what softmax reads over what pages read. "
+        f"bfloat16, CUDA graphs. {setup['device']}, torch {setup['torch']}; {source(setup)}."
+    )
+    return table(titles, lines, caption)
