@@ -127,7 +127,7 @@ def test_it_runs_with_a_tiny_model_and_goes_on_where_it_stopped(
     monkeypatch.setattr(needle, "CAUSAL_PAGES", needle.CAUSAL_PAGES | sizes)
     monkeypatch.setitem(needle.ROWS, "pages", needle.ROWS["pages"] | sizes)
     arguments = ["--data", str(tmp_path), "--model", str(tmp_path / "model"), "--device", "cpu"]
-    arguments += ["--out", str(tmp_path / "out.json"), "--tokens", "256", "--texts", "2"]
+    arguments += ["--out", str(tmp_path / "out.json"), "--tokens", "256"]
     needle.main([*arguments, "--rows", "softmax"])
     first = json.loads((tmp_path / "out.json").read_text())
     assert list(first["rows"]) == ["softmax"]
@@ -140,13 +140,14 @@ def test_it_runs_with_a_tiny_model_and_goes_on_where_it_stopped(
     cells = [results["rows"][row]["256"] for row in needle.ROWS]
     for depth in map(str, needle.DEPTHS):
         each = [cell[depth]["each"] for cell in cells]
+        # All that the file has, which is less than what is asked for.
         assert all(len(one) == 2 for one in each)
         # Three attentions.
         assert each[0] != each[1] != each[2] != each[0]
     assert "| pages | 256 |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        needle.main([*arguments, "--texts", "3", "--tokens", "250", "256"])
-    assert "give a longer file or --texts 2" in capsys.readouterr().err
+        needle.main([*arguments, "--tokens", "400"])
+    assert "give a longer file or fewer --tokens" in capsys.readouterr().err
 
 
 def test_window_and_sinks_alone_are_the_attention_without_pages(monkeypatch):

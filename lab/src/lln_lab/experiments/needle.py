@@ -139,7 +139,7 @@ def main(arguments=None):
     parser.add_argument("--out", type=Path, default=Path("lab/results/experiments/needle.json"))
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
-    parser.add_argument("--texts", type=int, default=32, help="with a key each, at every depth")
+    parser.add_argument("--texts", type=int, default=32, help="or as many as there are")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
     if given.data is None:
@@ -151,16 +151,15 @@ def main(arguments=None):
         **describe(given.device, "python -m lln_lab.experiments.needle"),
         "transformers": transformers.__version__,
         "calibration_texts": CALIBRATION_TEXTS,
-        "texts": given.texts,
     }
     text = read_utf8(text_file(given.data, "valid"), "--data")
     for tokens in given.tokens:
         ids = texts_of(text, tokenizer, tokens).to(given.device)
         haystacks = ids[FIRST_MEASURED : FIRST_MEASURED + given.texts]
-        if len(haystacks) < given.texts:
+        if not len(haystacks):
             parser.error(
-                f"{len(ids)} texts of {tokens} tokens are in --data, {FIRST_MEASURED} of them to "
-                f"calibrate on; give a longer file or --texts {len(haystacks)}."
+                f"valid.txt has {len(ids)} texts of {tokens} tokens, and the first "
+                f"{FIRST_MEASURED} are not measured on; give a longer file or fewer --tokens."
             )
         for row in given.rows:
             cells = results["rows"].setdefault(row, {})
@@ -169,6 +168,7 @@ def main(arguments=None):
             start = time.perf_counter()
             model = prepare(original, row, {"input_ids": ids[:CALIBRATION_TEXTS]})
             cells[str(tokens)] = measure(model, tokenizer, haystacks)
+            cells[str(tokens)]["texts"] = len(haystacks)
             cells[str(tokens)]["seconds"] = round(time.perf_counter() - start, 1)
             exact = {depth: cells[str(tokens)][str(depth)]["exact"] for depth in DEPTHS}
             print(row, tokens, exact, flush=True)
