@@ -41,6 +41,27 @@ def test_a_step_is_the_last_row(tokens, form, masked, impl):
         assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 
+# Where keys and values of a cache may lie: with room behind them, and as parts of other tensors.
+PLACES = {
+    "room": lambda side: torch.cat([side, side], 2)[:, :, :40],
+    "other samples between": lambda side: side.repeat_interleave(2, 0)[::2],
+    "one sample for all": lambda side: side[:1].expand_as(side),
+    "other heads between": lambda side: side.repeat_interleave(2, 1)[:, ::2],
+    "token by token": lambda side: side.transpose(1, 2).contiguous().transpose(1, 2),
+    "one channel apart": lambda side: side.mT.contiguous().mT,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_keys_and_values_may_lie_anywhere(place):
+    query, *sides = make_qkv(batch=3, heads=4, key_heads=2, tokens=40, width=8, dtype=torch.float64)
+    placed = [PLACES[place](side) for side in sides]
+    found, wanted = last(query, *placed, **FORM)
+    compact, _ = last(query, *(side.contiguous() for side in placed), **FORM)
+    assert torch.equal(found, compact)
+    assert torch.allclose(found, wanted)
+
+
 def test_half_precision_and_gradients():
     sides = [side.requires_grad_() for side in make_qkv(heads=2, tokens=40, dtype=torch.float64)]
     found, wanted = last(*sides, **FORM)

@@ -55,6 +55,33 @@ def pair(tiny, text, name="roberta", **options):
 
 
 @pytest.mark.parametrize("padding", [0, 6])
+def test_weights_are_given_after_an_equal_call_that_did_not_ask(tiny, text, ran, padding):
+    _, model = pair(tiny, text)
+    inputs = text(19, padding=padding)
+    found = outputs(model, inputs)
+    assert ran[-2:] == ["short_softmax"] * 2
+    with torch.no_grad():
+        asked = model(**inputs, output_attentions=True)
+    assert [weights.shape for weights in asked.attentions] == [(2, 4, 19, 19)] * 2
+    assert torch.equal(outputs(model, inputs), found)
+
+
+def test_packed_sequences_stay_apart_after_an_equal_call_of_one(tiny, text, ran):
+    model = tiny("modernbert", global_attn_every_n_layers=1)
+    convert(model, calibrate=text(70), **SIZES)
+    inputs = text(19, batch=1)
+    found, bounds = outputs(model, inputs), torch.tensor([0, 8, 19])
+    assert ran[-2:] == ["short_softmax"] * 2
+    packed = {"input_ids": inputs["input_ids"], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    packed["position_ids"] = torch.cat([torch.arange(8), torch.arange(11)])[None]
+    before = outputs(model, packed)
+    changed = packed | {"input_ids": packed["input_ids"].clone()}
+    changed["input_ids"][:, :8] = 5
+    assert torch.equal(outputs(model, changed)[:, 8:], before[:, 8:])
+    assert torch.equal(outputs(model, inputs), found)
+
+
+@pytest.mark.parametrize("padding", [0, 6])
 @pytest.mark.parametrize("name", ["roberta", "bert", "vit"])
 def test_short_calls_are_the_softmax_that_they_were(tiny, text, ran, name, padding):
     if name == "vit":

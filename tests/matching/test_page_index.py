@@ -75,6 +75,17 @@ def test_it_keeps_the_dtype_and_has_no_gradient():
     assert not any(side.requires_grad for side in (*found, *index))
 
 
+def test_halves_are_projected_in_full_precision_and_rounded_once():
+    query, key = sides()
+    index = lln.PageIndex.of(query, key, 3)
+    half = query.to(torch.bfloat16), key.to(torch.bfloat16)
+    exact = [side.to(torch.bfloat16) for side in index(*(side.float() for side in half))]
+    assert all(map(torch.equal, index(*half), exact))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = index(query, key)
+    assert all(map(torch.equal, found, index(query, key)))
+
+
 def test_what_does_not_fit_gets_a_sentence():
     query, key = sides(tokens=20)
     for options, said in (({"rank": 0}, "rank"), ({"sinks": -1}, "sinks")):

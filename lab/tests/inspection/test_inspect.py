@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 
 from lln.errors import BackendUnavailableError, InvalidInputError
 from lln.instruments import capture, entropy
+from lln.integrations.settings import Settings
 from lln_lab.inspection import run_inspect
 from lln_lab.inspection.choice import choose_heads, parse_heads
 from lln_lab.inspection.findings import findings
@@ -37,6 +38,8 @@ from lln_lab.inspection.imitation import imitate
 from lln_lab.inspection.key_masses import key_masses
 from lln_lab.inspection.local_model import load_local_model
 from lln_lab.inspection.page import render_json, render_page
+from lln_lab.inspection.page_masses import page_masses
+from lln_lab.inspection.saved import read_study
 from lln_lab.inspection.study import INSTRUMENTS, StudiedLayer, Study, study_layer
 from lln_lab.inspection.text import read_text
 
@@ -202,6 +205,49 @@ def test_masses_of_block_keys_and_slots(text, tmp_path):
     page = (tmp_path / "lln-inspect.html").read_text("utf-8")
     assert "6. Which heads need exact keys?</h2>" in page
     assert "<summary>Shares of every head</summary>" in page
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "form"),
+    [
+        (LlamaModel, LlamaConfig, {"window": 10, "sinks": 2}),
+        (LlamaModel, LlamaConfig, {"window": 10, "page_size": 8}),
+        (BertModel, BertConfig, {"window": 10}),
+    ],
+    ids=["decoder", "sinks left out", "encoder"],
+)
+def test_masses_of_window_sinks_and_pages(model_class, config_class, form, text, tmp_path):
+    is_causal = model_class is LlamaModel
+    own = {"num_key_value_heads": 2} if is_causal else {}
+    own |= {"max_position_embeddings": 100, "num_hidden_layers": 1}
+    save_model(tmp_path / "model", model_class, config_class, framed=False, **own)
+    lines, options = [], {"text": text, "tokens": 100, "pages": 2}
+    run_inspect(str(tmp_path / "model"), tmp_path, **options, **form, echo=lines.append)
+    local = load_local_model(str(tmp_path / "model"))
+    found = []
+    with capture(local.model, instruments=(), on_call=found.append):
+        local.run(local.encode(text.read_text(), 100, 1))
+    sizes = {"page_size": 16, "sinks": 16 if is_causal else 0} | form
+    sides = found[0].query, found[0].key
+    masses = page_masses(*sides, is_causal=is_causal, pages=(1, 2, 4, 8), **sizes)
+    numbers = json.loads((tmp_path / "lln-inspect.json").read_text())
+    assert numbers["layers"][0]["pages"] == {"pages": 2} | sizes
+    values = numbers["values"]
+    for name in ("window", "sinks"):
+        own = getattr(masses, name)[0].tolist()
+        assert values[f"mass.{name}"][0] == pytest.approx(own, rel=1e-5)
+    for place, number in enumerate((1, 2, 4, 8)):
+        for name, side in (("pages", masses.chosen), ("unseen", masses.rest)):
+            own = side[0, :, place].tolist()
+            assert values[f"mass.{name}_{number}"][0] == pytest.approx(own, rel=1e-5, abs=1e-9)
+    (table,) = [line for line in lines if "P = 8, rest" in line]
+    assert len(table.splitlines()) == 2 + 4
+    assert ("sinks" in table) == is_causal
+    assert any("chosen pages (10 tokens" in line for line in lines)
+    page = (tmp_path / "lln-inspect.html").read_text("utf-8")
+    assert "7. Would pages do, and how many?</h2>" in page
+    again, _ = read_study(tmp_path / "lln-inspect.json")
+    assert again.layers[0].pages == numbers["layers"][0]["pages"]
 
 
 def seen_call(kind="softmax", causal=False, nan_head=None):
@@ -382,6 +428,12 @@ def test_refusals(bert, text, tmp_path):
 
     with pytest.raises(InvalidInputError, match="--tokens must be an integer of at least 8, got 7"):
         inspect(tokens=7)
+    for name, least in (("pages", 1), ("page_size", 1), ("window", 0), ("sinks", 0)):
+        option = "--" + name.replace("_", "-")
+        with pytest.raises(
+            InvalidInputError, match=f"{option} must be .* at least {least}, got -1"
+        ):
+            inspect(**{name: -1})
     with pytest.raises(InvalidInputError, match="does not exist; name a folder"):
         inspect(str(tmp_path / "nowhere"))
     with pytest.raises(InvalidInputError, match="no model in it"):
@@ -519,6 +571,26 @@ def test_command_line(bert, text, tmp_path):
     assert result.exit_code == 0, result.output
     assert "Entropy runs from" in result.stdout
     assert (tmp_path / "lln-inspect.html").exists()
+    form = {"window": 2, "sinks": 1, "pages": 3, "page_size": 4}
+    given = [f"--{name.replace('_', '-')}={size}" for name, size in form.items()]
+    result = CliRunner().invoke(app, [*arguments, *given, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads((tmp_path / "lln-inspect.json").read_text())
+    assert [layer["pages"] for layer in numbers["layers"]] == [form] * 3
+
+
+def test_help_names_the_sizes_of_a_conversion():
+    shown = CliRunner().invoke(app, ["inspect", "--help"], env={"COLUMNS": "200"}).output
+    words = " ".join(shown.replace("│", " ").split())
+    causal, other = (Settings.usual_pages(side) for side in (True, False))
+    assert f"are compared. Default: {causal['pages']}." in words
+    assert causal["pages"] == other["pages"]
+    assert f"Tokens in a page. Default: {causal['page_size']}." in words
+    assert causal["page_size"] == other["page_size"]
+    window, sinks = causal["window"], causal["sinks"]
+    assert f"Default: {window} in a decoder, {other['window']} in an encoder." in words
+    assert f"Default: {sinks} in a decoder, none in an encoder." in words
+    assert other["sinks"] == 0
 
 
 def test_the_work_of_a_head_is_bounded(tmp_path):

@@ -13,8 +13,10 @@ from lln_lab.inspection.findings import findings
 from lln_lab.inspection.key_masses import KEYS
 from lln_lab.inspection.key_needs import keys_sentence, mass_rows, mass_table
 from lln_lab.inspection.maps import CROSS, LLN, draw_maps
-from lln_lab.inspection.mass_plots import mass_plots
+from lln_lab.inspection.mass_plots import mass_plots, page_plots
 from lln_lab.inspection.page import render_page
+from lln_lab.inspection.page_masses import page_numbers
+from lln_lab.inspection.page_needs import page_table, pages_sentence
 from lln_lab.inspection.plots import shape_plots, theory_plots
 from lln_lab.inspection.saved import read_study
 from lln_lab.report.chart import inline_svg
@@ -105,7 +107,7 @@ def test_the_page_is_named_for_the_model_and_its_contents_lead_to_every_section(
     assert f"<h1>{study.model}</h1>" in page
     links = re.findall(r'<a href="#([^"]+)">', page)
     assert links == re.findall(r'<section id="([^"]+)">', page)
-    assert len(links) == len(set(links)) == 8
+    assert len(links) == len(set(links)) == 9
 
 
 def test_heads_that_need_keys_are_named(study):
@@ -148,6 +150,71 @@ def test_masses_are_drawn_for_every_head(study):
     tops = [patch.get_data().values for patch in bars.patches]
     assert all((low <= high).all() for low, high in pairwise(tops))
     assert (tops[-1] == 1).all()
+
+
+@pytest.fixture
+def paged(study):
+    """Every head with 30% in the window, 40% on sinks, and half of the rest at every number."""
+    for layer in study.layers:
+        layer.pages = {"pages": 32, "page_size": 16, "window": 127, "sinks": 16}
+        layer.is_causal = True
+        parts = {"window": 0.3, "sinks": 0.4}
+        for place, number in enumerate(page_numbers(32)):
+            left = 0.3 / 2 ** (place + 1)
+            parts |= {f"unseen_{number}": left, f"pages_{number}": 0.3 - left}
+        layer.values |= {f"mass.{name}": [share] * layer.heads for name, share in parts.items()}
+    return study
+
+
+def test_heads_that_pages_do_not_hold_are_named(paged):
+    text = pages_sentence(paged)
+    assert text.startswith(
+        "In the median head window and sinks hold 70% of softmax's attention, 85% with 8, 96% with "
+        "32 and 99% with 128 chosen pages (127 tokens before a query and 16 sinks; pages of 16 "
+        "tokens). Without pages window and sinks hold 90% in 0 of 72 heads; with 32 pages, 72 "
+    )
+    assert text.endswith("72 heads do.")
+    paged.layers[2].values["mass.unseen_32"][5] = 0.4
+    text = pages_sentence(paged)
+    assert text.endswith("with 32 pages, 71 heads do. Those that hold less: 2.5 (60%).")
+    head, first, *_, last = page_table(paged).splitlines()[1:]
+    assert re.findall(r"P = (\d+), rest", head) == [str(number) for number in page_numbers(32)]
+    assert first.split()[:3] == ["2.5", "30%", "40%"]
+    assert first.split()[7:9] == ["26%", "40%"]
+    assert last.startswith("… and 56 heads more")
+    for layer in paged.layers:
+        layer.values["mass.unseen_32"] = [0.0] * layer.heads
+    assert "32 pages leave nothing out; longer sequences (--tokens)" in pages_sentence(paged)
+
+
+def test_an_encoder_has_no_sinks(paged):
+    for layer in paged.layers:
+        layer.is_causal, layer.pages["sinks"] = False, 0
+    assert "window holds 30% of" in pages_sentence(paged)
+    assert "(127 tokens on either side of a query; pages" in pages_sentence(paged)
+    assert "sinks" not in page_table(paged)
+    assert len(page_plots(paged)) == 4
+    assert "sinks" not in "".join(each.chart.label + each.caption for each in page_plots(paged))
+
+
+def test_sequences_inside_one_window_leave_nothing_to_choose(paged):
+    paged.tokens = 128
+    assert "All 128 tokens lie in one window" in pages_sentence(paged)
+    assert page_table(paged) == ""
+    assert page_plots(paged) == []
+    paged.tokens = 129
+    assert "In the median head" in pages_sentence(paged)
+
+
+def test_masses_of_pages_are_drawn_for_every_head(paged):
+    *maps, _, _ = charts = page_plots(paged)
+    assert len(maps) == 3
+    bars, curves = (draw(each.chart).axes[0] for each in charts[3:])
+    assert len(bars.patches) == 2 + 5 + 1
+    tops = [patch.get_data().values[0] for patch in bars.patches]
+    assert tops == pytest.approx([0.3, 0.7, 0.85, 0.925, 0.9625, 0.98125, 0.990625, 1.0])
+    assert len(curves.lines) == 72 + 2
+    assert curves.lines[0].get_ydata() == pytest.approx([0.7, *tops[2:7]])
 
 
 def test_the_share_of_c_cross_is_drawn_with_its_sign(study):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,6 +70,28 @@ def inspect(
         str | None,
         typer.Option(help="Heads to show in detail, as LAYER.HEAD,... Default: the extremes."),
     ] = None,
+    pages: Annotated[
+        int | None,
+        typer.Option(
+            help="Pages that a query would see if the model were converted; a quarter to four "
+            "times as many are compared. Default: 32."
+        ),
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens in a page. Default: 16.")] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that a query would see before its own, or on either side. Default: "
+            "127 in a decoder, 64 in an encoder."
+        ),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            help="First tokens that every query would see. Default: 16 in a decoder, none in an "
+            "encoder."
+        ),
+    ] = None,
 ) -> None:
     """Measure a model's attention: one self-contained HTML report, and its numbers as JSON.
 
@@ -77,11 +99,18 @@ def inspect(
     are, compared with the paper's theory; where the theory's Gaussian assumptions fail; which LLN
     attention could replace the head. Nothing is downloaded.
 
+    Before `lln convert`: how much of softmax's attention lies in the window, on the first tokens,
+    on chosen pages and elsewhere. Heads that leave much elsewhere would be changed by a conversion
+    with so many pages. Take a text as long as those to come: of 512 tokens, 32 pages leave nothing
+    out.
+
     Ctrl-C leaves a valid page with the layers measured so far.
     """
     from lln_lab.inspection import run_inspect
 
-    run_inspect(model, out, text=text, tokens=tokens, samples=samples, heads=heads, echo=typer.echo)
+    options: dict[str, Any] = {"text": text, "tokens": tokens, "samples": samples, "heads": heads}
+    options |= {"pages": pages, "page_size": page_size, "window": window, "sinks": sinks}
+    run_inspect(model, out, **options, echo=typer.echo)
 
 
 def figure(

@@ -43,6 +43,7 @@ def pictures(study: Study, chosen: list[Chosen]) -> dict[str, str]:
     return {
         f"{name}.svg": svg_file([chart for chart, _, _ in group])
         for name, group in study_charts(study, chosen).items()
+        if group
     }
 
 

@@ -18,6 +18,7 @@ from lln_lab.inspection.choice import Chosen, choose_heads, parse_heads, refuse_
 from lln_lab.inspection.findings import findings
 from lln_lab.inspection.key_needs import mass_table
 from lln_lab.inspection.page import render_json, render_page
+from lln_lab.inspection.page_needs import page_table
 from lln_lab.inspection.study import INSTRUMENTS, Study, study_layer
 from lln_lab.inspection.text import read_text
 from lln_lab.new_files import check_file
@@ -34,6 +35,7 @@ TOKENS = 512
 # With fewer tokens a row of weights has no distribution, and α varies by a quarter or more (see
 # `lln.matching.calibration.ENOUGH_TOKENS`).
 FEWEST_TOKENS = 8
+_LEAST = {"pages": 1, "page_size": 1, "window": 0, "sinks": 0}
 # Progress steps per layer: its instruments, the search for α and β, LLN's own measurements.
 _STEPS = 3
 
@@ -46,6 +48,10 @@ def run_inspect(
     tokens: int = TOKENS,
     samples: int = 1,
     heads: str | None = None,
+    pages: int | None = None,
+    page_size: int | None = None,
+    window: int | None = None,
+    sinks: int | None = None,
     echo: Callable[[str], object] = lambda _: None,
 ) -> Path:
     """Measure the attention of a local model and write a page about it.
@@ -60,6 +66,11 @@ def run_inspect(
         tokens: Length of a sequence; less if the model or the text has no more.
         samples: Sequences; values are medians over them.
         heads: Heads to show in detail, such as ``"0.3,5.11"``; None = the extremes.
+        pages: How many pages a query would see; a quarter to four times as many are compared. None,
+            here and in the next three: as in a conversion.
+        page_size: Tokens in a page.
+        window: Tokens that a query would see before its own, or on either side.
+        sinks: First tokens that every query would see.
         echo: Takes the lines meant for the terminal.
 
     Returns:
@@ -72,6 +83,10 @@ def run_inspect(
     """
     checks.check_count("--tokens", tokens, least=FEWEST_TOKENS)
     checks.check_count("--samples", samples)
+    given = {"pages": pages, "page_size": page_size, "window": window, "sinks": sinks}
+    sizes = {name: size for name, size in given.items() if size is not None}
+    for name, size in sizes.items():
+        checks.check_count(f"--{name.replace('_', '-')}", size, least=_LEAST[name])
     asked = parse_heads(heads)
     page = _page_path(out)
     content = read_text(text)
@@ -99,7 +114,7 @@ def run_inspect(
         lambda: render_json(study, _shown(study, asked)),
     )
     try:
-        _measure(study, local, ids, file)
+        _measure(study, local, ids, file, sizes)
     except KeyboardInterrupt:
         study.stopped = True
         file.write()
@@ -112,8 +127,7 @@ def run_inspect(
         raise
     for sentence in findings(study).values():
         echo(sentence)
-    table = mass_table(study)
-    if table:
+    for table in filter(None, (mass_table(study), page_table(study))):
         echo(table)
     for index, layer in enumerate(study.layers):
         if layer.problem:
@@ -122,7 +136,9 @@ def run_inspect(
     return page
 
 
-def _measure(study: Study, local: LocalModel, ids: Tensor, file: PageFile) -> None:
+def _measure(
+    study: Study, local: LocalModel, ids: Tensor, file: PageFile, pages: dict[str, int]
+) -> None:
     start = time.perf_counter()
     with progress_bar() as bar:
         task = bar.add_task("layer 0", total=_STEPS * study.expected_layers)
@@ -136,7 +152,7 @@ def _measure(study: Study, local: LocalModel, ids: Tensor, file: PageFile) -> No
                 ticks += 1
                 bar.advance(task)
 
-            study.layers.append(study_layer(seen, tick))
+            study.layers.append(study_layer(seen, tick, pages))
             bar.advance(task, _STEPS - ticks)
             bar.update(task, description=f"layer {len(study.layers)}")
             study.seconds = time.perf_counter() - start

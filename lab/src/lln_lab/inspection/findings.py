@@ -7,6 +7,7 @@ from statistics import median
 
 from lln.checks.printing import written
 from lln_lab.inspection.key_needs import keys_sentence
+from lln_lab.inspection.page_needs import pages_sentence
 from lln_lab.inspection.study import Study
 
 # Differences below these count as "the same" in the sentences.
@@ -25,6 +26,7 @@ def findings(study: Study) -> dict[str, str]:
         "gaussian": _gaussian(study),
         "lln": _lln(study),
         "keys": keys_sentence(study),
+        "pages": pages_sentence(study),
     }
     return {name: text for name, text in parts.items() if text}
 

@@ -87,7 +87,7 @@ def key_masses(
         >>> masses.block.tolist(), masses.chosen[0, 0].tolist(), masses.rest[0, 0].tolist()
         ([[0.25, 0.25]], [0.25, 0.5], [0.5, 0.25])
     """
-    numbers = _checked(keys)
+    numbers = checked_numbers("keys", keys)
     if most_rows is not None:
         checks.check_count("most_rows", most_rows)
     options: dict[str, Any] = {
@@ -111,18 +111,34 @@ def key_masses(
     return KeyMasses(block, chosen, rest, torch.tensor(numbers, device=block.device))
 
 
-def _checked(keys: int | Iterable[int]) -> tuple[int, ...]:
-    if isinstance(keys, (Tensor, str)) or not isinstance(keys, (int, Iterable)):
+def checked_numbers(name: str, given: int | Iterable[int]) -> tuple[int, ...]:
+    """One number of keys or pages, or several, as a tuple.
+
+    Raises:
+        InvalidInputError: If it is anything else.
+    """
+    if isinstance(given, (Tensor, str)) or not isinstance(given, (int, Iterable)):
         raise InvalidInputError(
-            f"keys must be a number of keys or several, such as (16, 64), got "
-            f"{type(keys).__name__}."
+            f"{name} must be a number of {name} or several, such as (16, 64), got "
+            f"{type(given).__name__}."
         )
-    numbers = (keys,) if isinstance(keys, int) else tuple(keys)
+    numbers = (given,) if isinstance(given, int) else tuple(given)
     if not numbers:
-        raise InvalidInputError("keys must hold at least one number of keys, got none.")
+        raise InvalidInputError(f"{name} must hold at least one number of {name}, got none.")
     for number in numbers:
-        checks.check_count("keys", number, 0)
+        checks.check_count(name, number, 0)
     return numbers
+
+
+def drawn_rows(tokens: int, most_rows: int | None, device: torch.device) -> Tensor:
+    """All rows, ascending, or so many of them at random, always the same ones."""
+    rows = torch.arange(tokens, device=device)
+    if most_rows is None or tokens <= most_rows:
+        return rows
+    # Not evenly spaced: a step of a block would always meet the same place in it.
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randperm(tokens, generator=generator, device="cpu")[:most_rows]
+    return rows[drawn.sort().values.to(device)]
 
 
 def _choices(inputs: AttentionInputs) -> Iterator[ChosenKeys]:
@@ -137,12 +153,7 @@ def _shares(
 ) -> tuple[Tensor, Tensor]:
     """Mean masses in the block ``[G]`` and on the chosen keys ``[G, C]``."""
     count, tokens, _ = heads.query.shape
-    rows = torch.arange(tokens, device=heads.query.device)
-    if most_rows is not None and tokens > most_rows:
-        # Not evenly spaced: a step of a block would always meet the same place in it.
-        generator = torch.Generator("cpu").manual_seed(0)
-        drawn = torch.randperm(tokens, generator=generator, device="cpu")[:most_rows]
-        rows = rows[drawn.sort().values.to(rows.device)]
+    rows = drawn_rows(tokens, most_rows, heads.query.device)
     step = max(TILE // (min(tokens, MOST_ROWS) * tokens), 1)
     found = []
     for start in range(0, count, step):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lln_lab.inspection.parts import Parts
 from lln_lab.inspection.study import Grid, Study
 from lln_lab.report.chart import CaptionedChart, Chart
 from lln_lab.report.heatmap import heat_map
@@ -194,6 +195,23 @@ MASSES = (
         high=1.0,
     ),
 )
+
+
+def page_maps(parts: Parts) -> list[Map]:
+    """Shares of the window, of sinks and of what the usual number of pages leaves out."""
+    told = {
+        "window": ("Window", ": its share of softmax’s attention."),
+        "sinks": ("Sinks", ": the share of the first tokens, where they are not in the window."),
+    }
+    maps = [
+        Map(value, f"share of the {name}", *told[name], _digits(2), low=0.0, high=1.0)
+        for name, value in parts.always.items()
+    ]
+    lead = f" of attention outside all of them: what {parts.usual} pages leave out."
+    rest = f"{parts.left_value}_{parts.usual}"
+    return [*maps, Map(rest, "share left out", "Rest", lead, _digits(2), low=0.0, high=1.0)]
+
+
 CROSS = _signed(
     "theory.cross_share",
     "share of C_cross",

@@ -1,14 +1,15 @@
-"""The charts of what block, chosen keys and slots would hold of each head's attention."""
+"""The charts of what block and chosen keys, or window and pages, hold of each head's attention."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from lln_lab.inspection.key_masses import KEYS
-from lln_lab.inspection.key_needs import ENOUGH, USUAL, is_one_block, mass_rows
-from lln_lab.inspection.maps import MASSES, draw_maps
+from lln_lab.inspection.key_needs import KEY_PARTS, is_one_block
+from lln_lab.inspection.maps import MASSES, draw_maps, page_maps
+from lln_lab.inspection.page_needs import page_parts
+from lln_lab.inspection.parts import ENOUGH, Parts, Rows
 from lln_lab.inspection.study import Study
 from lln_lab.report import plot_area
 from lln_lab.report.chart import CaptionedChart, Chart, notes
@@ -18,34 +19,79 @@ from lln_lab.report.theme import colour, colour_map
 if TYPE_CHECKING:
     from lln_lab.report.chart import AnyFigure
 
-# The fewer keys a share needs, the stronger its colour.
+# The fewer keys or pages a share needs, the stronger its colour.
 _STRENGTHS = (0.95, 0.72, 0.52, 0.36, 0.22)
+_LOOKS: dict[str, dict[str, Any]] = {
+    "own block": {"color": colour("softmax")},
+    "window": {"color": colour("softmax")},
+    "sinks": {"color": colour("diag")},
+}
 
 
 def mass_plots(study: Study) -> list[CaptionedChart]:
-    """Heat maps, shares of every head, and shares by the number of keys."""
-    rows = mass_rows(study)
+    """Of block, keys and slots: maps, shares of every head, and shares by the number of keys."""
+    rows, parts = KEY_PARTS.rows(study), KEY_PARTS
     if not rows or is_one_block(study):
         return []
-    return [*draw_maps(study, MASSES), _shares(rows), _by_number(study, rows)]
+    first, last = parts.numbers[0], parts.numbers[-1]
+    shares = CaptionedChart(
+        _shares(rows, parts, ["own block"], "shares of block, chosen keys and slots of every head"),
+        "Every head",
+        f": its own block, what {first} and more chosen keys add, and what is left to slots "
+        f"beside {last} keys.",
+    )
+    axes = "share of block and keys", "share of block and chosen keys by their number"
+    return [*draw_maps(study, MASSES), shares, _by_number(study, rows, parts, *axes)]
 
 
-def _shares(rows: list[tuple[str, list[float]]]) -> CaptionedChart:
-    """Every head as a column of shares, one above the other."""
-    count = len(KEYS)
+def page_plots(study: Study) -> list[CaptionedChart]:
+    """Of window, sinks and pages: maps, shares of every head, and shares by the number of pages."""
+    parts = page_parts(study)
+    rows = parts.rows(study) if parts else []
+    if not parts or not rows:
+        return []
+    first, last = parts.numbers[0], parts.numbers[-1]
+    both = " and ".join(parts.always)
+    shares = CaptionedChart(
+        _shares(rows, parts, list(parts.always), f"shares of {both}, pages and rest of every head"),
+        "Every head",
+        f": {both}, what {first} and more chosen pages add, and what {last} pages leave out.",
+    )
+    held = f"share of {', '.join(parts.always)} and"
+    axes = f"{held} pages", f"{held} chosen pages by their number"
+    return [*draw_maps(study, page_maps(parts)), shares, _by_number(study, rows, parts, *axes)]
+
+
+def _shares(rows: Rows, parts: Parts, labels: list[str], name: str) -> Chart:
+    """Every head as a column of shares, one above the other.
+
+    Args:
+        rows: The heads.
+        parts: What their numbers are.
+        labels: Of the parts that are always there.
+        name: The chart's.
+    """
     edges = [float(place) for place in range(len(rows) + 1)]
-    held = [[1 - values[1 + count + place] for _, values in rows] for place in range(count)]
-    levels = [[0.0] * len(rows), [values[0] for _, values in rows], *held, [1.0] * len(rows)]
+    always = [list(accumulate(values[: len(labels)])) for _, values in rows]
+    held = [[1 - rest for rest in parts.left_of(values)] for _, values in rows]
+    columns = [[0.0, *low, *high, 1.0] for low, high in zip(always, held, strict=True)]
     # Medians over samples need not add up, but a level is never below the one before.
-    for below, level in pairwise(levels):
-        level[:] = [max(low, high) for low, high in zip(below, level, strict=True)]
-    steps = [f"{KEYS[0]} keys", *map(str, KEYS[1:])]
-    parts: list[tuple[str, dict[str, Any]]] = [("own block", {"color": colour("softmax")})]
-    parts += [
+    levels = list(zip(*(accumulate(column, max) for column in columns), strict=True))
+    steps = [f"{parts.numbers[0]} {parts.chosen}", *map(str, parts.numbers[1:])]
+    bands = [(label, _LOOKS[label]) for label in labels]
+    bands += [
         (label, {"color": colour("lln"), "alpha": strength})
-        for label, strength in zip(steps, _STRENGTHS, strict=True)
+        for label, strength in zip(steps, _STRENGTHS, strict=False)
     ]
-    parts.append(("slots", {"color": colour("lln_diag"), "alpha": 0.85}))
+    bands.append((parts.left, {"color": colour("lln_diag"), "alpha": 0.85}))
+
+    def told(head: str, values: list[float]) -> str:
+        at = parts.numbers.index(parts.usual)
+        named = zip(parts.always, values, strict=False)
+        own = [f"{part} {number(value, '.0%')}" for part, value in named]
+        own.append(f"{parts.usual} {parts.chosen} {number(values[len(labels) + at], '.0%')}")
+        own.append(f"{parts.left} {number(parts.left_of(values)[at], '.0%')}")
+        return f"head {head}: {', '.join(own)}"
 
     def draw(figure: AnyFigure) -> None:
         from matplotlib.collections import PolyCollection
@@ -54,48 +100,33 @@ def _shares(rows: list[tuple[str, list[float]]]) -> CaptionedChart:
         axes.set_xlim(0, len(rows))
         axes.set_xticks([])
         plot_area.linear_axis(axes.yaxis, 0, 1)
-        for (label, look), low, high in zip(parts, levels, levels[1:], strict=False):
+        for (label, look), (low, high) in zip(bands, pairwise(levels), strict=True):
             axes.stairs(high, edges, baseline=low, fill=True, linewidth=0, label=label, **look)
-        told = [
-            f"head {name}: block {number(values[0], '.0%')}, {USUAL} keys "
-            f"{number(values[1 + KEYS.index(USUAL)], '.0%')}, slots "
-            f"{number(values[1 + count + KEYS.index(USUAL)], '.0%')}"
-            for name, values in rows
-        ]
         # Invisible targets for tooltips.
-        columns = [
+        targets = [
             [(left, 0), (right, 0), (right, 1), (left, 1)] for left, right in pairwise(edges)
         ]
-        axes.add_collection(PolyCollection(columns, alpha=0, linewidth=0, **notes(told)))
+        texts = notes([told(*row) for row in rows])
+        axes.add_collection(PolyCollection(targets, alpha=0, linewidth=0, **texts))
         plot_area.legend_below(figure, axes, columns=4)
 
-    chart = Chart(
-        "shares of block, chosen keys and slots of every head",
-        plot_area.HEIGHT + 2 * plot_area.LEGEND_LINE,
-        draw,
-    )
-    return CaptionedChart(
-        chart,
-        "Every head",
-        f": its own block, what {KEYS[0]} and more chosen keys add, and what is left to slots "
-        f"beside {KEYS[-1]} keys.",
-    )
+    return Chart(name, plot_area.HEIGHT + 2 * plot_area.LEGEND_LINE, draw)
 
 
-def _by_number(study: Study, rows: list[tuple[str, list[float]]]) -> CaptionedChart:
-    """What block and keys hold, by the number of keys."""
-    count, last = len(KEYS), max(len(study.layers) - 1, 1)
-    places = list(range(1 + count))
+def _by_number(study: Study, rows: Rows, parts: Parts, y_label: str, name: str) -> CaptionedChart:
+    """What is held, by the number of keys or pages."""
+    last = max(len(study.layers) - 1, 1)
+    places = list(range(1 + len(parts.numbers)))
     lines = [
-        (int(name.partition(".")[0]), [values[0], *(1 - rest for rest in values[1 + count :])])
-        for name, values in rows
+        (int(head.partition(".")[0]), [parts.alone(v), *(1 - rest for rest in parts.left_of(v))])
+        for head, v in rows
     ]
     middle = [median(line[place] for _, line in lines) for place in places]
 
     def draw(figure: AnyFigure) -> None:
-        axes = plot_area.plot_area(figure, "chosen keys", "share of block and keys")
-        axes.set_xlim(0, count)
-        axes.set_xticks(places, labels=["0", *map(str, KEYS)])
+        axes = plot_area.plot_area(figure, f"chosen {parts.chosen}", y_label)
+        axes.set_xlim(0, places[-1])
+        axes.set_xticks(places, labels=["0", *map(str, parts.numbers)])
         plot_area.linear_axis(axes.yaxis, 0, 1.02)
         for layer, line in lines:
             axes.plot(
@@ -107,8 +138,8 @@ def _by_number(study: Study, rows: list[tuple[str, list[float]]]) -> CaptionedCh
         axes.axhline(ENOUGH, color=colour("soft"), linewidth=1.4, linestyle=(0, (3, 4)))
 
     return CaptionedChart(
-        Chart("share of block and chosen keys by their number", plot_area.HEIGHT, draw),
-        "By the number of keys",
+        Chart(name, plot_area.HEIGHT, draw),
+        f"By the number of {parts.chosen}",
         ": every head, dark in the first layer and light in the last, and the median head (thick). "
         f"The dashed line is {ENOUGH:.0%}.",
     )

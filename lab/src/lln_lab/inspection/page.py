@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from lln_lab.inspection.choice import Chosen
 from lln_lab.inspection.findings import findings
-from lln_lab.inspection.key_masses import KEYS
-from lln_lab.inspection.key_needs import is_one_block, mass_rows
+from lln_lab.inspection.key_needs import KEY_PARTS, is_one_block
 from lln_lab.inspection.maps import CONCENTRATION, CROSS, GAUSSIAN, LLN, NORMALITY, draw_maps
-from lln_lab.inspection.mass_plots import mass_plots
+from lln_lab.inspection.mass_plots import mass_plots, page_plots
+from lln_lab.inspection.page_needs import page_parts
+from lln_lab.inspection.parts import Rows
 from lln_lab.inspection.plots import lln_plots, shape_plots, theory_plots
 from lln_lab.inspection.study import Study, bin_edges
 from lln_lab.report.chart import CaptionedChart, inline_svg
@@ -28,6 +29,7 @@ def study_charts(study: Study, chosen: Sequence[Chosen]) -> dict[str, list[Capti
         "gaussian": draw_maps(study, GAUSSIAN),
         "lln": [*draw_maps(study, LLN), *lln_plots(study)],
         "keys": mass_plots(study),
+        "pages": page_plots(study),
     }
 
 
@@ -46,9 +48,17 @@ def render_page(study: Study, chosen: Sequence[Chosen]) -> str:
         inline_svg=inline_svg,
         environment=environment,
         is_nan=math.isnan,
-        key_numbers=KEYS,
-        masses=[] if is_one_block(study) else mass_rows(study),
+        masses=_masses(study),
     )
+
+
+def _masses(study: Study) -> dict[str, tuple[list[str], Rows]]:
+    """By section, what the numbers of a head's masses are, and the heads."""
+    found = {} if is_one_block(study) else {"keys": KEY_PARTS}
+    parts = page_parts(study)
+    if parts is not None:
+        found["pages"] = parts
+    return {name: (each.columns, each.rows(study)) for name, each in found.items()}
 
 
 def render_json(study: Study, chosen: Sequence[Chosen]) -> str:
@@ -74,6 +84,7 @@ def render_json(study: Study, chosen: Sequence[Chosen]) -> str:
                 "is_causal": layer.is_causal,
                 "problem": layer.problem,
                 "no_lln_because": layer.note,
+                **({"pages": layer.pages} if layer.pages else {}),
             }
             for layer in study.layers
         ],

@@ -8,6 +8,7 @@ from typing import Any
 
 from lln.checks.reading import read_json
 from lln.errors import InvalidInputError
+from lln.integrations.settings import CAUSAL_PAGES
 from lln_lab.inspection.choice import Chosen
 from lln_lab.inspection.study import Shape, StudiedLayer, Study
 
@@ -32,6 +33,7 @@ _FORM = {
             "is_causal": (bool, None),
             "problem": (str, None),
             "no_lln_because": (str, None),
+            "pages?": {name: int for name in CAUSAL_PAGES},
         }
     ],
     "values": {str: [[_NUMBER]]},
@@ -113,6 +115,7 @@ def _study(content: dict[str, Any]) -> Study:
                 shapes,
                 layer["problem"],
                 layer["no_lln_because"],
+                layer.get("pages", {}),
             )
         )
     study.expected_layers = len(study.layers)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lln.errors import LLNError
 from lln.instruments.observed_call import SeenCall
 from lln_lab.inspection.gaussianity import gaussianity
-from lln_lab.inspection.head_masses import measure_masses
+from lln_lab.inspection.head_masses import measure_masses, measure_page_masses
 from lln_lab.inspection.imitation import REACH, StandIn, imitate
 
 INSTRUMENTS = (
@@ -63,6 +63,7 @@ class StudiedLayer:
         shapes: Distributions by head, of the first sample.
         problem: Why (part of) it was not measured; empty if all of it was.
         note: Why LLN was not tried in its place; empty if it was tried.
+        pages: Sizes of window, sinks and pages that its attention was divided by.
     """
 
     name: str
@@ -76,6 +77,7 @@ class StudiedLayer:
     shapes: list[Shape] = field(default_factory=list)
     problem: str = ""
     note: str = ""
+    pages: dict[str, int] = field(default_factory=dict)
 
     def value(self, name: str, head: int) -> float:
         """One number; NaN where there is none."""
@@ -126,12 +128,17 @@ class Study:
         return found
 
 
-def study_layer(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> StudiedLayer:
+def study_layer(
+    seen: SeenCall,
+    tick: Callable[[], object] = lambda: None,
+    pages: dict[str, int] | None = None,
+) -> StudiedLayer:
     """Everything about one call that capture has measured.
 
     Args:
         seen: The call, with its values.
         tick: Called after each of two steps.
+        pages: Sizes of window, sinks and pages that differ from what a conversion would give.
     """
     queries, keys = seen.tokens
     layer = StudiedLayer(
@@ -158,6 +165,8 @@ def study_layer(seen: SeenCall, tick: Callable[[], object] = lambda: None) -> St
                 if tensor.dim() == 2:
                     values[f"lln.{name}"] = tensor
             values |= measure_masses(seen)
+            masses, layer.pages = measure_page_masses(seen, pages or {})
+            values |= masses
     except (LLNError, RuntimeError, ValueError) as error:
         layer.problem = layer.problem or f"not measured: {str(error).splitlines()[0]}"
     layer.values = {name: _medians(tensor) for name, tensor in values.items()}
