@@ -111,7 +111,7 @@ def _paths(frame: Frame, steps: int, batch: int, files: int, patch: int, tested:
     return GatedTask(frame, Course(phases, batch, betas=(0.9, 0.98)), Paths, settings)
 
 
-_WORDS = _sizes(6, 384, 6, 512)
+_WORDS, _LONG_WORDS = _sizes(6, 384, 6, 512), _sizes(6, 384, 6, 2048)
 _TINY = _sizes(2, 64, 2, 64)
 RECIPES: dict[str, dict[str, GatedTask]] = {
     "small": {
@@ -124,6 +124,8 @@ RECIPES: dict[str, dict[str, GatedTask]] = {
     "gpu": {
         "table1": _words(Frame(_WORDS, convolution=True), 4_000, 64, 8192),
         "table1-rope": _words(Frame(_WORDS, rotary=True), 4_000, 64, 8192),
+        # As many words per update, in texts four times as long.
+        "table1-rope-2048": _words(Frame(_LONG_WORDS, rotary=True), 4_000, 16, 8192),
         "table3": _photos(Frame(_sizes(12, 128, 8, 256)), 6_000, 128, small=False),
         "listops": _trees(Frame(_sizes(6, 128, 4, 256)), 10_000, 256, 1_000),
         "pathfinder": _paths(Frame(_sizes(4, 128, 4, 1024)), 15_000, 96, 40, 1, 2_000),
