@@ -1,9 +1,10 @@
-"""Tables of pages: what they were chosen by, and what they take on a GPU."""
+"""Tables of pages: what they were chosen by, what they find, and what they take on a GPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from lln_lab.experiments.needle import summary
 from lln_lab.experiments.page_rules import PAGES, USED
 from lln_lab.markdown import source, table
 
@@ -59,3 +60,16 @@ def times(results: dict[str, Any]) -> str:
         f"bfloat16, CUDA graphs. {setup['device']}, torch {setup['torch']}; {source(setup)}."
     )
     return table(titles, lines, caption)
+
+
+def needle(results: dict[str, Any]) -> str:
+    """Whether a pass key is found, by row, length and depth."""
+    setup = results["setup"]
+    texts = sorted({cell["texts"] for cells in results["rows"].values() for cell in cells.values()})
+    return (
+        f"{summary(results)}\n\nShare of texts whose greedy answer is the pass key, said once at a "
+        "depth of the text and asked for at its end; in brackets its log-probability less that "
+        "with softmax, text by text, ± standard error. SmolLM2-135M-Instruct without training, "
+        f"English Wikipedia, {' or '.join(map(str, texts))} texts per length. {setup['device']}, "
+        f"torch {setup['torch']}; {source(setup)}."
+    )

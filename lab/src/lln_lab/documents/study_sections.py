@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lln_lab.documents import theory_tables
-from lln_lab.documents.page_tables import rules
+from lln_lab.documents import page_tables, theory_tables
 from lln_lab.experiments.catalogue import EXPERIMENTS
 from lln_lab.experiments.cell_table import cell_table
 from lln_lab.experiments.cells import read_all
@@ -25,6 +24,7 @@ from lln_lab.markdown import TABLES, Section, commits_of, table
 RESULTS = Path("lab/results/experiments")
 FIGURES = Path("docs/figures")
 README, DOCS = Path("README.md"), Path("docs")
+PAGES = DOCS / "pages.md"
 # Marks → the table of what `lln figure theory` found.
 CLAIMS = {
     "theorem-3-3": theory_tables.theorem_3_3,
@@ -50,8 +50,10 @@ def sections() -> Iterator[Section]:
     yield from recoveries()
     yield from exact_keys()
     yield Section(DOCS / "experiments.md", "gates", gates(read("gates")))
-    rows = gate_rows(read_all(RESULTS / "cells", "gates", "gpu"))
-    yield Section(TABLES, "gate-rows", rows or "*Not run yet.*")
+    cells = read_all(RESULTS / "cells", "gates", "gpu")
+    rotary = [one for one in cells if one["cell"]["task"] == "table1-rope"]
+    for page, name, own in ((TABLES, "gate-rows", cells), (PAGES, "page-training", rotary)):
+        yield Section(page, name, gate_rows(own) or "*Not run yet.*")
     yield from findings()
 
 
@@ -73,8 +75,9 @@ def exact_keys() -> Iterator[Section]:
     trained = [
         read(f"keys_training/{p.stem}") for p in sorted((RESULTS / "keys_training").glob("*.json"))
     ]
-    yield Section(page, "key-training", from_scratch(trained))
-    yield Section(DOCS / "pages.md", "page-rules", rules(read("page_rules")))
+    yield Section(TABLES, "key-training", from_scratch(trained))
+    yield Section(TABLES, "page-rules", page_tables.rules(read("page_rules")))
+    yield Section(TABLES, "needle", page_tables.needle(read("needle")))
     decoders = decoder(read("decoder_conversion"))
     yield Section(DOCS / "tutorials/decoder.md", "key-decoder", decoders)
     for device in ("cuda", "query-cuda", "cpu", "cpu-x86"):
