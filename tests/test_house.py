@@ -22,7 +22,7 @@ LOOSE = {
 }
 MOST_ROOMS = 12
 # Of Python, comments and empty lines included; whoever reads it all has read this much.
-MOST_LINES = 37_700
+MOST_LINES = 36_000
 LONGEST_CHAIN_OF_ROOMS = 9
 MOST_GROUPS_OF_KERNELS, LONGEST_CHAIN_OF_GROUPS = 8, 7
 
