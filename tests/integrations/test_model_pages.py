@@ -155,13 +155,14 @@ def test_prompts_in_pieces_in_changed_caches_equal_the_whole(tiny, text):
             parts.append(model(piece, past_key_values=cache).logits)
             start += size
         assert (torch.cat(parts, 1) - whole).abs().max() < 1e-4
-    cache = LLNCache(model)
-    model(ids[:, :60].expand(2, -1), past_key_values=cache)
+    cache, both = LLNCache(model), torch.cat([ids, ids.flip(1)])
+    model(both[:, :60], past_key_values=cache)
     cache.batch_repeat_interleave(3)
     cache.batch_select_indices(torch.tensor([0, 5]))
     cache.reorder_cache(torch.tensor([1, 0]))
-    rest = model(ids[:, 60:].expand(2, -1), past_key_values=cache).logits
-    assert (rest - whole[:, 60:]).abs().max() < 1e-4
+    rest = model(both[[1, 0], 60:], past_key_values=cache).logits
+    swapped = model(both[[1, 0]], use_cache=False).logits
+    assert (rest - swapped[:, 60:]).abs().max() < 1e-4
     assert cache.get_seq_length() == 90
     assert cache.size() > 0
     cache.reset()
@@ -183,6 +184,23 @@ def test_room_grows_by_doubling_and_keys_are_projected_once(tiny, text, monkeypa
     assert {key.shape[2] for key in projected[2:]} == {1}
     assert len(projected) == 2 * 51
     assert len(rooms) == 1
+
+
+@torch.no_grad()
+def test_everything_moves_away_and_back(tiny, text):
+    """To another device and back; there is one here that holds no numbers, which is enough."""
+    model, ids = paged(tiny, text), text(40, batch=1)["input_ids"]
+    expected = model(ids, use_cache=False).logits[:, 30:]
+    cache = LLNCache(model)
+    model(ids[:, :30], past_key_values=cache)
+    cache.layers[0].offload()
+    found = model(ids[:, 30:], past_key_values=cache).logits
+    assert (found - expected).abs().max() < 1e-4
+    layer = cache.layers[0]
+    layer.device = torch.device("meta")
+    layer.prefetch()
+    assert {room.device.type for room in (*layer._rooms, layer.keys, layer.values)} == {"meta"}
+    assert len(layer._rooms) == 3
 
 
 def test_gradients_reach_what_a_cache_holds(tiny, text):

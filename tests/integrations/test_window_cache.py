@@ -85,7 +85,7 @@ def test_generation_equals_recomputation(windowed, text, name, padding):
 
 @each_model
 @pytest.mark.parametrize("window", [1, 2, WINDOW])
-@pytest.mark.parametrize("sizes", [[19], [1] * 19, [5, 14], [9, 1, 1, 8], [3, 4, 4, 1, 7]])
+@pytest.mark.parametrize("sizes", [[19], [1] * 19, [5, 14], [9, 1, 1, 8], [3, 4, 4, 1, 5, 2]])
 def test_prompts_in_pieces_equal_the_whole(windowed, text, name, window, sizes):
     model = windowed(name, sliding_window=window)
     inputs = text(19, padding=6, side="left")

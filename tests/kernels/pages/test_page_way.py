@@ -28,6 +28,30 @@ def test_dense_calls_equal_plain_pytorch(is_causal):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_calls_of_one_layout_and_other_numbers_are_not_taken_for_each_other():
+    """Launches are kept by layout and numbers; more sinks than tokens are all tokens."""
+    inputs = make_qkv(1, 2, 26, 16, key_heads=1, requires_grad=True)
+    upstream = torch.randn(1, 2, 26, 16)
+    for change in (
+        {},
+        {"scale": 0.6},
+        {"window": 2},
+        {"sinks": 9},
+        {"sinks": 200},
+        {"page_size": 4},
+        {"pages": 1},
+        {"is_causal": True},
+        {"scale": -0.3},
+        {},
+    ):
+        sides = []
+        for impl in ("triton", "eager"):
+            out = lln.page_attention(*inputs, impl=impl, enable_gqa=True, **FORM | change)
+            sides.append((out, *torch.autograd.grad(out, inputs, upstream)))
+        for found, expected in zip(*sides, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=str(change))
+
+
 def test_packed_sequences_equal_plain_pytorch():
     query, key, value = torch.randn(3, 90, 2, 16)
     choice = torch.randn(2, 90, 2, 8).unbind()
