@@ -101,6 +101,11 @@ class KeysCall(NamedTuple):
         return self.blocks * (self.block_size // self.group_size)
 
     @property
+    def rows_behind(self) -> int:
+        """Into how many parts of W rows those behind the tokens are cut."""
+        return -((self.query.shape[2] - self.key.shape[2]) // self.block_size)
+
+    @property
     def summary_heads(self) -> int:
         """SH."""
         if self.outside is not None:

@@ -128,14 +128,16 @@ def fused_sharded_keys(
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, ...]:
-    return _launches().attend_sharded_keys(_call(inputs))
+    call = _call(inputs)
+    return _launches().read_keys(call, call.outside.summary)
 
 
 def _gradients(
     gradients: Sequence[Tensor], inputs: Sequence[Any], saved: Sequence[Tensor], _: Any
 ) -> tuple[Tensor | None, ...]:
     call = _call(inputs)
-    found = _launches().sharded_keys_gradients(call, within_reach(gradients[0]), *saved)
+    gradient, summary = within_reach(gradients[0]), call.outside.summary
+    found = _launches().exact_keys_gradients(call, gradient, *saved, *summary)
     dq, dk, dv, dalpha, doffset, *of_summary = found
     scalars = (folded(dalpha, call.alpha), folded(doffset, call.offset))
     return dq, dk, dv, *scalars, *of_summary
@@ -172,6 +174,6 @@ def _choice() -> Any:
 @cache
 def _launches() -> Any:
     """Likewise."""
-    from lln.kernels.keys import launch_sharded_keys
+    from lln.kernels.keys import launch_keys
 
-    return launch_sharded_keys
+    return launch_keys
