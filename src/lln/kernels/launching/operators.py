@@ -193,17 +193,21 @@ class _Launched(torch.autograd.Function):
         results = (found,) if isinstance(found, Tensor) else found
         ctx.save_for_backward(*tensors, *results[operation.kept])
         ctx.operation, ctx.numbers = operation, numbers
+        ctx.set_materialize_grads(operation.outputs > 1)
         return results[0] if operation.outputs == 1 else results[: operation.outputs]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        operation, saved, needs = ctx.operation, ctx.saved_tensors, ctx.needs_input_grad[2:]
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        operation, needs = ctx.operation, ctx.needs_input_grad[2:]
+        there: list[Any] = [None] * (operation.tensors + 2)
+        if grad_outputs[0] is None:
+            return tuple(there)
+        saved = ctx.saved_tensors
         given = (*saved[: operation.tensors], *ctx.numbers)
         asked = [needs[place] for place in operation.on_demand]
         kept = saved[operation.tensors :]
         found = operation.differentiate(grad_outputs, given, kept, asked)
-        there: list[Any] = [None] * (operation.tensors + 2)
         for place, side in zip(operation.of, found, strict=True):
             there[place + 2] = side
         return tuple(there)

@@ -10,7 +10,6 @@ E value width, n packed sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from lln.eager.dropout import drop_keys
 from lln.kernels.launching.kernel_arguments import tensor_or_number
-from lln.kernels.launching.operators import once_differentiable
+from lln.kernels.launching.operators import launched
 from lln.kernels.launching.shapes import within_reach
 from lln.kernels.lln import lln_ops, slices
 from lln.tracing import is_capturing, is_watched
@@ -81,56 +80,11 @@ def fused_attention(
     return slices.attend_in_slices(tensors, numbers, value_width, added)
 
 
-class _AttendLLN(torch.autograd.Function):
-    """`lln.kernels.lln.lln_ops.attend_saving` with less overhead.
-
-    The numbers come as one argument, then a `repeats.Repeat` or None. Both ways save
-    the same tensors: when checkpointing repeats a forward, it may be the other one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, numbers, repeat = inputs
-        if repeat is None:
-            out, log_mass, centroid = lln_ops.forward((*tensors, *numbers), save=True)
-        else:
-            out, log_mass, centroid = repeat.launch_forward(tensors, numbers)
-        ctx.save_for_backward(*tensors, log_mass, centroid)
-        ctx.numbers, ctx.repeat = numbers, repeat
-        ctx.set_materialize_grads(False)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
-        (gradient,) = grad_outputs
-        if gradient is None:
-            return (None,) * (lln_ops.TENSORS + 2)
-        *tensors, log_mass, centroid = ctx.saved_tensors
-        numbers, repeat = ctx.numbers, ctx.repeat
-        if repeat is not None:
-            made = repeat.differentiate(gradient, tensors, numbers, (log_mass, centroid))
-            if made is not None:
-                return *made, *(None,) * (lln_ops.TENSORS - 1)
-        asked = lln_ops.asked_gradients(ctx)
-        found = lln_ops.gradients(gradient, (*tensors, *numbers), log_mass, centroid, asked)
-        if repeat is not None:
-            repeat.learn(gradient, tensors, numbers)
-        dq, dk, dv, dalpha, dbeta, dmix = found
-        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None, None
-
-
 def _attend_lln(*arguments: Any) -> Tensor:
     """One call with or without gradient, through the operator where the call is traced."""
-    tensors = arguments[: lln_ops.TENSORS]
-    tracked = slices.is_tracked(tensors)
+    tracked = slices.is_tracked(arguments[: lln_ops.TENSORS])
     if is_watched(arguments[0]):
         return lln_ops.attend_saving(*arguments)[0] if tracked else lln_ops.attend_lln(*arguments)
     if not tracked:
         return lln_ops.forward(arguments, save=False)[0]
-    return _AttendLLN.apply(*tensors, arguments[lln_ops.TENSORS :], None)
-
-
-def attend_by_repeat(tensors: Sequence[Any], numbers: tuple[Any, ...], repeat: Any) -> Tensor:
-    """A call with gradient by the launches of an earlier one (`lln.kernels.lln.repeats`)."""
-    return _AttendLLN.apply(*tensors, numbers, repeat)
+    return launched(lln_ops.ORDINARY, *arguments)
