@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lln.kernels.blocks import triton_window as kernels
-from lln.kernels.launching.kernel_arguments import mask_bytes, precision_of, strides_of
-from lln.kernels.launching.recipes import Recipe, Step, launch_cached, over_tiles
+from lln.kernels.launching.kernel_arguments import mask_bytes
+from lln.kernels.launching.recipes import Recipe, Step, launch_heads, over_tiles
 from lln.kernels.launching.shapes import layout_of, output_like
-from lln.kernels.launching.sizes import SHORT_BLOCK, Sizes, choose_sizes
+from lln.kernels.launching.sizes import SHORT_BLOCK, Sizes
 from lln.kernels.launching.stretches import Tile, cdiv
 
 # Narrower windows have too few tiles that are full.
@@ -127,48 +127,27 @@ def _launch(
         mix: See `attend_window`.
         steps: Its launches.
     """
-    query, key, value = call.query, call.key, call.value
-    tensors = {"p_q": query, "p_k": key, "p_v": value, **sides}
-    layouts = tuple([layout_of(side) for side in (*tensors.values(), call.mask, call.places)])
-    kind = (name, query.device, layouts, call[5:], mix is None)
-    short = call.blocks and call.window <= SHORT_BLOCK
-    family = (name, query.device, query.dtype, query.shape[3], value.shape[3], short)
+    query = call.query
+    own = {"scale": call.scale, "window": call.window, "CAUSAL": call.causal}
+    own |= {"BLOCKS": call.blocks, "ADDS": mix is not None}
+    own |= {"HAS_MASK": call.mask is not None, "PACKED": call.places is not None}
 
-    def choose() -> Sizes:
-        rows = call.window if call.blocks else 0
-        return choose_sizes(query, key, value, query.shape[0], key.shape[1], rows)
-
-    def write(chosen: Sizes) -> Recipe:
-        values = {
-            "T": query.shape[2],
-            "H": query.shape[1],
-            "HK": key.shape[1],
-            "R": query.shape[1] // key.shape[1],
-            "D": query.shape[3],
-            "E": value.shape[3],
-            "BD": chosen.width,
-            "BE": chosen.value_width,
-            "scale": call.scale,
-            "window": call.window,
-            "CAUSAL": call.causal,
-            "BLOCKS": call.blocks,
-            "ADDS": mix is not None,
-            "HAS_MASK": call.mask is not None,
-            "PACKED": call.places is not None,
-            "PRECISION": precision_of(query, chosen.width),
-            **strides_of(False, **tensors),
-        }
+    def write(chosen: Sizes, values: dict[str, Any]) -> Recipe:
         made = [
-            _step(kernel, call, getattr(chosen, tile), side, values | own)
-            for kernel, tile, side, own in steps
+            _step(kernel, call, getattr(chosen, tile), side, values | own | flags)
+            for kernel, tile, side, flags in steps
         ]
         return Recipe(made, {})
 
     # Where there is none, anything that has an address.
     places = query if call.places is None else call.places
-    runtime: dict[str, Any] = {**tensors, **rows, "mix": 0.0 if mix is None else mix}
+    runtime: dict[str, Any] = {**rows, "mix": 0.0 if mix is None else mix}
     runtime |= {"p_mask": mask_bytes(call.mask, query), "p_places": places}
-    launch_cached(kind, family, runtime, query.device, choose, write)
+    sides = {"p_q": query, "p_k": call.key, "p_v": call.value, **sides}
+    options = (layout_of(call.mask), layout_of(call.places), call[5:], mix is None)
+    family = (call.blocks and call.window <= SHORT_BLOCK,)
+    block_size = call.window if call.blocks else 0
+    launch_heads(name, sides, runtime, options, family, write, block_size)
 
 
 def _step(kernel: Any, call: WindowCall, tile: Tile, side: Tensor, values: dict[str, Any]) -> Step:

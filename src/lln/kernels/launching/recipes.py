@@ -19,9 +19,10 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from lln.errors import BackendUnavailableError
+from lln.kernels.launching.kernel_arguments import precision_of, strides_of
 from lln.kernels.launching.limits import is_interpreted
 from lln.kernels.launching.shapes import layout_of
-from lln.kernels.launching.sizes import Sizes, overrides, smaller
+from lln.kernels.launching.sizes import Sizes, choose_sizes, overrides, smaller
 from lln.kernels.launching.stretches import Tile, cdiv
 from lln.kernels.launching.triton_order import HAS_FOLLOWERS
 
@@ -242,6 +243,55 @@ def launch_cached(
                 _shrunk[family] = _shrunk.get(family, 0) + 1
 
     _run_recipe(kind, runtime, device, run_first)
+
+
+def launch_heads(
+    name: str,
+    sides: Mapping[str, Tensor],
+    runtime: Mapping[str, Any],
+    options: tuple[Hashable, ...],
+    family: tuple[Hashable, ...],
+    write: Callable[[Sizes, dict[str, Any]], Recipe],
+    block_size: int = 0,
+) -> None:
+    """The same for a pass over heads of queries, keys and values.
+
+    Args:
+        name: The pass.
+        sides: ``[B, heads, tokens, channels]`` by their names in the kernels, among them ``p_q``,
+            ``p_k`` and ``p_v``.
+        runtime: Other arguments by the names of the places.
+        options: What decides the launches besides how ``sides`` lie in memory.
+        family: What decides whether sizes fit besides types and widths.
+        write: Makes the recipe for sizes, from the arguments that calls of one kind share.
+        block_size: For the sizes.
+    """
+    query, key, value = (sides[side] for side in ("p_q", "p_k", "p_v"))
+    (batch, heads, tokens, width), key_heads = query.shape, key.shape[1]
+
+    def write_all(chosen: Sizes) -> Recipe:
+        values = {
+            "T": tokens,
+            "H": heads,
+            "HK": key_heads,
+            "R": heads // key_heads,
+            "D": width,
+            "E": value.shape[3],
+            "BD": chosen.width,
+            "BE": chosen.value_width,
+            "PRECISION": precision_of(query, chosen.width),
+            **strides_of(False, **sides),
+        }
+        return write(chosen, values)
+
+    launch_cached(
+        (name, query.device, tuple([layout_of(side) for side in sides.values()]), options),
+        (name, query.device, query.dtype, width, value.shape[3], family),
+        {**sides, **runtime},
+        query.device,
+        lambda: choose_sizes(query, key, value, batch, key_heads, block_size),
+        write_all,
+    )
 
 
 def launch_fixed(

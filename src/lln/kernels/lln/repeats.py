@@ -34,7 +34,7 @@ from lln.tracing import is_watched
 
 if TYPE_CHECKING:
     from lln.kernels.launching.recipes import Recipe
-    from lln.kernels.summaries.lln_call import LLNCall
+    from lln.kernels.summaries.lln_call import Gradients, LLNCall
 
 # The compiled launcher's ``attend`` once it is loaded. It takes a call, whether groups of query
 # heads are allowed, and how to run it.
@@ -165,7 +165,7 @@ class Repeat:
 
     def gradients(
         self, found: Sequence[Tensor], inputs: Sequence[Any], kept: Sequence[Any], asked: Any
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """As those of `lln.kernels.lln.lln_ops.ORDINARY`."""
         (gradient,), (tensors, numbers) = found, _parted(inputs)
         made = self.differentiate(gradient, tensors, numbers, kept)
