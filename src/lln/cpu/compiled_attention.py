@@ -36,7 +36,7 @@ def attend_compiled(
     """LLN attention, softmax attention inside blocks, both, or exact keys: ``[B, H, T, E]``.
 
     Args:
-        sides: ``[B, H, T, D]``, ``[B, Hk, S, D]`` and ``[B, Hk, S, E]`` in float32.
+        sides: Query, key and value in float32.
         numbers: α, β and the offset: numbers, one entry, or ``[1 or B, 1 or H, 1, 1]``; gradients
             with exact keys only, which alone read the offset. With ``curves`` the pass itself finds
             the others; blocks alone do not read them.
@@ -44,8 +44,7 @@ def attend_compiled(
         blocks: The short range, whose tokens are the queries; None = LLN alone. Blocks alone take
             no infinity in queries and keys.
         by_torch: Computes the same.
-        curves: One `compiled_passes.packed_curve`, with a mask one for every sample; if T = S, the
-            mask says which queries are measured, too.
+        curves: As those of `compiled_passes.match`.
         exact: Keys beside those of the blocks; its offset is that of ``numbers``.
     """
     if curves:

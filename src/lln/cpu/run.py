@@ -54,9 +54,7 @@ def attend_dense(call: Call) -> Tensor:
 def attend_keys(call: Call) -> Tensor:
     """``[B, H, T, E]`` of a dense call with exact keys, which are numbers or can be seen.
 
-    Args:
-        call: A call of at least one number, not causal; α, β and the offset are known, indices hold
-            only keys that a group may see.
+    It has at least one number and is not causal; α, β and the offset are known.
     """
     sides = eager.widen_inputs(*call.qkv, call.key_mask, 0.0)
     alpha, beta, offset = (

@@ -47,15 +47,8 @@ def exchange(
 ) -> Tensor:
     """Send the first ``send[0]`` rows to rank 0, the next ``send[1]`` to rank 1, and so on.
 
-    Args:
-        rows: ``[n, ...]``, ordered by the rank they go to.
-        send: How many rows every rank gets.
-        receive: How many rows every rank sends here.
-        ranks: The group.
-        purpose: As in `gather`.
-
-    Returns:
-        ``[sum(receive), ...]``, ordered by the rank they came from.
+    Rows ``[n, ...]`` come in the order of ranks, too: ``[sum(receive), ...]``, where ``receive``
+    says how many every rank sends here. The purpose is as in `gather`.
     """
     return exchange_rows(rows.contiguous(), list(send), list(receive), ranks.name, purpose)
 
@@ -65,12 +58,7 @@ def begin_gather(
 ) -> tuple[Tensor, Any]:
     """Issue a gather: where its result comes to be, and what to wait for, or None.
 
-    Args:
-        tensor: This rank's, contiguous.
-        size: R.
-        group: The name of the group.
-        purpose: As in `gather`.
-        later: Whether somebody waits for the result later; otherwise it is there.
+    The tensor is contiguous. If nobody waits for the result ``later`` it is there.
     """
     out, work = tensor.new_empty((size, *tensor.shape)), None
     if tensor.numel():

@@ -25,10 +25,7 @@ def attend_own_heads(
 ) -> Tensor:
     """A call of ``DTensor`` sides whose heads or samples are divided, as a ``DTensor``.
 
-    Args:
-        call: The checked call.
-        ranks: The group that shares the sequence.
-        attend: Computes the call of the ordinary tensors of this rank's heads.
+    ``attend`` computes the call of the ordinary tensors of this rank's heads.
 
     Raises:
         InvalidInputError: If heads are divided between ranks that share the sequence.

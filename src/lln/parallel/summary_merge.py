@@ -60,13 +60,8 @@ def gather_summaries(
 ) -> Callable[[], RankSummaries]:
     """Start to gather the summaries of all ranks; what is returned waits for them.
 
-    One collective; its gradient is one collective, too.
-
-    Args:
-        log_mass: ``[B, SH, D]``, of this rank's shard.
-        centroid: ``[B, SH, D, E]``.
-        shards: The group.
-        sums: ``[B, SH, D, x]``, numbers to add up; None = none.
+    One collective; its gradient is one collective, too. Log-mass is ``[B, SH, D]``, the centroid
+    ``[B, SH, D, E]``, and ``sums`` ``[B, SH, D, x]`` are numbers to add up; None = none.
     """
     if sums is None:
         sums = log_mass.new_empty(*log_mass.shape, 0)

@@ -25,12 +25,8 @@ from lln.parallel.journeys import gather_later
 def measure_shards(call: Call, shards: Shards, *, whole_tensor: bool) -> Callable[[], Moments]:
     """Moments of the whole sequence: ``[B, H]``, or ``[1, 1]`` of the whole tensor.
 
-    It starts to gather those of the shards; what is returned waits for them.
-
-    Args:
-        call: This rank's call.
-        shards: The group.
-        whole_tensor: Whether one statistic is taken over everything, as in the authors' code.
+    It starts to gather those of the shards; what is returned waits for them. One statistic is taken
+    over everything in the authors' code.
     """
     query, key, mask = call.query, call.key, call.key_mask
     masks_queries = _is_self_attention(call, shards)

@@ -35,10 +35,8 @@ def attend_together(
 ) -> Tensor:
     """The attention of this rank's tokens, in the dtype of query.
 
-    Args:
-        call: The arguments as an entry point got them.
-        how: Likewise.
-        compute: Computes a call that all ranks agree on, given their shards and ``impl``.
+    The arguments are as an entry point got them; ``compute`` gets a call that all ranks agree on,
+    their shards and ``impl``.
     """
     name = f"{call.kind}_attention"
     operation = f"lln.parallel.{name}"

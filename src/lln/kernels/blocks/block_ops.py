@@ -68,15 +68,8 @@ def fused_blocks(
 ) -> Tensor:
     """Block-diagonal attention by its own kernel: ``[B, H, T, E]`` in the dtype of query.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        value: ``[B, Hk, T, E]``.
-        key_mask: bool ``[B, T]`` or None.
-        block_size: Tokens in a block; see `lln.kernels.launching.limits.blocks_fit`.
-        scale: Factor of the scores.
-        is_causal: Whether a token sees only itself and earlier tokens of its block.
-        value_width: Channels of the values per launch.
+    The arguments are those of a `lln.kernels.blocks.launch_blocks.BlockCall`, and how many channels
+    of the values a launch takes.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
     rest = (key_mask, block_size, scale, is_causal)

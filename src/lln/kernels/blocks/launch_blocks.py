@@ -60,14 +60,10 @@ def whole_blocks_gradients(call: BlockCall, gradient: Tensor) -> tuple[Tensor, T
 
 
 def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Tensor) -> None:
-    """One launch over all stretches of all (sample, head) pairs.
+    """One launch over all stretches of all (sample, head) pairs; ``heads`` programs per sample.
 
-    Args:
-        kernel: What to launch.
-        call: What to compute.
-        heads: Programs per sample.
-        walker: Name of the field of `Sizes` with its tile.
-        others: Its tensors besides query, key and value, by their names in the kernel.
+    ``walker`` is the field of `Sizes` with its tile; ``others`` are its tensors besides query, key
+    and value, by their names in the kernel.
     """
     query, mask = call.query, call.mask
     batch, tokens = query.shape[0], query.shape[2]

@@ -38,7 +38,8 @@ class WindowCall(NamedTuple):
         key: ``[B, HK, T, D]``.
         value: ``[B, HK, T, E]``.
         mask: bool ``[B, T]`` or None.
-        places: int32 ``[T]`` or None; see `lln.kernels.blocks.window_ops.fused_window`.
+        places: int32 ``[T]``, where the tokens of packed sequences stand
+            (`lln.eager.band.places_of`); None = one behind the other.
         window: Tokens on a side, or of a block.
         blocks: Whether a row sees its block; blocks have no mask and no places.
         scale: Factor of the scores.
@@ -61,10 +62,7 @@ def attend_window(
 ) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, E]``, and log₂ of every row's normaliser ``[B, H, T]``.
 
-    Args:
-        call: What to compute.
-        out: Where to write it.
-        mix: Make of ``out`` mix · out + (1 − mix) · (this); None = of this alone.
+    It is written to ``out``: as mix · out + (1 − mix) · (this), or (None) this alone.
     """
     out = output_like(call.query, call.value.shape[3]) if out is None else out
     norm = torch.empty(call.query.shape[:3], dtype=torch.float32, device=call.query.device)
@@ -118,14 +116,8 @@ def _launch(
 ) -> None:
     """Run the launches of a pass.
 
-    Args:
-        name: The pass.
-        call: What to compute.
-        sides: Its tensors ``[B, H, T, channels]`` besides query, key and value, by their names in
-            the kernels.
-        rows: Those of one number per row.
-        mix: See `attend_window`.
-        steps: Its launches.
+    ``sides`` are its tensors ``[B, H, T, channels]`` besides query, key and value, by their names
+    in the kernels, and ``rows`` those of one number per row; for mix see `attend_window`.
     """
     query = call.query
     own = {"scale": call.scale, "window": call.window, "CAUSAL": call.causal}

@@ -72,17 +72,7 @@ def fused_window(
 ) -> Tensor:
     """Softmax inside a sliding window, or blocks: ``[B, H, T, E]`` in the dtype of query.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        value: ``[B, Hk, T, E]``.
-        key_mask: bool ``[B, T]`` or None.
-        places: int32 ``[T]``, where the tokens of packed sequences stand
-            (`lln.eager.band.places_of`); None = one behind the other.
-        window: How many tokens a row sees before its own, and behind it unless ``is_causal``.
-        scale: Factor of the scores.
-        is_causal: Whether a row sees only its own and earlier tokens.
-        blocks: Whether a row sees its block of ``window`` tokens instead.
+    The arguments are those of a `lln.kernels.blocks.launch_window.WindowCall`.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
     rest = (key_mask, places, window, blocks, scale, is_causal)
@@ -95,11 +85,7 @@ def fused_window(
 def add_blocks(tensors: Sequence[Tensor], numbers: Sequence[Any], out: Tensor, mix: float) -> None:
     """Make of ``out`` mix · out + (1 − mix) · blocks.
 
-    Args:
-        tensors: Query, key and value.
-        numbers: Block size, scale, and whether it is causal.
-        out: ``[B, H, T, E]``.
-        mix: The weight of what is there.
+    ``tensors`` are query, key and value, ``numbers`` block size, scale, and whether it is causal.
     """
     _launches().attend_window(_blocks(tensors, numbers), out, mix)
 

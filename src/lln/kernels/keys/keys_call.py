@@ -125,11 +125,7 @@ class KeysCall(NamedTuple):
         return *[side is None for side in given], *numbers
 
     def runtime(self, **others: Tensor) -> dict[str, Any]:
-        """The arguments that differ from call to call, by their names in the kernels.
-
-        Args:
-            others: More tensors.
-        """
+        """The arguments that differ from call to call, by their names in the kernels."""
         batch, query = self.query.shape[0], self.query
         mask, gaps, held = self.masking
         return {

@@ -64,18 +64,9 @@ def fused_keys(
 ) -> Tensor:
     """Attention over own block, chosen keys and slots, by the kernels: ``[B, H, T, E]``.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        value: ``[B, Hk, T, E]``.
-        alpha: A number, or broadcasts to ``[B, H, 1, 1]``.
-        beta: Likewise, or to ``[B, Hk, 1, 1]``.
-        offset: A number, or broadcasts to ``[B, H, 1, 1]``.
-        indices: ``[B, H, G, K]``; only keys that a group may see, or -1.
-        key_mask: bool ``[B, T]`` or None.
-        block_size: A power of two.
-        group_size: A power of two.
-        scale: Factor of the scores; None = 1/√D.
+    The arguments are those of a `lln.kernels.keys.keys_call.KeysCall`; α, β and the offset are
+    numbers, or broadcast to ``[B, H, 1, 1]``, β also to ``[B, Hk, 1, 1]``. Indices hold only keys
+    that a group may see. Without a scale it is 1/√D.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
     alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])

@@ -22,9 +22,7 @@ STAGES = {"key": 1, "chosen": 2}
 def constant_args(call: KeysCall, **others: Tensor) -> dict[str, Any]:
     """The arguments that calls of one kind share, by their names in the kernels.
 
-    Args:
-        call: What to compute.
-        others: Tensors besides query, key and value whose strides the kernels need.
+    ``others`` are tensors besides query, key and value whose strides the kernels need.
     """
     (heads, tokens, width), value_width = call.query.shape[1:], call.value.shape[3]
     chosen = max(16, min(rows_at_once(call), power_of_two(call.indices.shape[-1])))

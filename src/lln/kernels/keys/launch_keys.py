@@ -196,9 +196,8 @@ def _sorted_pairs(call: KeysCall, gaps: Tensor) -> dict[str, Tensor]:
 def _in_order(blocks: Tensor, last: int) -> dict[str, Tensor]:
     """Which pair comes at every place, and where the pairs of every block of every head begin.
 
-    Args:
-        blocks: The block of every pair's key, counted over all heads.
-        last: How many blocks there are; also that of pairs without a key.
+    It is asked with the block of every pair's key, counted over all heads, and how many there are,
+    which is also that of pairs without a key.
     """
     ordered, order = blocks.sort(stable=True)
     starts = torch.arange(last + 1, device=blocks.device, dtype=blocks.dtype)

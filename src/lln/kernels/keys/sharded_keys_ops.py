@@ -33,16 +33,9 @@ def fused_means(
     group_size: int,
     flip: bool,
 ) -> Tensor:
-    """The mean query of every group, in the dtype of query: ``[B, H, G, D]``.
+    """The mean query of every group: see `lln.kernels.keys.launch_choice.mean_queries`.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        mask: bool ``[B, T]``, which queries count; None = all.
-        gaps: int ``[B]``: token t lies in block (t + gap) // W; None = 0.
-        blocks: n.
-        block_size: A power of two.
-        group_size: A power of two.
-        flip: Whether scores have a negative factor.
+    Mask, gaps and sizes are those of a `lln.kernels.keys.launch_choice.BlockPlace`.
     """
     choice = _choice()
     place = choice.BlockPlace(mask, _short(gaps), block_size, group_size)
@@ -63,15 +56,8 @@ def fused_candidates(
 
     Ascending by place; -inf and -1 where there are fewer. Equal scores are taken in the order of
     places. A score is the same whichever other keys are there, so those of ranks can be compared.
-
-    Args:
-        mean: ``[B, H, A, D]`` in the dtype of key.
-        key: ``[B, Hk, S, D]``.
-        mask: bool ``[B, S]``, which keys may be chosen; None = all.
-        gaps: int ``[B]``: key s lies in block (s + gap) // W of the groups; None = 0.
-        keys: K.
-        block_size: A power of two.
-        group_size: A power of two.
+    See `lln.kernels.keys.launch_choice.best_keys`; key s lies in block (s + gap) // W of the
+    groups.
     """
     if keys == 0:
         found = torch.empty((*mean.shape[:3], 0), dtype=torch.int32, device=mean.device)
@@ -100,21 +86,11 @@ def fused_sharded_keys(
 ) -> Tensor:
     """Attention over own block, chosen rows and the slots of a given summary: ``[B, H, T, E]``.
 
-    Blocks begin with the first token. Gradients go to the summary, too.
-
-    Args:
-        query: ``[B, H, T, D]``, T > 0.
-        key: ``[B, Hk, S, D]``: the tokens, and behind them the rows that groups chose.
-        value: ``[B, Hk, S, E]``.
-        alpha: A number, or broadcasts to ``[B, H, 1, 1]``.
-        offset: Likewise.
-        slots: L - βμ ``[B, SH, D]``, C ``[B, SH, D, E]`` and μ ``[B, SH, D]``, in float32.
-        indices: int ``[B, H, G, K]``, rows from T on, or -1.
-        key_mask: bool ``[B, T]``, which tokens count; None = all.
-        held: How many keys the summary holds; with a mask int ``[B]``.
-        block_size: A power of two.
-        group_size: A power of two.
-        scale: Factor of the scores; None = 1/√D.
+    Blocks begin with the first of T > 0 tokens. Key and value have S rows: the tokens, and behind
+    them what groups chose, where ``indices`` point (-1 = nowhere). ``slots`` are L - βμ
+    ``[B, SH, D]``, C ``[B, SH, D, E]`` and μ ``[B, SH, D]`` in float32, and ``held`` is how many
+    keys they stand for, with a mask int ``[B]``. Gradients go to the slots, too. Everything else is
+    as in `lln.kernels.keys.keys_ops.fused_keys`.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
     alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])

@@ -58,8 +58,7 @@ _refused: str | None = None
 def load(long_way: Callable[..., Any]) -> Any:
     """The module ``launcher.cpp``, ready for launches on a GPU; None where it is not to be used.
 
-    Args:
-        long_way: Takes over the backward passes that it cannot launch.
+    ``long_way`` takes over the backward passes that it cannot launch.
     """
     global _found
     if _found is None:
@@ -89,11 +88,7 @@ def why_not() -> str | None:
 
 
 def refuse(reason: str) -> None:
-    """Say once that launches stay with Python although the library is there.
-
-    Args:
-        reason: What it cannot launch.
-    """
+    """Say once what the library cannot launch, so that launches stay with Python."""
     global _refused
     if _refused is None:
         _refused = reason

@@ -53,9 +53,7 @@ def precision_of(query: Tensor, widest: int = 0) -> str:
 def tensor_or_number(side: float | Tensor, heads: int | None) -> tuple[Tensor | None, float]:
     """A 4-D tensor or None, and a number; the kernels use the number if the tensor is None.
 
-    Args:
-        side: α, β or mix.
-        heads: Repeat a single value for this many heads; None = do not repeat.
+    A tensor with one value is repeated for so many heads; None = it is not.
     """
     if not isinstance(side, Tensor):
         return None, float(side)

@@ -94,9 +94,7 @@ class Step:
     def repeat(self, runtime: dict[str, Any], stream: int | None) -> None:
         """Launch what was compiled.
 
-        Args:
-            runtime: Arguments by the names of the places.
-            stream: Where to launch; None = launch through Triton, which also calls launch hooks.
+        Without a stream through Triton, which also calls launch hooks.
         """
         if stream is None:
             self.runner(*self._filled(runtime))
@@ -176,10 +174,7 @@ class Recipe:
     def repeat(self, addresses: dict[str, Any], device: torch.device, stream: int | None) -> None:
         """Launch once more what was compiled, on the current device.
 
-        Args:
-            addresses: Addresses and numbers by the names of the places; gets the workspace, too.
-            device: The current device.
-            stream: See `Step.repeat`.
+        Addresses and numbers are by the names of the places, and get the workspace, too.
         """
         space = torch.empty(self.bytes, dtype=torch.uint8, device=device) if self.bytes else None
         if space is not None:
@@ -299,11 +294,7 @@ def launch_fixed(
 ) -> None:
     """The same where sizes are the same on every chip.
 
-    Args:
-        kind: What decides the launches, besides how the tensors lie in memory.
-        runtime: See `launch_cached`.
-        device: Where the tensors are.
-        write: Makes the recipe.
+    ``kind`` need not say how the tensors in ``runtime`` lie in memory.
     """
     layouts = [layout_of(side) for side in runtime.values() if isinstance(side, Tensor)]
 

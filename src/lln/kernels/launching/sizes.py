@@ -235,15 +235,9 @@ def choose_sizes(
 ) -> Sizes:
     """Choose the sizes for a call.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        samples: B, or the number of packed sequences.
-        summary_heads: Summaries per sample.
-        block_size: Tokens in a block of the diagonal part; 0 = no diagonal part.
-        longest: Length of the longest packed sequence; 0 = not packed.
-        causal: Whether the call is causal.
+    Its tensors are ``[B, heads, tokens, channels]``; ``samples`` are B, or packed sequences, of
+    which the longest has ``longest`` tokens (0 = not packed), and each has so many summaries. The
+    block size is that of a diagonal part, 0 = none.
     """
     return _choose(
         query.shape[-1],

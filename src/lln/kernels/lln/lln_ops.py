@@ -51,10 +51,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output, and with ``save`` the summary, for the arguments of `attend_lln`.
 
-    Args:
-        arguments: Those of a call.
-        save: Whether a backward pass follows.
-        out: Where to write the output; None = a new tensor.
+    It is written to ``out``; None = a new tensor.
     """
     causal, other, kind = _launches()
     call = kind(*arguments)

@@ -59,12 +59,8 @@ def differentiate_by_the_long_way(
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """A backward pass that the compiled launcher leaves to Python.
 
-    Args:
-        repeat: What is known of the call.
-        gradient: Of the output.
-        tensors: Query, key, value, α, β and the mask.
-        numbers: α, β and mix.
-        kept: Log-mass and centroid, or None twice.
+    It gets query, key, value, α, β and the mask, α, β and mix as numbers, and log-mass and
+    centroid, or None twice.
 
     Returns:
         Gradients of query, key and value, and the launches of later passes like this one in the
@@ -86,11 +82,8 @@ class Repeat:
     ) -> None:
         """Take over what the calls share.
 
-        Args:
-            call: One of the calls; none of its tensors are kept.
-            matching: The launches that find α and β; None where they are given.
-            forward: The launches of the forward pass.
-            tracked: Whether a backward pass follows.
+        ``call`` is one of them, of whose tensors none is kept; then the launches that find α and β
+        (None where they are given), those of the forward pass, and whether a backward pass follows.
         """
         query, value = call.query, call.value
         self.device, self.index = query.device, query.device.index

@@ -43,22 +43,10 @@ def fused_attention(
 ) -> Tensor:
     """LLN attention by the kernels: ``[B, H, T, E]`` in the dtype of query.
 
-    Args:
-        query: ``[B, H, T, D]``; packed sequences come as one sample.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        alpha: A number or a tensor that broadcasts to ``[B, H, 1, 1]`` (packed: ``[n, H, 1, 1]``).
-        beta: Likewise, or to ``[B, Hk, 1, 1]``.
-        value_width: Channels of the values per launch; wider ones are read in slices.
-        key_mask: bool ``[B, S]``.
-        mix: A number or a tensor that broadcasts to ``[B, H, T, E]``.
-        block_size: Tokens in a block of the diagonal part; 0 = no diagonal part.
-        scale: Factor of the diagonal part's scores.
-        dropout_p: Probability to drop a key.
-        is_causal: Whether row i sees keys 0 … i only.
-        bounds: Integers ``[n + 1]``, the bounds of packed sequences.
-        longest: Length of the longest packed sequence, or more; 0 = not packed.
-        added: A diagonal part to add in place, in ordinary calls.
+    The arguments are those of a `lln.kernels.summaries.lln_call.LLNCall`, where α, β and mix are
+    numbers or tensors that broadcast to ``[B, H, 1, 1]`` (packed: ``[n, H, 1, 1]``), β also to
+    ``[B, Hk, 1, 1]``, and mix to ``[B, H, T, E]``. Values of more than ``value_width`` channels are
+    read in slices; ``added`` is a diagonal part to add in place, in ordinary calls.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
     if dropout_p > 0 and is_capturing():

@@ -79,11 +79,7 @@ class Near(NamedTuple):
 def choose_pages(query: Tensor, key: Tensor, near: Near, pages: int) -> Tensor:
     """The best pages of every query: int32 ``[B, HK, T, P]``, ascending; -1 where there are fewer.
 
-    Args:
-        query: ``[B, H, T, r]``.
-        key: ``[B, HK, S, r]``.
-        near: What is no page.
-        pages: P.
+    Of query ``[B, H, T, r]`` and key ``[B, HK, S, r]``; ``near`` says what is no page.
     """
     shape = (query.shape[0], key.shape[1], query.shape[2], pages)
     picked = torch.empty(shape, dtype=torch.int32, device=query.device)

@@ -38,14 +38,10 @@ def finish_gradients(call: LLNCall, made: Gradients, group: int) -> Gradients:
 def beta_gradient(sums: Tensor, width: int, total: float | Tensor = 0.0) -> Tensor:
     """Every head's dβ ``[B, H, 1]`` from what its programs summed ``[B, H, programs, 3]``.
 
-    dβ = Σ g·k over tokens and slots (of the summary), and the sum of all g is known, so that
-    dβ = Σ g·(k − c) + c·Σ g for any c. With c the mean of k weighted as in the slots, rounding
-    errors common to all g count less.
-
-    Args:
-        sums: Σ g·k, Σ g and the weighted sum of k, of every program.
-        width: D.
-        total: Σ g without rounding, ``[B, H, 1]``; 0 where these are all keys of the sequence.
+    These are Σ g·k, Σ g and the weighted sum of k. dβ = Σ g·k over tokens and slots (of the
+    summary), and the sum of all g, ``total`` ``[B, H, 1]``, is known without rounding (0 where
+    these are all keys of the sequence), so that dβ = Σ g·(k − c) + c·Σ g for any c. With c the mean
+    of k weighted as in the slots, rounding errors common to all g count less.
     """
     product, residue, weighted = sums.sum(2, keepdim=True, dtype=torch.float64).unbind(-1)
     return product - (residue - total) * weighted / width
@@ -68,15 +64,9 @@ def allocate_gradients(
 ) -> Gradients:
     """Allocate the gradients, and add them to ``runtime``, the kernels' arguments.
 
-    Args:
-        call: What to compute.
-        gradient: Gradient of the output; its pointer is passed for gradients that are not needed.
-        runtime: See `lln.kernels.summaries.lln_call.runtime_args`.
-        summaries: Number of summaries per sample.
-        of_alpha: Shape of every program's part of dα; None = not needed.
-        of_beta: The same for dβ.
-        of_mix: The same for dmix.
-        dv: Where the gradient of the values belongs; used if every summary has its own values.
+    ``of_alpha``, ``of_beta`` and ``of_mix`` are the shapes of every program's parts; None = not
+    needed, and the pointer of the output's gradient is passed. That of the values belongs into
+    ``dv``, which is used if every summary has its own values.
     """
     dq, dk = torch.empty_like(call.query), _per_summary(call.key, summaries)
     if dv is None or dv.shape[1] != summaries:

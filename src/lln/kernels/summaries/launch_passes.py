@@ -37,14 +37,10 @@ WHOLE_GRADIENT = {
 def summary_steps(
     programs: int, chosen: Sizes, values: dict[str, Any], splits: int, folds: bool = False
 ) -> tuple[list[Step], Workspace]:
-    """Keys and values into ``p_log_mass`` and ``p_centroid``.
+    """Keys and values into ``p_log_mass`` and ``p_centroid``, for so many summaries of all samples.
 
-    Args:
-        programs: Summaries of all samples.
-        chosen: The sizes.
-        values: The kernels' arguments.
-        splits: Stretches of keys per summary.
-        folds: Whether the next pass takes partial triton_summaries, one per stretch.
+    Each has ``splits`` stretches of keys; with ``folds`` the next pass takes their partial
+    summaries.
     """
     if not chosen.is_slot_major:
         steps, workspace = summarise_steps(programs, chosen, values, splits)
@@ -99,14 +95,10 @@ def merge_step(programs: int, chosen: Sizes, values: dict[str, Any], splits: int
 def query_grad_steps(
     heads: int, chosen: Sizes, values: dict[str, Any], splits: int, folds: bool = False
 ) -> tuple[list[Step], Workspace]:
-    """Queries and dO into dq, ``p_shift`` and ``p_dc``.
+    """Queries and dO into dq, ``p_shift`` and ``p_dc``, for so many query heads of all samples.
 
-    Args:
-        heads: Query heads of all samples.
-        chosen: The sizes.
-        values: The kernels' arguments.
-        splits: Stretches of queries per head.
-        folds: Whether the next pass takes every stretch's part of shift and dC.
+    Each has ``splits`` stretches; with ``folds`` the next pass takes every stretch's part of shift
+    and dC.
     """
     if chosen.is_slot_major:
         return _wide_query_steps(heads, chosen, values, splits)

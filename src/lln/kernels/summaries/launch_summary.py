@@ -46,9 +46,8 @@ def _key_call(
 def summarise(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]`` in float32.
 
-    Args:
-        arguments: key ``[B, Hk, S, D]`` with S > 0, value ``[B, Hk, S, E]``, β ``[·, Hk or H, 1,
-            1]`` or None, key mask or None, β as a number.
+    Of key ``[B, Hk, S, D]`` with S > 0, value ``[B, Hk, S, E]``, β ``[·, Hk or H, 1, 1]`` or None,
+    key mask or None, β as a number.
     """
     call = _key_call(*arguments)
     value, slots = call.value, call.summary_heads
@@ -77,12 +76,8 @@ def summarise_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of key, value and, if asked for, β.
 
-    Args:
-        dlog_mass: ``[B, SH, D]`` in float32, as the next three.
-        dcentroid: ``[B, SH, D, E]``.
-        log_mass: What `summarise` returned.
-        centroid: Likewise.
-        rest: The arguments of `summarise`, and whether β needs a gradient.
+    From those of log-mass and centroid and what `summarise` returned, in float32; then come its
+    arguments, and whether β needs a gradient.
     """
     *arguments, beta_grad = rest
     call = _key_call(*arguments)

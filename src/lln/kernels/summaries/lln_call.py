@@ -115,10 +115,8 @@ class LLNCall(NamedTuple):
 def runtime_args(call: LLNCall, like: Tensor, summaries: int) -> dict[str, Any]:
     """The arguments that differ from call to call, by their names in the kernels.
 
-    Args:
-        call: What to compute.
-        like: ``[B, H, T, E]``; its pointer is passed where the mix is a number.
-        summaries: Summaries (fixed-size states of keys and values) per sample; each has its β.
+    Every one of the ``summaries`` of a sample (fixed-size states of keys and values) has its β.
+    Where the mix is a number the pointer of ``like`` ``[B, H, T, E]`` is passed.
     """
     query, beta, samples = call.query, call.beta, call.samples
     if beta is not None and beta.shape[1] != summaries:
@@ -170,14 +168,9 @@ def launch_call(
 ) -> None:
     """Run the recipe of a pass; write it first if this kind of call is new.
 
-    Args:
-        name: The pass.
-        call: What to compute.
-        runtime: See `runtime_args`.
-        summaries: Number of summaries per sample.
-        write: Makes the recipe from the call, ``runtime``, sizes and ``flags``.
-        flags: What else decides the launches.
-        others: Tensors on which the launches depend besides the call's.
+    ``write`` makes it from the call, ``runtime`` (see `runtime_args`), sizes and ``flags``, which
+    decide the launches, too, as do the layouts of ``others``. There are so many summaries per
+    sample.
     """
     launch_cached(
         kind_of(name, call, *flags, others=others),
@@ -197,12 +190,8 @@ def constant_args(
 ) -> dict[str, Any]:
     """The arguments that calls of one kind share, by their names in the kernels.
 
-    Args:
-        call: What to compute.
-        chosen: Its sizes.
-        runtime: See `runtime_args`; every tensor's strides are among the values.
-        summaries: Number of summaries per sample.
-        widest: See `precision_of`.
+    Strides of all tensors in ``runtime`` are among them. There are so many summaries per sample;
+    for ``widest`` see `precision_of`.
     """
     (heads, tokens, width), keys = call.query.shape[1:], call.key.shape[2]
     tensors = {name: runtime[name] for name in _WITH_STRIDES if name in runtime}

@@ -37,12 +37,7 @@ def fused_summary(
 ) -> tuple[Tensor, Tensor]:
     """Log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]`` of the keys, in float32.
 
-    Args:
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        beta: A number or a tensor for 1, Hk or H heads.
-        key_mask: bool ``[B, S]`` or None.
-        value_width: Channels of the values per launch.
+    β is a number or a tensor for 1, Hk or H heads; a launch takes ``value_width`` channels.
     """
     key, value = within_reach(key), within_reach(value)
     beta_t, number = tensor_or_number(beta, key.shape[1])
@@ -63,13 +58,8 @@ def fused_read(
 ) -> Tensor:
     """Every query's softmax over the slots, applied to the centroids: ``[B, H, T, E]``.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        alpha: A number or a tensor for 1 or H heads.
-        log_mass: ``[B, SH, D]``, SH = H or a divisor of it.
-        centroid: ``[B, SH, D, E]``.
-        mask: bool ``[B, T]``, False = whatever the query holds has no effect; None = all count.
-        value_width: Channels of the centroids per launch.
+    α is a number or a tensor for 1 or H heads, and SH = H or a divisor of it. Where the mask bool
+    ``[B, T]`` is False, whatever the query holds has no effect; None = all count.
     """
     query = within_reach(query)
     alpha_t, number = tensor_or_number(alpha, query.shape[1])
