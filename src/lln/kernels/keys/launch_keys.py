@@ -110,9 +110,9 @@ def exact_keys_gradients(
             for name in ("p_dl_parts", "p_dc_parts", "p_dm_parts")
         ]
     del parts, of_slots
+    dbeta = torch.empty((batch * slots, call.blocks if is_own else 0), device=device)
     # Before the pairs take their memory, because sorting needs some of its own.
     if is_own:
-        dbeta = torch.empty((batch * slots, call.blocks), device=device)
         runtime |= gathered | {"p_dbeta_parts": dbeta, **_sorted_pairs(call, runtime["p_gaps"])}
     else:
         runtime |= _in_order(*_parts_chosen(call))

@@ -78,12 +78,6 @@ def gradients(
     return launch(call, within_reach(gradient), log_mass, centroid, asked, dv)
 
 
-def asked_gradients(ctx: Any) -> tuple[bool, bool, bool]:
-    """Whether the backward pass needs the gradients of alpha, beta and mix."""
-    needs = ctx.needs_input_grad
-    return needs[3], needs[4], needs[6]
-
-
 def _attend(*inputs: Any) -> Tensor:
     return forward(inputs, save=False)[0]
 
