@@ -101,15 +101,9 @@ def agree(
         InvalidInputError: If this rank's arguments do not fit, or differ from other ranks'.
         PeerError: If another rank refused its arguments.
     """
-    call, shards = _agree(check, lengths, ranks, operation)
-    return call.with_fitted_blocks(shards.bounds.tokens), shards
-
-
-def _agree(
-    check: Callable[[], Call], lengths: Sequence[int] | None, ranks: Ranks, operation: str
-) -> tuple[Call, Shards]:
     if lengths is None:
-        return _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
+        call, shards = _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
+        return call.with_fitted_blocks(shards.bounds.tokens), shards
     first = (ranks.name, operation)
 
     def check_lengths() -> Call:
@@ -125,7 +119,8 @@ def _agree(
         _COMPARED.add(first)
     masked = call.key_mask is not None
     bounds = given_bounds(lengths, call.key, ranks)
-    return call, Shards(ranks, operation, bounds, None, masked, masked)
+    shards = Shards(ranks, operation, bounds, None, masked, masked)
+    return call.with_fitted_blocks(bounds.tokens), shards
 
 
 @contextmanager

@@ -36,8 +36,7 @@ from lln.eager.selection import MOST_SCORES, group_means, largest
 from lln.kernels.keys.sharded_keys_ops import fused_candidates, fused_means
 from lln.parallel.collectives import exchange
 from lln.parallel.journeys import gather_later
-from lln.parallel.own_blocks import OwnBlocks
-from lln.parallel.whole_blocks import WholeBlocks
+from lln.parallel.whole_blocks import OwnBlocks, WholeBlocks
 from lln.precision import accumulation_dtype
 
 

@@ -1,6 +1,6 @@
 """Exact keys of a rank's own queries by the fused kernels, which read the summaries of all ranks.
 
-Dimension legend: B batch, H query heads, Hk key heads, SH summary heads, X tokens of a rank and
+Dimension legend: B batch, H query heads, Hk key heads, X tokens of a rank and
 those borrowed, D head width, E value width, n blocks, W tokens in a block.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.kernels.keys.sharded_keys_ops import fused_sharded_keys
 from lln.parallel.key_rows import FarRows
-from lln.parallel.own_blocks import OwnBlocks
 from lln.parallel.summary_merge import RankSummaries
+from lln.parallel.whole_blocks import OwnBlocks
 
 
 def read_by_kernels(
@@ -38,7 +38,9 @@ def read_by_kernels(
         # The kernels count blocks from the first token, which may belong to another rank's.
         query, key, value = (blocks.gather(side).flatten(2, 3) for side in (query, key, value))
         counted = blocks.valid(counted).flatten(1)
-    slots, number = _slots(summaries(), call.beta)
+    assert call.beta is not None
+    known = summaries()
+    slots, number = known.centred(call.beta, known.log_mass.shape[2])
     key, value, indices = far(key.dtype).behind(key, value)
     assert call.alpha is not None
     assert call.offset is not None
@@ -59,18 +61,3 @@ def read_by_kernels(
     if layout.is_crossed:
         out = blocks.scatter(out.unflatten(2, blocks.place.shape[1:]))
     return out
-
-
-def _slots(
-    summaries: RankSummaries, beta: float | Tensor | None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """L - βμ ``[B, SH, D]``, C and μ of the whole sequence, and how many keys it has, ``[B]``."""
-    log_mass, centroid = summaries.merged()
-    total, number = summaries.sums.sum(0).unbind(-1)
-    count = number[:, :1, :1].sum((1, 2)).long()
-    centre = total / number.clamp_min(1)
-    if isinstance(beta, Tensor):
-        beta = beta.to(log_mass.dtype).reshape((1,) * (4 - beta.dim()) + tuple(beta.shape))
-        beta = beta.squeeze(-1)
-    assert beta is not None
-    return (log_mass - beta * centre, centroid, centre), count

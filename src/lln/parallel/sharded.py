@@ -20,7 +20,7 @@ from lln.eager.summary import read_heads
 from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards
 from lln.parallel.compiled import outside_graphs
-from lln.parallel.diagonal_part import DiagonalPart
+from lln.parallel.diagonal_part import start_diagonal
 from lln.parallel.local_passes import LocalPasses, choose_passes
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
@@ -172,12 +172,12 @@ def _attend(call: Call, shards: Shards, impl: str) -> Tensor:
     # from blocks, also where a block is on another rank.
     call = call.replace(value=drop_keys(call.value, call.dropout_p))
     # What one part sends travels while the other is computed; backward likewise.
-    diagonal = DiagonalPart(call, passes, shards) if call.kind == "lln_diag" else None
+    diagonal = start_diagonal(call, passes, shards) if call.kind == "lln_diag" else None
     found = matched()
     summaries = gather_summaries(*passes.summarise(call, found[1]), shards)
     if diagonal is None:
         return _long_range(call, *found, passes, shards, summaries)
-    short_range = diagonal.compute()
+    short_range = diagonal()
     long_range = _long_range(call, *found, passes, shards, summaries)
     return passes.join(long_range, short_range(), call.mix)
 

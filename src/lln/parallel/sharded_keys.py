@@ -16,7 +16,7 @@ from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.eager.key_attention import attend_rows, share_of
 from lln.eager.key_blocks import Groups
-from lln.eager.key_terms import KeyTerms, Slots
+from lln.eager.key_terms import KeyTerms
 from lln.eager.run import numbers_of_blocks, repeat_heads, widen
 from lln.kernels.launching.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
@@ -27,11 +27,10 @@ from lln.parallel.key_choice import Choice, choose_together, gather_means
 from lln.parallel.key_kernels import read_by_kernels
 from lln.parallel.key_rows import FarRows, fetch_rows, lend_rows
 from lln.parallel.local_passes import LocalPasses, takes_keys
-from lln.parallel.own_blocks import OwnBlocks
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
 from lln.parallel.temperature_merge import measure_shards
 from lln.parallel.together import Together, attend_together
-from lln.parallel.whole_blocks import lay_blocks
+from lln.parallel.whole_blocks import OwnBlocks, lay_blocks
 from lln.precision import accumulation_dtype
 
 
@@ -200,28 +199,19 @@ def _read(
     alpha, beta, offset = numbers_of_blocks(call, heads, query.dtype)
     there = blocks.valid(here.valid)
     own = there.sum(-1)
-    known = summaries()
-    log_mass, centroid = (repeat_heads(side, heads) for side in known.merged())
-    total, number = known.sums.sum(0).unbind(-1)
-    total = repeat_heads(total, heads)
-    count = number[:, :1, :1] if number.shape[1] else number.new_zeros(number.shape[0], 1, 1)
-    slots = _slots(log_mass, centroid, total / count.clamp_min(1), beta)
-    held = count[:, 0].long().expand_as(own)
+    beta = beta.squeeze(2) if isinstance(beta, Tensor) else beta
+    found, count = summaries().centred(beta, heads)
+    log_mass, centroid, centre = (side.unsqueeze(2) for side in found)
+    held = count[:, None].expand_as(own)
     rows = layout.size // call.group_size
     seen = choice.seen.sum(-1).unflatten(2, (own.shape[1], rows))
     share = share_of(held, held - own, seen, call.group_size, query.dtype)
     # Where every place holds a key, no mask is looked at.
     mask = None if blocks.is_plain and call.key_mask is None else here.valid
+    slots = log_mass, centroid, centre
     groups = Groups(blocks, call.group_size, mask)
     terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
     return attend_rows(terms, share, far(query.dtype).spread(query.shape[-1]), choice.seen)
-
-
-def _slots(log_mass: Tensor, centroid: Tensor, centre: Tensor, beta: float | Tensor) -> Slots:
-    """L - βμ, C and μ of the whole sequence, which all blocks read."""
-    factor = beta.squeeze(2).squeeze(-1) if isinstance(beta, Tensor) else beta
-    centred = log_mass - factor * centre
-    return centred.unsqueeze(2), centroid.unsqueeze(2), centre.unsqueeze(2)
 
 
 def _nothing(query: Tensor, call: Call, sides: tuple[Tensor, ...]) -> Tensor:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lln.eager.run import repeat_heads
 from lln.eager.summary import LOG_ZERO
 from lln.parallel.agreement import Shards
 from lln.parallel.journeys import gather_later
@@ -40,6 +41,23 @@ class RankSummaries(NamedTuple):
         """
         weight = self.log_mass.softmax(0).unsqueeze(-1)
         return self.log_mass.logsumexp(0), (weight * self.centroid).sum(0)
+
+    def centred(
+        self, beta: float | Tensor, heads: int
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """L - βμ ``[B, heads, D]``, C and μ of the whole sequence; how many keys it has, ``[B]``.
+
+        Of summaries whose sums are those of the keys and their number.
+        """
+        total, number = self.sums.sum(0).unbind(-1)
+        sides = (*self.merged(), total)
+        log_mass, centroid, total = (repeat_heads(side, heads) for side in sides)
+        count = number[:, :1, :1].sum((1, 2)).long()
+        centre = total / count.clamp_min(1)[:, None, None]
+        if isinstance(beta, Tensor):
+            beta = beta.to(log_mass.dtype).reshape((1,) * (4 - beta.dim()) + tuple(beta.shape))
+            beta = beta.squeeze(-1)
+        return (log_mass - beta * centre, centroid, centre), count
 
     def before(self, rank: int) -> RankSummaries:
         """Those of earlier ranks; the others as if they had no token.
