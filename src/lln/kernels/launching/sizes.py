@@ -82,10 +82,6 @@ WIDEST_TILES = {
     "slot_grad": Tile(32, 4, 4, 2, resident=2),
     "key_grad": Tile(64, 8, 1, 8, resident=1),
 }
-# Summaries of up to 128 channels by programs with two groups of slots. That takes MANY_HEADS per
-# multiprocessor: where sequences are split over programs, two groups leave too few of them.
-PAIR_TILE = Tile(64, 4, 3, 2, resident=2)
-MANY_HEADS = 4
 
 # Sliding windows and long blocks, by the padded width of the wider side: the fastest of a sweep
 # on an H200.
@@ -171,7 +167,6 @@ class Sizes:
         is_slot_major: Whether the passes of wide heads have kernels of their own
             (`triton_wide_summary`, `triton_wide_queries` and `triton_slot_major_grads`).
         summary_slots: Slots that these kernels compute at once.
-        summary_groups: How many times as many slots a program of the summary has.
         is_joined: Whether the gradients of keys and values and those of the diagonal share a pass
             after the queries' (`triton_slot_major_joint`), if their kernels are turned.
         folds: Whether a pass over tokens first sums up the parts that the pass before it has
@@ -212,7 +207,6 @@ class Sizes:
     split_blocks: bool
     is_slot_major: bool
     summary_slots: int
-    summary_groups: int
     is_joined: bool
     folds: bool
     short: bool
@@ -312,7 +306,6 @@ def _choose(
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
         "is_slot_major": is_wide and width == widest and not (short or causal),
         "summary_slots": 64,
-        "summary_groups": 1,
         # Wider heads and larger blocks leave no registers for both.
         "is_joined": widest <= 128 and block_tile <= 64,
         "folds": is_narrow and not causal,
@@ -334,8 +327,6 @@ def _choose(
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
         if chosen["is_slot_major"] and width == value_width == 256:
             chosen |= WIDEST_TILES
-        elif chosen["is_slot_major"] and summaries >= MANY_HEADS * cores:
-            chosen |= {"summary_groups": 2, "summarise": PAIR_TILE}
         if chosen["is_slot_major"] and chosen["is_joined"] and block_tile == 64:
             chosen["joint_read"] = Tile(block_tile, 4, reading, 8, resident=1)
             chosen["ahead_read"] = Tile(block_tile, 4, 2, 8, resident=2)

@@ -47,7 +47,6 @@ def summary_steps(
         return steps if folds else [*steps, merge_step(programs, chosen, values, splits)], workspace
     whole = splits == 1
     own: dict[str, Any] = {"WHOLE": whole, "SLOTS": chosen.summary_slots}
-    own["GROUPS"] = chosen.summary_groups
     if whole:
         # Nothing is written there.
         own |= dict.fromkeys(("p_peak", "p_mass", "p_sum"), Place("p_log_mass"))
@@ -63,8 +62,7 @@ def summary_steps(
 
 def summary_shares(chosen: Sizes) -> int:
     """Programs that share a stretch of keys: those of wide heads compute some of the slots."""
-    slots = chosen.summary_slots * chosen.summary_groups
-    return chosen.width // slots if chosen.is_slot_major else 1
+    return chosen.width // chosen.summary_slots if chosen.is_slot_major else 1
 
 
 def _partials(programs: int, chosen: Sizes, splits: int) -> Workspace:
